@@ -1,0 +1,69 @@
+"""What mpar raises when a user's request cannot be carried out: what was attempted, the facts that disagree, the ways out."""
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DifferentiationError",
+    "DtypeError",
+    "MeshError",
+    "MparError",
+    "NumericsError",
+    "ProgramError",
+    "ShapeError",
+    "ShardingError",
+    "TraceError",
+    "UnknownNameError",
+]
+
+
+class MparError(Exception):
+    """Base of every error that mpar raises on purpose."""
+
+
+class ConfigError(MparError, ValueError):
+    """A configuration names something unknown, or two of its values disagree."""
+
+
+class UnknownNameError(ConfigError):
+    """A name (config key, architecture, strategy, primitive) that is not in the list of known ones."""
+
+
+class MeshError(MparError, ValueError):
+    """A mesh that cannot exist, or a world of processes that does not match it."""
+
+
+class ShardingError(MparError, ValueError):
+    """A tensor cannot be placed as its spec asks, or a sharded graph is ill-typed."""
+
+
+class ShapeError(MparError, ValueError):
+    """Operands whose shapes do not fit each other or the op."""
+
+
+class DtypeError(MparError, TypeError):
+    """Operands whose dtypes the op does not accept."""
+
+
+class TraceError(MparError, TypeError):
+    """A function that cannot be compiled: randomness, mutation or data-dependent shapes inside it."""
+
+
+class DifferentiationError(MparError, RuntimeError):
+    """A derivative was asked for that has no rule."""
+
+
+class ProgramError(MparError, RuntimeError):
+    """A program that does not verify, or that could not be run to its end."""
+
+
+class DataError(MparError, ValueError):
+    """Training data that cannot be used."""
+
+
+class CheckpointError(MparError, ValueError):
+    """A checkpoint or a folder of weights that is missing, damaged, or of another model."""
+
+
+class NumericsError(MparError, ArithmeticError):
+    """A loss or gradient that is not finite."""

@@ -1,0 +1,120 @@
+"""Mesh: named axes of ranks. Abstract until bound: 16,384 ranks exist on a laptop as a few integers.
+
+Rank order is row-major over the axes as written: the last axis varies fastest, so it should be the one that talks most (tp).
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+from mpar.errors import MeshError
+
+__all__ = ["Mesh"]
+
+
+class Mesh:
+    """Named mesh axes with sizes, `Mesh(dp=2, fsdp=4, tp=2)`; an axis of size 1 is the same as none.
+
+    Raises MeshError if a size is not a positive integer.
+    """
+
+    def __init__(self, **sizes: int) -> None:
+        bad = {axis: size for axis, size in sizes.items() if not isinstance(size, int) or isinstance(size, bool) or size < 1}
+        if bad:
+            raise MeshError(f"cannot make Mesh({_listing(sizes)}): sizes must be positive integers, not {bad}")
+        self._sizes = dict(sizes)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes, outermost (slowest-varying) first."""
+        return tuple(self._sizes)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Axis name to size, in mesh order."""
+        return dict(self._sizes)
+
+    @cached_property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self._sizes.values())
+
+    def axis_size(self, axes: str | tuple[str, ...]) -> int:
+        """The product of the sizes of `axes`; an axis that the mesh does not have counts as size 1."""
+        return math.prod(self._sizes.get(axis, 1) for axis in ((axes,) if isinstance(axes, str) else axes))
+
+    def ordered(self, axes: tuple[str, ...] | set[str] | frozenset[str]) -> tuple[str, ...]:
+        """`axes` in mesh order, without those of size 1."""
+        return tuple(axis for axis in self._sizes if axis in axes and self._sizes[axis] > 1)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The coordinate of `rank` along each axis."""
+        out = {}
+        for axis in reversed(self._sizes):
+            rank, out[axis] = divmod(rank, self._sizes[axis])
+        return {axis: out[axis] for axis in self._sizes}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at `coordinates`; axes left out count as 0."""
+        rank = 0
+        for axis, size in self._sizes.items():
+            rank = rank * size + coordinates.get(axis, 0)
+        return rank
+
+    def index(self, rank: int, axes: tuple[str, ...]) -> int:
+        """The position of `rank` among the ranks that differ from it only along `axes`, first axis major."""
+        coordinates, index = self.coordinates(rank), 0
+        for axis in axes:
+            index = index * self._sizes.get(axis, 1) + coordinates.get(axis, 0)
+        return index
+
+    def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes`, in the order of `index`."""
+        coordinates = self.coordinates(rank)
+        members = [coordinates]
+        for axis in axes:
+            members = [{**member, axis: i} for member in members for i in range(self.axis_size(axis))]
+        return tuple(self.rank(member) for member in members)
+
+    def groups(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+        """Every group over `axes`, in the order of their first ranks."""
+        seen: set[int] = set()
+        for rank in range(self.size):
+            if rank not in seen:
+                group = self.group(rank, axes)
+                seen.update(group)
+                yield group
+
+    def split(self, axis: str, outer: int) -> "Mesh":
+        """The same ranks with `axis` split into `<axis>_outer` (of size `outer`) and `<axis>_inner`.
+
+        Raises MeshError if `outer` does not divide the axis.
+        """
+        size = self.axis_size(axis)
+        if size % outer:
+            raise MeshError(f"cannot split axis {axis!r} of size {size} of {self} into {outer} outer parts")
+        parts = {f"{axis}_outer": outer, f"{axis}_inner": size // outer}
+        sizes: dict[str, int] = {}
+        for name, value in self._sizes.items():
+            sizes |= parts if name == axis else {name: value}
+        return Mesh(**sizes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and list(self._sizes.items()) == list(other._sizes.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._sizes.items()))
+
+    def __repr__(self) -> str:
+        return f"Mesh({_listing(self._sizes)})"
+
+    def __reduce__(self) -> tuple:
+        return _rebuild, (self._sizes,)
+
+
+def _rebuild(sizes: dict[str, int]) -> Mesh:
+    return Mesh(**sizes)
+
+
+def _listing(sizes: Mapping[str, object]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
