@@ -1,0 +1,58 @@
+"""Chain: what a model is to the compiler. A list of segments over one parameter tree, and the logical axes of its values.
+
+A segment is a pure function `fn(params, x, context) -> (x, losses)`. Equal layers share one `fn` object and are compiled once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["Axes", "Chain", "Segment"]
+
+Axes = tuple[str | None, ...]
+"""Logical names of a tensor's dims, such as `("batch", "residual_seq", "embed")`; None is a dim that is never sharded."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One function of the chain.
+
+    fn:        `fn(params, x, context) -> (x, losses)`; `params` is a tuple of the subtrees at `paths`; `x` is what the segment
+               before gave (the first gets None); `losses` maps a name to a scalar that training minimises ("loss" is the sum
+               over tokens; others are side losses). It must be hashable: segments with equal `fn` and shapes are one kind.
+    paths:     where its parameters are in the tree: `("layers.3",)`, or `("head", "embed.table_VD")` for a tied head.
+    out_axes:  logical axes of the leaves of the `x` that it returns.
+    """
+
+    name: str
+    fn: Callable[[tuple, Any, Any], tuple[Any, dict[str, Tensor]]]
+    paths: tuple[str, ...]
+    out_axes: Any = field(default=None)
+
+
+class Chain(Protocol):
+    """What `compile_step` asks of a model."""
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The functions of the chain, first to last; the last returns `(None, {"loss": loss_sum, ...})`."""
+
+    @property
+    def abstract_params(self) -> Any:
+        """The parameter tree with meta tensors of global (padded) shapes."""
+
+    @property
+    def param_axes(self) -> Any:
+        """The same tree with an `Axes` tuple for each leaf."""
+
+    @property
+    def batch_axes(self) -> dict[str, Axes]:
+        """Every batch key that the model reads, with its logical axes."""
+
+    def context(self, batch: dict[str, Tensor]) -> Any:
+        """What every segment may read (tokens, labels, RoPE tables, documents); nothing in it is differentiated."""
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """The scalar that the loss sum of this batch is divided by, a function of the batch alone."""

@@ -1,0 +1,5 @@
+"""Primitives: every op that has rules of its own, one file each."""
+
+from mpar.ops._rms_norm import rms_norm
+
+__all__ = ["rms_norm"]

@@ -1,0 +1,62 @@
+"""RMS normalisation: y = x / sqrt(mean(x^2) + eps) * weight  (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4)."""
+
+import torch
+from torch import Tensor
+
+from mpar.errors import DtypeError, ShapeError
+from mpar.ops._primitive import Cost, Primitive
+
+__all__ = ["rms_norm"]
+
+rms_norm_p = Primitive("rms_norm", "x, weight? -> y", eps="float")
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
+    """Scale the last dim of `x` (..., D) to unit root-mean-square, then by `weight` (D,) if there is one.
+
+    Statistics are float32 or wider; the result has the dtype of `x`. `eps` is added to the mean square, before the root.
+    Raises DtypeError if `x` is not floating point, ShapeError if `weight` does not fit.
+    """
+    return rms_norm_p.bind(x, weight, eps=eps)
+
+
+@rms_norm_p.def_abstract
+def _abstract(x, weight, *, eps):
+    if not x.is_floating_point():
+        raise DtypeError(f"rms_norm: x {tuple(x.shape)} has dtype {x.dtype}, needs a floating dtype")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ShapeError(f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; it needs shape ({x.shape[-1]},)")
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@rms_norm_p.def_impl
+def _impl(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    y = wide * torch.rsqrt(_mean_square(wide) + eps)
+    y = y.to(x.dtype)
+    return y if weight is None else y.mul_(weight) if weight.dtype == y.dtype else (y * weight).to(x.dtype)
+
+
+@rms_norm_p.def_vjp("x, weight, dy -> dx, dweight")
+def _vjp(x, weight, dy, *, eps):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    rstd = torch.rsqrt(_mean_square(wide) + eps)
+    y = wide * rstd
+    dy = dy.to(wide.dtype)
+    dweight = x.new_empty(0) if weight is None else (dy * y).flatten(0, -2).sum(0).to(weight.dtype)
+    dy = dy if weight is None else dy * weight
+    projection = (dy * y).mean(-1, keepdim=True)
+    dx = torch.sub(dy, y.mul_(projection)).mul_(rstd)
+    return dx.to(x.dtype), dweight
+
+
+def _mean_square(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+
+
+rms_norm_p.def_sharding("... d, d -> ... d", need_replication="d")
+rms_norm_p.def_batching_leading()
+rms_norm_p.def_cost(lambda x, weight, **_: Cost(flops=5 * x.numel(), bytes=2 * x.nbytes))
+rms_norm_p.bwd.def_sharding("... d, d, ... d -> ... d, d", need_replication="d")
+rms_norm_p.bwd.def_batching_leading()
+rms_norm_p.bwd.def_cost(lambda x, weight, dy, **_: Cost(flops=11 * x.numel(), bytes=3 * x.nbytes))
