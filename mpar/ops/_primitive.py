@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpar.errors import DifferentiationError, UnknownNameError
 
-__all__ = ["PRIMITIVES", "Cost", "Primitive", "ShardingRule", "primitive_of"]
+__all__ = ["PRIMITIVES", "Cost", "Primitive", "ShardingRule", "parse_sharding", "primitive_of"]
 
 PRIMITIVES: dict[str, "Primitive"] = {}
 _LIBRARY = torch.library.Library("mpar", "DEF")
@@ -61,7 +61,7 @@ class Primitive:
         self.bwd: Primitive | None = None
         self.sharded: dict[str, Callable] = {}
         self.kernels: dict[str, Callable] = {}
-        self.sharding: ShardingRule | None = None
+        self.sharding: ShardingRule | Callable[..., ShardingRule] | None = None
         self.cost: Callable[..., Cost] | None = None
         self.batching: Callable | None = None
         self.abstract: Callable | None = None
@@ -148,15 +148,22 @@ class Primitive:
 
     def def_sharding(self, rule: str, *, need_replication: str = "", linear: str = "") -> None:
         """State the factors of every dim, such as `"... d, d -> ... d"`; the rule of an operand that is None is skipped."""
-        operands, results = rule.split("->")
-        self.sharding = ShardingRule(
-            tuple(_parse_dims(part) for part in operands.split(",")),
-            tuple(_parse_dims(part) for part in results.split(",")),
-            frozenset(need_replication.split()),
-            frozenset(linear.split()),
-        )
-        assert len(self.sharding.operands) == len(self.operands), (self.name, rule)
-        assert len(self.sharding.results) == len(self.results), (self.name, rule)
+        self.sharding = self._check_rule(parse_sharding(rule, need_replication=need_replication, linear=linear))
+
+    def def_sharding_from(self, fn: Callable[..., ShardingRule]) -> Callable[..., ShardingRule]:
+        """`fn(**params) -> ShardingRule` for an op whose dims depend on its parameters, such as einsum."""
+        self.sharding = fn
+        return fn
+
+    def sharding_rule(self, **params: Any) -> ShardingRule:
+        """The factors of every dim for these static parameters."""
+        assert self.sharding is not None, f"primitive {self.name} has no sharding rule"
+        return self.sharding if isinstance(self.sharding, ShardingRule) else self._check_rule(self.sharding(**params))
+
+    def _check_rule(self, rule: ShardingRule) -> ShardingRule:
+        assert len(rule.operands) == len(self.operands), (self.name, rule)
+        assert len(rule.results) == len(self.results), (self.name, rule)
+        return rule
 
     def def_sharded(self, factor: str) -> Callable[[Callable], Callable]:
         """`fn(emit, *operands, **params)` is the local program when `factor` is sharded (`sharding/_emit.py` has `emit`)."""
@@ -173,7 +180,7 @@ class Primitive:
         return fn
 
     def def_batching(self, fn: Callable) -> Callable:
-        """`fn(size, dims, *operands, **params) -> (results, dims of results)`: `dims` has the batched dim or None for each operand."""
+        """`fn(size, dims, *operands, **params) -> (results, dims of results)`: `dims` has each operand's batched dim, or None."""
         self.batching = fn
         return fn
 
@@ -183,17 +190,16 @@ class Primitive:
         loop = _loop_batching(self)
 
         def rule(size: int, dims: Sequence[int | None], *operands: Any, **params: Any) -> Any:
-            assert self.sharding is not None
-            leading = [dim_factors[:1] == (("...",),) for dim_factors in self.sharding.operands]
-            if any(dim is not None and not lead for dim, lead in zip(dims, leading, strict=True)):
+            sharding = self.sharding_rule(**params)
+            leading = [factors[:1] == (("...",),) for factors in sharding.operands]
+            stuck = any(dim is not None and not lead for dim, lead in zip(dims, leading, strict=True))
+            if stuck or any(factors[:1] != (("...",),) for factors in sharding.results):
                 return loop(size, dims, *operands, **params)
             moved = [
                 operand if operand is None or not lead else _leading(operand, dim, size)
                 for operand, dim, lead in zip(operands, dims, leading, strict=True)
             ]
             results = self.bind(*moved, **params)
-            if any(factors[:1] != (("...",),) for factors in self.sharding.results):
-                return loop(size, dims, *operands, **params)
             return results, (0 if isinstance(results, Tensor) else tuple(0 for _ in results))
 
         self.batching = rule
@@ -212,7 +218,8 @@ class Primitive:
             likes = [given[name[1:]] for name in gives]
             first = next(operand for operand in operands if operand is not None)
             results = tuple(
-                first.new_empty(0) if like is None else torch.empty(like.shape, dtype=like.dtype, device=like.device) for like in likes
+                first.new_empty(0) if like is None else torch.empty(like.shape, dtype=like.dtype, device=like.device)
+                for like in likes
             )
             return results if len(results) > 1 else results[0]
 
@@ -337,7 +344,14 @@ def _schema(operands: str, results: str, params: dict[str, str]) -> str:
     left = ", ".join(tensor(part) for part in operands.split(",") if part.strip())
     keywords = ", ".join(f"{kind} {name}" for name, kind in params.items())
     right = ", ".join("Tensor[]" if part.strip().endswith("[]") else "Tensor" for part in results.split(","))
-    return f"({left}{', *, ' if keywords and left else '*, ' if keywords else ''}{keywords}) -> {f'({right})' if ',' in right else right}"
+    arguments = ", ".join(part for part in (left, f"*, {keywords}" if keywords else "") if part)
+    return f"({arguments}) -> {f'({right})' if ',' in right else right}"
+
+
+def parse_sharding(rule: str, *, need_replication: str = "", linear: str = "") -> ShardingRule:
+    """The rule written as `"b s d, d f -> b s f"`, one entry per operand and result."""
+    operands, results = (tuple(_parse_dims(part) for part in side.split(",")) for side in rule.split("->"))
+    return ShardingRule(operands, results, frozenset(need_replication.split()), frozenset(linear.split()))
 
 
 def _parse_dims(part: str) -> tuple[tuple[str, ...], ...]:

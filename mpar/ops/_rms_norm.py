@@ -25,7 +25,7 @@ def _abstract(x, weight, *, eps):
     if not x.is_floating_point():
         raise DtypeError(f"rms_norm: x {tuple(x.shape)} has dtype {x.dtype}, needs a floating dtype")
     if weight is not None and weight.shape != x.shape[-1:]:
-        raise ShapeError(f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; it needs shape ({x.shape[-1]},)")
+        raise ShapeError(f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; it must be ({x.shape[-1]},)")
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 

@@ -1,0 +1,217 @@
+"""Einsum: the contraction of two tensors, of which every matrix product of a model is one. Letters that y lacks are summed."""
+
+import math
+import string
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mpar.errors import DtypeError, ShapeError
+from mpar.ops._primitive import Cost, Primitive, ShardingRule
+
+__all__ = ["einsum"]
+
+einsum_p = Primitive("einsum", "a, b -> y", equation="str")
+
+
+def einsum(equation: str, *operands: Tensor) -> Tensor:
+    """Contract `operands` by `equation` such as `"bsd,df->bsf"`: a letter per dim, letters that the result lacks are summed.
+
+    Operands share one floating dtype, which the result has; the result is contiguous. More than two operands are folded left
+    to right. There is no broadcasting, no `...`, and a letter stands once in each operand and in the result.
+    Raises ShapeError if the equation is malformed or sizes disagree, DtypeError if dtypes do.
+    """
+    equation = equation.replace(" ", "")
+    inputs, output = _split(equation, len(operands))
+    if len(operands) == 1:
+        return _einsum_of_one(equation, inputs[0], output, operands[0])
+    y, letters = operands[0], inputs[0]
+    for index in range(1, len(operands) - 1):
+        later = "".join(inputs[index + 1 :]) + output
+        kept = "".join(c for c in dict.fromkeys(letters + inputs[index]) if c in later)
+        y, letters = einsum_p.bind(y, operands[index], equation=f"{letters},{inputs[index]}->{kept}"), kept
+    return einsum_p.bind(y, operands[-1], equation=f"{letters},{inputs[-1]}->{output}")
+
+
+def _split(equation: str, num_operands: int) -> tuple[list[str], str]:
+    left, arrow, output = equation.partition("->")
+    inputs = left.split(",")
+    problems = []
+    if not arrow or not all(part.isascii() and (part.isalpha() or not part) for part in [*inputs, output]):
+        problems.append("it must be like 'ab,bc->ac': letters, commas, one '->'")
+    if len(inputs) != num_operands or not num_operands:
+        problems.append(f"it has {len(inputs)} operands, {num_operands} are given")
+    repeated = [part for part in [*inputs, output] if len(set(part)) != len(part)]
+    if repeated:
+        problems.append(f"a letter is repeated in {repeated}; take diagonals with torch.diagonal first")
+    unknown = sorted(set(output) - set(left))
+    if unknown:
+        problems.append(f"letters {unknown} of the result are in no operand; expand the result afterwards")
+    if problems:
+        raise ShapeError(f"einsum: cannot use equation {equation!r}:\n" + "\n".join(problems))
+    return inputs, output
+
+
+def _einsum_of_one(equation: str, letters: str, output: str, x: Tensor) -> Tensor:
+    if x.ndim != len(letters):
+        raise ShapeError(f"einsum {equation!r}: the operand {tuple(x.shape)} has {x.ndim} dims, the equation {len(letters)}")
+    summed = [i for i, c in enumerate(letters) if c not in output]
+    kept = [c for c in letters if c in output]
+    x = x.sum(summed) if summed else x
+    return x.permute([kept.index(c) for c in output]).contiguous()
+
+
+@einsum_p.def_abstract
+def _abstract(a, b, *, equation):
+    (in_a, in_b), output = _split(equation, 2)
+    problems = [
+        f"operand {name} {tuple(x.shape)} has {x.ndim} dims, '{letters}' has {len(letters)}"
+        for name, x, letters in (("a", a, in_a), ("b", b, in_b))
+        if x.ndim != len(letters)
+    ]
+    sizes_a, sizes_b = dict(zip(in_a, a.shape, strict=False)), dict(zip(in_b, b.shape, strict=False))
+    for letter in sizes_a:
+        if letter in sizes_b and sizes_a[letter] != sizes_b[letter]:
+            problems.append(f"letter {letter!r} has size {sizes_a[letter]} in a and {sizes_b[letter]} in b")
+    if problems:
+        raise ShapeError(f"einsum {equation!r} of {tuple(a.shape)} and {tuple(b.shape)}:\n" + "\n".join(problems))
+    if a.dtype != b.dtype or not a.is_floating_point():
+        raise DtypeError(f"einsum {equation!r}: a is {a.dtype}, b is {b.dtype}; both must have the same floating dtype: cast one")
+    sizes = sizes_a | sizes_b
+    return torch.empty([sizes[c] for c in output], dtype=a.dtype, device=a.device)
+
+
+@einsum_p.def_impl
+def _impl(a: Tensor, b: Tensor, *, equation: str) -> Tensor:
+    return _plan(equation, a.shape, a.stride(), b.shape, b.stride())(a, b)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    equation: str, shape_a: Sequence[int], stride_a: Sequence[int], shape_b: Sequence[int], stride_b: Sequence[int]
+) -> Callable:
+    """The function that contracts operands of these shapes and strides: sums first, then one mm, bmm or mul."""
+    (in_a, in_b), output = _split(equation, 2)
+    sizes = dict(zip(in_a + in_b, (*shape_a, *shape_b), strict=True))
+    only_a, only_b = _alone(in_a, in_b + output), _alone(in_b, in_a + output)
+    if only_a or only_b:
+        rest_a, rest_b = "".join(c for c in in_a if c not in only_a), "".join(c for c in in_b if c not in only_b)
+        dims_a, dims_b = [in_a.index(c) for c in only_a], [in_b.index(c) for c in only_b]
+        rest = f"{rest_a},{rest_b}->{output}"
+
+        def sum_first(a: Tensor, b: Tensor) -> Tensor:
+            return _impl(a.sum(dims_a) if dims_a else a, b.sum(dims_b) if dims_b else b, equation=rest)
+
+        return sum_first
+    if all(c in output for c in in_a + in_b):
+        return _multiply(in_a, in_b, output)
+    strides_a, strides_b = dict(zip(in_a, stride_a, strict=True)), dict(zip(in_b, stride_b, strict=True))
+    if _first_of(output, in_a, in_b) == "b":  # rows of the result come from the operand whose letters lead it
+        contract = _contract(in_b, strides_b, in_a, strides_a, output, sizes)
+        return lambda a, b: contract(b, a)
+    return _contract(in_a, strides_a, in_b, strides_b, output, sizes)
+
+
+def _alone(letters: str, others: str) -> str:
+    return "".join(c for c in letters if c not in others)
+
+
+def _first_of(output: str, in_a: str, in_b: str) -> str:
+    return next(("b" if c in in_b else "a" for c in output if (c in in_a) != (c in in_b)), "a")
+
+
+def _multiply(in_a: str, in_b: str, output: str) -> Callable:
+    """Nothing is summed: a broadcasting product, in the order of the result."""
+
+    def spread(x: Tensor, letters: str) -> Tensor:
+        x = x.permute([letters.index(c) for c in output if c in letters])
+        return x[tuple(slice(None) if c in letters else None for c in output)]
+
+    return lambda a, b: torch.mul(spread(a, in_a), spread(b, in_b)).contiguous()
+
+
+def _contract(
+    in_a: str, strides_a: dict[str, int], in_b: str, strides_b: dict[str, int], output: str, sizes: dict[str, int]
+) -> Callable:
+    """y[batch, rows, columns] = sum over inner of a[batch, rows, inner] * b[batch, inner, columns]."""
+    batch = "".join(c for c in output if c in in_a and c in in_b)
+    rows = "".join(c for c in output if c in in_a and c not in in_b)
+    columns = "".join(c for c in output if c in in_b and c not in in_a)
+    inner = "".join(c for c in in_a if c in in_b and c not in output)
+    other = "".join(c for c in in_b if c in inner)
+    # any order of the summed letters is right: take one that both operands can be viewed in, if there is one
+    inner = max((inner, other), key=lambda order: _mergeable(order, strides_a, sizes) + _mergeable(order, strides_b, sizes))
+    groups_a, groups_b = [rows, inner], [inner, columns]
+    if batch:
+        groups_a, groups_b = [batch, *groups_a], [batch, *groups_b]
+    view_a, view_b = _matrix(in_a, groups_a, strides_a, sizes), _matrix(in_b, groups_b, strides_b, sizes)
+    multiply = torch.bmm if batch else torch.mm
+    natural = batch + rows + columns
+    shape = [sizes[c] for c in natural]
+    if natural == output:
+        if len(output) == (3 if batch else 2) and len(rows) == len(columns) == 1:
+            return lambda a, b: multiply(view_a(a), view_b(b))
+        return lambda a, b: multiply(view_a(a), view_b(b)).view(shape)
+    order = [natural.index(c) for c in output]
+    return lambda a, b: multiply(view_a(a), view_b(b)).view(shape).permute(order).contiguous()
+
+
+def _matrix(letters: str, groups: list[str], strides: dict[str, int], sizes: dict[str, int]) -> Callable[[Tensor], Tensor]:
+    """`x` with one dim per group of letters: a view where strides allow it, else a copy."""
+    shape = [math.prod(sizes[c] for c in group) for group in groups]
+    if all(_mergeable(group, strides, sizes) for group in groups):
+        if list(letters) == groups:
+            return lambda x: x
+        merged = [next((strides[c] for c in reversed(group) if sizes[c] != 1), 1) for group in groups]
+        return lambda x: torch.as_strided(x, shape, merged)
+    order = [letters.index(c) for c in "".join(groups)]
+    return lambda x: x.permute(order).reshape(shape)
+
+
+def _mergeable(group: str, strides: dict[str, int], sizes: dict[str, int]) -> bool:
+    steps = [(sizes[c], strides[c]) for c in group if sizes[c] != 1]
+    return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(steps))
+
+
+@einsum_p.def_vjp_by_ops("a, b, dy -> da, db")
+def _vjp(a, b, dy, *, equation):
+    (in_a, in_b), output = _split(equation, 2)
+    return _pull_back(dy, b, output, in_b, in_a, a.shape), _pull_back(dy, a, output, in_a, in_b, b.shape)
+
+
+def _pull_back(dy: Tensor, other: Tensor, output: str, in_other: str, letters: str, shape: Sequence[int]) -> Tensor:
+    """The gradient of the operand with `letters`: a letter that only it had was summed, so its gradient is constant along it."""
+    present = "".join(c for c in letters if c in in_other + output)
+    gradient = einsum_p.bind(dy, other, equation=f"{output},{in_other}->{present}")
+    if present == letters:
+        return gradient
+    return gradient[tuple(slice(None) if c in present else None for c in letters)].expand(shape)
+
+
+@einsum_p.def_sharding_from
+def _sharding(*, equation: str) -> ShardingRule:
+    (in_a, in_b), output = _split(equation, 2)
+    a, b, y = (tuple((c,) for c in letters) for letters in (in_a, in_b, output))
+    return ShardingRule((a, b), (y,), frozenset(), frozenset({"a", "b"}))
+
+
+@einsum_p.def_cost
+def _cost(a, b, *, equation):
+    (in_a, in_b), output = _split(equation, 2)
+    sizes = dict(zip(in_a + in_b, (*a.shape, *b.shape), strict=True))
+    result = math.prod(sizes[c] for c in output) * a.element_size()
+    return Cost(flops=2 * math.prod(sizes.values()), bytes=a.nbytes + b.nbytes + result)
+
+
+@einsum_p.def_batching
+def _batching(size, dims, a, b, *, equation):
+    (in_a, in_b), output = _split(equation, 2)
+    letter = next(c for c in string.ascii_letters if c not in equation)
+    (a, in_a), (b, in_b) = (
+        (x, letters) if dim is None else (x.movedim(dim, 0), letter + letters)
+        for x, letters, dim in ((a, in_a, dims[0]), (b, in_b, dims[1]))
+    )
+    return einsum_p.bind(a, b, equation=f"{in_a},{in_b}->{letter}{output}"), 0
