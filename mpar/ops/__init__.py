@@ -1,6 +1,8 @@
 """Primitives: every op that has rules of its own, one file each."""
 
 from mpar.ops._einsum import einsum
+from mpar.ops._embedding import embedding
 from mpar.ops._rms_norm import rms_norm
+from mpar.ops._rope import rope
 
-__all__ = ["einsum", "rms_norm"]
+__all__ = ["einsum", "embedding", "rms_norm", "rope"]

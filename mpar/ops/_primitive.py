@@ -70,6 +70,7 @@ class Primitive:
         self.mutates: tuple[str, ...] = ()
         self._vjp: _Vjp | None = None
         _LIBRARY.define(f"{name}{_schema(operands, results, params)}")
+        torch.library.register_fake(f"mpar::{name}", self._run_abstract, lib=_LIBRARY)
         self.op = getattr(torch.ops.mpar, name).default
         self._function = _make_function(self)
         PRIMITIVES[name] = self
@@ -86,7 +87,6 @@ class Primitive:
     def def_abstract(self, fn: Callable) -> Callable:
         """`fn(*operands, **params)` checks its operands and returns results without data: shapes, dtypes and strides."""
         self.abstract = fn
-        torch.library.register_fake(f"mpar::{self.name}", fn, lib=_LIBRARY)
         return fn
 
     def def_impl(self, fn: Callable) -> Callable:
@@ -94,8 +94,7 @@ class Primitive:
         self.impl = fn
 
         def kernel(*operands: Any, **params: Any) -> Any:
-            assert self.abstract is not None, f"primitive {self.name} has no abstract rule"
-            self.abstract(*(_without_data(operand) for operand in operands), **params)
+            self._run_abstract(*(_without_data(operand) for operand in operands), **params)
             return fn(*operands, **params)
 
         _LIBRARY.impl(self.name, kernel, "CompositeExplicitAutograd")
@@ -207,6 +206,33 @@ class Primitive:
     def def_batching_loop(self) -> None:
         """Batch example by example and stack: for ops whose operands have no room for one more dim."""
         self.batching = _loop_batching(self)
+
+    def def_batching_folded(self) -> None:
+        """Batch by folding into dim 0. Every operand whose rule starts with the first factor of the first operand (`b`) gets the
+        batch folded in; the others must not be batched, else the batch is done example by example."""
+        loop = _loop_batching(self)
+
+        def rule(size: int, dims: Sequence[int | None], *operands: Any, **params: Any) -> Any:
+            sharding = self.sharding_rule(**params)
+            first = sharding.operands[0][:1]
+            folds = [factors[:1] == first for factors in sharding.operands]
+            stuck = any(dim is not None and not fold for dim, fold in zip(dims, folds, strict=True))
+            if stuck or any(factors[:1] != first for factors in sharding.results):
+                return loop(size, dims, *operands, **params)
+            folded = [
+                operand if operand is None or not fold else _leading(operand, dim, size).flatten(0, 1)
+                for operand, dim, fold in zip(operands, dims, folds, strict=True)
+            ]
+            results = self.bind(*folded, **params)
+            if isinstance(results, Tensor):
+                return results.unflatten(0, (size, -1)), 0
+            return tuple(result.unflatten(0, (size, -1)) for result in results), tuple(0 for _ in results)
+
+        self.batching = rule
+
+    def _run_abstract(self, *operands: Any, **params: Any) -> Any:
+        assert self.abstract is not None, f"primitive {self.name} has no abstract rule"
+        return self.abstract(*operands, **params)
 
     def _may_be_none(self, name: str) -> bool:
         cotangent = name.startswith("d") and name[1:] in self.results

@@ -1,0 +1,86 @@
+"""Rotary position embedding: pairs of features turn by an angle per position  (Su et al. 2021, arXiv:2104.09864)."""
+
+import torch
+from torch import Tensor
+
+from mpar.errors import DtypeError, ShapeError
+from mpar.ops._primitive import Cost, Primitive
+
+__all__ = ["rope"]
+
+rope_p = Primitive("rope", "x, cos, sin -> y", interleaved="bool")
+
+
+def rope(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Turn the first R of the H features of `x_BSNH` by the angles whose `cos` and `sin` are (B or 1, S, R/2); the rest passes.
+
+    Pairs are features (i, i + R/2), or (2i, 2i + 1) if `interleaved`. Computed in the wider of the dtypes of `x_BSNH` and of
+    the tables, which are float32 or wider; the result has the dtype of `x_BSNH`. The tables get no gradient.
+    Raises ShapeError or DtypeError if they do not fit.
+    """
+    return rope_p.bind(x_BSNH, cos, sin, interleaved=interleaved)
+
+
+@rope_p.def_abstract
+def _abstract(x, cos, sin, *, interleaved):
+    shapes = f"x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
+    if x.ndim != 4 or cos.ndim != 3:
+        raise ShapeError(f"rope: {shapes}: x must be (B, S, N, H), cos and sin (B or 1, S, R/2)")
+    B, S, _, H = x.shape
+    if cos.shape != sin.shape or cos.shape[0] not in (1, B) or cos.shape[1] != S or 2 * cos.shape[2] > H:
+        raise ShapeError(f"rope: {shapes}: cos and sin must be (1 or {B}, {S}, R/2) with R at most {H}")
+    if not x.is_floating_point() or cos.dtype != sin.dtype or cos.dtype not in (torch.float32, torch.float64):
+        dtypes = f"x is {x.dtype}, cos {cos.dtype}, sin {sin.dtype}"
+        raise DtypeError(f"rope: {dtypes}: x must be floating, cos and sin both float32 or both float64")
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@rope_p.def_impl
+def _impl(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    half = cos.shape[-1]
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    y = torch.empty(x.shape, dtype=wide.dtype, device=x.device)
+    (x1, x2), (y1, y2) = _halves(wide, half, interleaved), _halves(y, half, interleaved)
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1)
+    torch.mul(x2, cos, out=y2).addcmul_(x1, sin)
+    if 2 * half < x.shape[-1]:
+        y[..., 2 * half :] = wide[..., 2 * half :]
+    return y.to(x.dtype)
+
+
+def _halves(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    return x[..., :half], x[..., half : 2 * half]
+
+
+@rope_p.def_vjp_by_ops("cos, sin, dy -> dx")  # the transpose of a rotation is the rotation back
+def _vjp(cos, sin, dy, *, interleaved):
+    return rope_p.bind(dy, cos, -sin, interleaved=interleaved)
+
+
+rope_p.def_sharding("b s n h, b s r, b s r -> b s n h", need_replication="h r", linear="x")
+rope_p.def_cost(
+    lambda x, cos, sin, **_: Cost(
+        flops=3 * x.numel(),
+        bytes=2 * x.nbytes + cos.nbytes + sin.nbytes,
+        workspace=0 if x.element_size() >= cos.element_size() else 2 * x.numel() * cos.element_size(),
+    )
+)
+
+
+@rope_p.def_batching
+def _batching(size, dims, x, cos, sin, *, interleaved):
+    x = x.movedim(dims[0], 0) if dims[0] is not None else x.expand(size, *x.shape)
+    num_rows = x.shape[1]
+    if dims[1] is not None or dims[2] is not None or cos.shape[0] != 1:
+        cos, sin = (_rows(table, dim, size, num_rows) for table, dim in ((cos, dims[1]), (sin, dims[2])))
+    y = rope_p.bind(x.flatten(0, 1), cos, sin, interleaved=interleaved)
+    return y.unflatten(0, (size, num_rows)), 0
+
+
+def _rows(table: Tensor, dim: int | None, size: int, num_rows: int) -> Tensor:
+    """`table` with a row for each of the `size * num_rows` folded rows."""
+    table = table.movedim(dim, 0) if dim is not None else table.expand(size, *table.shape)
+    return table.expand(-1, num_rows, -1, -1).flatten(0, 1)
