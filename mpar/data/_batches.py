@@ -1,0 +1,182 @@
+"""Global batches by number: what step t trains on is a pure function of the documents, the seed and t, never of the mesh."""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mpar.data._documents import Documents, LoadReport
+from mpar.data._packing import pack
+from mpar.errors import ConfigError, DataError
+
+__all__ = ["BatchShape", "Batches"]
+
+_IGNORED = -100
+_DOCUMENT_ORDER, _SEQUENCE_ORDER, _SPLIT = range(3)  # what a random order is drawn for
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How documents are laid out: `batch_size` sequences of `seq_len` positions a step, several documents in one if `packing`."""
+
+    batch_size: int
+    seq_len: int
+    packing: bool = True
+
+
+class Batches:
+    """Random access to global batches; there is no iterator, so resuming a run needs its step alone.
+
+    An epoch feeds every document once, whole: each sequence holds documents that fit into it together (`packing`, best-fit
+    decreasing over all of them, so that every epoch has the same number of sequences), or one document. The order of
+    sequences, and which of the documents of one length stands where, is drawn anew for each (seed, epoch). The last batch
+    of an epoch is filled up with sequences of padding only, which weigh nothing.
+
+    Raises ConfigError for sizes below 1 or a negative seed, DataError if a document does not fit into a sequence or an id
+    is outside [0, vocab_size).
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        shape: BatchShape,
+        *,
+        vocab_size: int,
+        pad_id: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+        report: LoadReport | None = None,
+    ):
+        wrong = [f"{name}={getattr(shape, name)}" for name in ("batch_size", "seq_len") if getattr(shape, name) < 1]
+        wrong += [f"seed={seed}"] * (seed < 0) + [f"pad_id={pad_id}"] * (not 0 <= pad_id < vocab_size)
+        if wrong:
+            raise ConfigError(
+                f"cannot make batches with {', '.join(wrong)}: sizes are at least 1, the seed at least 0, the id in [0, {vocab_size})."
+            )
+        if len(documents) == 0:
+            raise DataError("cannot make batches: there is no document.")
+        too_long = np.flatnonzero(documents.lengths > shape.seq_len)
+        if len(too_long):
+            name, length = documents.names[documents.rows[too_long[0]]], documents.lengths[too_long[0]]
+            raise DataError(
+                f"cannot make batches: {len(too_long)} documents do not fit into {shape.seq_len} positions; the first, {name}, "
+                f"takes {length}. Raise seq_len, or cut or drop them (truncation)."
+            )
+        documents.check_ids(vocab_size)
+        self.documents = documents
+        self.shape = shape
+        self.seed = seed
+        self.shuffle = shuffle
+        self.report = report or LoadReport()
+        self._vocab_size = vocab_size
+        self._pad_id = pad_id
+        # slots are documents from long to short; a bin lists the slots of one sequence
+        self._bins = pack(documents.lengths, shape.seq_len) if shape.packing else [[i] for i in range(len(documents))]
+        self._layouts: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that decides what a step trains on: documents, shape, seed, shuffle, padding."""
+        content = (self.documents.fingerprint, self.shape, self.seed, self.shuffle, self._pad_id)
+        return hashlib.sha256(repr(content).encode()).hexdigest()
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in an epoch that hold a document."""
+        return len(self._bins)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which every document is fed once."""
+        return -(-len(self._bins) // self.shape.batch_size)
+
+    @property
+    def fill_ratio(self) -> float:
+        """Positions that hold a document, of all positions in sequences that hold one."""
+        return float(self.documents.lengths.sum()) / (self.num_sequences * self.shape.seq_len)
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """The global batch of `step` (from 0, epochs follow each other): int64 tensors of (batch_size, seq_len).
+
+        `tokens`; `labels`, the token that follows where it is trained on, else -100; `positions`, from 0 in each document;
+        `documents`, 0, 1, ... within a sequence. Padding has the padding id, -100, 0, -1. Raises ConfigError if step < 0.
+        """
+        return self.rows(step, slice(None))
+
+    def rows(self, step: int, rows: slice) -> dict[str, Tensor]:
+        """These rows of `batch(step)`; the others are not built."""
+        if step < 0:
+            raise ConfigError(f"cannot make the batch of step {step}: steps count from 0.")
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        document_of_slot, sequence_order = self._layout(epoch)
+        chosen = range(self.shape.batch_size)[rows]
+        size = (len(chosen), self.shape.seq_len)
+        fills = {"tokens": self._pad_id, "labels": _IGNORED, "positions": 0, "documents": -1}
+        arrays = {name: np.full(size, value, dtype=np.int64) for name, value in fills.items()}
+        for out, row in enumerate(chosen):
+            sequence = step_in_epoch * self.shape.batch_size + row
+            if sequence < len(self._bins):
+                slots = self._bins[sequence_order[sequence]]
+                self._write({name: array[out] for name, array in arrays.items()}, document_of_slot[slots])
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def split(self, fraction: float) -> tuple["Batches", "Batches"]:
+        """(training, validation): about `fraction` of the rows, at least one, go to validation, which is not shuffled.
+
+        A row's chunks and repetitions stay on one side. The choice depends on the documents alone, not on the seed. Raises
+        ConfigError if `fraction` is not in (0, 1), DataError if there are fewer than two rows.
+        """
+        if not 0 < fraction < 1:
+            raise ConfigError(f"cannot split off {fraction} of the data for validation: the fraction must be in (0, 1).")
+        present = np.unique(self.documents.rows)
+        if len(present) < 2:
+            raise DataError(f"cannot split {len(present)} row of data into training and validation: it takes two. Give more data.")
+        key = int(self.documents.fingerprint[:16], 16)
+        count = min(max(1, round(fraction * len(present))), len(present) - 1)
+        held_out = np.sort(present[_random_keys(len(present), key, 0, _SPLIT).argsort(kind="stable")[:count]])
+        training = np.setdiff1d(present, held_out, assume_unique=True)
+        return self._subset(training, self.shuffle), self._subset(held_out, False)
+
+    def _subset(self, rows: NDArray[np.int64], shuffle: bool) -> "Batches":
+        return Batches(
+            self.documents.select(rows),
+            self.shape,
+            vocab_size=self._vocab_size,
+            pad_id=self._pad_id,
+            seed=self.seed,
+            shuffle=shuffle,
+            report=self.report,
+        )
+
+    def _layout(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For an epoch: the document that stands in each slot, and the order of sequences. The last two epochs are kept."""
+        if epoch not in self._layouts:
+            lengths = self.documents.lengths
+            document_of_slot, sequence_order = np.arange(len(lengths)), np.arange(len(self._bins))
+            if self.shuffle:
+                # within one length, documents change places; so bins stay filled as they were
+                keys = _random_keys(len(lengths), self.seed, epoch, _DOCUMENT_ORDER)
+                document_of_slot[np.argsort(lengths, kind="stable")] = np.lexsort((keys, lengths))
+                sequence_order = _random_keys(len(self._bins), self.seed, epoch, _SEQUENCE_ORDER).argsort(kind="stable")
+            self._layouts = dict([*self._layouts.items(), (epoch, (document_of_slot, sequence_order))][-2:])
+        return self._layouts[epoch]
+
+    def _write(self, row: dict[str, NDArray[np.int64]], documents: NDArray[np.int64]) -> None:
+        """Lay documents side by side into one sequence."""
+        source, at = self.documents, 0
+        for number, document in enumerate(documents):
+            start, length = int(source.starts[document]), int(source.lengths[document])
+            to, shifted = slice(at, at + length), slice(start + 1, start + length + 1)
+            row["tokens"][to] = source.tokens[start : start + length]
+            row["labels"][to] = np.where(source.trained[shifted], source.tokens[shifted], _IGNORED)
+            row["positions"][to] = np.arange(length)
+            row["documents"][to] = number
+            at += length
+
+
+def _random_keys(count: int, seed: int, epoch: int, purpose: int) -> NDArray[np.uint64]:
+    """Raw words of PCG64: its stream is fixed across numpy's versions, which Generator's permutation is not."""
+    return np.random.PCG64(np.random.SeedSequence([seed, epoch, purpose])).random_raw(count)

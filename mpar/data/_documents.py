@@ -1,0 +1,139 @@
+"""Tokenised documents in flat arrays: many millions of tokens, one allocation each, memory-mapped when cached."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpar.errors import DataError
+
+__all__ = ["Documents", "LoadReport"]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What reading the data came to. Nothing is left out silently: every row is used, empty, malformed or dropped."""
+
+    num_rows: int = 0  # rows or files seen
+    num_used: int = 0  # rows that became at least one document
+    num_malformed: int = 0
+    first_malformed: str = ""  # file:line and the reason
+    num_empty: int = 0  # plain text without a character
+    num_too_long: int = 0  # longer than the sequence length: what `truncation` says was done to them
+    num_dropped: int = 0  # of these, left out
+    num_documents: int = 0
+    num_tokens: int = 0  # positions that enter a sequence
+    num_trained: int = 0  # of these, the ones with a label
+    formats: dict[str, int] = field(default_factory=dict)  # rows per detected format
+    cached: bool = False  # read from the cache; the numbers are those of the run that wrote it
+
+    def __str__(self) -> str:
+        """One line, and the first malformed row on a second."""
+        formats = ", ".join(f"{count} {name}" for name, count in sorted(self.formats.items()))
+        line = (
+            f"{self.num_used} of {self.num_rows} rows used ({formats}): {self.num_documents} documents, {self.num_tokens} tokens, "
+            f"{self.num_trained} trained; {self.num_malformed} malformed, {self.num_empty} empty, {self.num_too_long} too long "
+            f"({self.num_dropped} dropped){', from the cache' if self.cached else ''}"
+        )
+        return line + (f"\nfirst malformed row: {self.first_malformed}" if self.num_malformed else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Documents in flat arrays. Document i feeds `tokens[starts[i] : starts[i] + lengths[i]]`; its labels are the same range
+    shifted by one, where `trained` of the shifted position is true. Chunks of one text may share the token between them.
+    """
+
+    tokens: NDArray[np.int32]  # (T,)
+    trained: NDArray[np.bool_]  # (T,)
+    starts: NDArray[np.int64]  # (documents,)
+    lengths: NDArray[np.int64]  # (documents,), at least 1
+    rows: NDArray[np.int64]  # (documents,): equal for chunks and repetitions of one row
+    names: tuple[str, ...]  # of each row: file:line
+
+    @classmethod
+    def from_ids(cls, documents: Sequence[tuple[Sequence[int], Sequence[bool]]], names: Sequence[str] | None = None) -> "Documents":
+        """Documents of (ids, trained) pairs, at least 2 ids each; document i is row i."""
+        lengths = np.array([len(ids) for ids, _ in documents], dtype=np.int64)
+        if len(lengths) == 0 or lengths.min() < 2 or any(len(ids) != len(trained) for ids, trained in documents):
+            raise DataError("cannot make documents: need at least one, each of 2 or more ids with as many marks.")
+        return cls(
+            tokens=np.concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in documents]),
+            trained=np.concatenate([np.asarray(trained, dtype=bool) for _, trained in documents]),
+            starts=np.cumsum(lengths) - lengths,
+            lengths=lengths - 1,
+            rows=np.arange(len(lengths)),
+            names=tuple(names or (f"document {i}" for i in range(len(lengths)))),
+        )
+
+    def __len__(self) -> int:
+        """The number of documents."""
+        return len(self.starts)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the documents: their ids, labels, bounds and rows."""
+        digest = hashlib.sha256()
+        for array in (self.tokens, self.trained, self.starts, self.lengths, self.rows):
+            digest.update(f"{array.dtype}{array.shape}".encode())
+            digest.update(np.ascontiguousarray(array))
+        return digest.hexdigest()
+
+    def select(self, rows: NDArray[np.int64]) -> "Documents":
+        """The documents of these rows, in order; the token arrays are shared, not copied."""
+        chosen = np.isin(self.rows, rows)
+        return replace(self, starts=self.starts[chosen], lengths=self.lengths[chosen], rows=self.rows[chosen])
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise DataError naming every row (at most 8) with an id outside [0, vocab_size)."""
+        outside = np.flatnonzero((self.tokens < 0) | (self.tokens >= vocab_size))
+        if not len(outside):
+            return
+        order = np.argsort(self.starts, kind="stable")
+        owners = order[np.clip(np.searchsorted(self.starts[order], outside, side="right") - 1, 0, None)]
+        first = {int(self.rows[owner]): int(self.tokens[at]) for owner, at in zip(owners[::-1], outside[::-1], strict=True)}
+        listed = "; ".join(f"{self.names[row]} has id {token}" for row, token in list(first.items())[::-1][:8])
+        raise DataError(
+            f"cannot train on these data: {len(outside)} ids are outside the model's vocabulary of {vocab_size}: {listed}. "
+            "Use the tokenizer that belongs to the model, or a model with a larger vocabulary."
+        )
+
+    def save(self, folder: Path, report: LoadReport) -> None:
+        """Write the arrays and the report; readers see the whole folder or none."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
+        try:
+            for name in ("tokens", "trained", "starts", "lengths", "rows"):
+                np.save(draft / f"{name}.npy", getattr(self, name), allow_pickle=False)
+            content = json.dumps({"names": self.names, "report": asdict(report)}, ensure_ascii=False)
+            (draft / "report.json").write_text(content, encoding="utf-8")
+            os.rename(draft, folder)
+        except OSError:
+            if not (folder / "report.json").is_file():  # another process was faster, which is as good
+                raise
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    @classmethod
+    def load(cls, folder: Path) -> tuple["Documents", LoadReport] | None:
+        """What `save` wrote, memory-mapped; None if the folder is not there. Raises DataError if it is damaged."""
+        if not folder.is_dir():
+            return None
+        try:
+            arrays = {
+                name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+                for name in ("tokens", "trained", "starts", "lengths", "rows")
+            }
+            content = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+            documents = cls(**arrays, names=tuple(content["names"]))
+            return documents, replace(LoadReport(**content["report"]), cached=True)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"cannot read the cached data in {folder}: {error}. Delete that folder; it will be made again.") from error

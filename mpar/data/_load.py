@@ -1,0 +1,274 @@
+"""From a data configuration to batches: find files, read rows, tokenise, lay out."""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpar.data._batches import Batches, BatchShape
+from mpar.data._documents import Documents, LoadReport
+from mpar.data._rows import SELF_COGNITION, BadRow, EmptyRow, Row, Source, find_sources, read_rows
+from mpar.data._template import Message, TemplateError
+from mpar.data._tokenizer import Tokenizer
+from mpar.errors import ConfigError, DataError
+
+__all__ = ["DataConfig", "Progress", "load_dataset"]
+
+Progress = Callable[[int, int], None]
+"""Called with (rows read, tokens made) now and then."""
+
+_CACHE_FORMAT = 1  # raise it when the same rows give other documents
+_ROWS_AT_ONCE = 256
+_CHOICES = {"kind": ("sft", "pt"), "truncation": ("drop", "truncate", "error"), "loss": ("all", "last_round")}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on and in which shape.
+
+    kind: `sft`, conversations, loss on what the assistant wrote; `pt`, plain text, loss on every token, ended by the
+        end-of-text token, cut into chunks of `seq_len`.
+    sources: files, globs, `self-cognition` or `python-stdlib`; `#N` behind a name takes N rows of it.
+    batch_size, seq_len: of the global batch. A sequence of S positions holds documents of up to S + 1 tokens, since the
+        last token is only ever a label.
+    seed: of the order. packing: several documents share a sequence and do not see each other. shuffle: a new order each epoch.
+    truncation: what becomes of longer conversations: `drop`, `truncate` (the end is cut off), `error`.
+    loss: on `all` answers of a conversation, or those of the `last_round`.
+    system: system message for conversations that have none.
+    model_name, model_author: put in place of {{NAME}} and {{AUTHOR}}; a pair is (Chinese, English), chosen by the row's script.
+    cache_dir: folder to keep the tokenised documents in, keyed by the content of the files and all that matters here.
+    """
+
+    kind: str
+    sources: tuple[str, ...]
+    batch_size: int
+    seq_len: int
+    seed: int = 0
+    packing: bool = True
+    shuffle: bool = True
+    truncation: str = "drop"
+    loss: str = "all"
+    system: str | None = None
+    model_name: str | tuple[str, str] | None = None
+    model_author: str | tuple[str, str] | None = None
+    cache_dir: str | None = None
+
+
+def load_dataset(
+    config: DataConfig, tokenizer: Tokenizer, *, vocab_size: int | None = None, progress: Progress | None = None
+) -> Batches:
+    """Read and tokenise the sources and lay them out; `Batches.report` says what became of every row.
+
+    `vocab_size` is the model's (default: the tokenizer's); ids are checked against it here, before any step runs. Rows that
+    cannot be used are counted and the first is described in the report.
+
+    Raises ConfigError listing every setting that does not hold, DataError if a source has no file, no row is left, a row is
+    too long under `truncation=error`, or an id is outside the vocabulary; TemplateError if the chat template cannot be used.
+    """
+    _check(config, tokenizer)
+    sources = find_sources(config.kind, config.sources)
+    folder = None if config.cache_dir is None else Path(config.cache_dir) / _cache_key(config, tokenizer, sources)
+    cached = None if folder is None else Documents.load(folder)
+    if cached is None:
+        documents, report = _Collector(config, tokenizer, progress).run(sources)
+        if folder is not None:
+            documents.save(folder, report)
+    else:
+        documents, report = cached
+    pad_id = tokenizer.pad_id if tokenizer.pad_id is not None else tokenizer.eos_id
+    return Batches(
+        documents,
+        BatchShape(config.batch_size, config.seq_len, config.packing),
+        vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
+        pad_id=0 if pad_id is None else pad_id,
+        seed=config.seed,
+        shuffle=config.shuffle,
+        report=report,
+    )
+
+
+def _check(config: DataConfig, tokenizer: Tokenizer) -> None:
+    faults = [
+        f"{name}={getattr(config, name)!r} is none of {', '.join(known)}"
+        for name, known in _CHOICES.items()
+        if getattr(config, name) not in known
+    ]
+    faults += [f"{name}={getattr(config, name)} is below 1" for name in ("batch_size", "seq_len") if getattr(config, name) < 1]
+    faults += [f"seed={config.seed} is negative"] * (config.seed < 0)
+    for name in ("model_name", "model_author"):
+        value = getattr(config, name)
+        texts = value if isinstance(value, tuple) else (value, value)
+        if value is not None and (len(texts) != 2 or not all(isinstance(text, str) and text for text in texts)):
+            faults.append(f"{name}={value!r} is neither a text nor a pair (Chinese, English) of texts")
+        elif value is None and any(re.fullmatch(rf"{SELF_COGNITION}(#\d+)?", source) for source in config.sources):
+            faults.append(f"{name} is missing, which the source {SELF_COGNITION} needs")
+    if config.kind == "sft" and tokenizer.template is None:
+        faults.append("kind='sft' needs a tokenizer with a chat template; put a chat_template.jinja into its folder")
+    if config.kind == "pt" and tokenizer.eos_id is None:
+        faults.append("kind='pt' needs a tokenizer with an end-of-text token; name it as eos_token in its tokenizer_config.json")
+    if faults:
+        raise ConfigError("cannot load the data:\n" + "\n".join(faults))
+
+
+def _cache_key(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[Source]) -> str:
+    """A hash of everything that the documents depend on: not of batch size, seed or packing."""
+    digest = hashlib.sha256()
+    settings = (
+        _CACHE_FORMAT, config.kind, config.seq_len, config.truncation, config.loss, config.system,
+        config.model_name, config.model_author, tokenizer.fingerprint,
+    )  # fmt: skip
+    digest.update(json.dumps(settings).encode())
+    for source in sources:
+        digest.update(json.dumps([source.name, source.limit, [str(path) for path in source.files]]).encode())
+        for path in source.files:
+            try:
+                with path.open("rb") as file:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
+            except OSError as error:
+                digest.update(f"{error.errno}".encode())
+    return digest.hexdigest()[:32]
+
+
+class _Collector:
+    """One pass over the sources, which collects documents and counts."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, progress: Progress | None):
+        self.config, self.tokenizer, self.progress = config, tokenizer, progress
+        self.tokens: list[NDArray[np.int32]] = []
+        self.trained: list[NDArray[np.bool_]] = []
+        self.starts: list[int] = []
+        self.lengths: list[int] = []
+        self.rows: list[int] = []
+        self.names: dict[str, int] = {}
+        self.num_tokens = 0
+        self.counts: Counter[str] = Counter()
+        self.formats: Counter[str] = Counter()
+        self.first_malformed = ""
+
+    def run(self, sources: Sequence[Source]) -> tuple[Documents, LoadReport]:
+        rows = (row for source in sources for row in read_rows(self.config.kind, source))
+        while some := list(islice(rows, _ROWS_AT_ONCE)):
+            usable = [row for row in some if self.usable(row)]
+            (self.add_texts if self.config.kind == "pt" else self.add_conversations)(usable)
+            if self.progress is not None:
+                self.progress(self.counts["num_rows"], self.num_tokens)
+        if not self.starts:
+            raise DataError(f"cannot train on {', '.join(self.config.sources)}: no document is left.\n{self.report()}")
+        documents = Documents(
+            tokens=np.concatenate(self.tokens),
+            trained=np.concatenate(self.trained),
+            starts=np.array(self.starts, dtype=np.int64),
+            lengths=np.array(self.lengths, dtype=np.int64),
+            rows=np.array(self.rows, dtype=np.int64),
+            names=tuple(self.names),
+        )
+        return documents, self.report()
+
+    def report(self) -> LoadReport:
+        trained = np.concatenate(self.trained) if self.trained else np.zeros(0, dtype=bool)
+        sums = np.concatenate([[0], np.cumsum(trained)])
+        starts, lengths = np.array(self.starts, dtype=np.int64), np.array(self.lengths, dtype=np.int64)
+        return LoadReport(
+            **self.counts,
+            first_malformed=self.first_malformed,
+            num_documents=len(self.starts),
+            num_tokens=int(lengths.sum()),
+            num_trained=int((sums[starts + lengths + 1] - sums[starts + 1]).sum()),
+            formats=dict(self.formats),
+        )
+
+    def usable(self, row: Row | BadRow | EmptyRow) -> TypeGuard[Row]:
+        """Count the row; is it one to tokenise?"""
+        self.counts["num_rows"] += 1
+        if isinstance(row, BadRow):
+            self.malformed(row.where, row.reason)
+        elif isinstance(row, EmptyRow):
+            self.counts["num_empty"] += 1
+        return isinstance(row, Row)
+
+    def malformed(self, where: str, reason: str) -> None:
+        self.counts["num_malformed"] += 1
+        self.first_malformed = self.first_malformed or f"{where}: {reason}"
+
+    def add_texts(self, rows: Sequence[Row]) -> None:
+        """Each text, ended by the end-of-text token, in chunks of at most seq_len positions that share their border tokens."""
+        eos_id = self.tokenizer.eos_id
+        texts = [_substitute(row.text, row.text, self.config) for row in rows]
+        for row, ids in zip(rows, self.tokenizer.encode_batch(texts, add_special_tokens=True), strict=True):
+            ended = ids if ids and ids[-1] == eos_id else [*ids, eos_id]
+            if len(ended) < 2:
+                self.malformed(row.where, "no token")
+                continue
+            base = self.append(row, np.array(ended, dtype=np.int32), np.ones(len(ended), dtype=bool))
+            for start in range(0, len(ended) - 1, self.config.seq_len):
+                self.add_document(row, base + start, min(self.config.seq_len, len(ended) - 1 - start))
+
+    def add_conversations(self, rows: Sequence[Row]) -> None:
+        """Each conversation as one document, with labels on what the assistant wrote."""
+        for row in rows:
+            try:
+                messages = _prepare(row.messages, self.config)
+                last_round = self.config.loss == "last_round"
+                ids, trained = self.tokenizer.encode_chat(messages, last_round=last_round, tools=row.tools)
+            except TemplateError as error:
+                raise TemplateError(f"{row.where}: {error}") from error
+            except DataError as error:
+                self.malformed(row.where, str(error))
+                continue
+            longest = self.config.seq_len + 1
+            if len(ids) > longest:
+                self.counts["num_too_long"] += 1
+                if self.config.truncation == "error":
+                    raise DataError(
+                        f"cannot use {row.where}: its conversation has {len(ids)} tokens, {longest} fit into seq_len="
+                        f"{self.config.seq_len}. Raise seq_len, or set truncation to drop or truncate."
+                    )
+                if self.config.truncation == "drop" or not any(trained[1:longest]):
+                    self.counts["num_dropped"] += 1
+                    continue
+            if not any(trained[1:longest]):
+                self.malformed(row.where, "no token to train on: the chat template renders no answer")
+                continue
+            base = self.append(row, np.array(ids[:longest], dtype=np.int32), np.array(trained[:longest], dtype=bool))
+            self.add_document(row, base, min(len(ids), longest) - 1)
+
+    def append(self, row: Row, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> int:
+        """Keep a row's tokens; returns where they begin."""
+        base = self.num_tokens
+        self.tokens.append(ids)
+        self.trained.append(trained)
+        self.num_tokens += len(ids)
+        self.names.setdefault(row.where, len(self.names))
+        self.counts["num_used"] += 1
+        self.formats[row.format] += 1
+        return base
+
+    def add_document(self, row: Row, start: int, length: int) -> None:
+        self.starts.append(start)
+        self.lengths.append(length)
+        self.rows.append(self.names[row.where])
+
+
+def _prepare(messages: Sequence[Message], config: DataConfig) -> list[Message]:
+    """The messages with the default system message where they have none, and with names put in."""
+    if config.system is not None and all(message["role"] not in ("system", "developer") for message in messages):
+        messages = [{"role": "system", "content": config.system}, *messages]
+    whole = "".join(str(message["content"]) for message in messages)
+    return [{**message, "content": _substitute(str(message["content"]), whole, config)} for message in messages]
+
+
+def _substitute(text: str, row: str, config: DataConfig) -> str:
+    """Put model_name and model_author into `text`; a row with a Chinese character anywhere gets the Chinese ones."""
+    which = 0 if re.search("[\u4e00-\u9fff]", row) else 1
+    for placeholder, value in (("{{NAME}}", config.model_name), ("{{AUTHOR}}", config.model_author)):
+        if value is not None:
+            text = text.replace(placeholder, value if isinstance(value, str) else value[which])
+    return text

@@ -1,0 +1,242 @@
+"""Tokenizers: Hugging Face's Rust `tokenizers` plus a chat template, read from and written to Hugging Face folders."""
+
+import datetime
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from mpar.data._template import ChatTemplate, Message, Span, TemplateError, assistant_spans
+from mpar.errors import DataError
+
+__all__ = ["Tokenizer", "byte_tokenizer"]
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to ids and back, and conversations to ids with the positions that the assistant wrote.
+
+    `backend` does the splitting; `special` maps Hugging Face's names (`bos_token`, `eos_token`, `pad_token`, ...) to token
+    text; `chat_template` is a jinja2 program. Nothing here changes after construction.
+
+    Raises DataError if a special token is not in the vocabulary, TemplateError if the template does not compile.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special: Mapping[str, str],
+        chat_template: str | None = None,
+        date: datetime.date | None = None,
+    ):
+        backend = tokenizers.Tokenizer.from_str(backend.to_str())  # switching truncation off must not reach the caller's object
+        backend.no_truncation()
+        backend.no_padding()
+        unknown = {name: token for name, token in special.items() if backend.token_to_id(token) is None}
+        if unknown:
+            raise DataError(f"cannot build the tokenizer: special tokens {unknown} are not in its vocabulary. Add or omit them.")
+        self._backend = backend
+        self.special = dict(special)
+        self.template = None if chat_template is None else ChatTemplate(chat_template, special, date=date)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, *, date: datetime.date | None = None) -> "Tokenizer":
+        """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` (or the template in the config).
+
+        Raises DataError if `tokenizer.json` is missing or a file cannot be read.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
+            raise DataError(
+                f"cannot read a tokenizer from {folder}: there is no tokenizer.json ({found}). Have transformers write one: "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust library raises bare Exception
+            raise DataError(f"cannot read the tokenizer {path}: {error}") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        older = _read_json(folder / "special_tokens_map.json")
+        special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name, older.get(name))))}
+        return cls(backend, special=special, chat_template=_read_template(folder, config), date=date)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the files that `from_folder` and transformers' `AutoTokenizer.from_pretrained` read; the folder is made."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(folder / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.special}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        template = folder / "chat_template.jinja"
+        if self.template is None:
+            template.unlink(missing_ok=True)
+        else:
+            template.write_bytes(self.template.source.encode())
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id, special tokens included."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The text of all tokens that are special: the named ones, and those that the tokenizer file marks as special."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return tuple(sorted({token.content for token in added if token.special} | set(self.special.values())))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything that the ids of a text or a conversation depend on."""
+        template = None if self.template is None else self.template.source
+        content = json.dumps([self._backend.to_str(), sorted(self.special.items()), template])
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id of `bos_token`, if there is one."""
+        return self._id("bos_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id of `eos_token`, if there is one: it ends an answer, and a document in plain text."""
+        return self._id("eos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        """The id of `pad_token`, if there is one."""
+        return self._id("pad_token")
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The ids of `text`; special tokens written in it are recognised. Raises DataError if `text` has lone surrogates."""
+        _check_text(text)
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+        """`encode` of each text, in parallel."""
+        for text in texts:
+            _check_text(text)
+        return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of `ids`; bytes that are no UTF-8 become U+FFFD. Raises DataError on an id outside the vocabulary."""
+        outside = [int(i) for i in ids if not 0 <= i < self.vocab_size]
+        if outside:
+            raise DataError(f"cannot decode ids {outside[:8]}: the vocabulary has {self.vocab_size} ids, from 0 on.")
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def render_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[object] | None = None
+    ) -> str:
+        """The text of a conversation. Raises TemplateError without a chat template, RenderError if it refuses the messages."""
+        return self._require_template().render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[object] | None = None
+    ) -> list[int]:
+        """The ids of a conversation: those of `render_chat`, to which nothing is added."""
+        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools))
+
+    def encode_chat(
+        self, messages: Sequence[Message], *, last_round: bool = False, tools: Sequence[object] | None = None
+    ) -> tuple[list[int], list[bool]]:
+        """The ids of a conversation, and for each whether the assistant wrote it (the token that ends an answer included).
+
+        A token that lies only partly in an answer counts. With `last_round`, only answers after the last user message do.
+        Raises TemplateError or RenderError as `assistant_spans` does.
+        """
+        template = self._require_template()
+        text, spans = assistant_spans(
+            template, messages, special_tokens=self.special_tokens, last_round=last_round, tools=tools
+        )
+        _check_text(text)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding.ids, _tokens_in(encoding.offsets, spans)
+
+    def _id(self, name: str) -> int | None:
+        return self._backend.token_to_id(self.special[name]) if name in self.special else None
+
+    def _require_template(self) -> ChatTemplate:
+        if self.template is None:
+            raise TemplateError(
+                "cannot encode a conversation: the tokenizer has no chat template. Put a chat_template.jinja into its folder "
+                "(conversations), or use kind=pt (plain text)."
+            )
+        return self.template
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The tokenizer that needs no file: ids 0..255 are the bytes of UTF-8, then 256 <|pad|>, 257 <|im_start|>, 258 <|im_end|>.
+
+    The vocabulary has 259 ids; <|im_end|> is also the end-of-text token; the chat template is ChatML with generation markers.
+    """
+    names = _byte_names()
+    backend = tokenizers.Tokenizer(models.BPE(vocab={names[b]: b for b in range(256)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|pad|>", "<|im_start|>", "<|im_end|>"])
+    template = resources.files("mpar.data").joinpath("chatml.jinja").read_text(encoding="utf-8")
+    return Tokenizer(backend, special={"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}, chat_template=template)
+
+
+def _byte_names() -> list[str]:
+    """The character by which byte-level tokenizers name each byte: itself where it is visible in Latin-1, else U+0100 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [b for b in range(256) if b not in visible]
+    return [chr(b) if b in visible else chr(256 + hidden.index(b)) for b in range(256)]
+
+
+def _tokens_in(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Which tokens overlap a span; an empty token (trimmed white space) is inside where its position is."""
+    inside = np.zeros(len(offsets), dtype=bool)
+    if spans and len(offsets):
+        starts, ends = np.asarray(offsets, dtype=np.int64).T
+        ends = np.maximum(ends, starts + 1)
+        for low, high in spans:
+            inside |= (starts < high) & (ends > low)
+    return inside.tolist()
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"cannot encode a text of {len(text)} characters: {error.reason} at character {error.start}.") from error
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"cannot read {path}: it holds a {type(value).__name__}, not an object.")
+    return value
+
+
+def _token_text(value: object) -> str | None:
+    """A special token is written as its text, or as an object with its text under `content`."""
+    content = value.get("content") if isinstance(value, Mapping) else value
+    return content if isinstance(content, str) else None
+
+
+def _read_template(folder: Path, config: Mapping[str, object]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_bytes().decode()
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
