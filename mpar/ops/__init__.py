@@ -1,8 +1,9 @@
 """Primitives: every op that has rules of its own, one file each."""
 
+from mpar.ops._attention import attention
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
 from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope
 
-__all__ = ["einsum", "embedding", "rms_norm", "rope"]
+__all__ = ["attention", "einsum", "embedding", "rms_norm", "rope"]

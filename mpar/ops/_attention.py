@@ -1,0 +1,247 @@
+"""Attention: softmax(q k^T * scale) v over the visible keys, with grouped kv heads and a differentiable log-sum-exp.
+
+Vaswani et al. 2017, arXiv:1706.03762, eq. 1; kv heads shared by groups of query heads: Ainslie et al. 2023, arXiv:2305.13245.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpar.errors import ConfigError, DtypeError, ShapeError
+from mpar.ops._primitive import Cost, Primitive
+
+__all__ = ["attention"]
+
+attention_p = Primitive(
+    "attention",
+    "q, k, v, q_order?, k_order?, q_documents?, k_documents? -> out, lse",
+    causal="bool",
+    window="int?",
+    scale="float",
+)
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def attention(
+    q_BSNH: Tensor,
+    k_BMKH: Tensor,
+    v_BMKH: Tensor,
+    *,
+    q_order: Tensor | None = None,
+    k_order: Tensor | None = None,
+    q_documents: Tensor | None = None,
+    k_documents: Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`(out_BSNH, lse_BSN)`: each query's average of the values it sees, and the log of its sum of exponentials.
+
+    Query head n reads kv head n // (N / K). Query i sees key j iff all of these hold:
+    - not `causal`, or `k_order[j] <= q_order[i]`;
+    - `window` is None, or `q_order[i] - k_order[j] < window`;
+    - their documents are equal and not -1, where documents are given (both or neither).
+    Orders are integers (S,) and (M,), documents (B, S) and (B, M); orders default to 0, 1, 2, ... `scale` defaults to H**-0.5.
+    The head size of v, which `out` has, may differ from that of q and k. A query that sees nothing gives out 0, lse -inf and
+    gradient 0. `lse` is float32 or wider, natural log. Neither orders nor documents get a gradient.
+    Raises ShapeError or DtypeError if the operands do not fit each other, ConfigError if `window` is not positive.
+    """
+    scale = q_BSNH.shape[-1] ** -0.5 if scale is None else scale
+    return attention_p.bind(
+        q_BSNH, k_BMKH, v_BMKH, q_order, k_order, q_documents, k_documents, causal=causal, window=window, scale=scale
+    )
+
+
+@attention_p.def_abstract
+def _abstract(q, k, v, q_order, k_order, q_documents, k_documents, *, causal, window, scale):
+    shapes = f"attention of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ShapeError(f"{shapes}: they must be (B, S, N, H), (B, M, K, H), (B, M, K, H)")
+    (B, S, N, H), (M, K) = q.shape, k.shape[1:3]
+    problems = []
+    if k.shape[0] != B or k.shape[3] != H:
+        problems.append(f"k must be ({B}, M, K, {H}) to fit q")
+    if v.shape[:3] != k.shape[:3]:
+        problems.append(f"v must be {tuple(k.shape[:3])} and a head size, to fit k")
+    if not K or N % K:
+        problems.append(f"{K} kv heads do not divide {N} query heads")
+    if (q_documents is None) != (k_documents is None):
+        problems.append("q_documents and k_documents must be given both or neither")
+    expected = {"q_order": (q_order, (S,)), "k_order": (k_order, (M,))}
+    expected |= {"q_documents": (q_documents, (B, S)), "k_documents": (k_documents, (B, M))}
+    given = {name: (x, shape) for name, (x, shape) in expected.items() if x is not None}
+    problems += [f"{name} is {tuple(x.shape)}, must be {shape}" for name, (x, shape) in given.items() if tuple(x.shape) != shape]
+    if problems:
+        raise ShapeError(f"{shapes}:\n" + "\n".join(problems))
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        raise DtypeError(f"{shapes}: dtypes are {q.dtype}, {k.dtype}, {v.dtype}; all three must have the same floating dtype")
+    wrong = {name: x.dtype for name, (x, _) in given.items() if x.dtype not in (torch.int32, torch.int64)}
+    if wrong:
+        raise DtypeError(f"{shapes}: orders and documents must be int32 or int64, not {wrong}")
+    if window is not None and window < 1:
+        raise ConfigError(f"{shapes}: window is {window}, must be a positive number of positions or None")
+    lse = torch.empty((B, S, N), dtype=_wide(q), device=q.device)
+    return torch.empty((B, S, N, v.shape[3]), dtype=q.dtype, device=q.device), lse
+
+
+@attention_p.def_impl
+def _impl(q, k, v, q_order, k_order, q_documents, k_documents, *, causal, window, scale):
+    masks = (q_order, k_order, q_documents, k_documents)
+    if q.device.type != "cpu":
+        return _plain(q, k, v, _visible(q, k, *masks, causal, window), scale)
+    if not q.numel() or not k.numel():
+        return q.new_zeros(*q.shape[:3], v.shape[3]), torch.full(q.shape[:3], -torch.inf, dtype=_wide(q))
+    visible, aligned = _hidden(q, k, *masks, causal, window)
+    size = max(q.shape[3], v.shape[3])
+    q1, k1, v1 = (_heads_first(x, size) for x in (q, k, v))
+    out, lse = _flash(q1, k1, v1, 0.0, aligned, attn_mask=_bias(visible, q.dtype), scale=scale)
+    out, lse = out.transpose(1, 2)[..., : v.shape[3]].contiguous(), lse.transpose(1, 2).contiguous()
+    if visible is not None:
+        lse.masked_fill_(~visible.any(-1).unsqueeze(-1), -torch.inf)
+    return out, lse
+
+
+@attention_p.def_vjp("q, k, v, q_order, k_order, q_documents, k_documents, out, lse, dout, dlse -> dq, dk, dv")
+def _vjp(q, k, v, q_order, k_order, q_documents, k_documents, out, lse, dout, dlse, *, causal, window, scale):
+    masks = (q_order, k_order, q_documents, k_documents)
+    blind = lse == -torch.inf
+    lse = lse.masked_fill(blind, torch.inf)  # exp(score - lse) is then 0 without a case of its own
+    dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
+    dout = torch.zeros_like(out) if dout is None else dout
+    if q.device.type != "cpu":
+        return _plain_backward(q, k, v, _visible(q, k, *masks, causal, window), out, lse, dout, dlse, scale)
+    if not q.numel() or not k.numel():
+        return tuple(torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
+    # The kernel computes dscore = p * (dout . v - dout . out). One more feature, with dout 1, v 0 and out -dlse, adds dlse to it.
+    size = max(q.shape[3], v.shape[3]) + (dlse is not None)
+    q1, k1, v1, out1, dout1 = (_heads_first(x, size) for x in (q, k, v, out, dout))
+    if dlse is not None:
+        dout1[..., -1] = 1.0
+        out1[..., -1] = -dlse.transpose(1, 2)
+    visible, aligned = _hidden(q, k, *masks, causal, window)
+    bias = _bias(visible, q.dtype)
+    grads = _flash_backward(dout1, q1, k1, v1, out1, lse.transpose(1, 2), 0.0, aligned, attn_mask=bias, scale=scale)
+    return tuple(grad.transpose(1, 2)[..., : x.shape[3]].contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _visible(q, k, q_order, k_order, q_documents, k_documents, causal, window) -> Tensor:
+    """Which query sees which key, (B or 1, S, M)."""
+    q_order = torch.arange(q.shape[1], device=q.device) if q_order is None else q_order
+    k_order = torch.arange(k.shape[1], device=q.device) if k_order is None else k_order
+    distance = q_order.unsqueeze(1) - k_order
+    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        visible &= distance < window
+    if q_documents is None:
+        return visible.unsqueeze(0)
+    documents = q_documents.unsqueeze(2)
+    return visible & (documents == k_documents.unsqueeze(1)) & (documents != -1)
+
+
+def _hidden(q, k, q_order, k_order, q_documents, k_documents, causal, window) -> tuple[Tensor | None, bool]:
+    """`(visible, aligned)` for the kernel: `aligned` lets it skip the keys after the row; a mask only where needed."""
+    aligned = causal and q_order is None and k_order is None
+    if aligned == causal and window is None and q_documents is None:
+        return None, aligned
+    return _visible(q, k, q_order, k_order, q_documents, k_documents, causal, window), aligned
+
+
+def _bias(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if visible is None:
+        return None
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf).unsqueeze(1)
+
+
+def _heads_first(x: Tensor, size: int) -> Tensor:
+    """(B, S, N, H) as (B, N, S, `size`) with zeros for the features that it lacks."""
+    if x.shape[3] < size:
+        x = F.pad(x, (0, size - x.shape[3]))
+    return (x if x.stride(3) == 1 else x.contiguous()).transpose(1, 2)
+
+
+def _plain(q, k, v, visible, scale) -> tuple[Tensor, Tensor]:
+    """The formulas, one batch row at a time: all pairs of one row are in memory at once."""
+    rows = []
+    for i in range(q.shape[0]):
+        scores_KGSM = _scores(q[i], k[i], visible[i % visible.shape[0]], scale)
+        lse_KGS = torch.logsumexp(scores_KGSM, -1)
+        p_KGSM = _probabilities(scores_KGSM, lse_KGS.masked_fill(lse_KGS == -torch.inf, torch.inf))
+        out_SKGH = torch.einsum("kgsm,mkh->skgh", p_KGSM, v[i].to(p_KGSM.dtype))
+        rows.append((out_SKGH.flatten(1, 2).to(q.dtype), lse_KGS.flatten(0, 1).T))
+    if not rows:
+        return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=_wide(q))
+    outs, lses = zip(*rows, strict=True)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def _plain_backward(q, k, v, visible, out, lse, dout, dlse, scale) -> tuple[Tensor, Tensor, Tensor]:
+    K, wide = k.shape[2], _wide(q)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for i in range(q.shape[0]):
+        scores_KGSM = _scores(q[i], k[i], visible[i % visible.shape[0]], scale)
+        p_KGSM = _probabilities(scores_KGSM, lse[i].T.unflatten(0, (K, -1)))
+        dout_SKGH, out_SKGH = (x[i].to(wide).unflatten(1, (K, -1)) for x in (dout, out))
+        delta_SKG = (dout_SKGH * out_SKGH).sum(-1)
+        if dlse is not None:
+            delta_SKG -= dlse[i].unflatten(1, (K, -1))
+        dp_KGSM = torch.einsum("skgh,mkh->kgsm", dout_SKGH, v[i].to(wide))
+        dscores_KGSM = dp_KGSM.sub_(delta_SKG.permute(1, 2, 0).unsqueeze(-1)).mul_(p_KGSM).mul_(scale)
+        dq[i] = torch.einsum("kgsm,mkh->skgh", dscores_KGSM, k[i].to(wide)).flatten(1, 2)
+        dk[i] = torch.einsum("kgsm,skgh->mkh", dscores_KGSM, q[i].to(wide).unflatten(1, (K, -1)))
+        dv[i] = torch.einsum("kgsm,skgh->mkh", p_KGSM, dout_SKGH)
+    return dq, dk, dv
+
+
+def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Scores of one batch row, (K, G, S, M), -inf where hidden."""
+    q, k = q.to(_wide(q)).unflatten(1, (k.shape[1], -1)), k.to(_wide(k))
+    return torch.einsum("skgh,mkh->kgsm", q, k).mul_(scale).masked_fill_(~visible, -torch.inf)
+
+
+def _probabilities(scores_KGSM: Tensor, lse_KGS: Tensor) -> Tensor:
+    return scores_KGSM.sub_(lse_KGS.unsqueeze(-1)).exp_()
+
+
+attention_p.def_sharding("b s (k g) h, b m k h, b m k h', s, m, b s, b m -> b s (k g) h', b s (k g)", need_replication="s m h h'")
+attention_p.bwd.def_sharding(
+    "b s (k g) h, b m k h, b m k h', s, m, b s, b m, b s (k g) h', b s (k g), b s (k g) h', b s (k g)"
+    " -> b s (k g) h, b m k h, b m k h'",
+    need_replication="s m h h'",
+)
+attention_p.def_batching_folded()
+attention_p.bwd.def_batching_folded()
+
+
+@attention_p.def_cost
+def _cost(q, k, v, q_order, k_order, q_documents, k_documents, *, causal, window, scale):
+    out_bytes = q.shape[:3].numel() * v.shape[3] * q.element_size()
+    flops = 2 * _pairs(q, k, causal) * (q.shape[3] + v.shape[3])
+    padded = 0 if q.shape[3] == v.shape[3] else q.nbytes + k.nbytes + v.nbytes + out_bytes
+    workspace = padded + _mask_bytes(q, k, q_order, q_documents, window)
+    return Cost(flops=flops, bytes=q.nbytes + k.nbytes + v.nbytes + out_bytes, workspace=workspace)
+
+
+@attention_p.bwd.def_cost
+def _cost_bwd(q, k, v, q_order, k_order, q_documents, k_documents, out, lse, dout, dlse, *, causal, window, scale):
+    moved = 2 * (q.nbytes + k.nbytes + v.nbytes + out.nbytes)
+    flops = 2 * _pairs(q, k, causal) * (3 * q.shape[3] + 2 * v.shape[3])
+    padded = 0 if dlse is None and q.shape[3] == v.shape[3] else moved
+    return Cost(flops=flops, bytes=moved, workspace=padded + _mask_bytes(q, k, q_order, q_documents, window))
+
+
+def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
+    """Pairs of a query head and a key that are worked on: where causal, half of them."""
+    return q.shape[:3].numel() * k.shape[1] // (2 if causal else 1)
+
+
+def _mask_bytes(q: Tensor, k: Tensor, q_order: Tensor | None, q_documents: Tensor | None, window: int | None) -> int:
+    """The mask of all pairs, where one is made: distances, booleans, and a bias in the dtype of `q`."""
+    if q_order is None and q_documents is None and window is None:
+        return 0
+    pairs = q.shape[1] * k.shape[1]
+    return 8 * pairs + (1 if q_documents is None else q.shape[0]) * pairs * (3 + q.element_size())
