@@ -3,7 +3,10 @@
 from mpar.ops._attention import attention
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
+from mpar.ops._geglu import geglu
+from mpar.ops._layer_norm import layer_norm
 from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope
+from mpar.ops._swiglu import swiglu
 
-__all__ = ["attention", "einsum", "embedding", "rms_norm", "rope"]
+__all__ = ["attention", "einsum", "embedding", "geglu", "layer_norm", "rms_norm", "rope", "swiglu"]
