@@ -1,0 +1,48 @@
+"""Generation in its plainest form: the whole row through the model for each new token."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mpar.errors import ConfigError, DataError
+from mpar.models import Model
+
+__all__ = ["generate"]
+
+
+def generate(
+    model: Model,
+    params: object,
+    tokens_BS: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    eos_ids: Sequence[int] = (),
+) -> Tensor:
+    """The prompts `tokens_BS`, all of one length, with up to `max_new_tokens` ids behind each: (B, S + new).
+
+    At temperature 0 the likeliest token is taken, else one is drawn from softmax(logits / temperature); draws depend on
+    `seed`, the row and the number of the new token alone. A row that gave one of `eos_ids` is filled with that id, and
+    generation stops when every row has. Raises ConfigError or DataError for arguments that cannot be used.
+    """
+    if max_new_tokens < 0 or not temperature >= 0:
+        raise ConfigError(f"cannot generate with max_new_tokens={max_new_tokens}, temperature={temperature}: neither may be negative")
+    if tokens_BS.ndim != 2 or not tokens_BS.shape[1] or tokens_BS.is_floating_point():
+        raise DataError(f"cannot generate from tokens {tuple(tokens_BS.shape)} of {tokens_BS.dtype}: need integers (B, S) with S > 0")
+    outside = tokens_BS[(tokens_BS < 0) | (tokens_BS >= model.vocab_size)].unique().tolist()
+    if outside:
+        raise DataError(f"cannot generate: the prompt has ids {outside[:8]}, the vocabulary {model.vocab_size} tokens")
+    done_B = torch.zeros(tokens_BS.shape[0], dtype=torch.bool, device=tokens_BS.device)
+    eos = torch.tensor(list(eos_ids), dtype=tokens_BS.dtype, device=tokens_BS.device)
+    with torch.no_grad():
+        for step in range(max_new_tokens):
+            logits_BV = model.apply(params, tokens_BS)[:, -1]
+            chosen_B = _choose(logits_BV, temperature, seed, step).to(tokens_BS.dtype)
+            chosen_B = torch.where(done_B, tokens_BS[:, -1], chosen_B)
+            tokens_BS = torch.cat([tokens_BS, chosen_B[:, None]], dim=1)
+            done_B = done_B | torch.isin(chosen_B, eos)
+            if bool(done_B.all()):
+                break
+    return tokens_BS

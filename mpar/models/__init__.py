@@ -1,0 +1,25 @@
+"""Models: decoders as chains of segments, and their Hugging Face weights in both directions."""
+
+from mpar.models._architectures import ARCHITECTURES
+from mpar.models._build import build, from_config, from_hf
+from mpar.models._hf_weights import HfReader, hf_tensors, load_params, shard_slices, to_hf
+from mpar.models._llama import LLAMA
+from mpar.models._model import Model
+from mpar.models._qwen2 import QWEN2
+from mpar.models._qwen3 import QWEN3
+
+__all__ = [
+    "ARCHITECTURES",
+    "LLAMA",
+    "QWEN2",
+    "QWEN3",
+    "HfReader",
+    "Model",
+    "build",
+    "from_config",
+    "from_hf",
+    "hf_tensors",
+    "load_params",
+    "shard_slices",
+    "to_hf",
+]

@@ -1,0 +1,87 @@
+"""From a name and a dict, a config.json, or a folder of Hugging Face weights to a model."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpar.errors import ConfigError
+from mpar.mesh import Mesh
+from mpar.models._hf_weights import HfReader, load_params, read_json
+from mpar.models._model import Model, make_model
+
+__all__ = ["build", "from_config", "from_hf"]
+
+Config = Mapping[str, Any] | str | os.PathLike[str]
+
+
+def build(
+    architecture: str,
+    config: Mapping[str, Any],
+    *,
+    ignore: Sequence[str] = (),
+    dtype: torch.dtype = torch.float32,
+    vocab_multiple: int = 128,
+    logits_chunk: int | None = None,
+) -> Model:
+    """A model of `architecture` ("llama", "qwen2", "qwen3") with a config in Hugging Face's words.
+
+    Raises UnknownNameError for an unknown architecture, ConfigError with everything that is wrong with `config`.
+    """
+    if config.get("model_type", architecture) != architecture:
+        raise ConfigError(f"cannot build a {architecture} from a config of model_type={config['model_type']!r}; drop one of the two")
+    raw = {"model_type": architecture, **config}
+    return make_model(raw, ignore=ignore, dtype=dtype, vocab_multiple=vocab_multiple, logits_chunk=logits_chunk)
+
+
+def from_config(
+    config: Config,
+    *,
+    ignore: Sequence[str] = (),
+    dtype: torch.dtype = torch.float32,
+    vocab_multiple: int = 128,
+    logits_chunk: int | None = None,
+) -> Model:
+    """The model that a Hugging Face config describes: a dict, a config.json, or a folder with one.
+
+    `ignore` names keys that are unknown here and known to change nothing. Raises as `build`, and CheckpointError for a bad file.
+    """
+    raw, generation = _read(config)
+    return make_model(
+        raw, ignore=ignore, dtype=dtype, vocab_multiple=vocab_multiple, logits_chunk=logits_chunk, generation=generation
+    )
+
+
+def from_hf(
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    *,
+    specs: Any = None,
+    mesh: Mesh | None = None,
+    rank: int = 0,
+    ignore: Sequence[str] = (),
+    vocab_multiple: int = 128,
+    logits_chunk: int | None = None,
+) -> tuple[Model, Any]:
+    """`(model, params)` from a folder with config.json and safetensors; `dtype` is by default that of the stored tensors.
+
+    With `specs`, a tree of P, and `mesh`, the parameters are the local shards of `rank`, and only their bytes are read.
+    Raises CheckpointError, ConfigError or ShardingError.
+    """
+    model = from_config(path, ignore=ignore, vocab_multiple=vocab_multiple, logits_chunk=logits_chunk)
+    if dtype is None:
+        with HfReader(model, path) as reader:
+            dtype = reader.dtype
+    model = model.with_dtype(dtype)
+    return model, load_params(model, path, specs=specs, mesh=mesh, rank=rank)
+
+
+def _read(config: Config) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    if isinstance(config, Mapping):
+        return dict(config), None
+    path = Path(config)
+    file = path / "config.json" if path.is_dir() else path
+    generation = file.parent / "generation_config.json"
+    return read_json(file), read_json(generation) if generation.is_file() else None

@@ -1,0 +1,237 @@
+"""The decoder-only transformer: embedding, pre-norm blocks of attention and gated MLP, final norm and head.
+
+Llama, Qwen2 and Qwen3 are this function with different configurations (Touvron et al. 2023, arXiv:2302.13971, section 2.2).
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar import ops
+from mpar.chain import Segment
+from mpar.models._attention import ATTENTION_AXES, Attention, attend
+from mpar.models._gated_mlp import GATED_MLP_AXES, GatedMLP, feed_forward
+from mpar.models._rope import Rope
+from mpar.tree import map_leaves, struct
+
+__all__ = ["Block", "DecoderConfig", "DecoderParams", "Embed", "Head", "HeadSegment", "axes", "meta_params", "segments"]
+
+RESIDUAL = ("batch", "residual_seq", "embed")
+BLOCK = ("batch", "seq", "embed")
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Everything that the mathematics depends on. `windows` has one entry per layer: positions seen, or None for all.
+
+    `vocab_multiple`: the vocabulary is padded inside to a multiple of it. `logits_chunk`: None makes the logits at once,
+    a number computes the loss from that many tokens at a time without keeping them.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    mlp_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    windows: tuple[int | None, ...]
+    rope: Rope
+    activation: str = "silu"
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    vocab_multiple: int = 128
+    logits_chunk: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """The number of blocks."""
+        return len(self.windows)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: the vocabulary, rounded up."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+@struct
+class Embed:
+    """The embedding of tokens; a row for each id, zero rows for padding."""
+
+    table_VD: Tensor
+
+
+@struct
+class Block:
+    """One layer."""
+
+    attn_norm_D: Tensor
+    attention: Attention
+    mlp_norm_D: Tensor
+    mlp: GatedMLP
+
+
+@struct
+class Head:
+    """The final norm and the output matrix; the matrix is None where the embedding serves as such (tied)."""
+
+    norm_D: Tensor
+    head_DV: Tensor | None = None
+
+
+@struct
+class DecoderParams:
+    """The parameter tree."""
+
+    embed: Embed
+    layers: tuple[Block, ...]
+    head: Head
+
+
+def shapes(config: DecoderConfig) -> DecoderParams:
+    """The parameter tree with a tuple of sizes for each leaf."""
+    D, F, V = config.hidden_size, config.mlp_size, config.padded_vocab_size
+    N, K, H = config.num_heads, config.num_kv_heads, config.head_size
+    qkv, qk, mlp = config.qkv_bias, config.qk_norm, config.mlp_bias
+    attention = Attention(  # type: ignore[arg-type]
+        q_DNH=(D, N, H),
+        k_DKH=(D, K, H),
+        v_DKH=(D, K, H),
+        o_NHD=(N, H, D),
+        q_bias_NH=(N, H) if qkv else None,
+        k_bias_KH=(K, H) if qkv else None,
+        v_bias_KH=(K, H) if qkv else None,
+        o_bias_D=(D,) if config.o_bias else None,
+        q_norm_H=(H,) if qk else None,
+        k_norm_H=(H,) if qk else None,
+    )
+    feed_forward = GatedMLP(  # type: ignore[arg-type]
+        gate_DF=(D, F),
+        up_DF=(D, F),
+        down_FD=(F, D),
+        gate_bias_F=(F,) if mlp else None,
+        up_bias_F=(F,) if mlp else None,
+        down_bias_D=(D,) if mlp else None,
+    )
+    block = Block(attn_norm_D=(D,), attention=attention, mlp_norm_D=(D,), mlp=feed_forward)  # type: ignore[arg-type]
+    head = Head(norm_D=(D,), head_DV=None if config.tied else (D, V))  # type: ignore[arg-type]
+    return DecoderParams(embed=Embed(table_VD=(V, D)), layers=(block,) * config.num_layers, head=head)  # type: ignore[arg-type]
+
+
+AXES = {
+    "embed": Embed(table_VD=("vocab", "embed")),  # type: ignore[arg-type]
+    "block": Block(attn_norm_D=("embed",), attention=ATTENTION_AXES, mlp_norm_D=("embed",), mlp=GATED_MLP_AXES),  # type: ignore[arg-type]
+    "head": Head(norm_D=("embed",), head_DV=("embed", "vocab")),  # type: ignore[arg-type]
+}
+
+
+def axes(config: DecoderConfig) -> DecoderParams:
+    """The parameter tree with the logical axes of each leaf."""
+    like = shapes(config)
+    block = _where_present(AXES["block"], like.layers[0])
+    return DecoderParams(
+        embed=AXES["embed"], layers=(block,) * config.num_layers, head=_where_present(AXES["head"], like.head)
+    )
+
+
+def _where_present(full: Any, like: Any) -> Any:
+    """`full` with None wherever `like` has None."""
+    if like is None or isinstance(like, tuple):
+        return None if like is None else full
+    return type(like)(**{name: _where_present(getattr(full, name), value) for name, value in vars(like).items()})
+
+
+@dataclass(frozen=True)
+class EmbedSegment:
+    """Tokens to the residual stream."""
+
+    def __call__(self, params: tuple[Embed], x: None, context: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """`x` is None; gives (B, S, D)."""
+        (embed,) = params
+        return ops.constrain(ops.embedding(context["tokens"], embed.table_VD), RESIDUAL), {}
+
+
+@dataclass(frozen=True)
+class BlockSegment:
+    """One layer; equal settings are one kind to the compiler."""
+
+    activation: str
+    norm_eps: float
+    window: int | None
+
+    def __call__(self, params: tuple[Block], x: Tensor, context: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """(B, S, D) to (B, S, D)."""
+        (block,) = params
+        normed = ops.constrain(ops.name(ops.rms_norm(x, block.attn_norm_D, eps=self.norm_eps), "attn_norm"), BLOCK)
+        x = x + attend(block.attention, normed, context, window=self.window, norm_eps=self.norm_eps)
+        normed = ops.constrain(ops.name(ops.rms_norm(x, block.mlp_norm_D, eps=self.norm_eps), "mlp_norm"), BLOCK)
+        return x + feed_forward(block.mlp, normed, activation=self.activation), {}
+
+
+@dataclass(frozen=True)
+class HeadSegment:
+    """Final norm, output matrix, cross-entropy."""
+
+    norm_eps: float
+    vocab_size: int
+    logits_chunk: int | None
+
+    def __call__(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> tuple[None, dict[str, Tensor]]:
+        """(B, S, D) to the sum of the losses of its tokens."""
+        labels_BS, weights_BS = context["labels"], context.get("token_weights")
+        if self.logits_chunk is None:
+            loss, _ = ops.cross_entropy(self.logits(params, x), labels_BS, token_weights=weights_BS, vocab_size=self.vocab_size)
+        else:
+            loss, _ = ops.linear_cross_entropy(
+                self._normed(params, x),
+                _matrix_DV(params),
+                labels_BS,
+                token_weights=weights_BS,
+                vocab_size=self.vocab_size,
+                chunk=self.logits_chunk,
+            )
+        return None, {"loss": loss}
+
+    def logits(self, params: tuple, x: Tensor) -> Tensor:
+        """(B, S, D) to logits over the padded vocabulary."""
+        normed = self._normed(params, x)
+        if params[0].head_DV is None:
+            return ops.name(ops.einsum("bsd,vd->bsv", normed, params[1].table_VD), "logits")
+        return ops.name(ops.einsum("bsd,dv->bsv", normed, params[0].head_DV), "logits")
+
+    def _normed(self, params: tuple, x: Tensor) -> Tensor:
+        return ops.constrain(ops.name(ops.rms_norm(x, params[0].norm_D, eps=self.norm_eps), "final_norm"), BLOCK)
+
+
+def _matrix_DV(params: tuple) -> Tensor:
+    return params[1].table_VD.transpose(0, 1) if params[0].head_DV is None else params[0].head_DV
+
+
+@functools.cache
+def segments(config: DecoderConfig) -> tuple[Segment, ...]:
+    """The chain; equal layers share one function object."""
+    blocks = {window: BlockSegment(config.activation, config.norm_eps, window) for window in config.windows}
+    head = HeadSegment(config.norm_eps, config.vocab_size, config.logits_chunk)
+    return (
+        Segment("embed", EmbedSegment(), ("embed",), RESIDUAL),
+        *(Segment(f"layers.{i}", blocks[w], (f"layers.{i}",), RESIDUAL) for i, w in enumerate(config.windows)),
+        Segment("head", head, ("head", "embed") if config.tied else ("head",)),
+    )
+
+
+def meta_params(config: DecoderConfig, dtype: torch.dtype) -> DecoderParams:
+    """The parameter tree with tensors that have no data."""
+    return map_leaves(lambda shape: torch.empty(shape, dtype=dtype, device="meta"), shapes(config), is_leaf=is_sizes)
+
+
+def is_sizes(x: Any) -> bool:
+    """Whether `x` is a leaf of the tree that `shapes` gives."""
+    return isinstance(x, tuple) and all(isinstance(size, int) for size in x)

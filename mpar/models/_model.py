@@ -1,0 +1,194 @@
+"""Model: a decoder as a chain of segments over its parameter tree, and the whole-model functions folded from them."""
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar import ops, tree
+from mpar.chain import Axes, Segment
+from mpar.errors import ConfigError, DataError, DtypeError, ShapeError
+from mpar.models import _decoder as decoder
+from mpar.models._architectures import ARCHITECTURES, Architecture, decoder_config
+from mpar.models._decoder import DecoderConfig, DecoderParams
+from mpar.models._rope import rope_tables
+
+__all__ = ["Model", "make_model"]
+
+Batch = dict[str, Tensor]
+BATCH_KEYS = ("tokens", "labels", "positions", "documents", "token_weights")
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder-only language model; it holds no tensors. Satisfies `mpar.chain.Chain`.
+
+    dtype: of its parameters; tables of RoPE and the loss are float32 or wider.
+    hf_config_json, hf_generation_json: the Hugging Face files it came from, for export.
+    """
+
+    name: str
+    config: DecoderConfig
+    dtype: torch.dtype
+    hf_config_json: str
+    hf_generation_json: str | None = None
+
+    @property
+    def architecture(self) -> Architecture:
+        """Names and settings of its Hugging Face model type."""
+        return ARCHITECTURES[self.name]
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, without padding."""
+        return self.config.vocab_size
+
+    @property
+    def abstract_params(self) -> DecoderParams:
+        """The parameter tree with meta tensors; the vocabulary is padded."""
+        return decoder.meta_params(self.config, self.dtype)
+
+    @property
+    def param_axes(self) -> DecoderParams:
+        """The parameter tree with the logical axes of each leaf."""
+        return decoder.axes(self.config)
+
+    @property
+    def batch_axes(self) -> dict[str, Axes]:
+        """Every batch key that it reads, all (B, S); positions, documents and token_weights are optional."""
+        return dict.fromkeys(BATCH_KEYS, ("batch", "seq"))
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Embedding, blocks, head."""
+        return decoder.segments(self.config)
+
+    def with_dtype(self, dtype: torch.dtype) -> "Model":
+        """The same model with parameters of another dtype."""
+        return replace(self, dtype=dtype)
+
+    def with_logits_chunk(self, chunk: int | None) -> "Model":
+        """The same model whose loss is computed from `chunk` tokens at a time, or from all logits at once (None)."""
+        return replace(self, config=replace(self.config, logits_chunk=chunk))
+
+    def context(self, batch: Batch) -> dict[str, Tensor]:
+        """What segments read: tokens, RoPE tables cos and sin, and of labels, documents, token_weights those in `batch`.
+
+        Tables are (1, S, R/2); with positions in `batch` (B, S, R/2). Raises DataError, ShapeError or DtypeError.
+        """
+        _check(batch)
+        tables_dtype = torch.promote_types(self.dtype, torch.float32)
+        cos, sin = rope_tables(self.config.rope, batch["tokens"], batch.get("positions"), tables_dtype)
+        given = {key: batch[key] for key in ("tokens", "labels", "documents", "token_weights") if key in batch}
+        return {**given, "cos": cos, "sin": sin}
+
+    def weight(self, batch: Batch) -> Tensor:
+        """The sum of the token_weights (default 1) of the tokens whose label is not -100: a scalar, float32 or wider."""
+        if "labels" not in batch:
+            raise DataError("cannot weigh a batch without labels")
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        counted = batch["labels"] != IGNORE_INDEX
+        if "token_weights" not in batch:
+            return counted.to(dtype).sum()
+        return torch.where(counted, batch["token_weights"].to(dtype), 0.0).sum()
+
+    def apply(
+        self, params: DecoderParams, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, S, vocab_size) for each position's next token. `positions` feed RoPE (default 0, 1, ...).
+
+        `documents` (B, S): tokens see their own document only; -1 is padding.
+        """
+        batch = {"tokens": tokens_BS, "positions": positions, "documents": documents}
+        context = self.context({key: value for key, value in batch.items() if value is not None})
+        *body, last = self.segments
+        x, _ = _fold(body, params, context)
+        return last.fn.logits(_subtrees(last, params), x)[..., : self.vocab_size]
+
+    def loss(self, params: DecoderParams, batch: Batch) -> tuple[Tensor, Tensor]:
+        """`(sum of token_weight * cross-entropy in nats, weight)`; the mean loss is their quotient.
+
+        `batch` has tokens and labels (already shifted: position s learns to give labels[s]); -100 is not counted.
+        """
+        if "labels" not in batch:
+            raise DataError(f"cannot compute a loss: the batch has {sorted(batch)}, no labels")
+        _, losses = _fold(self.segments, params, self.context(batch))
+        return losses["loss"], self.weight(batch)
+
+    def init(self, seed: int, dtype: torch.dtype | None = None) -> DecoderParams:
+        """Fresh parameters: matrices normal with the config's initializer_range, gains one, biases and padding zero.
+
+        Every element depends on `seed`, its path and its global index alone: `init_leaf` gives the same in parts.
+        """
+        like = self.abstract_params
+        leaves = [self.init_leaf(seed, path).to(dtype or self.dtype) for path in tree.paths(like)]
+        return tree.unflatten(tree.flatten(like)[1], leaves)
+
+    def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
+        """The part `slices` (default: all) of the leaf at `path` of `init(seed)`, without making the rest."""
+        shape, names = tuple(tree.get(self.abstract_params, path).shape), tree.get(self.param_axes, path)
+        bounds = [range(size)[part] for size, part in zip(shape, slices or [slice(None)] * len(shape), strict=True)]
+        sizes = [len(bound) for bound in bounds]
+        field = path.rpartition(".")[2]
+        if "norm" in field:
+            return torch.ones(sizes, dtype=self.dtype)
+        if "bias" in field:
+            return torch.zeros(sizes, dtype=self.dtype)
+        values = _normal(seed, path, shape, bounds) * self.config.initializer_range
+        if "vocab" in names:
+            dim = names.index("vocab")
+            real = torch.tensor([row < self.vocab_size for row in bounds[dim]]).reshape([-1 if d == dim else 1 for d in range(len(sizes))])
+            values = torch.where(real, values, 0.0)
+        return values.to(self.dtype)
+
+    @functools.cached_property
+    def hf_config(self) -> dict[str, Any]:
+        """The Hugging Face config it came from; do not change it."""
+        return json.loads(self.hf_config_json)
+
+
+def make_model(
+    raw: dict[str, Any],
+    *,
+    ignore: Sequence[str] = (),
+    dtype: torch.dtype = torch.float32,
+    vocab_multiple: int = 128,
+    logits_chunk: int | None = None,
+    generation: dict[str, Any] | None = None,
+) -> Model:
+    """The model that the Hugging Face config `raw` describes. Raises ConfigError with everything that is wrong with it."""
+    if not dtype.is_floating_point:
+        raise ConfigError(f"cannot make a model with parameters of {dtype}: choose a floating dtype")
+    config = decoder_config(raw, ignore, vocab_multiple, logits_chunk)
+    return Model(raw["model_type"], config, dtype, json.dumps(raw), None if generation is None else json.dumps(generation))
+
+
+def _subtrees(segment: Segment, params: DecoderParams) -> tuple:
+    return tuple(tree.get(params, path) for path in segment.paths)
+
+
+def _fold(segments: Sequence[Segment], params: DecoderParams, context: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    x, total = None, {}
+    for segment in segments:
+        x, losses = segment.fn(_subtrees(segment, params), x, context)
+        for name, value in losses.items():
+            total[name] = total[name] + value if name in total else value
+    return x, total
+
+
+def _check(batch: Batch) -> None:
+    unknown = sorted(set(batch) - set(BATCH_KEYS))
+    if unknown or "tokens" not in batch:
+        raise DataError(f"cannot read a batch with {sorted(batch)}: it needs tokens and may have {', '.join(BATCH_KEYS[1:])}")
+    shape = tuple(batch["tokens"].shape)
+    wrong = {key: tuple(value.shape) for key, value in batch.items() if tuple(value.shape) != shape}
+    if len(shape) != 2 or wrong:
+        raise ShapeError(f"cannot read a batch with tokens {shape} and {wrong or 'nothing else'}: all must have one shape (B, S)")
+    floats = {key: value.dtype for key, value in batch.items() if key != "token_weights" and value.is_floating_point()}
+    if floats:
+        raise DtypeError(f"cannot read a batch with {floats}: these must be integers")

@@ -1,0 +1,23 @@
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671): biases on queries, keys and values; optional sliding windows in the upper layers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpar.models._architectures import Architecture
+from mpar.models._hf_config import COMMON_KEYS, WINDOW_KEYS, Key, read_windows
+from mpar.models._llama import LLAMA_NAMES
+
+__all__ = ["QWEN2"]
+
+
+def _settings(title: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"qkv_bias": True, "windows": read_windows(title, values)}
+
+
+QWEN2 = Architecture(
+    name="qwen2",
+    hf_class="Qwen2ForCausalLM",
+    keys={**COMMON_KEYS, **WINDOW_KEYS, "num_key_value_heads": Key((int,), nullable=True, positive=True)},
+    settings=_settings,
+    names=LLAMA_NAMES,
+)

@@ -1,0 +1,135 @@
+"""RoPE tables: cos and sin of position x frequency, with the scalings that stretch a model's context.
+
+Rotary embedding: Su et al. 2021, arXiv:2104.09864, section 3.2.2. Every rotation is a frozen dataclass with `frequencies`.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["DynamicRope", "LinearRope", "Llama3Rope", "Rope", "YarnRope", "rope_tables"]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Pair i of `size` // 2 turns by `theta` ** (-2 i / size) per position."""
+
+    theta: float
+    size: int
+
+    attention_factor = 1.0  # not a field here: YaRN alone has one
+
+    def frequencies(self, num_positions: int) -> list[float]:
+        """Radians per position of each pair, for rows of `num_positions`."""
+        return [self.theta ** (-2 * i / self.size) for i in range(self.size // 2)]
+
+
+@dataclass(frozen=True)
+class LinearRope(Rope):
+    """Positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595, eq. 4)."""
+
+    factor: float
+
+    def frequencies(self, num_positions: int) -> list[float]:
+        """See `Rope`."""
+        return [frequency / self.factor for frequency in super().frequencies(num_positions)]
+
+
+@dataclass(frozen=True)
+class DynamicRope(Rope):
+    """Theta grows with the row, once it is longer than `max_positions` (the dynamic NTK scaling of arXiv:2309.00071, B.2)."""
+
+    factor: float
+    max_positions: int
+
+    def frequencies(self, num_positions: int) -> list[float]:
+        """See `Rope`."""
+        stretch = self.factor * max(num_positions, self.max_positions) / self.max_positions - (self.factor - 1)
+        return Rope(self.theta * stretch ** (self.size / (self.size - 2)), self.size).frequencies(num_positions)
+
+    def frequencies_at(self, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same for positions known at run time only: the row counts as one longer than its last position."""
+        length = (positions_BS.amax() + 1).clamp(min=self.max_positions).to(dtype)
+        stretch = self.factor * length / self.max_positions - (self.factor - 1)
+        exponents = torch.tensor([2 * i / self.size for i in range(self.size // 2)], dtype=dtype, device=positions_BS.device)
+        return (self.theta * stretch ** (self.size / (self.size - 2))) ** -exponents
+
+
+@dataclass(frozen=True)
+class YarnRope(Rope):
+    """Slow pairs interpolated by `factor`, fast ones kept, a ramp between (Peng et al. 2023, arXiv:2309.00071, sec. 3.2).
+
+    A pair is fast from `beta_fast` turns in `original_positions` on, slow up to `beta_slow`; `truncate` rounds the ends of the
+    ramp outwards to whole pairs. cos and sin are multiplied by `attention_factor` (sec. 3.4).
+    """
+
+    factor: float
+    original_positions: int
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def frequencies(self, num_positions: int) -> list[float]:
+        """See `Rope`."""
+        low, high = self._pair(self.beta_fast), self._pair(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.size - 1)
+        width = (high - low) or 0.001
+        kept = [1 - min(max((i - low) / width, 0.0), 1.0) for i in range(self.size // 2)]
+        plain = super().frequencies(num_positions)
+        return [f / self.factor * (1 - keep) + f * keep for f, keep in zip(plain, kept, strict=True)]
+
+    def _pair(self, turns: float) -> float:
+        """The (fractional) pair that makes this many turns in the original context."""
+        return self.size * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+@dataclass(frozen=True)
+class Llama3Rope(Rope):
+    """Long wavelengths divided by `factor`, short ones kept, smooth between: as Llama 3.1 was released."""
+
+    factor: float
+    low_factor: float
+    high_factor: float
+    original_positions: int
+
+    def frequencies(self, num_positions: int) -> list[float]:
+        """See `Rope`."""
+        return [self._scaled(frequency) for frequency in super().frequencies(num_positions)]
+
+    def _scaled(self, frequency: float) -> float:
+        turns = self.original_positions * frequency / (2 * math.pi)
+        if turns > self.high_factor:
+            return frequency
+        if turns < self.low_factor:
+            return frequency / self.factor
+        smooth = (turns - self.low_factor) / (self.high_factor - self.low_factor)
+        return (1 - smooth) * frequency / self.factor + smooth * frequency
+
+
+@functools.cache
+def _frequencies(rope: Rope, num_positions: int) -> tuple[float, ...]:
+    return tuple(rope.frequencies(num_positions))
+
+
+def rope_tables(rope: Rope, tokens_BS: Tensor, positions_BS: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`(cos, sin)`, each (1, S, R/2) for rows that start at position 0, or (B, S, R/2) at given positions (B, S).
+
+    `dtype` is that of the angles and of the tables: float32 or wider.
+    """
+    if positions_BS is not None and isinstance(rope, DynamicRope):
+        frequencies = rope.frequencies_at(positions_BS, dtype)
+    else:
+        frequencies = torch.tensor(list(_frequencies(rope, tokens_BS.shape[1])), dtype=dtype, device=tokens_BS.device)
+    if positions_BS is None:
+        positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
+    angles = positions_BS[..., None].to(dtype) * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    if rope.attention_factor != 1.0:
+        cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
+    return cos, sin

@@ -1,0 +1,175 @@
+"""The model as a function: packing, padding, weights, vocabulary padding, initialisation, errors of batches."""
+
+import pytest
+import torch
+
+from mpar import models, testing, tree
+from mpar.errors import ConfigError, DataError, DtypeError, ShapeError
+
+CONFIG = {
+    "vocab_size": 150,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+KINDS = ["llama", "qwen2", "qwen3"]
+
+
+def made(kind="qwen3", **options):
+    """(model, params) in float64."""
+    model = models.build(kind, {**CONFIG, **options}, dtype=torch.float64)
+    return model, model.init(3)
+
+
+def tokens_of(shape, seed=0):
+    """Random ids."""
+    return torch.randint(CONFIG["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_equal_separate_rows(kind):
+    """Documents packed in one row, positions restarted by the data, give the logits of rows of their own; padding is inert."""
+    model, params = made(kind)
+    sizes, row = (5, 9, 4), tokens_of((1, 21))
+    documents = torch.tensor([[i for i, size in enumerate(sizes) for _ in range(size)] + [-1] * 3])
+    positions = torch.tensor([[p for size in sizes for p in range(size)] + [0] * 3])
+    packed = model.apply(params, row, positions=positions, documents=documents)
+    start = 0
+    for size in sizes:
+        alone = model.apply(params, row[:, start : start + size])
+        testing.assert_close(packed[:, start : start + size], alone, name=f"document at {start}")
+        start += size
+    other = row.clone()
+    other[:, -3:] = 0
+    assert torch.equal(model.apply(params, other, positions=positions, documents=documents)[:, :-3], packed[:, :-3])
+    assert torch.isfinite(packed).all()
+
+
+def test_window_limits_what_is_seen():
+    """With windows of 4 in both of two layers, a token further back than 2 * 3 changes nothing; one within does."""
+    model, params = made("qwen2", num_hidden_layers=2, use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    row = tokens_of((1, 16))
+    changed = row.clone()
+    changed[0, 5] = (row[0, 5] + 1) % 150
+    difference = (model.apply(params, row) - model.apply(params, changed)).abs().amax(-1)[0]
+    assert (difference > 0).nonzero().flatten().tolist() == list(range(5, 12))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_loss_is_the_weighted_sum_over_labels(tied, chunk):
+    """The loss is sum of weight * nats over labels that are not -100, and padding columns of the vocabulary have no part."""
+    model, params = made(tie_word_embeddings=tied)
+    model = model.with_logits_chunk(chunk)
+    batch = {"tokens": tokens_of((2, 7)), "labels": tokens_of((2, 7), 1), "token_weights": torch.rand(2, 7)}
+    batch["labels"][0, 2:4] = -100
+    loss, weight = model.loss(params, batch)
+    nats = -model.apply(params, batch["tokens"]).log_softmax(-1)
+    counted = batch["labels"] >= 0
+    picked = nats.gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
+    testing.assert_close(loss, (picked * batch["token_weights"].double())[counted].sum(), name="loss")
+    testing.assert_close(weight, batch["token_weights"].double()[counted].sum(), name="weight")
+    del batch["token_weights"]
+    loss, weight = model.loss(params, batch)
+    testing.assert_close(loss, picked[counted].sum(), name="loss")
+    assert weight == 12
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_padding_of_the_vocabulary_is_inert(tied, chunk):
+    """The vocabulary is padded to 256; logits have 150 columns; garbage in padding changes no loss; its gradient is zero."""
+    model, params = made(tie_word_embeddings=tied)
+    model = model.with_logits_chunk(chunk)
+    assert params.embed.table_VD.shape == (256, 32)
+    batch = {"tokens": tokens_of((2, 7)), "labels": tokens_of((2, 7), 1)}
+    assert model.apply(params, batch["tokens"]).shape == (2, 7, 150)
+    dirty = tree.map_leaves(torch.clone, params)
+    dirty.embed.table_VD[150:] = 50.0
+    if not tied:
+        dirty.head.head_DV[:, 150:] = 50.0
+    assert torch.equal(model.loss(dirty, batch)[0], model.loss(params, batch)[0])
+    leaves = [leaf.requires_grad_() for leaf in tree.leaves(params)]
+    grads = torch.autograd.grad(model.loss(params, batch)[0], leaves)
+    assert not grads[0][150:].any()
+    assert tied or not grads[-1][:, 150:].any()
+
+
+def test_equal_layers_are_one_function():
+    """Layers with the same settings share one function object, and models made twice have equal ones."""
+    model, again = made("qwen2")[0], made("qwen2")[0]
+    functions = [segment.fn for segment in model.segments[1:-1]]
+    assert all(fn is functions[0] for fn in functions)
+    assert [hash(s.fn) for s in model.segments] == [hash(s.fn) for s in again.segments]
+    assert model == again
+    windows = models.build("qwen2", {**CONFIG, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2})
+    assert len({segment.fn for segment in windows.segments}) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_axes_fit_the_parameters(kind):
+    """Every leaf has one axis name per dim, at the same path."""
+    model = models.build(kind, {**CONFIG, "attention_bias": True} if kind != "qwen2" else CONFIG)
+    axes = tree.leaves_with_path(model.param_axes, is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], str))
+    shapes = [(path, leaf.ndim) for path, leaf in tree.leaves_with_path(model.abstract_params)]
+    assert [(path, len(names)) for path, names in axes] == shapes
+
+
+def test_init_follows_the_config():
+    """Matrices have the config's deviation and differ; gains are one, biases and padding zero; the seed matters."""
+    model, params = made("qwen2", hidden_size=64, intermediate_size=96)
+    block = params.layers[1]
+    for weights in (block.attention.q_DNH, block.mlp.down_FD, params.embed.table_VD[:150], params.head.head_DV[:, :150]):
+        assert abs(float(weights.std()) / 0.3 - 1) < 0.05
+        assert abs(float(weights.mean())) < 0.03
+    assert not params.embed.table_VD[150:].any()
+    assert not params.head.head_DV[:, 150:].any()
+    assert (block.attn_norm_D == 1).all()
+    assert not block.attention.q_bias_NH.any()
+    assert not torch.equal(block.mlp.gate_DF, block.mlp.up_DF)
+    assert not torch.equal(block.mlp.gate_DF, params.layers[0].mlp.gate_DF)
+    assert not torch.equal(block.mlp.gate_DF, model.init(4).layers[1].mlp.gate_DF)
+
+
+@pytest.mark.parametrize("path", ["embed.table_VD", "head.head_DV", "layers.1.attention.q_DNH", "layers.0.attention.q_bias_NH"])
+def test_init_of_a_shard_is_part_of_the_whole(path):
+    """`init_leaf` of slices is bit-equal to the slices of `init`, across the edge of the padding too."""
+    model, params = made("qwen2")
+    whole = tree.get(params, path)
+    cut = tuple(slice(size // 4, 3 * size // 4) for size in whole.shape)
+    assert torch.equal(model.init_leaf(3, path, cut), whole[cut])
+
+
+def test_init_does_not_depend_on_the_padding():
+    """The same weights whatever multiple the vocabulary is padded to."""
+    other = models.build("qwen3", {**CONFIG}, dtype=torch.float64, vocab_multiple=8)
+    assert torch.equal(other.init(3).head.head_DV[:, :150], made()[1].head.head_DV[:, :150])
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "text"),
+    [
+        ({"labels": tokens_of((2, 3))}, DataError, "needs tokens"),
+        ({"tokens": tokens_of((2, 3)), "label": tokens_of((2, 3))}, DataError, "label"),
+        ({"tokens": tokens_of((2, 3)), "labels": tokens_of((2, 4))}, ShapeError, r"labels.*\(2, 4\)"),
+        ({"tokens": tokens_of((3,)), "labels": tokens_of((3,))}, ShapeError, r"\(B, S\)"),
+        ({"tokens": torch.rand(2, 3), "labels": tokens_of((2, 3))}, DtypeError, "tokens"),
+        ({"tokens": tokens_of((2, 3))}, DataError, "labels"),
+    ],
+)
+def test_bad_batches_are_refused(batch, error, text):
+    """Missing, unknown, misshapen or non-integer entries raise an error that names them."""
+    model, params = made()
+    with pytest.raises(error, match=text):
+        model.loss(params, batch)
+
+
+def test_integer_parameters_are_refused():
+    """A dtype that is not floating raises ConfigError."""
+    with pytest.raises(ConfigError, match="int32"):
+        models.build("qwen3", CONFIG, dtype=torch.int32)
