@@ -50,12 +50,13 @@ def save(
     folder = Path(folder)
     partial, final = folder / partial_name(step), folder / checkpoint_name(step)
     failure = _attempt(lambda: _prepare(partial, final, step, rank, mesh, tensors, specs, shapes, extras, keep))
+    prepared = failure is None
     barrier()
     failure = failure or _attempt(lambda: _write_own(partial, tensors, specs, mesh, rank, shapes, stage_axes))
-    if failure is not None and partial.is_dir():  # tells the others why; if that fails too, they see that the part is missing
+    if failure is not None and partial.is_dir():  # tells rank 0 why; if that fails too, it sees that the part is missing
         _attempt(lambda: _part_file(partial, rank).write_text(json.dumps({"error": str(failure)}), encoding="utf-8"))
     barrier()
-    if rank == 0 and failure is None:
+    if rank == 0 and prepared:  # also after a failure of its own, to list those of all ranks
         failure = _attempt(lambda: _finish(partial, final, step, mesh, extras))
     barrier()
     if failure is None and not (final / INDEX_NAME).is_file():
