@@ -1,0 +1,98 @@
+"""Marks for the compiler, identities everywhere else: `constrain` says where a tensor lives, `name` what to call it."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from mpar.chain import Axes
+from mpar.errors import ShapeError
+from mpar.ops._primitive import Cost, Primitive
+from mpar.spec import P
+
+__all__ = ["constrain", "decode_axes", "marking", "name"]
+
+constrain_p = Primitive("constrain", "x -> y", axes="str", mark="int")
+constrain_bwd_p = Primitive("constrain_bwd", "dy -> dx", mark="int")
+name_p = Primitive("named", "x -> y", label="str")  # torch.ops.mpar.name is taken by torch
+
+_marks: ContextVar[Iterator[int] | None] = ContextVar("mpar_marks", default=None)
+
+
+@contextmanager
+def marking() -> Iterator[None]:
+    """While this is open, marks become graph nodes; the tracer opens it."""
+    token = _marks.set(itertools.count())
+    try:
+        yield
+    finally:
+        _marks.reset(token)
+
+
+def constrain(x: Tensor, axes: Axes | P) -> Tensor:
+    """Place `x` as the strategy's table maps its logical `axes`, one name or None a dim; or exactly by a spec `P(...)`.
+
+    Backward, the cotangent goes to the dual of the placement that `x` had before: where `x` was sharded, sharded; where it was
+    a pending sum, replicated; where it was replicated, it stays as it comes. Outside compilation this is the identity.
+    """
+    if not isinstance(axes, P) and len(axes) != x.ndim:
+        raise ShapeError(f"constrain: x {tuple(x.shape)} has {x.ndim} dims, axes {tuple(axes)} name {len(axes)}")
+    marks = _marks.get()
+    return x if marks is None else constrain_p.bind(x, axes=_encode_axes(axes), mark=next(marks))
+
+
+def name(x: Tensor, label: str) -> Tensor:
+    """Call the value `label`, for recompute policies and printing. Outside compilation this is the identity."""
+    return x if _marks.get() is None else name_p.bind(x, label=label)
+
+
+def decode_axes(text: str) -> Axes | P:
+    """The inverse of the encoding under which `constrain` nodes carry their axes."""
+    kind, _, rest = text.partition(":")
+    dims = rest.split(",") if rest else []
+    if kind == "spec":
+        return P(*(tuple(dim.split("+")) if dim else None for dim in dims))
+    return tuple(dim or None for dim in dims)
+
+
+def _encode_axes(axes: Axes | P) -> str:
+    if isinstance(axes, P):
+        return "spec:" + ",".join("+".join(dim) for dim in axes.dims)
+    return "names:" + ",".join(axis or "" for axis in axes)
+
+
+def _identity_like(x: Tensor, **_: object) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _batched(primitive: Primitive) -> None:
+    """A batched mark has one more dim in front, which no axis shards."""
+
+    def rule(size, dims, x, **params):
+        if "axes" in params:
+            kind, _, rest = params["axes"].partition(":")
+            params["axes"] = f"{kind}:," + rest
+        return primitive.bind(x.movedim(dims[0], 0), **params), 0
+
+    primitive.def_batching(rule)
+
+
+for _primitive in (constrain_p, constrain_bwd_p, name_p):
+    _primitive.def_abstract(_identity_like)
+    _primitive.def_impl(lambda x, **_: x.clone(memory_format=torch.preserve_format))
+    _primitive.def_sharding("... -> ...", linear=_primitive.operands[0])
+    _primitive.def_cost(lambda x, **_: Cost(flops=0, bytes=0))
+    _batched(_primitive)
+
+
+@constrain_p.def_vjp_by_ops("dy -> dx")
+def _constrain_vjp(dy, *, axes, mark):
+    return constrain_bwd_p.bind(dy, mark=mark)
+
+
+@name_p.def_vjp_by_ops("dy -> dx")
+def _name_vjp(dy, *, label):
+    return dy

@@ -1,0 +1,25 @@
+"""The compiler's first half: trace a function, place its values, lower it to one rank's graph, prove and simulate it."""
+
+from mpar.sharding._check import check
+from mpar.sharding._jit import Collective, Compiled, Lowered, collectives_of, describe_graph, jit, value_and_grad
+from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower, spec_from_axes
+from mpar.sharding._simulate import simulate_graph
+from mpar.sharding._trace import LogicalGraph, trace
+
+__all__ = [
+    "Collective",
+    "Compiled",
+    "LogicalGraph",
+    "Lowered",
+    "RankGraph",
+    "ReplicatedFallback",
+    "check",
+    "collectives_of",
+    "describe_graph",
+    "jit",
+    "lower",
+    "simulate_graph",
+    "spec_from_axes",
+    "trace",
+    "value_and_grad",
+]

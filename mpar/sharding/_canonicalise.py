@@ -1,0 +1,342 @@
+"""Canonicalise: fewer kinds of nodes, and matrix products as n-d einsums, before anything is sharded.
+
+Torch flattens `x @ w` with a 3-d `x` to view, mm, view; sharding that literally would gather the sequence.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpar.ops._constrain import name_p
+from mpar.ops._einsum import einsum_p
+from mpar.sharding._pass import graph_pass
+
+__all__ = ["canonicalise", "common_subexpressions", "labels_of", "shape_of", "view_groups"]
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.clone.default, aten.contiguous.default)
+PRODUCTS = {
+    aten.mm.default: "ab,bc->ac",
+    aten.bmm.default: "zab,zbc->zac",
+    aten.mv.default: "ab,b->a",
+    aten.dot.default: "a,a->",
+}
+LIKE = {
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+    aten.zeros.default: 0,
+    aten.ones.default: 1,
+}
+
+
+def canonicalise(graph: fx.Graph) -> dict[str, int]:
+    """Run the canonicalising passes in order; returns their statistics."""
+    statistics: dict[str, int] = {}
+    for run in (erase_identities, restore_einsums, split_means, shrink_constants, merge_views, common_subexpressions):
+        statistics |= run(graph)
+    return statistics
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The global shape of the tensor that `node` stands for."""
+    return tuple(node.meta["val"].shape)
+
+
+def labels_of(node: fx.Node) -> tuple[str, ...]:
+    """What `ops.name` called this value."""
+    return tuple(node.meta.get("labels", ()))
+
+
+@graph_pass
+def erase_identities(graph: fx.Graph) -> dict[str, int]:
+    """Erase ops that return their operand's values: detach, clone, casts to the same dtype, `name` (which leaves a label).
+
+    before:  %y = clone(%x); %z = name(%y, "q")
+    after:   users of %z read %x, which is labelled q
+    """
+    erased = 0
+    for node in list(graph.nodes):
+        if node.target == name_p.op:
+            node.args[0].meta["labels"] = (*labels_of(node.args[0]), node.kwargs["label"])
+        elif node.target == aten._to_copy.default and not _casts(node):
+            pass
+        elif node.target not in IDENTITIES:
+            continue
+        source = node.args[0]
+        source.meta.setdefault("labels", ())
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+        erased += 1
+    return {"identities_erased": erased}
+
+
+@graph_pass
+def restore_einsums(graph: fx.Graph) -> dict[str, int]:
+    """Turn matrix products into einsums that read tensors of any number of dims.
+
+    before:  %v = view(%x, [B*S, D]); %p = mm(%v, %w); %y = view(%p, [B, S, F])
+    after:   %p = einsum(%x, %w, "abc,cd->abd"); %y = %p
+    """
+    restored = 0
+    for node in list(graph.nodes):
+        if node.target in (aten.addmm.default, aten.baddbmm.default) and not node.kwargs:
+            _split_bias(graph, node)
+    for node in list(graph.nodes):
+        if node.target in PRODUCTS:
+            _replace(graph, node, einsum_p.op, node.args, {"equation": PRODUCTS[node.target]})
+            restored += 1
+    for node in list(graph.nodes):
+        while node.target == einsum_p.op:
+            replacement = _absorb(graph, node)
+            if replacement is None:
+                break
+            node = replacement
+    return {"einsums_restored": restored}
+
+
+@graph_pass
+def split_means(graph: fx.Graph) -> dict[str, int]:
+    """Write a mean as a sum and a division by the global count, so that a shard's mean is never taken for the whole.
+
+    before:  %y = mean(%x, [1])
+    after:   %s = sum(%x, [1]); %y = div(%s, size of dim 1)
+    """
+    split = 0
+    for node in list(graph.nodes):
+        if node.target not in (aten.mean.default, aten.mean.dim):
+            continue
+        x = node.args[0]
+        dims = list(node.args[1]) if len(node.args) > 1 and node.args[1] else list(range(len(shape_of(x))))
+        keep = node.args[2] if len(node.args) > 2 else False
+        count = math.prod(shape_of(x)[dim] for dim in dims)
+        with graph.inserting_before(node):
+            total = _call(graph, node, aten.sum.dim_IntList, (x, dims, keep), node.kwargs)
+            mean = _call(graph, node, aten.div.Tensor, (total, count))
+        node.replace_all_uses_with(mean)
+        split += 1
+    return {"means_split": split}
+
+
+@graph_pass
+def shrink_constants(graph: fx.Graph) -> dict[str, int]:
+    """Make constant-filled tensors as an expanded scalar, which any sharding narrows for nothing.
+
+    before:  %z = zeros_like(%x)
+    after:   %c = full([], 0); %z = expand(%c, shape of x)
+    """
+    shrunk = 0
+    for node in list(graph.nodes):
+        if node.target in LIKE:
+            value = LIKE[node.target]
+        elif node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
+            value = node.args[2 if node.target == aten.new_full.default else 1]
+        else:
+            continue
+        shape = list(shape_of(node))
+        if not shape and node.target == aten.full.default:
+            continue
+        with graph.inserting_before(node):
+            scalar = graph.call_function(aten.full.default, ([], value), {"dtype": node.meta["val"].dtype, "device": torch.device("cpu")})
+            scalar.meta["val"] = node.meta["val"].new_empty(()) if isinstance(node.meta["val"], torch.Tensor) else None
+            wide = _call(graph, node, aten.expand.default, (scalar, shape)) if shape else scalar
+        node.replace_all_uses_with(wide)
+        shrunk += 1
+    return {"constants_shrunk": shrunk}
+
+
+@graph_pass
+def merge_views(graph: fx.Graph) -> dict[str, int]:
+    """Merge chains of views and erase those that change nothing.
+
+    before:  %a = view(%x, [6]); %b = view(%a, [2, 3])      # %x: [2, 3]
+    after:   users of %b read %x
+    """
+    merged = 0
+    for node in list(graph.nodes):
+        if node.target == aten.t.default:
+            order = list(range(len(shape_of(node))))[::-1]
+            node.target, node.args = aten.permute.default, (node.args[0], order)
+        elif node.target == aten.transpose.int:
+            order = list(range(len(shape_of(node))))
+            i, j = (dim % len(order) for dim in node.args[1:])
+            order[i], order[j] = order[j], order[i]
+            node.target, node.args = aten.permute.default, (node.args[0], order)
+        if node.target == aten.permute.default and node.args[0].target == aten.permute.default:
+            inner = [dim % len(shape_of(node)) for dim in node.args[0].args[1]]
+            node.args = (node.args[0].args[0], [inner[dim] for dim in node.args[1]])
+            merged += 1
+        if node.target == aten.permute.default and [dim % len(shape_of(node)) for dim in node.args[1]] == list(range(len(shape_of(node)))):
+            node.replace_all_uses_with(node.args[0])
+            merged += 1
+        if node.target in VIEWS:
+            node.target, node.args = aten.reshape.default, (node.args[0], list(shape_of(node)))
+            if node.args[0].target == aten.reshape.default:
+                node.args = (node.args[0].args[0], node.args[1])
+                merged += 1
+            if shape_of(node.args[0]) == shape_of(node):
+                node.replace_all_uses_with(node.args[0])
+                merged += 1
+    return {"views_merged": merged}
+
+
+@graph_pass
+def common_subexpressions(graph: fx.Graph) -> dict[str, int]:
+    """Compute equal pure nodes once.
+
+    before:  %a = neg(%x); %b = neg(%x)
+    after:   users of %b read %a
+    """
+    seen: dict[Any, fx.Node] = {}
+    erased = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        key = _key((node.target, node.args, sorted(node.kwargs.items())))
+        if key in seen:
+            first = seen[key]
+            first.meta["labels"] = (*labels_of(first), *labels_of(node))
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            erased += 1
+        else:
+            seen[key] = node
+    return {"subexpressions_erased": erased}
+
+
+def view_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Split a reshape into independent parts: pairs of dims of `before` and dims of `after` with equal products.
+
+    `view_groups((2, 3, 4), (6, 4)) == [([0, 1], [0]), ([2], [1])]`. A dim of size 1 may stand alone or join its neighbour.
+    """
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        left, right = list(range(i, min(i + 1, len(before)))), list(range(j, min(j + 1, len(after))))
+        while math.prod(before[d] for d in left) != math.prod(after[d] for d in right):
+            if math.prod(before[d] for d in left) < math.prod(after[d] for d in right):
+                left.append(i + len(left))
+            else:
+                right.append(j + len(right))
+        groups.append((left, right))
+        i, j = i + len(left), j + len(right)
+    return groups
+
+
+def _absorb(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Let one operand of an einsum skip the permute or flattening view that makes it; None if there is none."""
+    left, _, out = node.kwargs["equation"].partition("->")
+    terms = left.split(",")
+    for index, operand in enumerate(node.args):
+        if operand.op != "call_function":
+            continue
+        if operand.target in (aten.t.default, aten.transpose.int, aten.permute.default):
+            source, order = operand.args[0], _order(operand)
+            letters = [""] * len(order)
+            for position, dim in enumerate(order):
+                letters[dim] = terms[index][position]
+            terms[index] = "".join(letters)
+            args = [*node.args[:index], source, *node.args[index + 1 :]]
+            return _replace(graph, node, einsum_p.op, tuple(args), {"equation": f"{','.join(terms)}->{out}"})
+        if operand.target in VIEWS and len(set(terms[index])) == len(terms[index]):
+            groups = view_groups(shape_of(operand.args[0]), shape_of(operand))
+            if any(len(right) != 1 for _, right in groups) or all(len(left_dims) == 1 for left_dims, _ in groups):
+                continue
+            return _absorb_flattening(graph, node, index, groups)
+    return None
+
+
+def _absorb_flattening(graph: fx.Graph, node: fx.Node, index: int, groups: list[tuple[list[int], list[int]]]) -> fx.Node:
+    left, _, out = node.kwargs["equation"].partition("->")
+    terms = left.split(",")
+    source = node.args[index].args[0]
+    fresh = (chr(c) for c in range(ord("A"), ord("Z") + 1) if chr(c) not in node.kwargs["equation"])
+    split: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    for dims, (position,) in groups:
+        letter = terms[index][position]
+        names = letter if len(dims) == 1 else "".join(next(fresh) for _ in dims)
+        split[letter] = names
+        sizes |= dict(zip(names, (shape_of(source)[dim] for dim in dims), strict=True))
+    args, new_terms = [], []
+    with graph.inserting_before(node):
+        for i, (operand, term) in enumerate(zip(node.args, terms, strict=True)):
+            new_term = "".join(split.get(letter, letter) for letter in term)
+            if i == index:
+                args.append(source)
+            elif new_term != term:
+                known = dict(zip(term, shape_of(operand), strict=True)) | sizes
+                args.append(_call(graph, operand, aten.reshape.default, (operand, [known[letter] for letter in new_term])))
+            else:
+                args.append(operand)
+            new_terms.append(new_term)
+        new_out = "".join(split.get(letter, letter) for letter in out)
+        product = _call(graph, node, einsum_p.op, tuple(args), {"equation": f"{','.join(new_terms)}->{new_out}"})
+        result = _call(graph, node, aten.reshape.default, (product, list(shape_of(node)))) if new_out != out else product
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    return product
+
+
+def _split_bias(graph: fx.Graph, node: fx.Node) -> None:
+    product = aten.mm.default if node.target == aten.addmm.default else aten.bmm.default
+    with graph.inserting_before(node):
+        value = _call(graph, node, product, node.args[1:3])
+        result = _call(graph, node, aten.add.Tensor, (value, node.args[0]))
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _order(node: fx.Node) -> list[int]:
+    rank = len(shape_of(node))
+    if node.target == aten.permute.default:
+        return [dim % rank for dim in node.args[1]]
+    order = list(range(rank))
+    if node.target == aten.t.default:
+        return order[::-1]
+    i, j = node.args[1] % rank, node.args[2] % rank
+    order[i], order[j] = order[j], order[i]
+    return order
+
+
+def _casts(node: fx.Node) -> bool:
+    return node.meta["val"].dtype != node.args[0].meta["val"].dtype
+
+
+def _call(graph: fx.Graph, like: fx.Node, target: Callable, args: tuple, kwargs: dict | None = None) -> fx.Node:
+    """A new node whose value and source line are found from its operands and from `like`."""
+    node = graph.call_function(target, args, dict(kwargs or {}))
+    meta_args, meta_kwargs = fx.node.map_arg((args, node.kwargs), lambda n: _meta(n.meta["val"]))
+    node.meta = {"val": target(*meta_args, **meta_kwargs), "stack_trace": like.meta.get("stack_trace")}
+    return node
+
+
+def _replace(graph: fx.Graph, node: fx.Node, target: Callable, args: tuple, kwargs: dict) -> fx.Node:
+    with graph.inserting_before(node):
+        new = graph.call_function(target, args, kwargs)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return new
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return type(value)(_meta(item) for item in value)
+
+
+def _key(item: Any) -> Any:
+    """Hashable, and different for 1, 1.0 and True."""
+    if isinstance(item, (list, tuple)):
+        return tuple(_key(part) for part in item)
+    if isinstance(item, (dict,)):
+        return tuple((k, _key(v)) for k, v in sorted(item.items()))
+    return (type(item).__name__, str(item)) if isinstance(item, (float, int, slice)) else item
+
+

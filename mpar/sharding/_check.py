@@ -1,0 +1,185 @@
+"""Check: the types of a rank graph, found again without looking at how it was made.
+
+On every mesh axis a value is Replicated (R), Sharded along a dim (S) or a pending sum, Partial (P). This pass reads only the
+rank graph and the specs of its inputs, one mesh axis at a time, and compares with the specs that the lowering claims.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx
+
+from mpar.errors import ShardingError
+from mpar.ops._primitive import primitive_of
+from mpar.sharding import _collectives as collectives
+from mpar.sharding._lower import RankGraph
+from mpar.sharding._rules import NodeRule, rule_of
+from mpar.spec import P
+
+__all__ = ["check"]
+
+Type = str | int  # "R", "P", or the dim that is sharded
+"""Per mesh axis: "R" the same on all ranks; an int, the sharded dim; "P" a pending sum; "M" a pending maximum; "V" varying."""
+
+
+def check(ranked: RankGraph) -> None:
+    """Raise ShardingError, naming node and line, unless every value has the type that the lowering says it has."""
+    for axis in ranked.mesh.ordered(ranked.mesh.axes):
+        _AxisCheck(ranked, axis).run()
+
+
+class _AxisCheck:
+    def __init__(self, ranked: RankGraph, axis: str) -> None:
+        self.ranked, self.axis = ranked, axis
+        self.types: dict[fx.Node, Any] = {}
+
+    def run(self) -> None:
+        local = {node: node.meta["val"] for node in self.ranked.graph.nodes if node.op != "output"}
+        try:
+            self.walk()
+        finally:
+            for node, value in local.items():
+                node.meta["val"] = value
+
+    def walk(self) -> None:
+        """Infer node by node. While it runs, `meta["val"]` has the size that the value has along this axis as a whole."""
+        specs = iter(self.ranked.in_specs)
+        for node in self.ranked.graph.nodes:
+            if node.op == "placeholder":
+                self.types[node] = self.of_spec(next(specs))
+                self.widen(node)
+            elif node.op == "get_attr":
+                self.types[node] = "R"
+            elif node.op == "output":
+                for result, spec in zip(node.args[0], self.ranked.out_specs, strict=True):
+                    self.expect(result, self.of_spec(spec), "is returned")
+            else:
+                self.widen(node)
+                self.types[node] = self.infer(node)
+                if node.meta.get("spec") is not None and isinstance(self.types[node], (str, int)):
+                    self.expect(node, self.of_spec(node.meta["spec"]), "is defined")
+
+    def widen(self, node: fx.Node) -> None:
+        value, specs = node.meta["val"], [node.meta.get("spec")]
+        if isinstance(value, (tuple, list)):
+            parts = {user.args[1]: user.meta.get("spec") for user in node.users if user.target is operator.getitem}
+            specs = [parts.get(index) for index in range(len(value))]
+            node.meta["val"] = tuple(self.wide(v, spec) for v, spec in zip(value, specs, strict=True))
+        elif isinstance(value, Tensor):
+            node.meta["val"] = self.wide(value, specs[0])
+
+    def wide(self, value: Tensor, spec: P | None) -> Tensor:
+        at = None if spec is None else self.of_spec(spec)
+        size = self.ranked.mesh.axis_size(self.axis)
+        return value.new_empty([n * size if i == at else n for i, n in enumerate(value.shape)]) if isinstance(at, int) else value
+
+    def of_spec(self, spec: P) -> Type:
+        if self.axis in spec.partial:
+            return "P"
+        return next((dim for dim, axes in enumerate(spec.dims) if self.axis in axes), "R")
+
+    def expect(self, node: fx.Node, expected: Type, where: str) -> None:
+        if self.types[node] != expected:
+            self.fail(node, f"it {where} as {_text(expected)} and is {_text(self.types[node])}")
+
+    def fail(self, node: fx.Node, why: str) -> None:
+        line = f" ({node.meta['line']})" if node.meta.get("line") else ""
+        raise ShardingError(
+            f"ill-typed rank graph: %{node.name}{line} = {node.target}{node.args}: on mesh axis {self.axis!r} {why}.\n"
+            f"mesh: {self.ranked.mesh}. This is a defect of the compiler or of a sharding rule, not of the function."
+        )
+
+    def infer(self, node: fx.Node) -> Any:
+        if node.target is operator.getitem:
+            types = self.types[node.args[0]]
+            return types[node.args[1]] if isinstance(types, list) else types
+        if node.target is collectives.start:
+            return "V" if self.axis in node.kwargs["axes"] else "R"
+        if node.target in (*collectives.COLLECTIVES, collectives.shard):
+            return self.collective(node)
+        return self.op(node)
+
+    def collective(self, node: fx.Node) -> Type:
+        now = self.types[node.args[0]]
+        if self.axis not in node.kwargs["axes"]:
+            if now == "P" and node.target is collectives.all_reduce and node.kwargs["op"] == "max":
+                self.fail(node, "takes the maximum of a pending sum")
+            return now
+        rules: dict[Callable, tuple[Any, Any]] = {
+            collectives.all_gather: (node.kwargs.get("dim"), "R"),
+            collectives.reduce_scatter: ("P", node.kwargs.get("dim")),
+            collectives.all_reduce: ("M" if node.kwargs.get("op") == "max" else "P", "R"),
+            collectives.all_to_all: (node.kwargs.get("src"), node.kwargs.get("dst")),
+            collectives.shard: ("R", node.kwargs.get("dim")),
+        }
+        before, after = rules[node.target]
+        if now != before and not (now in ("V",) and node.target is collectives.all_reduce):
+            self.fail(node, f"needs an operand that is {_text(before)}, got {_text(now)}")
+        return after
+
+    def op(self, node: fx.Node) -> Any:
+        rule = rule_of(node)
+        types = [self.types[operand] for operand in rule.operands]
+        params = [self.types[n] for n in node.kwargs.values() if isinstance(n, fx.Node)]
+        if "V" in types or "V" in params:
+            return self.varying(node, rule, types)
+        factor, partial = None, False
+        for operand, now, dims in zip(rule.operands, types, rule.factors, strict=True):
+            if isinstance(now, int):
+                names = dims[now]
+                if not names:
+                    self.fail(node, f"operand %{operand.name} is sharded along dim {now}, which the op does not treat independently")
+                factor = factor or self.shared_factor(node, names, rule, types)
+                if factor not in names:
+                    self.fail(node, f"operands are sharded along different factors, {factor} and {names}")
+            partial = partial or now == "P"
+        if factor is not None:
+            return self.sharded(node, rule, types, factor)
+        if partial:
+            return self.pending(node, rule, types)
+        return ["R"] * len(rule.results) if isinstance(node.meta["val"], (tuple, list)) else "R"
+
+    def shared_factor(self, node: fx.Node, names: tuple[str, ...], rule: NodeRule, types: list) -> str:
+        """The one factor of a composite dim that this axis shards: the one that other sharded operands have, or the major one."""
+        for name in names:
+            others = [dims[t] for dims, t in zip(rule.factors, types, strict=True) if isinstance(t, int)]
+            having = [any(name in d for d in dims) for dims in rule.factors]
+            if all(name in other for other in others) and all(isinstance(t, int) for t, has in zip(types, having, strict=True) if has):
+                return name
+        return names[0]
+
+    def sharded(self, node: fx.Node, rule: NodeRule, types: list, factor: str) -> Any:
+        primitive = primitive_of(node.target)
+        declared = primitive.sharding_rule(**node.kwargs).need_replication if primitive else rule.replicate
+        if factor in declared:
+            self.fail(node, f"is sharded along factor {factor}, across which it works")
+        for operand, now, dims in zip(rule.operands, types, rule.factors, strict=True):
+            has = any(factor in names for names in dims)
+            if has != isinstance(now, int):
+                self.fail(node, f"factor {factor} is sharded, yet operand %{operand.name} is {_text(now)}")
+        results = []
+        for dims in rule.results:
+            at = [i for i, names in enumerate(dims) if factor in names]
+            results.append(at[0] if at else "P")
+        return results if isinstance(node.meta["val"], (tuple, list)) else results[0]
+
+    def pending(self, node: fx.Node, rule: NodeRule, types: list) -> Any:
+        pending = [i for i, now in enumerate(types) if now == "P"]
+        linear = (rule.jointly and len(pending) == len(types)) or (len(pending) == 1 and pending[0] in rule.linear)
+        if not linear:
+            names = [f"%{rule.operands[i].name}" for i in pending]
+            self.fail(node, f"reads pending sums {names}, in which it is not linear")
+        return ["P"] * len(rule.results) if isinstance(node.meta["val"], (tuple, list)) else "P"
+
+    def varying(self, node: fx.Node, rule: NodeRule, types: list) -> Any:
+        """Inside the local program of a primitive the types are its author's word: each node has the spec claimed for it."""
+        spec = node.meta.get("spec")
+        claimed = "V" if spec is None else self.of_spec(spec)
+        return [claimed] * len(rule.results) if isinstance(node.meta["val"], (tuple, list)) else claimed
+
+
+def _text(kind: Any) -> str:
+    return {"R": "replicated", "P": "a pending sum", "M": "a pending maximum", "V": "different on each rank"}.get(kind, f"sharded along dim {kind}")
+
+

@@ -1,0 +1,401 @@
+"""Lower: a logical graph and the specs at its boundary become a rank graph, the same for every rank.
+
+Forward over the nodes, each on its own: choose which factors are sharded, bring the operands there, run the local op. Every
+node is lowered correctly whatever its operands' specs are, so the choice of specs decides speed and never the result.
+"""
+
+import operator
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mpar import tree
+from mpar.errors import ShardingError, UnknownNameError
+from mpar.mesh import Mesh
+from mpar.ops._constrain import constrain_bwd_p, constrain_p, decode_axes
+from mpar.ops._primitive import Primitive, primitive_of
+from mpar.sharding import _collectives as collectives
+from mpar.sharding._canonicalise import labels_of, shape_of
+from mpar.sharding._redistribute import plan, plan_bytes
+from mpar.sharding._rules import NodeRule, rule_of
+from mpar.sharding._trace import LogicalGraph, source_line
+from mpar.spec import P, check_spec, local_shape, normalise
+
+__all__ = ["RankGraph", "ReplicatedFallback", "lower", "spec_from_axes"]
+
+AxisTable = Mapping[str, tuple[str, ...]]
+
+
+class ReplicatedFallback(UserWarning):
+    """An op has no sharding rule and is computed whole on every rank."""
+
+
+@dataclass(frozen=True)
+class RankGraph:
+    """A lowered function: local shapes, collectives, the same graph on every rank.
+
+    Nodes carry `meta["val"]` (a local value without data), `meta["spec"]` and `meta["line"]`. `origin` maps the results of
+    logical nodes to their first local node, `fallbacks` lists ops that are computed replicated.
+    """
+
+    graph: fx.Graph
+    mesh: Mesh
+    in_specs: tuple[P, ...]
+    out_specs: tuple[P, ...]
+    logical: LogicalGraph
+    fallbacks: tuple[str, ...] = ()
+    origin: dict[fx.Node, fx.Node] = field(default_factory=dict, repr=False)
+
+
+def lower(
+    logical: LogicalGraph,
+    mesh: Mesh,
+    in_specs: Sequence[P],
+    out_specs: Sequence[P | None] | None = None,
+    table: AxisTable | None = None,
+) -> RankGraph:
+    """Lower `logical` on `mesh`; an output spec of None leaves the result where it comes, pending sums included.
+
+    Raises ShardingError, listing all offenders, for specs that do not fit the shapes or name axes that the mesh has not.
+    """
+    problems = [
+        problem
+        for name, node, spec in zip(logical.names, logical.placeholders, in_specs, strict=True)
+        for problem in check_spec(name, shape_of(node), spec, mesh)
+    ]
+    for index, (node, spec) in enumerate(zip(logical.results, out_specs or (), strict=False)):
+        problems += [] if spec is None else check_spec(f"result {index}", shape_of(node), spec, mesh)
+    if problems:
+        raise ShardingError("cannot place these tensors:\n  " + "\n  ".join(problems) + f"\nmesh: {mesh}")
+    lowering = _Lowering(logical, mesh, [normalise(spec, mesh) for spec in in_specs], table or {})
+    return lowering.run([None if spec is None else normalise(spec, mesh) for spec in out_specs or [None] * len(logical.results)])
+
+
+def spec_from_axes(axes: Sequence[str | None], table: AxisTable, mesh: Mesh) -> P:
+    """The spec that `table` gives to a tensor with these logical axes; a mesh axis shards the first dim that asks for it.
+
+    Raises UnknownNameError for a logical name that the table does not have.
+    """
+    unknown = [axis for axis in axes if axis is not None and axis not in table]
+    if unknown:
+        raise UnknownNameError(f"logical axes {unknown} are not in the strategy's table, which has {sorted(table)}")
+    used: set[str] = set()
+    dims = []
+    for axis in axes:
+        wanted = () if axis is None else tuple(a for a in table[axis] if mesh.axis_size(a) > 1 and a not in used)
+        used.update(wanted)
+        dims.append(wanted)
+    return P(*dims)
+
+
+class _Lowering:
+    def __init__(self, logical: LogicalGraph, mesh: Mesh, in_specs: list[P], table: AxisTable) -> None:
+        self.logical, self.mesh, self.in_specs, self.table = logical, mesh, in_specs, table
+        self.graph = fx.Graph()
+        self.placed: dict[fx.Node, dict[P, fx.Node]] = {}  # every placement that a logical value already has
+        self.specs: dict[fx.Node, P] = {}  # the one that its op gave it
+        self.tuples: dict[fx.Node, list[tuple[fx.Node, P]]] = {}
+        self.marks: dict[int, P] = {}
+        self.starts: dict[tuple, fx.Node] = {}
+        self.fallbacks: list[str] = []
+        self.current: fx.Node | None = None
+
+    def run(self, out_specs: list[P | None]) -> RankGraph:
+        specs = iter(self.in_specs)
+        for node in self.logical.graph.nodes:
+            self.current = node
+            if node.op == "placeholder":
+                spec = next(specs)
+                self.define(node, self.placeholder(node, spec), spec)
+            elif node.op == "get_attr":
+                self.define(node, self.constant(node), P())
+            elif node.op == "output":
+                results = [self.output(n, spec) for n, spec in zip(node.args[0], out_specs, strict=True)]
+                self.graph.output(tuple(local for local, _ in results))
+                self.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
+                self.graph.lint()
+                origin = {local: logical for logical, at in self.placed.items() for local in at.values()}
+                return RankGraph(
+                    self.graph,
+                    self.mesh,
+                    tuple(self.in_specs),
+                    tuple(spec for _, spec in results),
+                    self.logical,
+                    tuple(self.fallbacks),
+                    origin,
+                )
+            else:
+                self.call(node)
+        raise AssertionError("graph without output")
+
+    def placeholder(self, node: fx.Node, spec: P) -> fx.Node:
+        value = node.meta["val"]
+        local = self.graph.placeholder(node.name)
+        shape = local_shape(shape_of(node), spec, self.mesh)
+        local.meta = {"val": torch.empty(shape, dtype=value.dtype, device="meta"), "spec": spec, "line": "", "labels": labels_of(node)}
+        return local
+
+    def constant(self, node: fx.Node) -> fx.Node:
+        local = self.graph.create_node("get_attr", node.target)
+        value = self.logical.constants[node.target]
+        local.meta = {"val": torch.empty(value.shape, dtype=value.dtype, device="meta"), "spec": P(), "line": "", "labels": ()}
+        return local
+
+    def output(self, node: fx.Node, spec: P | None) -> tuple[fx.Node, P]:
+        spec = self.specs[node] if spec is None else spec
+        return self.redistribute(node, spec), spec
+
+    def define(self, node: fx.Node, local: fx.Node, spec: P) -> None:
+        expected = local_shape(shape_of(node), spec, self.mesh)
+        assert tuple(local.meta["val"].shape) == expected, f"{node.format_node()}: local {local.meta['val'].shape}, expected {expected}"
+        local.meta["spec"] = spec
+        local.meta["labels"] = labels_of(node)
+        self.placed[node] = {spec: local}
+        self.specs[node] = spec
+
+    def emit(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], spec: P | None = None) -> fx.Node:
+        """A local node, its value found by running the op without data."""
+        node = self.graph.call_function(target, tuple(args), dict(kwargs))
+        meta_args, meta_kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        if "device" in meta_kwargs:
+            meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
+        assert self.current is not None
+        node.meta = {"val": target(*meta_args, **meta_kwargs), "spec": spec, "line": source_line(self.current), "labels": ()}
+        return node
+
+    def start(self, axes: tuple[str, ...], extent: int) -> fx.Node | int:
+        """The first global index on this rank of a factor with `extent` local elements."""
+        if not axes:
+            return 0
+        if (axes, extent) not in self.starts:
+            self.starts[axes, extent] = self.emit(collectives.start, (), {"axes": axes, "extent": extent})
+        return self.starts[axes, extent]
+
+    def redistribute(self, node: fx.Node, target: P) -> fx.Node:
+        """The local node of `node` placed by `target`: an existing one, or made from the one from which it is cheapest."""
+        at = self.placed[node]
+        if target in at:
+            return at[target]
+        shape = shape_of(node)
+        nbytes = node.meta["val"].nbytes
+        candidates = [
+            (plan_bytes(steps, nbytes, self.mesh), len(steps), index, spec, steps)
+            for index, spec in enumerate(at)
+            if set(target.partial) <= set(spec.partial)
+            for steps in [plan(spec, target, len(shape), self.mesh)]
+        ]
+        *_, spec, steps = min(candidates, key=lambda c: c[:3])
+        local = at[spec]
+        for step in steps:
+            size = self.mesh.axis_size(step.axes)
+            kwargs: dict[str, Any] = {"axes": step.axes, "size": size}
+            if step.kind == "all_reduce":
+                kwargs["op"] = "sum"
+            elif step.kind == "all_to_all":
+                kwargs |= {"src": step.dim, "dst": step.dst}
+            else:
+                kwargs["dim"] = step.dim
+            local = self.emit(getattr(collectives, step.kind), (local,), kwargs, step.after)
+            local.meta["labels"] = labels_of(node)
+            at.setdefault(step.after, local)
+        return local
+
+    def call(self, node: fx.Node) -> None:
+        if node.target is operator.getitem and node.args[0] in self.tuples:
+            local, spec = self.tuples[node.args[0]][node.args[1]]
+            self.define(node, local, spec)
+        elif node.target == constrain_p.op:
+            self.constrain(node)
+        elif node.target == constrain_bwd_p.op:
+            self.constrain_backward(node)
+        else:
+            self.apply(node)
+
+    def constrain(self, node: fx.Node) -> None:
+        source, axes = node.args[0], decode_axes(node.kwargs["axes"])
+        spec = normalise(axes, self.mesh) if isinstance(axes, P) else spec_from_axes(axes, self.table, self.mesh)
+        problems = check_spec(f"{source.name} {axes}", shape_of(source), spec, self.mesh)
+        if problems:
+            where = f" at {source_line(node)}" if source_line(node) else ""
+            raise ShardingError(f"cannot place a value{where}:\n  " + "\n  ".join(problems) + f"\nmesh: {self.mesh}")
+        self.marks[node.kwargs["mark"]] = self.specs[source]
+        local = self.redistribute(source, spec)
+        self.alias(node, source, local, spec)
+
+    def constrain_backward(self, node: fx.Node) -> None:
+        source, cotangent = self.marks[node.kwargs["mark"]], node.args[0]
+        now = self.specs[cotangent]
+        rank = len(shape_of(cotangent))
+        decided = source.axes
+        dims = []
+        for dim in range(rank):
+            free = tuple(axis for axis in now.dim(dim) if axis not in decided)
+            dims.append(self.mesh.ordered({*source.dim(dim), *free}))
+        spec = P(*dims, partial=tuple(axis for axis in now.partial if axis not in decided))
+        local = self.redistribute(cotangent, spec)
+        self.alias(node, cotangent, local, spec)
+
+    def alias(self, node: fx.Node, source: fx.Node, local: fx.Node, spec: P) -> None:
+        """`node` is the value of `source` at `spec`; both share every placement from now on."""
+        self.placed[node] = self.placed[source]
+        self.specs[node] = spec
+        local.meta["labels"] = (*local.meta["labels"], *labels_of(node))
+
+    def apply(self, node: fx.Node) -> None:
+        rule = rule_of(node)
+        if not rule.known:
+            self.fall_back(node)
+        specs = [self.specs[operand] for operand in rule.operands]
+        axes_of = self.choose(rule, specs)
+        passed = self.pass_partial(node, rule, specs, axes_of)
+        locals_ = []
+        for operand, spec, dims in zip(rule.operands, specs, rule.factors, strict=True):
+            target = P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(set(spec.partial) & passed))
+            locals_.append(self.redistribute(operand, target))
+        contracted = {axis for factor, axes in axes_of.items() if not _appears(factor, rule.results) for axis in axes}
+        partial = self.mesh.ordered(contracted | passed)
+        result_specs = [P(*self.dims_of(dims, axes_of), partial=partial) for dims in rule.results]
+        self.finish(node, rule, locals_, axes_of, result_specs)
+
+    def finish(self, node: fx.Node, rule: NodeRule, locals_: list[fx.Node], axes_of: dict, result_specs: list[P]) -> None:
+        values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+        shapes = [local_shape(tuple(v.shape), spec, self.mesh) for v, spec in zip(values, result_specs, strict=True)]
+        remaining = iter(locals_)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: next(remaining))
+        primitive = primitive_of(node.target)
+        active = [factor for factor in (primitive.sharded if primitive else ()) if axes_of.get(factor)]
+        if active:
+            assert primitive is not None
+            emit = Emit(self, rule, axes_of, active[0])
+            out = primitive.sharded[active[0]](emit, *args, **kwargs)
+            given = list(out) if isinstance(out, (tuple, list)) else [out]
+            pieces = []
+            for item, spec in zip(given, result_specs, strict=True):
+                pending = isinstance(item, _Pending)
+                kept = set(spec.partial) - set(emit.axes) | (set(emit.axes) if pending else set())
+                pieces.append((item.value if pending else item, P(*spec.dims, partial=self.mesh.ordered(kept))))
+        else:
+            if rule.localise is not None:
+                args, kwargs = rule.localise(args, kwargs, shapes)
+            local = self.emit(node.target, args, kwargs)
+            if isinstance(node.meta["val"], (tuple, list)):
+                parts = [self.emit(operator.getitem, (local, i), {}) for i in range(len(values))]
+            else:
+                parts = [local]
+            pieces = list(zip(parts, result_specs, strict=True))
+        if isinstance(node.meta["val"], (tuple, list)):
+            self.tuples[node] = pieces
+        else:
+            self.define(node, *pieces[0])
+
+    def choose(self, rule: NodeRule, specs: list[P]) -> dict[str, tuple[str, ...]]:
+        """The mesh axes of each factor: the larger operand's wish comes first, then the order of operands."""
+        axes_of: dict[str, tuple[str, ...]] = {}
+        used: set[str] = set()
+        order = sorted(range(len(specs)), key=lambda i: (-rule.operands[i].meta["val"].nbytes, i))
+        for i in order:
+            for dim, names in enumerate(rule.factors[i]):
+                remaining = list(specs[i].dim(dim))
+                for name in names:
+                    taken: tuple[str, ...] = ()
+                    while remaining and name not in rule.replicate:
+                        wider = (*taken, remaining[0])
+                        if remaining[0] in used and axes_of.get(name, ())[: len(wider)] != wider:
+                            break
+                        if rule.sizes[name] % self.mesh.axis_size(wider):
+                            break
+                        taken = wider
+                        remaining.pop(0)
+                    if name not in axes_of and taken:
+                        axes_of[name] = taken
+                        used.update(taken)
+                    if taken != axes_of.get(name, ()) or self.mesh.axis_size(taken) != rule.sizes[name]:
+                        break  # minor factors stay whole: the shard of this dim would not be contiguous
+        return axes_of
+
+    def pass_partial(self, node: fx.Node, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]]) -> set[str]:
+        """The pending sums of operands that the op may leave pending: it is linear in them, and nothing grows."""
+        used = {axis for axes in axes_of.values() for axis in axes}
+        pending = [set(spec.partial) for spec in specs]
+        if rule.jointly:
+            return set.intersection(*pending) - used if pending else set()
+        out_bytes = sum(v.nbytes for v in _tensors(node.meta["val"]))
+        passed = set()
+        for i in rule.linear:
+            alone = pending[i] - used - set().union(*(p for j, p in enumerate(pending) if j != i))
+            if out_bytes <= rule.operands[i].meta["val"].nbytes:
+                passed |= alone
+        return passed
+
+    def dims_of(self, dims: tuple[tuple[str, ...], ...], axes_of: dict[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
+        out = []
+        for names in dims:
+            axes: tuple[str, ...] = ()
+            for name in names:
+                axes = (*axes, *axes_of.get(name, ()))
+            out.append(axes)
+        return out
+
+    def fall_back(self, node: fx.Node) -> None:
+        sharded = [operand for operand in rule_of(node).operands if self.specs[operand].axes]
+        if sharded and str(node.target) not in self.fallbacks:
+            self.fallbacks.append(str(node.target))
+            where = f" at {source_line(node)}" if source_line(node) else ""
+            warnings.warn(f"{node.target}{where} has no sharding rule: it is computed whole on every rank", ReplicatedFallback, 2)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    value: fx.Node
+
+
+class Emit:
+    """What `def_sharded` functions write their local program with; operands and results are local nodes."""
+
+    def __init__(self, lowering: _Lowering, rule: NodeRule, axes_of: dict[str, tuple[str, ...]], factor: str) -> None:
+        self._lowering, self._rule, self._axes_of = lowering, rule, axes_of
+        self.axes = axes_of[factor]
+        self._factor = factor
+
+    def __call__(self, op: Any, *operands: Any, **params: Any) -> fx.Node:
+        """Add a local node: a Primitive, or an overload of a torch op."""
+        return self._lowering.emit(op.op if isinstance(op, Primitive) else op, operands, params)
+
+    @property
+    def start(self) -> fx.Node | int:
+        """The global index of the first element of the factor on this rank."""
+        return self.start_of(self._factor)
+
+    def start_of(self, factor: str) -> fx.Node | int:
+        """The same for another factor of the op; 0 if it is not sharded."""
+        axes = self._axes_of.get(factor, ())
+        return self._lowering.start(axes, self.extent_of(factor))
+
+    def extent_of(self, factor: str) -> int:
+        """The local size of a factor."""
+        return self._rule.sizes[factor] // self._lowering.mesh.axis_size(self._axes_of.get(factor, ()))
+
+    def getitem(self, value: fx.Node, index: int) -> fx.Node:
+        """One of several results."""
+        return self(operator.getitem, value, index)
+
+    def all_reduce(self, value: fx.Node, op: str) -> fx.Node:
+        """The sum or maximum over the ranks that share the factor."""
+        size = self._lowering.mesh.axis_size(self.axes)
+        return self(collectives.all_reduce, value, axes=self.axes, op=op, size=size)
+
+    def pending(self, value: fx.Node) -> _Pending:
+        """Mark a result as a sum over the ranks that share the factor, not carried out yet."""
+        return _Pending(value)
+
+
+def _appears(factor: str, results: list[tuple[tuple[str, ...], ...]]) -> bool:
+    return any(factor in names for dims in results for names in dims)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [v for v in tree.leaves(value) if isinstance(v, Tensor)]

@@ -1,0 +1,90 @@
+"""Redistribution: the collectives that take a tensor from one spec to another."""
+
+from dataclasses import dataclass
+
+from mpar.mesh import Mesh
+from mpar.spec import P
+
+__all__ = ["Step", "plan", "plan_bytes"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective or narrowing, and the spec after it."""
+
+    kind: str  # all_gather | reduce_scatter | all_reduce | all_to_all | shard
+    axes: tuple[str, ...]
+    dim: int
+    dst: int
+    after: P
+
+
+def plan(source: P, target: P, rank: int, mesh: Mesh) -> list[Step]:
+    """The steps from `source` to `target` for a tensor with `rank` dims.
+
+    Pending sums are carried out first, as a reduce_scatter where the target is sharded; then what is free (narrowing); then
+    exchanges and gathers; then the narrowing that had to wait. Raises AssertionError if the target has a pending sum that the
+    source has not.
+    """
+    dims = list(source.padded(rank))
+    goal = target.padded(rank)
+    partial = set(source.partial)
+    assert set(target.partial) <= partial, f"{source} cannot become {target}"
+    steps: list[Step] = []
+
+    def step(kind: str, axes: tuple[str, ...], dim: int = 0, dst: int = 0) -> None:
+        steps.append(Step(kind, axes, dim, dst, P(*dims, partial=mesh.ordered(partial))))
+
+    resolve = partial - set(target.partial)
+    for dim in range(rank):
+        extra = goal[dim][len(dims[dim]) :]
+        count = next((i for i, axis in enumerate(extra) if axis not in resolve), len(extra))
+        if goal[dim][: len(dims[dim])] == dims[dim] and count:
+            dims[dim] = (*dims[dim], *extra[:count])
+            partial -= set(extra[:count])
+            resolve -= set(extra[:count])
+            step("reduce_scatter", extra[:count], dim)
+    if resolve:
+        partial -= resolve
+        step("all_reduce", mesh.ordered(resolve))
+
+    def narrow() -> None:
+        for dim in range(rank):
+            extra = goal[dim][len(dims[dim]) :]
+            in_use = {axis for other in dims for axis in other}
+            if extra and goal[dim][: len(dims[dim])] == dims[dim] and not in_use & set(extra):
+                dims[dim] = goal[dim]
+                step("shard", extra, dim)
+
+    narrow()
+    for dim in range(rank):
+        common = next((i for i, (a, b) in enumerate(zip(dims[dim], goal[dim], strict=False)) if a != b), min(len(dims[dim]), len(goal[dim])))
+        surplus = dims[dim][common:]
+        if not surplus:
+            continue
+        other = next((d for d in range(rank) if d != dim and goal[d] == (*dims[d], *surplus)), None)
+        dims[dim] = dims[dim][:common]
+        if other is not None:
+            dims[other] = goal[other]
+            step("all_to_all", surplus, dim, other)
+        else:
+            step("all_gather", surplus, dim)
+    narrow()
+    assert tuple(dims) == goal, (source, target, dims)
+    return steps
+
+
+def plan_bytes(steps: list[Step], global_bytes: int, mesh: Mesh) -> int:
+    """Bytes that one rank receives in these steps, for ordering alternatives."""
+    total = 0
+    for step in steps:
+        size = mesh.axis_size(step.axes)
+        after = global_bytes // max(mesh.axis_size(tuple(axis for dim in step.after.dims for axis in dim)), 1)
+        total += {
+            "all_gather": after * (size - 1) // size,
+            "reduce_scatter": after * (size - 1),
+            "all_reduce": 2 * after * (size - 1) // size,
+            "all_to_all": after * (size - 1) // size,
+            "shard": 0,
+        }[step.kind]
+    return total

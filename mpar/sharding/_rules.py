@@ -1,0 +1,372 @@
+"""Sharding rules of torch's own ops: which factors their dims are made of. Primitives bring theirs.
+
+A rule speaks of global shapes only. An op without one is computed replicated, which is right for every op that is
+deterministic, functional and of static shape, and slow.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mpar.ops._primitive import Primitive, primitive_of
+from mpar.sharding._canonicalise import shape_of, view_groups
+
+__all__ = ["NodeRule", "rule_of", "tensor_operands"]
+
+aten = torch.ops.aten
+Factors = tuple[tuple[str, ...], ...]
+
+
+@dataclass
+class NodeRule:
+    """How one node may be sharded.
+
+    operands:   its tensor operands, in order of appearance, and per dim the factors that make it, major first.
+    results:    the same for its results. A dim without factors (`()`) is of size 1 or a broadcast, and never sharded.
+    replicate:  factors that must not be sharded.
+    linear:     operands in each of which alone the op is linear; `jointly`: linear in all of them together (a sum).
+    localise:   (args, kwargs, local result shapes) -> (args, kwargs): writes local sizes into arguments that hold sizes.
+    known:      False for the fall-back.
+    """
+
+    operands: list[fx.Node]
+    factors: list[Factors]
+    results: list[Factors]
+    sizes: dict[str, int]
+    replicate: set[str] = field(default_factory=set)
+    linear: set[int] = field(default_factory=set)
+    jointly: bool = False
+    localise: Callable[[tuple, dict, list[tuple[int, ...]]], tuple[tuple, dict]] | None = None
+    known: bool = True
+
+
+def rule_of(node: fx.Node) -> NodeRule:
+    """The rule of a node of a canonical logical graph."""
+    primitive = primitive_of(node.target)
+    if primitive is not None:
+        return _primitive_rule(node, primitive)
+    if node.target in RULES:
+        return RULES[node.target](node)
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return _pointwise(node)
+    return _replicated(node)
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The operands of `node` that are tensors, in order, lists flattened, repeated ones once each time they appear."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
+    return [n for n in found if isinstance(n.meta["val"], Tensor)]
+
+
+def _primitive_rule(node: fx.Node, primitive: Primitive) -> NodeRule:
+    rule = primitive.sharding_rule(**node.kwargs)
+    values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+    ranks = [_num_dims(argument) for argument in node.args] + [value.ndim for value in values]
+    operands, factors, linear = [], [], set()
+    leading = _num_leading((*rule.operands, *rule.results), ranks)
+    sizes: dict[str, int] = {}
+    for name, argument, dims in zip(primitive.operands, node.args, rule.operands, strict=True):
+        for item in argument if isinstance(argument, (list, tuple)) else (argument,):
+            if item is None:
+                continue
+            if name in rule.linear:
+                linear.add(len(operands))
+            operands.append(item)
+            factors.append(_without_broadcasts(_expanded(dims, leading), shape_of(item), sizes))
+    results = []
+    for value, dims in zip(values, rule.results, strict=False):
+        expanded = _expanded(dims, leading)
+        # the gradient of an absent operand is an empty vector, which has no factors
+        results.append(_without_broadcasts(expanded, tuple(value.shape), sizes) if len(expanded) == value.ndim else ((),) * value.ndim)
+    if len(values) > len(rule.results):  # a list of results, each like the first
+        results = [_without_broadcasts(_expanded(rule.results[0], leading), tuple(v.shape), sizes) for v in values]
+    _solve_composites(factors, [shape_of(operand) for operand in operands], sizes)
+    replicate = set(rule.need_replication) - set(primitive.sharded)
+    return NodeRule(operands, factors, results, sizes, replicate, linear)
+
+
+def _num_dims(argument: Any) -> int | None:
+    return len(shape_of(argument)) if isinstance(argument, fx.Node) else None
+
+
+def _num_leading(all_dims: Sequence[Factors], ranks: Sequence[int | None]) -> int:
+    for dims, rank in zip(all_dims, ranks, strict=False):
+        if rank is not None and ("...",) in dims:
+            return rank - (len(dims) - 1)
+    return 0
+
+
+def _expanded(dims: Factors, leading: int) -> Factors:
+    if ("...",) not in dims:
+        return dims
+    at = dims.index(("...",))
+    return (*dims[:at], *((f"leading{i}",) for i in range(leading)), *dims[at + 1 :])
+
+
+def _without_broadcasts(dims: Factors, shape: tuple[int, ...], sizes: dict[str, int]) -> Factors:
+    """Note the sizes of simple factors; a dim of size 1 whose factor is larger elsewhere has none."""
+    out = []
+    for factors, size in zip(dims, shape, strict=True):
+        if len(factors) == 1:
+            known = sizes.setdefault(factors[0], size)
+            if known == 1 and size > 1:
+                sizes[factors[0]] = size
+            factors = () if size == 1 else factors
+        out.append(factors)
+    return tuple(out)
+
+
+def _solve_composites(factors: list[Factors], shapes: list[tuple[int, ...]], sizes: dict[str, int]) -> None:
+    for dims, shape in zip(factors, shapes, strict=True):
+        for names, size in zip(dims, shape, strict=True):
+            unknown = [name for name in names if name not in sizes]
+            if len(names) > 1 and len(unknown) == 1:
+                sizes[unknown[0]] = size // math.prod(sizes[name] for name in names if name in sizes)
+
+
+def _pointwise(node: fx.Node) -> NodeRule:
+    shape = shape_of(node)
+    operands = tensor_operands(node)
+    factors = []
+    for operand in operands:
+        own, offset = shape_of(operand), len(shape) - len(shape_of(operand))
+        factors.append(tuple((f"d{i + offset}",) if size == shape[i + offset] and size > 1 else () for i, size in enumerate(own)))
+    result = tuple((f"d{i}",) if size > 1 else () for i, size in enumerate(shape))
+    rule = NodeRule(operands, factors, [result], _dim_sizes(shape))
+    num_tensors = len(operands)
+    if node.target in (aten.add.Tensor, aten.sub.Tensor) and isinstance(node.args[1], fx.Node):
+        rule.jointly = True
+    elif node.target in (aten.mul.Tensor, aten.mul.Scalar) and (num_tensors == 1 or node.args[0] is not node.args[1]):
+        rule.linear = set(range(num_tensors))
+    elif node.target in (aten.div.Tensor, aten.div.Scalar) and node.args[0] is not node.args[1] and isinstance(node.args[0], fx.Node):
+        rule.linear = {0}
+    elif node.target in (aten.neg.default, aten.clone.default):
+        rule.linear = {0}
+    return rule
+
+
+def _replicated(node: fx.Node) -> NodeRule:
+    operands = tensor_operands(node)
+    values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+    factors = [((),) * len(shape_of(operand)) for operand in operands]
+    return NodeRule(operands, factors, [((),) * v.ndim for v in values if isinstance(v, Tensor)], {}, known=False)
+
+
+def _source(node: fx.Node) -> NodeRule:
+    """Ops that make a tensor of nothing: computed whole on every rank."""
+    rule = _replicated(node)
+    rule.known = True
+    return rule
+
+
+def _reduction(linear: bool) -> Callable[[fx.Node], NodeRule]:
+    def rule(node: fx.Node) -> NodeRule:
+        x = node.args[0]
+        shape = shape_of(x)
+        dims = node.args[1] if len(node.args) > 1 and node.args[1] not in (None, [], ()) else list(range(len(shape)))
+        dims = {dim % max(len(shape), 1) for dim in ([dims] if isinstance(dims, int) else dims)}
+        keep = node.args[2] if len(node.args) > 2 else False
+        factors = tuple((f"d{i}",) if size > 1 else () for i, size in enumerate(shape))
+        result = tuple(() if i in dims else factors[i] for i in range(len(shape)) if keep or i not in dims)
+        values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+        return NodeRule(
+            [x],
+            [factors],
+            [result] * len(values),
+            _dim_sizes(shape),
+            set() if linear else {f"d{i}" for i in dims},
+            {0} if linear else set(),
+        )
+
+    return rule
+
+
+def _along(*positions: int, default: int = 0) -> Callable[[fx.Node], NodeRule]:
+    """Ops that work along one dim (given at the first of `positions` that is there) and are independent along the others."""
+
+    def rule(node: fx.Node) -> NodeRule:
+        operands = tensor_operands(node)
+        shape = shape_of(operands[0])
+        given = [node.args[p] for p in positions if p < len(node.args)]
+        dim = (given[0] if given else node.kwargs.get("dim", default)) % max(len(shape), 1)
+        values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+        factors = [tuple((f"d{i}",) if i != dim and s > 1 else () for i, s in enumerate(shape_of(o))) for o in operands]
+        results = [tuple((f"d{i}",) if i != dim and s > 1 else () for i, s in enumerate(v.shape)) for v in values]
+        return NodeRule(operands, factors, results, _dim_sizes(shape))
+
+    return rule
+
+
+def _linear_along(*positions: int, jointly: bool = False) -> Callable[[fx.Node], NodeRule]:
+    along = _along(*positions)
+
+    def rule(node: fx.Node) -> NodeRule:
+        out = along(node)
+        out.jointly, out.linear = jointly, set() if jointly else {0}
+        return out
+
+    return rule
+
+
+def _select(node: fx.Node) -> NodeRule:
+    x, dim = node.args[0], node.args[1] % len(shape_of(node.args[0]))
+    factors = tuple((f"d{i}",) if i != dim and size > 1 else () for i, size in enumerate(shape_of(x)))
+    result = tuple(f for i, f in enumerate(factors) if i != dim)
+    return NodeRule([x], [factors], [result], _dim_sizes(shape_of(x)), linear={0})
+
+
+def _select_backward(node: fx.Node) -> NodeRule:
+    shape = shape_of(node)
+    dim = node.args[2] % len(shape)
+    result = tuple((f"d{i}",) if i != dim and size > 1 else () for i, size in enumerate(shape))
+    factors = tuple(f for i, f in enumerate(result) if i != dim)
+    return NodeRule([node.args[0]], [factors], [result], _dim_sizes(shape), linear={0}, localise=_local_sizes)
+
+
+def _slice_backward(node: fx.Node) -> NodeRule:
+    shape = shape_of(node)
+    dim = node.args[2] % len(shape)
+    factors = tuple((f"d{i}",) if i != dim and size > 1 else () for i, size in enumerate(shape))
+    return NodeRule([node.args[0]], [factors], [factors], _dim_sizes(shape), linear={0}, localise=_local_sizes)
+
+
+def _permute(node: fx.Node) -> NodeRule:
+    x = node.args[0]
+    shape = shape_of(x)
+    factors = tuple((f"d{i}",) if size > 1 else () for i, size in enumerate(shape))
+    result = tuple(factors[dim % len(shape)] for dim in node.args[1])
+    return NodeRule([x], [factors], [result], _dim_sizes(shape), linear={0})
+
+
+def _expand(node: fx.Node) -> NodeRule:
+    x, shape = node.args[0], shape_of(node)
+    offset = len(shape) - len(shape_of(x))
+    own = shape_of(x)
+    factors = tuple((f"d{i + offset}",) if size == shape[i + offset] and size > 1 else () for i, size in enumerate(own))
+    result = tuple((f"d{i}",) if i >= offset and factors[i - offset] else () for i in range(len(shape)))
+    return NodeRule([x], [factors], [result], _dim_sizes(shape), linear={0}, localise=_local_sizes)
+
+
+def _reshape(node: fx.Node) -> NodeRule:
+    x = node.args[0]
+    before, after = shape_of(x), shape_of(node)
+    if 0 in before:
+        return _source(node)
+    left: list[tuple[str, ...]] = [()] * len(before)
+    right: list[tuple[str, ...]] = [()] * len(after)
+    sizes: dict[str, int] = {}
+    for number, (ins, outs) in enumerate(view_groups(before, after)):
+        pieces = _common_pieces([before[i] for i in ins], [after[j] for j in outs])
+        names = {start: f"v{number}_{start}" for start, _ in pieces}
+        sizes |= {names[start]: size for start, size in pieces}
+        for dims, shape, side in ((ins, before, left), (outs, after, right)):
+            end = 1
+            for dim in dims:
+                begin, end = end, end * shape[dim]
+                side[dim] = tuple(names[start] for start, _ in pieces if begin <= start < end)
+    return NodeRule([x], [tuple(left)], [tuple(right)], sizes, linear={0}, localise=_local_sizes)
+
+
+def _common_pieces(before: list[int], after: list[int]) -> list[tuple[int, int]]:
+    """The factors of a reshape, as (product of all sizes before it, size): `[2, 3]` and `[6]` give `[(1, 2), (2, 3)]`.
+
+    Shapes whose cuts do not nest, `[4, 6]` and `[3, 8]`, have no factors.
+    """
+    cuts = sorted({math.prod(shape[:end]) for shape in (before, after) for end in range(len(shape) + 1)})
+    pairs = list(zip(cuts, cuts[1:], strict=False))
+    return [(small, large // small) for small, large in pairs] if all(large % small == 0 for small, large in pairs) else []
+
+
+def _dim_sizes(shape: Sequence[int]) -> dict[str, int]:
+    return {f"d{i}": size for i, size in enumerate(shape)}
+
+
+def _local_sizes(args: tuple, kwargs: dict, shapes: list[tuple[int, ...]]) -> tuple[tuple, dict]:
+    return (args[0], list(shapes[0]), *args[2:]), kwargs
+
+
+def _masked_triangle(node: fx.Node) -> NodeRule:
+    rank = len(shape_of(node))
+    factors = tuple((f"d{i}",) if i < rank - 2 and s > 1 else () for i, s in enumerate(shape_of(node)))
+    return NodeRule([node.args[0]], [factors], [factors], _dim_sizes(shape_of(node)), linear={0})
+
+
+def _stack(node: fx.Node) -> NodeRule:
+    operands = tensor_operands(node)
+    rank = len(shape_of(node))
+    dim = (node.args[1] if len(node.args) > 1 else 0) % rank
+    result = tuple((f"d{i}",) if i != dim and s > 1 else () for i, s in enumerate(shape_of(node)))
+    factors = tuple(f for i, f in enumerate(result) if i != dim)
+    sizes = _dim_sizes(shape_of(node))
+    return NodeRule(operands, [factors] * len(operands), [result], sizes, jointly=True)
+
+
+def _unbind(node: fx.Node) -> NodeRule:
+    x = node.args[0]
+    dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape_of(x))
+    factors = tuple((f"d{i}",) if i != dim and s > 1 else () for i, s in enumerate(shape_of(x)))
+    result = tuple(f for i, f in enumerate(factors) if i != dim)
+    return NodeRule([x], [factors], [result] * len(node.meta["val"]), _dim_sizes(shape_of(x)), linear={0})
+
+
+def _flip(node: fx.Node) -> NodeRule:
+    shape, dims = shape_of(node), {dim % len(shape_of(node)) for dim in node.args[1]}
+    factors = tuple((f"d{i}",) if i not in dims and s > 1 else () for i, s in enumerate(shape))
+    return NodeRule([node.args[0]], [factors], [factors], _dim_sizes(shape), linear={0})
+
+
+RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
+    aten.sum.default: _reduction(linear=True),
+    aten.sum.dim_IntList: _reduction(linear=True),
+    aten.amax.default: _reduction(linear=False),
+    aten.amin.default: _reduction(linear=False),
+    aten.prod.dim_int: _reduction(linear=False),
+    aten.logsumexp.default: _reduction(linear=False),
+    aten.linalg_vector_norm.default: _source,
+    aten.var.correction: _reduction(linear=False),
+    aten.argmax.default: _reduction(linear=False),
+    aten.any.dim: _reduction(linear=False),
+    aten.all.dim: _reduction(linear=False),
+    aten.max.dim: _reduction(linear=False),
+    aten.min.dim: _reduction(linear=False),
+    aten.permute.default: _permute,
+    aten.expand.default: _expand,
+    aten.reshape.default: _reshape,
+    aten.unsqueeze.default: _reshape,
+    aten.squeeze.default: _reshape,
+    aten.squeeze.dim: _reshape,
+    aten.squeeze.dims: _reshape,
+    aten.select.int: _select,
+    aten.select_backward.default: _select_backward,
+    aten.slice.Tensor: _linear_along(1),
+    aten.slice_backward.default: _slice_backward,
+    aten.split.Tensor: _linear_along(2),
+    aten.split_with_sizes.default: _linear_along(2),
+    aten.unbind.int: _unbind,
+    aten.cat.default: _linear_along(1, jointly=True),
+    aten.stack.default: _stack,
+    aten._softmax.default: _along(1),
+    aten._log_softmax.default: _along(1),
+    aten._softmax_backward_data.default: _along(2),
+    aten._log_softmax_backward_data.default: _along(2),
+    aten.cumsum.default: _along(1),
+    aten.flip.default: _flip,
+    aten.tril.default: _masked_triangle,
+    aten.triu.default: _masked_triangle,
+    aten.arange.default: _source,
+    aten.arange.start: _source,
+    aten.arange.start_step: _source,
+    aten.full.default: _source,
+    aten.scalar_tensor.default: _source,
+    aten.eye.default: _source,
+    aten._to_copy.default: _pointwise,
+    aten.clone.default: _pointwise,
+    operator.getitem: _source,
+}
+
