@@ -54,7 +54,8 @@ class Batches:
         wrong += [f"seed={seed}"] * (seed < 0) + [f"pad_id={pad_id}"] * (not 0 <= pad_id < vocab_size)
         if wrong:
             raise ConfigError(
-                f"cannot make batches with {', '.join(wrong)}: sizes are at least 1, the seed at least 0, the id in [0, {vocab_size})."
+                f"cannot make batches with {', '.join(wrong)}: sizes are at least 1, the seed at least 0, "
+                f"the id in [0, {vocab_size})."
             )
         if len(documents) == 0:
             raise DataError("cannot make batches: there is no document.")
@@ -133,7 +134,7 @@ class Batches:
             raise ConfigError(f"cannot split off {fraction} of the data for validation: the fraction must be in (0, 1).")
         present = np.unique(self.documents.rows)
         if len(present) < 2:
-            raise DataError(f"cannot split {len(present)} row of data into training and validation: it takes two. Give more data.")
+            raise DataError(f"cannot split {len(present)} row of data into training and validation: it takes two.")
         key = int(self.documents.fingerprint[:16], 16)
         count = min(max(1, round(fraction * len(present))), len(present) - 1)
         held_out = np.sort(present[_random_keys(len(present), key, 0, _SPLIT).argsort(kind="stable")[:count]])

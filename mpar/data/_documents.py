@@ -39,9 +39,9 @@ class LoadReport:
         """One line, and the first malformed row on a second."""
         formats = ", ".join(f"{count} {name}" for name, count in sorted(self.formats.items()))
         line = (
-            f"{self.num_used} of {self.num_rows} rows used ({formats}): {self.num_documents} documents, {self.num_tokens} tokens, "
-            f"{self.num_trained} trained; {self.num_malformed} malformed, {self.num_empty} empty, {self.num_too_long} too long "
-            f"({self.num_dropped} dropped){', from the cache' if self.cached else ''}"
+            f"{self.num_used} of {self.num_rows} rows used ({formats}): {self.num_documents} documents, "
+            f"{self.num_tokens} tokens, {self.num_trained} trained; {self.num_malformed} malformed, {self.num_empty} empty, "
+            f"{self.num_too_long} too long ({self.num_dropped} dropped){', from the cache' if self.cached else ''}"
         )
         return line + (f"\nfirst malformed row: {self.first_malformed}" if self.num_malformed else "")
 
@@ -60,7 +60,9 @@ class Documents:
     names: tuple[str, ...]  # of each row: file:line
 
     @classmethod
-    def from_ids(cls, documents: Sequence[tuple[Sequence[int], Sequence[bool]]], names: Sequence[str] | None = None) -> "Documents":
+    def from_ids(
+        cls, documents: Sequence[tuple[Sequence[int], Sequence[bool]]], names: Sequence[str] | None = None
+    ) -> "Documents":
         """Documents of (ids, trained) pairs, at least 2 ids each; document i is row i."""
         lengths = np.array([len(ids) for ids, _ in documents], dtype=np.int64)
         if len(lengths) == 0 or lengths.min() < 2 or any(len(ids) != len(trained) for ids, trained in documents):
@@ -84,7 +86,7 @@ class Documents:
         digest = hashlib.sha256()
         for array in (self.tokens, self.trained, self.starts, self.lengths, self.rows):
             digest.update(f"{array.dtype}{array.shape}".encode())
-            digest.update(np.ascontiguousarray(array))
+            digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
     def select(self, rows: NDArray[np.int64]) -> "Documents":
@@ -136,4 +138,4 @@ class Documents:
             documents = cls(**arrays, names=tuple(content["names"]))
             return documents, replace(LoadReport(**content["report"]), cached=True)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"cannot read the cached data in {folder}: {error}. Delete that folder; it will be made again.") from error
+            raise DataError(f"cannot read the cached data in {folder}: {error}. Delete that folder.") from error

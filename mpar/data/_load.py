@@ -177,7 +177,12 @@ class _Collector:
         sums = np.concatenate([[0], np.cumsum(trained)])
         starts, lengths = np.array(self.starts, dtype=np.int64), np.array(self.lengths, dtype=np.int64)
         return LoadReport(
-            **self.counts,
+            num_rows=self.counts["num_rows"],
+            num_used=self.counts["num_used"],
+            num_malformed=self.counts["num_malformed"],
+            num_empty=self.counts["num_empty"],
+            num_too_long=self.counts["num_too_long"],
+            num_dropped=self.counts["num_dropped"],
             first_malformed=self.first_malformed,
             num_documents=len(self.starts),
             num_tokens=int(lengths.sum()),

@@ -20,7 +20,7 @@ PYTHON_STDLIB = "python-stdlib"
 SELF_COGNITION = "self-cognition"
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # others are called the same
 _SKIPPED_FOLDERS = {"__pycache__", "idle_test", "site-packages", "test", "tests"}  # of the standard library
 
 
@@ -192,7 +192,7 @@ def _json_list(path: Path) -> Iterator[tuple[int, object]]:
     if isinstance(value, list):
         yield from enumerate(value, start=1)
     else:
-        yield 1, value if isinstance(value, RowFault) else RowFault("a .json file must hold a list of rows; one row a line is .jsonl")
+        yield 1, value if isinstance(value, RowFault) else RowFault("a .json file holds a list of rows; one row a line is .jsonl")
 
 
 def _parse(content: bytes) -> object:
@@ -251,7 +251,8 @@ def _message(i: int, message: Mapping[str, object]) -> Message:
 
 
 def _sharegpt(turns: list[Mapping[str, object]]) -> list[Message]:
-    return [{"role": _SHAREGPT_ROLES.get(str(turn.get("from")), turn.get("from")), "content": turn.get("value")} for turn in turns]
+    roles = [_SHAREGPT_ROLES.get(str(turn.get("from")), turn.get("from")) for turn in turns]
+    return [{"role": role, "content": turn.get("value")} for role, turn in zip(roles, turns, strict=True)]
 
 
 def _query_response(value: Mapping[str, object]) -> list[Message]:

@@ -36,7 +36,7 @@ class RenderError(DataError):
 class _Generation(Extension):
     """`{% generation %} ... {% endgeneration %}`: the enclosed output is what the assistant wrote."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -163,9 +163,7 @@ def assistant_spans(
     return text, spans
 
 
-def _prompt_length(
-    template: ChatTemplate, messages: Sequence[Message], i: int, text: str, tools: Sequence[object] | None
-) -> int:
+def _prompt_length(template: ChatTemplate, messages: Sequence[Message], i: int, text: str, tools: Sequence[object] | None) -> int:
     return len(_beginning(template, messages, i, text, tools, add_generation_prompt=True))
 
 

@@ -155,9 +155,7 @@ class Tokenizer:
         Raises TemplateError or RenderError as `assistant_spans` does.
         """
         template = self._require_template()
-        text, spans = assistant_spans(
-            template, messages, special_tokens=self.special_tokens, last_round=last_round, tools=tools
-        )
+        text, spans = assistant_spans(template, messages, special_tokens=self.special_tokens, last_round=last_round, tools=tools)
         _check_text(text)
         encoding = self._backend.encode(text, add_special_tokens=False)
         return encoding.ids, _tokens_in(encoding.offsets, spans)
