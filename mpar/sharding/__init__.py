@@ -2,7 +2,7 @@
 
 from mpar.sharding._check import check
 from mpar.sharding._jit import Collective, Compiled, Lowered, collectives_of, describe_graph, jit, value_and_grad
-from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower, spec_from_axes
+from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower
 from mpar.sharding._simulate import simulate_graph
 from mpar.sharding._trace import LogicalGraph, trace
 
@@ -19,7 +19,6 @@ __all__ = [
     "jit",
     "lower",
     "simulate_graph",
-    "spec_from_axes",
     "trace",
     "value_and_grad",
 ]

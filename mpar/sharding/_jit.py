@@ -13,10 +13,11 @@ from mpar.errors import ShardingError
 from mpar.mesh import Mesh
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._check import check
-from mpar.sharding._lower import AxisTable, RankGraph, lower
+from mpar.sharding._lower import RankGraph, lower
 from mpar.sharding._simulate import simulate_graph
 from mpar.sharding._trace import trace
 from mpar.spec import P
+from mpar.strategy import AxisTable
 
 __all__ = ["Collective", "Compiled", "Lowered", "collectives_of", "jit", "value_and_grad"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from mpar import tree
-from mpar.errors import ShardingError, UnknownNameError
+from mpar.errors import ShardingError
 from mpar.mesh import Mesh
 from mpar.ops._constrain import constrain_bwd_p, constrain_p, decode_axes
 from mpar.ops._primitive import Primitive, primitive_of
@@ -24,10 +24,9 @@ from mpar.sharding._redistribute import plan, plan_bytes
 from mpar.sharding._rules import NodeRule, rule_of
 from mpar.sharding._trace import LogicalGraph, source_line
 from mpar.spec import P, check_spec, local_shape, normalise
+from mpar.strategy import AxisTable, spec_from_axes
 
-__all__ = ["RankGraph", "ReplicatedFallback", "lower", "spec_from_axes"]
-
-AxisTable = Mapping[str, tuple[str, ...]]
+__all__ = ["RankGraph", "ReplicatedFallback", "lower"]
 
 
 class ReplicatedFallback(UserWarning):
@@ -73,23 +72,6 @@ def lower(
         raise ShardingError("cannot place these tensors:\n  " + "\n  ".join(problems) + f"\nmesh: {mesh}")
     lowering = _Lowering(logical, mesh, [normalise(spec, mesh) for spec in in_specs], table or {})
     return lowering.run([None if spec is None else normalise(spec, mesh) for spec in out_specs or [None] * len(logical.results)])
-
-
-def spec_from_axes(axes: Sequence[str | None], table: AxisTable, mesh: Mesh) -> P:
-    """The spec that `table` gives to a tensor with these logical axes; a mesh axis shards the first dim that asks for it.
-
-    Raises UnknownNameError for a logical name that the table does not have.
-    """
-    unknown = [axis for axis in axes if axis is not None and axis not in table]
-    if unknown:
-        raise UnknownNameError(f"logical axes {unknown} are not in the strategy's table, which has {sorted(table)}")
-    used: set[str] = set()
-    dims = []
-    for axis in axes:
-        wanted = () if axis is None else tuple(a for a in table[axis] if mesh.axis_size(a) > 1 and a not in used)
-        used.update(wanted)
-        dims.append(wanted)
-    return P(*dims)
 
 
 class _Lowering:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mpar.collectives import combine, fold
 from mpar.errors import ShardingError
 from mpar.mesh import Mesh
 from mpar.ops._primitive import primitive_of
@@ -44,7 +45,7 @@ def assemble(locals_: Sequence[Tensor], spec: P, mesh: Mesh) -> Tensor:
     """The global tensor of every rank's shard. Raises ShardingError if two ranks disagree on what they share."""
     summed = list(locals_)
     for group in mesh.groups(spec.partial) if spec.partial else ():
-        total = collectives.fold([locals_[rank] for rank in group])
+        total = fold([locals_[rank] for rank in group])
         for rank in group:
             summed[rank] = total
     shape = [n * mesh.axis_size(spec.dim(i)) for i, n in enumerate(summed[0].shape)]
@@ -83,12 +84,13 @@ def run_lockstep(
             return [env[result] for result in node.args[0]]
         elif node.target in collectives.COLLECTIVES:
             axes = node.kwargs["axes"]
+            how = {key: value for key, value in node.kwargs.items() if key not in ("axes", "size")}
             if axes not in groups:
                 groups[axes] = list(mesh.groups(axes))
             out: list[Any] = [None] * mesh.size
             for group in groups[axes]:
                 parts = [env[node.args[0]][rank] for rank in group]
-                for rank, result in zip(group, collectives.combine(node.target, parts, node.kwargs), strict=True):
+                for rank, result in zip(group, combine(node.target.__name__, parts, **how), strict=True):
                     out[rank] = result
             env[node] = out
         elif node.target is collectives.shard:

@@ -1,0 +1,34 @@
+"""What a collective means, on lists: given what each rank of a group holds, what each holds after it. No process, no mesh."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["combine", "fold"]
+
+
+def fold(parts: Sequence[Tensor], op: str = "sum") -> Tensor:
+    """Reduce in the order given, from the left: the one order of addition that runtime and simulator share."""
+    return functools.reduce(torch.add if op == "sum" else torch.maximum, parts)
+
+
+def combine(kind: str, parts: Sequence[Tensor], **how: Any) -> list[Tensor]:
+    """The results on the ranks of a group, in its order, of the collective `kind` on `parts`; new tensors, contiguous.
+
+    all_gather(dim), reduce_scatter(dim), all_reduce(op), all_to_all(src, dst).
+    """
+    n = len(parts)
+    if kind == "all_gather":
+        return [torch.cat(list(parts), how["dim"]) for _ in parts]
+    if kind == "reduce_scatter":
+        chunks = [part.chunk(n, how["dim"]) for part in parts]
+        return [fold([chunk[rank] for chunk in chunks]).contiguous() for rank in range(n)]
+    if kind == "all_reduce":
+        total = fold(parts, how["op"])
+        return [total.clone(memory_format=torch.contiguous_format) for _ in parts]
+    assert kind == "all_to_all", kind
+    chunks = [part.chunk(n, how["dst"]) for part in parts]
+    return [torch.cat([chunk[rank] for chunk in chunks], how["src"]) for rank in range(n)]

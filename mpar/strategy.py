@@ -1,0 +1,191 @@
+"""Strategy: tables from logical axis names to mesh axes, one for compute and one each for stored parameters, gradients and
+optimizer state. Data, tensor and sequence parallelism and ZeRO-0..3 are rows of these tables.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mpar import tree
+from mpar.errors import ShardingError, UnknownNameError
+from mpar.mesh import Mesh
+from mpar.spec import P, check_spec
+
+__all__ = ["PRESETS", "AxisTable", "Strategy", "preset", "spec_from_axes"]
+
+AxisTable = Mapping[str, tuple[str, ...]]
+
+_COMPUTE: dict[str, tuple[str, ...]] = {
+    "batch": ("dp", "fsdp"),
+    "seq": (),
+    "residual_seq": (),
+    "embed": (),
+    "heads": (),
+    "kv_heads": (),
+    "head": (),
+    "mlp": (),
+    "vocab": (),
+}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Where everything lives.
+
+    compute:       activations, and parameters while they are used.
+    param_storage: what further shards a parameter at rest; likewise gradients and optimizer state. A mesh axis that the compute
+                   table already gives to a tensor is not used twice.
+    reduce:        "each": gradients are reduced every microbatch into a sharded accumulator; "last": accumulated as they come and
+                   reduced once. None: "each" where gradient storage is sharded, else "last".
+    partial_ok:    logical axes of which an axis may shard only its largest outer part that divides, and replicate the rest.
+    """
+
+    name: str
+    compute: AxisTable
+    param_storage: AxisTable = field(default_factory=dict)
+    grad_storage: AxisTable = field(default_factory=dict)
+    opt_storage: AxisTable = field(default_factory=dict)
+    reduce: str | None = None
+    partial_ok: tuple[str, ...] = ("kv_heads",)
+
+    def __post_init__(self) -> None:
+        if self.reduce not in (None, "each", "last"):
+            raise UnknownNameError(f"strategy {self.name!r}: reduce is {self.reduce!r}; it is 'each', 'last' or None")
+
+    def __hash__(self) -> int:
+        tables = (self.compute, self.param_storage, self.grad_storage, self.opt_storage)
+        return hash((self.name, self.reduce, *(tuple(sorted(table.items())) for table in tables)))
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether gradients are reduced every microbatch."""
+        return self.reduce == "each" or (self.reduce is None and bool(self.grad_storage))
+
+    def compute_spec(self, axes: Sequence[str | None], mesh: Mesh) -> P:
+        """Where a tensor with these logical axes lives while it is used."""
+        return spec_from_axes(axes, self.compute, mesh)
+
+    def storage_spec(self, axes: Sequence[str | None], kind: str, mesh: Mesh) -> P:
+        """Where a parameter with these logical axes rests; `kind` is "param", "grad" or "opt"."""
+        table: AxisTable = getattr(self, f"{kind}_storage")
+        compute = self.compute_spec(axes, mesh)
+        used, dims = set(compute.axes), []
+        for axis, dim in zip(axes, compute.padded(len(axes)), strict=True):
+            extra = [a for a in table.get(axis or "", ()) if a not in used and mesh.axis_size(a) > 1]
+            used.update(extra)
+            dims.append(mesh.ordered({*dim, *extra}))
+        return P(*dims)
+
+    def refine(self, mesh: Mesh, shapes: Any, axes: Any) -> tuple["Strategy", Mesh]:
+        """Split mesh axes so that every `partial_ok` dim of the tensors with these shapes is sharded as far as it divides.
+
+        With 2 kv heads on tp=4 the mesh becomes tp_outer=2, tp_inner=2: kv heads are sharded over the outer half.
+        """
+        strategy = self
+        names = [names for _, names in tree.leaves_with_path(axes, is_leaf=_is_axes)]
+        for leaf, logical in zip(tree.leaves(shapes), names, strict=True):
+            for size, name in zip(leaf.shape, logical, strict=True):
+                wanted = strategy.compute.get(name, ()) if name in self.partial_ok else ()
+                for axis in wanted:
+                    outer = math.gcd(size, mesh.axis_size(axis))
+                    if outer == mesh.axis_size(axis):
+                        continue
+                    if outer > 1:
+                        mesh = mesh.split(axis, outer)
+                        strategy = strategy._renamed(axis, (f"{axis}_outer", f"{axis}_inner"))
+                    kept = (f"{axis}_outer",) if outer > 1 else ()
+                    strategy = replace(strategy, compute={**strategy.compute, name: kept})
+        return strategy, mesh
+
+    def _renamed(self, axis: str, parts: tuple[str, ...]) -> "Strategy":
+        def table(old: AxisTable) -> AxisTable:
+            return {name: tuple(p for a in axes for p in (parts if a == axis else (a,))) for name, axes in old.items()}
+
+        return replace(
+            self,
+            compute=table(self.compute),
+            param_storage=table(self.param_storage),
+            grad_storage=table(self.grad_storage),
+            opt_storage=table(self.opt_storage),
+        )
+
+    def check(self, mesh: Mesh, shapes: Any, axes: Any, batch: Mapping[str, tuple[tuple[int, ...], Sequence[str | None]]]) -> None:
+        """Raise ShardingError, listing all offenders, unless every tensor can be placed and every mesh axis has a use.
+
+        `batch` maps a key to the global shape of one microbatch and its logical axes.
+        """
+        problems = []
+        names = [names for _, names in tree.leaves_with_path(axes, is_leaf=_is_axes)]
+        for (path, leaf), logical in zip(tree.leaves_with_path(shapes), names, strict=True):
+            for kind in ("param", "grad", "opt"):
+                found = check_spec(f"parameter {path}", tuple(leaf.shape), self.storage_spec(logical, kind, mesh), mesh)
+                problems += [problem for problem in found if problem not in problems]
+        for key, (shape, logical) in batch.items():
+            problems += check_spec(f"batch {key!r} of one microbatch", shape, self.compute_spec(logical, mesh), mesh)
+        tables = (self.compute, self.param_storage, self.grad_storage, self.opt_storage)
+        used = {axis for table in tables for axes_ in table.values() for axis in axes_}
+        idle = [axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and axis not in used and not axis.endswith("_inner")]
+        if idle:
+            problems.append(f"mesh axes {idle} are used by no rule of strategy {self.name!r}: their ranks would all do the same work")
+        if problems:
+            raise ShardingError(
+                f"strategy {self.name!r} cannot place the model:\n  "
+                + "\n  ".join(problems)
+                + f"\nmesh: {mesh}\nChange the mesh's sizes, the batch or sequence length, or map the logical axis elsewhere in the strategy."
+            )
+
+
+def preset(name: str) -> Strategy:
+    """A strategy by name: `ddp`, `zero1`, `zero2`, `zero3`, `hsdp`, each with `_tp` or `_tp_sp` after it, or `tp`, `tp_sp` alone.
+
+    Raises UnknownNameError with the list of names.
+    """
+    if name not in PRESETS:
+        raise UnknownNameError(f"no strategy is called {name!r}; there are {', '.join(sorted(PRESETS))}")
+    return PRESETS[name]
+
+
+def spec_from_axes(axes: Sequence[str | None], table: AxisTable, mesh: Mesh) -> P:
+    """The spec that `table` gives to a tensor with these logical axes; a mesh axis shards the first dim that asks for it.
+
+    Raises UnknownNameError for a logical name that the table does not have.
+    """
+    unknown = [axis for axis in axes if axis is not None and axis not in table]
+    if unknown:
+        raise UnknownNameError(f"logical axes {unknown} are not in the strategy's table, which has {sorted(table)}")
+    used: set[str] = set()
+    dims = []
+    for axis in axes:
+        wanted = () if axis is None else tuple(a for a in table[axis] if mesh.axis_size(a) > 1 and a not in used)
+        used.update(wanted)
+        dims.append(wanted)
+    return P(*dims)
+
+
+def _is_axes(x: Any) -> bool:
+    return isinstance(x, tuple) and all(item is None or isinstance(item, str) for item in x)
+
+
+def _presets() -> dict[str, Strategy]:
+    sharded: AxisTable = {"embed": ("fsdp",)}
+    zero = {
+        "ddp": ({}, {}, {}),
+        "zero1": ({}, {}, sharded),
+        "zero2": ({}, sharded, sharded),
+        "zero3": (sharded, sharded, sharded),
+    }
+    zero["hsdp"] = zero["zero3"]  # the same tables: `dp` replicates wherever it is larger than 1
+    tensor = {axis: ("tp",) for axis in ("heads", "kv_heads", "mlp", "vocab")}
+    tables = {"": _COMPUTE, "tp": _COMPUTE | tensor, "tp_sp": _COMPUTE | tensor | {"residual_seq": ("tp",)}}
+    out = {}
+    for data, storage in zero.items():
+        for model, compute in tables.items():
+            name = "_".join(part for part in (data, model) if part)
+            out[name] = Strategy(name, compute, *storage)
+    for model in ("tp", "tp_sp"):
+        out[model] = replace(out[f"ddp_{model}"], name=model)
+    return out
+
+
+PRESETS: Mapping[str, Strategy] = _presets()
