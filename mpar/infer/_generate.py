@@ -28,9 +28,13 @@ def generate(
     generation stops when every row has. Raises ConfigError or DataError for arguments that cannot be used.
     """
     if max_new_tokens < 0 or not temperature >= 0:
-        raise ConfigError(f"cannot generate with max_new_tokens={max_new_tokens}, temperature={temperature}: neither may be negative")
+        raise ConfigError(
+            f"cannot generate with max_new_tokens={max_new_tokens}, temperature={temperature}: neither may be negative"
+        )
     if tokens_BS.ndim != 2 or not tokens_BS.shape[1] or tokens_BS.is_floating_point():
-        raise DataError(f"cannot generate from tokens {tuple(tokens_BS.shape)} of {tokens_BS.dtype}: need integers (B, S) with S > 0")
+        raise DataError(
+            f"cannot generate from tokens {tuple(tokens_BS.shape)} of {tokens_BS.dtype}: need integers (B, S) with S > 0"
+        )
     outside = tokens_BS[(tokens_BS < 0) | (tokens_BS >= model.vocab_size)].unique().tolist()
     if outside:
         raise DataError(f"cannot generate: the prompt has ids {outside[:8]}, the vocabulary {model.vocab_size} tokens")

@@ -44,9 +44,7 @@ def architecture(raw: Mapping[str, Any]) -> Architecture:
     return found
 
 
-def decoder_config(
-    raw: Mapping[str, Any], ignore: Sequence[str], vocab_multiple: int, logits_chunk: int | None
-) -> DecoderConfig:
+def decoder_config(raw: Mapping[str, Any], ignore: Sequence[str], vocab_multiple: int, logits_chunk: int | None) -> DecoderConfig:
     """The mathematics that a Hugging Face config describes. Raises ConfigError with everything that is wrong with it."""
     found = architecture(raw)
     title = f"the config of a {found.name}"
@@ -57,7 +55,9 @@ def decoder_config(
     if heads % kv_heads:
         problems.append(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
     if not values["head_dim"] and values["hidden_size"] % heads:
-        problems.append(f"hidden_size={values['hidden_size']} is not a multiple of num_attention_heads={heads}, and head_dim is not given")
+        problems.append(
+            f"hidden_size={values['hidden_size']} is not a multiple of num_attention_heads={heads}, and head_dim is not given"
+        )
     if head_size % 2:
         problems.append(f"head_dim={head_size} is odd; RoPE turns pairs")
     for name, value in (("vocab_multiple", vocab_multiple), ("logits_chunk", logits_chunk)):

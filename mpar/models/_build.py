@@ -31,7 +31,9 @@ def build(
     Raises UnknownNameError for an unknown architecture, ConfigError with everything that is wrong with `config`.
     """
     if config.get("model_type", architecture) != architecture:
-        raise ConfigError(f"cannot build a {architecture} from a config of model_type={config['model_type']!r}; drop one of the two")
+        raise ConfigError(
+            f"cannot build a {architecture} from a config of model_type={config['model_type']!r}; drop one of the two"
+        )
     raw = {"model_type": architecture, **config}
     return make_model(raw, ignore=ignore, dtype=dtype, vocab_multiple=vocab_multiple, logits_chunk=logits_chunk)
 

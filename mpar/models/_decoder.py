@@ -137,9 +137,7 @@ def axes(config: DecoderConfig) -> DecoderParams:
     """The parameter tree with the logical axes of each leaf."""
     like = shapes(config)
     block = _where_present(AXES["block"], like.layers[0])
-    return DecoderParams(
-        embed=AXES["embed"], layers=(block,) * config.num_layers, head=_where_present(AXES["head"], like.head)
-    )
+    return DecoderParams(embed=AXES["embed"], layers=(block,) * config.num_layers, head=_where_present(AXES["head"], like.head))
 
 
 def _where_present(full: Any, like: Any) -> Any:

@@ -63,9 +63,13 @@ _OUTPUTS = "chooses what transformers returns, not what the model computes"
 _TASK = "belongs to a classification head"
 _TOKENS = "the tokenizer and generation read it"
 IGNORED_KEYS = {
-    **dict.fromkeys(("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "model_type", "architectures"), _NAMES_ONLY),
+    **dict.fromkeys(
+        ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "model_type", "architectures"), _NAMES_ONLY
+    ),
     **dict.fromkeys(("torch_dtype", "dtype"), "the dtype is an argument; by default that of the stored tensors"),
-    **dict.fromkeys(("_attn_implementation", "_attn_implementation_autoset", "attn_implementation"), "one attention function here"),
+    **dict.fromkeys(
+        ("_attn_implementation", "_attn_implementation_autoset", "attn_implementation"), "one attention function here"
+    ),
     **dict.fromkeys(("use_cache", "return_dict", "output_attentions", "output_hidden_states", "torchscript"), _OUTPUTS),
     **dict.fromkeys(("chunk_size_feed_forward", "use_bfloat16", "tf_legacy_loss"), "memory or other frameworks; same function"),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"), _TOKENS),
@@ -125,11 +129,18 @@ def read_rope(title: str, values: Mapping[str, Any], head_size: int, ignore: Seq
         raise ConfigError(f"cannot read {title}: RoPE type {kind!r} is not implemented; known types: {', '.join(_ROPE_KEYS)}")
     allowed = (*_ROPE_KEYS[kind], "rope_type", "type", "rope_theta", "partial_rotary_factor")
     unknown = sorted(key for key in given if key not in allowed and f"rope_parameters.{key}" not in ignore)
-    problems = [f"unknown keys for RoPE type {kind!r}: {', '.join(f'rope_parameters.{key}={given[key]!r}' for key in unknown)}"] * bool(unknown)
-    needed = {"linear": ("factor",), "dynamic": ("factor",), "yarn": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+    problems = [
+        f"unknown keys for RoPE type {kind!r}: {', '.join(f'rope_parameters.{key}={given[key]!r}' for key in unknown)}"
+    ] * bool(unknown)
+    needed = {
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "yarn": (),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    }
     problems += [f"rope_parameters.{key} is missing" for key in needed.get(kind, ()) if given.get(key) is None]
     for key, value in given.items():
-        number = isinstance(value, NUMBER) and not isinstance(value, bool) and value > 0
+        number = isinstance(value, NUMBER) and not isinstance(value, bool) and math.isfinite(value) and value > 0
         if key in _ROPE_KEYS[kind] and key != "truncate" and value is not None and not number:
             problems.append(f"rope_parameters.{key}={value!r}: must be a positive number")
     if given.get("partial_rotary_factor", 1.0) not in (None, 1.0):
@@ -176,7 +187,9 @@ def _one_layout(title: str, values: Mapping[str, Any]) -> tuple[float, dict[str,
     given = {**(old or {}), **(new or {})}
     inner, outer = given.get("rope_theta"), values["rope_theta"]
     if inner is not None and outer is not None and inner != outer:
-        raise ConfigError(f"cannot read {title}: rope_theta={outer} and rope_parameters.rope_theta={inner} disagree.\nRemove one.")
+        raise ConfigError(
+            f"cannot read {title}: rope_theta={outer} and rope_parameters.rope_theta={inner} disagree.\nRemove one."
+        )
     theta = inner if inner is not None else outer if outer is not None else 10_000.0
     if not isinstance(theta, NUMBER) or isinstance(theta, bool) or theta <= 0:
         raise ConfigError(f"cannot read {title}: rope_theta={theta!r}: must be a positive number")
@@ -217,6 +230,8 @@ def _has_kind(value: Any, key: Key) -> bool:
     if value is None:
         return key.nullable
     if isinstance(value, bool) and bool not in key.kind:
+        return False
+    if isinstance(value, float) and not math.isfinite(value):
         return False
     return isinstance(value, key.kind) and not (key.positive and value <= 0)
 

@@ -161,7 +161,9 @@ def to_hf(model: Model, params: Any, path: str | os.PathLike[str], max_file_byte
     folder = Path(path)
     old = sorted(file.name for file in folder.glob("*.safetensors*")) if folder.is_dir() else []
     if old:
-        raise CheckpointError(f"cannot export to {folder}: it holds weights already ({', '.join(old[:3])}); choose another folder")
+        raise CheckpointError(
+            f"cannot export to {folder}: it holds weights already ({', '.join(old[:3])}); choose another folder"
+        )
     tensors = hf_tensors(model, params)
     folder.mkdir(parents=True, exist_ok=True)
     files = _split(tensors, max_file_bytes)
@@ -208,7 +210,9 @@ def _written(model: Model, params: Any) -> Iterator[tuple[str, Tensor]]:
     for path, (shape, name, transform, sizes) in _stored(model).items():
         leaf = tree.get(params, path)
         if tuple(leaf.shape) != shape:
-            raise ShapeError(f"cannot write {path} as {name}: it is {tuple(leaf.shape)}, the model's is {shape}; gather shards first")
+            raise ShapeError(
+                f"cannot write {path} as {name}: it is {tuple(leaf.shape)}, the model's is {shape}; gather shards first"
+            )
         yield name, transform.write(leaf, sizes)
 
 

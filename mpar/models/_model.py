@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpar import ops, tree
+from mpar import tree
 from mpar.chain import Axes, Segment
 from mpar.errors import ConfigError, DataError, DtypeError, ShapeError
 from mpar.models import _decoder as decoder
@@ -142,7 +142,9 @@ class Model:
         values = _normal(seed, path, shape, bounds) * self.config.initializer_range
         if "vocab" in names:
             dim = names.index("vocab")
-            real = torch.tensor([row < self.vocab_size for row in bounds[dim]]).reshape([-1 if d == dim else 1 for d in range(len(sizes))])
+            real = torch.tensor([row < self.vocab_size for row in bounds[dim]]).reshape(
+                [-1 if d == dim else 1 for d in range(len(sizes))]
+            )
             values = torch.where(real, values, 0.0)
         return values.to(self.dtype)
 

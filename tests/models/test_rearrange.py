@@ -72,7 +72,9 @@ def test_write_is_the_inverse_of_read(case):
     assert torch.equal(transform.write(leaf, sizes), stored)
 
 
-@pytest.mark.parametrize("text", ["a b", "a -> b", "a b -> a", "a a -> a", "(a b -> a b", "a -> (a)", "(a (b c)) -> a b c", "() a -> a"])
+@pytest.mark.parametrize(
+    "text", ["a b", "a -> b", "a b -> a", "a a -> a", "(a b -> a b", "a -> (a)", "(a (b c)) -> a b c", "() a -> a"]
+)
 def test_bad_transforms_are_refused(text):
     """What is no transform raises ConfigError that quotes it."""
     with pytest.raises(ConfigError, match="transform"):

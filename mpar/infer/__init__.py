@@ -1,0 +1,5 @@
+"""Inference."""
+
+from mpar.infer._generate import generate
+
+__all__ = ["generate"]

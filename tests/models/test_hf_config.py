@@ -1,0 +1,119 @@
+"""Config keys: used, ignored with a reason, or refused by name."""
+
+import pytest
+import transformers
+
+from mpar import models
+from mpar.errors import ConfigError, UnknownNameError
+from mpar.models._hf_config import IGNORED_KEYS
+
+BASE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_key_that_transformers_writes_is_known(kind):
+    """The fullest config that transformers can write has no key that is unknown here."""
+    config = getattr(transformers, f"{CLASSES[kind]}Config")(**BASE).to_dict()
+    config["architectures"] = [f"{CLASSES[kind]}ForCausalLM"]
+    models.from_config(config)
+
+
+def test_every_ignored_key_has_a_reason():
+    """The table of ignored keys says why, and names no key that an architecture reads."""
+    assert all(len(reason) > 10 for reason in IGNORED_KEYS.values())
+    assert not any(key in IGNORED_KEYS for architecture in models.ARCHITECTURES.values() for key in architecture.keys)
+
+
+def test_unknown_keys_are_listed_with_the_way_out():
+    """All unknown keys are in one error, which offers `ignore`; with it the model is built."""
+    config = {**BASE, "rope_interleved": True, "qk_clip": 3.0}
+    with pytest.raises(ConfigError) as error:
+        models.build("llama", config)
+    assert "qk_clip=3.0" in str(error.value)
+    assert "rope_interleved=True" in str(error.value)
+    assert "ignore=('qk_clip', 'rope_interleved',)" in str(error.value)
+    models.build("llama", config, ignore=("qk_clip", "rope_interleved"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "text"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("llama", {"pretraining_tp": 2}, "pretraining_tp=2"),
+        ("llama", {"hidden_act": "relu"}, r"hidden_act='relu': only 'silu', 'gelu', 'gelu_pytorch_tanh' are"),
+        ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder=True"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("llama", {"use_sliding_window": False}, "unknown keys: use_sliding_window"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"num_hidden_layers": "2"}, "num_hidden_layers='2'"),
+        ("llama", {"num_hidden_layers": True}, "num_hidden_layers=True"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ("llama", {"hidden_size": None}, "hidden_size=None"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 6}, "hidden_size=32 is not a multiple"),
+        ("llama", {"head_dim": 7}, "head_dim=7 is odd"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope'.*default, linear, dynamic, yarn, llama3"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 1}}, "rope_parameters.beta_fast=1"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "rope_parameters.factor='2'"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta=-1.0"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention"),
+        ("llama", {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "rope_theta=1.0.*rope_theta=2.0"),
+        ("llama", {"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 2.0}}, "disagree.*factor"),
+        ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ("qwen2", {"layer_types": ["sliding_attention", "full_attention"]}, "use_sliding_window=False"),
+        ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}, "'linear_attention'"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0"),
+        ("qwen2", {"attention_bias": False}, "unknown keys: attention_bias"),
+    ],
+)
+def test_values_that_are_not_implemented_are_refused_by_name(kind, change, text):
+    """Each value outside what is implemented raises ConfigError with the key, the value and what would do."""
+    with pytest.raises(ConfigError, match=f"(?s){text}"):
+        models.build(kind, {**BASE, **change})
+
+
+def test_all_problems_are_in_one_error():
+    """Missing keys, unknown ones and bad values come together."""
+    config = {key: value for key, value in BASE.items() if key != "vocab_size"} | {"pretraining_tp": 4, "nonsense": 1}
+    with pytest.raises(ConfigError, match=r"(?s)nonsense=1.*vocab_size is missing.*pretraining_tp=4"):
+        models.build("llama", config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mamba"},
+        {},
+        {"model_type": ["llama"]},
+        {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+    ],
+)
+def test_unknown_architectures_are_refused_with_the_known_ones(config):
+    """The error lists what can be built."""
+    with pytest.raises(UnknownNameError, match=r"llama \(LlamaForCausalLM\), qwen2 \(Qwen2ForCausalLM\), qwen3"):
+        models.from_config({**BASE, **config})
+
+
+def test_build_refuses_a_config_of_another_type():
+    """The name and the config's model_type must agree."""
+    with pytest.raises(ConfigError, match="qwen3.*llama"):
+        models.build("qwen3", {**BASE, "model_type": "llama"})
+
+
+@pytest.mark.parametrize(("option", "value"), [("vocab_multiple", 0), ("logits_chunk", -1)])
+def test_bad_options_are_refused(option, value):
+    """Paddings and chunks are positive."""
+    with pytest.raises(ConfigError, match=option):
+        models.build("llama", BASE, **{option: value})
