@@ -1,12 +1,25 @@
 """Primitives: every op that has rules of its own, one file each."""
 
 from mpar.ops._attention import attention
+from mpar.ops._cross_entropy import cross_entropy
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
 from mpar.ops._geglu import geglu
 from mpar.ops._layer_norm import layer_norm
+from mpar.ops._linear_cross_entropy import linear_cross_entropy
 from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope
 from mpar.ops._swiglu import swiglu
 
-__all__ = ["attention", "einsum", "embedding", "geglu", "layer_norm", "rms_norm", "rope", "swiglu"]
+__all__ = [
+    "attention",
+    "cross_entropy",
+    "einsum",
+    "embedding",
+    "geglu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rope",
+    "swiglu",
+]

@@ -90,7 +90,7 @@ def _sharded(emit, ids, table, *, start):
 
 @embedding_bwd_p.def_sharded("v")
 def _sharded_bwd(emit, ids, dy, *, start, num_rows):
-    return emit(embedding_bwd_p, ids, dy, start=emit.start, num_rows=num_rows // emit.num_shards)
+    return emit(embedding_bwd_p, ids, dy, start=emit.start, num_rows=emit.extent_of("v"))
 
 
 @embedding_p.def_cost
