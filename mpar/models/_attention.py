@@ -1,6 +1,7 @@
 """Grouped-query attention with RoPE (Ainslie et al. 2023, arXiv:2305.13245): parameters, their logical axes, the function."""
 
 from collections.abc import Mapping
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -26,7 +27,7 @@ class Attention:
     k_norm_H: Tensor | None = None
 
 
-ATTENTION_AXES = Attention(  # type: ignore[arg-type]
+ATTENTION_AXES = cast(Any, Attention)(
     q_DNH=("embed", "heads", "head"),
     k_DKH=("embed", "kv_heads", "head"),
     v_DKH=("embed", "kv_heads", "head"),

@@ -6,7 +6,7 @@ Llama, Qwen2 and Qwen3 are this function with different configurations (Touvron 
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,18 @@ from mpar.models._gated_mlp import GATED_MLP_AXES, GatedMLP, feed_forward
 from mpar.models._rope import Rope
 from mpar.tree import map_leaves, struct
 
-__all__ = ["Block", "DecoderConfig", "DecoderParams", "Embed", "Head", "HeadSegment", "axes", "meta_params", "segments"]
+__all__ = [
+    "Block",
+    "DecoderConfig",
+    "DecoderParams",
+    "Embed",
+    "Head",
+    "HeadSegment",
+    "axes",
+    "head_segment",
+    "meta_params",
+    "segments",
+]
 
 RESIDUAL = ("batch", "residual_seq", "embed")
 BLOCK = ("batch", "seq", "embed")
@@ -101,7 +112,7 @@ def shapes(config: DecoderConfig) -> DecoderParams:
     D, F, V = config.hidden_size, config.mlp_size, config.padded_vocab_size
     N, K, H = config.num_heads, config.num_kv_heads, config.head_size
     qkv, qk, mlp = config.qkv_bias, config.qk_norm, config.mlp_bias
-    attention = Attention(  # type: ignore[arg-type]
+    attention = cast(Any, Attention)(
         q_DNH=(D, N, H),
         k_DKH=(D, K, H),
         v_DKH=(D, K, H),
@@ -113,7 +124,7 @@ def shapes(config: DecoderConfig) -> DecoderParams:
         q_norm_H=(H,) if qk else None,
         k_norm_H=(H,) if qk else None,
     )
-    feed_forward = GatedMLP(  # type: ignore[arg-type]
+    feed_forward = cast(Any, GatedMLP)(
         gate_DF=(D, F),
         up_DF=(D, F),
         down_FD=(F, D),
@@ -121,15 +132,15 @@ def shapes(config: DecoderConfig) -> DecoderParams:
         up_bias_F=(F,) if mlp else None,
         down_bias_D=(D,) if mlp else None,
     )
-    block = Block(attn_norm_D=(D,), attention=attention, mlp_norm_D=(D,), mlp=feed_forward)  # type: ignore[arg-type]
-    head = Head(norm_D=(D,), head_DV=None if config.tied else (D, V))  # type: ignore[arg-type]
-    return DecoderParams(embed=Embed(table_VD=(V, D)), layers=(block,) * config.num_layers, head=head)  # type: ignore[arg-type]
+    block = cast(Any, Block)(attn_norm_D=(D,), attention=attention, mlp_norm_D=(D,), mlp=feed_forward)
+    head = cast(Any, Head)(norm_D=(D,), head_DV=None if config.tied else (D, V))
+    return cast(Any, DecoderParams)(embed=cast(Any, Embed)(table_VD=(V, D)), layers=(block,) * config.num_layers, head=head)
 
 
 AXES = {
-    "embed": Embed(table_VD=("vocab", "embed")),  # type: ignore[arg-type]
-    "block": Block(attn_norm_D=("embed",), attention=ATTENTION_AXES, mlp_norm_D=("embed",), mlp=GATED_MLP_AXES),  # type: ignore[arg-type]
-    "head": Head(norm_D=("embed",), head_DV=("embed", "vocab")),  # type: ignore[arg-type]
+    "embed": cast(Any, Embed)(table_VD=("vocab", "embed")),
+    "block": cast(Any, Block)(attn_norm_D=("embed",), attention=ATTENTION_AXES, mlp_norm_D=("embed",), mlp=GATED_MLP_AXES),
+    "head": cast(Any, Head)(norm_D=("embed",), head_DV=("embed", "vocab")),
 }
 
 
@@ -137,7 +148,9 @@ def axes(config: DecoderConfig) -> DecoderParams:
     """The parameter tree with the logical axes of each leaf."""
     like = shapes(config)
     block = _where_present(AXES["block"], like.layers[0])
-    return DecoderParams(embed=AXES["embed"], layers=(block,) * config.num_layers, head=_where_present(AXES["head"], like.head))
+    return cast(Any, DecoderParams)(
+        embed=AXES["embed"], layers=(block,) * config.num_layers, head=_where_present(AXES["head"], like.head)
+    )
 
 
 def _where_present(full: Any, like: Any) -> Any:
@@ -213,15 +226,19 @@ def _matrix_DV(params: tuple) -> Tensor:
     return params[1].table_VD.transpose(0, 1) if params[0].head_DV is None else params[0].head_DV
 
 
+def head_segment(config: DecoderConfig) -> HeadSegment:
+    """The last function of the chain, which also gives logits."""
+    return HeadSegment(config.norm_eps, config.vocab_size, config.logits_chunk)
+
+
 @functools.cache
 def segments(config: DecoderConfig) -> tuple[Segment, ...]:
     """The chain; equal layers share one function object."""
     blocks = {window: BlockSegment(config.activation, config.norm_eps, window) for window in config.windows}
-    head = HeadSegment(config.norm_eps, config.vocab_size, config.logits_chunk)
     return (
         Segment("embed", EmbedSegment(), ("embed",), RESIDUAL),
         *(Segment(f"layers.{i}", blocks[w], (f"layers.{i}",), RESIDUAL) for i, w in enumerate(config.windows)),
-        Segment("head", head, ("head", "embed") if config.tied else ("head",)),
+        Segment("head", head_segment(config), ("head", "embed") if config.tied else ("head",)),
     )
 
 

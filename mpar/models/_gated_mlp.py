@@ -1,5 +1,7 @@
 """Gated feed-forward layers: SwiGLU and GEGLU (Shazeer 2020, arXiv:2002.05202, eq. 6)."""
 
+from typing import Any, cast
+
 from torch import Tensor
 
 from mpar import ops
@@ -20,7 +22,7 @@ class GatedMLP:
     down_bias_D: Tensor | None = None
 
 
-GATED_MLP_AXES = GatedMLP(  # type: ignore[arg-type]
+GATED_MLP_AXES = cast(Any, GatedMLP)(
     gate_DF=("embed", "mlp"),
     up_DF=("embed", "mlp"),
     down_FD=("mlp", "embed"),

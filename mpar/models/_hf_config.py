@@ -17,7 +17,7 @@ NUMBER = (int, float)
 
 @dataclass(frozen=True)
 class Key:
-    """What a key may hold. `default` counts where it is missing; `accepted`, if not empty, are the values that are implemented."""
+    """What a key may hold; `default` counts where it is missing, `accepted` (if not empty) are the values implemented."""
 
     kind: tuple[type, ...]
     default: Any = REQUIRED
@@ -90,7 +90,8 @@ _ROPE_KEYS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": (
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
+        "mscale", "mscale_all_dim", "truncate",
     ),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }  # fmt: skip
@@ -140,7 +141,7 @@ def read_rope(title: str, values: Mapping[str, Any], head_size: int, ignore: Seq
     }
     problems += [f"rope_parameters.{key} is missing" for key in needed.get(kind, ()) if given.get(key) is None]
     for key, value in given.items():
-        number = isinstance(value, NUMBER) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+        number = _is_number(value) and value > 0
         if key in _ROPE_KEYS[kind] and key != "truncate" and value is not None and not number:
             problems.append(f"rope_parameters.{key}={value!r}: must be a positive number")
     if given.get("partial_rotary_factor", 1.0) not in (None, 1.0):
@@ -169,7 +170,8 @@ def read_windows(title: str, values: Mapping[str, Any]) -> tuple[int | None, ...
         problems.append(f"layer_types has {', '.join(strange)}: only 'full_attention' and 'sliding_attention' are implemented")
     if "sliding_attention" in kinds and window is None:
         problems.append(
-            f"layer_types has sliding layers, but use_sliding_window={values['use_sliding_window']}, sliding_window={values['sliding_window']}"
+            "layer_types has sliding layers, but "
+            f"use_sliding_window={values['use_sliding_window']}, sliding_window={values['sliding_window']}"
         )
     if problems:
         raise ConfigError(_message(title, problems, ()))
@@ -191,7 +193,7 @@ def _one_layout(title: str, values: Mapping[str, Any]) -> tuple[float, dict[str,
             f"cannot read {title}: rope_theta={outer} and rope_parameters.rope_theta={inner} disagree.\nRemove one."
         )
     theta = inner if inner is not None else outer if outer is not None else 10_000.0
-    if not isinstance(theta, NUMBER) or isinstance(theta, bool) or theta <= 0:
+    if not _is_number(theta) or theta <= 0:
         raise ConfigError(f"cannot read {title}: rope_theta={theta!r}: must be a positive number")
     return float(theta), given
 
@@ -234,6 +236,10 @@ def _has_kind(value: Any, key: Key) -> bool:
     if isinstance(value, float) and not math.isfinite(value):
         return False
     return isinstance(value, key.kind) and not (key.positive and value <= 0)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, NUMBER) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _kinds(key: Key) -> str:

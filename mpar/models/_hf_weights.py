@@ -228,8 +228,7 @@ def _locate(folder: Path) -> dict[str, str]:
     """Name of each tensor to the file that holds it."""
     if (folder / _INDEX).is_file():
         where = read_json(folder / _INDEX).get("weight_map")
-        outside = not isinstance(where, Mapping) or [f for f in where.values() if not isinstance(f, str) or Path(f).name != f]
-        if outside:
+        if not isinstance(where, dict) or any(not isinstance(f, str) or Path(f).name != f for f in where.values()):
             raise CheckpointError(f"cannot read {folder / _INDEX}: weight_map must map names to files in the same folder")
         gone = sorted({file for file in where.values() if not (folder / file).is_file()})
         if gone:

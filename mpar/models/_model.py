@@ -84,7 +84,7 @@ class Model:
         _check(batch)
         tables_dtype = torch.promote_types(self.dtype, torch.float32)
         cos, sin = rope_tables(self.config.rope, batch["tokens"], batch.get("positions"), tables_dtype)
-        given = {key: batch[key] for key in ("tokens", "labels", "documents", "token_weights") if key in batch}
+        given = {key: value for key, value in batch.items() if key != "positions"}
         return {**given, "cos": cos, "sin": sin}
 
     def weight(self, batch: Batch) -> Tensor:
@@ -108,7 +108,7 @@ class Model:
         context = self.context({key: value for key, value in batch.items() if value is not None})
         *body, last = self.segments
         x, _ = _fold(body, params, context)
-        return last.fn.logits(_subtrees(last, params), x)[..., : self.vocab_size]
+        return decoder.head_segment(self.config).logits(_subtrees(last, params), x)[..., : self.vocab_size]
 
     def loss(self, params: DecoderParams, batch: Batch) -> tuple[Tensor, Tensor]:
         """`(sum of token_weight * cross-entropy in nats, weight)`; the mean loss is their quotient.
@@ -175,7 +175,8 @@ def _subtrees(segment: Segment, params: DecoderParams) -> tuple:
 
 
 def _fold(segments: Sequence[Segment], params: DecoderParams, context: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-    x, total = None, {}
+    x: Any = None
+    total: dict[str, Tensor] = {}
     for segment in segments:
         x, losses = segment.fn(_subtrees(segment, params), x, context)
         for name, value in losses.items():

@@ -108,7 +108,7 @@ def test_unknown_architectures_are_refused_with_the_known_ones(config):
 
 def test_build_refuses_a_config_of_another_type():
     """The name and the config's model_type must agree."""
-    with pytest.raises(ConfigError, match="qwen3.*llama"):
+    with pytest.raises(ConfigError, match=r"qwen3.*llama"):
         models.build("qwen3", {**BASE, "model_type": "llama"})
 
 

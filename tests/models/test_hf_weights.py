@@ -75,7 +75,7 @@ def test_export_keeps_the_config_and_generation_config(make_folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_a_built_model_exports_for_transformers(kind, tmp_path):
-    """A model that never was a folder is loaded by transformers with equal logits; what its config leaves out has equal defaults."""
+    """Transformers loads a model that never was a folder, with equal logits; what its config leaves out has equal defaults."""
     config = {
         "vocab_size": 61,
         "hidden_size": 32,
