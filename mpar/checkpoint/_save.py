@@ -68,7 +68,7 @@ def save(
     return final
 
 
-def _attempt(action: Callable[[], None]) -> CheckpointError | None:
+def _attempt(action: Callable[[], object]) -> CheckpointError | None:
     """Run `action`; an error becomes a value, because a rank that left now would keep the others waiting in the barrier."""
     try:
         action()

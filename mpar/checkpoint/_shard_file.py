@@ -102,7 +102,7 @@ class ShardFile:
         """
         begin = self._begin(key, shape, dtype)
         out = torch.empty([size for _, size in box], dtype=dtype)
-        view, position = memoryview(_bytes_of(out)), 0
+        view, position = _bytes_of(out), 0
         for offset, count in _runs(shape, box):
             size = count * dtype.itemsize
             self._fill(view[position : position + size], begin + offset * dtype.itemsize)
@@ -114,7 +114,7 @@ class ShardFile:
         entry = self._header.get(key)
         expected = {"dtype": DTYPES[dtype_name(dtype)][1], "shape": list(shape)}
         actual = {name: entry.get(name) for name in expected} if isinstance(entry, dict) else None
-        if actual != expected:
+        if entry is None or actual != expected:
             raise CheckpointError(f"{self._file}: the header says {actual} of {key!r}, the index {expected}; the file is damaged")
         begin, end = entry["data_offsets"]
         if end - begin != math.prod(shape) * dtype.itemsize:
@@ -172,4 +172,4 @@ def _runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
 
 
 def _bytes_of(x: Tensor) -> memoryview:
-    return memoryview(x.reshape(-1).view(torch.uint8).numpy())
+    return x.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,22 @@
+"""Optimizers as pure functions of (gradients, state, parameters), learning-rate schedules, and the global norm."""
+
+from mpar.optim._adamw import AdamW
+from mpar.optim._schedule import WSD, Constant, Cosine, Linear, Schedule, learning_rate
+from mpar.optim._sgd import SGD
+from mpar.optim._tree import Optimizer, OptState, WeightDecayMask, clip_factor, global_norm
+
+__all__ = [
+    "SGD",
+    "WSD",
+    "AdamW",
+    "Constant",
+    "Cosine",
+    "Linear",
+    "OptState",
+    "Optimizer",
+    "Schedule",
+    "WeightDecayMask",
+    "clip_factor",
+    "global_norm",
+    "learning_rate",
+]

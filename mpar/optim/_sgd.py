@@ -1,0 +1,88 @@
+"""Stochastic gradient descent with momentum, Nesterov's or plain, and L2 weight decay: the rules of torch.optim.SGD."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar.optim._schedule import Schedule
+from mpar.optim._tree import (
+    OptState,
+    WeightDecayMask,
+    decays,
+    mask_problems,
+    raise_problems,
+    step_zero,
+    update_leaves,
+    zeros_like_params,
+)
+
+__all__ = ["SGD"]
+
+
+@dataclass(frozen=True)
+class SGD:
+    """A pure optimizer: hyperparameters here, state outside.
+
+        g <- g + weight_decay p;  u <- momentum u + g;  p <- p - lr u        (nesterov: p <- p - lr (g + momentum u))
+
+    Without momentum there is no state but the step. The fields mean what they mean in AdamW, except that decay is part of
+    the gradient, so momentum carries it on. Raises ConfigError, listing everything that is wrong.
+    """
+
+    lr: Schedule | float
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    decay: WeightDecayMask = "by_rank"
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        problems = mask_problems(self.decay)
+        bounds = [("momentum", self.momentum), ("weight_decay", self.weight_decay)]
+        bounds += [] if isinstance(self.lr, Schedule) else [("lr", self.lr)]
+        problems += [f"{name} must not be negative, not {value}" for name, value in bounds if not value >= 0]
+        if self.nesterov and not self.momentum:
+            problems.append("nesterov=True needs momentum, which is 0")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            problems.append(f"clip_norm must be positive, not {self.clip_norm}; None does not clip")
+        raise_problems(self, problems)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The names of the state kept for each parameter."""
+        return ("momentum",) if self.momentum else ()
+
+    def init(self, params: Any) -> OptState:
+        """State before the first update: zeros like `params`, which are float32 or float64 (else DtypeError)."""
+        zeros = zeros_like_params("SGD", params)
+        return OptState(step_zero(params), dict.fromkeys(self.slots, zeros))
+
+    def update(self, grads: Any, state: OptState, params: Any, *, scale: Tensor | float = 1.0) -> tuple[Any, OptState]:
+        """`(new_params, new_state)` after one update with `grads * scale`. Nothing that is passed in changes.
+
+        `grads` is a tree like `params`; `scale` is the clip factor. Raises ShapeError if trees do not fit.
+        """
+        return update_leaves(self, grads, state, params, scale)
+
+    def update_leaf(
+        self, param: Tensor, grad: Tensor, slots: tuple[Tensor, ...], lr: Tensor, step: Tensor, scale: Tensor, *, decays: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`(new param, new slots)` of one parameter; `lr`, `step` (1 at the first update, not used) and `scale` are scalars.
+
+        Element-wise, so it may be given any shard of the parameter.
+        """
+        wide = torch.promote_types(grad.dtype, param.dtype)
+        direction = grad.to(wide) * scale.to(wide)
+        if decays and self.weight_decay:
+            direction = direction + self.weight_decay * param
+        if self.momentum:
+            buffer = self.momentum * slots[0] + direction  # starts at zero, so the first one is the gradient, as in torch
+            direction = direction + self.momentum * buffer if self.nesterov else buffer
+            slots = (buffer,)
+        return param - lr.to(wide) * direction, slots
+
+    def decays(self, path: str, leaf: Any) -> bool:
+        """Whether the parameter at `path` decays; `leaf` is its tensor (a meta one will do) or the tuple of its logical axes."""
+        return decays(self.decay, path, leaf)

@@ -1,0 +1,165 @@
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpar.errors import ConfigError
+from mpar.optim import WSD, Constant, Cosine, Linear, learning_rate
+
+
+@st.composite
+def schedules(draw):
+    """A decaying schedule of any kind, with warm-up and minimum given in steps or as ratios."""
+    total = draw(st.integers(2, 300))
+    options = {"lr": draw(st.floats(1e-6, 1.0)), "total_steps": total}
+    warmup = draw(st.integers(0, total - 1))
+    options |= draw(st.sampled_from([{"warmup_steps": warmup}, {"warmup_ratio": warmup / total}]))
+    low = draw(st.floats(0, 1))
+    options |= draw(st.sampled_from([{}, {"min_ratio": low}, {"min_lr": low * options["lr"]}]))
+    kind = draw(st.sampled_from([Linear, Cosine, WSD]))
+    if kind is WSD:
+        decay = draw(st.integers(1, total - warmup))
+        options |= draw(st.sampled_from([{"decay_steps": decay}, {"decay_ratio": decay / total}]))
+        options["shape"] = draw(st.sampled_from(["linear", "cosine", "1-sqrt"]))
+    return kind(**options)
+
+
+@settings(deadline=None)
+@given(schedules())
+def test_endpoints(schedule):
+    """Update 1 has lr / w, update w has lr, the last update and all after it have exactly the minimum."""
+    warmup, total = schedule.num_warmup_steps, schedule.total_steps
+    if warmup:
+        assert math.isclose(schedule(1), schedule.lr / warmup, rel_tol=1e-12)
+        assert math.isclose(schedule(warmup), schedule.lr, rel_tol=1e-12)
+    assert [schedule(total), schedule(total + 1), schedule(10 * total)] == [schedule.minimum] * 3
+
+
+@settings(deadline=None)
+@given(schedules())
+def test_bounded_and_monotone(schedule):
+    """Rates rise strictly to the peak, never rise after it, and after warm-up lie between the minimum and the peak."""
+    warmup, total = schedule.num_warmup_steps, schedule.total_steps
+    rates = [schedule(step) for step in range(1, total + 3)]
+    rising, falling = rates[:warmup], rates[max(warmup - 1, 0) :]
+    assert all(0 < a < b for a, b in itertools.pairwise(rising))
+    assert all(a >= b for a, b in itertools.pairwise(falling))
+    assert all(schedule.minimum <= rate <= schedule.lr for rate in falling)
+
+
+@settings(deadline=None)
+@given(schedules())
+def test_values_that_travel(schedule):
+    """Schedules hash, compare, pickle, and print as the code that makes them."""
+    again = pickle.loads(pickle.dumps(schedule))
+    assert again == schedule and hash(again) == hash(schedule)
+    assert eval(repr(schedule), {kind.__name__: kind for kind in (Linear, Cosine, WSD)}) == schedule
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Constant(lr=2.0), {1: 2.0, 2: 2.0, 10**9: 2.0}),
+        (Constant(lr=2.0, warmup_steps=4), {1: 0.5, 2: 1.0, 3: 1.5, 4: 2.0, 5: 2.0}),
+        (Constant(lr=2.0, warmup_ratio=0.1, total_steps=40), {1: 0.5, 4: 2.0, 5: 2.0, 50: 2.0}),
+        (Linear(lr=1.0, total_steps=10), {1: 0.9, 5: 0.5, 9: 0.1, 10: 0.0, 11: 0.0}),
+        (Linear(lr=1.0, total_steps=12, warmup_steps=2, min_lr=0.5), {1: 0.5, 2: 1.0, 7: 0.75, 12: 0.5, 13: 0.5}),
+        (Cosine(lr=1.0, total_steps=12, warmup_steps=3, min_ratio=0.2), {3: 1.0, 6: 0.8, 9: 0.4, 12: 0.2}),
+        (WSD(lr=1.0, total_steps=20, warmup_steps=2, decay_steps=4), {2: 1.0, 16: 1.0, 17: 0.75, 18: 0.5, 20: 0.0}),
+        (WSD(lr=1.0, total_steps=20, decay_steps=4, shape="1-sqrt", min_lr=0.2), {16: 1.0, 17: 0.6, 20: 0.2}),
+        (WSD(lr=1.0, total_steps=20, decay_ratio=0.3, shape="cosine"), {14: 1.0, 16: 0.75, 17: 0.5, 18: 0.25}),
+        (WSD(lr=1.0, total_steps=30), {27: 1.0, 28: 2 / 3, 29: 1 / 3, 30: 0.0}),
+    ],
+    ids=lambda value: repr(value) if not isinstance(value, dict) else "",
+)
+def test_closed_forms(schedule, expected):
+    """Rates worked out by hand."""
+    assert {step: pytest.approx(schedule(step), rel=1e-12, abs=1e-15) for step in expected} == expected
+
+
+def of_transformers(make, num_steps):
+    """The rates that a transformers scheduler has after 0, 1, ... num_steps of its own steps, for a peak of 3."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=3.0)
+    scheduler = make(optimizer)
+    rates = []
+    for _ in range(num_steps + 1):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def cosine_with_min(optimizer):
+    return transformers.get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, 23, min_lr_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("ours", "make"),
+    [
+        (Constant(lr=3.0, warmup_steps=5), lambda o: transformers.get_constant_schedule_with_warmup(o, 5)),
+        (Linear(lr=3.0, warmup_steps=5, total_steps=23), lambda o: transformers.get_linear_schedule_with_warmup(o, 5, 23)),
+        (Linear(lr=3.0, total_steps=23), lambda o: transformers.get_linear_schedule_with_warmup(o, 0, 23)),
+        (Cosine(lr=3.0, warmup_steps=5, total_steps=23), lambda o: transformers.get_cosine_schedule_with_warmup(o, 5, 23)),
+        (Cosine(lr=3.0, warmup_steps=5, total_steps=23, min_ratio=0.1), cosine_with_min),
+        *(
+            (
+                WSD(lr=3.0, warmup_steps=5, decay_steps=7, total_steps=23, shape=shape),
+                lambda o, shape=shape: transformers.get_wsd_schedule(o, 5, 7, num_training_steps=23, decay_type=shape),
+            )
+            for shape in ("linear", "cosine", "1-sqrt")
+        ),
+        (
+            WSD(lr=3.0, decay_steps=7, total_steps=23, min_ratio=0.1),
+            lambda o: transformers.get_wsd_schedule(o, 0, 7, num_training_steps=23, decay_type="linear", min_lr_ratio=0.1),
+        ),
+    ],
+    ids=lambda value: repr(value) if not callable(value) or isinstance(value, (Constant, Linear, Cosine, WSD)) else "",
+)
+def test_transformers(ours, make):
+    """Update n has the rate of transformers' scheduler after n of its steps; its own update n has the one before.
+
+    WSD is compared with warm-up or with a minimum, not both: transformers then starts warm-up at the minimum, mpar at 0.
+    After the last step they differ as well: transformers' cosine rises again, mpar's stays.
+    """
+    theirs = of_transformers(make, 23)
+    for step in range(1, 24):
+        assert ours(step) == pytest.approx(theirs[step], rel=1e-12, abs=1e-15), step
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda: Linear(lr=1.0), ["total_steps is missing"]),
+        (lambda: Linear(lr=-1.0, total_steps=0), ["lr must be finite", "total_steps must be at least 1"]),
+        (lambda: Linear(lr=float("nan"), total_steps=3), ["lr must be finite and not negative, not nan"]),
+        (lambda: Cosine(lr=1.0, total_steps=9, warmup_steps=1, warmup_ratio=0.1), ["warmup_steps=1 and warmup_ratio=0.1"]),
+        (lambda: Cosine(lr=1.0, total_steps=9, min_lr=1.0, min_ratio=0.1), ["min_lr=1.0 and min_ratio=0.1"]),
+        (lambda: Cosine(lr=1.0, total_steps=9, min_lr=1.5), ["min_lr must be between 0 and lr=1.0, not 1.5"]),
+        (lambda: Cosine(lr=1.0, total_steps=9, min_ratio=1.5), ["min_ratio must be between 0 and 1, not 1.5"]),
+        (lambda: Constant(lr=1.0, warmup_ratio=0.5), ["warmup_ratio needs total_steps"]),
+        (lambda: Constant(lr=1.0, warmup_steps=-1, min_lr=0.1), ["warmup_steps must not be negative", "has no min_lr"]),
+        (lambda: Linear(lr=1.0, total_steps=9, warmup_steps=10), ["more than total_steps=9"]),
+        (lambda: Linear(lr=1.0, total_steps=9, warmup_steps=9), ["leaves none to decay in"]),
+        (lambda: WSD(lr=1.0, total_steps=9, decay_steps=5, warmup_steps=5), ["5 of decay do not fit in total_steps=9"]),
+        (lambda: WSD(lr=1.0, total_steps=9, decay_steps=5, decay_ratio=0.5), ["decay_steps=5 and decay_ratio=0.5"]),
+        (lambda: WSD(lr=1.0, total_steps=9, decay_steps=0), ["at least 1 step, not 0"]),
+        (lambda: WSD(lr=1.0, total_steps=9, shape="exp"), ["shape 'exp' is unknown", "1-sqrt"]),
+        (lambda: Constant(lr=1.0)(0), ["there is no update 0"]),
+    ],
+)
+def test_what_is_refused(make, parts):
+    """Contradictions raise ConfigError, with every one of them in the message."""
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_a_number_is_a_constant_rate():
+    """`learning_rate` takes a schedule or a plain number."""
+    assert [learning_rate(0.5, step) for step in (1, 100)] == [0.5, 0.5]
+    assert learning_rate(Linear(lr=1.0, total_steps=4), 1) == 0.75
