@@ -7,18 +7,25 @@ from mpar.ops._embedding import embedding
 from mpar.ops._geglu import geglu
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy
+from mpar.ops._random import Key, dropout, fold_in, fold_key, random_normal, random_uniform
 from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope
 from mpar.ops._swiglu import swiglu
 
 __all__ = [
+    "Key",
     "attention",
     "cross_entropy",
+    "dropout",
     "einsum",
     "embedding",
+    "fold_in",
+    "fold_key",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "random_normal",
+    "random_uniform",
     "rms_norm",
     "rope",
     "swiglu",
