@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mpar import ops
 from mpar.errors import ConfigError, DataError
 from mpar.models import Model
 
@@ -50,3 +51,11 @@ def generate(
             if bool(done_B.all()):
                 break
     return tokens_BS
+
+
+def _choose(logits_BV: Tensor, temperature: float, seed: int, step: int) -> Tensor:
+    """The largest logit, or the largest after Gumbel noise, which is a draw from the softmax."""
+    if temperature == 0:
+        return logits_BV.argmax(-1)
+    uniform_BV = ops.random_uniform(ops.fold_key(seed, "generate", step), tuple(logits_BV.shape)).to(logits_BV.device)
+    return (logits_BV.to(torch.float32) / temperature - (-uniform_BV.log()).log()).argmax(-1)

@@ -1,7 +1,7 @@
 """Models: decoders as chains of segments, and their Hugging Face weights in both directions."""
 
 from mpar.models._architectures import ARCHITECTURES
-from mpar.models._build import build, from_config, from_hf
+from mpar.models._build import build, from_config, from_hf, storage_specs
 from mpar.models._hf_weights import HfReader, hf_tensors, load_params, shard_slices, to_hf
 from mpar.models._llama import LLAMA
 from mpar.models._model import Model
@@ -21,5 +21,6 @@ __all__ = [
     "hf_tensors",
     "load_params",
     "shard_slices",
+    "storage_specs",
     "to_hf",
 ]

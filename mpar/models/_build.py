@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from mpar.errors import ConfigError
+from mpar import tree
+from mpar.errors import ConfigError, ShardingError
 from mpar.mesh import Mesh
 from mpar.models._hf_weights import HfReader, load_params, read_json
 from mpar.models._model import Model, make_model
+from mpar.strategy import Strategy
 
-__all__ = ["build", "from_config", "from_hf"]
+__all__ = ["build", "from_config", "from_hf", "storage_specs"]
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -59,9 +61,9 @@ def from_config(
 def from_hf(
     path: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
-    *,
-    specs: Any = None,
     mesh: Mesh | None = None,
+    strategy: Strategy | None = None,
+    *,
     rank: int = 0,
     ignore: Sequence[str] = (),
     vocab_multiple: int = 128,
@@ -69,15 +71,28 @@ def from_hf(
 ) -> tuple[Model, Any]:
     """`(model, params)` from a folder with config.json and safetensors; `dtype` is by default that of the stored tensors.
 
-    With `specs`, a tree of P, and `mesh`, the parameters are the local shards of `rank`, and only their bytes are read.
-    Raises CheckpointError, ConfigError or ShardingError.
+    With `mesh` and `strategy` the parameters are the local shards of `rank` as the strategy stores them, and only their bytes
+    are read. Raises CheckpointError, ConfigError or ShardingError.
     """
+    if (mesh is None) != (strategy is None):
+        raise ShardingError("cannot load shards: mesh and strategy come together; pass both, or neither for whole parameters")
     model = from_config(path, ignore=ignore, vocab_multiple=vocab_multiple, logits_chunk=logits_chunk)
     if dtype is None:
         with HfReader(model, path) as reader:
             dtype = reader.dtype
     model = model.with_dtype(dtype)
-    return model, load_params(model, path, specs=specs, mesh=mesh, rank=rank)
+    if mesh is None or strategy is None:
+        return model, load_params(model, path)
+    specs, mesh = storage_specs(model, mesh, strategy)
+    return model, load_params(model, path, specs, mesh, rank)
+
+
+def storage_specs(model: Model, mesh: Mesh, strategy: Strategy) -> tuple[Any, Mesh]:
+    """`(specs, mesh)`: the tree of P by which `strategy` stores the parameters, and the mesh with the axes that it had to split."""
+    shapes, axes = model.abstract_params, model.param_axes
+    strategy, mesh = strategy.refine(mesh, shapes, axes)
+    paths, structure = tree.paths(shapes), tree.flatten(shapes)[1]
+    return tree.unflatten(structure, [strategy.storage_spec(tree.get(axes, path), "param", mesh) for path in paths]), mesh
 
 
 def _read(config: Config) -> tuple[dict[str, Any], dict[str, Any] | None]:

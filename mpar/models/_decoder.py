@@ -29,6 +29,7 @@ __all__ = [
     "head_segment",
     "meta_params",
     "segments",
+    "shapes",
 ]
 
 RESIDUAL = ("batch", "residual_seq", "embed")

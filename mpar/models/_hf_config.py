@@ -235,7 +235,8 @@ def _has_kind(value: Any, key: Key) -> bool:
         return False
     if isinstance(value, float) and not math.isfinite(value):
         return False
-    return isinstance(value, key.kind) and not (key.positive and value <= 0)
+    fits = isinstance(value, key.kind)
+    return fits and not (key.positive and value <= 0)
 
 
 def _is_number(value: Any) -> bool:

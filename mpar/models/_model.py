@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpar import tree
+from mpar import ops, tree
 from mpar.chain import Axes, Segment
 from mpar.errors import ConfigError, DataError, DtypeError, ShapeError
 from mpar.models import _decoder as decoder
@@ -22,6 +23,8 @@ __all__ = ["Model", "make_model"]
 Batch = dict[str, Tensor]
 BATCH_KEYS = ("tokens", "labels", "positions", "documents", "token_weights")
 IGNORE_INDEX = -100
+INIT_BLOCK = 1 << 22
+"""Elements that are drawn at once."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class Model:
 
     def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
         """The part `slices` (default: all) of the leaf at `path` of `init(seed)`, without making the rest."""
-        shape, names = tuple(tree.get(self.abstract_params, path).shape), tree.get(self.param_axes, path)
+        shape, names = tree.get(decoder.shapes(self.config), path), tree.get(self.param_axes, path)
         bounds = [range(size)[part] for size, part in zip(shape, slices or [slice(None)] * len(shape), strict=True)]
         sizes = [len(bound) for bound in bounds]
         field = path.rpartition(".")[2]
@@ -139,14 +142,13 @@ class Model:
             return torch.ones(sizes, dtype=self.dtype)
         if "bias" in field:
             return torch.zeros(sizes, dtype=self.dtype)
-        values = _normal(seed, path, shape, bounds) * self.config.initializer_range
+        values = _normal(ops.fold_key(seed, path), bounds, self.dtype).mul_(self.config.initializer_range)
         if "vocab" in names:
             dim = names.index("vocab")
-            real = torch.tensor([row < self.vocab_size for row in bounds[dim]]).reshape(
-                [-1 if d == dim else 1 for d in range(len(sizes))]
-            )
-            values = torch.where(real, values, 0.0)
-        return values.to(self.dtype)
+            real = torch.arange(bounds[dim].start, bounds[dim].stop) < self.vocab_size
+            real = real.reshape([-1 if d == dim else 1 for d in range(len(sizes))])
+            values.masked_fill_(~real, 0.0)
+        return values
 
     @functools.cached_property
     def hf_config(self) -> dict[str, Any]:
@@ -168,6 +170,17 @@ def make_model(
         raise ConfigError(f"cannot make a model with parameters of {dtype}: choose a floating dtype")
     config = decoder_config(raw, ignore, vocab_multiple, logits_chunk)
     return Model(raw["model_type"], config, dtype, json.dumps(raw), None if generation is None else json.dumps(generation))
+
+
+def _normal(key: tuple[int, int], bounds: Sequence[range], dtype: torch.dtype) -> Tensor:
+    """The part within `bounds` of normal numbers, drawn some rows at a time: the generator's workspace is many times its result."""
+    sizes, starts = [len(bound) for bound in bounds], [bound.start for bound in bounds]
+    out = torch.empty(sizes, dtype=dtype)
+    num_rows = max(1, INIT_BLOCK // max(1, math.prod(sizes[1:])))
+    for row in range(0, sizes[0], num_rows):
+        part = out[row : row + num_rows]
+        part.copy_(ops.random_normal(key, part.shape, starts=[starts[0] + row, *starts[1:]]))
+    return out
 
 
 def _subtrees(segment: Segment, params: DecoderParams) -> tuple:

@@ -13,6 +13,7 @@ from mpar.errors import CheckpointError, ShapeError, ShardingError
 from mpar.mesh import Mesh
 from mpar.models import _hf_weights
 from mpar.spec import P
+from mpar.strategy import preset
 
 VARIANTS = {
     "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -161,6 +162,22 @@ def test_a_rank_reads_its_shard_and_no_other_byte(table, make_folder, read_bytes
             assert torch.equal(tree.get(local, path), expected), path
             expected_bytes += int(counted.sum()) * 4
         assert sum(read_bytes.values()) == expected_bytes
+
+
+def test_from_hf_places_by_the_strategy(make_folder):
+    """With a mesh and a strategy each rank gets its part: embed over fsdp, heads over tp, 1 kv head on all of tp."""
+    folder, _ = make_folder("qwen3", num_key_value_heads=1)
+    _, whole = models.from_hf(folder)
+    mesh = Mesh(fsdp=2, tp=2)
+    for rank in range(4):
+        _, local = models.from_hf(folder, mesh=mesh, strategy=preset("zero3_tp"), rank=rank)
+        fsdp, tp = divmod(rank, 2)
+        attention, expected = local.layers[1].attention, whole.layers[1].attention
+        assert torch.equal(attention.q_DNH, expected.q_DNH.chunk(2, 0)[fsdp].chunk(2, 1)[tp])
+        assert torch.equal(attention.k_DKH, expected.k_DKH.chunk(2, 0)[fsdp])
+        assert torch.equal(local.embed.table_VD, whole.embed.table_VD.chunk(2, 0)[tp].chunk(2, 1)[fsdp])
+    with pytest.raises(ShardingError, match="come together"):
+        models.from_hf(folder, mesh=mesh)
 
 
 def test_part_of_a_head_is_read_without_the_rest(make_folder, read_bytes):

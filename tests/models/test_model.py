@@ -5,6 +5,7 @@ import torch
 
 from mpar import models, testing, tree
 from mpar.errors import ConfigError, DataError, DtypeError, ShapeError
+from mpar.models import _model
 
 CONFIG = {
     "vocab_size": 150,
@@ -145,8 +146,9 @@ def test_init_of_a_shard_is_part_of_the_whole(path):
     assert torch.equal(model.init_leaf(3, path, cut), whole[cut])
 
 
-def test_init_does_not_depend_on_the_padding():
-    """The same weights whatever multiple the vocabulary is padded to."""
+def test_init_does_not_depend_on_padding_or_blocks(monkeypatch):
+    """The same weights whatever multiple the vocabulary is padded to and however many elements are drawn at once."""
+    monkeypatch.setattr(_model, "INIT_BLOCK", 1000)
     other = models.build("qwen3", {**CONFIG}, dtype=torch.float64, vocab_multiple=8)
     assert torch.equal(other.init(3).head.head_DV[:, :150], made()[1].head.head_DV[:, :150])
 
