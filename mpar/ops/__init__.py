@@ -1,5 +1,6 @@
 """Primitives: every op that has rules of its own, one file each."""
 
+from mpar.ops._adamw import adamw, adamw_many
 from mpar.ops._attention import attention
 from mpar.ops._cross_entropy import cross_entropy
 from mpar.ops._einsum import einsum
@@ -10,10 +11,14 @@ from mpar.ops._linear_cross_entropy import linear_cross_entropy
 from mpar.ops._random import Key, dropout, fold_in, fold_key, random_normal, random_uniform
 from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope
+from mpar.ops._sgd import sgd, sgd_many
+from mpar.ops._sum_squares import sum_squares
 from mpar.ops._swiglu import swiglu
 
 __all__ = [
     "Key",
+    "adamw",
+    "adamw_many",
     "attention",
     "cross_entropy",
     "dropout",
@@ -28,5 +33,8 @@ __all__ = [
     "random_uniform",
     "rms_norm",
     "rope",
+    "sgd",
+    "sgd_many",
+    "sum_squares",
     "swiglu",
 ]

@@ -58,6 +58,7 @@ class Primitive:
         self.operands = tuple(re.sub(r"[?\[\]]", "", part).strip() for part in operands.split(",") if part.strip())
         self.results = tuple(part.strip().rstrip("[]") for part in results.split(","))
         self.params = params
+        self.takes_lists = "[]" in operands  # for programs: neither differentiated nor batched
         self.bwd: Primitive | None = None
         self.sharded: dict[str, Callable] = {}
         self.kernels: dict[str, Callable] = {}
@@ -80,7 +81,7 @@ class Primitive:
 
     def bind(self, *operands: Any, **params: Any) -> Any:
         """Apply the primitive; `params` must name every static parameter."""
-        if self.batching is None and self._vjp is None:
+        if self.takes_lists or (self.batching is None and self._vjp is None):
             return self.op(*operands, **params)
         return self._function.apply(*operands, *(params[key] for key in self.params))
 

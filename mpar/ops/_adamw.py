@@ -1,0 +1,149 @@
+"""AdamW: Adam with decoupled weight decay  (Loshchilov & Hutter 2019, arXiv:1711.05101, alg. 2; schedule multiplier in `lr`)."""
+
+import torch
+from torch import Tensor
+
+from mpar.errors import DtypeError, ShapeError
+from mpar.ops._primitive import Cost, Primitive
+
+__all__ = ["adamw", "adamw_many"]
+
+_PARAMS = {"beta1": "float", "beta2": "float", "eps": "float", "weight_decay": "float"}
+adamw_p = Primitive("adamw", "param, grad, m, v, lr, step, scale -> new_param, new_m, new_v", **_PARAMS)
+adamw_many_p = Primitive(
+    "adamw_many", "params[], grads[], ms[], vs[], lr, step, scale -> new_params[], new_ms[], new_vs[]", **_PARAMS
+)
+adamw_many_p.mutates = ("params", "ms", "vs", "grads")
+
+
+def adamw(
+    param: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    step: Tensor,
+    scale: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(new_param, new_m, new_v)` after one update; with g = scale * grad,
+
+        m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2
+        param <- param (1 - lr weight_decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)
+
+    `lr`, `step` (from 1) and `scale` are 0-d tensors. Results have the dtypes of param, m and v; computed in float32 or wider.
+    The operands are not changed. No gradient. Raises ShapeError or DtypeError if the operands do not fit each other.
+    """
+    return adamw_p.bind(param, grad, m, v, lr, step, scale, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
+
+
+def adamw_many(
+    params: list[Tensor],
+    grads: list[Tensor],
+    ms: list[Tensor],
+    vs: list[Tensor],
+    lr: Tensor,
+    step: Tensor,
+    scale: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """`adamw` of many tensors in one call, which takes its operands over.
+
+    The results are `params`, `ms` and `vs` themselves, overwritten; what is left in `grads` is unspecified. The caller must not
+    read an operand afterwards, nor own a view of one. Raises ShapeError or DtypeError like `adamw`, listing all offenders.
+    """
+    return adamw_many_p.bind(params, grads, ms, vs, lr, step, scale, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
+
+
+def check_update(name: str, groups: dict[str, list[Tensor]], scalars: dict[str, Tensor]) -> None:
+    """Raise unless every group has the shapes of the first, all are floating, and the scalars are 0-d."""
+    (first, params), *others = groups.items()
+    uneven = {other: len(tensors) for other, tensors in others if len(tensors) != len(params)}
+    if uneven:
+        raise ShapeError(f"{name}: {len(params)} tensors in {first}, but {uneven}")
+    wrong = [
+        f"{other}[{i}] is {tuple(x.shape)}, {first}[{i}] is {tuple(p.shape)}"
+        for other, tensors in others
+        for i, (p, x) in enumerate(zip(params, tensors, strict=True))
+        if x.shape != p.shape
+    ]
+    wrong += [f"{scalar} is {tuple(x.shape)}, must be 0-d" for scalar, x in scalars.items() if x.ndim]
+    if wrong:
+        raise ShapeError(f"{name}: the operands do not fit each other:\n" + "\n".join(wrong))
+    integers = [
+        f"{group}[{i}] is {x.dtype}" for group, xs in groups.items() for i, x in enumerate(xs) if not x.is_floating_point()
+    ]
+    if integers:
+        raise DtypeError(f"{name}: operands must have a floating dtype:\n" + "\n".join(integers))
+
+
+def empty_like_all(tensors: list[Tensor]) -> list[Tensor]:
+    """Contiguous tensors without data of these shapes and dtypes."""
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
+
+
+@adamw_p.def_abstract
+def _abstract(param, grad, m, v, lr, step, scale, **_):
+    groups = {"param": [param], "grad": [grad], "m": [m], "v": [v]}
+    check_update("adamw", groups, {"lr": lr, "step": step, "scale": scale})
+    return tuple(empty_like_all([param, m, v]))
+
+
+@adamw_p.def_impl
+def _impl(param, grad, m, v, lr, step, scale, *, beta1, beta2, eps, weight_decay):
+    wide = torch.promote_types(param.dtype, torch.float32)
+    # scalars in float64 on their own: lr * weight_decay would otherwise be rounded to the parameter's dtype before 1 - it
+    lr, step, scale = lr.double(), step.double(), scale.double()
+    g = grad.contiguous().to(wide) * scale
+    new_m = (m.contiguous().to(wide) * beta1).add_(g, alpha=1 - beta1)
+    new_v = (v.contiguous().to(wide) * beta2).addcmul_(g, g, value=1 - beta2)
+    denominator = (new_v / (1 - beta2**step)).sqrt_().add_(eps)
+    update = (new_m / denominator).mul_(lr / (1 - beta1**step))
+    new_param = (param.contiguous().to(wide) * (1 - lr * weight_decay)).sub_(update)
+    return new_param.to(param.dtype), new_m.to(m.dtype), new_v.to(v.dtype)
+
+
+@adamw_many_p.def_abstract
+def _abstract_many(params, grads, ms, vs, lr, step, scale, **_):
+    groups = {"params": params, "grads": grads, "ms": ms, "vs": vs}
+    check_update("adamw_many", groups, {"lr": lr, "step": step, "scale": scale})
+    strided = [
+        f"{name}[{i}]" for name, xs in groups.items() for i, x in enumerate(xs) if name != "grads" and not x.is_contiguous()
+    ]
+    if strided:
+        raise ShapeError(f"adamw_many: {strided} are not contiguous, so they cannot be updated in place; use adamw")
+    return empty_like_all(params), empty_like_all(ms), empty_like_all(vs)
+
+
+@adamw_many_p.def_impl
+def _impl_many(params, grads, ms, vs, lr, step, scale, *, beta1, beta2, eps, weight_decay):
+    hyper = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    if {x.dtype for x in (*params, *grads, *ms, *vs)} == {torch.float32} and all(g.is_contiguous() for g in grads):
+        # torch's kernel divides by its grad_scale, in float32, and leaves the divided gradient in grads
+        steps = [step.float()] * len(params)
+        inverse = scale.double().reciprocal().float()
+        options = {"lr": lr.double(), "amsgrad": False, "maximize": False, "grad_scale": inverse}
+        torch._fused_adamw_(params, grads, ms, vs, [], steps, **hyper, **options)
+    else:
+        for operands in zip(params, grads, ms, vs, strict=True):
+            param, _, m, v = operands
+            for old, new in zip((param, m, v), _impl(*operands, lr, step, scale, **hyper), strict=True):
+                old.copy_(new)
+    return params, ms, vs
+
+
+adamw_p.def_sharding("..., ..., ..., ..., , , -> ..., ..., ...")
+adamw_many_p.def_sharding("..., ..., ..., ..., , , -> ..., ..., ...")
+adamw_p.def_batching_leading()
+adamw_p.def_cost(lambda param, *_, **__: Cost(flops=15 * param.numel(), bytes=7 * param.nbytes, workspace=3 * param.nbytes))
+adamw_many_p.def_cost(
+    lambda params, *_, **__: Cost(flops=15 * sum(p.numel() for p in params), bytes=8 * sum(p.nbytes for p in params))
+)

@@ -1,0 +1,113 @@
+"""Stochastic gradient descent with momentum (Polyak 1964) in the form of torch.optim.SGD, without dampening."""
+
+import torch
+from torch import Tensor
+
+from mpar.errors import ShapeError
+from mpar.ops._adamw import check_update, empty_like_all
+from mpar.ops._primitive import Cost, Primitive
+
+__all__ = ["sgd", "sgd_many"]
+
+_PARAMS = {"momentum": "float", "weight_decay": "float", "nesterov": "bool"}
+sgd_p = Primitive("sgd", "param, grad, m, lr, scale -> new_param, new_m", **_PARAMS)
+sgd_many_p = Primitive("sgd_many", "params[], grads[], ms[], lr, scale -> new_params[], new_ms[]", **_PARAMS)
+sgd_many_p.mutates = ("params", "ms", "grads")
+
+
+def sgd(
+    param: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    lr: Tensor,
+    scale: Tensor,
+    *,
+    momentum: float,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`(new_param, new_m)` after one update; with g = scale * grad + weight_decay * param and m starting as zeros,
+
+        m <- momentum m + g;  param <- param - lr (g + momentum m if nesterov else m)
+
+    `lr` and `scale` are 0-d tensors. Results have the dtypes of param and m; computed in float32 or wider. The operands are not
+    changed. No gradient. Raises ShapeError or DtypeError if the operands do not fit each other.
+    """
+    return sgd_p.bind(param, grad, m, lr, scale, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
+
+
+def sgd_many(
+    params: list[Tensor],
+    grads: list[Tensor],
+    ms: list[Tensor],
+    lr: Tensor,
+    scale: Tensor,
+    *,
+    momentum: float,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """`sgd` of many tensors in one call, which takes its operands over: the results are `params` and `ms`, overwritten.
+
+    What is left in `grads` is unspecified; the caller must not read an operand afterwards, nor own a view of one.
+    Raises ShapeError or DtypeError like `sgd`, listing all offenders.
+    """
+    return sgd_many_p.bind(params, grads, ms, lr, scale, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
+
+
+@sgd_p.def_abstract
+def _abstract(param, grad, m, lr, scale, **_):
+    check_update("sgd", {"param": [param], "grad": [grad], "m": [m]}, {"lr": lr, "scale": scale})
+    return tuple(empty_like_all([param, m]))
+
+
+@sgd_p.def_impl
+def _impl(param, grad, m, lr, scale, *, momentum, weight_decay, nesterov):
+    wide = torch.promote_types(param.dtype, torch.float32)
+    wide_param = param.contiguous().to(wide)
+    g = (grad.contiguous().to(wide) * scale.double()).add_(wide_param, alpha=weight_decay)
+    new_m = (m.contiguous().to(wide) * momentum).add_(g)
+    direction = g.add_(new_m, alpha=momentum) if nesterov else new_m
+    return (wide_param - direction * lr.double()).to(param.dtype), new_m.to(m.dtype)
+
+
+@sgd_many_p.def_abstract
+def _abstract_many(params, grads, ms, lr, scale, **_):
+    groups = {"params": params, "grads": grads, "ms": ms}
+    check_update("sgd_many", groups, {"lr": lr, "scale": scale})
+    strided = [
+        f"{name}[{i}]" for name, xs in groups.items() for i, x in enumerate(xs) if name != "grads" and not x.is_contiguous()
+    ]
+    if strided:
+        raise ShapeError(f"sgd_many: {strided} are not contiguous, so they cannot be updated in place; use sgd")
+    return empty_like_all(params), empty_like_all(ms)
+
+
+@sgd_many_p.def_impl
+def _impl_many(params, grads, ms, lr, scale, *, momentum, weight_decay, nesterov):
+    if params and len({x.dtype for x in (*params, *grads, *ms)}) == 1 and params[0].dtype in (torch.float32, torch.float64):
+        torch._foreach_mul_(grads, scale.to(params[0].dtype))
+        torch._foreach_add_(grads, params, alpha=weight_decay)
+        torch._foreach_mul_(ms, momentum)
+        torch._foreach_add_(ms, grads)
+        if nesterov:
+            torch._foreach_add_(grads, ms, alpha=momentum)
+        else:
+            torch._foreach_copy_(grads, ms)
+        torch._foreach_mul_(grads, lr.to(params[0].dtype))
+        torch._foreach_sub_(params, grads)
+    else:
+        options = {"momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        for param, grad, m in zip(params, grads, ms, strict=True):
+            for old, new in zip((param, m), _impl(param, grad, m, lr, scale, **options), strict=True):
+                old.copy_(new)
+    return params, ms
+
+
+sgd_p.def_sharding("..., ..., ..., , -> ..., ...")
+sgd_many_p.def_sharding("..., ..., ..., , -> ..., ...")
+sgd_p.def_batching_leading()
+sgd_p.def_cost(lambda param, *_, **__: Cost(flops=7 * param.numel(), bytes=5 * param.nbytes, workspace=3 * param.nbytes))
+sgd_many_p.def_cost(
+    lambda params, *_, **__: Cost(flops=7 * sum(p.numel() for p in params), bytes=16 * sum(p.nbytes for p in params))
+)

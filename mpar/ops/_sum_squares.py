@@ -1,0 +1,47 @@
+"""Sum of squares of all elements: the part of a gradient norm that one tensor gives."""
+
+import torch
+from torch import Tensor
+
+from mpar.errors import DtypeError
+from mpar.ops._primitive import Cost, Primitive
+
+__all__ = ["sum_squares"]
+
+sum_squares_p = Primitive("sum_squares", "x -> y")
+
+_ROW = 4096  # elements added in the working precision; the sums of rows are added in float64
+
+
+def sum_squares(x: Tensor) -> Tensor:
+    """`sum(x ** 2)`, a scalar in float32 or wider; the same bits whenever it is computed from equal tensors of one shape.
+
+    Raises DtypeError if `x` is not floating point.
+    """
+    return sum_squares_p.bind(x)
+
+
+@sum_squares_p.def_abstract
+def _abstract(x):
+    if not x.is_floating_point():
+        raise DtypeError(f"sum_squares: x {tuple(x.shape)} has dtype {x.dtype}, needs a floating dtype")
+    return torch.empty((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+@sum_squares_p.def_impl
+def _impl(x: Tensor) -> Tensor:
+    wide, flat = torch.promote_types(x.dtype, torch.float32), x.reshape(-1)
+    even = flat.numel() // _ROW * _ROW
+    parts = [flat[:even].view(-1, _ROW), flat[even:].unsqueeze(0)]
+    sums = [torch.linalg.vector_norm(part, dim=1, dtype=wide).double().square_().sum() for part in parts if part.numel()]
+    return sum(sums, torch.zeros((), dtype=torch.float64, device=x.device)).to(wide)
+
+
+@sum_squares_p.def_vjp_by_ops("x, dy -> dx")
+def _vjp(x, dy):
+    return (2 * dy).to(x.dtype) * x
+
+
+sum_squares_p.def_sharding("... -> ")
+sum_squares_p.def_batching_loop()
+sum_squares_p.def_cost(lambda x: Cost(flops=2 * x.numel(), bytes=x.nbytes))
