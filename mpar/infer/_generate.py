@@ -7,14 +7,14 @@ from torch import Tensor
 
 from mpar import ops
 from mpar.errors import ConfigError, DataError
-from mpar.models import Model
+from mpar.models import DecoderParams, Model
 
 __all__ = ["generate"]
 
 
 def generate(
     model: Model,
-    params: object,
+    params: DecoderParams,
     tokens_BS: Tensor,
     max_new_tokens: int,
     *,

@@ -2,6 +2,7 @@
 
 from mpar.models._architectures import ARCHITECTURES
 from mpar.models._build import build, from_config, from_hf, storage_specs
+from mpar.models._decoder import DecoderConfig, DecoderParams
 from mpar.models._hf_weights import HfReader, hf_tensors, load_params, shard_slices, to_hf
 from mpar.models._llama import LLAMA
 from mpar.models._model import Model
@@ -13,6 +14,8 @@ __all__ = [
     "LLAMA",
     "QWEN2",
     "QWEN3",
+    "DecoderConfig",
+    "DecoderParams",
     "HfReader",
     "Model",
     "build",

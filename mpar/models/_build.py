@@ -88,7 +88,7 @@ def from_hf(
 
 
 def storage_specs(model: Model, mesh: Mesh, strategy: Strategy) -> tuple[Any, Mesh]:
-    """`(specs, mesh)`: the tree of P by which `strategy` stores the parameters, and the mesh with the axes that it had to split."""
+    """`(specs, mesh)`: the tree of P by which `strategy` stores the parameters; the mesh with the axes that it split."""
     shapes, axes = model.abstract_params, model.param_axes
     strategy, mesh = strategy.refine(mesh, shapes, axes)
     paths, structure = tree.paths(shapes), tree.flatten(shapes)[1]

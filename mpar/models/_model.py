@@ -173,7 +173,7 @@ def make_model(
 
 
 def _normal(key: tuple[int, int], bounds: Sequence[range], dtype: torch.dtype) -> Tensor:
-    """The part within `bounds` of normal numbers, drawn some rows at a time: the generator's workspace is many times its result."""
+    """The part within `bounds` of normal numbers, drawn by rows: the generator needs many times its result as workspace."""
     sizes, starts = [len(bound) for bound in bounds], [bound.start for bound in bounds]
     out = torch.empty(sizes, dtype=dtype)
     num_rows = max(1, INIT_BLOCK // max(1, math.prod(sizes[1:])))
