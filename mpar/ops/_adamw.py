@@ -85,6 +85,13 @@ def check_update(name: str, groups: dict[str, list[Tensor]], scalars: dict[str, 
         raise DtypeError(f"{name}: operands must have a floating dtype:\n" + "\n".join(integers))
 
 
+def check_owned(name: str, groups: dict[str, list[Tensor]]) -> None:
+    """Raise unless every tensor is contiguous, so that it can be overwritten."""
+    strided = [f"{group}[{i}]" for group, xs in groups.items() for i, x in enumerate(xs) if not x.is_contiguous()]
+    if strided:
+        raise ShapeError(f"{name}: {strided} are not contiguous, so they cannot be updated in place; use {name[:-5]}")
+
+
 def empty_like_all(tensors: list[Tensor]) -> list[Tensor]:
     """Contiguous tensors without data of these shapes and dtypes."""
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
@@ -115,11 +122,7 @@ def _impl(param, grad, m, v, lr, step, scale, *, beta1, beta2, eps, weight_decay
 def _abstract_many(params, grads, ms, vs, lr, step, scale, **_):
     groups = {"params": params, "grads": grads, "ms": ms, "vs": vs}
     check_update("adamw_many", groups, {"lr": lr, "step": step, "scale": scale})
-    strided = [
-        f"{name}[{i}]" for name, xs in groups.items() for i, x in enumerate(xs) if name != "grads" and not x.is_contiguous()
-    ]
-    if strided:
-        raise ShapeError(f"adamw_many: {strided} are not contiguous, so they cannot be updated in place; use adamw")
+    check_owned("adamw_many", {name: xs for name, xs in groups.items() if name != "grads"})
     return empty_like_all(params), empty_like_all(ms), empty_like_all(vs)
 
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from mpar.errors import ShapeError
-from mpar.ops._adamw import check_update, empty_like_all
+from mpar.ops._adamw import check_owned, check_update, empty_like_all
 from mpar.ops._primitive import Cost, Primitive
 
 __all__ = ["sgd", "sgd_many"]
@@ -75,11 +74,7 @@ def _impl(param, grad, m, lr, scale, *, momentum, weight_decay, nesterov):
 def _abstract_many(params, grads, ms, lr, scale, **_):
     groups = {"params": params, "grads": grads, "ms": ms}
     check_update("sgd_many", groups, {"lr": lr, "scale": scale})
-    strided = [
-        f"{name}[{i}]" for name, xs in groups.items() for i, x in enumerate(xs) if name != "grads" and not x.is_contiguous()
-    ]
-    if strided:
-        raise ShapeError(f"sgd_many: {strided} are not contiguous, so they cannot be updated in place; use sgd")
+    check_owned("sgd_many", {name: xs for name, xs in groups.items() if name != "grads"})
     return empty_like_all(params), empty_like_all(ms)
 
 
