@@ -191,5 +191,5 @@ def learning_rate(lr: Schedule | float, step: int) -> float:
 
 
 def _share(ratio: float, total: int) -> int:
-    """`ratio * total` rounded up, except that 0.1 * 30 = 3.0000000000000004 is 3."""
+    """`ratio * total` rounded up, except that 0.07 * 100 = 7.000000000000001 is 7."""
     return math.ceil(ratio * total - 1e-9 * total)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from mpar.ops import sgd
 from mpar.optim._schedule import Schedule
 from mpar.optim._tree import (
     OptState,
@@ -27,7 +27,7 @@ class SGD:
 
         g <- g + weight_decay p;  u <- momentum u + g;  p <- p - lr u        (nesterov: p <- p - lr (g + momentum u))
 
-    Without momentum there is no state but the step. The fields mean what they mean in AdamW, except that decay is part of
+    Without momentum (u = g) there is no state but the step. With it, an update is one call of the primitive `sgd`. The fields mean what they mean in AdamW, except that decay is part of
     the gradient, so momentum carries it on. Raises ConfigError, listing everything that is wrong.
     """
 
@@ -73,15 +73,15 @@ class SGD:
 
         Element-wise, so it may be given any shard of the parameter.
         """
-        wide = torch.promote_types(grad.dtype, param.dtype)
-        direction = grad.to(wide) * scale.to(wide)
-        if decays and self.weight_decay:
-            direction = direction + self.weight_decay * param
+        weight_decay = self.weight_decay if decays else 0.0
         if self.momentum:
-            buffer = self.momentum * slots[0] + direction  # starts at zero, so the first one is the gradient, as in torch
-            direction = direction + self.momentum * buffer if self.nesterov else buffer
-            slots = (buffer,)
-        return param - lr.to(wide) * direction, slots
+            options = {"momentum": self.momentum, "weight_decay": weight_decay, "nesterov": self.nesterov}
+            new_param, buffer = sgd(param, grad, slots[0], lr, scale, **options)
+            return new_param, (buffer,)
+        direction = grad.to(param.dtype) * scale.to(param.dtype)
+        if weight_decay:
+            direction = direction + weight_decay * param
+        return param - lr.to(param.dtype) * direction, ()
 
     def decays(self, path: str, leaf: Any) -> bool:
         """Whether the parameter at `path` decays; `leaf` is its tensor (a meta one will do) or the tuple of its logical axes."""

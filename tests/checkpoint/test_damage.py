@@ -209,13 +209,15 @@ def save_one(folder, step, barrier, values=None, **options):
 
 @pytest.mark.parametrize("call", [1, 2])
 def test_interrupted_write(call, tmp_path):
-    """Killed half way: the old checkpoint loads and is `latest`; the next save of the same step succeeds, and cleans up."""
+    """Killed half way: the old checkpoint loads and is `latest`; the next save of that step succeeds, and cleans up."""
     save_one(tmp_path, 1, lambda: None)
     with pytest.raises(Interrupted):
         save_one(tmp_path, 2, interrupt_at(call))
     assert checkpoint.latest(tmp_path) == tmp_path / "step_00000001"
     loaded = checkpoint.load(tmp_path / "step_00000001", wanted_of({k: (x, P()) for k, (x, _) in state(1).items()}), Mesh(), 0)
     assert all(same_bits(loaded[name], x) for name, (x, _) in state(1).items())
+    with pytest.raises(Interrupted):
+        save_one(tmp_path, 3, interrupt_at(call))
     save_one(tmp_path, 2, lambda: None, keep=5)
     checkpoint.verify(tmp_path / "step_00000002")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]

@@ -66,6 +66,19 @@ def test_any_mesh_reads_any_checkpoint(case):
         checkpoint.verify(paths[0])
 
 
+@pytest.mark.parametrize("source", [Mesh(fsdp=3, tp=2), Mesh(fsdp=2, tp=3)], ids=repr)
+def test_every_spec_to_every_spec(source, tmp_path):
+    """All pairs of specs of one tensor on two meshes, those with two axes on one dim among them."""
+    x = bits((12, 6), torch.float32)
+    for step, spec in enumerate(specs_that_fit(x.shape, source)):
+        path = save_all(tmp_path, step, {"x": (x, spec)}, source)[0]
+        target = Mesh(fsdp=2, tp=3)
+        for wanted in specs_that_fit(x.shape, target):
+            for rank in range(target.size):
+                loaded = checkpoint.load(path, {"x": ((12, 6), wanted, x.dtype)}, target, rank)
+                assert same_bits(loaded["x"], cut(x, wanted, target, rank)), (spec, wanted, rank)
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (0, 4), (4, 0)], ids=str)
 def test_scalars_and_empty_tensors(shape, tmp_path):
     """A 0-d tensor and tensors without elements come back with their shape and dtype."""

@@ -73,6 +73,7 @@ def test_values_that_travel(schedule):
         (WSD(lr=1.0, total_steps=20, warmup_steps=2, decay_steps=4), {2: 1.0, 16: 1.0, 17: 0.75, 18: 0.5, 20: 0.0}),
         (WSD(lr=1.0, total_steps=20, decay_steps=4, shape="1-sqrt", min_lr=0.2), {16: 1.0, 17: 0.6, 20: 0.2}),
         (WSD(lr=1.0, total_steps=20, decay_ratio=0.3, shape="cosine"), {14: 1.0, 16: 0.75, 17: 0.5, 18: 0.25}),
+        (Constant(lr=7.0, warmup_ratio=0.07, total_steps=100), {1: 1.0, 7: 7.0}),  # 0.07 * 100 > 7
         (WSD(lr=1.0, total_steps=30), {27: 1.0, 28: 2 / 3, 29: 1 / 3, 30: 0.0}),
     ],
     ids=lambda value: repr(value) if not isinstance(value, dict) else "",
@@ -80,6 +81,13 @@ def test_values_that_travel(schedule):
 def test_closed_forms(schedule, expected):
     """Rates worked out by hand."""
     assert {step: pytest.approx(schedule(step), rel=1e-12, abs=1e-15) for step in expected} == expected
+
+
+def test_rounding_never_passes_the_peak():
+    """min + (lr - min) rounds to more than lr for these numbers; the stable phase has exactly lr."""
+    lr, low = 0.9898564920516603, 0.15837703872826564
+    assert low + (lr - low) > lr
+    assert WSD(lr=lr, min_lr=low, total_steps=20, warmup_steps=2)(10) == lr
 
 
 def of_transformers(make, num_steps):
