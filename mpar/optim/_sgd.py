@@ -27,8 +27,9 @@ class SGD:
 
         g <- g + weight_decay p;  u <- momentum u + g;  p <- p - lr u        (nesterov: p <- p - lr (g + momentum u))
 
-    Without momentum (u = g) there is no state but the step. With it, an update is one call of the primitive `sgd`. The fields mean what they mean in AdamW, except that decay is part of
-    the gradient, so momentum carries it on. Raises ConfigError, listing everything that is wrong.
+    Without momentum (u = g) there is no state but the step. With it, an update is one call of the primitive `sgd`.
+    The fields mean what they mean in AdamW, except that decay is part of the gradient, so momentum carries it on.
+    Raises ConfigError, listing everything that is wrong.
     """
 
     lr: Schedule | float
@@ -75,8 +76,9 @@ class SGD:
         """
         weight_decay = self.weight_decay if decays else 0.0
         if self.momentum:
-            options = {"momentum": self.momentum, "weight_decay": weight_decay, "nesterov": self.nesterov}
-            new_param, buffer = sgd(param, grad, slots[0], lr, scale, **options)
+            new_param, buffer = sgd(
+                param, grad, slots[0], lr, scale, momentum=self.momentum, weight_decay=weight_decay, nesterov=self.nesterov
+            )
             return new_param, (buffer,)
         direction = grad.to(param.dtype) * scale.to(param.dtype)
         if weight_decay:
