@@ -194,11 +194,11 @@ def _byte_names() -> list[str]:
 
 
 def _tokens_in(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens overlap a span; an empty token (trimmed white space) is inside where its position is."""
+    """Which tokens overlap a span. White space that `tokenizers` trimmed to nothing stands at its end: it counts as that character."""
     inside = np.zeros(len(offsets), dtype=bool)
     if spans and len(offsets):
         starts, ends = np.asarray(offsets, dtype=np.int64).T
-        ends = np.maximum(ends, starts + 1)
+        starts = np.minimum(starts, ends - 1)
         for low, high in spans:
             inside |= (starts < high) & (ends > low)
     return inside.tolist()
