@@ -202,8 +202,8 @@ def _strip_after_special(answer: str, special_tokens: Sequence[str]) -> str:
 def _unused_characters(text: str) -> tuple[str, str]:
     """Two private-use characters that `text` lacks."""
     used = set(text)
-    left, right, *_ = (c for c in map(chr, range(0xF0000, 0xFFFFE)) if c not in used)
-    return left, right
+    unused = (c for c in map(chr, range(0xF0000, 0xFFFFE)) if c not in used)
+    return next(unused), next(unused)
 
 
 def _to_json(

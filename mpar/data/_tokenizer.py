@@ -194,7 +194,7 @@ def _byte_names() -> list[str]:
 
 
 def _tokens_in(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens overlap a span. White space that `tokenizers` trimmed to nothing stands at its end: it counts as that character."""
+    """Which tokens overlap a span. Offsets may leave out white space: a token of it alone stands at its end, empty."""
     inside = np.zeros(len(offsets), dtype=bool)
     if spans and len(offsets):
         starts, ends = np.asarray(offsets, dtype=np.int64).T

@@ -28,7 +28,9 @@ def merged_backend():
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(["the answer is the thing that the user asks for", "user assistant system <s> [INST]"] * 20, trainer)
+    backend.train_from_iterator(
+        ["the answer is the thing that the user asks for", "user assistant system <s> [INST]"] * 20, trainer
+    )
     return backend
 
 

@@ -103,7 +103,11 @@ def test_order_differs_between_epochs_and_seeds():
 
     def order(seed, epoch, shuffle=True):
         batches = make_batches([9] * 40, seed=seed, shuffle=shuffle, packing=False)
-        return [t for i in range(batches.steps_per_epoch) for t in batches.batch(epoch * batches.steps_per_epoch + i)["tokens"].tolist()]
+        return [
+            t
+            for i in range(batches.steps_per_epoch)
+            for t in batches.batch(epoch * batches.steps_per_epoch + i)["tokens"].tolist()
+        ]
 
     assert order(0, 0) != order(0, 1) and order(0, 0) != order(1, 0) and order(0, 1) != order(1, 0)
     assert order(0, 0, shuffle=False) == order(0, 1, shuffle=False) == order(5, 0, shuffle=False)
@@ -194,7 +198,9 @@ def test_split_refuses_fractions(fraction):
 
 def test_ids_outside_the_vocabulary_are_named():
     """Row, id and vocabulary size, for tokens and labels, before any batch is made."""
-    documents = Documents.from_ids([([1, 2], [True, True]), ([3, 99, 4], [False] * 3), ([5, 97], [True] * 2)], ["a:1", "a:2", "b:7"])
+    documents = Documents.from_ids(
+        [([1, 2], [True, True]), ([3, 99, 4], [False] * 3), ([5, 97], [True] * 2)], ["a:1", "a:2", "b:7"]
+    )
     with pytest.raises(DataError, match=r"2 ids .* vocabulary of 97: a:2 has id 99; b:7 has id 97"):
         Batches(documents, BatchShape(1, 8), vocab_size=97)
     negative = Documents.from_ids([([1, -1], [True, True])])

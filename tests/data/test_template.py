@@ -31,8 +31,8 @@ MARKED = {
 }
 # what Qwen3 does: only the last answer shows its thinking block
 THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CHATS = {
     "one": [{"role": "user", "content": "who are you"}, {"role": "assistant", "content": "the assistant"}],
@@ -120,7 +120,9 @@ def test_content_of_private_use_characters(byte_tokenizer):
 
 def test_line_break_that_ends_an_answer_is_trained(byte_tokenizer, tmp_path):
     """Where no special token closes an answer, the white space behind it does and stays."""
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     tokenizer = with_template(byte_tokenizer, template, tmp_path)
     assert trained_text(tokenizer, CHATS["one"]) == ["the assistant\n"]
 
@@ -149,7 +151,9 @@ def test_render_errors_name_the_roles(byte_tokenizer, tmp_path):
 
 def test_template_cannot_reach_python(byte_tokenizer, tmp_path):
     """Templates come from downloads: the sandbox refuses attributes that lead out."""
-    tokenizer = with_template(byte_tokenizer, "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}", tmp_path)
+    tokenizer = with_template(
+        byte_tokenizer, "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}", tmp_path
+    )
     with pytest.raises(data.RenderError, match="unsafe"):
         tokenizer.apply_chat_template(CHATS["one"])
 

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from mpar import data
 from mpar.errors import DataError
 
-TEXTS = ["", "a", "Hello, world.\n", "你好，世界", "naïve café\r\n\t x", "👩‍👩‍👧 \u2028 \x00 end", "<|im_start|>user\nhi<|im_end|>\n"]
+TEXTS = [
+    "",
+    "a",
+    "Hello, world.\n",
+    "你好，世界",
+    "naïve café\r\n\t x",
+    "👩‍👩‍👧 \u2028 \x00 end",
+    "<|im_start|>user\nhi<|im_end|>\n",
+]
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "你是谁？"},
@@ -37,7 +45,12 @@ def test_ids_are_bytes(text):
 def test_special_tokens_follow_the_bytes(byte_tokenizer):
     """The 259 ids are 256 bytes, padding, start and end of a message."""
     assert byte_tokenizer.encode("<|pad|><|im_start|><|im_end|>") == [256, 257, 258]
-    assert (byte_tokenizer.vocab_size, byte_tokenizer.pad_id, byte_tokenizer.eos_id, byte_tokenizer.bos_id) == (259, 256, 258, None)
+    assert (byte_tokenizer.vocab_size, byte_tokenizer.pad_id, byte_tokenizer.eos_id, byte_tokenizer.bos_id) == (
+        259,
+        256,
+        258,
+        None,
+    )
 
 
 def test_decode_can_leave_out_special_tokens(byte_tokenizer):
