@@ -177,13 +177,13 @@ def test_shards_update_to_shards(optimizer):
         assert all(torch.equal(s, whole_state.slots[name]["w"][part]) for s, name in zip(slots, optimizer.slots, strict=True))
 
 
-@pytest.mark.parametrize("optimizer", [AdamW(0.01), SGD(0.01, momentum=0.9)], ids=repr)
+@pytest.mark.parametrize("optimizer", [AdamW(0.01), SGD(0.01, momentum=0.9), SGD(10.0)], ids=repr)
 def test_gradients_of_another_dtype(optimizer):
     """bfloat16 gradients update float32 parameters as their float32 values would; the parameter keeps its dtype."""
     params = make_params(torch.float32)
     narrow = tree.map_leaves(lambda g: g.bfloat16(), make_grads(params, 1))
-    actual, _ = optimizer.update(narrow, optimizer.init(params), params)
-    expected, _ = optimizer.update(tree.map_leaves(lambda g: g.float(), narrow), optimizer.init(params), params)
+    actual, _ = optimizer.update(narrow, optimizer.init(params), params, scale=0.3)
+    expected, _ = optimizer.update(tree.map_leaves(lambda g: g.float(), narrow), optimizer.init(params), params, scale=0.3)
     assert_same(actual, tree.leaves(expected), torch.float32)
 
 
