@@ -34,7 +34,13 @@ VARIANTS = {
         {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}},
     ),
     "llama_yarn": ("llama", {"rope_parameters": {**YARN, "rope_theta": 1000.0}}),
-    "llama_yarn_factor": ("llama", {"rope_parameters": {**YARN, "attention_factor": 0.7, "beta_fast": 4.0, "truncate": False}}),
+    "llama_yarn_factor": (
+        "llama",
+        {
+            "head_dim": 32,
+            "rope_parameters": {**YARN, "attention_factor": 0.7, "beta_fast": 1.5, "truncate": False, "rope_theta": 100.0},
+        },
+    ),
     "llama_yarn_mscale": ("llama", {"rope_parameters": {**YARN, "mscale": 1.3, "mscale_all_dim": 0.6, "rope_theta": 1000.0}}),
     "llama_31": ("llama", {"head_dim": 16, "rope_parameters": {**LLAMA3, "rope_theta": 100.0}}),
     "qwen2": ("qwen2", {}),
