@@ -117,3 +117,13 @@ def test_bad_options_are_refused(option, value):
     """Paddings and chunks are positive."""
     with pytest.raises(ConfigError, match=option):
         models.build("llama", BASE, **{option: value})
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_null_and_missing_sizes_mean_what_transformers_makes_of_them(kind):
+    """No key and value heads: as many as query heads; no head_dim: hidden_size / heads, or 128 for Qwen3."""
+    config = {**BASE, "num_key_value_heads": None}
+    reference = getattr(transformers, f"{CLASSES[kind]}Config")(**config)
+    ours = models.build(kind, config).config
+    assert ours.num_kv_heads == reference.num_key_value_heads == 4
+    assert ours.head_size == getattr(reference, "head_dim", 32 // 4)
