@@ -81,6 +81,10 @@ class Primitive:
 
     def bind(self, *operands: Any, **params: Any) -> Any:
         """Apply the primitive; `params` must name every static parameter."""
+        if self.takes_lists:
+            tensors = [x for operand in operands for x in (operand if isinstance(operand, (list, tuple)) else [operand])]
+            if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+                raise _no_gradient(self)
         if self.takes_lists or (self.batching is None and self._vjp is None):
             return self.op(*operands, **params)
         return self._function.apply(*operands, *(params[key] for key in self.params))
@@ -302,11 +306,7 @@ def _make_function(primitive: Primitive) -> type[torch.autograd.Function]:
         def backward(ctx: Any, *cotangents: Any) -> Any:
             vjp = primitive._vjp
             if vjp is None:
-                raise DifferentiationError(
-                    f"cannot differentiate {primitive.name}: it has no gradient rule"
-                    + (" (it is itself a gradient; second derivatives stop here)" if primitive.name.endswith("_bwd") else "")
-                    + ".\nDetach its operands, or write the function with ops that can be differentiated again."
-                )
+                raise _no_gradient(primitive)
             if all(dy is None for dy in cotangents):
                 return (None,) * (num_operands + len(keys))
             values = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
@@ -325,6 +325,14 @@ def _make_function(primitive: Primitive) -> type[torch.autograd.Function]:
 
     Function.__name__ = Function.__qualname__ = primitive.name
     return Function
+
+
+def _no_gradient(primitive: Primitive) -> DifferentiationError:
+    second = " (it is itself a gradient; second derivatives stop here)" if primitive.name.endswith("_bwd") else ""
+    return DifferentiationError(
+        f"cannot differentiate {primitive.name}: it has no gradient rule{second}.\n"
+        "Detach its operands, or write the function with ops that can be differentiated again."
+    )
 
 
 def _loop_batching(primitive: Primitive) -> Callable:

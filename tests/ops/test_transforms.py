@@ -81,7 +81,13 @@ def _cross_entropy(logits: Tensor) -> Tensor:
 
 
 CASES = [
-    Case("einsum", lambda x, w: ops.einsum("bsd,dnh->bsnh", x, w), lambda x, w: torch.tensordot(x, w, 1), ((2, 3, 5), (5, 2, 7)), True),
+    Case(
+        "einsum",
+        lambda x, w: ops.einsum("bsd,dnh->bsnh", x, w),
+        lambda x, w: torch.tensordot(x, w, 1),
+        ((2, 3, 5), (5, 2, 7)),
+        True,
+    ),
     Case("embedding", lambda t: ops.embedding(IDS, t), lambda t: t[IDS], ((5, 3),)),
     Case("rms_norm", ops.rms_norm, _rms_norm, ((2, 3, 7), (7,))),
     Case("layer_norm", ops.layer_norm, _layer_norm, ((2, 3, 7), (7,), (7,))),

@@ -1,0 +1,153 @@
+"""Cross-entropy: weights, padding columns, extreme logits, and the vocabulary-parallel programs."""
+
+import pytest
+import torch
+
+from mpar import ops, testing
+from mpar.errors import ConfigError, DtypeError, ShapeError
+from mpar.ops._cross_entropy import cross_entropy_p
+from mpar.ops._linear_cross_entropy import linear_cross_entropy_p
+
+LABELS = torch.tensor([[0, 3, -100, 6, 9], [2, 8, 5, -100, 4]])
+KNOWN = LABELS != -100
+
+
+def _losses(logits, vocab_size=None):
+    """Loss per token, 0 where ignored, in float64 by the definition."""
+    kept = logits.double()[..., :vocab_size]
+    picked = kept.gather(-1, LABELS.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(KNOWN, torch.logsumexp(kept, -1) - picked, 0.0)
+
+
+@pytest.mark.parametrize("vocab_size", [None, 10])
+def test_weights_and_padding_columns(vocab_size, make_tensor):
+    """Tokens are weighted, ignored ones weigh nothing, padding columns get no probability and no gradient."""
+    logits, weights = make_tensor((2, 5, 12), torch.float64, requires_grad=True), make_tensor((2, 5), torch.float64).abs()
+    total, weight = ops.cross_entropy(logits, LABELS, token_weights=weights, vocab_size=vocab_size)
+    expected = (_losses(logits, vocab_size) * weights).sum()
+    testing.assert_close(total, expected, name="sum")
+    testing.assert_close(weight, weights[KNOWN].sum(), name="weight")
+    (grad,) = torch.autograd.grad(total, logits)
+    testing.assert_close(grad, torch.autograd.grad(expected, logits)[0], name="dlogits")
+    assert vocab_size is None or not grad[..., vocab_size:].any()
+
+
+def test_weight_is_the_number_of_labels(make_tensor):
+    """Without token_weights, weight counts the tokens that are not ignored."""
+    assert ops.cross_entropy(make_tensor((2, 5, 12)), LABELS)[1].item() == 8
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e30], ids=str)
+def test_large_logits_stay_exact(scale, make_tensor):
+    """Logits far apart overflow nothing, and the gradient is that of float64."""
+    logits = (make_tensor((2, 5, 12)) * scale).requires_grad_()
+    wide = logits.detach().double().requires_grad_()
+    total, expected = ops.cross_entropy(logits, LABELS)[0], _losses(wide).sum()
+    testing.assert_close(total, expected, name="sum")
+    testing.assert_close(torch.autograd.grad(total, logits)[0], torch.autograd.grad(expected, wide)[0], name="dlogits")
+
+
+def test_lse_is_exact_where_the_label_is_impossible(make_tensor):
+    """lse keeps its digits when the label's logit is -1e6 or -inf."""
+    logits = make_tensor((2, 5, 12))
+    logits[0, 0, 0], logits[0, 1, 3] = -1e6, -torch.inf
+    _, lse = cross_entropy_p.bind(logits, LABELS, ignore_index=-100, vocab_size=12, start=0)
+    testing.assert_close(lse, torch.logsumexp(logits.double(), -1), rtol=1e-6)
+
+
+def test_lse_is_differentiable(make_tensor):
+    """The gradient of lse, ignored tokens included, adds to that of the loss."""
+    logits = make_tensor((2, 5, 12), torch.float64, requires_grad=True)
+    dloss, dlse = make_tensor((2, 5), torch.float64), make_tensor((2, 5), torch.float64)
+    loss, lse = cross_entropy_p.bind(logits, LABELS, ignore_index=-100, vocab_size=12, start=0)
+    for a, b in ((dloss, dlse), (0 * dloss, dlse)):
+        (grad,) = torch.autograd.grad((loss * a + lse * b).sum(), logits, retain_graph=True)
+        expected = (_losses(logits) * a + torch.logsumexp(logits, -1) * b).sum()
+        testing.assert_close(grad, torch.autograd.grad(expected, logits)[0], name="dlogits")
+
+
+def test_invalid_labels_make_nan(make_tensor):
+    """A label that does not exist cannot pass for a token that was learnt, nor read outside the logits."""
+    for bad in (12, -1, 10**12):
+        labels = LABELS.clone()
+        labels[0, 0] = bad
+        assert ops.cross_entropy(make_tensor((2, 5, 12)), labels)[0].isnan()
+
+
+def test_bfloat16_keeps_float32_statistics(make_tensor):
+    """From bfloat16 logits the loss has float32's error, not bfloat16's."""
+    logits = make_tensor((2, 5, 12), torch.bfloat16)
+    total, _ = ops.cross_entropy(logits, LABELS)
+    testing.assert_close(total, _losses(logits).sum(), name="sum", rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 10, 1024])
+def test_linear_form_equals_logits_first(chunk, make_tensor):
+    """Whatever the chunk, values and gradients are those of cross_entropy of the product."""
+    x, head = make_tensor((2, 5, 7), torch.float64, requires_grad=True), make_tensor((7, 12), torch.float64, requires_grad=True)
+    weights = make_tensor((2, 5), torch.float64)
+    total, weight = ops.linear_cross_entropy(x, head, LABELS, token_weights=weights, vocab_size=10, chunk=chunk)
+    expected = (_losses(x @ head, 10) * weights).sum()
+    testing.assert_close(total, expected, name="sum")
+    testing.assert_close(weight, weights[KNOWN].sum(), name="weight")
+    for a, e in zip(torch.autograd.grad(total, (x, head)), torch.autograd.grad(expected, (x, head)), strict=True):
+        testing.assert_close(a, e, name="gradient")
+
+
+@pytest.mark.parametrize("vocab_size", [12, 10, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_vocabulary_parallel_equals_whole(num_ranks, vocab_size, make_tensor, run_sharded):
+    """Shards of the vocabulary, even of padding alone, give what the whole gives, for one maximum and one sum."""
+    logits, labels = make_tensor((2, 5, 12), torch.float64), LABELS.where(vocab_size > LABELS, 1)
+    params = {"ignore_index": -100, "vocab_size": vocab_size, "start": 0}
+    loss, lse = cross_entropy_p.bind(logits, labels, **params)
+    shards, extents = logits.chunk(num_ranks, -1), {"v": 12 // num_ranks}
+    (losses, lses), collectives = run_sharded(cross_entropy_p, "v", extents, shards, labels, **params)
+    assert collectives == ["max", "sum"]
+    for rank in range(num_ranks):
+        testing.assert_close(losses[rank], loss, name="loss")
+        testing.assert_close(lses[rank], lse, name="lse")
+    dloss, dlse = make_tensor((2, 5), torch.float64), make_tensor((2, 5), torch.float64)
+    (grads,), collectives = run_sharded(cross_entropy_p.bwd, "v", extents, shards, labels, lse, dloss, dlse, **params)
+    assert collectives == []
+    expected = cross_entropy_p.bwd.bind(logits, labels, lse, dloss, dlse, **params)
+    testing.assert_close(torch.cat(list(grads), -1), expected, name="dlogits")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_linear_vocabulary_parallel_equals_whole(num_ranks, make_tensor, run_sharded):
+    """The same for the fused head: its shards' dx are pending sums, their dhead is sharded like the head."""
+    x, head = make_tensor((2, 5, 7), torch.float64), make_tensor((7, 12), torch.float64)
+    params = {"ignore_index": -100, "vocab_size": 10, "start": 0, "chunk": 4}
+    shards, extents = head.chunk(num_ranks, 1), {"v": 12 // num_ranks}
+    loss, lse = linear_cross_entropy_p.bind(x, head, LABELS, **params)
+    (losses, lses), collectives = run_sharded(linear_cross_entropy_p, "v", extents, x, shards, LABELS, **params)
+    assert collectives == ["max", "sum"]
+    testing.assert_close(losses[-1], loss, name="loss")
+    testing.assert_close(lses[-1], lse, name="lse")
+    dloss, dlse = make_tensor((2, 5), torch.float64), make_tensor((2, 5), torch.float64)
+    operands = (LABELS, lse, dloss, dlse)
+    (dx, dhead), collectives = run_sharded(linear_cross_entropy_p.bwd, "v", extents, x, shards, *operands, **params)
+    assert collectives == []
+    expected = linear_cross_entropy_p.bwd.bind(x, head, *operands, **params)
+    testing.assert_close(dx[0], expected[0], name="dx")
+    testing.assert_close(torch.cat(list(dhead), 1), expected[1], name="dhead")
+
+
+def test_wrong_operands_are_refused(make_tensor):
+    """Shapes, dtypes and sizes that do not fit are named."""
+    logits, x, head = make_tensor((2, 5, 12)), make_tensor((2, 5, 7)), make_tensor((7, 12))
+    with pytest.raises(ShapeError, match="labels \\(2, 4\\)"):
+        ops.cross_entropy(logits, LABELS[:, :4])
+    with pytest.raises(DtypeError, match="labels torch\\.float32"):
+        ops.cross_entropy(logits, LABELS.float())
+    with pytest.raises(ConfigError, match="vocab_size is 0"):
+        ops.cross_entropy(logits, LABELS, vocab_size=0)
+    with pytest.raises(ShapeError, match="token_weights \\(5,\\)"):
+        ops.cross_entropy(logits, LABELS, token_weights=torch.ones(5))
+    with pytest.raises(ShapeError, match="head \\(12, 7\\)"):
+        ops.linear_cross_entropy(x, head.T, LABELS)
+    with pytest.raises(DtypeError, match="head is torch\\.float64"):
+        ops.linear_cross_entropy(x, head.double(), LABELS)
+    with pytest.raises(ConfigError, match="chunk is 0"):
+        ops.linear_cross_entropy(x, head, LABELS, chunk=0)

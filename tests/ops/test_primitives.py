@@ -1,0 +1,123 @@
+"""A walk over all primitives: every rule is there, and abstract results are what the implementation gives."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpar import ops
+from mpar.ops import _constrain, _cross_entropy, _linear_cross_entropy
+from mpar.ops._primitive import PRIMITIVES, primitive_of
+
+LABELS, IDS = torch.tensor([[0, 3, -100], [2, 6, 1]]), torch.tensor([[0, 4, 4], [1, 0, 4]])
+HYPER = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _calls(x):
+    """A call of every op, on operands made by `x(*shape)`; together they reach every primitive."""
+    half, table = torch.rand(1, 3, 2), x(5, 4)
+    masks = {"q_order": torch.arange(3), "k_documents": torch.zeros(2, 5).long(), "q_documents": torch.zeros(2, 3).long()}
+    lists = lambda: [x(2, 3).detach(), x(5).detach()]  # noqa: E731
+    constrained = _constrain.constrain_p.bind(x(2, 3), axes="names:batch,embed", mark=0)
+    params = {"ignore_index": -100, "vocab_size": 7, "start": 0}
+    hidden, head = x(2, 3, 4), x(4, 7)
+    return [
+        ops.einsum("bsd,df->bsf", x(2, 3, 4), x(4, 5)),
+        ops.einsum("bsd,bsf->df", x(2, 3, 4).transpose(0, 1).contiguous().transpose(0, 1), x(2, 3, 5)),
+        ops.einsum("bsd,d->dbs", x(2, 3, 4), x(4)),
+        ops.einsum("bse,f->fs", x(2, 3, 4), x(5)),
+        ops.embedding(IDS, table),
+        ops.rms_norm(x(2, 3, 4), x(4)),
+        ops.rms_norm(x(2, 3, 4)),
+        ops.layer_norm(x(2, 3, 4), x(4), x(4)),
+        ops.layer_norm(x(2, 3, 4), None, x(4)),
+        ops.rope(x(2, 3, 2, 6), half.cos(), half.sin()),
+        ops.rope(x(2, 3, 2, 6).transpose(1, 2).contiguous().transpose(1, 2), half.cos(), half.sin(), interleaved=True),
+        *ops.attention(x(2, 3, 4, 6), x(2, 5, 2, 6), x(2, 5, 2, 6)),
+        *ops.attention(x(2, 3, 4, 6), x(2, 5, 2, 6), x(2, 5, 2, 3), **masks, window=2),
+        ops.swiglu(x(2, 3), x(3, 2).T),
+        ops.geglu(x(2, 3), x(3, 2).T),
+        ops.cross_entropy(x(2, 3, 7), LABELS)[0],
+        *_cross_entropy.cross_entropy_stats_p.bind(x(2, 3, 7).detach(), LABELS, **params),
+        ops.linear_cross_entropy(hidden, head, LABELS)[0],
+        *_linear_cross_entropy.linear_cross_entropy_stats_p.bind(hidden.detach(), head.detach(), LABELS, **params, chunk=4),
+        ops.random_uniform((1, 2), (3, 5)),
+        ops.random_normal((1, 2), (3, 5), starts=(1, 3)),
+        ops.dropout(x(2, 3), 0.5, ops.fold_key(0)),
+        ops.fold_in((1, 2), 3),
+        ops.sum_squares(x(2, 3)),
+        *ops.adamw(*(x(2, 3).detach() for _ in range(4)), _number(0.1), _number(1), _number(1), **HYPER),
+        *ops.adamw_many(lists(), lists(), lists(), lists(), _number(0.1), _number(1), _number(1), **HYPER),
+        *ops.sgd(*(x(2, 3).detach() for _ in range(3)), _number(0.1), _number(1), momentum=0.9),
+        *ops.sgd_many(lists(), lists(), lists(), _number(0.1), _number(1), momentum=0.9),
+        constrained,
+        _constrain.name_p.bind(x(2, 3), label="a"),
+    ]
+
+
+class _CompareWithAbstract(TorchDispatchMode):
+    """Runs the abstract rule next to every call of a primitive and compares shapes, dtypes and strides."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.problems = set(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        primitive = primitive_of(func)
+        if primitive is not None:
+            self.seen.add(primitive.name)
+            expected = primitive.abstract(*torch.utils._pytree.tree_map(_meta, args), **kwargs)
+            got = [_look(t) for t in torch.utils._pytree.tree_leaves(out)]
+            wanted = [_look(t) for t in torch.utils._pytree.tree_leaves(expected)]
+            if got != wanted:
+                self.problems.append(f"{primitive.name}: gives {got}, its abstract rule says {wanted}")
+            cost = primitive.cost(*args, **kwargs)
+            if not all(isinstance(n, int) and n >= 0 for n in (cost.flops, cost.bytes, cost.workspace)):
+                self.problems.append(f"{primitive.name}: costs {cost}")
+        return out
+
+
+def _meta(x):
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+
+
+def _look(x: Tensor) -> tuple:
+    return tuple(x.shape), x.dtype, [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_abstract_rules_say_what_implementations_give(dtype, make_tensor):
+    """On calls that reach every primitive: shapes, dtypes and strides agree, and costs are whole numbers."""
+    with _CompareWithAbstract() as mode:
+        for result in _calls(lambda *shape: make_tensor(shape, dtype, requires_grad=True)):
+            if isinstance(result, Tensor) and result.requires_grad:
+                result.square().sum().backward(retain_graph=True)
+    assert not mode.problems, "\n".join(mode.problems)
+    assert mode.seen == set(PRIMITIVES)
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES.values(), ids=lambda p: p.name)
+def test_every_rule_is_there(primitive):
+    """Abstract, implementation, sharding, cost; batching unless the op takes lists, which only programs make."""
+    rules = {name: getattr(primitive, name) for name in ("abstract", "impl", "sharding", "cost")}
+    if not primitive.takes_lists:
+        rules["batching"] = primitive.batching
+    assert [name for name, rule in rules.items() if rule is None] == []
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES.values(), ids=lambda p: p.name)
+def test_sharding_rules_are_consistent(primitive):
+    """Factors that are replicated, linear operands and factors with a program of their own exist in the rule."""
+    params = {"einsum": {"equation": "ab,bc->ac"}, "dropout": {"rate": 0.5, "starts": [0] * 4}}
+    params |= {name: {"shape": [1] * 4, "starts": [0] * 4} for name in ("random_uniform", "random_normal")}
+    rule = primitive.sharding_rule(**params.get(primitive.name, {}))
+    factors = {name for dims in (*rule.operands, *rule.results) for names in dims for name in names}
+    assert rule.need_replication <= factors
+    assert rule.linear <= set(primitive.operands)
+    assert set(primitive.sharded) <= factors
+    assert len(rule.operands) == len(primitive.operands) and len(rule.results) == len(primitive.results)
