@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from mpar import models
+from mpar import models, tree
 from mpar.errors import ConfigError, DataError
 from mpar.infer import generate
 
@@ -58,18 +58,27 @@ def test_sampling_depends_on_seed_row_and_step_alone(tiny):
     assert torch.equal(first[:1], generate(model, params, PROMPT[:1], 10, temperature=1.0, seed=1))
 
 
+def test_steps_draw_independently(tiny):
+    """Where every token is equally likely, the tokens of one row are spread over the vocabulary."""
+    model, params = tiny
+    flat = tree.map_leaves(torch.zeros_like, params)
+    row = generate(model, flat, PROMPT[:1], 50, temperature=1.0)[0, 3:]
+    assert len(row.unique()) > 8
+
+
 def test_a_row_that_ended_is_filled_with_its_end(tiny):
     """After one of `eos_ids` a row repeats it, others go on, and nothing is generated once all have ended."""
     model, params = tiny
-    free = generate(model, params, PROMPT, 12)
+    free = generate(model, params, PROMPT, 12, temperature=3.0, seed=5)
     end = int(free[0, 5])
-    stopped = generate(model, params, PROMPT, 12, eos_ids=(end,))
+    stopped = generate(model, params, PROMPT, 12, temperature=3.0, seed=5, eos_ids=(end,))
+    assert (free[0, 6:] != end).any()
     for row, full in zip(stopped, free, strict=True):
         ends = (full[3:] == end).nonzero().flatten()
         length = 3 + (int(ends[0]) + 1 if len(ends) else 12)
         assert torch.equal(row[:length], full[:length])
         assert (row[length:] == end).all()
-    alone = generate(model, params, PROMPT[:1], 12, eos_ids=(end,))
+    alone = generate(model, params, PROMPT[:1], 12, temperature=3.0, seed=5, eos_ids=(end,))
     assert alone.shape[1] == 3 + int((free[0, 3:] == end).nonzero()[0]) + 1
 
 
