@@ -2,6 +2,7 @@
 
 from mpar.ops._adamw import adamw, adamw_many
 from mpar.ops._attention import attention
+from mpar.ops._constrain import constrain, name
 from mpar.ops._cross_entropy import cross_entropy
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
@@ -20,6 +21,7 @@ __all__ = [
     "adamw",
     "adamw_many",
     "attention",
+    "constrain",
     "cross_entropy",
     "dropout",
     "einsum",
@@ -29,6 +31,7 @@ __all__ = [
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "name",
     "random_normal",
     "random_uniform",
     "rms_norm",

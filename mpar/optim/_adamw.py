@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from mpar.ops import adamw
-from mpar.optim._schedule import Schedule
+from mpar.optim._schedule import Schedule, learning_rate
 from mpar.optim._tree import (
     OptState,
     WeightDecayMask,
+    clip_factor,
     decays,
     mask_problems,
     raise_problems,
@@ -83,3 +85,11 @@ class AdamW:
     def decays(self, path: str, leaf: Any) -> bool:
         """Whether the parameter at `path` decays; `leaf` is its tensor (a meta one will do) or the tuple of its logical axes."""
         return decays(self.decay, path, leaf)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of update `step`, counted from 1."""
+        return learning_rate(self.lr, step)
+
+    def scale(self, norm: Tensor) -> Tensor:
+        """What gradients of global `norm` are multiplied with: the clip factor, or 1."""
+        return torch.ones_like(norm) if self.clip_norm is None else clip_factor(norm, self.clip_norm)

@@ -1,10 +1,11 @@
 """The compiler's first half: trace a function, place its values, lower it to one rank's graph, prove and simulate it."""
 
+from mpar.sharding import _collectives as collectives
 from mpar.sharding._check import check
 from mpar.sharding._jit import Collective, Compiled, Lowered, collectives_of, describe_graph, jit, value_and_grad
 from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower
 from mpar.sharding._simulate import simulate_graph
-from mpar.sharding._trace import LogicalGraph, trace
+from mpar.sharding._trace import LogicalGraph, source_line, trace
 
 __all__ = [
     "Collective",
@@ -14,11 +15,13 @@ __all__ = [
     "RankGraph",
     "ReplicatedFallback",
     "check",
+    "collectives",
     "collectives_of",
     "describe_graph",
     "jit",
     "lower",
     "simulate_graph",
+    "source_line",
     "trace",
     "value_and_grad",
 ]

@@ -17,7 +17,15 @@ from mpar.sharding._pass import graph_pass
 __all__ = ["canonicalise", "common_subexpressions", "labels_of", "shape_of", "view_groups"]
 
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+VIEWS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+)
 IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.clone.default, aten.contiguous.default)
 PRODUCTS = {
     aten.mm.default: "ab,bc->ac",
@@ -142,7 +150,9 @@ def shrink_constants(graph: fx.Graph) -> dict[str, int]:
         if not shape and node.target == aten.full.default:
             continue
         with graph.inserting_before(node):
-            scalar = graph.call_function(aten.full.default, ([], value), {"dtype": node.meta["val"].dtype, "device": torch.device("cpu")})
+            scalar = graph.call_function(
+                aten.full.default, ([], value), {"dtype": node.meta["val"].dtype, "device": torch.device("cpu")}
+            )
             scalar.meta["val"] = node.meta["val"].new_empty(()) if isinstance(node.meta["val"], torch.Tensor) else None
             wide = _call(graph, node, aten.expand.default, (scalar, shape)) if shape else scalar
         node.replace_all_uses_with(wide)
@@ -171,7 +181,9 @@ def merge_views(graph: fx.Graph) -> dict[str, int]:
             inner = [dim % len(shape_of(node)) for dim in node.args[0].args[1]]
             node.args = (node.args[0].args[0], [inner[dim] for dim in node.args[1]])
             merged += 1
-        if node.target == aten.permute.default and [dim % len(shape_of(node)) for dim in node.args[1]] == list(range(len(shape_of(node)))):
+        if node.target == aten.permute.default and [dim % len(shape_of(node)) for dim in node.args[1]] == list(
+            range(len(shape_of(node)))
+        ):
             node.replace_all_uses_with(node.args[0])
             merged += 1
         if node.target in VIEWS:
@@ -338,5 +350,3 @@ def _key(item: Any) -> Any:
     if isinstance(item, (dict,)):
         return tuple((k, _key(v)) for k, v in sorted(item.items()))
     return (type(item).__name__, str(item)) if isinstance(item, (float, int, slice)) else item
-
-

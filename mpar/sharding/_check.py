@@ -61,10 +61,16 @@ class _AxisCheck:
                     self.expect(node, self.of_spec(node.meta["spec"]), "is defined")
 
     def widen(self, node: fx.Node) -> None:
-        value, specs = node.meta["val"], [node.meta.get("spec")]
+        value = node.meta["val"]
         if isinstance(value, (tuple, list)):
             parts = {user.args[1]: user.meta.get("spec") for user in node.users if user.target is operator.getitem}
             specs = [parts.get(index) for index in range(len(value))]
+        else:
+            specs = [node.meta.get("spec")]
+        if node.op == "call_function" and all(spec is None for spec in specs):  # inside a primitive's local program
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            node.meta["val"] = node.target(*args, **kwargs)
+        elif isinstance(value, (tuple, list)):
             node.meta["val"] = tuple(self.wide(v, spec) for v, spec in zip(value, specs, strict=True))
         elif isinstance(value, Tensor):
             node.meta["val"] = self.wide(value, specs[0])
@@ -129,7 +135,9 @@ class _AxisCheck:
             if isinstance(now, int):
                 names = dims[now]
                 if not names:
-                    self.fail(node, f"operand %{operand.name} is sharded along dim {now}, which the op does not treat independently")
+                    self.fail(
+                        node, f"operand %{operand.name} is sharded along dim {now}, which the op does not treat independently"
+                    )
                 factor = factor or self.shared_factor(node, names, rule, types)
                 if factor not in names:
                     self.fail(node, f"operands are sharded along different factors, {factor} and {names}")
@@ -145,7 +153,9 @@ class _AxisCheck:
         for name in names:
             others = [dims[t] for dims, t in zip(rule.factors, types, strict=True) if isinstance(t, int)]
             having = [any(name in d for d in dims) for dims in rule.factors]
-            if all(name in other for other in others) and all(isinstance(t, int) for t, has in zip(types, having, strict=True) if has):
+            if all(name in other for other in others) and all(
+                isinstance(t, int) for t, has in zip(types, having, strict=True) if has
+            ):
                 return name
         return names[0]
 
@@ -180,6 +190,6 @@ class _AxisCheck:
 
 
 def _text(kind: Any) -> str:
-    return {"R": "replicated", "P": "a pending sum", "M": "a pending maximum", "V": "different on each rank"}.get(kind, f"sharded along dim {kind}")
-
-
+    return {"R": "replicated", "P": "a pending sum", "M": "a pending maximum", "V": "different on each rank"}.get(
+        kind, f"sharded along dim {kind}"
+    )

@@ -122,11 +122,17 @@ def describe_graph(ranked: RankGraph) -> str:
     lines = [f"rank graph on {ranked.mesh}"]
     for node in ranked.graph.nodes:
         if node.op == "output":
-            lines.append(f"return {', '.join(f'%{n.name}: {spec}' for n, spec in zip(node.args[0], ranked.out_specs, strict=True))}")
+            lines.append(
+                f"return {', '.join(f'%{n.name}: {spec}' for n, spec in zip(node.args[0], ranked.out_specs, strict=True))}"
+            )
             continue
         value, spec = node.meta["val"], node.meta.get("spec")
-        kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        op = node.op if node.op != "call_function" else getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
+        kind = (
+            f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        )
+        op = (
+            node.op if node.op != "call_function" else getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
+        )
         operands = ", ".join([*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())])
         line = f"  # {node.meta['line']}" if node.meta.get("line") else ""
         lines.append(f"%{node.name}: {kind} {spec if spec is not None else ''} = {op}({operands}){line}")
@@ -156,5 +162,3 @@ def _children(node: Any) -> dict[str, Any] | None:
     if hasattr(node, "__dataclass_fields__") and not isinstance(node, P):
         return {key: getattr(node, key) for key in node.__dataclass_fields__}
     return None
-
-

@@ -118,7 +118,12 @@ class _Lowering:
         value = node.meta["val"]
         local = self.graph.placeholder(node.name)
         shape = local_shape(shape_of(node), spec, self.mesh)
-        local.meta = {"val": torch.empty(shape, dtype=value.dtype, device="meta"), "spec": spec, "line": "", "labels": labels_of(node)}
+        local.meta = {
+            "val": torch.empty(shape, dtype=value.dtype, device="meta"),
+            "spec": spec,
+            "line": "",
+            "labels": labels_of(node),
+        }
         return local
 
     def constant(self, node: fx.Node) -> fx.Node:
@@ -133,7 +138,9 @@ class _Lowering:
 
     def define(self, node: fx.Node, local: fx.Node, spec: P) -> None:
         expected = local_shape(shape_of(node), spec, self.mesh)
-        assert tuple(local.meta["val"].shape) == expected, f"{node.format_node()}: local {local.meta['val'].shape}, expected {expected}"
+        assert tuple(local.meta["val"].shape) == expected, (
+            f"{node.format_node()}: local {local.meta['val'].shape}, expected {expected}"
+        )
         local.meta["spec"] = spec
         local.meta["labels"] = labels_of(node)
         self.placed[node] = {spec: local}
@@ -238,9 +245,10 @@ class _Lowering:
         for operand, spec, dims in zip(rule.operands, specs, rule.factors, strict=True):
             target = P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(set(spec.partial) & passed))
             locals_.append(self.redistribute(operand, target))
-        contracted = {axis for factor, axes in axes_of.items() if not _appears(factor, rule.results) for axis in axes}
-        partial = self.mesh.ordered(contracted | passed)
-        result_specs = [P(*self.dims_of(dims, axes_of), partial=partial) for dims in rule.results]
+        result_specs = []
+        for dims in rule.results:  # a factor that this result has not was summed over
+            summed = {axis for factor, axes in axes_of.items() if not _appears(factor, dims) for axis in axes}
+            result_specs.append(P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(summed | passed)))
         self.finish(node, rule, locals_, axes_of, result_specs)
 
     def finish(self, node: fx.Node, rule: NodeRule, locals_: list[fx.Node], axes_of: dict, result_specs: list[P]) -> None:
@@ -343,7 +351,7 @@ class Emit:
         self.axes = axes_of[factor]
         self._factor = factor
 
-    def __call__(self, op: Any, *operands: Any, **params: Any) -> fx.Node:
+    def __call__(self, op: Any, /, *operands: Any, **params: Any) -> fx.Node:
         """Add a local node: a Primitive, or an overload of a torch op."""
         return self._lowering.emit(op.op if isinstance(op, Primitive) else op, operands, params)
 
@@ -375,8 +383,8 @@ class Emit:
         return _Pending(value)
 
 
-def _appears(factor: str, results: list[tuple[tuple[str, ...], ...]]) -> bool:
-    return any(factor in names for dims in results for names in dims)
+def _appears(factor: str, dims: tuple[tuple[str, ...], ...]) -> bool:
+    return any(factor in names for names in dims)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -58,7 +58,9 @@ def plan(source: P, target: P, rank: int, mesh: Mesh) -> list[Step]:
 
     narrow()
     for dim in range(rank):
-        common = next((i for i, (a, b) in enumerate(zip(dims[dim], goal[dim], strict=False)) if a != b), min(len(dims[dim]), len(goal[dim])))
+        common = next(
+            (i for i, (a, b) in enumerate(zip(dims[dim], goal[dim], strict=False)) if a != b), min(len(dims[dim]), len(goal[dim]))
+        )
         surplus = dims[dim][common:]
         if not surplus:
             continue

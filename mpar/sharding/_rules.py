@@ -4,6 +4,7 @@ A rule speaks of global shapes only. An op without one is computed replicated, w
 deterministic, functional and of static shape, and slow.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -83,7 +84,9 @@ def _primitive_rule(node: fx.Node, primitive: Primitive) -> NodeRule:
     for value, dims in zip(values, rule.results, strict=False):
         expanded = _expanded(dims, leading)
         # the gradient of an absent operand is an empty vector, which has no factors
-        results.append(_without_broadcasts(expanded, tuple(value.shape), sizes) if len(expanded) == value.ndim else ((),) * value.ndim)
+        results.append(
+            _without_broadcasts(expanded, tuple(value.shape), sizes) if len(expanded) == value.ndim else ((),) * value.ndim
+        )
     if len(values) > len(rule.results):  # a list of results, each like the first
         results = [_without_broadcasts(_expanded(rule.results[0], leading), tuple(v.shape), sizes) for v in values]
     _solve_composites(factors, [shape_of(operand) for operand in operands], sizes)
@@ -144,7 +147,11 @@ def _pointwise(node: fx.Node) -> NodeRule:
         rule.jointly = True
     elif node.target in (aten.mul.Tensor, aten.mul.Scalar) and (num_tensors == 1 or node.args[0] is not node.args[1]):
         rule.linear = set(range(num_tensors))
-    elif node.target in (aten.div.Tensor, aten.div.Scalar) and node.args[0] is not node.args[1] and isinstance(node.args[0], fx.Node):
+    elif (
+        node.target in (aten.div.Tensor, aten.div.Scalar)
+        and node.args[0] is not node.args[1]
+        and isinstance(node.args[0], fx.Node)
+    ):
         rule.linear = {0}
     elif node.target in (aten.neg.default, aten.clone.default):
         rule.linear = {0}
@@ -279,7 +286,7 @@ def _common_pieces(before: list[int], after: list[int]) -> list[tuple[int, int]]
     Shapes whose cuts do not nest, `[4, 6]` and `[3, 8]`, have no factors.
     """
     cuts = sorted({math.prod(shape[:end]) for shape in (before, after) for end in range(len(shape) + 1)})
-    pairs = list(zip(cuts, cuts[1:], strict=False))
+    pairs = list(itertools.pairwise(cuts))
     return [(small, large // small) for small, large in pairs] if all(large % small == 0 for small, large in pairs) else []
 
 
@@ -338,10 +345,6 @@ RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     aten.permute.default: _permute,
     aten.expand.default: _expand,
     aten.reshape.default: _reshape,
-    aten.unsqueeze.default: _reshape,
-    aten.squeeze.default: _reshape,
-    aten.squeeze.dim: _reshape,
-    aten.squeeze.dims: _reshape,
     aten.select.int: _select,
     aten.select_backward.default: _select_backward,
     aten.slice.Tensor: _linear_along(1),
@@ -369,4 +372,3 @@ RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     aten.clone.default: _pointwise,
     operator.getitem: _source,
 }
-

@@ -96,7 +96,10 @@ def run_lockstep(
         elif node.target is collectives.shard:
             size, dim = node.kwargs["size"], node.kwargs["dim"]
             index = [mesh.index(rank, node.kwargs["axes"]) for rank in range(mesh.size)]
-            env[node] = [x.narrow(dim, i * (x.shape[dim] // size), x.shape[dim] // size) for x, i in zip(env[node.args[0]], index, strict=True)]
+            env[node] = [
+                x.narrow(dim, i * (x.shape[dim] // size), x.shape[dim] // size)
+                for x, i in zip(env[node.args[0]], index, strict=True)
+            ]
         elif node.target is collectives.start:
             env[node] = [mesh.index(rank, node.kwargs["axes"]) * node.kwargs["extent"] for rank in range(mesh.size)]
         else:
@@ -123,5 +126,3 @@ def _call(fn: Callable, node: fx.Node, env: dict[fx.Node, list[Any]], rank: int)
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | ((a != a) & (b != b))).all())
-
-

@@ -140,7 +140,9 @@ def _refuse_impure(fn: Callable, graph: fx.Graph) -> None:
             continue
         where = f" at {source_line(node)}" if source_line(node) else ""
         if torch.Tag.nondeterministic_seeded in node.target.tags:
-            offenders.append(f"{node.target}{where} draws from torch's generator: use mpar.ops.random_uniform or dropout, with a key")
+            offenders.append(
+                f"{node.target}{where} draws from torch's generator: use mpar.ops.random_uniform or dropout, with a key"
+            )
         elif node.target._schema.is_mutable:
             offenders.append(f"{node.target}{where} writes into a tensor: use the op without the trailing underscore")
         elif isinstance(node.meta.get("val"), FakeTensor) and any(not isinstance(s, int) for s in node.meta["val"].shape):

@@ -1,0 +1,47 @@
+"""Precision: in which dtype parameters are used and gradients are reduced. Stored parameters are the masters."""
+
+import fnmatch
+from dataclasses import dataclass
+
+import torch
+
+from mpar.errors import UnknownNameError
+
+__all__ = ["Precision", "precision"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """compute: dtype of parameters and activations in use (None: as stored); grad: in which gradients are reduced and kept
+    (None: as stored). `table` overrides compute for parameter paths that match a pattern, first match first.
+    """
+
+    compute: torch.dtype | None = None
+    grad: torch.dtype | None = None
+    table: tuple[tuple[str, torch.dtype], ...] = ()
+
+    def compute_dtype(self, path: str, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which the parameter at `path` is used."""
+        for pattern, dtype in self.table:
+            if fnmatch.fnmatchcase(path, pattern):
+                return dtype
+        return self.compute or stored
+
+    def grad_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype of the stored gradient of a parameter."""
+        return self.grad or stored
+
+
+_NAMES = {
+    "fp32": Precision(),
+    "bf16": Precision(compute=torch.bfloat16),
+}
+
+
+def precision(name: str | Precision | None) -> Precision:
+    """A precision by name: fp32 (everything as stored) or bf16 (compute in bfloat16 on stored masters)."""
+    if isinstance(name, Precision):
+        return name
+    if name is not None and name not in _NAMES:
+        raise UnknownNameError(f"no precision is called {name!r}; there are {', '.join(_NAMES)}")
+    return _NAMES[name or "fp32"]

@@ -1,0 +1,90 @@
+"""Code generation: a rank graph becomes Python source that a worker runs without the compiler.
+
+Operands arrive in a list that the code empties, and every name is deleted after its last use, so memory goes when the plan
+says it goes.
+"""
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpar.ops._primitive import primitive_of
+from mpar.sharding import collectives
+
+__all__ = ["generate"]
+
+
+def generate(graph: fx.Graph) -> str:
+    """Source of `run(args, comm)` for a rank graph; `program/_run.py` supplies the names that it uses."""
+    last_use = _last_uses(graph)
+    names = {node: f"v{index}" for index, node in enumerate(graph.nodes) if node.op != "output"}
+    inputs = graph.find_nodes(op="placeholder")
+    functions: dict[str, str] = {}  # expression -> global name, looked up once when the code is loaded
+    lines = ["def run(args, comm):"]
+    if inputs:
+        lines.append(f"    {', '.join(names[node] for node in inputs)}, = args")
+    lines.append("    args.clear()")
+    unused = [names[node] for node in inputs if not node.users]
+    if unused:
+        lines.append(f"    del {', '.join(unused)}")
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append(f"    return ({''.join(names[result] + ', ' for result in node.args[0])})")
+        elif node.op == "get_attr":
+            lines.append(f"    {names[node]} = CONSTANTS[{node.target!r}]")
+        elif node.op == "call_function":
+            dead = [names[used] for used in last_use.get(node, ())]
+            if not node.users:
+                dead.append(names[node])
+            lines.append(
+                f"    {names[node]} = {_expression(node, names, functions)}" + (f"; del {', '.join(dead)}" if dead else "")
+            )
+    header = [f"{name} = {function}" for function, name in functions.items()]
+    return "\n".join([*header, "", *lines]) + "\n"
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that it is the last to read."""
+    seen: set[fx.Node] = set()
+    out: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for used in node.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                if node.op != "output":
+                    out.setdefault(node, []).append(used)
+    return out
+
+
+def _expression(node: fx.Node, names: dict[fx.Node, str], functions: dict[str, str]) -> str:
+    def text(x: Any) -> str:
+        if isinstance(x, fx.Node):
+            return names[x]
+        if isinstance(x, (list, tuple)):
+            inner = ", ".join(text(item) for item in x)
+            return f"[{inner}]" if isinstance(x, list) else f"({inner}{',' if len(x) == 1 else ''})"
+        if isinstance(x, torch.device):
+            return "DEVICE"
+        return repr(x)
+
+    def call(fn: str, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
+        return f"{fn}({', '.join([*(text(a) for a in args), *(f'{k}={text(v)}' for k, v in kwargs.items())])})"
+
+    if node.target is operator.getitem:
+        return f"{names[node.args[0]]}[{node.args[1]}]"
+    if node.target is collectives.start:
+        return f"comm.index({node.kwargs['axes']!r}) * {node.kwargs['extent']}"
+    if node.target is collectives.shard:
+        length = node.meta["val"].shape[node.kwargs["dim"]]
+        return f"{names[node.args[0]]}.narrow({node.kwargs['dim']}, comm.index({node.kwargs['axes']!r}) * {length}, {length})"
+    if node.target in collectives.COLLECTIVES:
+        return call(f"comm.{node.target.__name__}", node.args, dict(node.kwargs))
+    primitive = primitive_of(node.target)
+    if primitive is not None:
+        function = f"PRIMITIVES[{primitive.name!r}]"
+    else:
+        function = f"torch.ops.{node.target}"
+    return call(functions.setdefault(function, f"f{len(functions)}"), node.args, dict(node.kwargs))

@@ -1,0 +1,189 @@
+"""Run: a thin interpreter of a program on one rank. It loads generated code and needs no part of the compiler."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar import ops, tree
+from mpar.errors import ShapeError
+from mpar.mesh import Mesh
+from mpar.ops._primitive import PRIMITIVES
+from mpar.program._comm import Comm, Counter, ProcessComm
+from mpar.program._program import Instruction, Kind, Leaf, Program
+from mpar.program._simulate import run_ranks
+from mpar.spec import P
+
+__all__ = ["RankRun", "State", "assemble", "bind", "load", "shard", "simulate"]
+
+Progress = Callable[[int, Instruction], None]
+
+
+class State:
+    """What a rank keeps between steps: its shards of parameters and optimizer slots, and how many updates they have seen.
+
+    A step takes the tensors out of it: after `run(state, batch)` the old state is empty.
+    """
+
+    def __init__(self, leaves: dict[str, Tensor], step: int = 0) -> None:
+        self.leaves, self.step = leaves, step
+
+    def take(self) -> dict[str, Tensor]:
+        """The leaves, which leave the state. Raises ShapeError if they are gone already."""
+        if not self.leaves:
+            raise ShapeError("this state was given to a step already, which owns its tensors now: use the state that the step returned")
+        leaves, self.leaves = self.leaves, {}
+        return leaves
+
+    def __repr__(self) -> str:
+        return f"State({len(self.leaves)} tensors, step={self.step})"
+
+
+def load(kind: Kind, device: torch.device) -> Callable[[list[Tensor], Comm], tuple[Tensor, ...]]:
+    """The function that a kind's source defines."""
+    names: dict[str, Any] = {
+        "torch": torch,
+        "PRIMITIVES": {name: primitive.kernel(device.type) for name, primitive in PRIMITIVES.items()},
+        "CONSTANTS": {name: value.to(device) for name, value in kind.constants.items()},
+        "DEVICE": device,
+        "inf": float("inf"),
+        "nan": float("nan"),
+    }
+    exec(compile(kind.source, f"<segment {kind.name}>", "exec"), names)
+    return names["run"]
+
+
+class RankRun:
+    """One rank's program with loaded code. `progress(line, instruction)` is called before each instruction."""
+
+    def __init__(self, program: Program, comm: Comm, device: torch.device | str = "cpu", progress: Progress | None = None) -> None:
+        self.program, self.comm, self.device, self.progress = program, comm, torch.device(device), progress
+        functions = {name: load(kind, self.device) for name, kind in program.kinds.items()}
+        self._steps = [
+            (functions[step.kind], step.inputs, frozenset(step.frees), step.outputs, step) for step in program.instructions
+        ]
+        self._constants = functions  # keeps constants alive with the code
+
+    def __call__(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
+        """One step. `batch` has this rank's rows, microbatch after microbatch. Takes over the tensors of `state`.
+
+        Returns the new state and metrics: loss (mean), microbatch_losses, weight, grad_norm, and lr as used.
+        """
+        program, step = self.program, state.step + 1
+        lr = program.info["optimizer"].rate(step)
+        env: dict[int, Tensor] = {}
+        leaves = state.take()
+        for leaf in program.state_in:
+            env[leaf.value] = leaves.pop(leaf.path)
+        for leaf in program.batch:
+            env[leaf.value] = self._rows(leaf, batch)
+        for leaf, number in zip(program.scalars, (lr, float(step)), strict=True):
+            env[leaf.value] = torch.tensor(number, dtype=leaf.dtype, device=self.device)
+        with torch.no_grad():
+            self._execute(env)
+        new = State({leaf.path: env.pop(leaf.value) for leaf in program.state_out}, step)
+        metrics = {leaf.path: env[leaf.value] for leaf in program.metrics}
+        return new, metrics | {"lr": torch.tensor(lr, dtype=torch.float64)}
+
+    def _execute(self, env: dict[int, Tensor]) -> None:
+        comm, progress = self.comm, self.progress
+        for line, (function, inputs, frees, outputs, instruction) in enumerate(self._steps):
+            if progress is not None:
+                progress(line, instruction)
+            args = [env[value] for value in inputs]
+            for value in frees:
+                env.pop(value, None)
+            env.update(zip(outputs, function(args, comm), strict=True))
+            for value in frees:
+                env.pop(value, None)
+
+    def _rows(self, leaf: Leaf, batch: Mapping[str, Tensor]) -> Tensor:
+        key, _, microbatch = leaf.path.rpartition(".")
+        shape = self.program.values[leaf.value].shape
+        rows = shape[0]
+        whole = batch.get(key)
+        expected = (rows * self.program.num_microbatches, *shape[1:])
+        if whole is None or tuple(whole.shape) != expected or whole.dtype != leaf.dtype:
+            found = "nothing" if whole is None else f"{whole.dtype} {tuple(whole.shape)}"
+            raise ShapeError(f"batch {key!r}: the program was compiled for {leaf.dtype} {expected} on each rank, got {found}")
+        return whole[int(microbatch) * rows : (int(microbatch) + 1) * rows]
+
+
+def shard(x: Tensor, spec: P, mesh: Mesh, rank: int) -> Tensor:
+    """The part of a global tensor that `rank` holds, a tensor of its own."""
+    for dim, axes in enumerate(spec.dims):
+        size = mesh.axis_size(axes)
+        if size > 1:
+            length = x.shape[dim] // size
+            x = x.narrow(dim, mesh.index(rank, axes) * length, length)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def assemble(parts: Sequence[Tensor], spec: P, mesh: Mesh) -> Tensor:
+    """The global tensor from the parts of all ranks, by rank."""
+    shape = [n * mesh.axis_size(spec.dim(i)) for i, n in enumerate(parts[0].shape)]
+    out = parts[0].new_empty(shape)
+    for rank, part in enumerate(parts):
+        window = out
+        for dim, n in enumerate(part.shape):
+            window = window.narrow(dim, mesh.index(rank, spec.dim(dim)) * n, n)
+        window.copy_(part)
+    return out
+
+
+def batch_rows(program: Program, batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """The rows of a global batch (microbatches one after the other) that `rank` works on."""
+    out = {}
+    for leaf in program.batch:
+        key, _, microbatch = leaf.path.rpartition(".")
+        if microbatch != "0" or key not in batch:
+            continue
+        rows = leaf.shape[0]
+        parts = [shard(batch[key][m * rows : (m + 1) * rows], leaf.spec, program.mesh, rank) for m in range(program.num_microbatches)]
+        out[key] = torch.cat(parts)
+    return out
+
+
+def simulate(program: Program, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
+    """One step of all ranks in this process on a global state and a global batch. `state` is left as it was."""
+    mesh = program.mesh
+
+    def work(rank: int, comm: Comm) -> tuple[State, dict[str, Tensor]]:
+        local = {leaf.path: shard(state.leaves[leaf.path], leaf.spec, mesh, rank) for leaf in program.state_in}
+        return RankRun(program, comm)(State(local, state.step), batch_rows(program, batch, rank))
+
+    results = run_ranks(mesh, work)
+    leaves = {
+        leaf.path: assemble([new.leaves[leaf.path] for new, _ in results], leaf.spec, mesh) for leaf in program.state_out
+    }
+    return State(leaves, state.step + 1), results[0][1]
+
+
+def bind(
+    program: Program,
+    *,
+    device: torch.device | str = "cpu",
+    order: str | None = None,
+    counter: Counter | None = None,
+    progress: Progress | None = None,
+) -> RankRun:
+    """This process's rank of the program, on the processes that torch.distributed has started.
+
+    order: "rank" sums in rank order, the simulator's bits (default but on NCCL); "library" leaves sums to the backend.
+    """
+    if program.mesh.size == 1:
+        return RankRun(program, _Alone(), device, progress)
+    order = order or ("library" if torch.device(device).type == "cuda" else "rank")
+    uses = program.axes_used()
+    return RankRun(program, ProcessComm(program.mesh, uses, order=order, counter=counter), device, progress)
+
+
+class _Alone:
+    """A mesh of one rank has nothing to say."""
+
+    def index(self, axes: tuple[str, ...]) -> int:
+        return 0
+
+
+assert ops and tree  # importing ops registers the primitives that generated code calls

@@ -1,0 +1,233 @@
+"""Segments: every function of the chain, traced once per kind, lowered for the mesh, cut into forward and backward."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mpar import tree
+from mpar.chain import Chain, Segment
+from mpar.errors import ProgramError
+from mpar.mesh import Mesh
+from mpar.program._codegen import generate
+from mpar.program._memory import measure
+from mpar.program._partition import Halves, RecomputePolicy, partition
+from mpar.program._program import CollectiveUse, Kind
+from mpar.sharding import RankGraph, check, collectives, lower, trace
+from mpar.sharding._bucket import bucket
+from mpar.sharding._cost import graph_cost
+from mpar.sharding._trace import LogicalGraph
+from mpar.spec import P
+from mpar.strategy import Strategy
+
+__all__ = ["Code", "SegmentCode", "compile_function", "compile_segment", "trace_segment"]
+
+
+@dataclass(frozen=True)
+class Code:
+    """A compiled rank graph with what its neighbours must know: values without data and specs of operands and results."""
+
+    kind: Kind
+    in_values: tuple[Tensor, ...]
+    in_specs: tuple[P, ...]
+    out_values: tuple[Tensor, ...]
+    out_specs: tuple[P, ...]
+    outputs: Any = None  # structure of what the function returns
+    fallbacks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TracedSegment:
+    """The joint logical graph of a segment: (x, losses, gradients of parameters and of x) from (parameters, x, context, cotangents)."""
+
+    logical: LogicalGraph
+    x_out: tuple[Tensor, ...]
+    x_structure: Any
+    losses: tuple[str, ...]
+    num_params: int
+    num_x: int
+    num_context: int
+
+
+@dataclass(frozen=True)
+class SegmentCode:
+    """A segment compiled for a mesh.
+
+    forward:  (parameters, x, context) -> (x, losses, kept).
+    backward: (its part of those operands, kept, cotangents of x, cotangents of losses) -> gradients of parameters, then of x.
+    reads:    positions in (parameters, x, context) that the backward reads.
+    """
+
+    forward: Code
+    backward: Code
+    reads: tuple[int, ...]
+    num_kept: int
+    traced: TracedSegment
+
+
+def trace_segment(segment: Segment, params: Sequence[Any], x: Any, context: Mapping[str, Tensor]) -> TracedSegment:
+    """Trace `segment.fn` with its gradient; arguments are trees of tensors without data, `params` one subtree for each path."""
+    param_leaves, param_structure = tree.flatten(tuple(params))
+    x_leaves, x_structure = tree.flatten(() if x is None else x)
+    context_leaves, context_structure = tree.flatten(dict(context))
+    key = tuple((tuple(t.shape), t.dtype) for t in (*param_leaves, *x_leaves, *context_leaves))
+    return _trace_joint(
+        segment.fn, param_structure, x is None, x_structure, context_structure, len(param_leaves), len(x_leaves), key
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _trace_joint(
+    fn: Callable,
+    param_structure: Any,
+    first: bool,
+    x_structure: Any,
+    context_structure: Any,
+    num_params: int,
+    num_x: int,
+    key: tuple,
+) -> TracedSegment:
+    metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in key]
+    params, x, context = metas[:num_params], metas[num_params : num_params + num_x], metas[num_params + num_x :]
+
+    def call(params: Sequence[Tensor], x: Sequence[Tensor], context: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        out, losses = fn(
+            tree.unflatten(param_structure, params),
+            None if first else tree.unflatten(x_structure, x),
+            tree.unflatten(context_structure, context),
+        )
+        return tree.leaves(() if out is None else out), [losses[name] for name in sorted(losses)]
+
+    probe: dict[str, Any] = {}
+
+    def shapes(params: Any, x: Any, context: Any) -> list[Tensor]:
+        out, losses = fn(
+            tree.unflatten(param_structure, params),
+            None if first else tree.unflatten(x_structure, x),
+            tree.unflatten(context_structure, context),
+        )
+        probe["structure"] = tree.flatten(() if out is None else out)[1]
+        probe["losses"] = tuple(sorted(losses))
+        return [*tree.leaves(() if out is None else out), *(losses[name] for name in sorted(losses))]
+
+    values = [torch.empty_like(n.meta["val"], device="meta") for n in trace(shapes, (params, x, context)).results]
+    num_out = len(values) - len(probe["losses"])
+
+    def joint(params: Any, x: Any, context: Any, cotangents: Any) -> list[Tensor]:
+        (out, losses), pull = torch.func.vjp(lambda p, y: call(p, y, context), params, x)
+        d_params, d_x = pull((list(cotangents[:num_out]), list(cotangents[num_out:])))
+        return [*out, *losses, *d_params, *d_x]
+
+    cotangents = [torch.empty_like(value) for value in values]
+    logical = trace(joint, (params, x, context, cotangents))
+    return TracedSegment(logical, tuple(values[:num_out]), probe["structure"], probe["losses"], num_params, num_x, len(context))
+
+
+def compile_segment(
+    name: str,
+    traced: TracedSegment,
+    mesh: Mesh,
+    strategy: Strategy,
+    param_specs: Sequence[P],
+    x_specs: Sequence[P],
+    context_specs: Sequence[P],
+    out_specs: Sequence[P],
+    recompute: RecomputePolicy,
+) -> SegmentCode:
+    """Lower a traced segment, check it, cut it, generate code. Gradients of parameters come as they are, pending sums included."""
+    num_losses = len(traced.losses)
+    cotangent_specs = [*out_specs, *[P()] * num_losses]
+    in_specs = [*param_specs, *x_specs, *context_specs, *cotangent_specs]
+    wanted = [*out_specs, *[None] * (num_losses + traced.num_params), *x_specs]
+    ranked = lower(traced.logical, mesh, in_specs, wanted, strategy.compute)
+    check(ranked)
+    num_primals = traced.num_params + traced.num_x + traced.num_context
+    num_results = len(out_specs) + num_losses
+    halves = partition(ranked.graph, traced.num_params, traced.num_x, num_primals, num_results, recompute)
+    return _codes(name, traced, ranked, halves, num_primals, num_results)
+
+
+def _codes(
+    name: str, traced: TracedSegment, ranked: RankGraph, halves: Halves, num_primals: int, num_results: int
+) -> SegmentCode:
+    constants = ranked.logical.constants
+    kept_specs = [node.meta["spec"] if node.meta.get("spec") is not None else P() for node in halves.kept]
+    specs = list(ranked.in_specs)
+    forward = _code(
+        f"{name} forward", halves.forward, constants, specs[:num_primals], [*ranked.out_specs[:num_results], *kept_specs]
+    )
+    backward_in = [*(specs[i] for i in halves.operands), *kept_specs, *specs[num_primals:]]
+    backward = _code(f"{name} backward", halves.backward, constants, backward_in, list(ranked.out_specs[num_results:]))
+    return SegmentCode(forward, backward, halves.operands, len(halves.kept), traced)
+
+
+def compile_function(
+    name: str,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    mesh: Mesh,
+    in_specs: Sequence[P],
+    out_specs: Sequence[P | None] | None = None,
+    table: Mapping[str, tuple[str, ...]] | None = None,
+    *,
+    resolve: bool = False,
+    passes: Sequence[Callable[[fx.Graph], dict[str, int]]] = (),
+) -> Code:
+    """Compile a function that is not differentiated; `resolve` carries out pending sums of results whose spec is None.
+
+    `passes` run on the checked rank graph.
+    """
+    logical = trace(fn, args)
+    ranked = lower(logical, mesh, in_specs, out_specs, table)
+    if resolve and any(spec.partial for spec in ranked.out_specs):
+        ranked = lower(logical, mesh, in_specs, [spec.without_partial() for spec in ranked.out_specs], table)
+    check(ranked)
+    for run in passes:
+        run(ranked.graph)
+    code = _code(name, ranked.graph, logical.constants, list(ranked.in_specs), list(ranked.out_specs))
+    return Code(code.kind, code.in_values, code.in_specs, code.out_values, code.out_specs, logical.outputs, ranked.fallbacks)
+
+
+def _code(name: str, graph: fx.Graph, constants: Mapping[str, Tensor], in_specs: list[P], out_specs: list[P]) -> Code:
+    bucket(graph)
+    used = {node.target for node in graph.find_nodes(op="get_attr")}
+    cost = graph_cost(graph)
+    kind = Kind(
+        name,
+        generate(graph),
+        {key: value for key, value in constants.items() if key in used},
+        tuple(_collective_uses(graph)),
+        cost.flops,
+        cost.bytes,
+        cost.workspace,
+        measure(graph),
+        len(graph.nodes),
+        tuple(sorted({n.kwargs["axes"] for n in graph.nodes if n.target in (collectives.shard, collectives.start)})),
+    )
+    ins = tuple(node.meta["val"] for node in graph.find_nodes(op="placeholder"))
+    outs = tuple(node.meta["val"] for node in graph.output_node().args[0])
+    if len(outs) != len(out_specs) or len(ins) != len(in_specs):
+        raise ProgramError(f"segment {name}: {len(outs)} results for {len(out_specs)} specs")
+    return Code(kind, ins, tuple(in_specs), outs, tuple(out_specs))
+
+
+def _collective_uses(graph: fx.Graph) -> list[CollectiveUse]:
+    uses = []
+    for node in graph.nodes:
+        if node.target in collectives.COLLECTIVES:
+            sent = [n.meta["val"] for n in (node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]])]
+            how = node.kwargs
+            uses.append(
+                CollectiveUse(
+                    node.target.__name__,
+                    how["axes"],
+                    how["size"],
+                    sum(v.nbytes for v in sent),
+                    len(sent),
+                    node.meta.get("line", ""),
+                )
+            )
+    return uses

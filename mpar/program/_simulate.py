@@ -1,0 +1,114 @@
+"""Simulate a program: every rank runs its real code in a thread of this process; collectives meet in memory."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpar.collectives import combine
+from mpar.errors import ProgramError
+from mpar.mesh import Mesh
+
+__all__ = ["LockstepComm", "run_ranks"]
+
+
+class LockstepComm:
+    """Collectives of one simulated rank. All ranks of a simulation share one `_Hall`."""
+
+    def __init__(self, mesh: Mesh, rank: int, hall: "_Hall") -> None:
+        self.mesh, self.rank, self.hall = mesh, rank, hall
+        self._groups: dict[tuple[str, ...], tuple[int, ...]] = {}
+
+    def index(self, axes: tuple[str, ...]) -> int:
+        """This rank's position in its group over `axes`."""
+        return self.mesh.index(self.rank, axes)
+
+    def all_gather(self, x, *, axes, dim, size):
+        """Shards of the group, concatenated along `dim`."""
+        return self._meet("all_gather", x, axes, dim=dim)
+
+    def reduce_scatter(self, x, *, axes, dim, size):
+        """This rank's part along `dim` of the sum."""
+        return self._meet("reduce_scatter", x, axes, dim=dim)
+
+    def all_reduce(self, x, *, axes, op, size):
+        """The sum or maximum over the group."""
+        return self._meet("all_reduce", x, axes, op=op)
+
+    def all_to_all(self, x, *, axes, src, dst, size):
+        """From sharded along `src` to sharded along `dst`."""
+        return self._meet("all_to_all", x, axes, src=src, dst=dst)
+
+    def _meet(self, kind: str, x: Any, axes: tuple[str, ...], **how: Any) -> Any:
+        if axes not in self._groups:
+            self._groups[axes] = self.mesh.group(self.rank, axes)
+        return self.hall.meet(self.rank, self._groups[axes], kind, x, how)
+
+
+class _Hall:
+    """Where simulated ranks meet: the last of a group to arrive computes what everybody gets."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.waiting: dict[tuple[int, ...], dict[int, tuple[str, Any]]] = {}
+        self.results: dict[tuple[tuple[int, ...], int], Any] = {}
+        self.failure: BaseException | None = None
+
+    def meet(self, rank: int, group: tuple[int, ...], kind: str, x: Any, how: dict[str, Any]) -> Any:
+        with self.condition:
+            arrived = self.waiting.setdefault(group, {})
+            arrived[rank] = (kind, x)
+            if len(arrived) == len(group):
+                kinds = {k for k, _ in arrived.values()}
+                if len(kinds) > 1:
+                    self.fail(ProgramError(f"ranks {group} meet with different collectives: { {r: k for r, (k, _) in arrived.items()} }"))
+                else:
+                    self.hand_out(group, kind, [arrived[member][1] for member in group], how)
+                del self.waiting[group]
+                self.condition.notify_all()
+            while (group, rank) not in self.results and self.failure is None:
+                if not self.condition.wait(timeout=120):
+                    self.fail(ProgramError(f"rank {rank} waited for {group} in a {kind} that the others never reached"))
+            if self.failure is not None:
+                raise ProgramError("another simulated rank failed") from self.failure
+            return self.results.pop((group, rank))
+
+    def hand_out(self, group: tuple[int, ...], kind: str, parts: list[Any], how: dict[str, Any]) -> None:
+        if isinstance(parts[0], list):
+            dims = how.get("dim", [None] * len(parts[0]))
+            columns = [
+                combine(kind, [p[i] for p in parts], **({**how, "dim": d} if d is not None else how)) for i, d in enumerate(dims)
+            ]
+            outs: list[Any] = [[column[i] for column in columns] for i in range(len(group))]
+        else:
+            outs = combine(kind, parts, **how)
+        self.results |= {(group, member): out for member, out in zip(group, outs, strict=True)}
+
+    def fail(self, error: BaseException) -> None:
+        self.failure = self.failure or error
+        self.condition.notify_all()
+
+
+def run_ranks(mesh: Mesh, work: Callable[[int, LockstepComm], Any]) -> list[Any]:
+    """`work(rank, comm)` for all ranks at once; the results by rank. The first error of any rank is raised."""
+    hall, results = _Hall(), [None] * mesh.size
+
+    def body(rank: int) -> None:
+        try:
+            with torch.no_grad():
+                results[rank] = work(rank, LockstepComm(mesh, rank, hall))
+        except BaseException as error:
+            with hall.condition:
+                hall.fail(error)
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(mesh.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if hall.failure is not None:
+        raise hall.failure
+    return results
+
+
