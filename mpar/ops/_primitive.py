@@ -59,7 +59,7 @@ class Primitive:
         self.results = tuple(part.strip().rstrip("[]") for part in results.split(","))
         self.params = params
         self.takes_lists = "[]" in operands  # for programs: neither differentiated nor batched
-        self.bwd: Primitive | None = None
+        self.bwd: Any = None  # a Primitive once def_vjp has run, which type checkers cannot know
         self.sharded: dict[str, Callable] = {}
         self.kernels: dict[str, Callable] = {}
         self.sharding: ShardingRule | Callable[..., ShardingRule] | None = None

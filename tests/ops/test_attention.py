@@ -129,6 +129,15 @@ def test_lse_merges_two_halves_of_the_keys(make_tensor):
         testing.assert_close(a, e, name="gradient")
 
 
+def test_blind_rows_ignore_their_lse_cotangent(make_tensor):
+    """Whatever a merge makes of lse -inf, even a cotangent that is NaN, a row that sees nothing has gradient 0."""
+    operands = _operands(make_tensor)
+    _, lse = ops.attention(*operands, **DOCUMENTS)
+    grads = torch.autograd.grad(lse, operands, torch.where(lse == -math.inf, math.nan, 1.0))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not grads[0][0, 4].any()
+
+
 def test_no_keys_or_no_queries(make_tensor):
     """Zero keys make every row blind; zero queries give empty results."""
     out, lse = ops.attention(make_tensor((1, 2, 2, 4)), make_tensor((1, 0, 2, 4)), make_tensor((1, 0, 2, 3)))

@@ -24,9 +24,9 @@ def test_ids_outside_the_table_give_zeros(dtype, make_tensor):
 
 def test_gradient_of_bfloat16_accumulates_in_float32():
     """A thousand ones on one row add up to 1000, which bfloat16 additions (that stop at 256) cannot."""
-    table = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    table = torch.zeros(2, 3, dtype=torch.bfloat16, requires_grad=True)
     ops.embedding(torch.zeros(1000, dtype=torch.int64), table).sum().backward()
-    assert table.grad.tolist() == [[1000.0], [0.0]]
+    assert table.grad.tolist() == [[1000.0] * 3, [0.0] * 3]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -14,12 +14,12 @@ def _scalars(step):
     return [torch.tensor(value, dtype=torch.float64) for value in (0.01, step, 0.3)]
 
 
-def _train(make_tensor, dtype, make_optimizer, update, num_slots):
+def _train(make_tensor, dtype, make_optimizer, update, slot_keys):
     """Three steps of `update(params, grads, slots, step) -> (params, slots)` and of torch's optimizer in float64."""
     params = [make_tensor(shape, dtype) for shape in SHAPES]
     reference = [p.double().clone().requires_grad_() for p in params]
     optimizer = make_optimizer(reference)
-    slots = [[torch.zeros_like(p) for p in params] for _ in range(num_slots)]
+    slots = [[torch.zeros_like(p) for p in params] for _ in slot_keys]
     for step in (1, 2, 3):
         grads = [make_tensor(shape, dtype) for shape in SHAPES]
         for p, g in zip(reference, grads, strict=True):
@@ -29,6 +29,9 @@ def _train(make_tensor, dtype, make_optimizer, update, num_slots):
     for p, expected in zip(params, reference, strict=True):
         assert p.dtype == dtype
         testing.assert_close(p, expected, name="param")
+    for slot, key in zip(slots, slot_keys, strict=True):  # AdamW's parameters hardly depend on a gradient's scale; its slots do
+        for value, p in zip(slot, reference, strict=True):
+            testing.assert_close(value, optimizer.state[p][key], name=key)
 
 
 def _adamw_each(params, grads, slots, step):
@@ -47,7 +50,7 @@ def _adamw_many(params, grads, slots, step):
 def test_adamw_matches_torch(update, dtype, make_tensor):
     """Both forms follow torch.optim.AdamW, with the gradient scaled first."""
     make = lambda ps: torch.optim.AdamW(ps, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, foreach=False)  # noqa: E731
-    _train(make_tensor, dtype, make, update, 2)
+    _train(make_tensor, dtype, make, update, ("exp_avg", "exp_avg_sq"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -65,7 +68,7 @@ def test_sgd_matches_torch(many, nesterov, dtype, make_tensor):
         out = [ops.sgd(*operands, lr, scale, **hyper) for operands in zip(params, grads, slots[0], strict=True)]
         return [p for p, _ in out], [[m for _, m in out]]
 
-    _train(make_tensor, dtype, lambda ps: torch.optim.SGD(ps, lr=0.01, **hyper), update, 1)
+    _train(make_tensor, dtype, lambda ps: torch.optim.SGD(ps, lr=0.01, **hyper), update, ("momentum_buffer",))
 
 
 @pytest.mark.parametrize("update", [_adamw_each, _adamw_many])
@@ -89,7 +92,7 @@ def test_sum_squares_of_many_small_numbers():
 def test_wrong_operands_are_refused(make_tensor):
     """All offenders are listed: shapes, counts, dtypes, scalars that are not, storage that cannot be overwritten."""
     x, lr = make_tensor((2, 3)), _scalars(1)
-    with pytest.raises(ShapeError, match="(?s)grad.*lr is"):
+    with pytest.raises(ShapeError, match=r"(?s)grad.*lr is"):
         ops.adamw(x, make_tensor((3,)), x, x, torch.ones(1), *lr[1:], **HYPER)
     with pytest.raises(ShapeError, match=r"2 tensors in params, but .'grads': 1"):
         ops.adamw_many([x, x], [x], [x, x], [x, x], *lr, **HYPER)
