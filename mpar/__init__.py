@@ -1,1 +1,51 @@
-"""mpar"""
+"""mpar: training large language models through a compiler. Names are loaded when first used, so that a worker which only runs
+a compiled program never loads the compiler."""
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "Mesh": "mpar.mesh",
+    "P": "mpar.spec",
+    "Precision": "mpar.precision",
+    "State": "mpar.program",
+    "Strategy": "mpar.strategy",
+    "compile_step": "mpar.program.compiler",
+    "generate": "mpar.infer",
+    "jit": "mpar.sharding",
+    "value_and_grad": "mpar.sharding",
+}
+_PACKAGES = ("checkpoint", "data", "infer", "models", "ops", "optim", "program", "sharding", "tree")
+
+__all__ = [
+    "Mesh",
+    "P",
+    "Precision",
+    "State",
+    "Strategy",
+    "checkpoint",
+    "compile_step",
+    "data",
+    "generate",
+    "infer",
+    "jit",
+    "models",
+    "ops",
+    "optim",
+    "program",
+    "sharding",
+    "tree",
+    "value_and_grad",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"mpar.{name}")
+    raise AttributeError(f"module 'mpar' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -26,7 +26,9 @@ class P:
         used = [axis for dim in as_tuples for axis in dim] + list(partial)
         repeated = sorted({axis for axis in used if used.count(axis) > 1})
         if repeated:
-            raise ShardingError(f"P{tuple(dims)} partial={partial} uses mesh axes {repeated} more than once: an axis shards one dim")
+            raise ShardingError(
+                f"P{tuple(dims)} partial={partial} uses mesh axes {repeated} more than once: an axis shards one dim"
+            )
         while as_tuples and not as_tuples[-1]:
             as_tuples.pop()
         object.__setattr__(self, "dims", tuple(as_tuples))
@@ -51,7 +53,9 @@ class P:
 
     def __repr__(self) -> str:
         dims = [repr(dim[0]) if len(dim) == 1 else "None" if not dim else repr(dim) for dim in self.dims]
-        partial = [f"partial={self.partial[0]!r}" if len(self.partial) == 1 else f"partial={self.partial!r}"] if self.partial else []
+        partial = (
+            [f"partial={self.partial[0]!r}" if len(self.partial) == 1 else f"partial={self.partial!r}"] if self.partial else []
+        )
         return f"P({', '.join(dims + partial)})"
 
 

@@ -110,7 +110,9 @@ class Strategy:
             opt_storage=table(self.opt_storage),
         )
 
-    def check(self, mesh: Mesh, shapes: Any, axes: Any, batch: Mapping[str, tuple[tuple[int, ...], Sequence[str | None]]]) -> None:
+    def check(
+        self, mesh: Mesh, shapes: Any, axes: Any, batch: Mapping[str, tuple[tuple[int, ...], Sequence[str | None]]]
+    ) -> None:
         """Raise ShardingError, listing all offenders, unless every tensor can be placed and every mesh axis has a use.
 
         `batch` maps a key to the global shape of one microbatch and its logical axes.
@@ -127,7 +129,9 @@ class Strategy:
         used = {axis for table in tables for axes_ in table.values() for axis in axes_}
         idle = [axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and axis not in used and not axis.endswith("_inner")]
         if idle:
-            problems.append(f"mesh axes {idle} are used by no rule of strategy {self.name!r}: their ranks would all do the same work")
+            problems.append(
+                f"mesh axes {idle} are used by no rule of strategy {self.name!r}: their ranks would all do the same work"
+            )
         if problems:
             raise ShardingError(
                 f"strategy {self.name!r} cannot place the model:\n  "

@@ -9,6 +9,7 @@ from mpar.ops._embedding import embedding
 from mpar.ops._geglu import geglu
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy
+from mpar.ops._primitive import PRIMITIVES
 from mpar.ops._random import Key, dropout, fold_in, fold_key, random_normal, random_uniform
 from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope
@@ -17,6 +18,7 @@ from mpar.ops._sum_squares import sum_squares
 from mpar.ops._swiglu import swiglu
 
 __all__ = [
+    "PRIMITIVES",
     "Key",
     "adamw",
     "adamw_many",

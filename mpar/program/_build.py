@@ -75,7 +75,9 @@ def compile_step(
     Raises ShardingError, ShapeError or ConfigError, listing all offenders.
     """
     if schedule is not None or mesh.axis_size("pp") > 1:
-        raise ConfigError(f"cannot compile schedule={schedule!r} on {mesh}: pipeline stages are not built yet; use pp=1 and no schedule")
+        raise ConfigError(
+            f"cannot compile schedule={schedule!r} on {mesh}: pipeline stages are not built yet; use pp=1 and no schedule"
+        )
     strategy = preset(strategy) if isinstance(strategy, str) else strategy
     recompute = recompute if isinstance(recompute, RecomputePolicy) else policy(recompute)
     builder = _Builder(model, optimizer, mesh, strategy, _precision(precision), recompute, num_microbatches, bucket_bytes)
@@ -130,11 +132,22 @@ class _Builder:
         return self.num_storages - 1
 
     def value(self, name: str, like: Tensor, spec: P, storage: int | None = None) -> int:
-        self.values.append(Value(name, tuple(like.shape), like.dtype, spec, self.storage() if storage is None else storage, like.storage_offset()))
+        self.values.append(
+            Value(
+                name, tuple(like.shape), like.dtype, spec, self.storage() if storage is None else storage, like.storage_offset()
+            )
+        )
         return len(self.values) - 1
 
     def emit(
-        self, op: str, code: Code, inputs: Sequence[int], names: Sequence[str], segment: str = "", microbatch: int = -1, queue: str = "compute"
+        self,
+        op: str,
+        code: Code,
+        inputs: Sequence[int],
+        names: Sequence[str],
+        segment: str = "",
+        microbatch: int = -1,
+        queue: str = "compute",
     ) -> list[int]:
         """Add an instruction; its results share storages with each other and with operands as the code says."""
         assert len(inputs) == len(code.in_specs), (op, segment, len(inputs), len(code.in_specs))
@@ -173,7 +186,8 @@ class _Builder:
 
     def _unit(self, path: str) -> _Unit:
         leaves = [
-            (f"{path}.{sub}" if sub else path, leaf) for sub, leaf in tree.leaves_with_path(tree.get(self.model.abstract_params, path))
+            (f"{path}.{sub}" if sub else path, leaf)
+            for sub, leaf in tree.leaves_with_path(tree.get(self.model.abstract_params, path))
         ]
         axes = [tuple(tree.get(self.model.param_axes, leaf_path)) for leaf_path, _ in leaves]
         strategy, mesh = self.strategy, self.mesh
@@ -217,13 +231,16 @@ class _Builder:
         self.raw: dict[str, list[int]] = {}  # by use, as backward gives them
         self.grads: dict[str, list[int]] = {}  # by use, reduced
         self.losses: list[int] = []
+        self.contributions: dict[int, tuple[str, str, int]] = {}
         self.gathered: dict[str, list[int]] = {}
         for microbatch in range(self.num_microbatches):
             self._microbatch(microbatch)
         metrics = self._finish()
         state_out = self._update(state_in)
         metrics.append(self._metric("grad_norm", self.norm))
-        frees = _insert_frees(self.instructions, self.values, keep={leaf.value for leaf in (*state_out, *metrics, *batch_leaves, *scalars)})
+        frees = _insert_frees(
+            self.instructions, self.values, keep={leaf.value for leaf in (*state_out, *metrics, *batch_leaves, *scalars)}
+        )
         info = {
             "optimizer": self.optimizer,
             "public_mesh": self.public_mesh,
@@ -234,9 +251,23 @@ class _Builder:
             "fallbacks": sorted({op for code, _ in self._codes() for op in code.fallbacks}),
             "num_storages": self.num_storages,
         }
-        return Program(
-            self.mesh, self.values, self.kinds, frees, state_in, state_out, batch_leaves, scalars, metrics, self.num_microbatches, info
+        program = Program(
+            self.mesh,
+            self.values,
+            self.kinds,
+            frees,
+            state_in,
+            state_out,
+            batch_leaves,
+            scalars,
+            metrics,
+            self.num_microbatches,
+            self.contributions,
+            {path: v for unit in self.units.values() for (path, _), v in zip(unit.leaves, self.final[unit.path], strict=True)},
+            info,
         )
+        program.verify()
+        return program
 
     def _codes(self) -> list[tuple[Code, str]]:
         return [(entry[1], entry[0]) for entry in self.cache.values() if isinstance(entry, tuple) and isinstance(entry[1], Code)]
@@ -288,7 +319,9 @@ class _Builder:
         self.context_code = compile_function(
             "context", self.model.context, (self.batch,), self.mesh, specs, table=self.strategy.compute, resolve=True
         )
-        self.weight_code = compile_function("weight", self.model.weight, (self.batch,), self.mesh, specs, table=self.strategy.compute)
+        self.weight_code = compile_function(
+            "weight", self.model.weight, (self.batch,), self.mesh, specs, table=self.strategy.compute
+        )
 
     def _compile_segments(self) -> None:
         """One compilation for each kind: equal functions on equal values are one."""
@@ -301,7 +334,10 @@ class _Builder:
             params = [
                 tree.unflatten(
                     tree.flatten(tree.get(self.model.abstract_params, path))[1],
-                    [_like(leaf, dtype) for (_, leaf), dtype in zip(self.units[path].leaves, self.units[path].compute_dtypes, strict=True)],
+                    [
+                        _like(leaf, dtype)
+                        for (_, leaf), dtype in zip(self.units[path].leaves, self.units[path].compute_dtypes, strict=True)
+                    ],
                 )
                 for path in segment.paths
             ]
@@ -333,7 +369,9 @@ class _Builder:
         ]
 
     def _out_specs(self, segment: Segment, num_leaves: int) -> list[P]:
-        axes = tree.leaves(segment.out_axes, is_leaf=lambda a: isinstance(a, tuple) and all(b is None or isinstance(b, str) for b in a))
+        axes = tree.leaves(
+            segment.out_axes, is_leaf=lambda a: isinstance(a, tuple) and all(b is None or isinstance(b, str) for b in a)
+        )
         return [self.strategy.compute_spec(a, self.mesh) for a in axes[:num_leaves]] if num_leaves else []
 
     def _weights(self) -> None:
@@ -358,7 +396,9 @@ class _Builder:
         specs = [self.values[v].spec for v in (*left, *right)]
         globals_ = [self._global(v) for v in (*left, *right)]
         n = len(left)
-        code = self._function("add", lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (globals_[:n], globals_[n:]), specs, specs[:n])
+        code = self._function(
+            "add", lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (globals_[:n], globals_[n:]), specs, specs[:n]
+        )
         return self.emit("accumulate", code, [*left, *right], names, segment, microbatch)
 
     def _global(self, value: int) -> Tensor:
@@ -398,6 +438,7 @@ class _Builder:
             labels = [*(f"d {path}.mb{m}" for path in paths), *(f"dx{index}.{m}" for _ in x)]
             out = self.emit("backward", code.backward, operands, labels, segment.name, m)
             grads, dx = out[: len(paths)], out[len(paths) :]
+            self.contributions |= {v: (path, f"{segment.name}", m) for v, path in zip(grads, paths, strict=True)}
             for path in segment.paths:
                 count = len(self.units[path].leaves)
                 self._take_gradients(index, path, grads[:count], m)
@@ -531,7 +572,9 @@ class _Builder:
             slots = [self.slots[slot, path] for slot in self.optimizer.slots]
             code = compile_update(self, unit, grads[path])
             inputs = [*self.params[path], *grads[path], *(v for column in slots for v in column), self.lr, self.step, scale]
-            names = [f"params.{p}" for p, _ in unit.leaves] + [f"opt.{s}.{p}" for s in self.optimizer.slots for p, _ in unit.leaves]
+            names = [f"params.{p}" for p, _ in unit.leaves] + [
+                f"opt.{s}.{p}" for s in self.optimizer.slots for p, _ in unit.leaves
+            ]
             out = self.emit("update", code, inputs, names, path)
             new |= dict(zip(names, out, strict=True))
         return [Leaf(leaf.path, new[leaf.path], leaf.shape, leaf.dtype, leaf.spec) for leaf in state_in]

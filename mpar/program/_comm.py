@@ -23,7 +23,9 @@ class Comm(Protocol):
     """What generated code asks for. Lists of tensors travel as one message; `dim` is then a list too."""
 
     def index(self, axes: tuple[str, ...]) -> int: ...
-    def all_gather(self, x: Tensor | list[Tensor], *, axes: tuple[str, ...], dim: int | list[int], size: int) -> Tensor | list[Tensor]: ...
+    def all_gather(
+        self, x: Tensor | list[Tensor], *, axes: tuple[str, ...], dim: int | list[int], size: int
+    ) -> Tensor | list[Tensor]: ...
     def reduce_scatter(
         self, x: Tensor | list[Tensor], *, axes: tuple[str, ...], dim: int | list[int], size: int
     ) -> Tensor | list[Tensor]: ...
@@ -45,7 +47,9 @@ class Counter:
 class ProcessComm:
     """Collectives of this process's rank. Making one creates the groups for `uses` in one global order on all ranks."""
 
-    def __init__(self, mesh: Mesh, uses: Iterable[tuple[str, ...]], *, order: str = "rank", counter: Counter | None = None) -> None:
+    def __init__(
+        self, mesh: Mesh, uses: Iterable[tuple[str, ...]], *, order: str = "rank", counter: Counter | None = None
+    ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
         if world != mesh.size:
             raise MeshError(

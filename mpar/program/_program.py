@@ -3,7 +3,7 @@
 A value is one local tensor. An instruction reads values, makes values, and frees the values it is the last to read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 from mpar.mesh import Mesh
+from mpar.program._comm import Counter
+from mpar.program._predict import Hardware, Prediction, predict
+from mpar.program._run import Progress, RankRun, State, bind, simulate
+from mpar.program._text import text
+from mpar.program._verify import verify
 from mpar.spec import P
 
 __all__ = ["CollectiveUse", "Instruction", "Kind", "Leaf", "Program", "Value"]
@@ -55,6 +60,7 @@ class Kind:
 
     source:     Python that defines `run(args, comm)`: takes its operands out of the list `args`, returns a tuple.
     constants:  tensors that the code refers to.
+    operands / results: local shape and dtype of each.
     positions:  mesh axes along which the code asks for its rank's position.
     memory:     how storages come and go, for predicting memory: see `program/_memory.py`.
     """
@@ -68,7 +74,9 @@ class Kind:
     workspace: int
     memory: Any
     num_nodes: int
-    positions: tuple[tuple[str, ...], ...] = ()
+    operands: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    positions: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,8 @@ class Program:
 
     state_in / state_out: parameters then optimizer slots, by path, before and after the step; batch: by (key, microbatch).
     scalars:              values given by the host each step: lr, step.
+    contributions:        values that backward segments give as gradients: (parameter path, use, microbatch).
+    gradients:            the finished gradient of each parameter, by path.
     """
 
     mesh: Mesh
@@ -118,6 +128,8 @@ class Program:
     scalars: list[Leaf]
     metrics: list[Leaf]
     num_microbatches: int
+    contributions: dict[int, tuple[str, str, int]]
+    gradients: dict[str, int]
     info: dict[str, Any] = field(default_factory=dict)
 
     def reads(self) -> Iterator[Leaf]:
@@ -131,3 +143,34 @@ class Program:
         found = {use.axes for kind in self.kinds.values() for use in kind.collectives}
         found |= {axes for kind in self.kinds.values() for axes in kind.positions}
         return sorted(found)
+
+    def verify(self) -> None:
+        """Raise ProgramError, naming the line, unless the program is well-formed; `program/_verify.py` says what that means."""
+        verify(self)
+
+    def text(self, rank: int = 0, hardware: Hardware | None = None) -> str:
+        """The program of one rank, a line an instruction, with bytes, and times if a profile is given."""
+        return text(self, rank, hardware)
+
+    def collectives(self) -> list[CollectiveUse]:
+        """Every collective of a step in order, those inside segments included."""
+        return [use for step in self.instructions for use in self.kinds[step.kind].collectives]
+
+    def predict(self, hardware: Hardware | None = None) -> Prediction:
+        """Peak bytes of a rank exactly, FLOPs and communication; times if a profile is given."""
+        return predict(self, hardware)
+
+    def simulate(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
+        """One step of all ranks in this process, on a global state and batch; `state` is left as it was."""
+        return simulate(self, state, batch)
+
+    def bind(
+        self,
+        *,
+        device: torch.device | str = "cpu",
+        order: str | None = None,
+        counter: Counter | None = None,
+        progress: Progress | None = None,
+    ) -> RankRun:
+        """This process's rank, ready to run, on the processes that torch.distributed has started."""
+        return bind(self, device=device, order=order, counter=counter, progress=progress)

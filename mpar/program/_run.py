@@ -1,23 +1,24 @@
 """Run: a thin interpreter of a program on one rank. It loads generated code and needs no part of the compiler."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mpar import ops, tree
 from mpar.errors import ShapeError
 from mpar.mesh import Mesh
-from mpar.ops._primitive import PRIMITIVES
+from mpar.ops import PRIMITIVES
 from mpar.program._comm import Comm, Counter, ProcessComm
-from mpar.program._program import Instruction, Kind, Leaf, Program
 from mpar.program._simulate import run_ranks
 from mpar.spec import P
 
+if TYPE_CHECKING:
+    from mpar.program._program import Instruction, Kind, Leaf, Program
+
 __all__ = ["RankRun", "State", "assemble", "bind", "load", "shard", "simulate"]
 
-Progress = Callable[[int, Instruction], None]
+Progress = Callable[[int, "Instruction"], None]
 
 
 class State:
@@ -32,7 +33,9 @@ class State:
     def take(self) -> dict[str, Tensor]:
         """The leaves, which leave the state. Raises ShapeError if they are gone already."""
         if not self.leaves:
-            raise ShapeError("this state was given to a step already, which owns its tensors now: use the state that the step returned")
+            raise ShapeError(
+                "this state was given to a step already, which owns its tensors now: use the state that the step returned"
+            )
         leaves, self.leaves = self.leaves, {}
         return leaves
 
@@ -40,7 +43,7 @@ class State:
         return f"State({len(self.leaves)} tensors, step={self.step})"
 
 
-def load(kind: Kind, device: torch.device) -> Callable[[list[Tensor], Comm], tuple[Tensor, ...]]:
+def load(kind: "Kind", device: torch.device) -> Callable[[list[Tensor], Comm], tuple[Tensor, ...]]:
     """The function that a kind's source defines."""
     names: dict[str, Any] = {
         "torch": torch,
@@ -57,7 +60,9 @@ def load(kind: Kind, device: torch.device) -> Callable[[list[Tensor], Comm], tup
 class RankRun:
     """One rank's program with loaded code. `progress(line, instruction)` is called before each instruction."""
 
-    def __init__(self, program: Program, comm: Comm, device: torch.device | str = "cpu", progress: Progress | None = None) -> None:
+    def __init__(
+        self, program: "Program", comm: Comm, device: torch.device | str = "cpu", progress: Progress | None = None
+    ) -> None:
         self.program, self.comm, self.device, self.progress = program, comm, torch.device(device), progress
         functions = {name: load(kind, self.device) for name, kind in program.kinds.items()}
         self._steps = [
@@ -98,7 +103,7 @@ class RankRun:
             for value in frees:
                 env.pop(value, None)
 
-    def _rows(self, leaf: Leaf, batch: Mapping[str, Tensor]) -> Tensor:
+    def _rows(self, leaf: "Leaf", batch: Mapping[str, Tensor]) -> Tensor:
         key, _, microbatch = leaf.path.rpartition(".")
         shape = self.program.values[leaf.value].shape
         rows = shape[0]
@@ -132,7 +137,7 @@ def assemble(parts: Sequence[Tensor], spec: P, mesh: Mesh) -> Tensor:
     return out
 
 
-def batch_rows(program: Program, batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+def batch_rows(program: "Program", batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     """The rows of a global batch (microbatches one after the other) that `rank` works on."""
     out = {}
     for leaf in program.batch:
@@ -140,12 +145,14 @@ def batch_rows(program: Program, batch: Mapping[str, Tensor], rank: int) -> dict
         if microbatch != "0" or key not in batch:
             continue
         rows = leaf.shape[0]
-        parts = [shard(batch[key][m * rows : (m + 1) * rows], leaf.spec, program.mesh, rank) for m in range(program.num_microbatches)]
+        parts = [
+            shard(batch[key][m * rows : (m + 1) * rows], leaf.spec, program.mesh, rank) for m in range(program.num_microbatches)
+        ]
         out[key] = torch.cat(parts)
     return out
 
 
-def simulate(program: Program, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
+def simulate(program: "Program", state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
     """One step of all ranks in this process on a global state and a global batch. `state` is left as it was."""
     mesh = program.mesh
 
@@ -154,14 +161,12 @@ def simulate(program: Program, state: State, batch: Mapping[str, Tensor]) -> tup
         return RankRun(program, comm)(State(local, state.step), batch_rows(program, batch, rank))
 
     results = run_ranks(mesh, work)
-    leaves = {
-        leaf.path: assemble([new.leaves[leaf.path] for new, _ in results], leaf.spec, mesh) for leaf in program.state_out
-    }
+    leaves = {leaf.path: assemble([new.leaves[leaf.path] for new, _ in results], leaf.spec, mesh) for leaf in program.state_out}
     return State(leaves, state.step + 1), results[0][1]
 
 
 def bind(
-    program: Program,
+    program: "Program",
     *,
     device: torch.device | str = "cpu",
     order: str | None = None,
@@ -184,6 +189,3 @@ class _Alone:
 
     def index(self, axes: tuple[str, ...]) -> int:
         return 0
-
-
-assert ops and tree  # importing ops registers the primitives that generated code calls

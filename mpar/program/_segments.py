@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from mpar import tree
-from mpar.chain import Chain, Segment
+from mpar.chain import Segment
 from mpar.errors import ProgramError
 from mpar.mesh import Mesh
 from mpar.program._codegen import generate
@@ -195,6 +195,8 @@ def _code(name: str, graph: fx.Graph, constants: Mapping[str, Tensor], in_specs:
     bucket(graph)
     used = {node.target for node in graph.find_nodes(op="get_attr")}
     cost = graph_cost(graph)
+    ins = tuple(node.meta["val"] for node in graph.find_nodes(op="placeholder"))
+    outs = tuple(node.meta["val"] for node in graph.output_node().args[0])
     kind = Kind(
         name,
         generate(graph),
@@ -205,10 +207,10 @@ def _code(name: str, graph: fx.Graph, constants: Mapping[str, Tensor], in_specs:
         cost.workspace,
         measure(graph),
         len(graph.nodes),
+        tuple((tuple(v.shape), v.dtype) for v in ins),
+        tuple((tuple(v.shape), v.dtype) for v in outs),
         tuple(sorted({n.kwargs["axes"] for n in graph.nodes if n.target in (collectives.shard, collectives.start)})),
     )
-    ins = tuple(node.meta["val"] for node in graph.find_nodes(op="placeholder"))
-    outs = tuple(node.meta["val"] for node in graph.output_node().args[0])
     if len(outs) != len(out_specs) or len(ins) != len(in_specs):
         raise ProgramError(f"segment {name}: {len(outs)} results for {len(out_specs)} specs")
     return Code(kind, ins, tuple(in_specs), outs, tuple(out_specs))

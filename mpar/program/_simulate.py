@@ -62,7 +62,11 @@ class _Hall:
             if len(arrived) == len(group):
                 kinds = {k for k, _ in arrived.values()}
                 if len(kinds) > 1:
-                    self.fail(ProgramError(f"ranks {group} meet with different collectives: { {r: k for r, (k, _) in arrived.items()} }"))
+                    self.fail(
+                        ProgramError(
+                            f"ranks {group} meet with different collectives: { {r: k for r, (k, _) in arrived.items()} }"
+                        )
+                    )
                 else:
                     self.hand_out(group, kind, [arrived[member][1] for member in group], how)
                 del self.waiting[group]
@@ -110,5 +114,3 @@ def run_ranks(mesh: Mesh, work: Callable[[int, LockstepComm], Any]) -> list[Any]
     if hall.failure is not None:
         raise hall.failure
     return results
-
-

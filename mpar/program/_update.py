@@ -97,7 +97,9 @@ def compile_update(builder: "_Builder", unit: "_Unit", grads: list[int]) -> Code
         targets = [*unit.storage, *unit.opt * len(optimizer.slots)]
         name = f"update {unit.path.split('.')[0]}"
         passes = (join_updates,) if owned else ()
-        builder.cache[key] = compile_function(name, update, args, builder.mesh, specs, targets, builder.strategy.compute, passes=passes)
+        builder.cache[key] = compile_function(
+            name, update, args, builder.mesh, specs, targets, builder.strategy.compute, passes=passes
+        )
     return builder.cache[key]
 
 
@@ -130,7 +132,12 @@ def _join_update(graph: fx.Graph, many: Primitive, nodes: list[fx.Node], scalars
     last = max(nodes, key=order.__getitem__)
     with graph.inserting_after(last):
         joined = graph.call_function(many.op, (*([n.args[i] for n in nodes] for i in range(num_lists)), *scalars), kwargs)
-    joined.meta = {"val": many.op(*fx.node.map_arg(joined.args, lambda n: n.meta["val"]), **kwargs), "spec": None, "line": "", "labels": ()}
+    joined.meta = {
+        "val": many.op(*fx.node.map_arg(joined.args, lambda n: n.meta["val"]), **kwargs),
+        "spec": None,
+        "line": "",
+        "labels": (),
+    }
     at = joined
     for result in range(len(many.results)):
         with graph.inserting_after(at):

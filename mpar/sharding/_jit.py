@@ -1,6 +1,6 @@
 """jit: compile any pure function of tensors for a mesh."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

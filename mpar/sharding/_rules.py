@@ -151,9 +151,7 @@ def _pointwise(node: fx.Node) -> NodeRule:
         node.target in (aten.div.Tensor, aten.div.Scalar)
         and node.args[0] is not node.args[1]
         and isinstance(node.args[0], fx.Node)
-    ):
-        rule.linear = {0}
-    elif node.target in (aten.neg.default, aten.clone.default):
+    ) or node.target in (aten.neg.default, aten.clone.default):
         rule.linear = {0}
     return rule
 

@@ -1,0 +1,68 @@
+"""Text: a program as people read it, a line an instruction, with bytes and predicted time."""
+
+from typing import TYPE_CHECKING
+
+from mpar.program._predict import Hardware, instruction_times, memory_timeline
+
+if TYPE_CHECKING:
+    from mpar.program._program import Instruction, Program
+
+__all__ = ["format_bytes", "format_time", "text"]
+
+
+def text(program: "Program", rank: int = 0, hardware: Hardware | None = None) -> str:
+    """The program of `rank`: every instruction with operands, collectives and memory, then what its segments contain.
+
+    Times are there if a hardware profile is given.
+    """
+    mesh = program.mesh
+    where = " ".join(f"{axis}={index}" for axis, index in mesh.coordinates(rank).items())
+    timeline = memory_timeline(program)
+    times = instruction_times(program, hardware) if hardware else [None] * len(program.instructions)
+    head = f"rank {rank} of {mesh.size} ({where})   peak {format_bytes(max(peak for peak, _ in timeline))} predicted"
+    if hardware:
+        head += f"   step {format_time(sum(t for t in times if t is not None))} predicted on {hardware.name}"
+    lines = [head]
+    for number, step in enumerate(program.instructions):
+        lines.append(_line(program, number, step, timeline[number][1], times[number]))
+    return "\n".join(lines)
+
+
+def _line(program: "Program", number: int, step: "Instruction", live: int, time_s: float | None) -> str:
+    names = program.values
+    results = _names([names[v].name for v in step.outputs])
+    what = f"{step.op} {step.segment}".strip() + (f" mb{step.microbatch}" if step.microbatch >= 0 else "")
+    operands = _names([names[v].name for v in step.inputs])
+    parts = [f"{number:04d} {step.queue:8} {results} = {what} ({operands})"]
+    uses = program.kinds[step.kind].collectives
+    if uses:
+        parts.append("; ".join(f"{use.op} {'x'.join(use.axes)} {format_bytes(use.bytes)}" for use in uses))
+    if step.frees:
+        parts.append("free " + _names([names[v].name for v in step.frees]))
+    parts.append(format_bytes(live))
+    if time_s is not None:
+        parts.append(format_time(time_s))
+    return "   ".join(parts)
+
+
+def _names(names: list[str], most: int = 4) -> str:
+    shown = names if len(names) <= most else [*names[: most - 1], f"... {names[-1]} [{len(names)}]"]
+    return ", ".join(shown)
+
+
+def format_bytes(count: int) -> str:
+    """`1536` as `1.5 KiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def format_time(seconds: float) -> str:
+    """Seconds with a unit that keeps three digits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 1 or unit == "us":
+            return f"{seconds * scale:.3g} {unit}"
+    raise AssertionError

@@ -1,0 +1,6 @@
+"""The part of this package that compiles; `mpar.program` itself only runs, so that workers stay small."""
+
+from mpar.program._build import compile_step
+from mpar.program._partition import RecomputePolicy, policy
+
+__all__ = ["RecomputePolicy", "compile_step", "policy"]
