@@ -235,6 +235,7 @@ def test_repeated_rows_do_not_leak_into_validation(byte_tokenizer, write_rows):
     train, validation = load_dataset(config(f"{path}#30"), byte_tokenizer).split(0.3)
     sides = [set(texts(side, byte_tokenizer, "labels")) for side in (train, validation)]
     assert (len(sides[0]), len(sides[1]), sides[0] & sides[1]) == (7, 3, set())
+    assert (len(train.documents), len(validation.documents)) == (21, 9)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,14 @@ def test_span_that_begins_with_white_space(merged_backend):
     assert trained_text(tokenizer, [{"role": "assistant", "content": "the answer  "}]) == [" the answer  <|end|>"]
 
 
+def test_white_space_at_both_ends_of_a_span(merged_backend):
+    """Tokens of white space alone, whose offsets are empty, belong to the side that their text is on."""
+    template = "{% for m in messages %}{{ m.role }}: \t {% generation %}{{ m.content }}{% endgeneration %}\t |{% endfor %}"
+    tokenizer = data.Tokenizer(merged_backend, special={}, chat_template=template)
+    for answer in ("\tthe answer", "\tthe answer\t  ", "\n \nthe\n \nanswer   "):
+        assert trained_text(tokenizer, [{"role": "assistant", "content": answer}]) == [answer]
+
+
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("template", ["marked", "prefixes"])
 def test_exactly_the_answers_and_their_end_are_trained(byte_tokenizer, tmp_path, template, chat):
