@@ -65,7 +65,7 @@ def _encode_axes(axes: Axes | P) -> str:
 
 
 def _identity_like(x: Tensor, **_: object) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return torch.empty_like(x)  # strides as clone gives them: those of an expanded x are made dense
 
 
 def _batched(primitive: Primitive) -> None:
