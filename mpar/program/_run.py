@@ -43,11 +43,15 @@ class State:
         return f"State({len(self.leaves)} tensors, step={self.step})"
 
 
-def load(kind: "Kind", device: torch.device) -> Callable[[list[Tensor], Comm], tuple[Tensor, ...]]:
-    """The function that a kind's source defines."""
+def load(
+    kind: "Kind", device: torch.device, primitives: Mapping[str, Callable] | None = None
+) -> Callable[[list[Tensor], Comm], tuple[Tensor, ...]]:
+    """The function that a kind's source defines; `primitives` are what it calls, by default their kernels on `device`."""
+    if primitives is None:
+        primitives = {name: primitive.kernel(device.type) for name, primitive in PRIMITIVES.items()}
     names: dict[str, Any] = {
         "torch": torch,
-        "PRIMITIVES": {name: primitive.kernel(device.type) for name, primitive in PRIMITIVES.items()},
+        "PRIMITIVES": primitives,
         "CONSTANTS": {name: value.to(device) for name, value in kind.constants.items()},
         "DEVICE": device,
         "inf": float("inf"),
@@ -58,17 +62,24 @@ def load(kind: "Kind", device: torch.device) -> Callable[[list[Tensor], Comm], t
 
 
 class RankRun:
-    """One rank's program with loaded code. `progress(line, instruction)` is called before each instruction."""
+    """One rank's program with loaded code.
+
+    `progress(line, instruction)` is called before each instruction; `primitives` replaces what the code calls (see `load`).
+    """
 
     def __init__(
-        self, program: "Program", comm: Comm, device: torch.device | str = "cpu", progress: Progress | None = None
+        self,
+        program: "Program",
+        comm: Comm,
+        device: torch.device | str = "cpu",
+        progress: Progress | None = None,
+        primitives: Mapping[str, Callable] | None = None,
     ) -> None:
         self.program, self.comm, self.device, self.progress = program, comm, torch.device(device), progress
-        functions = {name: load(kind, self.device) for name, kind in program.kinds.items()}
+        functions = {name: load(kind, self.device, primitives) for name, kind in program.kinds.items()}
         self._steps = [
             (functions[step.kind], step.inputs, frozenset(step.frees), step.outputs, step) for step in program.instructions
         ]
-        self._constants = functions  # keeps constants alive with the code
 
     def __call__(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
         """One step. `batch` has this rank's rows, microbatch after microbatch. Takes over the tensors of `state`.

@@ -70,6 +70,7 @@ class _Hall:
                 else:
                     self.hand_out(group, kind, [arrived[member][1] for member in group], how)
                 del self.waiting[group]
+                arrived.clear()  # nobody's operands live on in this frame
                 self.condition.notify_all()
             while (group, rank) not in self.results and self.failure is None:
                 if not self.condition.wait(timeout=120):
