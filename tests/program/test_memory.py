@@ -64,4 +64,4 @@ def test_policies_change_no_bit(mesh, strategy, make_model, make_state, batch):
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
     assert peaks["full"] < peaks["selective"] < peaks["none"]
-    assert peaks["full"] <= peaks["budget"] <= peaks["none"]
+    assert peaks["budget"] < peaks["none"]
