@@ -99,7 +99,8 @@ class _AxisCheck:
     def infer(self, node: fx.Node) -> Any:
         if node.target is operator.getitem:
             types = self.types[node.args[0]]
-            return types[node.args[1]] if isinstance(types, list) else types
+            now = types[node.args[1]] if isinstance(types, list) else types
+            return self.claim(node) if now == "V" else now
         if node.target is collectives.start:
             return "V" if self.axis in node.kwargs["axes"] else "R"
         if node.target in (*collectives.COLLECTIVES, collectives.shard):
@@ -183,10 +184,21 @@ class _AxisCheck:
         return ["P"] * len(rule.results) if isinstance(node.meta["val"], (tuple, list)) else "P"
 
     def varying(self, node: fx.Node, rule: NodeRule, types: list) -> Any:
-        """Inside the local program of a primitive the types are its author's word: each node has the spec claimed for it."""
-        spec = node.meta.get("spec")
-        claimed = "V" if spec is None else self.of_spec(spec)
-        return [claimed] * len(rule.results) if isinstance(node.meta["val"], (tuple, list)) else claimed
+        """Inside the local program of a primitive, what depends on a rank's coordinate is of the type that its author claims."""
+        if "P" in types:
+            self.pending(node, rule, types)
+        if isinstance(node.meta["val"], (tuple, list)):
+            return ["V"] * len(rule.results)
+        return self.claim(node)
+
+    def claim(self, node: fx.Node) -> Type:
+        """The type of a value that ranks compute differently: sharded or pending by its author's word, never replicated."""
+        if node.meta.get("spec") is None:
+            return "V"
+        claimed = self.of_spec(node.meta["spec"])
+        if claimed == "R":
+            self.fail(node, "it is computed differently on each rank, and defined as replicated")
+        return claimed
 
 
 def _text(kind: Any) -> str:
