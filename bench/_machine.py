@@ -1,0 +1,48 @@
+"""What a number needs to be reproduced: hardware, versions, commit, date, command."""
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+__all__ = ["foreign_cpu_s", "machine"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def machine() -> dict[str, str]:
+    """Facts about this run."""
+    with open("/proc/cpuinfo") as file:
+        model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.processor())
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "mpar") else ""),
+        "cpu": f"{os.cpu_count()} cores, {model}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
+    }
+
+
+def foreign_cpu_s() -> float:
+    """CPU seconds that all processes of the machine have used since it started; differences are read."""
+    with open("/proc/stat") as file:
+        fields = [int(x) for x in file.readline().split()[1:]]
+    idle = fields[3] + fields[4]
+    return (sum(fields[:8]) - idle) / os.sysconf("SC_CLK_TCK")
+
+
+def _git(*args: str) -> str:
+    try:
+        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _module() -> str:
+    parts = Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__main__")

@@ -1,0 +1,41 @@
+"""Lines of JSON, and the same as a Markdown table."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RESULTS", "append_lines", "table"]
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def append_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Add lines to a file of JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Markdown: one row for each (config, mesh, variant), newest last."""
+    newest = {(line["config"], line["mesh"], line["variant"]): line for line in lines}
+    rows = [
+        "| config | mesh | peer | ms | CPU ms, all ranks | mpar / peer, wall (95 %) | mpar / peer, CPU (95 %) | bar | pairs, passes | "
+        "foreign cores |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (config, mesh, variant), line in newest.items():
+        wall, cpu = (_ratio(line.get(f"mpar_over_this_{key}")) for key in ("wall", "cpu"))
+        bar = "" if "bar" not in line else f"{line['bar']} {'met' if line['under_bar'] else '**missed**'}"
+        pairs = f"{line['pairs']}, {line['passes']}" if "pairs" in line else ""
+        foreign = "/".join(f"{x:.1f}" for x in line.get("foreign_cores", []))
+        rows.append(
+            f"| {config} | {mesh} | {variant} | {line['median_ms']:.1f} | {line['cpu_ms']:.1f} | {wall} | {cpu} | {bar} | {pairs} "
+            f"| {foreign} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def _ratio(values: Sequence[float] | None) -> str:
+    return "" if values is None else f"{values[0]:.3f} ({values[1]:.3f} to {values[2]:.3f})"

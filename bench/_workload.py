@@ -1,0 +1,108 @@
+"""The peers' workload as mpar runs it: the model, its weights by parameter name, the compiled step, a rank's state."""
+
+import json
+import pickle
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from mpar import models, tree
+from mpar.mesh import Mesh
+from mpar.optim import AdamW
+from mpar.program import Program, State
+from mpar.program._run import batch_rows, shard
+from mpar.program.compiler import compile_step
+
+__all__ = ["MESHES", "build_model", "compile_workload", "initial_params", "local_state", "make_step", "save_workload"]
+
+MESHES: dict[str, tuple[Mesh, str]] = {
+    "one": (Mesh(dp=1), "ddp"),
+    "dp2": (Mesh(dp=2), "ddp"),
+    "dp4": (Mesh(dp=4), "ddp"),
+    "fsdp2": (Mesh(fsdp=2), "zero3"),
+    "fsdp4": (Mesh(fsdp=4), "zero3"),
+    "tp2": (Mesh(tp=2), "tp"),
+    "tp2+sp": (Mesh(tp=2), "tp_sp"),
+    "tp4+sp": (Mesh(tp=4), "tp_sp"),
+    "fsdp2xtp2+sp": (Mesh(fsdp=2, tp=2), "zero3_tp_sp"),
+}
+"""The peers' names of meshes, and what mpar calls them."""
+
+
+def hf_config(cfg: Any, workload: ModuleType) -> dict[str, Any]:
+    """The config.json of the peers' model."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": cfg.d,
+        "intermediate_size": cfg.ffn,
+        "num_hidden_layers": cfg.layers,
+        "num_attention_heads": cfg.heads,
+        "num_key_value_heads": cfg.kv_heads,
+        "head_dim": cfg.head_dim,
+        "vocab_size": cfg.vocab,
+        "max_position_embeddings": cfg.seq,
+        "rms_norm_eps": workload.NORM_EPS,
+        "rope_theta": workload.ROPE_THETA,
+        "tie_word_embeddings": False,
+    }
+
+
+def build_model(cfg: Any, workload: ModuleType) -> models.Model:
+    """mpar's model of the peers' shapes."""
+    return models.from_config(hf_config(cfg, workload))
+
+
+def compile_workload(cfg: Any, workload: ModuleType, mesh: str) -> Program:
+    """The peers' training step, compiled for one of the peers' meshes."""
+    optimizer = AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, decay="all", clip_norm=workload.CLIP)
+    shape, strategy = MESHES[mesh]
+    return compile_step(build_model(cfg, workload), optimizer, shape, strategy, (cfg.batch, cfg.seq))
+
+
+def initial_params(cfg: Any, workload: ModuleType) -> dict[str, torch.Tensor]:
+    """The peers' initial weights by mpar's paths, whole; they go through the files of a Hugging Face folder."""
+    peer = workload.init_(workload.Llama(cfg))
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = {n if n.startswith("lm_head") else f"model.{n}": p.detach() for n, p in peer.named_parameters()}
+        save_file(tensors, Path(folder) / "model.safetensors")
+        (Path(folder) / "config.json").write_text(json.dumps(hf_config(cfg, workload)))
+        _, params = models.from_hf(folder)
+    return dict(tree.leaves_with_path(params))
+
+
+def save_workload(folder: Path, cfg: Any, workload: ModuleType, mesh: str) -> Program:
+    """Compile, and leave `program.pickle` and `params.pt` for ranks that load no compiler."""
+    program = compile_workload(cfg, workload, mesh)
+    (folder / "program.pickle").write_bytes(pickle.dumps(program))
+    torch.save(initial_params(cfg, workload), folder / "params.pt")
+    return program
+
+
+def local_state(program: Program, params: dict[str, torch.Tensor], rank: int) -> State:
+    """The state of `rank` before the first step: its shards of the weights, and zeros."""
+    leaves = {}
+    for leaf in program.state_in:
+        kind, _, path = leaf.path.partition(".")
+        if kind == "params":
+            leaves[leaf.path] = shard(params[path], leaf.spec, program.mesh, rank)
+        else:
+            path = path.partition(".")[2]
+            leaves[leaf.path] = torch.zeros_like(shard(params[path], leaf.spec, program.mesh, rank))
+    return State(leaves)
+
+
+def make_step(program: Program, params: dict[str, torch.Tensor], workload: ModuleType, cfg: Any, rank: int):
+    """`step() -> loss` in the peers' manner, each on the next batch."""
+    run, state, data = program.bind(), [local_state(program, params, rank)], workload.batches(cfg)
+
+    def step() -> torch.Tensor:
+        tokens, labels = next(data)
+        state[0], metrics = run(state[0], batch_rows(program, {"tokens": tokens, "labels": labels}, rank))
+        return metrics["loss"]
+
+    return step
