@@ -38,6 +38,7 @@ class Strategy:
                    table already gives to a tensor is not used twice.
     reduce:        "each": gradients are reduced every microbatch into a sharded accumulator; "last": accumulated as they come and
                    reduced once. None: "each" where gradient storage is sharded, else "last".
+    gather:        "drop": gathered parameters are dropped after forward and gathered again for backward; "keep": gathered once.
     partial_ok:    logical axes of which an axis may shard only its largest outer part that divides, and replicate the rest.
     """
 
@@ -48,14 +49,17 @@ class Strategy:
     opt_storage: AxisTable = field(default_factory=dict)
     reduce: str | None = None
     partial_ok: tuple[str, ...] = ("kv_heads",)
+    gather: str = "drop"
 
     def __post_init__(self) -> None:
         if self.reduce not in (None, "each", "last"):
             raise UnknownNameError(f"strategy {self.name!r}: reduce is {self.reduce!r}; it is 'each', 'last' or None")
+        if self.gather not in ("drop", "keep"):
+            raise UnknownNameError(f"strategy {self.name!r}: gather is {self.gather!r}; it is 'drop' or 'keep'")
 
     def __hash__(self) -> int:
         tables = (self.compute, self.param_storage, self.grad_storage, self.opt_storage)
-        return hash((self.name, self.reduce, *(tuple(sorted(table.items())) for table in tables)))
+        return hash((self.name, self.reduce, self.gather, *(tuple(sorted(table.items())) for table in tables)))
 
     @property
     def reduces_each(self) -> bool:

@@ -414,7 +414,7 @@ class _Builder:
         saved: list[tuple[list[int], list[int]]] = []  # per segment: its operands, what it kept
         for index, segment in enumerate(self.segments):
             code = self.codes[index]
-            params = self._gather_for(index, m, backward=False)
+            params = self._gather_for(index, m)
             operands = [*params, *x, *self.context]
             num_x, num_losses = len(code.traced.x_out), len(code.traced.losses)
             labels = [*(f"x{index + 1}.{m}" for _ in range(num_x)), *(f"{name}.{index}.{m}" for name in code.traced.losses)]
@@ -430,7 +430,7 @@ class _Builder:
         dx: list[int] = []
         for index in reversed(range(len(self.segments))):
             segment, code = self.segments[index], self.codes[index]
-            params = self._gather_for(index, m, backward=True)
+            params = self._gather_for(index, m, code.reads)
             x, kept = saved[index]
             primals = [*params, *x, *self.context]
             operands = [*(primals[i] for i in code.reads), *kept, *dx, *[self.cotangent] * len(code.traced.losses)]
@@ -450,13 +450,18 @@ class _Builder:
     def _group_of(self, path: str) -> list[_Unit]:
         return next(group for group in self.groups if any(unit.path == path for unit in group))
 
-    def _gather_for(self, index: int, m: int, *, backward: bool) -> list[int]:
-        """The values of the parameters that segment `index` uses, gathered with their group if they are not there yet."""
-        out = []
+    def _gather_for(self, index: int, m: int, reads: Sequence[int] | None = None) -> list[int]:
+        """The values of the parameters of segment `index`, gathered with their group if they are not there yet.
+
+        `reads`: positions of those that are wanted; a path without any is not gathered, and -1 stands for its values.
+        """
+        out: list[int] = []
         for path in self.segments[index].paths:
-            if path not in self.gathered:
+            count = len(self.units[path].leaves)
+            wanted = reads is None or any(len(out) <= i < len(out) + count for i in reads)
+            if wanted and path not in self.gathered:
                 self._gather([unit for unit in self._group_of(path) if unit.path not in self.gathered], m)
-            out.extend(self.gathered[path])
+            out.extend(self.gathered[path] if wanted else [-1] * count)
         return out
 
     def _gather(self, units: list[_Unit], m: int) -> None:
@@ -491,6 +496,8 @@ class _Builder:
 
     def _drop_gathered(self, index: int, *, backward: bool) -> None:
         """Forget gathered values after the last segment of their group, unless the backward that follows reads them at once."""
+        if self.strategy.gather == "keep":
+            return
         for group in self.groups:
             users = [user for unit in group for user in unit.users]
             last_group = max(users) == len(self.segments) - 1
