@@ -7,6 +7,9 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from mpar.errors import MeshError
 
 __all__ = ["Mesh"]
@@ -98,6 +101,19 @@ class Mesh:
         for name, value in self._sizes.items():
             sizes |= parts if name == axis else {name: value}
         return Mesh(**sizes)
+
+    def bind(self, device_type: str = "cpu") -> DeviceMesh:
+        """The DeviceMesh over this job's processes, with one dim for each axis.
+
+        Raises MeshError, before any communication, if the number of processes is not the number of ranks.
+        """
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world != self.size:
+            raise MeshError(
+                f"cannot bind {self} of {self.size} ranks: {world} process{'es are' if world > 1 else ' is'} running.\n"
+                f"Start {self.size} with torchrun and call torch.distributed.init_process_group, or choose sizes whose product is {world}."
+            )
+        return init_device_mesh(device_type, tuple(self._sizes.values()), mesh_dim_names=self.axes)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and list(self._sizes.items()) == list(other._sizes.items())

@@ -75,7 +75,12 @@ def main(out):
             local, metrics = run(local, batch_rows(program, batch, rank))
             losses.append(metrics["loss"])
             norms.append(metrics["grad_norm"])
-        results[case] = {"losses": torch.stack(losses), "norms": torch.stack(norms), "messages": counter.messages, "leaves": local.leaves}
+        results[case] = {
+            "losses": torch.stack(losses),
+            "norms": torch.stack(norms),
+            "messages": counter.messages,
+            "leaves": local.leaves,
+        }
     if rank == 0:
         torch.save(results, out)
     dist.barrier()

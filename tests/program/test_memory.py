@@ -21,7 +21,12 @@ STRATEGIES = [
     (Mesh(tp=2), "tp"),
     (Mesh(fsdp=2, tp=2), "zero3_tp_sp"),
 ]
-POLICIES = [RecomputePolicy("none"), RecomputePolicy("full"), RecomputePolicy("selective"), RecomputePolicy("budget", budget=9000)]
+POLICIES = [
+    RecomputePolicy("none"),
+    RecomputePolicy("full"),
+    RecomputePolicy("selective"),
+    RecomputePolicy("budget", budget=9000),
+]
 
 
 def measured_peaks(program, state, batch):
