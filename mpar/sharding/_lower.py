@@ -4,6 +4,7 @@ Forward over the nodes, each on its own: choose which factors are sharded, bring
 node is lowered correctly whatever its operands' specs are, so the choice of specs decides speed and never the result.
 """
 
+import itertools
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
@@ -305,6 +306,14 @@ class _Lowering:
                         used.update(taken)
                     if taken != axes_of.get(name, ()) or self.mesh.axis_size(taken) != rule.sizes[name]:
                         break  # minor factors stay whole: the shard of this dim would not be contiguous
+        return self.contiguous(rule, axes_of)
+
+    def contiguous(self, rule: NodeRule, axes_of: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        """`axes_of` without factors whose shards would not be contiguous in some dim: one that is major there stays whole."""
+        for names in (names for dims in (*rule.factors, *rule.results) for names in dims):
+            for major, minor in itertools.pairwise(names):
+                if minor in axes_of and self.mesh.axis_size(axes_of.get(major, ())) != rule.sizes[major]:
+                    return self.contiguous(rule, {name: axes for name, axes in axes_of.items() if name != minor})
         return axes_of
 
     def pass_partial(self, node: fx.Node, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]]) -> set[str]:
