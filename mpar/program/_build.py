@@ -17,6 +17,7 @@ from mpar.errors import ConfigError, ShapeError
 from mpar.mesh import Mesh
 from mpar.precision import Precision, precision
 from mpar.program._partition import RecomputePolicy, policy
+from mpar.program._passes import hoist_gathers, insert_frees
 from mpar.program._program import Instruction, Leaf, Program, Value
 from mpar.program._segments import Code, SegmentCode, compile_function, compile_segment, trace_segment
 from mpar.program._update import compile_norm, compile_squares, compile_update
@@ -64,6 +65,7 @@ def compile_step(
     precision: Precision | str | None = None,
     recompute: RecomputePolicy | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    prefetch_bytes: int = 0,
 ) -> Program:
     """Compile one training step: forward, backward, reduction, clipping and update, for every rank of `mesh`.
 
@@ -72,6 +74,7 @@ def compile_step(
     schedule:     the order of microbatches over pipeline stages; one stage has only one order, so only None is accepted yet.
     precision:    "fp32", "bf16" or a Precision. recompute: none, full, selective, budget, or a RecomputePolicy.
     bucket_bytes: gathers and reductions of neighbouring units are joined into messages up to this size.
+    prefetch_bytes: gathers that make at most this much are issued one group early, to overlap with its computation.
     Raises ShardingError, ShapeError or ConfigError, listing all offenders.
     """
     if schedule is not None or mesh.axis_size("pp") > 1:
@@ -80,7 +83,7 @@ def compile_step(
         )
     strategy = preset(strategy) if isinstance(strategy, str) else strategy
     recompute = recompute if isinstance(recompute, RecomputePolicy) else policy(recompute)
-    builder = _Builder(model, optimizer, mesh, strategy, _precision(precision), recompute, num_microbatches, bucket_bytes)
+    builder = _Builder(model, optimizer, mesh, strategy, _precision(precision), recompute, num_microbatches, bucket_bytes, prefetch_bytes)
     return builder.build(_batch_values(batch_shape, num_microbatches))
 
 
@@ -113,9 +116,11 @@ class _Builder:
         recompute: RecomputePolicy,
         num_microbatches: int,
         bucket_bytes: int,
+        prefetch_bytes: int,
     ) -> None:
         self.model, self.optimizer, self.precision, self.recompute = model, optimizer, precision, recompute
         self.public_mesh, self.num_microbatches, self.bucket_bytes = mesh, num_microbatches, bucket_bytes
+        self.prefetch_bytes = prefetch_bytes
         self.strategy, self.mesh = strategy.refine(mesh, model.abstract_params, model.param_axes)
         self.values: list[Value] = []
         self.instructions: list[Instruction] = []
@@ -238,9 +243,8 @@ class _Builder:
         metrics = self._finish()
         state_out = self._update(state_in)
         metrics.append(self._metric("grad_norm", self.norm))
-        frees = _insert_frees(
-            self.instructions, self.values, keep={leaf.value for leaf in (*state_out, *metrics, *batch_leaves, *scalars)}
-        )
+        steps = hoist_gathers(self.instructions, self.values, self.prefetch_bytes)
+        steps = insert_frees(steps, keep={leaf.value for leaf in (*state_out, *metrics, *batch_leaves, *scalars)})
         info = {
             "optimizer": self.optimizer,
             "public_mesh": self.public_mesh,
@@ -255,7 +259,7 @@ class _Builder:
             self.mesh,
             self.values,
             self.kinds,
-            frees,
+            steps,
             state_in,
             state_out,
             batch_leaves,
@@ -585,17 +589,6 @@ class _Builder:
             out = self.emit("update", code, inputs, names, path)
             new |= dict(zip(names, out, strict=True))
         return [Leaf(leaf.path, new[leaf.path], leaf.shape, leaf.dtype, leaf.spec) for leaf in state_in]
-
-
-def _insert_frees(instructions: list[Instruction], values: list[Value], keep: set[int]) -> list[Instruction]:
-    """Free every value with the last instruction that reads it, or with the one that makes it if none does."""
-    seen: set[int] = set(keep)
-    out = []
-    for step in reversed(instructions):
-        frees = tuple(v for v in dict.fromkeys((*step.inputs, *step.outputs)) if v not in seen)
-        seen.update(frees)
-        out.append(Instruction(step.op, step.kind, step.inputs, step.outputs, frees, step.segment, step.microbatch, step.queue))
-    return out[::-1]
 
 
 def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

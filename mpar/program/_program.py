@@ -13,7 +13,7 @@ from torch import Tensor
 from mpar.mesh import Mesh
 from mpar.program._comm import Counter
 from mpar.program._predict import Hardware, Prediction, predict
-from mpar.program._run import Progress, RankRun, State, bind, simulate
+from mpar.program._run import Progress, RankRun, State, bind, init_state, simulate
 from mpar.program._text import text
 from mpar.program._verify import verify
 from mpar.spec import P
@@ -159,6 +159,10 @@ class Program:
     def predict(self, hardware: Hardware | None = None) -> Prediction:
         """Peak bytes of a rank exactly, FLOPs and communication; times if a profile is given."""
         return predict(self, hardware)
+
+    def init_state(self, params: Any, rank: int | None = None) -> State:
+        """The state before the first step, from global parameters (or DTensors); `rank` None gives a global one for `simulate`."""
+        return init_state(self, params, rank)
 
     def simulate(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
         """One step of all ranks in this process, on a global state and batch; `state` is left as it was."""

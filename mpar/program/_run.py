@@ -6,17 +6,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mpar import tree
 from mpar.errors import ShapeError
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES
 from mpar.program._comm import Comm, Counter, ProcessComm
 from mpar.program._simulate import run_ranks
-from mpar.spec import P
+from mpar.spec import P, local_shape
 
 if TYPE_CHECKING:
     from mpar.program._program import Instruction, Kind, Leaf, Program
 
-__all__ = ["RankRun", "State", "assemble", "bind", "load", "shard", "simulate"]
+__all__ = ["RankRun", "State", "assemble", "batch_rows", "bind", "init_state", "load", "shard", "simulate"]
 
 Progress = Callable[[int, "Instruction"], None]
 
@@ -38,6 +39,10 @@ class State:
             )
         leaves, self.leaves = self.leaves, {}
         return leaves
+
+    def params(self, like: Any) -> Any:
+        """The parameters as a tree with the structure of `like` (`model.abstract_params`)."""
+        return tree.unflatten(tree.flatten(like)[1], [self.leaves[f"params.{path}"] for path in tree.paths(like)])
 
     def __repr__(self) -> str:
         return f"State({len(self.leaves)} tensors, step={self.step})"
@@ -146,6 +151,34 @@ def assemble(parts: Sequence[Tensor], spec: P, mesh: Mesh) -> Tensor:
             window = window.narrow(dim, mesh.index(rank, spec.dim(dim)) * n, n)
         window.copy_(part)
     return out
+
+
+def init_state(program: "Program", params: Any, rank: int | None = None) -> State:
+    """The state before the first step: `params` and zeros for the optimizer.
+
+    rank: None gives a global state for `simulate`; else that rank's shards. Leaves are global tensors, or DTensors placed as the
+    program stores them. Raises ShapeError, listing all offenders, if a parameter is missing, left over, or of another shape.
+    """
+    given = {f"params.{path}": x for path, x in tree.leaves_with_path(params)}
+    wanted = {leaf.path: leaf for leaf in program.state_in if leaf.path.startswith("params.")}
+    problems = [f"{path} is missing" for path in wanted if path not in given]
+    problems += [f"{path} is not in the program" for path in given if path not in wanted]
+    for path in given.keys() & wanted.keys():
+        x, leaf = given[path], wanted[path]
+        if (tuple(x.shape), x.dtype) != (leaf.shape, leaf.dtype):
+            problems.append(f"{path} is {x.dtype} {tuple(x.shape)}, the program has {leaf.dtype} {leaf.shape}")
+    if problems:
+        raise ShapeError("these parameters do not fit the program:\n  " + "\n  ".join(sorted(problems)))
+    leaves = {}
+    for leaf in program.state_in:
+        if leaf.path not in given:
+            local = leaf.shape if rank is None else local_shape(leaf.shape, leaf.spec, program.mesh)
+            leaves[leaf.path] = torch.zeros(local, dtype=leaf.dtype)
+        elif hasattr(given[leaf.path], "to_local"):
+            leaves[leaf.path] = given[leaf.path].to_local().clone()
+        else:
+            leaves[leaf.path] = given[leaf.path] if rank is None else shard(given[leaf.path], leaf.spec, program.mesh, rank)
+    return State(leaves)
 
 
 def batch_rows(program: "Program", batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:

@@ -1,0 +1,48 @@
+"""Passes over instructions: what crosses segments is moved here, where it can be seen."""
+
+from collections.abc import Sequence
+
+from mpar.program._program import Instruction, Value
+
+__all__ = ["hoist_gathers", "insert_frees"]
+
+
+def hoist_gathers(steps: Sequence[Instruction], values: Sequence[Value], bound: int) -> list[Instruction]:
+    """Issue each gather one segment early, before the first reader of the gather before it, if it makes at most `bound` bytes.
+
+    before:  w0 = gather 0; x1 = forward 0 (w0); w1 = gather 1; x2 = forward 1 (w1)
+    after:   w0 = gather 0; w1 = gather 1; x1 = forward 0 (w0); x2 = forward 1 (w1)
+
+    Gathers keep their order, so all ranks meet as before; only memory changes, by what one gather makes.
+    """
+    out: list[Instruction] = []
+    barrier = 0  # where the last gather before was first read: the next one may stand there
+    previous: set[int] = set()
+    for step in steps:
+        if previous and previous & set(step.inputs):
+            barrier, previous = len(out), set()
+        if step.op != "gather":
+            out.append(step)
+            continue
+        made = {value for earlier in out[barrier:] for value in earlier.outputs}
+        fits = sum(values[v].bytes for v in step.outputs) <= bound
+        at = barrier if barrier and fits and not made & set(step.inputs) else len(out)
+        out.insert(at, step)
+        previous = set(step.outputs)
+        barrier = 0 if at == len(out) - 1 else barrier
+    return out
+
+
+def insert_frees(steps: Sequence[Instruction], keep: set[int]) -> list[Instruction]:
+    """Free every value with the last instruction that reads it, or with the one that makes it if none does.
+
+    before:  x1 = forward 0 (w0); x2 = forward 1 (x1)
+    after:   x1 = forward 0 (w0) free w0; x2 = forward 1 (x1) free x1
+    """
+    seen = set(keep)
+    out = []
+    for step in reversed(steps):
+        frees = tuple(v for v in dict.fromkeys((*step.inputs, *step.outputs)) if v not in seen)
+        seen.update(frees)
+        out.append(Instruction(step.op, step.kind, step.inputs, step.outputs, frees, step.segment, step.microbatch, step.queue))
+    return out[::-1]

@@ -1,0 +1,171 @@
+"""What a compiled step looks like: sizes that do not grow, passes, verification, the text."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from mpar import models
+from mpar.errors import ConfigError, ProgramError, ShapeError, ShardingError, UnknownNameError
+from mpar.mesh import Mesh
+from mpar.optim import AdamW
+from mpar.program._passes import hoist_gathers
+from mpar.program._program import Instruction, Value
+from mpar.program.compiler import compile_step
+from mpar.spec import P
+
+OPTIMIZER = AdamW(lr=1e-3)
+LLAMA_405B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def llama_405b(num_layers, fsdp):
+    """The program of Llama 3 405B with some layers on fsdp x 8 ranks, one sequence a data rank."""
+    model = models.from_config({**LLAMA_405B, "num_hidden_layers": num_layers})
+    return compile_step(model, OPTIMIZER, Mesh(fsdp=fsdp, tp=8), "zero3_tp", (fsdp, 8192), precision="bf16", recompute="selective")
+
+
+def nodes(program):
+    """Nodes of each kind of segment."""
+    return {name: kind.num_nodes for name, kind in program.kinds.items() if name != "norm"}
+
+
+def test_graphs_do_not_grow_with_the_mesh():
+    """A rank's graphs have the same nodes on 16 and on 16,384 ranks."""
+    assert nodes(llama_405b(2, 2)) == nodes(llama_405b(2, 2048))
+
+
+def test_kinds_do_not_grow_with_depth():
+    """126 layers are compiled once: the same kinds as 2 layers, and one instruction more per layer and role."""
+    shallow, deep = llama_405b(2, 64), llama_405b(126, 64)
+    assert nodes(shallow) == nodes(deep)
+    per_layer = (len(deep.instructions) - len(shallow.instructions)) / 124
+    assert per_layer == 7  # gather, forward, gather, backward, reduce, squares, update
+
+
+def test_16384_ranks_on_a_laptop():
+    """The program of 405B on 16,384 ranks is built and proved in seconds (bar: 20 s on 2 cores)."""
+    start = time.monotonic()
+    program = llama_405b(126, 2048)
+    program.verify()
+    assert program.mesh.size == 16384 and program.predict().peak_bytes > 0
+    assert time.monotonic() - start < 20
+
+
+@pytest.fixture
+def program(make_model):
+    """A step of two microbatches on fsdp x tp."""
+    return compile_step(make_model(), OPTIMIZER, Mesh(fsdp=2, tp=2), "zero3_tp_sp", (8, 8), num_microbatches=2, bucket_bytes=0)
+
+
+def test_prefetch_moves_gathers_only(make_model, make_state, batch, program):
+    """Hoisted gathers keep their order and every bit of the result; the peak grows by at most what they make."""
+    options = {"num_microbatches": 2, "bucket_bytes": 0, "prefetch_bytes": 2**20}
+    early = compile_step(make_model(), OPTIMIZER, Mesh(fsdp=2, tp=2), "zero3_tp_sp", (8, 8), **options)
+    order = [(s.op, s.segment, s.microbatch) for s in program.instructions]
+    assert [(s.op, s.segment, s.microbatch) for s in early.instructions] != order
+    assert [s.segment for s in early.instructions if s.op == "gather"] == [s.segment for s in program.instructions if s.op == "gather"]
+    state = make_state(make_model())
+    (a, _), (b, _) = program.simulate(state, batch), early.simulate(state, batch)
+    assert all(torch.equal(a.leaves[path], b.leaves[path]) for path in a.leaves)
+    assert program.predict().peak_bytes <= early.predict().peak_bytes
+
+
+def test_hoist_on_a_printed_program():
+    """Each gather stands before the first reader of the one before it."""
+    value = [Value(f"v{i}", (1,), torch.float32, P(), i) for i in range(8)]
+
+    def step(op, inputs, outputs):
+        return Instruction(op, op, inputs, outputs)
+
+    before = [step("gather", (0,), (3,)), step("forward", (3,), (4,)), step("gather", (1,), (5,)), step("forward", (5, 4), (6,))]
+    assert [s.outputs[0] for s in hoist_gathers(before, value, bound=4)] == [3, 5, 4, 6]
+    assert [s.outputs[0] for s in hoist_gathers(before, value, bound=3)] == [3, 4, 5, 6]
+
+
+def mutate(program, line, **changes):
+    """A copy of the program with one instruction changed."""
+    steps = list(program.instructions)
+    steps[line] = dataclasses.replace(steps[line], **changes)
+    return dataclasses.replace(program, instructions=steps)
+
+
+def line_of(program, op, n=0):
+    """The line of the n-th instruction of a kind."""
+    return [i for i, s in enumerate(program.instructions) if s.op == op][n]
+
+
+@pytest.mark.parametrize("op", ["forward", "backward", "gather", "reduce", "accumulate", "norm", "update", "finish", "context"])
+def test_verifier_rejects_a_missing_instruction(op, program):
+    """Without any one of its instructions a program reads what nothing makes, or leaks."""
+    steps = list(program.instructions)
+    del steps[line_of(program, op)]
+    with pytest.raises(ProgramError):
+        dataclasses.replace(program, instructions=steps).verify()
+
+
+def test_verifier_rejects_use_after_free(program):
+    """A value freed too early is named with the line that reads it."""
+    line = line_of(program, "forward", 1)
+    early = mutate(program, line, frees=(*program.instructions[line].frees, program.batch[0].value))
+    with pytest.raises(ProgramError, match="which was freed|are missing"):
+        early.verify()
+
+
+def test_verifier_rejects_a_leak(program):
+    """A value that is not freed is named at the end."""
+    line = line_of(program, "backward")
+    with pytest.raises(ProgramError, match="never freed"):
+        mutate(program, line, frees=program.instructions[line].frees[1:]).verify()
+
+
+def test_verifier_rejects_a_gradient_counted_twice(program):
+    """Adding a microbatch's gradient to itself passes lifetimes and shapes, not the count of contributions."""
+    line = next(i for i, s in enumerate(program.instructions) if s.op == "accumulate" and "layers" in s.segment)
+    step = program.instructions[line]
+    half = len(step.inputs) // 2
+    with pytest.raises(ProgramError, match="lacks the contributions"):
+        mutate(program, line, inputs=step.inputs[half:] * 2, frees=(*step.frees,)).verify()
+
+
+def test_verifier_rejects_swapped_operands(program):
+    """Operands of other shapes than the segment was compiled for are named."""
+    line = line_of(program, "forward", 1)
+    with pytest.raises(ProgramError, match="its segment has"):
+        mutate(program, line, inputs=program.instructions[line].inputs[::-1]).verify()
+
+
+def test_text_shows_every_instruction(program):
+    """One line each after the head, with rank, coordinates and the predicted peak."""
+    lines = program.text(rank=3).splitlines()
+    assert lines[0].startswith("rank 3 of 4 (fsdp=1 tp=1)   peak")
+    assert len(lines) == 1 + len(program.instructions)
+    assert "reduce_scatter fsdp" in program.text()
+
+
+def test_errors_say_what_disagrees(make_model):
+    """Sizes, names and features that are not there: an error each, before anything is compiled."""
+    model = make_model()
+    with pytest.raises(ShapeError, match="into 3 equal microbatches"):
+        compile_step(model, OPTIMIZER, Mesh(dp=1), "ddp", (8, 8), num_microbatches=3)
+    with pytest.raises(UnknownNameError, match="zero3_tp_sp"):
+        compile_step(model, OPTIMIZER, Mesh(dp=1), "zero5", (8, 8))
+    with pytest.raises(UnknownNameError, match="none, full, selective, budget"):
+        compile_step(model, OPTIMIZER, Mesh(dp=1), "ddp", (8, 8), recompute="some")
+    with pytest.raises(ConfigError, match="pipeline stages are not built yet"):
+        compile_step(model, OPTIMIZER, Mesh(pp=2), "ddp", (8, 8))
+    with pytest.raises(ShardingError) as error:
+        compile_step(model, OPTIMIZER, Mesh(dp=3, tp=5), "tp", (8, 8))
+    assert "parameter layers.0.mlp.gate_DF" in str(error.value) and "batch 'tokens'" in str(error.value)
