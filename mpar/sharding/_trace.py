@@ -1,10 +1,7 @@
 """Trace: a pure function of tensors becomes a logical graph, an FX graph of global shapes without data."""
 
-import operator
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +11,17 @@ from mpar import tree
 from mpar.errors import TraceError
 from mpar.ops._constrain import marking
 from mpar.sharding._canonicalise import canonicalise
-from mpar.sharding._torch_private import FakeTensor, FakeTensorMode, make_fx
+from mpar.sharding._torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    make_fx,
+    preserve_node_meta,
+)
+from mpar.sharding._watch import Watch, functional_form
 
 __all__ = ["LogicalGraph", "source_line", "trace", "value_of"]
-
-_HERE = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,14 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], *, canonical: bool = True
         with mode:
             return [value if isinstance(value, Tensor) else torch.tensor(value) for value in out]
 
-    with marking():
-        module = _trace_flat(fn, flat, fakes)
+    module = _trace_flat(fn, flat, fakes)
     graph = module.graph
+    _functionalise(fn, graph)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     constants = {}
     for node in graph.find_nodes(op="get_attr"):
         constants[node.target] = getattr(module, node.target)
         node.meta.setdefault("val", torch.empty_like(constants[node.target], device="meta"))
-    _refuse_impure(fn, graph)
     if canonical:
         canonicalise(graph)
     names = tuple(tree.paths(tuple(args)))
@@ -88,18 +90,62 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], *, canonical: bool = True
 
 
 def _trace_flat(fn: Callable, flat: Callable, fakes: list[Tensor]) -> fx.GraphModule:
+    watch = Watch()
+
+    def watched(*flat_args: Tensor) -> list[Tensor]:
+        with watch:
+            return flat(*flat_args)
+
     try:
-        return make_fx(flat, record_stack_traces=True)(*fakes)
-    except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+        with marking(), preserve_node_meta():
+            module = make_fx(watched)(*fakes)
+    except DataDependentOutputException as error:
         raise TraceError(
-            f"cannot trace {_name(fn)}: {error.func} makes a Python value or a shape from the data of a tensor.\n"
+            f"cannot trace {_name(fn)}: {error.func}{_at(watch)} makes a Python value or a shape from the data of a tensor.\n"
             "Use torch.where and fixed shapes, or compute the value outside and close over it."
         ) from error
-    except torch._subclasses.fake_tensor.DynamicOutputShapeException as error:
+    except (DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
         raise TraceError(
-            f"cannot trace {_name(fn)}: the result of {error.func} has a shape that depends on data.\n"
-            "Use masks and fixed shapes (torch.where) instead."
+            f"cannot trace {_name(fn)}: the result of {getattr(error, 'func', error)}{_at(watch)} has a shape that depends on "
+            "data.\nUse masks and fixed shapes (torch.where) instead."
         ) from error
+    if watch.offenders:
+        offenders = "\n  ".join(dict.fromkeys(watch.offenders))
+        raise TraceError(f"cannot compile {_name(fn)}, it is not a pure function of static shapes:\n  {offenders}")
+    return module
+
+
+def _at(watch: Watch) -> str:
+    return f" at {watch.line}" if watch.line else ""
+
+
+def _functionalise(fn: Callable, graph: fx.Graph) -> None:
+    """Replace what torch's own gradients write in place into fresh tensors; raise TraceError where that is not possible."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        written, form = node.args[0] if node.args else None, functional_form(node.target)
+        fresh = isinstance(written, fx.Node) and written.op == "call_function" and not _aliases(written)
+        seen_later = fresh and any(order[user] > order[node] or _aliases(user) for user in written.users if user is not node)
+        if form is None or not fresh or seen_later:
+            where = f" at {source_line(node)}" if source_line(node) else ""
+            raise TraceError(f"cannot compile {_name(fn)}: a gradient{where} writes into a tensor by {node.target}")
+        value = form(*fx.node.map_arg(node.args, _shape_only), **fx.node.map_arg(node.kwargs, _shape_only))
+        node.target = form
+        if value.dtype != node.meta["val"].dtype or value.shape != node.meta["val"].shape:
+            raise TraceError(f"cannot compile {_name(fn)}: {form} does not give what {node.target} writes")
+
+
+def _aliases(node: fx.Node) -> bool:
+    """Whether the result of `node` shares memory with an operand."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns) and not schema.is_mutable
+
+
+def _shape_only(node: fx.Node) -> Any:
+    return tree.map_leaves(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), node.meta["val"])
 
 
 def value_of(node: fx.Node) -> Any:
@@ -108,14 +154,8 @@ def value_of(node: fx.Node) -> Any:
 
 
 def source_line(node: fx.Node) -> str:
-    """`file:line` of the user's or the model's code that made `node`, or "" where torch kept none (backward nodes)."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    for file, line in reversed(frames):
-        path = Path(file)
-        if "/torch/" in file or (_HERE in path.parents and path.parent.name in ("ops", "sharding", "program")):
-            continue
-        return f"{path.parent.name}/{path.name}:{line}"
-    return ""
+    """`file:line` of the user's or the model's code that made `node`; of a gradient, the line of its forward op."""
+    return node.meta.get("stack_trace") or ""
 
 
 def describe(node: fx.Node) -> str:
@@ -131,21 +171,3 @@ def _dtype(value: Tensor) -> str:
 
 def _name(fn: Callable) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)
-
-
-def _refuse_impure(fn: Callable, graph: fx.Graph) -> None:
-    offenders = []
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem or not hasattr(node.target, "_schema"):
-            continue
-        where = f" at {source_line(node)}" if source_line(node) else ""
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
-            offenders.append(
-                f"{node.target}{where} draws from torch's generator: use mpar.ops.random_uniform or dropout, with a key"
-            )
-        elif node.target._schema.is_mutable:
-            offenders.append(f"{node.target}{where} writes into a tensor: use the op without the trailing underscore")
-        elif isinstance(node.meta.get("val"), FakeTensor) and any(not isinstance(s, int) for s in node.meta["val"].shape):
-            offenders.append(f"{node.target}{where} gives a shape that depends on data: use masks and fixed shapes")
-    if offenders:
-        raise TraceError(f"cannot compile {_name(fn)}, it is not a pure function of static shapes:\n  " + "\n  ".join(offenders))

@@ -1,0 +1,93 @@
+"""Watch: while a function is traced, find the user's line behind every op, and what the function must not do."""
+
+import bisect
+import functools
+import sys
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+
+from mpar.sharding._torch_private import TorchDispatchMode, current_autograd_node, get_current_meta, last_autograd_node
+
+__all__ = ["Watch", "functional_form"]
+
+_HERE = Path(__file__).resolve().parent.parent
+_TORCH = str(Path(torch.__file__).resolve().parent)
+
+INSTEAD = {
+    "bernoulli": "mpar.ops.random_uniform(key, shape) < p",
+    "dropout": "mpar.ops.dropout(x, rate, key)",
+    "normal": "mpar.ops.random_normal(key, shape)",
+    "randn": "mpar.ops.random_normal(key, shape)",
+    "rand": "mpar.ops.random_uniform(key, shape)",
+    "uniform": "mpar.ops.random_uniform(key, shape)",
+}
+
+
+class Watch(TorchDispatchMode):
+    """Notes, for each op, the line of the user's or a model's code that caused it; of a gradient, that of its forward op.
+
+    `offenders` lists what makes the function impure; `line` is the line of the op that ran last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offenders: list[str] = []
+        self.line = ""
+        self._nodes: list[int] = []  # autograd nodes, ascending; each was the last one when the op of the same index ran
+        self._lines: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        backward = current_autograd_node()
+        self.line = _user_line() if backward is None else self._forward_line(backward) or _user_line()
+        last = last_autograd_node()
+        if not self._nodes or self._nodes[-1] < last:
+            self._nodes.append(last)
+            self._lines.append(self.line)
+        get_current_meta()["stack_trace"] = self.line
+        problem = _problem(func, backward is not None)
+        if problem:
+            self.offenders.append(f"{func} at {self.line} {problem}" if self.line else f"{func} {problem}")
+        return func(*args, **(kwargs or {}))
+
+    def _forward_line(self, backward: int) -> str:
+        """The line of the op during which the autograd node `backward` was made: the node comes first, then the op runs."""
+        at = bisect.bisect_left(self._nodes, backward)
+        return self._lines[at] if at < len(self._lines) else ""
+
+
+def functional_form(func: Any) -> Any:
+    """The op that returns what the in-place `func` writes: `aten.add.Tensor` for `aten.add_.Tensor`; None if there is none."""
+    packet = getattr(getattr(torch.ops, func.namespace), func._schema.name.split("::")[1].removesuffix("_"), None)
+    return getattr(packet, func._overloadname, None)
+
+
+def _problem(func: Any, backward: bool) -> str:
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        name = func._schema.name.split("::")[1]
+        instead = next((text for key, text in INSTEAD.items() if key in name), "mpar.ops.random_uniform or random_normal")
+        return f"draws from torch's generator: use {instead}, with a key"
+    if func._schema.is_mutable and not backward:  # gradients of torch's ops may write into fresh tensors of their own
+        return "writes into a tensor: use the op without the trailing underscore, or torch.where for parts of a tensor"
+    if func is torch.ops.aten.as_strided.default:
+        return "reads memory by strides, which differ when sharded: use views, slices or torch.gather"
+    return ""
+
+
+def _user_line() -> str:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if _is_users(frame.f_code):
+            path = Path(frame.f_code.co_filename)
+            return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@functools.cache
+def _is_users(code: CodeType) -> bool:
+    path = Path(code.co_filename)
+    own = _HERE in path.parents and path.parent.name in ("ops", "sharding", "program")
+    return not own and not code.co_filename.startswith((_TORCH, "<"))
