@@ -15,7 +15,7 @@ _HOME = {
     "jit": "mpar.sharding",
     "value_and_grad": "mpar.sharding",
 }
-_PACKAGES = ("checkpoint", "data", "infer", "models", "ops", "optim", "program", "sharding", "tree")
+_PACKAGES = ("checkpoint", "data", "dtensor", "infer", "models", "ops", "optim", "program", "sharding", "tree")
 
 __all__ = [
     "Mesh",
@@ -26,6 +26,7 @@ __all__ = [
     "checkpoint",
     "compile_step",
     "data",
+    "dtensor",
     "generate",
     "infer",
     "jit",

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+import mpar
 from mpar import tree
 from mpar.errors import ConfigError, ShardingError
 from mpar.mesh import Mesh
 from mpar.models._hf_weights import HfReader, load_params, read_json
 from mpar.models._model import Model, make_model
-from mpar.strategy import Strategy
+from mpar.strategy import Strategy, preset
 
 __all__ = ["build", "from_config", "from_hf", "storage_specs"]
 
@@ -62,17 +63,18 @@ def from_hf(
     path: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
     mesh: Mesh | None = None,
-    strategy: Strategy | None = None,
+    strategy: Strategy | str | None = None,
     *,
-    rank: int = 0,
+    rank: int | None = None,
     ignore: Sequence[str] = (),
     vocab_multiple: int = 128,
     logits_chunk: int | None = None,
 ) -> tuple[Model, Any]:
     """`(model, params)` from a folder with config.json and safetensors; `dtype` is by default that of the stored tensors.
 
-    With `mesh` and `strategy` the parameters are the local shards of `rank` as the strategy stores them, and only their bytes
-    are read. Raises CheckpointError, ConfigError or ShardingError.
+    With `mesh` and `strategy` a rank reads only the bytes of its shards, as the strategy stores them. In a job of torch.distributed
+    the parameters are DTensors on the bound mesh; with `rank` they are that rank's local shards, and no process is needed.
+    Raises CheckpointError, ConfigError, MeshError or ShardingError.
     """
     if (mesh is None) != (strategy is None):
         raise ShardingError("cannot load shards: mesh and strategy come together; pass both, or neither for whole parameters")
@@ -83,8 +85,12 @@ def from_hf(
     model = model.with_dtype(dtype)
     if mesh is None or strategy is None:
         return model, load_params(model, path)
-    specs, mesh = storage_specs(model, mesh, strategy)
-    return model, load_params(model, path, specs, mesh, rank)
+    specs, mesh = storage_specs(model, mesh, preset(strategy) if isinstance(strategy, str) else strategy)
+    if rank is not None:
+        return model, load_params(model, path, specs, mesh, rank)
+    device_mesh = mesh.bind()  # mpar.dtensor is loaded here only: it brings DTensor and sympy along
+    shards = load_params(model, path, specs, mesh, device_mesh.get_rank())
+    return model, tree.map_leaves(lambda local, spec: mpar.dtensor.wrap(local, spec, mesh, device_mesh), shards, specs)
 
 
 def storage_specs(model: Model, mesh: Mesh, strategy: Strategy) -> tuple[Any, Mesh]:

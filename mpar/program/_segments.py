@@ -159,6 +159,7 @@ def _codes(
     forward = _code(
         f"{name} forward", halves.forward, constants, specs[:num_primals], [*ranked.out_specs[:num_results], *kept_specs]
     )
+    forward = replace(forward, fallbacks=ranked.fallbacks)
     backward_in = [*(specs[i] for i in halves.operands), *kept_specs, *specs[num_primals:]]
     backward = _code(f"{name} backward", halves.backward, constants, backward_in, list(ranked.out_specs[num_results:]))
     return SegmentCode(forward, backward, halves.operands, len(halves.kept), traced)
