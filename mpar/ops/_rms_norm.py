@@ -43,7 +43,7 @@ def _vjp(x, weight, dy, *, eps):
     rstd = torch.rsqrt(_mean_square(wide) + eps)
     y = wide * rstd
     dy = dy.to(wide.dtype)
-    dweight = x.new_empty(0) if weight is None else (dy * y).flatten(0, -2).sum(0).to(weight.dtype)
+    dweight = x.new_empty(0) if weight is None else (dy * y).reshape(-1, dy.shape[-1]).sum(0).to(weight.dtype)
     dy = dy if weight is None else dy * weight
     projection = (dy * y).mean(-1, keepdim=True)
     dx = torch.sub(dy, y.mul_(projection)).mul_(rstd)

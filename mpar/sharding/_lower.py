@@ -254,7 +254,10 @@ class _Lowering:
 
     def finish(self, node: fx.Node, rule: NodeRule, locals_: list[fx.Node], axes_of: dict, result_specs: list[P]) -> None:
         values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-        shapes = [local_shape(tuple(v.shape), spec, self.mesh) for v, spec in zip(values, result_specs, strict=True)]
+        shapes = [
+            local_shape(tuple(v.shape), spec, self.mesh) if isinstance(v, Tensor) else ()
+            for v, spec in zip(values, result_specs, strict=True)
+        ]
         remaining = iter(locals_)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: next(remaining))
         primitive = primitive_of(node.target)

@@ -160,7 +160,8 @@ def _replicated(node: fx.Node) -> NodeRule:
     operands = tensor_operands(node)
     values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
     factors = [((),) * len(shape_of(operand)) for operand in operands]
-    return NodeRule(operands, factors, [((),) * v.ndim for v in values if isinstance(v, Tensor)], {}, known=False)
+    results = [((),) * v.ndim if isinstance(v, Tensor) else () for v in values]  # a gradient that nobody asked for is None
+    return NodeRule(operands, factors, results, {}, known=False)
 
 
 def _source(node: fx.Node) -> NodeRule:
