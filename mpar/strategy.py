@@ -155,7 +155,7 @@ def preset(name: str) -> Strategy:
 
 
 def spec_from_axes(axes: Sequence[str | None], table: AxisTable, mesh: Mesh) -> P:
-    """The spec that `table` gives to a tensor with these logical axes; a mesh axis shards the first dim that asks for it.
+    """The spec that `table` gives to a tensor with these logical axes, in mesh order; a mesh axis shards the first dim that asks.
 
     Raises UnknownNameError for a logical name that the table does not have.
     """
@@ -165,7 +165,7 @@ def spec_from_axes(axes: Sequence[str | None], table: AxisTable, mesh: Mesh) -> 
     used: set[str] = set()
     dims = []
     for axis in axes:
-        wanted = () if axis is None else tuple(a for a in table[axis] if mesh.axis_size(a) > 1 and a not in used)
+        wanted = () if axis is None else mesh.ordered({a for a in table[axis] if a not in used})
         used.update(wanted)
         dims.append(wanted)
     return P(*dims)
