@@ -149,7 +149,8 @@ def _broadcast(name: str, prefix: Any, full: Any, default: P | None) -> list[P |
     if children is None or expected is None or children.keys() != expected.keys():
         raise ShardingError(
             f"{name}: the tree of specs does not match the values: {prefix!r} stands where the value has "
-            f"{sorted(expected) if expected else 'a tensor'}.\nGive a P(...) for a whole subtree, or the same structure as the value."
+            f"{sorted(expected) if expected else 'a tensor'}.\n"
+            "Give a P(...) for a whole subtree, or the same structure as the value."
         )
     return [spec for key in expected for spec in _broadcast(f"{name}.{key}", children[key], expected[key], default)]
 

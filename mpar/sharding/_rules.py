@@ -177,7 +177,7 @@ def _reduction(linear: bool) -> Callable[[fx.Node], NodeRule]:
         shape = shape_of(x)
         dims = node.args[1] if len(node.args) > 1 and node.args[1] not in (None, [], ()) else list(range(len(shape)))
         dims = {dim % max(len(shape), 1) for dim in ([dims] if isinstance(dims, int) else dims)}
-        keep = node.args[2] if len(node.args) > 2 else False
+        keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
         factors = tuple((f"d{i}",) if size > 1 else () for i, size in enumerate(shape))
         result = tuple(() if i in dims else factors[i] for i in range(len(shape)) if keep or i not in dims)
         values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)

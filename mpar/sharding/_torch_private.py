@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import get_current_meta, preserve_node_meta
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "TorchFunctionMode",
     "UnsupportedFakeTensorException",
     "current_autograd_node",
     "get_current_meta",

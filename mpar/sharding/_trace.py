@@ -19,7 +19,7 @@ from mpar.sharding._torch_private import (
     make_fx,
     preserve_node_meta,
 )
-from mpar.sharding._watch import Watch, functional_form
+from mpar.sharding._watch import Calls, Watch, functional_form
 
 __all__ = ["LogicalGraph", "source_line", "trace", "value_of"]
 
@@ -93,7 +93,7 @@ def _trace_flat(fn: Callable, flat: Callable, fakes: list[Tensor]) -> fx.GraphMo
     watch = Watch()
 
     def watched(*flat_args: Tensor) -> list[Tensor]:
-        with watch:
+        with watch, Calls(watch):
             return flat(*flat_args)
 
     try:
@@ -120,18 +120,19 @@ def _at(watch: Watch) -> str:
 
 
 def _functionalise(fn: Callable, graph: fx.Graph) -> None:
-    """Replace what torch's own gradients write in place into fresh tensors; raise TraceError where that is not possible."""
+    """Replace what torch's own functions write in place into fresh tensors; raise TraceError where that is not possible."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not schema.is_mutable:
             continue
         written, form = node.args[0] if node.args else None, functional_form(node.target)
-        fresh = isinstance(written, fx.Node) and written.op == "call_function" and not _aliases(written)
+        moves = torch.Tag.inplace_view in node.target.tags  # writes shape and strides, not data
+        fresh = isinstance(written, fx.Node) and written.op == "call_function" and (moves or not _aliases(written))
         seen_later = fresh and any(order[user] > order[node] or _aliases(user) for user in written.users if user is not node)
         if form is None or not fresh or seen_later:
             where = f" at {source_line(node)}" if source_line(node) else ""
-            raise TraceError(f"cannot compile {_name(fn)}: a gradient{where} writes into a tensor by {node.target}")
+            raise TraceError(f"cannot compile {_name(fn)}: {node.target}{where} writes into a tensor that others may see")
         value = form(*fx.node.map_arg(node.args, _shape_only), **fx.node.map_arg(node.kwargs, _shape_only))
         node.target = form
         if value.dtype != node.meta["val"].dtype or value.shape != node.meta["val"].shape:
@@ -162,7 +163,8 @@ def describe(node: fx.Node) -> str:
     """One line for one node of a logical graph."""
     value = node.meta.get("val")
     shape = f"{_dtype(value)}{list(value.shape)}" if isinstance(value, Tensor) else ""
-    return f"%{node.name}: {shape} = {node.op if node.op != 'call_function' else node.target}{node.args} {node.kwargs or ''}".rstrip()
+    target = node.op if node.op != "call_function" else node.target
+    return f"%{node.name}: {shape} = {target}{node.args} {node.kwargs or ''}".rstrip()
 
 
 def _dtype(value: Tensor) -> str:

@@ -9,9 +9,15 @@ from typing import Any
 
 import torch
 
-from mpar.sharding._torch_private import TorchDispatchMode, current_autograd_node, get_current_meta, last_autograd_node
+from mpar.sharding._torch_private import (
+    TorchDispatchMode,
+    TorchFunctionMode,
+    current_autograd_node,
+    get_current_meta,
+    last_autograd_node,
+)
 
-__all__ = ["Watch", "functional_form"]
+__all__ = ["Calls", "Watch", "functional_form"]
 
 _HERE = Path(__file__).resolve().parent.parent
 _TORCH = str(Path(torch.__file__).resolve().parent)
@@ -24,6 +30,8 @@ INSTEAD = {
     "rand": "mpar.ops.random_uniform(key, shape)",
     "uniform": "mpar.ops.random_uniform(key, shape)",
 }
+
+WRITERS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"})
 
 
 class Watch(TorchDispatchMode):
@@ -39,6 +47,11 @@ class Watch(TorchDispatchMode):
         self._nodes: list[int] = []  # autograd nodes, ascending; each was the last one when the op of the same index ran
         self._lines: list[str] = []
 
+    def refuse(self, what: Any, problem: str) -> None:
+        """Note that `what`, on the user's line that runs now, makes the function impure."""
+        line = _user_line()
+        self.offenders.append(f"{what} at {line} {problem}" if line else f"{what} {problem}")
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         backward = current_autograd_node()
         self.line = _user_line() if backward is None else self._forward_line(backward) or _user_line()
@@ -47,9 +60,9 @@ class Watch(TorchDispatchMode):
             self._nodes.append(last)
             self._lines.append(self.line)
         get_current_meta()["stack_trace"] = self.line
-        problem = _problem(func, backward is not None)
+        problem = _problem(func)
         if problem:
-            self.offenders.append(f"{func} at {self.line} {problem}" if self.line else f"{func} {problem}")
+            self.refuse(func, problem)
         return func(*args, **(kwargs or {}))
 
     def _forward_line(self, backward: int) -> str:
@@ -58,19 +71,36 @@ class Watch(TorchDispatchMode):
         return self._lines[at] if at < len(self._lines) else ""
 
 
+class Calls(TorchFunctionMode):
+    """Refuses calls that write into a tensor. Torch's own functions may do so inside, where nobody sees it; a user may not."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        if name in WRITERS or in_place or kwargs.get("inplace"):
+            self.watch.refuse(
+                name, "writes into a tensor: use the op without the trailing underscore, or torch.where for parts of a tensor"
+            )
+        elif kwargs.get("out") is not None:
+            self.watch.refuse(name, "writes into a tensor: use what it returns instead of out=")
+        return func(*args, **kwargs)
+
+
 def functional_form(func: Any) -> Any:
     """The op that returns what the in-place `func` writes: `aten.add.Tensor` for `aten.add_.Tensor`; None if there is none."""
     packet = getattr(getattr(torch.ops, func.namespace), func._schema.name.split("::")[1].removesuffix("_"), None)
     return getattr(packet, func._overloadname, None)
 
 
-def _problem(func: Any, backward: bool) -> str:
+def _problem(func: Any) -> str:
     if torch.Tag.nondeterministic_seeded in func.tags:
         name = func._schema.name.split("::")[1]
         instead = next((text for key, text in INSTEAD.items() if key in name), "mpar.ops.random_uniform or random_normal")
         return f"draws from torch's generator: use {instead}, with a key"
-    if func._schema.is_mutable and not backward:  # gradients of torch's ops may write into fresh tensors of their own
-        return "writes into a tensor: use the op without the trailing underscore, or torch.where for parts of a tensor"
     if func is torch.ops.aten.as_strided.default:
         return "reads memory by strides, which differ when sharded: use views, slices or torch.gather"
     return ""

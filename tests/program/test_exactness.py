@@ -107,7 +107,7 @@ def initial_state(params):
 
 
 def assert_exact(problem, program):
-    model, params, batch, loss, grads = problem
+    _, params, batch, loss, grads = problem
     state, metrics = program.simulate(initial_state(params), batch)
     testing.assert_close(metrics["loss"], loss, name="loss")
     for path, grad in grads.items():

@@ -18,7 +18,7 @@ POINTWISE: list[Callable] = [
     lambda x: x / 3.0, lambda x: 2.0 / (2.0 + x * x), lambda x: x.clamp(-0.7, 0.9), lambda x: torch.exp(x.clamp(max=1.0)),
     lambda x: x.masked_fill(x > 0.3, 0.1), lambda x: torch.where(x > 0, x, 0.1 * x), lambda x: x.float().double(),
     lambda x: torch.sqrt(x * x + 1), lambda x: ops.name(x, "label"), lambda x: x * torch.full_like(x, 0.7),
-    lambda x: x.detach() * x, lambda x: x.clone(), lambda x: x + torch.ones(x.shape, dtype=x.dtype),
+    lambda x: x.detach() * x, lambda x: x.clone(), lambda x: x + torch.ones(x.shape, dtype=x.dtype, device=x.device),
 ]  # fmt: skip
 BINARY: list[Callable] = [
     torch.add, torch.sub, torch.mul, torch.maximum, torch.minimum, torch.hypot, torch.atan2, lambda a, b: a / (b * b + 1),
@@ -54,7 +54,7 @@ ALONG: list[Callable] = [
     lambda x, dim: x.split([1, x.shape[dim] - 1], dim)[x.shape[dim] > 1],
     lambda x, dim: x.unbind(dim)[0],
     lambda x, dim: x.repeat_interleave(2, dim),
-    lambda x, dim: x.index_select(dim, torch.arange(x.shape[dim] - 1, -1, -1)),
+    lambda x, dim: x.index_select(dim, torch.arange(x.shape[dim] - 1, -1, -1, device=x.device)),
     lambda x, dim: x.sort(dim).values,
     lambda x, dim: x.diff(dim=dim) if x.shape[dim] > 1 else x,
 ]
@@ -198,7 +198,7 @@ def _matmul(draw, values, mesh):
         return None
     inner = values[a].shape[-1]
     b = _any(draw, values, lambda v: v.ndim == 2 and inner in v.shape)
-    if b is None or values[a].ndim < 2 and draw(st.booleans()):
+    if b is None or (values[a].ndim < 2 and draw(st.booleans())):
         return Step("matmul with itself", lambda v: (v @ v.mT if v.ndim > 1 else v @ v) / v.shape[-1], (a,))
     turn = values[b].shape[0] != inner
     return Step(f"matmul(turn={turn})", lambda v, w: v @ (w.T if turn else w) / inner, (a, b))
@@ -246,7 +246,7 @@ def _embedding(draw, values, mesh):
     rows = values[table].shape[0]
     count = draw(st.sampled_from(SIZES))
     fn = ops.embedding if draw(st.booleans()) else torch.nn.functional.embedding
-    return Step(f"{fn.__name__}({count} ids)", lambda w: fn(torch.arange(count) * 7 % rows, w), (table,))
+    return Step(f"{fn.__name__}({count} ids)", lambda w: fn(torch.arange(count, device=w.device) * 7 % rows, w), (table,))
 
 
 def _loss(draw, values, mesh):
@@ -255,7 +255,7 @@ def _loss(draw, values, mesh):
         return None
 
     def labels(v, num_classes):
-        ids = torch.arange(v.shape[:-1].numel()).reshape(v.shape[:-1]) * 5 % num_classes
+        ids = torch.arange(v.shape[:-1].numel(), device=v.device).reshape(v.shape[:-1]) * 5 % num_classes
         return torch.where(ids % 3 == 1, -100, ids)
 
     head = _any(draw, values, lambda v: v.ndim == 2 and v.shape[0] == values[x].shape[-1])
@@ -283,13 +283,19 @@ def _attention(draw, values, mesh):
     return Step(f"attention({heads} heads, window {window})", fn, (x,))
 
 
+def _angles(v):
+    return torch.arange(v.shape[1], device=v.device, dtype=v.dtype)[:, None] * torch.arange(
+        1, v.shape[-1] // 2 + 1, device=v.device, dtype=v.dtype
+    )
+
+
 def _rope(draw, values, mesh):
     x = _any(draw, values, lambda v: v.ndim == 4 and v.shape[-1] % 2 == 0)
     if x is None:
         return None
 
     def fn(v):
-        angle = torch.arange(v.shape[1], dtype=v.dtype)[:, None] * torch.arange(1, v.shape[-1] // 2 + 1, dtype=v.dtype)
+        angle = _angles(v)
         return ops.rope(v, angle.cos()[None], angle.sin()[None])
 
     return Step("rope", fn, (x,))

@@ -3,13 +3,13 @@
 import warnings
 
 import torch
-from tests.sharding.expressions import expressions, meshes, specs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpar import jit, value_and_grad
 from mpar.sharding import ReplicatedFallback
 from mpar.sharding._simulate import assemble, distribute, run_lockstep
+from tests.sharding.expressions import expressions, meshes, specs
 
 THOROUGH = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 
