@@ -96,9 +96,11 @@ def local_state(program: Program, params: dict[str, torch.Tensor], rank: int) ->
     return State(leaves)
 
 
-def make_step(program: Program, params: dict[str, torch.Tensor], workload: ModuleType, cfg: Any, rank: int):
+def make_step(
+    program: Program, params: dict[str, torch.Tensor], workload: ModuleType, cfg: Any, rank: int, transport: str | None
+):
     """`step() -> loss` in the peers' manner, each on the next batch."""
-    run, state, data = program.bind(), [local_state(program, params, rank)], workload.batches(cfg)
+    run, state, data = program.bind(transport=transport), [local_state(program, params, rank)], workload.batches(cfg)
 
     def step() -> torch.Tensor:
         tokens, labels = next(data)

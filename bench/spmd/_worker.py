@@ -33,7 +33,7 @@ def make_variants(args: argparse.Namespace, folder: Path, workload: ModuleType, 
         if kind == "mpar":
             program = pickle.loads((Path(args.work) / "program.pickle").read_bytes())
             params = torch.load(Path(args.work) / "params.pt", mmap=True)
-            steps[name] = make_step(program, params, workload, cfg, rank)
+            steps[name] = make_step(program, params, workload, cfg, rank, "backend" if mode == "gloo" else None)
         elif kind == "torch":
             steps[name] = peer(folder, "torch_spmd").make_step(cfg, args.mesh)
         elif kind == "titan":  # last, since importing it patches torch

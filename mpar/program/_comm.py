@@ -1,8 +1,10 @@
-"""Communication of a running rank: collectives over mesh axes, carried out by torch.distributed.
+"""Communication of a running rank: collectives over mesh axes.
 
-Two orders of addition. "rank": an exchange and one fold from the left in the order of ranks, the same bits as the simulator; on
-gloo it is also the fastest (an all-to-all plus a sum costs a third to a half of gloo's own reduce_scatter). "library": the
-backend's own sums, which on NCCL run in the switch or the copy engines.
+Two orders of addition. "rank": an exchange and one fold from the left in the order of ranks, the same bits as the simulator.
+"library": the backend's own sums, which on NCCL run in the switch or the copy engines.
+
+Two transports for rank order, with the same bits. "shared": memory that the ranks of one machine share, for CPU tensors.
+"backend": torch.distributed; on gloo an all-to-all plus a sum costs a third to a half of its own reduce_scatter.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +17,7 @@ from torch import Tensor
 from mpar.collectives import fold
 from mpar.errors import MeshError
 from mpar.mesh import Mesh
+from mpar.program._shared_memory import SharedGroup, connect
 
 __all__ = ["Comm", "Counter", "ProcessComm"]
 
@@ -45,10 +48,20 @@ class Counter:
 
 
 class ProcessComm:
-    """Collectives of this process's rank. Making one creates the groups for `uses` in one global order on all ranks."""
+    """Collectives of this process's rank. Making one creates the groups for `uses` in one global order on all ranks.
+
+    transport: "backend", "shared", or None: shared memory for every group whose ranks are all on one machine.
+    Raises MeshError if the world is not the mesh's, or a group cannot share memory though `transport` says so.
+    """
 
     def __init__(
-        self, mesh: Mesh, uses: Iterable[tuple[str, ...]], *, order: str = "rank", counter: Counter | None = None
+        self,
+        mesh: Mesh,
+        uses: Iterable[tuple[str, ...]],
+        *,
+        order: str = "rank",
+        counter: Counter | None = None,
+        transport: str | None = None,
     ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
         if world != mesh.size:
@@ -66,6 +79,16 @@ class ProcessComm:
                 if rank in members:
                     assert group is not None
                     self._groups[axes] = group
+        self._shared: dict[tuple[str, ...], SharedGroup] = {}
+        if order == "rank" and transport != "backend":
+            found = connect([mesh.group(rank, axes) for axes in self._groups])
+            self._shared = {axes: group for axes, group in zip(self._groups, found, strict=True) if group is not None}
+            apart = [axes for axes in self._groups if axes not in self._shared]
+            if transport == "shared" and apart:
+                raise MeshError(
+                    f"transport='shared': rank {rank} shares no memory with its groups over {apart}: they reach other machines "
+                    "or containers.\nLeave transport out: each group then takes the fastest way that it has."
+                )
 
     def index(self, axes: tuple[str, ...]) -> int:
         """This rank's position in its group over `axes`."""
@@ -76,6 +99,14 @@ class ProcessComm:
         many = isinstance(x, list)
         xs, dims = (x, dim) if many else ([x], [dim])
         self._count("all_gather", axes, xs)
+        shared = self._shared.get(axes)
+        if shared is not None:
+            outs = [
+                part.new_empty([n * size if i == d else n for i, n in enumerate(part.shape)])
+                for part, d in zip(xs, dims, strict=True)
+            ]
+            shared.gather(xs, [_chunks(part, d, size) for part, d in zip(outs, dims, strict=True)])
+            return outs if many else outs[0]
         flat = _pack(xs)
         received = self._gather(flat, axes, size)
         out, offset = [], 0
@@ -90,7 +121,12 @@ class ProcessComm:
         many = isinstance(x, list)
         xs, dims = (x, dim) if many else ([x], [dim])
         self._count("reduce_scatter", axes, xs)
-        chunks = [part.unflatten(d, (size, -1)).movedim(d, 0) for part, d in zip(xs, dims, strict=True)]
+        chunks = [_chunks(part, d, size) for part, d in zip(xs, dims, strict=True)]
+        shared = self._shared.get(axes)
+        if shared is not None:
+            outs = [chunk.new_empty(chunk.shape[1:]) for chunk in chunks]
+            shared.reduce_scatter(chunks, outs)
+            return outs if many else outs[0]
         send = chunks[0].reshape(size, -1) if len(chunks) == 1 else torch.cat([chunk.reshape(size, -1) for chunk in chunks], 1)
         if self.order == "library":
             total = send.new_empty(send.shape[1])
@@ -113,7 +149,10 @@ class ProcessComm:
         xs = x if many else [x]
         self._count("all_reduce", axes, xs)
         flat = _pack(xs, copy=True)
-        if self.order == "library" or size == 2:  # of two summands there is only one order
+        shared = self._shared.get(axes)
+        if shared is not None:
+            shared.all_reduce(flat, op)
+        elif self.order == "library" or size == 2:  # of two summands there is only one order
             dist.all_reduce(flat, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._groups[axes])
         elif flat.numel() < 256 * size:  # short: one message of all to all is cheaper than two of parts
             flat = fold(self._gather(flat, axes, size).unbind(0), op)
@@ -127,7 +166,13 @@ class ProcessComm:
     def all_to_all(self, x, *, axes, src, dst, size):
         """From sharded along `src` to sharded along `dst`."""
         self._count("all_to_all", axes, [x])
-        chunks = x.unflatten(dst, (size, -1)).movedim(dst, 0).contiguous()
+        chunks = _chunks(x, dst, size)
+        shared = self._shared.get(axes)
+        if shared is not None:
+            out = x.new_empty([n * size if i == src else n // size if i == dst else n for i, n in enumerate(x.shape)])
+            shared.scatter([chunks], [_chunks(out, src, size)])
+            return out
+        chunks = chunks.contiguous()
         received = self._exchange(chunks.view(size, -1), axes).view(chunks.shape)
         return _joined(received, src)
 
@@ -136,7 +181,8 @@ class ProcessComm:
         width = -(-count // size)
         padded = flat if width * size == count else torch.nn.functional.pad(flat, (0, width * size - count))
         mine = fold(self._exchange(padded.view(size, width), axes).unbind(0), op)
-        return self._gather(mine, axes, size).view(-1)[:count]
+        whole = self._gather(mine, axes, size).view(-1)
+        return whole if width * size == count else whole[:count].clone()
 
     def _gather(self, flat: Tensor, axes: tuple[str, ...], size: int) -> Tensor:
         out = flat.new_empty(size, flat.numel())
@@ -155,6 +201,11 @@ class ProcessComm:
     def _count(self, op: str, axes: tuple[str, ...], xs: list[Tensor]) -> None:
         if self.counter is not None:
             self.counter.add(op, axes, xs)
+
+
+def _chunks(x: Tensor, dim: int, size: int) -> Tensor:
+    """`size` equal parts along `dim`, as a new first dim; a view."""
+    return x.unflatten(dim, (size, -1)).movedim(dim, 0)
 
 
 def _pack(xs: list[Tensor], *, copy: bool = False) -> Tensor:

@@ -175,6 +175,7 @@ class Program:
         order: str | None = None,
         counter: Counter | None = None,
         progress: Progress | None = None,
+        transport: str | None = None,
     ) -> RankRun:
-        """This process's rank, ready to run, on the processes that torch.distributed has started."""
-        return bind(self, device=device, order=order, counter=counter, progress=progress)
+        """This process's rank, ready to run, on the processes that torch.distributed has started; `program/_run.py` has details."""
+        return bind(self, device=device, order=order, counter=counter, progress=progress, transport=transport)

@@ -216,16 +216,20 @@ def bind(
     order: str | None = None,
     counter: Counter | None = None,
     progress: Progress | None = None,
+    transport: str | None = None,
 ) -> RankRun:
     """This process's rank of the program, on the processes that torch.distributed has started.
 
-    order: "rank" sums in rank order, the simulator's bits (default but on NCCL); "library" leaves sums to the backend.
+    order:     "rank" sums in rank order, the simulator's bits (default but on NCCL); "library" leaves sums to the backend.
+    transport: for CPU tensors in rank order, "shared" memory or the "backend"; default: shared where all ranks of a group are on
+               one machine. The bits are the same.
     """
     if program.mesh.size == 1:
         return RankRun(program, _Alone(), device, progress)
     order = order or ("library" if torch.device(device).type == "cuda" else "rank")
-    uses = program.axes_used()
-    return RankRun(program, ProcessComm(program.mesh, uses, order=order, counter=counter), device, progress)
+    transport = transport if torch.device(device).type == "cpu" else "backend"
+    comm = ProcessComm(program.mesh, program.axes_used(), order=order, counter=counter, transport=transport)
+    return RankRun(program, comm, device, progress)
 
 
 class _Alone:
