@@ -2,8 +2,8 @@
 
 import itertools
 import operator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -12,95 +12,112 @@ from mpar.ops import constrain, sum_squares
 from mpar.ops._adamw import adamw_many_p, adamw_p
 from mpar.ops._primitive import Primitive
 from mpar.ops._sgd import sgd_many_p, sgd_p
-from mpar.program._segments import Code, compile_function
+from mpar.program._segments import Code
+from mpar.program._units import Unit
+from mpar.program._writer import Writer
 from mpar.sharding._pass import graph_pass
 from mpar.spec import P
 
-if TYPE_CHECKING:
-    from mpar.program._build import _Builder, _Unit
+__all__ = ["join_updates", "write_update"]
 
-__all__ = ["compile_norm", "compile_squares", "compile_update", "join_updates"]
-
-aten = torch.ops.aten
 MANY: dict[Primitive, Primitive] = {adamw_p: adamw_many_p, sgd_p: sgd_many_p}
+ByUnit = Mapping[str, list[int]]
 
 
-def square_sets(specs: Sequence[P]) -> dict[frozenset[str], list[int]]:
+def write_update(
+    writer: Writer,
+    optimizer: Any,
+    units: Sequence[Unit],
+    params: ByUnit,
+    grads: ByUnit,
+    slots: Mapping[str, list[list[int]]],
+    lr: int,
+    step: int,
+) -> tuple[int, dict[str, int]]:
+    """`(global norm, new state by path)`: clip by the norm of all gradients, then update unit by unit."""
+    squares: list[int] = []
+    for unit in units:
+        code = _square_code(writer, grads[unit.path])
+        squares += writer.emit("norm", code, grads[unit.path], [f"squares {unit.path}"] * len(code.out_specs), unit.path)
+    norm, scale = writer.emit("norm", _norm_code(writer, optimizer, units, squares), squares, ["grad_norm", "scale"])
+    owned = _overwritable(
+        writer, [v for unit in units for v in grads[unit.path]], [v for unit in units for v in params[unit.path]]
+    )
+    new: dict[str, int] = {}
+    for unit in units:
+        columns = slots[unit.path]
+        code = _update_code(writer, optimizer, unit, grads[unit.path], owned)
+        inputs = [*params[unit.path], *grads[unit.path], *(v for column in columns for v in column), lr, step, scale]
+        names = [*(f"params.{p}" for p in unit.paths), *(f"opt.{slot}.{p}" for slot in optimizer.slots for p in unit.paths)]
+        new |= dict(zip(names, writer.emit("update", code, inputs, names, unit.path), strict=True))
+    return norm, new
+
+
+def _square_sets(specs: Sequence[P]) -> list[list[int]]:
     """Positions of gradients by the mesh axes that shard them: their square sums are pending over those axes."""
     sets: dict[frozenset[str], list[int]] = {}
     for index, spec in enumerate(specs):
         sets.setdefault(spec.axes, []).append(index)
-    return sets
+    return list(sets.values())
 
 
-def compile_squares(builder: "_Builder", unit: "_Unit", grads: list[int]) -> Code:
-    """One vector of square sums for each distinct set of axes that shards gradients of `unit`."""
-    specs = [builder.values[v].spec for v in grads]
-    sets = list(square_sets(specs).values())
+def _square_code(writer: Writer, grads: list[int]) -> Code:
+    """One vector of square sums for each distinct set of axes that shards gradients of a unit."""
+    specs = writer.specs(grads)
+    sets = _square_sets(specs)
 
     def squares(values: list[Tensor]) -> list[Tensor]:
         return [torch.stack([sum_squares(values[i]) for i in positions]) for positions in sets]
 
-    return builder._function("squares", squares, ([builder._global(v) for v in grads],), specs, None)
+    return writer.function("squares", squares, (writer.globals(grads),), specs, None)
 
 
-def compile_norm(builder: "_Builder", squares: list[int]) -> Code:
+def _norm_code(writer: Writer, optimizer: Any, units: Sequence[Unit], squares: list[int]) -> Code:
     """(norm, clip factor) from all vectors of square sums: one reduction for each distinct set of axes, then one order."""
-    order: list[tuple[int, int]] = []  # (unit, leaf) of every element, as the vectors come
-    sources: list[int] = []
-    for number, unit in enumerate(builder.units.values()):
-        for positions in square_sets(unit.grad).values():
-            sources.append(number)
-            order.extend((number, leaf) for leaf in positions)
-    specs = [builder.values[v].spec for v in squares]
+    vectors = [[(n, leaf) for leaf in positions] for n, unit in enumerate(units) for positions in _square_sets(unit.grad)]
+    specs = writer.specs(squares)
     by_spec: dict[P, list[int]] = {}
     for index, spec in enumerate(specs):
         by_spec.setdefault(spec, []).append(index)
-    bounds = [0]
-    for v in squares:
-        bounds.append(bounds[-1] + builder.values[v].shape[0])
-    grouped = [place for indices in by_spec.values() for i in indices for place in order[bounds[i] : bounds[i + 1]]]
-    permutation = sorted(range(len(grouped)), key=grouped.__getitem__)
+    elements = [place for indices in by_spec.values() for i in indices for place in vectors[i]]
+    chain_order = sorted(range(len(elements)), key=elements.__getitem__)
 
-    def norm(vectors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        together = torch.cat([torch.cat([vectors[i] for i in indices]) for indices in by_spec.values()])
-        total = constrain(together, P())[torch.tensor(permutation)].sum().sqrt()
-        return total, builder.optimizer.scale(total).to(torch.float64)
+    def norm(squares: list[Tensor]) -> tuple[Tensor, Tensor]:
+        together = torch.cat([torch.cat([squares[i] for i in indices]) for indices in by_spec.values()])
+        total = constrain(together, P())[torch.tensor(chain_order)].sum().sqrt()
+        return total, optimizer.scale(total).to(torch.float64)
 
-    likes = [builder._global(v) for v in squares]
-    return compile_function("norm", norm, (likes,), builder.mesh, specs, [P(), P()], builder.strategy.compute)
+    return writer.function("norm", norm, (writer.globals(squares),), specs, [P(), P()])
 
 
-def compile_update(builder: "_Builder", unit: "_Unit", grads: list[int]) -> Code:
+def _update_code(writer: Writer, optimizer: Any, unit: Unit, grads: list[int], owned: bool) -> Code:
     """The optimizer's rule for every parameter of `unit`, on the specs at which it and its state are stored."""
-    optimizer, count = builder.optimizer, len(unit.leaves)
-    decays = tuple(optimizer.decays(path, axes) for (path, _), axes in zip(unit.leaves, unit.axes, strict=True))
-    owned = _owned(builder, [v for column in builder.final.values() for v in column])
-    grad_specs = [builder.values[v].spec for v in grads]
-    specs = [*unit.storage, *grad_specs, *unit.opt * len(optimizer.slots), P(), P(), P()]
-    likes = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for _, leaf in unit.leaves]
-    key = ("update", decays, owned, tuple((tuple(t.shape), t.dtype) for t in likes), tuple(specs))
-    if key not in builder.cache:
+    decays = tuple(optimizer.decays(path, axes) for path, axes in zip(unit.paths, unit.axes, strict=True))
+    num_slots = len(optimizer.slots)
 
-        def update(params: list, grads: list, slots: list, lr: Tensor, step: Tensor, scale: Tensor) -> list[Tensor]:
-            results = [
-                optimizer.update_leaf(
-                    params[i], grads[i], tuple(column[i] for column in slots), lr, step, scale, decays=decays[i]
-                )
-                for i in range(count)
-            ]
-            return [new for new, _ in results] + [new[s] for s in range(len(optimizer.slots)) for _, new in results]
+    def update(params: list, grads: list, slots: list, lr: Tensor, step: Tensor, scale: Tensor) -> list[Tensor]:
+        results = [
+            optimizer.update_leaf(p, g, tuple(column[i] for column in slots), lr, step, scale, decays=decays[i])
+            for i, (p, g) in enumerate(zip(params, grads, strict=True))
+        ]
+        return [new for new, _ in results] + [own[slot] for slot in range(num_slots) for _, own in results]
 
-        scalar = torch.empty((), dtype=torch.float64, device="meta")
-        grad_likes = [builder._global(v) for v in grads]
-        args = (likes, grad_likes, [likes] * len(optimizer.slots), scalar, scalar, scalar)
-        targets = [*unit.storage, *unit.opt * len(optimizer.slots)]
-        name = f"update {unit.path.split('.')[0]}"
-        passes = (join_updates,) if owned else ()
-        builder.cache[key] = compile_function(
-            name, update, args, builder.mesh, specs, targets, builder.strategy.compute, passes=passes
-        )
-    return builder.cache[key]
+    leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for _, leaf in unit.leaves]
+    scalars = [torch.empty((), dtype=torch.float64, device="meta")] * 3
+    specs = [*unit.storage, *writer.specs(grads), *unit.opt * num_slots, P(), P(), P()]
+    mask = "".join("-d"[decay] for decay in decays)
+    name = f"update {unit.path.split('.')[0]}" + (f" [{mask}]" if len(set(decays)) > 1 or not all(decays) else "")
+    args = (leaves, writer.globals(grads), [leaves] * num_slots, *scalars)
+    targets = [*unit.storage, *unit.opt * num_slots]
+    return writer.function(name, update, args, specs, targets, passes=(join_updates,) if owned else ())
+
+
+def _overwritable(writer: Writer, grads: Sequence[int], params: Sequence[int]) -> bool:
+    """Whether no two gradients overlap and none lies in a parameter: what one update writes, no other reads."""
+    stored = {writer.values[v].storage for v in params}
+    spans = sorted((v.storage, v.offset, v.offset + v.bytes // v.dtype.itemsize) for v in (writer.values[g] for g in grads))
+    apart = all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(spans))
+    return apart and not any(storage in stored for storage, _, _ in spans)
 
 
 @graph_pass
@@ -117,7 +134,7 @@ def join_updates(graph: fx.Graph) -> dict[str, int]:
             continue
         num_lists = len(MANY[one].operands) - sum(name in ("lr", "step", "scale") for name in MANY[one].operands)
         lists, scalars = node.args[:num_lists], node.args[num_lists:]
-        if all(n is not None and _overwritable(n) for n in lists):
+        if all(n is not None and n.meta["val"].is_contiguous() for n in lists):
             dtype = lists[0].meta["val"].dtype
             groups.setdefault((one.name, tuple(scalars), tuple(sorted(node.kwargs.items())), dtype), []).append(node)
     for (name, scalars, kwargs, _), nodes in groups.items():
@@ -154,15 +171,3 @@ def _join_update(graph: fx.Graph, many: Primitive, nodes: list[fx.Node], scalars
             at = part
             old.replace_all_uses_with(part)
             graph.erase_node(old)
-
-
-def _overwritable(node: fx.Node) -> bool:
-    return node.meta["val"].is_contiguous()
-
-
-def _owned(builder: "_Builder", grads: list[int]) -> bool:
-    """Whether no two gradients overlap and none lies in a parameter: what one update writes, no other reads."""
-    params = {builder.values[v].storage for column in builder.params.values() for v in column}
-    spans = sorted((v.storage, v.offset, v.offset + v.bytes // v.dtype.itemsize) for v in (builder.values[g] for g in grads))
-    apart = all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(spans))
-    return apart and not any(storage in params for storage, _, _ in spans)

@@ -1,0 +1,96 @@
+"""Units: the parameters at one path of the chain, which are stored, gathered, reduced and updated together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mpar import tree
+from mpar.chain import Axes, Chain
+from mpar.mesh import Mesh
+from mpar.precision import Precision
+from mpar.spec import P
+from mpar.strategy import Strategy
+
+__all__ = ["Unit", "group_units", "kind_name", "make_units", "span"]
+
+
+@dataclass
+class Unit:
+    """leaves: (path, global tensor without data) of each parameter; then, per leaf: logical axes, specs in use and at rest, the
+    dtype in use. `users`: indices of the segments that read it."""
+
+    path: str
+    leaves: list[tuple[str, Tensor]]
+    axes: list[Axes]
+    compute: list[P]
+    compute_dtypes: list[torch.dtype]
+    storage: list[P]
+    grad: list[P]
+    opt: list[P]
+    users: list[int] = field(default_factory=list)
+
+    @property
+    def paths(self) -> list[str]:
+        """The path of each leaf."""
+        return [path for path, _ in self.leaves]
+
+    @property
+    def needs_gather(self) -> bool:
+        """Whether its parameters are used in another place or dtype than they are stored in."""
+        same = all(dtype == leaf.dtype for dtype, (_, leaf) in zip(self.compute_dtypes, self.leaves, strict=True))
+        return self.compute != self.storage or not same
+
+    @property
+    def bytes(self) -> int:
+        """Global bytes as stored."""
+        return sum(leaf.nbytes for _, leaf in self.leaves)
+
+
+def make_units(model: Chain, strategy: Strategy, mesh: Mesh, precision: Precision) -> dict[str, Unit]:
+    """The units of a model by path, in the order of their first use."""
+    units: dict[str, Unit] = {}
+    for index, segment in enumerate(model.segments):
+        for path in segment.paths:
+            if path not in units:
+                units[path] = _make_unit(model, path, strategy, mesh, precision)
+            units[path].users.append(index)
+    return units
+
+
+def _make_unit(model: Chain, path: str, strategy: Strategy, mesh: Mesh, precision: Precision) -> Unit:
+    subtree = tree.leaves_with_path(tree.get(model.abstract_params, path))
+    leaves = [(f"{path}.{sub}" if sub else path, leaf) for sub, leaf in subtree]
+    axes = [tuple(tree.get(model.param_axes, leaf_path)) for leaf_path, _ in leaves]
+    return Unit(
+        path,
+        leaves,
+        axes,
+        [strategy.compute_spec(a, mesh) for a in axes],
+        [precision.compute_dtype(p, leaf.dtype) for p, leaf in leaves],
+        [strategy.storage_spec(a, "param", mesh) for a in axes],
+        [strategy.storage_spec(a, "grad", mesh) for a in axes],
+        [strategy.storage_spec(a, "opt", mesh) for a in axes],
+    )
+
+
+def group_units(units: Sequence[Unit], bucket_bytes: int) -> list[list[Unit]]:
+    """Neighbours share messages as long as they are `bucket_bytes` together; a larger unit is alone."""
+    groups: list[list[Unit]] = []
+    for unit in units:
+        if groups and sum(u.bytes for u in groups[-1]) + unit.bytes <= bucket_bytes:
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    return groups
+
+
+def kind_name(units: Sequence[Unit]) -> str:
+    """What a segment over these units is called: `embed+layers`."""
+    return "+".join(dict.fromkeys(unit.path.split(".")[0] for unit in units))
+
+
+def span(units: Sequence[Unit]) -> str:
+    """Where in the chain they are: `layers.0..layers.3`."""
+    return units[0].path if len(units) == 1 else f"{units[0].path}..{units[-1].path}"

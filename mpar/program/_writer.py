@@ -1,0 +1,137 @@
+"""Writer: where instructions are written down. It numbers values and storages and keeps each compiled segment once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar import tree
+from mpar.mesh import Mesh
+from mpar.program._program import Instruction, Kind, Leaf, Value
+from mpar.program._segments import Code, compile_function
+from mpar.spec import P, local_shape
+from mpar.strategy import AxisTable
+
+__all__ = ["Writer", "like"]
+
+
+class Writer:
+    """A program while it grows."""
+
+    def __init__(self, mesh: Mesh, table: AxisTable) -> None:
+        self.mesh, self.table = mesh, table
+        self.values: list[Value] = []
+        self.instructions: list[Instruction] = []
+        self.kinds: dict[str, Kind] = {}
+        self.codes: dict[str, Code] = {}  # by the name of their kind
+        self.functions: dict[Any, Code] = {}  # small functions, by name, shapes and specs
+        self.num_storages = 0
+
+    def storage(self) -> int:
+        """A new storage."""
+        self.num_storages += 1
+        return self.num_storages - 1
+
+    def value(self, name: str, x: Tensor, spec: P, storage: int | None = None) -> int:
+        """A new value that looks like the local tensor `x`, in a storage of its own unless one is given."""
+        storage = self.storage() if storage is None else storage
+        self.values.append(Value(name, tuple(x.shape), x.dtype, spec, storage, x.storage_offset()))
+        return len(self.values) - 1
+
+    def leaf(self, path: str, x: Tensor, spec: P, storage: int | None = None) -> Leaf:
+        """A value at the program's boundary; `x` is global."""
+        local = torch.empty(local_shape(tuple(x.shape), spec, self.mesh), dtype=x.dtype, device="meta")
+        return Leaf(path, self.value(path, local, spec, storage), tuple(x.shape), x.dtype, spec)
+
+    def specs(self, values: Sequence[int]) -> list[P]:
+        """Where values live."""
+        return [self.values[v].spec for v in values]
+
+    def globals(self, values: Sequence[int]) -> list[Tensor]:
+        """Global tensors without data of which the values are shards."""
+        return [self._global(self.values[v].shape, self.values[v].dtype, self.values[v].spec) for v in values]
+
+    def global_results(self, code: Code) -> Any:
+        """What a compiled function returns, global and without data."""
+        leaves = [self._global(tuple(v.shape), v.dtype, spec) for v, spec in zip(code.out_values, code.out_specs, strict=True)]
+        return tree.unflatten(code.outputs, leaves)
+
+    def _global(self, shape: tuple[int, ...], dtype: torch.dtype, spec: P) -> Tensor:
+        sizes = [n * self.mesh.axis_size(spec.dim(i)) for i, n in enumerate(shape)]
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    def emit(
+        self,
+        op: str,
+        code: Code,
+        inputs: Sequence[int],
+        names: Sequence[str],
+        segment: str = "",
+        microbatch: int = -1,
+        queue: str = "compute",
+    ) -> list[int]:
+        """Add an instruction; its results share storages with each other and with operands as the code says."""
+        memory = code.kind.memory
+        storages = {local: self.values[v].storage for local, v in zip(memory.inputs, inputs, strict=True)}
+        outputs = []
+        for name, x, spec, local in zip(names, code.out_values, code.out_specs, memory.outputs, strict=True):
+            if local not in storages:
+                storages[local] = self.storage()
+            outputs.append(self.value(name, x, spec, storages[local]))
+        kind = self._register(code)
+        self.instructions.append(Instruction(op, kind, tuple(inputs), tuple(outputs), (), segment, microbatch, queue))
+        return outputs
+
+    def _register(self, code: Code) -> str:
+        """The name of the code's kind, a new one when another code has it."""
+        name, number = code.kind.name, 2
+        while name in self.codes and self.codes[name] is not code:
+            name, number = f"{code.kind.name} #{number}", number + 1
+        self.codes[name], self.kinds[name] = code, code.kind
+        return name
+
+    def function(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        args: Any,
+        in_specs: Sequence[P],
+        out_specs: Sequence[P | None] | None,
+        **how: Any,
+    ) -> Code:
+        """Compile a small function, or find it: `name` must stand for the same mathematics everywhere."""
+        shapes = tuple((tuple(x.shape), x.dtype) for x in tree.leaves(args))
+        key = (name, shapes, tuple(in_specs), None if out_specs is None else tuple(out_specs), tuple(how.get("passes", ())))
+        if key not in self.functions:
+            self.functions[key] = compile_function(name, fn, args, self.mesh, in_specs, out_specs, self.table, **how)
+        return self.functions[key]
+
+    def cast(self, name: str, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], source: list[P], target: list[P]) -> Code:
+        """Cast each leaf to its dtype, then bring it from `source` to `target`."""
+
+        def cast(values: list[Tensor]) -> list[Tensor]:
+            return [value.to(dtype) for value, dtype in zip(values, dtypes, strict=True)]
+
+        to = ",".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
+        key = name if len(set(dtypes)) == 1 and leaves[0].dtype == dtypes[0] else f"{name} to {to}"
+        return self.function(key, cast, (list(leaves),), source, target)
+
+    def add(self, left: list[int], right: list[int], names: list[str], segment: str = "", microbatch: int = -1) -> list[int]:
+        """`left + right`, value by value, on each rank: pending sums stay pending."""
+
+        def add(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
+            return [x + y for x, y in zip(a, b, strict=True)]
+
+        code = self.function("add", add, (self.globals(left), self.globals(right)), self.specs([*left, *right]), self.specs(left))
+        return self.emit("accumulate", code, [*left, *right], names, segment, microbatch)
+
+    def metric(self, path: str, value: int) -> Leaf:
+        """A replicated value that the step reports."""
+        v = self.values[value]
+        return Leaf(path, value, v.shape, v.dtype, v.spec)
+
+
+def like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor without data of the shape of `x`."""
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device="meta")
