@@ -1,0 +1,148 @@
+"""From a composed dict to frozen dataclasses, strictly: every unknown key and every value of a wrong type, all at once."""
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from mpar.errors import ConfigError, UnknownNameError
+
+__all__ = ["bind", "known_keys", "nearest", "open_keys"]
+
+T = TypeVar("T")
+
+
+def bind(cls: type[T], values: Mapping[str, Any]) -> T:
+    """`cls` from `values`. Raises UnknownNameError if a key is unknown, else ConfigError; either lists every offender."""
+    unknown: list[str] = []
+    wrong: list[str] = []
+    names = known_keys(cls)
+    bound = _convert(cls, values, "", unknown, wrong)
+    if unknown:
+        lines = [f"{name}: no such key; did you mean {nearest(name, names)}?" for name in unknown]
+        raise UnknownNameError("the configuration has unknown keys:\n  " + "\n  ".join(lines + wrong))
+    if wrong:
+        raise ConfigError("the configuration has values that cannot be used:\n  " + "\n  ".join(wrong))
+    return bound
+
+
+def known_keys(cls: type) -> list[str]:
+    """Every dotted key of a dataclass of dataclasses, groups included."""
+    out = []
+    for name, hint in get_type_hints(cls).items():
+        out.append(name)
+        if dataclasses.is_dataclass(hint):
+            out += [f"{name}.{sub}" for sub in known_keys(hint)]  # type: ignore[arg-type]
+    return out
+
+
+def open_keys(cls: type) -> list[str]:
+    """The dotted keys below which any name may stand: those whose values are dicts."""
+    out = []
+    for name, hint in get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            out += [f"{name}.{sub}" for sub in open_keys(hint)]  # type: ignore[arg-type]
+        elif any(get_origin(option) is dict for option in _options(hint)):
+            out.append(name)
+    return out
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The known name most like `name`: by the whole, or where that finds nothing by the last part."""
+    names = list(names)
+    whole = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    if whole:
+        return whole[0]
+    last = {known.rpartition(".")[2]: known for known in reversed(names)}
+    part = difflib.get_close_matches(name.rpartition(".")[2], last, n=1, cutoff=0.5)
+    return last[part[0]] if part else difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+
+
+def _convert(hint: Any, value: Any, path: str, unknown: list[str], wrong: list[str]) -> Any:
+    """`value` as what `hint` asks for; what cannot be is noted."""
+    if dataclasses.is_dataclass(hint):
+        return _convert_group(hint, value, path, unknown, wrong)  # type: ignore[arg-type]
+    for option in _options(hint):
+        ok, converted = _try(option, value)
+        if ok:
+            return converted
+    wrong.append(f"{path}={value!r}: must be {_describe(hint)}")
+    return None
+
+
+def _convert_group(cls: type, value: Any, path: str, unknown: list[str], wrong: list[str]) -> Any:
+    if not isinstance(value, Mapping):
+        wrong.append(f"{path}={value!r}: must be a group of keys")
+        return None
+    hints = get_type_hints(cls)
+    at = f"{path}." if path else ""
+    unknown += [f"{at}{key}" for key in value if key not in hints]
+    given = {}
+    for field in dataclasses.fields(cls):
+        if field.name in value:
+            found = value[field.name]
+            if found == "???":
+                wrong.append(f"{at}{field.name} is missing: {field.metadata.get('doc', 'it has no default')}")
+                continue
+            given[field.name] = _convert(hints[field.name], found, f"{at}{field.name}", unknown, wrong)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            wrong.append(f"{at}{field.name} is missing: {field.metadata.get('doc', 'it has no default')}")
+    return None if unknown or wrong else cls(**given)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _try(hint: Any, value: Any) -> tuple[bool, Any]:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True, value
+    if hint in (type(None), None):
+        return value is None, None
+    if origin is Literal:
+        return value in args, value
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool), float(value) if _is_number(value) else None
+    if hint is int:
+        whole = isinstance(value, float) and value.is_integer()
+        return (isinstance(value, int) and not isinstance(value, bool)) or whole, int(value) if _is_number(value) else None
+    if origin is tuple:
+        return _try_tuple(args, value)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            return False, None
+        pairs = {key: _try(args[1], item) for key, item in value.items()}
+        return all(ok for ok, _ in pairs.values()), {key: item for key, (_, item) in pairs.items()}
+    return isinstance(value, hint), value
+
+
+def _try_tuple(args: tuple[Any, ...], value: Any) -> tuple[bool, Any]:
+    if not isinstance(value, (list, tuple)):
+        return False, None
+    hints = [args[0]] * len(value) if args[1:] == (Ellipsis,) else list(args)
+    if len(hints) != len(value):
+        return False, None
+    items = [_try(hint, item) for hint, item in zip(hints, value, strict=True)]
+    return all(ok for ok, _ in items), tuple(item for _, item in items)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value == value and abs(value) != float("inf")
+
+
+def _describe(hint: Any) -> str:
+    """A type in words."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_describe(arg) for arg in args)
+    if origin is Literal:
+        return " or ".join(str(arg) for arg in args)
+    if origin is tuple:
+        inner = f"{_describe(args[0])}, ..." if args[1:] == (Ellipsis,) else ", ".join(_describe(arg) for arg in args)
+        return f"[{inner}]"
+    if origin is dict:
+        return f"{{key: {_describe(args[1])}}}"
+    names = {type(None): "null", str: "text", int: "a whole number", float: "a number", bool: "true or false", Any: "a value"}
+    return names.get(hint, str(hint))

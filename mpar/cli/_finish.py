@@ -1,0 +1,52 @@
+"""What a finished run leaves: the HF folder, the picture of the loss, and answers. Also `python -m mpar.cli._finish FOLDER`."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpar import checkpoint
+from mpar.cli._screen import say
+from mpar.errors import CheckpointError
+from mpar.train import TrainConfig, make_model, make_tokenizer, read_job, read_metrics
+from mpar.train.curve import draw_loss
+from mpar.train.export import answer, export_hf
+
+__all__ = ["finish", "main"]
+
+
+def finish(config: TrainConfig) -> None:
+    """Export the last checkpoint of the run, draw its loss, ask the questions of the task; print what came of it."""
+    run_dir = Path(str(config.run_dir))
+    newest = checkpoint.latest(run_dir / "checkpoints")
+    if newest is None:
+        raise CheckpointError(f"cannot export {run_dir}: it holds no complete checkpoint")
+    folder = export_hf(make_model(config), make_tokenizer(config), newest, run_dir / "hf")
+    records = read_metrics(run_dir / "metrics.jsonl")
+    lines = []
+    if records:
+        draw_loss(records, run_dir / "loss.png", f"{config.model.name}, {config.strategy.name}")
+        first, last = records[0], records[-1]
+        lines.append(f"loss {first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at step {last['step']}")
+    lines += _conversation(folder, config.task.chat, config.task.max_new_tokens) if config.task.kind == "sft" else []
+    lines += [
+        f"{what:12} {path}" for what, path in (("checkpoint", newest), ("model", folder), ("loss curve", run_dir / "loss.png"))
+    ]
+    say("\n".join(lines))
+
+
+def _conversation(folder: Path, questions: Sequence[str], max_new_tokens: int) -> list[str]:
+    answers = answer(folder, questions, max_new_tokens=max_new_tokens)
+    lines = []
+    for question, said in zip(questions, answers, strict=True):
+        lines += [f"user       {question}", f"assistant  {said}"]
+    return ["", *lines, ""] if lines else []
+
+
+def main(args: list[str]) -> int:
+    """Finish the run of the job in the folder `args[0]`."""
+    finish(read_job(Path(args[0])).config)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

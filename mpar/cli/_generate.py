@@ -1,0 +1,58 @@
+"""`mpar generate`: one answer to `prompt`, or a conversation on the terminal, of single questions."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpar.cli._compose import compose_config, describe_config
+from mpar.cli._screen import say, say_aside
+from mpar.errors import CheckpointError
+from mpar.train.export import answer
+
+__all__ = ["GenerateConfig", "main"]
+
+_HELP = "usage: mpar generate path=RUN_OR_HF_FOLDER [prompt='Who are you?'] [key=value] ..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """The keys of `mpar generate`."""
+
+    path: str = field(metadata={"doc": "an HF folder, or the run_dir of a run"})
+    prompt: str | None = field(default=None, metadata={"doc": "the question; null: ask on the terminal"})
+    max_new_tokens: int = field(default=128, metadata={"doc": "the longest answer"})
+    temperature: float = field(default=0.0, metadata={"doc": "0 takes the likeliest token"})
+    seed: int = field(default=0, metadata={"doc": "of the draws"})
+
+
+def main(args: Sequence[str]) -> int:
+    """Answer; returns the exit code."""
+    if "-h" in args or "--help" in args:
+        say(f"{_HELP}\n\n{describe_config('generate', GenerateConfig, [])}")
+        return 0
+    config, _ = compose_config("generate", GenerateConfig, args)
+    folder = _model_folder(Path(config.path))
+    if config.prompt is not None:
+        say(_answer(config, folder, config.prompt))
+        return 0
+    say_aside("ask; an empty line or the end of input ends the conversation. Every question is answered alone.")
+    for line in sys.stdin:
+        if not line.strip():
+            break
+        say(_answer(config, folder, line.strip()))
+    return 0
+
+
+def _answer(config: GenerateConfig, folder: Path, question: str) -> str:
+    return answer(folder, [question], max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed)[0]
+
+
+def _model_folder(path: Path) -> Path:
+    for folder in (path, path / "hf"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise CheckpointError(
+        f"cannot generate from {path}: neither it nor {path / 'hf'} has a config.json.\n"
+        "Give an HF folder or the run_dir of a finished run; `mpar export run_dir=...` makes one from any checkpoint."
+    )

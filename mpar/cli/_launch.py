@@ -1,0 +1,75 @@
+"""Start the ranks of a job on this machine through torch's elastic launcher; when one dies, say where each of them was."""
+
+import logging
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from mpar.cli._worker import Failure, place_file, read_failure
+from mpar.errors import MparError, ProgramError
+from mpar.train import Job, describe_place, read_place
+
+__all__ = ["RankFailure", "launch"]
+
+_SHUTDOWN_S = 10  # between the request to stop and the kill
+
+
+class RankFailure(ProgramError):
+    """A rank ended before its work was done; the message has every rank's place."""
+
+
+def launch(job: Job, folder: Path) -> None:
+    """Run all ranks of `job` to their end. Raises RankFailure, or the error that a rank met, as a RankFailure with its words."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its reports repeat ours, with tracebacks
+    size = job.program.mesh.size
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(),
+        shutdown_timeout=_SHUTDOWN_S,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "mpar.cli._worker", str(folder))
+    except ChildFailedError as error:
+        raise _explain(job, folder, error.failures) from None
+
+
+def _explain(job: Job, folder: Path, failures: Mapping[int, Any]) -> MparError:
+    """What to tell about the ranks that failed first."""
+    size = job.program.mesh.size
+    told = [failure for rank in range(size) if (failure := read_failure(folder, rank)) is not None]
+    killed = {rank: f.signal_name() for rank, f in failures.items() if f.exitcode < 0 and f.signal_name() != "SIGTERM"}
+    known = min((failure for failure in told if failure.known), key=lambda failure: failure.time, default=None)
+    if known is not None and known.title != "TimeoutError" and not killed:
+        return RankFailure(f"rank {known.rank}: {known.title}: {known.message}{_go_on(job)}")
+    if killed:
+        dead = set(killed)
+        head = "; ".join(f"rank {rank} was killed by {signal}" for rank, signal in sorted(killed.items()))
+    else:
+        first = known or min(told, key=lambda failure: failure.time, default=None)
+        dead = set() if first is None else {first.rank}
+        head = _first_words(first, failures)
+    places = [describe_place(job.program, rank, read_place(place_file(folder, rank)), dead=rank in dead) for rank in range(size)]
+    return RankFailure(f"{head}. All ranks were stopped. Each was last seen at:\n  " + "\n  ".join(places) + _go_on(job))
+
+
+def _first_words(first: Failure | None, failures: Mapping[int, Any]) -> str:
+    if first is not None:
+        return f"rank {first.rank} failed first: {first.message.strip()}"
+    return "; ".join(f"rank {rank} ended with exit code {failure.exitcode}" for rank, failure in sorted(failures.items()))
+
+
+def _go_on(job: Job) -> str:
+    return f"\nWhat was saved is in {job.config.run_dir}; the same command with run_dir={job.config.run_dir} goes on from there."

@@ -1,0 +1,54 @@
+"""`mpar COMMAND group=choice key=value`: find the command, run it, turn errors into one screen of text and an exit code."""
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from mpar.cli import _screen
+from mpar.errors import MparError, UnknownNameError
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "train": ("mpar.cli._train", "train a model: pt or sft, on this machine's processes or under torchrun"),
+    "plan": ("mpar.cli._plan", "compile, verify and predict a run without starting it: no process, no weights"),
+    "generate": ("mpar.cli._generate", "ask a trained model"),
+    "export": ("mpar.cli._export", "write a checkpoint as a folder that transformers loads"),
+}
+_USAGE = """usage: mpar COMMAND [group=choice] [key=value] ...
+
+{commands}
+
+  mpar train                                     a small model learns its name, on two processes
+  mpar train strategy=zero3 mesh=fsdp2 steps=20  the same model, other parallelism
+  mpar train -m optimizer.lr=1e-3,3e-3           a sweep: one run after the other, each in its own folder
+  mpar plan model=llama3_405b strategy=zero3_tp mesh.fsdp=2048 mesh.tp=8
+  mpar COMMAND --help                            its groups, choices and keys"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        _screen.say(_USAGE.format(commands="\n".join(f"  {name:10} {about}" for name, (_, about) in COMMANDS.items())))
+        return 0
+    try:
+        return importlib.import_module(_module(args[0])).main(args[1:])
+    except MparError as error:
+        _screen.show_error(error)
+        return 1
+    except KeyboardInterrupt:
+        _screen.say_aside("stopped from the keyboard")
+        return 130
+
+
+def _module(command: str) -> str:
+    """The module of a command; a rank that torchrun started must not load the launcher, which compiles."""
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
+        raise UnknownNameError(f"there is no command {command!r}; did you mean {near!r}?\nCommands: {', '.join(COMMANDS)}.")
+    if command == "train" and "TORCHELASTIC_RUN_ID" in os.environ:
+        return "mpar.cli._torchrun"
+    return COMMANDS[command][0]

@@ -1,0 +1,72 @@
+"""Prepare a job: checks, compiled program, tokenised data. `python -m mpar.cli._prepare FOLDER` does it for torchrun."""
+
+import datetime
+import pickle
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpar.cli._worker import write_failure
+from mpar.program._text import format_bytes
+from mpar.train import Job, TrainConfig
+from mpar.train.prepare import prepare
+
+__all__ = ["PreparedJob", "main", "new_run_dir", "prepare_job"]
+
+REQUEST = "request.pickle"
+
+
+@dataclass(frozen=True)
+class PreparedJob:
+    """A job that is ready to start, and what to say about it."""
+
+    job: Job
+    summary: str
+
+
+def new_run_dir() -> str:
+    """runs/<date>_<time>."""
+    return f"runs/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+
+
+def prepare_job(config: TrainConfig, resolved: dict[str, Any], folder: Path) -> PreparedJob:
+    """Leave in `folder` what ranks load. Raises MparError for whatever is wrong with the configuration, data or checkpoint."""
+    job, report = prepare(config, resolved, folder)
+    program = job.program
+    prediction = program.predict()
+    parameters = sum(_count(leaf.shape) for leaf in program.state_in if leaf.path.startswith("params."))
+    begin = "from the start" if job.resume is None else f"on from {job.resume}"
+    summary = (
+        f"{config.model.name}: {parameters / 1e6:,.2f} M parameters, {program.info['public_mesh']}, "
+        f"strategy {config.strategy.name}, {begin}\n"
+        f"data: {report}\n"
+        f"program: {len(program.instructions)} instructions, {prediction.num_collectives} collectives a step, "
+        f"{format_bytes(prediction.communication_bytes)} sent by a rank, peak {format_bytes(prediction.peak_bytes)} predicted\n"
+        f"run_dir: {config.run_dir}"
+    )
+    return PreparedJob(job, summary)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def main(args: list[str]) -> int:
+    """Prepare the job that local rank 0 of torchrun asks for in the folder `args[0]`, which is private to this user."""
+    folder = Path(args[0])
+    config, resolved = pickle.loads((folder / REQUEST).read_bytes())
+    try:
+        prepared = prepare_job(config, resolved, folder)
+        (folder / "summary.txt").write_text(prepared.summary, encoding="utf-8")
+    except Exception as error:
+        write_failure(folder, 0, error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""What reaches the screen. Results go to stdout; progress, notes and errors to stderr."""
+
+import sys
+import traceback
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from mpar.errors import MparError
+from mpar.train import StepRecord
+
+__all__ = ["StepProgress", "say", "say_aside", "show_error", "show_failure"]
+
+
+def say(text: str) -> None:
+    """A result, on stdout, as it is."""
+    print(text, flush=True)
+
+
+def say_aside(text: str) -> None:
+    """A note, on stderr, as it is."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def show_error(error: BaseException) -> None:
+    """A mistake of the user's: what it is called and what it says. Anything else is ours, and comes with its traceback."""
+    if not isinstance(error, MparError):
+        say_aside("".join(traceback.format_exception(error)))
+        return
+    show_failure(type(error).__name__, str(error))
+
+
+def show_failure(title: str, text: str) -> None:
+    """A heading in red and the text below it, not wrapped, so that it can be copied."""
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(Text(f"mpar: {title}", style="bold red"))
+    console.print(Text(text))
+
+
+class StepProgress:
+    """Rank 0's progress: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, first: int, last: int, *, shown: bool) -> None:
+        self._first, self._last, self._shown = first, last, shown
+        self._console = Console(stderr=True)
+        self._live = shown and self._console.is_terminal
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[rate]} tokens/s"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=self._console,
+            disable=not self._live,
+        )
+        self._task = self._bar.add_task("train", total=last, completed=first, loss="-", rate="-")
+
+    def __enter__(self) -> "StepProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, record: StepRecord) -> None:
+        """Show one more step."""
+        loss, rate = f"{record.loss:.4f}", f"{record.tokens_per_s:,.0f}"
+        self._bar.update(self._task, completed=record.step, loss=loss, rate=rate)
+        stride = max(1, (self._last - self._first) // 10)
+        if self._shown and not self._live and (record.step % stride == 0 or record.step in (self._first + 1, self._last)):
+            left = (self._last - record.step) * record.step_s
+            say_aside(f"step {record.step}/{self._last}  loss {loss}  {rate} tokens/s  {left:.0f} s left")

@@ -1,0 +1,175 @@
+"""One rank: load the job, run it, tell rank 0's screen. Started by the launcher as `python -m mpar.cli._worker FOLDER`.
+
+A rank loads neither Hydra nor the compiler: the job holds the bound configuration and the compiled program.
+"""
+
+import datetime
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from mpar.cli._screen import StepProgress, say_aside
+from mpar.errors import MparError
+from mpar.train import (
+    Job,
+    MetricsFile,
+    Rank,
+    StepRecord,
+    Watch,
+    describe_place,
+    make_batches,
+    make_hardware,
+    make_model,
+    read_job,
+    read_place,
+    run_steps,
+    start,
+    tensorboard_writer,
+)
+
+__all__ = ["Failure", "connect", "main", "place_file", "read_failure", "work", "write_failure"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank stopped. `known`: a mistake that the message explains; else there is a traceback in it."""
+
+    rank: int
+    title: str
+    message: str
+    known: bool
+    time: float
+
+
+def main(args: list[str]) -> int:
+    """Be the rank that the environment says, for the job in the folder `args[0]`."""
+    folder = Path(args[0])
+    rank, local_rank, local_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    try:
+        job = read_job(folder)
+        connect(job.config.device, job.config.timeout_s, local_rank)
+        work(job, folder, rank, local_rank, local_size)
+        dist.destroy_process_group()
+    except BaseException as error:
+        write_failure(folder, rank, error)
+        sys.stderr.flush()
+        os._exit(1)  # a thread of the backend may wait for a rank that is gone
+    return 0
+
+
+def connect(device: str, timeout_s: float, local_rank: int) -> None:
+    """Join the processes that the environment names."""
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def work(job: Job, folder: Path, rank: int, local_rank: int, local_size: int) -> None:
+    """Train as `rank`; rank 0 leaves config, program text, metrics in run_dir. All ranks leave their place in `folder`."""
+    config, program = job.config, job.program
+    torch.set_num_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_size))
+    device = torch.device(config.device, local_rank) if config.device == "cuda" else torch.device(config.device)
+    run_dir = Path(str(config.run_dir))
+    if rank == 0:
+        _write_records(job, run_dir)
+    model = make_model(config)
+    with Watch(place_file(folder, rank)) as watch:
+        _stop_when_stuck(job, folder, rank, config.timeout_s)
+        run = program.bind(device=device, counter=watch, progress=watch)
+        batches = make_batches(config, model, config.data.cache_dir or folder / "data")
+        this = Rank(config, program, model, batches, rank, device, run, watch, dist.barrier, job.resolved)
+        state, position = start(this, job.resume)
+        if rank == 0:
+            with _Recorder(job, run_dir, position.step) as recorder:
+                run_steps(this, state, position, recorder)
+        else:
+            run_steps(this, state, position, _ignore)
+
+
+def _ignore(record: StepRecord) -> None:
+    """The other ranks keep no records."""
+
+
+class _Recorder:
+    """Rank 0's records of steps: metrics.jsonl, event files, the progress bar."""
+
+    def __init__(self, job: Job, run_dir: Path, step: int) -> None:
+        self._file = MetricsFile(run_dir / "metrics.jsonl", step)
+        self._board = tensorboard_writer(run_dir / "tensorboard") if job.config.tensorboard else None
+        self._progress = StepProgress(step, job.config.steps, shown=job.config.progress)
+        if job.config.tensorboard and self._board is None:
+            say_aside("tensorboard is not installed, so there are no event files; metrics.jsonl has the same numbers")
+
+    def __enter__(self) -> "_Recorder":
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.__exit__(*error)
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __call__(self, record: StepRecord) -> None:
+        self._file.write(record)
+        self._progress(record)
+        if self._board is not None:
+            for name, value in asdict(record).items():
+                if name != "step":
+                    self._board.add_scalar(name, value, record.step)
+
+
+def _write_records(job: Job, run_dir: Path) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(job.resolved, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    text = job.program.text(0, make_hardware(job.config.hardware))
+    (run_dir / "program.txt").write_text(f"{text}\n", encoding="utf-8")
+
+
+def place_file(folder: Path, rank: int) -> Path:
+    """Where a rank keeps its place."""
+    return folder / f"rank-{rank:05d}.place"
+
+
+def write_failure(folder: Path, rank: int, error: BaseException) -> None:
+    """Leave the reason of a rank's end for its launcher."""
+    known = isinstance(error, MparError)
+    message = str(error) if known else "".join(traceback.format_exception(error))
+    failure = Failure(rank, type(error).__name__, message, known, time.time())
+    (folder / f"rank-{rank:05d}.failure").write_text(json.dumps(asdict(failure)), encoding="utf-8")
+
+
+def read_failure(folder: Path, rank: int) -> Failure | None:
+    """The reason that a rank left, if it did."""
+    file = folder / f"rank-{rank:05d}.failure"
+    return Failure(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+
+
+def _stop_when_stuck(job: Job, folder: Path, rank: int, timeout_s: float) -> None:
+    """A thread that ends this process when it has waited in one collective for longer than `timeout_s`."""
+
+    def watch() -> None:
+        while True:
+            time.sleep(min(1.0, timeout_s / 4))
+            place = read_place(place_file(folder, rank))
+            if place is None or place.line < 0 or not place.collectives or time.time_ns() - place.time_ns < timeout_s * 1e9:
+                continue
+            text = f"timeout_s={timeout_s:g} seconds are over: {describe_place(job.program, rank, place)}"
+            failure = Failure(rank, "TimeoutError", text, True, time.time())
+            (folder / f"rank-{rank:05d}.failure").write_text(json.dumps(asdict(failure)), encoding="utf-8")
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

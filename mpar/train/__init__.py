@@ -1,0 +1,42 @@
+"""Training: the loop of a rank, its state, metrics and watchdog. Importing this loads no compiler: `mpar.train.prepare` does, and
+`mpar.train.curve` a plotting library."""
+
+from mpar.train._config import TrainConfig
+from mpar.train._job import Job, read_job, write_job
+from mpar.train._loop import Rank, run_steps, start
+from mpar.train._metrics import MetricsFile, StepRecord, flops_per_token, read_metrics, tensorboard_writer
+from mpar.train._setup import make_batches, make_hardware, make_mesh, make_model, make_optimizer, make_strategy, make_tokenizer
+from mpar.train._state import Position, fresh_state, load_params, load_state, resume_from, save_state
+from mpar.train._watch import Place, Watch, describe_place, read_place
+
+__all__ = [
+    "Job",
+    "MetricsFile",
+    "Place",
+    "Position",
+    "Rank",
+    "StepRecord",
+    "TrainConfig",
+    "Watch",
+    "describe_place",
+    "flops_per_token",
+    "fresh_state",
+    "load_params",
+    "load_state",
+    "make_batches",
+    "make_hardware",
+    "make_mesh",
+    "make_model",
+    "make_optimizer",
+    "make_strategy",
+    "make_tokenizer",
+    "read_job",
+    "read_metrics",
+    "read_place",
+    "resume_from",
+    "run_steps",
+    "save_state",
+    "start",
+    "tensorboard_writer",
+    "write_job",
+]

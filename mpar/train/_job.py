@@ -1,0 +1,33 @@
+"""Job: what a launcher hands to the ranks of its node, a file in a folder that only its owner can read."""
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpar.program import Program
+from mpar.train._config import TrainConfig
+
+__all__ = ["Job", "read_job", "write_job"]
+
+_NAME = "job.pickle"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The bound configuration, the same as plain data for the records, the compiled program, where to go on from."""
+
+    config: TrainConfig
+    resolved: dict[str, Any]
+    program: Program
+    resume: Path | None = None
+
+
+def write_job(folder: Path, job: Job) -> None:
+    """Leave `job` in `folder`, which must be private: reading a pickle runs what it says."""
+    (folder / _NAME).write_bytes(pickle.dumps(job, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def read_job(folder: Path) -> Job:
+    """The job that this user's launcher left in `folder`."""
+    return pickle.loads((folder / _NAME).read_bytes())

@@ -1,0 +1,116 @@
+"""The loop of one rank: batch, step, record, checkpoint. It prints nothing: what happens is told to `on_step`."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar.data import Batches
+from mpar.errors import NumericsError
+from mpar.models import Model
+from mpar.program import Program, RankRun, State
+from mpar.program._run import batch_rows
+from mpar.train._config import TrainConfig
+from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
+from mpar.train._state import Position, check_data, fresh_state, load_state, save_state
+from mpar.train._watch import Watch
+
+__all__ = ["Rank", "run_steps", "start"]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank works with."""
+
+    config: TrainConfig
+    program: Program
+    model: Model
+    batches: Batches
+    rank: int
+    device: torch.device
+    run: RankRun
+    watch: Watch
+    barrier: Callable[[], None]
+    extras: Mapping[str, Any]
+    """The resolved configuration, kept in checkpoints."""
+
+
+def start(rank: Rank, resume: Path | None) -> tuple[State, Position]:
+    """The state to begin with: of the checkpoint `resume`, or fresh. Raises CheckpointError if it was trained on other data."""
+    data = rank.batches.fingerprint
+    if resume is None:
+        path = None if rank.config.model.random_init else rank.config.model.path
+        state = fresh_state(rank.program, rank.model, rank.rank, seed=rank.config.seed, hf_path=path, device=rank.device)
+        return state, Position(0, 0, data, rank.config.seed)
+    state, position = load_state(rank.program, resume, rank.rank, rank.device)
+    check_data(resume, position.data, data)
+    return state, position
+
+
+def run_steps(rank: Rank, state: State, position: Position, on_step: Callable[[StepRecord], None]) -> tuple[State, Position]:
+    """Train until `config.steps`, with checkpoints as configured and one at the end.
+
+    Raises NumericsError when loss or gradient norm are not finite; the last checkpoint stays as it is.
+    """
+    config, watch = rank.config, rank.watch
+    costs = [flops_per_token(rank.model, rank.batches.shape.seq_len, causal=causal) for causal in (False, True)]
+    predicted = rank.program.predict().peak_bytes
+    positions = rank.batches.shape.batch_size * rank.batches.shape.seq_len
+    while position.step < config.steps:
+        began, sent = time.perf_counter(), watch.communication_bytes
+        batch = _local_batch(rank, position.step)
+        watch.begin_step(position.step + 1)
+        state, metrics = rank.run(state, batch)
+        watch.between_steps(position.step + 1)
+        loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        _check_finite(position.step + 1, loss, grad_norm, metrics["microbatch_losses"])
+        position = Position(position.step + 1, position.tokens + round(float(metrics["weight"])), position.data, position.seed)
+        elapsed = time.perf_counter() - began
+        rate = positions / elapsed
+        on_step(
+            StepRecord(
+                step=position.step,
+                loss=loss,
+                grad_norm=grad_norm,
+                lr=float(metrics["lr"]),
+                tokens=position.tokens,
+                step_s=elapsed,
+                tokens_per_s=rate,
+                tokens_per_s_per_device=rate / rank.program.mesh.size,
+                flops_per_s=rate * costs[0],
+                flops_per_s_causal=rate * costs[1],
+                predicted_memory_bytes=predicted,
+                measured_memory_bytes=peak_memory_bytes(rank.device),
+                communication_bytes=watch.communication_bytes - sent,
+            )
+        )
+        every = config.checkpoint.every
+        if position.step == config.steps or (every is not None and position.step % every == 0):
+            folder = Path(str(config.run_dir)) / "checkpoints"
+            save_state(folder, rank.program, state, position, rank.extras, rank.rank, rank.barrier, config.checkpoint.keep)
+    return state, position
+
+
+def _local_batch(rank: Rank, step: int) -> dict[str, Tensor]:
+    rows = batch_rows(rank.program, rank.batches.batch(step), rank.rank)
+    return {key: value.to(rank.device) for key, value in rows.items()}
+
+
+def _check_finite(step: int, loss: float, grad_norm: float, microbatch_losses: Tensor) -> None:
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    bad = [m for m, value in enumerate(microbatch_losses.tolist()) if not math.isfinite(value)]
+    if bad:
+        what = f"the loss is {loss} in step {step}, first in microbatch {bad[0]} (in {len(bad)} of {len(microbatch_losses)})"
+    else:
+        what = f"the gradient norm is {grad_norm} in step {step}, while the loss is {loss} (all microbatches)"
+    raise NumericsError(
+        f"training stopped: {what}. The parameters after this step are useless and were not saved; earlier checkpoints are as "
+        "they were.\nLower optimizer.lr, set optimizer.clip_norm or a longer warm-up, or look at the rows of this step; then "
+        "start the same command again, which goes on from the last checkpoint."
+    )

@@ -1,0 +1,117 @@
+"""Metrics: one JSON object a step in `metrics.jsonl`, event files for TensorBoard, and the FLOPs that a token costs."""
+
+import importlib
+import importlib.util
+import json
+import resource
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mpar import tree
+from mpar.models import Model
+
+__all__ = [
+    "MetricsFile",
+    "StepRecord",
+    "TensorBoard",
+    "flops_per_token",
+    "peak_memory_bytes",
+    "read_metrics",
+    "tensorboard_writer",
+]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step came to.
+
+    tokens:          labels trained on since the run began. tokens_per_s: positions of the batch, padding included, per second.
+    flops_per_s:     of the model, all ranks together, attention counted over all pairs; the *_causal one counts half of them.
+    *_memory_bytes:  peak of a rank: as predicted for the step's tensors, and as measured (host: the process with all libraries,
+                     VmHWM; CUDA: the allocator's peak), which takes in what the libraries occupy.
+    communication_bytes: what this rank gave to collectives, counted at the transport.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    step_s: float
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    flops_per_s: float
+    flops_per_s_causal: float
+    predicted_memory_bytes: int
+    measured_memory_bytes: int
+    communication_bytes: int
+
+
+def flops_per_token(model: Model, seq_len: int, *, causal: bool) -> float:
+    """FLOPs of the model for one token, forward and backward, recomputation left out (PaLM, arXiv:2204.02311, appendix B).
+
+        6 N + 12 L n h s       N: weights that a token is multiplied with: all matrices, the head (tied or not), not the lookup
+                               in the embedding; L layers, n heads of size h, s = seq_len
+    With `causal` the second term, of attention, is halved: a token sees half of the others on average. Documents packed into a
+    sequence see less of each other, which neither convention counts.
+    """
+    config = model.config
+    paths = tree.leaves_with_path(model.abstract_params)
+    matrices = sum(leaf.numel() for path, leaf in paths if path.startswith("layers.") and leaf.ndim > 1)
+    weights = matrices + config.vocab_size * config.hidden_size
+    attention = 12 * config.num_layers * config.num_heads * config.head_size * seq_len
+    return 6 * weights + (attention / 2 if causal else attention)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The highest memory of this process so far: resident on the host, or allocated on its CUDA device."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # VmHWM, which Linux gives in KiB
+
+
+class MetricsFile:
+    """`metrics.jsonl`: opening it for a run that resumes after `step` drops the records behind that step."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        kept = [line for line in _lines(path) if json.loads(line)["step"] <= step]
+        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: StepRecord) -> None:
+        """Append one record; it is on the disk when this returns, so that a killed run leaves what it had."""
+        self._file.write(json.dumps(asdict(record)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """No more records."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records in `metrics.jsonl`, in order; none if there is no file."""
+    return [json.loads(line) for line in _lines(path)]
+
+
+def _lines(path: Path) -> list[str]:
+    """Complete lines: one that a killed process left half-written does not count."""
+    if not path.is_file():
+        return []
+    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=False) if line.endswith("}")]
+
+
+class TensorBoard(Protocol):
+    """What is used of torch's SummaryWriter."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def tensorboard_writer(folder: Path) -> TensorBoard | None:
+    """A writer of event files in `folder`; None if the optional package tensorboard is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    return importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))

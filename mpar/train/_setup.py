@@ -1,0 +1,136 @@
+"""From a configuration to what it names: mesh, strategy, model, tokenizer, optimizer, data. No compiler, no process."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from mpar import models
+from mpar.data import Batches, DataConfig, Tokenizer, byte_tokenizer, load_dataset
+from mpar.errors import ConfigError
+from mpar.mesh import Mesh
+from mpar.models import Model
+from mpar.optim import SGD, WSD, AdamW, Constant, Cosine, Linear, Schedule
+from mpar.program._predict import Hardware
+from mpar.strategy import Strategy, preset
+from mpar.train._config import HardwareConfig, OptimizerConfig, TrainConfig
+
+__all__ = [
+    "batch_shapes",
+    "batch_size",
+    "make_batches",
+    "make_hardware",
+    "make_mesh",
+    "make_model",
+    "make_optimizer",
+    "make_strategy",
+    "make_tokenizer",
+    "seq_len",
+]
+
+BATCH_KEYS = ("tokens", "labels", "positions", "documents")
+DEFAULT_BATCH_SIZE = 16
+
+
+def make_mesh(config: TrainConfig) -> Mesh:
+    """The mesh, axes outermost first."""
+    return Mesh(**asdict(config.mesh))
+
+
+def make_strategy(config: TrainConfig) -> Strategy:
+    """The preset, with `reduce` as asked for."""
+    strategy = preset(config.strategy.name)
+    return strategy if config.strategy.reduce is None else replace(strategy, reduce=config.strategy.reduce)
+
+
+def make_model(config: TrainConfig) -> Model:
+    """The model, its parameters (masters) in float32. Raises ConfigError or CheckpointError."""
+    group = config.model
+    if (group.path is None) == (group.config is None):
+        raise ConfigError(
+            "cannot build the model: model.path and model.config are "
+            + ("both missing; give one of them" if group.path is None else "both given; choose model=hf for a folder")
+        )
+    source = group.path if group.path is not None else group.config
+    assert source is not None
+    return models.from_config(
+        source,
+        ignore=group.ignore,
+        dtype=torch.float32,
+        vocab_multiple=group.vocab_multiple,
+        logits_chunk=group.logits_chunk,
+    )
+
+
+def make_tokenizer(config: TrainConfig) -> Tokenizer:
+    """The tokenizer of `data.tokenizer`, else of the model's folder, else bytes."""
+    folder = config.data.tokenizer
+    if folder is None and config.model.path is not None:
+        folder = config.model.path
+    return byte_tokenizer() if folder in (None, "bytes") else Tokenizer.from_folder(str(folder))
+
+
+def seq_len(config: TrainConfig) -> int:
+    """Positions of a sequence."""
+    return config.data.seq_len if config.data.seq_len is not None else config.model.seq_len
+
+
+def batch_size(config: TrainConfig) -> int:
+    """Sequences of a global batch: as configured, or 16 rounded up to what mesh and microbatches divide."""
+    if config.data.batch_size is not None:
+        return config.data.batch_size
+    unit = config.mesh.dp * config.mesh.fsdp * max(1, config.schedule.num_microbatches)
+    return -(-DEFAULT_BATCH_SIZE // unit) * unit
+
+
+def batch_shapes(config: TrainConfig) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
+    """Shape and dtype of every entry of a global batch."""
+    return dict.fromkeys(BATCH_KEYS, ((batch_size(config), seq_len(config)), torch.int64))
+
+
+def make_batches(config: TrainConfig, model: Model, cache_dir: str | Path | None = None) -> Batches:
+    """The data, read and checked against the model's vocabulary. `cache_dir` replaces the configured one."""
+    data, task = config.data, config.task
+    folder = data.cache_dir if cache_dir is None else str(cache_dir)
+    wanted = DataConfig(
+        kind=task.kind,
+        sources=data.sources,
+        batch_size=batch_size(config),
+        seq_len=seq_len(config),
+        seed=config.seed,
+        packing=data.packing,
+        shuffle=data.shuffle,
+        truncation=data.truncation,
+        loss=task.loss,
+        system=data.system,
+        model_name=data.model_name,
+        model_author=data.model_author,
+        cache_dir=folder,
+    )
+    return load_dataset(wanted, make_tokenizer(config), vocab_size=model.vocab_size)
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> AdamW | SGD:
+    """The optimizer with its learning-rate schedule over `steps` updates. Raises ConfigError."""
+    schedule = _schedule(config, steps)
+    if config.kind == "sgd":
+        return SGD(lr=schedule, momentum=config.momentum, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
+    return AdamW(lr=schedule, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
+
+
+def _schedule(config: OptimizerConfig, steps: int) -> Schedule:
+    warmup = {"total_steps": steps, "warmup_steps": config.warmup_steps, "warmup_ratio": config.warmup_ratio}
+    floor = {"min_lr": config.min_lr, "min_ratio": config.min_ratio}
+    if config.lr_schedule == "wsd":
+        return WSD(lr=config.lr, **warmup, **floor, decay_ratio=config.decay_ratio)
+    if config.decay_ratio is not None:
+        raise ConfigError(f"optimizer.decay_ratio belongs to lr_schedule=wsd; lr_schedule is {config.lr_schedule}")
+    if config.lr_schedule == "constant":
+        return Constant(lr=config.lr, **warmup, **floor)
+    return (Linear if config.lr_schedule == "linear" else Cosine)(lr=config.lr, **warmup, **floor)
+
+
+def make_hardware(config: HardwareConfig) -> Hardware:
+    """The profile from which `plan` predicts times."""
+    return Hardware(**asdict(config))

@@ -1,0 +1,120 @@
+"""The state of a run, shard by shard: fresh, from Hugging Face weights, or from a checkpoint of any mesh; and back to disk."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar import checkpoint, tree
+from mpar.errors import CheckpointError
+from mpar.mesh import Mesh
+from mpar.models import HfReader, Model, shard_slices
+from mpar.program import Program, State
+from mpar.spec import P, local_shape
+
+__all__ = ["Position", "check_data", "fresh_state", "load_params", "load_state", "resume_from", "save_state"]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: updates made, tokens trained on, and what decides the data that come next."""
+
+    step: int = 0
+    tokens: int = 0
+    data: str = ""
+    seed: int = 0
+
+    def as_extras(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint keeps besides tensors."""
+        return {"step": self.step, "tokens": self.tokens, "data": self.data, "seed": self.seed, "config": dict(config)}
+
+
+def fresh_state(program: Program, model: Model, rank: int, *, seed: int, hf_path: str | None, device: torch.device) -> State:
+    """This rank's shards before the first step: drawn from `seed`, or read from the weights in `hf_path`; slots are zero."""
+    leaves: dict[str, Tensor] = {}
+    reader = None if hf_path is None else HfReader(model, hf_path)
+    for leaf in program.state_in:
+        kind, _, path = leaf.path.partition(".")
+        if kind != "params":
+            leaves[leaf.path] = torch.zeros(local_shape(leaf.shape, leaf.spec, program.mesh), dtype=leaf.dtype, device=device)
+            continue
+        cut = shard_slices(leaf.shape, leaf.spec, program.mesh, rank)
+        part = model.init_leaf(seed, path, cut) if reader is None else reader.read_leaf(path, cut)
+        leaves[leaf.path] = part.to(device=device, dtype=leaf.dtype).contiguous()
+    return State(leaves)
+
+
+def load_state(program: Program, path: Path, rank: int, device: torch.device) -> tuple[State, Position]:
+    """This rank's shards and the position in the checkpoint at `path`, whatever mesh it was saved from."""
+    wanted = {leaf.path: (leaf.shape, leaf.spec, leaf.dtype) for leaf in program.state_in}
+    leaves = checkpoint.load(path, wanted, program.mesh, rank)
+    extras = checkpoint.read_extras(path)
+    position = Position(extras["step"], extras["tokens"], extras["data"], extras["seed"])
+    return State({name: leaf.to(device) for name, leaf in leaves.items()}, position.step), position
+
+
+def load_params(model: Model, path: Path) -> Any:
+    """The whole parameters in a checkpoint, for export."""
+    like = model.abstract_params
+    wanted = {f"params.{name}": (tuple(leaf.shape), P(), leaf.dtype) for name, leaf in tree.leaves_with_path(like)}
+    loaded = checkpoint.load(path, wanted, Mesh(), 0, elsewhere=None)
+    return tree.unflatten(tree.flatten(like)[1], [loaded[name] for name in wanted])
+
+
+def save_state(
+    folder: Path,
+    program: Program,
+    state: State,
+    position: Position,
+    config: Mapping[str, Any],
+    rank: int,
+    barrier: Callable[[], None],
+    keep: int | None,
+) -> Path:
+    """Write a checkpoint of all ranks together; returns its path."""
+    return checkpoint.save(
+        folder,
+        position.step,
+        state.leaves,
+        {leaf.path: leaf.spec for leaf in program.state_out},
+        program.mesh,
+        rank,
+        {leaf.path: leaf.shape for leaf in program.state_out},
+        position.as_extras(config),
+        barrier,
+        keep=keep,
+    )
+
+
+def resume_from(run_dir: Path, resume: str) -> Path | None:
+    """The checkpoint to go on from, or None for a fresh start. Raises CheckpointError.
+
+    `resume` is auto (the newest in `run_dir`, if there is one), never (there must be none), or the folder of a checkpoint.
+    """
+    folder = run_dir / "checkpoints"
+    newest = checkpoint.latest(folder)
+    if resume == "auto":
+        return newest
+    if resume == "never":
+        if newest is not None:
+            raise CheckpointError(
+                f"cannot start afresh in {run_dir}: it holds {newest.name} of another run, and resume=never.\n"
+                "Choose another run_dir, delete that one, or go on with resume=auto."
+            )
+        return None
+    path = Path(resume)
+    checkpoint.read_extras(path)
+    return path
+
+
+def check_data(path: Path, then: str, now: str) -> None:
+    """Raise CheckpointError unless the run of the checkpoint at `path` was trained on these data; both are fingerprints."""
+    if then != now:
+        raise CheckpointError(
+            f"cannot go on from {path}: its run was trained on other data, or with another batch size, sequence length or seed, "
+            "so the next step would not be the one that it was to make.\n"
+            "Restore these settings (config.yaml in the run_dir has them), or begin a new run_dir."
+        )

@@ -1,0 +1,107 @@
+"""Watchdog: where each rank is, in a small mapped file that its launcher can read after the rank is gone."""
+
+import mmap
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from mpar.program import CollectiveUse, Instruction, Program
+from mpar.program._comm import Counter
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Place", "Watch", "describe_place", "read_place"]
+
+_SLOTS = struct.Struct("5q")  # step, line, collectives begun within the line, time of the line in ns, bytes communicated
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank was last seen. line -1: between steps; collectives: how many of the line's it had begun."""
+
+    step: int
+    line: int
+    collectives: int
+    time_ns: int
+    communication_bytes: int
+
+
+class Watch(Counter):
+    """A rank's own record. It is the program's `progress` callback and its transport counter; each costs well under 1 us."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        path.write_bytes(bytes(_SLOTS.size))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _SLOTS.size)
+        self._slots = memoryview(self._map).cast("q")
+        self.between_steps(0)
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: "TracebackType | None") -> None:
+        self._slots.release()
+        self._map.close()
+
+    def begin_step(self, step: int) -> None:
+        """Step `step` is about to run."""
+        self._slots[0] = step
+
+    def between_steps(self, step: int) -> None:
+        """No line of the program runs; `step` is done."""
+        slots = self._slots
+        slots[0], slots[1], slots[3] = step, -1, time.time_ns()
+
+    def __call__(self, line: int, instruction: Instruction) -> None:
+        """The rank begins `line`."""
+        slots = self._slots
+        slots[1] = line
+        slots[2] = 0
+        slots[3] = time.time_ns()
+
+    def add(self, op: str, axes: tuple[str, ...], tensors: Sequence[Tensor]) -> None:
+        """The rank begins a collective."""
+        slots = self._slots
+        slots[2] += 1
+        slots[4] += sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def communication_bytes(self) -> int:
+        """What this rank gave to collectives so far."""
+        return self._slots[4]
+
+
+def read_place(path: Path) -> Place | None:
+    """The place that a rank last wrote; None if it did not get as far as to write one."""
+    if not path.is_file() or path.stat().st_size != _SLOTS.size:
+        return None
+    return Place(*_SLOTS.unpack(path.read_bytes()))
+
+
+def describe_place(program: Program, rank: int, place: Place | None, *, dead: bool = False) -> str:
+    """`rank 1, step 12, line 0031 backward layers.2 mb0: waits in reduce_scatter over tp with rank 0`."""
+    if place is None:
+        return f"rank {rank}: had not begun"
+    if place.line < 0:
+        return f"rank {rank}, after step {place.step}: between two steps"
+    step = program.instructions[place.line]
+    what = " ".join(part for part in (step.op, step.segment, f"mb{step.microbatch}" if step.microbatch >= 0 else "") if part)
+    head = f"rank {rank}, step {place.step}, line {place.line:04d} {what}"
+    uses = program.kinds[step.kind].collectives
+    if not uses or not place.collectives:
+        return f"{head}: computes"
+    use = uses[min(place.collectives, len(uses)) - 1]
+    return f"{head}: {'was in' if dead else 'waits in'} {_collective(program, rank, use)}"
+
+
+def _collective(program: Program, rank: int, use: CollectiveUse) -> str:
+    others = [str(other) for other in program.mesh.group(rank, use.axes) if other != rank]
+    shown = others if len(others) <= 8 else [*others[:7], f"... {others[-1]}"]
+    return f"{use.op} over {' x '.join(use.axes)} with rank{'s' if len(others) > 1 else ''} {', '.join(shown)}"

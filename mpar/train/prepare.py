@@ -1,0 +1,61 @@
+"""Prepare: what is done once, before ranks start: check, read the data, compile. Ranks do not import it."""
+
+from pathlib import Path
+from typing import Any
+
+from mpar import checkpoint
+from mpar.data import Batches, LoadReport
+from mpar.errors import CheckpointError, ConfigError
+from mpar.program import Program
+from mpar.program.compiler import compile_step, policy
+from mpar.train._config import TrainConfig
+from mpar.train._job import Job, write_job
+from mpar.train._setup import batch_shapes, make_batches, make_mesh, make_model, make_optimizer, make_strategy
+from mpar.train._state import check_data, resume_from
+
+__all__ = ["compile_program", "prepare"]
+
+
+def compile_program(config: TrainConfig) -> Program:
+    """The program that the configuration describes; needs no data and no weights. Raises MparError."""
+    if config.steps < 1:
+        raise ConfigError(f"cannot train for steps={config.steps}: it must be at least 1")
+    recompute = config.recompute
+    return compile_step(
+        make_model(config),
+        make_optimizer(config.optimizer, config.steps),
+        make_mesh(config),
+        make_strategy(config),
+        batch_shapes(config),
+        num_microbatches=config.schedule.num_microbatches,
+        precision=config.precision.name,
+        recompute=policy(recompute.kind, recompute.names, recompute.budget),
+    )
+
+
+def prepare(config: TrainConfig, resolved: dict[str, Any], folder: Path) -> tuple[Job, LoadReport]:
+    """Check everything, and leave in `folder` the job and the tokenised data for the ranks of this node.
+
+    Raises MparError of any kind: whatever is wrong with the input is found here, before a rank exists.
+    """
+    model = make_model(config)
+    batches = make_batches(config, model, config.data.cache_dir or folder / "data")
+    resume = _resume(config, batches)
+    program = compile_program(config)
+    job = Job(config, resolved, program, resume)
+    write_job(folder, job)
+    return job, batches.report
+
+
+def _resume(config: TrainConfig, batches: Batches) -> Path | None:
+    resume = resume_from(Path(str(config.run_dir)), config.resume)
+    if resume is None:
+        return None
+    extras = checkpoint.read_extras(resume)
+    check_data(resume, extras["data"], batches.fingerprint)
+    if extras["step"] >= config.steps:
+        raise CheckpointError(
+            f"nothing to train: {resume} has step {extras['step']} already, and steps={config.steps}.\n"
+            "Ask for more steps, or begin a new run_dir."
+        )
+    return resume
