@@ -162,6 +162,7 @@ def _codes(
     forward = replace(forward, fallbacks=ranked.fallbacks)
     backward_in = [*(specs[i] for i in halves.operands), *kept_specs, *specs[num_primals:]]
     backward = _code(f"{name} backward", halves.backward, constants, backward_in, list(ranked.out_specs[num_results:]))
+    forward = replace(forward, fallbacks=ranked.fallbacks)
     return SegmentCode(forward, backward, halves.operands, len(halves.kept), traced)
 
 

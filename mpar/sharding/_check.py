@@ -6,13 +6,14 @@ rank graph and the specs of its inputs, one mesh axis at a time, and compares wi
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, fx
 
-from mpar.errors import ShardingError
+from mpar.errors import MparError, ShardingError
 from mpar.ops._primitive import primitive_of
 from mpar.sharding import _collectives as collectives
+from mpar.sharding._check_order import check_order
 from mpar.sharding._lower import RankGraph
 from mpar.sharding._rules import NodeRule, rule_of
 from mpar.spec import P
@@ -27,6 +28,7 @@ def check(ranked: RankGraph) -> None:
     """Raise ShardingError, naming node and line, unless every value has the type that the lowering says it has."""
     for axis in ranked.mesh.ordered(ranked.mesh.axes):
         _AxisCheck(ranked, axis).run()
+    check_order(ranked, lambda node, why: _fail(ranked, node, why))
 
 
 class _AxisCheck:
@@ -69,7 +71,10 @@ class _AxisCheck:
             specs = [node.meta.get("spec")]
         if node.op == "call_function" and all(spec is None for spec in specs):  # inside a primitive's local program
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            node.meta["val"] = node.target(*args, **kwargs)
+            try:
+                node.meta["val"] = node.target(*args, **kwargs)
+            except (MparError, RuntimeError) as error:
+                self.fail(node, f"its operands do not fit each other: {error}")
         elif isinstance(value, (tuple, list)):
             node.meta["val"] = tuple(self.wide(v, spec) for v, spec in zip(value, specs, strict=True))
         elif isinstance(value, Tensor):
@@ -89,12 +94,8 @@ class _AxisCheck:
         if self.types[node] != expected:
             self.fail(node, f"it {where} as {_text(expected)} and is {_text(self.types[node])}")
 
-    def fail(self, node: fx.Node, why: str) -> None:
-        line = f" ({node.meta['line']})" if node.meta.get("line") else ""
-        raise ShardingError(
-            f"ill-typed rank graph: %{node.name}{line} = {node.target}{node.args}: on mesh axis {self.axis!r} {why}.\n"
-            f"mesh: {self.ranked.mesh}. This is a defect of the compiler or of a sharding rule, not of the function."
-        )
+    def fail(self, node: fx.Node, why: str) -> NoReturn:
+        _fail(self.ranked, node, f"on mesh axis {self.axis!r} {why}")
 
     def infer(self, node: fx.Node) -> Any:
         if node.target is operator.getitem:
@@ -165,6 +166,8 @@ class _AxisCheck:
         declared = primitive.sharding_rule(**node.kwargs).need_replication if primitive else rule.replicate
         if factor in declared:
             self.fail(node, f"is sharded along factor {factor}, across which it works")
+        if primitive and factor in primitive.sharded:
+            self.fail(node, f"is sharded along factor {factor}, and not told which part this rank holds")
         for operand, now, dims in zip(rule.operands, types, rule.factors, strict=True):
             has = any(factor in names for names in dims)
             if has != isinstance(now, int):
@@ -204,4 +207,12 @@ class _AxisCheck:
 def _text(kind: Any) -> str:
     return {"R": "replicated", "P": "a pending sum", "M": "a pending maximum", "V": "different on each rank"}.get(
         kind, f"sharded along dim {kind}"
+    )
+
+
+def _fail(ranked: RankGraph, node: fx.Node, why: str) -> NoReturn:
+    line = f" ({node.meta['line']})" if node.meta.get("line") else ""
+    raise ShardingError(
+        f"ill-typed rank graph: %{node.name}{line} = {node.target}{node.args}: {why}.\n"
+        f"mesh: {ranked.mesh}. This is a defect of the compiler or of a sharding rule, not of the function."
     )

@@ -91,7 +91,7 @@ class Lowered:
 
     def simulate(self, *args: Any) -> Any:
         """What the function returns on global tensors, computed by all ranks in one process."""
-        leaves = tree.leaves(tuple(args))
+        leaves = [leaf for leaf in tree.leaves(tuple(args)) if leaf is not None]
         results = simulate_graph(self.ranked, leaves)
         return tree.unflatten(self.ranked.logical.outputs, results)
 
@@ -141,10 +141,8 @@ def describe_graph(ranked: RankGraph) -> str:
 
 def _broadcast(name: str, prefix: Any, full: Any, default: P | None) -> list[P | None]:
     """One spec per leaf of `full` from a prefix tree of specs."""
-    if prefix is None:
-        return [default] * len(tree.leaves(full))
-    if isinstance(prefix, P):
-        return [prefix] * len(tree.leaves(full))
+    if prefix is None or isinstance(prefix, P):
+        return [default if prefix is None else prefix] * sum(leaf is not None for leaf in tree.leaves(full))
     children, expected = _children(prefix), _children(full)
     if children is None or expected is None or children.keys() != expected.keys():
         raise ShardingError(

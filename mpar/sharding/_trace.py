@@ -58,8 +58,10 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], *, canonical: bool = True
 
     Raises TraceError, listing all offenders with their lines, for randomness, mutation, or shapes that depend on data.
     """
-    leaves, structure = tree.flatten(tuple(args))
-    foreign = [path for path, leaf in tree.leaves_with_path(tuple(args)) if not isinstance(leaf, Tensor)]
+    all_leaves, structure = tree.flatten(tuple(args))
+    leaves = [leaf for leaf in all_leaves if leaf is not None]  # an absent argument is static
+    named = [(path, leaf) for path, leaf in tree.leaves_with_path(tuple(args)) if leaf is not None]
+    foreign = [path for path, leaf in named if not isinstance(leaf, Tensor)]
     if foreign:
         raise TraceError(
             f"cannot trace {_name(fn)}: arguments {foreign} are not tensors.\n"
@@ -70,8 +72,13 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], *, canonical: bool = True
     out_structure: list[Any] = []
 
     def flat(*flat_args: Tensor) -> list[Tensor]:
-        out, out_spec = tree.flatten(fn(*tree.unflatten(structure, flat_args)))
+        given = iter(flat_args)
+        full = [leaf if leaf is None else next(given) for leaf in all_leaves]
+        out, out_spec = tree.flatten(fn(*tree.unflatten(structure, full)))
         out_structure.append(out_spec)
+        strange = [type(value).__name__ for value in out if not isinstance(value, (Tensor, int, float))]
+        if strange:
+            raise TraceError(f"cannot trace {_name(fn)}: it returns {strange}; a compiled function returns tensors and numbers")
         with mode:
             return [value if isinstance(value, Tensor) else torch.tensor(value) for value in out]
 
@@ -85,7 +92,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], *, canonical: bool = True
         node.meta.setdefault("val", torch.empty_like(constants[node.target], device="meta"))
     if canonical:
         canonicalise(graph)
-    names = tuple(tree.paths(tuple(args)))
+    names = tuple(path for path, _ in named)
     return LogicalGraph(graph, names, constants, structure, out_structure[0])
 
 

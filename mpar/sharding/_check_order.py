@@ -1,0 +1,111 @@
+"""Check the order of shards: a dim that several mesh axes share, or several factors make, must be cut in one order everywhere.
+
+The types of `_check.py` look at one mesh axis at a time and cannot see this; here all axes are looked at together.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx
+
+from mpar.sharding import _collectives as collectives
+from mpar.sharding._lower import RankGraph
+from mpar.sharding._rules import Factors, NodeRule, rule_of
+from mpar.spec import P
+
+__all__ = ["check_order"]
+
+Fail = Callable[[fx.Node, str], None]
+
+
+def check_order(ranked: RankGraph, fail: Fail) -> None:
+    """Call `fail(node, why)` for a node whose result is not made of the shards that its operands hold, in their order."""
+    local = {node: node.meta["val"] for node in ranked.graph.nodes if node.op != "output"}
+    for node in local:
+        node.meta["val"] = _global(node, ranked)
+    try:
+        for node in local:
+            if node.target in (*collectives.COLLECTIVES, collectives.shard):
+                _check_collective(node, ranked, fail)
+            elif node.op == "call_function" and node.target not in (operator.getitem, collectives.start):
+                _check_op(node, ranked, fail)
+    finally:
+        for node, value in local.items():
+            node.meta["val"] = value
+
+
+def _global(node: fx.Node, ranked: RankGraph) -> Any:
+    value, specs = node.meta["val"], _specs(node)
+    if isinstance(value, (tuple, list)):
+        return tuple(_wide(v, spec, ranked) for v, spec in zip(value, specs, strict=True))
+    return _wide(value, specs[0], ranked)
+
+
+def _wide(value: Any, spec: P | None, ranked: RankGraph) -> Any:
+    if spec is None or not isinstance(value, Tensor):
+        return value
+    return value.new_empty([n * ranked.mesh.axis_size(spec.dim(i)) for i, n in enumerate(value.shape)])
+
+
+def _specs(node: fx.Node) -> list[P | None]:
+    """The spec of each result; of several results that which their users claim."""
+    if not isinstance(node.meta["val"], (tuple, list)):
+        return [node.meta.get("spec")]
+    claims = {user.args[1]: user.meta.get("spec") for user in node.users if user.target is operator.getitem}
+    return [claims.get(index) for index in range(len(node.meta["val"]))]
+
+
+def _check_collective(node: fx.Node, ranked: RankGraph, fail: Fail) -> None:
+    axes, how = node.kwargs["axes"], node.kwargs
+    if how["size"] != ranked.mesh.axis_size(axes):
+        fail(node, f"its size is {how['size']}, and {axes} have {ranked.mesh.axis_size(axes)} ranks")
+    before, after = node.args[0].meta.get("spec"), node.meta.get("spec")
+    if before is None or after is None:
+        return
+    rank = node.meta["val"].ndim
+    old, new = list(before.padded(rank)), list(after.padded(rank))
+    if node.target is collectives.all_gather:
+        new[how["dim"]] = (*new[how["dim"]], *axes)
+    elif node.target is collectives.all_to_all:
+        new[how["src"]], old[how["dst"]] = (*new[how["src"]], *axes), (*old[how["dst"]], *axes)
+    elif node.target is not collectives.all_reduce:
+        old[how["dim"]] = (*old[how["dim"]], *axes)
+    if old != new:
+        fail(node, f"it takes {before} to {after}, which is another order of shards than it makes")
+
+
+def _check_op(node: fx.Node, ranked: RankGraph, fail: Fail) -> None:
+    rule = rule_of(node)
+    claims = _specs(node)
+    if any(operand.meta.get("spec") is None for operand in rule.operands) or all(spec is None for spec in claims):
+        return  # inside a primitive's local program, whose author knows more than specs can say
+    specs = [*(operand.meta.get("spec") for operand in rule.operands), *claims]
+    known: dict[str, tuple[str, ...]] = {}
+    for spec, dims in zip(specs, (*rule.factors, *rule.results), strict=False):
+        if spec is None:
+            continue
+        found = _factor_axes(node, spec, dims, rule, ranked, fail)
+        for name in {name for names in dims for name in names}:
+            axes = found.get(name, ())
+            if known.setdefault(name, axes) != axes:
+                fail(node, f"factor {name} is sharded by {known[name]} in one place and by {axes} in another")
+
+
+def _factor_axes(
+    node: fx.Node, spec: P, dims: Factors, rule: NodeRule, ranked: RankGraph, fail: Fail
+) -> dict[str, tuple[str, ...]]:
+    """The mesh axes of each factor: a dim's axes go to its factors, major first, and on to the next when one is used up."""
+    out: dict[str, tuple[str, ...]] = {}
+    for names, axes in zip(dims, spec.padded(len(dims)), strict=True):
+        remaining = list(axes)
+        for name in names:
+            taken: tuple[str, ...] = ()
+            while remaining and rule.sizes[name] % ranked.mesh.axis_size((*taken, remaining[0])) == 0:
+                taken = (*taken, remaining.pop(0))
+            out[name] = taken
+            if ranked.mesh.axis_size(taken) != rule.sizes[name]:
+                break
+        if remaining:
+            fail(node, f"a dim made of {names or 'nothing that shards'} cannot be cut by {axes}")
+    return out
