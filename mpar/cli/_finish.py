@@ -4,10 +4,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from mpar import checkpoint
 from mpar.cli._screen import say
 from mpar.errors import CheckpointError
-from mpar.train import TrainConfig, make_model, make_tokenizer, read_job, read_metrics
+from mpar.train import TrainConfig, make_mesh, make_model, make_tokenizer, num_threads, read_job, read_metrics
 from mpar.train.curve import draw_loss
 from mpar.train.export import answer, export_hf
 
@@ -16,6 +18,7 @@ __all__ = ["finish", "main"]
 
 def finish(config: TrainConfig) -> None:
     """Export the last checkpoint of the run, draw its loss, ask the questions of the task; print what came of it."""
+    torch.set_num_threads(num_threads(config, make_mesh(config).size))
     run_dir = Path(str(config.run_dir))
     newest = checkpoint.latest(run_dir / "checkpoints")
     if newest is None:

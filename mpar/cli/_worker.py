@@ -29,6 +29,7 @@ from mpar.train import (
     make_batches,
     make_hardware,
     make_model,
+    num_threads,
     read_job,
     read_place,
     run_steps,
@@ -76,7 +77,7 @@ def connect(device: str, timeout_s: float, local_rank: int) -> None:
 def work(job: Job, folder: Path, rank: int, local_rank: int, local_size: int) -> None:
     """Train as `rank`; rank 0 leaves config, program text, metrics in run_dir. All ranks leave their place in `folder`."""
     config, program = job.config, job.program
-    torch.set_num_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_size))
+    torch.set_num_threads(num_threads(config, local_size))
     device = torch.device(config.device, local_rank) if config.device == "cuda" else torch.device(config.device)
     run_dir = Path(str(config.run_dir))
     if rank == 0:

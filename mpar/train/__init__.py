@@ -5,7 +5,16 @@ from mpar.train._config import TrainConfig
 from mpar.train._job import Job, read_job, write_job
 from mpar.train._loop import Rank, run_steps, start
 from mpar.train._metrics import MetricsFile, StepRecord, flops_per_token, read_metrics, tensorboard_writer
-from mpar.train._setup import make_batches, make_hardware, make_mesh, make_model, make_optimizer, make_strategy, make_tokenizer
+from mpar.train._setup import (
+    make_batches,
+    make_hardware,
+    make_mesh,
+    make_model,
+    make_optimizer,
+    make_strategy,
+    make_tokenizer,
+    num_threads,
+)
 from mpar.train._state import Position, fresh_state, load_params, load_state, resume_from, save_state
 from mpar.train._watch import Place, Watch, describe_place, read_place
 
@@ -30,6 +39,7 @@ __all__ = [
     "make_optimizer",
     "make_strategy",
     "make_tokenizer",
+    "num_threads",
     "read_job",
     "read_metrics",
     "read_place",

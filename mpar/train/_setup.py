@@ -1,5 +1,6 @@
 """From a configuration to what it names: mesh, strategy, model, tokenizer, optimizer, data. No compiler, no process."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ __all__ = [
     "make_optimizer",
     "make_strategy",
     "make_tokenizer",
+    "num_threads",
     "seq_len",
 ]
 
@@ -69,6 +71,11 @@ def make_tokenizer(config: TrainConfig) -> Tokenizer:
     if folder is None and config.model.path is not None:
         folder = config.model.path
     return byte_tokenizer() if folder in (None, "bytes") else Tokenizer.from_folder(str(folder))
+
+
+def num_threads(config: TrainConfig, local_ranks: int) -> int:
+    """Threads of one of the ranks on this machine: as configured, or the machine's cores shared out, at least 1."""
+    return config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
 def seq_len(config: TrainConfig) -> int:
