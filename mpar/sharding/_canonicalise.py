@@ -93,10 +93,10 @@ def restore_einsums(graph: fx.Graph) -> dict[str, int]:
     """
     restored = 0
     for node in list(graph.nodes):
-        if node.target in (aten.addmm.default, aten.baddbmm.default) and not node.kwargs:
+        if node.target in (aten.addmm.default, aten.baddbmm.default):
             _split_bias(graph, node)
     for node in list(graph.nodes):
-        if node.target in PRODUCTS:
+        if node.target in PRODUCTS and node.meta["val"].is_floating_point():
             _replace(graph, node, einsum_p.op, node.args, {"equation": PRODUCTS[node.target]})
             restored += 1
     for node in list(graph.nodes):
@@ -297,9 +297,13 @@ def _absorb_flattening(graph: fx.Graph, node: fx.Node, index: int, groups: list[
 
 def _split_bias(graph: fx.Graph, node: fx.Node) -> None:
     product = aten.mm.default if node.target == aten.addmm.default else aten.bmm.default
+    bias, beta, alpha = node.args[0], node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     with graph.inserting_before(node):
-        value = _call(graph, node, product, node.args[1:3])
-        result = _call(graph, node, aten.add.Tensor, (value, node.args[0]))
+        result = _call(graph, node, product, node.args[1:3])
+        result = result if alpha == 1 else _call(graph, node, aten.mul.Tensor, (result, alpha))
+        if beta != 0:  # a bias that counts nothing is not read, not even its NaNs
+            bias = bias if beta == 1 else _call(graph, node, aten.mul.Tensor, (bias, beta))
+            result = _call(graph, node, aten.add.Tensor, (result, bias))
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 

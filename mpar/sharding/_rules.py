@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from mpar.ops._primitive import Primitive, primitive_of
-from mpar.sharding._canonicalise import shape_of, view_groups
+from mpar.sharding._canonicalise import PRODUCTS, shape_of, view_groups
 
 __all__ = ["NodeRule", "rule_of", "tensor_operands"]
 
@@ -327,6 +327,20 @@ def _flip(node: fx.Node) -> NodeRule:
     return NodeRule([node.args[0]], [factors], [factors], _dim_sizes(shape), linear={0})
 
 
+def _product(equation: str) -> Callable[[fx.Node], NodeRule]:
+    """Products of integers, which stay torch's own ops."""
+    left, _, out = equation.partition("->")
+
+    def rule(node: fx.Node) -> NodeRule:
+        operands, sizes = list(node.args[:2]), {}
+        factors = [tuple((letter,) for letter in term) for term in left.split(",")]
+        for operand, dims in zip(operands, factors, strict=True):
+            sizes |= {name: size for (name,), size in zip(dims, shape_of(operand), strict=True)}
+        return NodeRule(operands, factors, [tuple((letter,) for letter in out)], sizes, linear={0, 1})
+
+    return rule
+
+
 RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     aten.sum.default: _reduction(linear=True),
     aten.sum.dim_IntList: _reduction(linear=True),
@@ -359,6 +373,7 @@ RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     aten._log_softmax_backward_data.default: _along(2),
     aten.cumsum.default: _along(1),
     aten.flip.default: _flip,
+    **{op: _product(equation) for op, equation in PRODUCTS.items()},
     aten.tril.default: _masked_triangle,
     aten.triu.default: _masked_triangle,
     aten.arange.default: _source,

@@ -60,7 +60,7 @@ class Watch(TorchDispatchMode):
             self._nodes.append(last)
             self._lines.append(self.line)
         get_current_meta()["stack_trace"] = self.line
-        problem = _problem(func)
+        problem = _problem(func, args, kwargs or {})
         if problem:
             self.refuse(func, problem)
         return func(*args, **(kwargs or {}))
@@ -96,14 +96,22 @@ def functional_form(func: Any) -> Any:
     return getattr(packet, func._overloadname, None)
 
 
-def _problem(func: Any) -> str:
-    if torch.Tag.nondeterministic_seeded in func.tags:
+def _problem(func: Any, args: tuple, kwargs: dict) -> str:
+    if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, "dropout_p", args, kwargs) != 0.0:
         name = func._schema.name.split("::")[1]
         instead = next((text for key, text in INSTEAD.items() if key in name), "mpar.ops.random_uniform or random_normal")
         return f"draws from torch's generator: use {instead}, with a key"
     if func is torch.ops.aten.as_strided.default:
         return "reads memory by strides, which differ when sharded: use views, slices or torch.gather"
     return ""
+
+
+def _argument(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    """The value of an argument, its default if it is not given; None if `func` does not have it."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return kwargs.get(name, args[index] if index < len(args) else argument.default_value)
+    return None
 
 
 def _user_line() -> str:
