@@ -49,14 +49,28 @@ def open_keys(cls: type) -> list[str]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The known name most like `name`: by the whole, or where that finds nothing by the last part."""
-    names = list(names)
-    whole = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    if whole:
-        return whole[0]
-    last = {known.rpartition(".")[2]: known for known in reversed(names)}
-    part = difflib.get_close_matches(name.rpartition(".")[2], last, n=1, cutoff=0.5)
-    return last[part[0]] if part else difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    """The known name most like `name`, compared as a whole and by the last part; names of other systems count too."""
+    known = {candidate: candidate for candidate in names}
+    known |= {alias: ours for alias, ours in _ELSEWHERE.items() if ours in known}
+    return known[max(known, key=lambda candidate: _likeness(name, candidate))]
+
+
+_ELSEWHERE = {  # what others call it
+    "batch_size": "data.batch_size",
+    "epochs": "steps",
+    "gradient_accumulation_steps": "schedule.num_microbatches",
+    "learning_rate": "optimizer.lr",
+    "max_grad_norm": "optimizer.clip_norm",
+    "max_length": "data.seq_len",
+    "max_steps": "steps",
+    "output_dir": "run_dir",
+    "save_steps": "checkpoint.every",
+}
+
+
+def _likeness(name: str, candidate: str) -> float:
+    last = difflib.SequenceMatcher(None, name.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
+    return difflib.SequenceMatcher(None, name, candidate).ratio() + last
 
 
 def _convert(hint: Any, value: Any, path: str, unknown: list[str], wrong: list[str]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_type_hints
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -36,11 +36,11 @@ def choices() -> dict[str, list[str]]:
 
 def compose_config(name: str, cls: type[T], overrides: Sequence[str]) -> tuple[T, dict[str, Any]]:
     """`conf/<name>.yaml` with `overrides` applied: as `cls`, and as the plain data that a run saves. Raises ConfigError."""
-    check_overrides(name, cls, overrides)
+    checked = check_overrides(name, cls, overrides)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="mpar"):
-            composed = compose(name, overrides=list(overrides))
+            composed = compose(name, overrides=checked)
         return bind_composed(cls, composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"cannot compose the configuration from {list(overrides)}:\n{error}") from error
@@ -54,8 +54,11 @@ def bind_composed(cls: type[T], composed: DictConfig) -> tuple[T, dict[str, Any]
     return bind(cls, values), values
 
 
-def check_overrides(name: str, cls: type, overrides: Sequence[str]) -> None:
-    """Raise UnknownNameError listing every override whose key or choice does not exist, each with the nearest that does."""
+def check_overrides(name: str, cls: type, overrides: Sequence[str]) -> list[str]:
+    """The overrides in the form for Hydra that may also set keys which no file mentions.
+
+    Raises UnknownNameError listing every override whose key or choice does not exist, each with the nearest that does.
+    """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
@@ -65,6 +68,14 @@ def check_overrides(name: str, cls: type, overrides: Sequence[str]) -> None:
     problems = [line for override in parsed for line in _problems(override, groups, keys, below)]
     if problems:
         raise UnknownNameError("unknown arguments:\n  " + "\n  ".join(problems))
+    return [_forced(override, groups) for override in parsed]
+
+
+def _forced(override: Override, groups: dict[str, list[str]]) -> str:
+    """`++key=value` for `key=value`: Hydra refuses a key that has its default in the dataclass alone."""
+    line = str(override.input_line)
+    plain = override.type == OverrideType.CHANGE and override.key_or_group not in groups
+    return f"++{line}" if plain and not override.key_or_group.startswith(_HYDRA) else line
 
 
 def _problems(override: Override, groups: dict[str, list[str]], keys: list[str], below: list[str]) -> Iterable[str]:
@@ -90,9 +101,10 @@ def describe_config(name: str, cls: type, overrides: Sequence[str]) -> str:
         lines.append("groups (group=choice):")
         lines += [f"  {group:11} {' '.join(names)}" for group, names in choices().items()]
         lines.append("")
+    checked = check_overrides(name, cls, overrides)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="mpar"):
-        composed = compose(name, overrides=list(overrides))
+        composed = compose(name, overrides=checked)
     plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     lines.append("keys (key=value), with the value that they have now:")
     lines += _key_lines(cls, plain, "")

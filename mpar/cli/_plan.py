@@ -48,7 +48,7 @@ def main(args: Sequence[str]) -> int:
     whole = "\n".join(
         [
             _overview(config, program),
-            *_shortened([_OPERANDS.sub("", line) for line in lines], config.plan.lines),
+            *_shortened([_narrow(line) for line in lines], config.plan.lines),
             _render(_collectives(program)),
             _render(_times(config, program, list(profiles.values()))),
         ]
@@ -87,8 +87,14 @@ def _overview(config: TrainConfig, program: Program) -> str:
     )
 
 
-_OPERANDS = re.compile(r"(?<=\S) \([^()]*\)(?=   )|   free .*?(?=   )")  # what makes lines too long for a screen
+_OPERANDS = re.compile(r"(?<=\S) \([^()]*\)(?=   )|   free .*?(?=   )")
+_RESULTS = re.compile(r"^(\d+ \S+ +)([^,=]+), [^=]*?= ")
 _REDUCED = {"each": "every microbatch", "last": "after the last microbatch"}
+
+
+def _narrow(line: str) -> str:
+    """A line without operands and frees, and with the first result only, for a screen."""
+    return _RESULTS.sub(lambda m: f"{m[1]}{m[2]}, ... = ", _OPERANDS.sub("", line))
 
 
 def _shortened(lines: list[str], most: int) -> list[str]:

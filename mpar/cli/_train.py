@@ -57,7 +57,7 @@ def train(config: TrainConfig, resolved: dict) -> None:
 
 def _sweep(overrides: Sequence[str]) -> int:
     """Hydra's multirun: its sweeper splits the overrides, its launcher calls `job` for each; both may be plugins."""
-    check_overrides("train", TrainConfig, overrides)
+    overrides = check_overrides("train", TrainConfig, overrides)
     failed: list[str] = []
 
     def job(composed: DictConfig) -> None:
