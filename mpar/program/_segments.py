@@ -142,7 +142,8 @@ def compile_segment(
     cotangent_specs = [*out_specs, *[P()] * num_losses]
     in_specs = [*param_specs, *x_specs, *context_specs, *cotangent_specs]
     wanted = [*out_specs, *[None] * (num_losses + traced.num_params), *x_specs]
-    ranked = lower(traced.logical, mesh, in_specs, wanted, strategy.compute)
+    hints = [*[None] * (len(out_specs) + num_losses), *param_specs]
+    ranked = lower(traced.logical, mesh, in_specs, wanted, strategy.compute, hints)
     check(ranked)
     num_primals = traced.num_params + traced.num_x + traced.num_context
     num_results = len(out_specs) + num_losses

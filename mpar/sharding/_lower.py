@@ -57,9 +57,12 @@ def lower(
     in_specs: Sequence[P],
     out_specs: Sequence[P | None] | None = None,
     table: AxisTable | None = None,
+    hints: Sequence[P | None] = (),
 ) -> RankGraph:
     """Lower `logical` on `mesh`; an output spec of None leaves the result where it comes, pending sums included.
 
+    hints: per result, where it would best come: a dim that no operand says anything about (the vocabulary in the gradient of an
+           embedding) is computed sharded as the hint says, not whole.
     Raises ShardingError, listing all offenders, for specs that do not fit the shapes or name axes that the mesh has not.
     """
     problems = [
@@ -72,6 +75,7 @@ def lower(
     if problems:
         raise ShardingError("cannot place these tensors:\n  " + "\n  ".join(problems) + f"\nmesh: {mesh}")
     lowering = _Lowering(logical, mesh, [normalise(spec, mesh) for spec in in_specs], table or {})
+    lowering.take_hints(hints)
     return lowering.run([None if spec is None else normalise(spec, mesh) for spec in out_specs or [None] * len(logical.results)])
 
 
@@ -85,7 +89,19 @@ class _Lowering:
         self.marks: dict[int, P] = {}
         self.starts: dict[tuple, fx.Node] = {}
         self.fallbacks: list[str] = []
+        self.hints: dict[fx.Node, P] = {}
         self.current: fx.Node | None = None
+
+    def take_hints(self, hints: Sequence[P | None]) -> None:
+        """Give each hint to the node that makes the result; element-wise ops pass it on to operands of the same shape."""
+        todo = [(node, hint) for node, hint in zip(self.logical.results, hints, strict=False) if hint is not None]
+        while todo:
+            node, hint = todo.pop()
+            if node in self.hints or node.op != "call_function":
+                continue
+            self.hints[node] = normalise(hint, self.mesh)
+            if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+                todo.extend((used, hint) for used in node.all_input_nodes if shape_of(used) == shape_of(node))
 
     def run(self, out_specs: list[P | None]) -> RankGraph:
         specs = iter(self.in_specs)
@@ -241,6 +257,7 @@ class _Lowering:
             self.fall_back(node)
         specs = [self.specs[operand] for operand in rule.operands]
         axes_of = self.choose(rule, specs)
+        self.follow_hints(node, rule, specs, axes_of)
         passed = self.pass_partial(node, rule, specs, axes_of)
         locals_ = []
         for operand, spec, dims in zip(rule.operands, specs, rule.factors, strict=True):
@@ -318,6 +335,24 @@ class _Lowering:
                 if minor in axes_of and self.mesh.axis_size(axes_of.get(major, ())) != rule.sizes[major]:
                     return self.contiguous(rule, {name: axes for name, axes in axes_of.items() if name != minor})
         return axes_of
+
+    def follow_hints(self, node: fx.Node, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]]) -> None:
+        """Shard factors that only results have as their hints say, over axes that nothing else of the op uses."""
+        results = [node] if len(rule.results) == 1 else [None] * len(rule.results)
+        if len(rule.results) > 1:
+            for user in node.users:
+                results[user.args[1]] = user
+        in_operands = {name for dims in rule.factors for names in dims for name in names}
+        used = {axis for axes in axes_of.values() for axis in axes} | {axis for spec in specs for axis in spec.partial}
+        for result, dims in zip(results, rule.results, strict=True):
+            hint = self.hints.get(result) if result is not None else None
+            for dim, names in enumerate(dims if hint is not None else ()):
+                assert hint is not None
+                axes = hint.dim(dim)
+                free = len(names) == 1 and not set(names) & (in_operands | set(axes_of) | set(rule.replicate)) and not set(axes) & used
+                if axes and free and rule.sizes[names[0]] % self.mesh.axis_size(axes) == 0:
+                    axes_of[names[0]] = axes
+                    used |= set(axes)
 
     def pass_partial(self, node: fx.Node, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]]) -> set[str]:
         """The pending sums of operands that the op may leave pending: it is linear in them, and nothing grows."""
