@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from mpar import errors
 from mpar.cli._worker import Failure, place_file, read_failure
 from mpar.errors import MparError, ProgramError
 from mpar.train import Job, describe_place, read_place
@@ -25,7 +26,7 @@ class RankFailure(ProgramError):
 
 
 def launch(job: Job, folder: Path) -> None:
-    """Run all ranks of `job` to their end. Raises RankFailure, or the error that a rank met, as a RankFailure with its words."""
+    """Run all ranks of `job` to their end. Raises RankFailure, or the MparError that a rank met."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its reports repeat ours, with tracebacks
     size = job.program.mesh.size
     config = LaunchConfig(
@@ -53,7 +54,8 @@ def _explain(job: Job, folder: Path, failures: Mapping[int, Any]) -> MparError:
     killed = {rank: f.signal_name() for rank, f in failures.items() if f.exitcode < 0 and f.signal_name() != "SIGTERM"}
     known = min((failure for failure in told if failure.known), key=lambda failure: failure.time, default=None)
     if known is not None and known.title != "TimeoutError" and not killed:
-        return RankFailure(f"rank {known.rank}: {known.title}: {known.message}{_go_on(job)}")
+        kind = getattr(errors, known.title, ProgramError)  # the rank's own error: its kind, its words
+        return kind(f"{known.message}{_go_on(job)}")
     if killed:
         dead = set(killed)
         head = "; ".join(f"rank {rank} was killed by {signal}" for rank, signal in sorted(killed.items()))

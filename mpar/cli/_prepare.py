@@ -1,6 +1,5 @@
 """Prepare a job: checks, compiled program, tokenised data. `python -m mpar.cli._prepare FOLDER` does it for torchrun."""
 
-import datetime
 import pickle
 import sys
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from mpar.program._text import format_bytes
 from mpar.train import Job, TrainConfig
 from mpar.train.prepare import prepare
 
-__all__ = ["PreparedJob", "main", "new_run_dir", "prepare_job"]
+__all__ = ["REQUEST", "PreparedJob", "main", "prepare_job"]
 
 REQUEST = "request.pickle"
 
@@ -23,11 +22,6 @@ class PreparedJob:
 
     job: Job
     summary: str
-
-
-def new_run_dir() -> str:
-    """runs/<date>_<time>."""
-    return f"runs/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
 def prepare_job(config: TrainConfig, resolved: dict[str, Any], folder: Path) -> PreparedJob:

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mpar.cli._compose import compose_config
+from mpar.cli._run_dir import new_run_dir
 from mpar.cli._screen import say_aside, show_failure
 from mpar.cli._worker import connect, place_file, read_failure, work
 from mpar.errors import ConfigError, MeshError, MparError, NumericsError
@@ -55,7 +56,7 @@ def _configure(args: Sequence[str], world: int) -> tuple[TrainConfig, dict[str, 
 
 def _run(config: TrainConfig, resolved: dict[str, Any], rank: int, local_rank: int, local_size: int) -> int:
     """Prepare, train, finish. The exit code; what went wrong is on the screen."""
-    run_dir = [config.run_dir or f"runs/{os.environ['TORCHELASTIC_RUN_ID']}"]
+    run_dir = [config.run_dir or new_run_dir()]
     dist.broadcast_object_list(run_dir, src=0)
     config = dataclasses.replace(config, run_dir=run_dir[0])
     resolved = resolved | {"run_dir": config.run_dir}

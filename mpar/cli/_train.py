@@ -14,7 +14,8 @@ from omegaconf import DictConfig
 from mpar.cli._compose import bind_composed, check_overrides, compose_config, conf_dir, describe_config
 from mpar.cli._finish import finish
 from mpar.cli._launch import launch
-from mpar.cli._prepare import new_run_dir, prepare_job
+from mpar.cli._prepare import prepare_job
+from mpar.cli._run_dir import new_run_dir
 from mpar.cli._screen import say, say_aside, show_error
 from mpar.errors import MparError
 from mpar.train import TrainConfig

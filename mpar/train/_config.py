@@ -44,7 +44,7 @@ class DataGroup:
     """The data."""
 
     sources: tuple[str, ...] = key("files, globs, self-cognition or python-stdlib; `#100` behind one takes 100 rows of it")
-    batch_size: int | None = key("sequences a step, all ranks together; null: 16, rounded up to what mesh and microbatches need")
+    batch_size: int | None = key("sequences a step, all ranks together; null: 8, rounded up to what mesh and microbatches need")
     seq_len: int | None = key("positions of a sequence; null: model.seq_len", default=None)
     packing: bool = key("documents share a sequence and do not see each other", default=True)
     shuffle: bool = key("a new order every epoch", default=True)

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 BATCH_KEYS = ("tokens", "labels", "positions", "documents")
-DEFAULT_BATCH_SIZE = 16
+DEFAULT_BATCH_SIZE = 8
 
 
 def make_mesh(config: TrainConfig) -> Mesh:
@@ -84,7 +84,7 @@ def seq_len(config: TrainConfig) -> int:
 
 
 def batch_size(config: TrainConfig) -> int:
-    """Sequences of a global batch: as configured, or 16 rounded up to what mesh and microbatches divide."""
+    """Sequences of a global batch: as configured, or 8 rounded up to what mesh and microbatches divide."""
     if config.data.batch_size is not None:
         return config.data.batch_size
     unit = config.mesh.dp * config.mesh.fsdp * max(1, config.schedule.num_microbatches)
