@@ -14,7 +14,7 @@ from mpar.ops._constrain import name_p
 from mpar.ops._einsum import einsum_p
 from mpar.sharding._pass import graph_pass
 
-__all__ = ["canonicalise", "common_subexpressions", "labels_of", "shape_of", "view_groups"]
+__all__ = ["call_like", "common_subexpressions", "labels_of", "shape_of", "view_groups"]
 
 aten = torch.ops.aten
 VIEWS = (
@@ -41,14 +41,6 @@ LIKE = {
     aten.zeros.default: 0,
     aten.ones.default: 1,
 }
-
-
-def canonicalise(graph: fx.Graph) -> dict[str, int]:
-    """Run the canonicalising passes in order; returns their statistics."""
-    statistics: dict[str, int] = {}
-    for run in (erase_identities, restore_einsums, split_means, shrink_constants, merge_views, common_subexpressions):
-        statistics |= run(graph)
-    return statistics
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -124,8 +116,8 @@ def split_means(graph: fx.Graph) -> dict[str, int]:
         keep = node.args[2] if len(node.args) > 2 else False
         count = math.prod(shape_of(x)[dim] for dim in dims)
         with graph.inserting_before(node):
-            total = _call(graph, node, aten.sum.dim_IntList, (x, dims, keep), node.kwargs)
-            mean = _call(graph, node, aten.div.Tensor, (total, count))
+            total = call_like(graph, node, aten.sum.dim_IntList, (x, dims, keep), node.kwargs)
+            mean = call_like(graph, node, aten.div.Tensor, (total, count))
         node.replace_all_uses_with(mean)
         split += 1
     return {"means_split": split}
@@ -154,7 +146,7 @@ def shrink_constants(graph: fx.Graph) -> dict[str, int]:
                 aten.full.default, ([], value), {"dtype": node.meta["val"].dtype, "device": torch.device("cpu")}
             )
             scalar.meta["val"] = node.meta["val"].new_empty(()) if isinstance(node.meta["val"], torch.Tensor) else None
-            wide = _call(graph, node, aten.expand.default, (scalar, shape)) if shape else scalar
+            wide = call_like(graph, node, aten.expand.default, (scalar, shape)) if shape else scalar
         node.replace_all_uses_with(wide)
         shrunk += 1
     return {"constants_shrunk": shrunk}
@@ -283,13 +275,13 @@ def _absorb_flattening(graph: fx.Graph, node: fx.Node, index: int, groups: list[
                 args.append(source)
             elif new_term != term:
                 known = dict(zip(term, shape_of(operand), strict=True)) | sizes
-                args.append(_call(graph, operand, aten.reshape.default, (operand, [known[letter] for letter in new_term])))
+                args.append(call_like(graph, operand, aten.reshape.default, (operand, [known[letter] for letter in new_term])))
             else:
                 args.append(operand)
             new_terms.append(new_term)
         new_out = "".join(split.get(letter, letter) for letter in out)
-        product = _call(graph, node, einsum_p.op, tuple(args), {"equation": f"{','.join(new_terms)}->{new_out}"})
-        result = _call(graph, node, aten.reshape.default, (product, list(shape_of(node)))) if new_out != out else product
+        product = call_like(graph, node, einsum_p.op, tuple(args), {"equation": f"{','.join(new_terms)}->{new_out}"})
+        result = call_like(graph, node, aten.reshape.default, (product, list(shape_of(node)))) if new_out != out else product
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     return product
@@ -299,11 +291,11 @@ def _split_bias(graph: fx.Graph, node: fx.Node) -> None:
     product = aten.mm.default if node.target == aten.addmm.default else aten.bmm.default
     bias, beta, alpha = node.args[0], node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     with graph.inserting_before(node):
-        result = _call(graph, node, product, node.args[1:3])
-        result = result if alpha == 1 else _call(graph, node, aten.mul.Tensor, (result, alpha))
+        result = call_like(graph, node, product, node.args[1:3])
+        result = result if alpha == 1 else call_like(graph, node, aten.mul.Tensor, (result, alpha))
         if beta != 0:  # a bias that counts nothing is not read, not even its NaNs
-            bias = bias if beta == 1 else _call(graph, node, aten.mul.Tensor, (bias, beta))
-            result = _call(graph, node, aten.add.Tensor, (result, bias))
+            bias = bias if beta == 1 else call_like(graph, node, aten.mul.Tensor, (bias, beta))
+            result = call_like(graph, node, aten.add.Tensor, (result, bias))
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
@@ -324,7 +316,7 @@ def _casts(node: fx.Node) -> bool:
     return node.meta["val"].dtype != node.args[0].meta["val"].dtype
 
 
-def _call(graph: fx.Graph, like: fx.Node, target: Callable, args: tuple, kwargs: dict | None = None) -> fx.Node:
+def call_like(graph: fx.Graph, like: fx.Node, target: Callable, args: tuple, kwargs: dict | None = None) -> fx.Node:
     """A new node whose value and source line are found from its operands and from `like`."""
     node = graph.call_function(target, args, dict(kwargs or {}))
     meta_args, meta_kwargs = fx.node.map_arg((args, node.kwargs), lambda n: _meta(n.meta["val"]))

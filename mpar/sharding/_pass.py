@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 from torch import fx
 
-__all__ = ["PASSES", "graph_pass"]
+from mpar.ops._constrain import constrain_p
+
+__all__ = ["PASSES", "erase_dead_nodes", "graph_pass"]
 
 GraphPass = Callable[[fx.Graph], dict[str, int]]
 PASSES: dict[str, GraphPass] = {}
@@ -15,10 +17,15 @@ def graph_pass(fn: GraphPass) -> GraphPass:
 
     def run(graph: fx.Graph) -> dict[str, int]:
         statistics = fn(graph)
-        graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+        erase_dead_nodes(graph)
         graph.lint()
         return statistics
 
     run.__name__, run.__doc__ = fn.__name__, fn.__doc__
     PASSES[fn.__name__] = run
     return run
+
+
+def erase_dead_nodes(graph: fx.Graph) -> None:
+    """Erase nodes that no result needs. A constraint stays even then: that of its cotangent refers to where its operand lives."""
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node.target == constrain_p.op)

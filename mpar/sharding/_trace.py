@@ -10,7 +10,8 @@ from torch import Tensor, fx
 from mpar import tree
 from mpar.errors import TraceError
 from mpar.ops._constrain import marking
-from mpar.sharding._canonicalise import canonicalise
+from mpar.sharding._canonical import canonicalise
+from mpar.sharding._pass import erase_dead_nodes
 from mpar.sharding._torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -85,7 +86,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], *, canonical: bool = True
     module = _trace_flat(fn, flat, fakes)
     graph = module.graph
     _functionalise(fn, graph)
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    erase_dead_nodes(graph)
     constants = {}
     for node in graph.find_nodes(op="get_attr"):
         constants[node.target] = getattr(module, node.target)
