@@ -12,8 +12,8 @@ _HOME = {
     "Strategy": "mpar.strategy",
     "compile_step": "mpar.program.compiler",
     "generate": "mpar.infer",
-    "jit": "mpar.sharding",
-    "value_and_grad": "mpar.sharding",
+    "jit": "mpar.program.compiler",
+    "value_and_grad": "mpar.program.compiler",
 }
 _PACKAGES = ("checkpoint", "data", "dtensor", "infer", "models", "ops", "optim", "program", "sharding", "tree")
 

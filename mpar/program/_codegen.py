@@ -14,7 +14,7 @@ from torch import fx
 from mpar.ops._primitive import primitive_of
 from mpar.sharding import collectives
 
-__all__ = ["generate"]
+__all__ = ["generate", "positions_of"]
 
 
 def generate(graph: fx.Graph) -> str:
@@ -44,6 +44,11 @@ def generate(graph: fx.Graph) -> str:
             )
     header = [f"{name} = {function}" for function, name in functions.items()]
     return "\n".join([*header, "", *lines]) + "\n"
+
+
+def positions_of(graph: fx.Graph) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes along which the code asks for its rank's position."""
+    return tuple(sorted({node.kwargs["axes"] for node in graph.nodes if node.target in (collectives.shard, collectives.start)}))
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -101,11 +101,7 @@ class ProcessComm:
         self._count("all_gather", axes, xs)
         shared = self._shared.get(axes)
         if shared is not None:
-            outs = [
-                part.new_empty([n * size if i == d else n for i, n in enumerate(part.shape)])
-                for part, d in zip(xs, dims, strict=True)
-            ]
-            shared.gather(xs, [_chunks(part, d, size) for part, d in zip(outs, dims, strict=True)])
+            outs = shared.all_gather(xs, dims)
             return outs if many else outs[0]
         flat = _pack(xs)
         received = self._gather(flat, axes, size)
@@ -148,10 +144,10 @@ class ProcessComm:
         many = isinstance(x, list)
         xs = x if many else [x]
         self._count("all_reduce", axes, xs)
-        flat = _pack(xs, copy=True)
         shared = self._shared.get(axes)
+        flat = _pack(xs, copy=True) if shared is None else xs[0].new_empty(sum(part.numel() for part in xs))
         if shared is not None:
-            shared.all_reduce(flat, op)
+            shared.all_reduce(xs, flat, op)
         elif self.order == "library" or size == 2:  # of two summands there is only one order
             dist.all_reduce(flat, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._groups[axes])
         elif flat.numel() < 256 * size:  # short: one message of all to all is cheaper than two of parts

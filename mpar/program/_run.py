@@ -17,7 +17,7 @@ from mpar.spec import P, local_shape
 if TYPE_CHECKING:
     from mpar.program._program import Instruction, Kind, Leaf, Program
 
-__all__ = ["RankRun", "State", "assemble", "batch_rows", "bind", "init_state", "load", "shard", "simulate"]
+__all__ = ["Alone", "RankRun", "State", "assemble", "batch_rows", "bind", "init_state", "load", "shard", "simulate"]
 
 Progress = Callable[[int, "Instruction"], None]
 
@@ -49,20 +49,24 @@ class State:
 
 
 def load(
-    kind: "Kind", device: torch.device, primitives: Mapping[str, Callable] | None = None
+    name: str,
+    source: str,
+    constants: Mapping[str, Tensor],
+    device: torch.device,
+    primitives: Mapping[str, Callable] | None = None,
 ) -> Callable[[list[Tensor], Comm], tuple[Tensor, ...]]:
-    """The function that a kind's source defines; `primitives` are what it calls, by default their kernels on `device`."""
+    """The function that generated source defines; `primitives` are what it calls, by default their kernels on `device`."""
     if primitives is None:
         primitives = {name: primitive.kernel(device.type) for name, primitive in PRIMITIVES.items()}
     names: dict[str, Any] = {
         "torch": torch,
         "PRIMITIVES": primitives,
-        "CONSTANTS": {name: value.to(device) for name, value in kind.constants.items()},
+        "CONSTANTS": {key: value.to(device) for key, value in constants.items()},
         "DEVICE": device,
         "inf": float("inf"),
         "nan": float("nan"),
     }
-    exec(compile(kind.source, f"<segment {kind.name}>", "exec"), names)
+    exec(compile(source, f"<segment {name}>", "exec"), names)
     return names["run"]
 
 
@@ -81,7 +85,9 @@ class RankRun:
         primitives: Mapping[str, Callable] | None = None,
     ) -> None:
         self.program, self.comm, self.device, self.progress = program, comm, torch.device(device), progress
-        functions = {name: load(kind, self.device, primitives) for name, kind in program.kinds.items()}
+        functions = {
+            name: load(name, kind.source, kind.constants, self.device, primitives) for name, kind in program.kinds.items()
+        }
         self._steps = [
             (functions[step.kind], step.inputs, frozenset(step.frees), step.outputs, step) for step in program.instructions
         ]
@@ -225,14 +231,14 @@ def bind(
                one machine. The bits are the same.
     """
     if program.mesh.size == 1:
-        return RankRun(program, _Alone(), device, progress)
+        return RankRun(program, Alone(), device, progress)
     order = order or ("library" if torch.device(device).type == "cuda" else "rank")
     transport = transport if torch.device(device).type == "cpu" else "backend"
     comm = ProcessComm(program.mesh, program.axes_used(), order=order, counter=counter, transport=transport)
     return RankRun(program, comm, device, progress)
 
 
-class _Alone:
+class Alone:
     """A mesh of one rank has nothing to say."""
 
     def index(self, axes: tuple[str, ...]) -> int:

@@ -12,7 +12,7 @@ from mpar import tree
 from mpar.chain import Segment
 from mpar.errors import ProgramError
 from mpar.mesh import Mesh
-from mpar.program._codegen import generate
+from mpar.program._codegen import generate, positions_of
 from mpar.program._memory import measure
 from mpar.program._partition import Halves, RecomputePolicy, partition
 from mpar.program._program import CollectiveUse, Kind
@@ -212,7 +212,7 @@ def _code(name: str, graph: fx.Graph, constants: Mapping[str, Tensor], in_specs:
         len(graph.nodes),
         tuple((tuple(v.shape), v.dtype) for v in ins),
         tuple((tuple(v.shape), v.dtype) for v in outs),
-        tuple(sorted({n.kwargs["axes"] for n in graph.nodes if n.target in (collectives.shard, collectives.start)})),
+        positions_of(graph),
     )
     if len(outs) != len(out_specs) or len(ins) != len(in_specs):
         raise ProgramError(f"segment {name}: {len(outs)} results for {len(out_specs)} specs")

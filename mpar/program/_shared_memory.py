@@ -4,8 +4,9 @@ A sum of 0.25 MB over 4 ranks costs a tenth of the CPU time that gloo's loopback
 
 Every rank owns one anonymous file (memfd) that its peers open by /proc/<pid>/fd: nothing is left behind when a rank dies.
 For each group it holds semaphores and two buffers, used in turn. A rank writes its part into the buffer of the turn, posts to all
-peers, waits for all peers, reads theirs. Nobody overwrites a buffer before all have read it: to be two turns later, a rank must have had
-the posts of the turn between, which its peers give after they have read. Files are sparse: only what messages touch takes memory.
+peers, waits for all peers, reads theirs. Nobody overwrites a buffer before all have read it: to be two turns later, a rank must
+have had the posts of the turn between, which its peers give after they have read. Files are sparse: only what messages touch
+takes memory.
 """
 
 import ctypes
@@ -142,14 +143,35 @@ class SharedGroup:
         self._views: dict[Any, Tensor] = {}
         self._turn = 0
 
-    def gather(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """`targets[k][i]` becomes rank i's `sources[k]`: a target has a leading dim of the group's size."""
+    def all_gather(self, sources: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
+        """All ranks' `sources[k]`, concatenated along `dims[k]`."""
+        if sum(_aligned(source.numel() * source.element_size()) for source in sources) <= CAPACITY:
+            return self._all_gather_at_once(sources, dims)
+        outs = [
+            source.new_empty([n * self.size if i == dim else n for i, n in enumerate(source.shape)])
+            for source, dim in zip(sources, dims, strict=True)
+        ]
+        targets = [out.unflatten(dim, (self.size, -1)).movedim(dim, 0) for out, dim in zip(outs, dims, strict=True)]
         for pieces in _rounds([(source.unsqueeze(0), target) for source, target in zip(sources, targets, strict=True)]):
             self._publish(pieces)
             for offset, source, target in pieces:
                 for i in range(self.size):
                     target[i].copy_(source[0] if i == self.index else self._view(i, offset, source)[0])
             self._turn ^= 1
+        return outs
+
+    def _all_gather_at_once(self, sources: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
+        sizes = [_aligned(source.numel() * source.element_size()) for source in sources]
+        offsets = [0, *itertools.accumulate(sizes)]
+        for offset, source in zip(offsets, sources, strict=False):
+            self._view(self.index, offset, source).copy_(source)
+        self._meet()
+        outs = [
+            torch.cat([self._view(i, offset, source) for i in range(self.size)], dim)
+            for offset, source, dim in zip(offsets, sources, dims, strict=False)
+        ]
+        self._turn ^= 1
+        return outs
 
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """`targets[k][i]` becomes the part for this rank, `[self.index]`, of rank i's `sources[k]`."""
@@ -168,11 +190,13 @@ class SharedGroup:
                 _fold([self._view(i, offset, source)[self.index] for i in range(self.size)], "sum", target[0])
             self._turn ^= 1
 
-    def all_reduce(self, flat: Tensor, op: str) -> None:
-        """`flat`, one contiguous dim, becomes the sum or maximum in rank order."""
-        direct = self.size == 2 or flat.nbytes <= DIRECT_BYTES
-        for chunk in flat.split(CAPACITY // flat.element_size()):
-            self._publish([(0, chunk, chunk)])
+    def all_reduce(self, sources: Sequence[Tensor], out: Tensor, op: str) -> None:
+        """`out`, one contiguous dim, becomes the sum or maximum in rank order of all ranks' `sources`, one after the other."""
+        direct = self.size == 2 or out.nbytes <= DIRECT_BYTES
+        limit = CAPACITY // out.element_size()
+        for chunk, pieces in zip(out.split(limit), _spans(sources, limit), strict=True):
+            torch.cat(pieces, out=self._view(self.index, 0, chunk))
+            self._meet()
             if direct:
                 _fold([self._view(i, 0, chunk) for i in range(self.size)], op, chunk)
                 self._turn ^= 1
@@ -257,6 +281,21 @@ def _rounds(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[int, 
                 pieces, used = [], 0
             pieces.append((used, source, target))
             used += size
+    yield pieces
+
+
+def _spans(sources: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """The elements of `sources` in order, in flat pieces, `limit` elements at a time; the last may be shorter."""
+    pieces: list[Tensor] = []
+    room = limit
+    for source in sources:
+        flat = source.reshape(-1)
+        while flat.numel() > room:
+            pieces.append(flat[:room])
+            yield pieces
+            flat, pieces, room = flat[room:], [], limit
+        pieces.append(flat)
+        room -= flat.numel()
     yield pieces
 
 

@@ -1,6 +1,7 @@
 """The part of this package that compiles; `mpar.program` itself only runs, so that workers stay small."""
 
 from mpar.program._build import compile_step
+from mpar.program._jit import Compiled, Lowered, jit, value_and_grad
 from mpar.program._partition import RecomputePolicy, policy
 
-__all__ = ["RecomputePolicy", "compile_step", "policy"]
+__all__ = ["Compiled", "Lowered", "RecomputePolicy", "compile_step", "jit", "policy", "value_and_grad"]

@@ -2,26 +2,22 @@
 
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._check import check
-from mpar.sharding._jit import Collective, Compiled, Lowered, collectives_of, describe_graph, jit, value_and_grad
+from mpar.sharding._describe import Collective, collectives_of, describe_graph
 from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower
 from mpar.sharding._simulate import simulate_graph
 from mpar.sharding._trace import LogicalGraph, source_line, trace
 
 __all__ = [
     "Collective",
-    "Compiled",
     "LogicalGraph",
-    "Lowered",
     "RankGraph",
     "ReplicatedFallback",
     "check",
     "collectives",
     "collectives_of",
     "describe_graph",
-    "jit",
     "lower",
     "simulate_graph",
     "source_line",
     "trace",
-    "value_and_grad",
 ]

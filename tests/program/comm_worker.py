@@ -1,10 +1,12 @@
 """One of several processes: collectives of random tensors on both transports, against what `mpar.collectives` says they mean.
 
-usage: torchrun --nproc-per-node N comm_worker.py
+usage: torchrun --nproc-per-node N comm_worker.py [killed]
 """
 
 import itertools
+import os
 import pathlib
+import signal
 import sys
 
 import torch
@@ -74,10 +76,23 @@ def check(comm, label):
             assert held == own, f"{where}: the result holds {held} bytes for {own}"
 
 
+def killed():
+    """Rank 1 is killed while the others wait for it; rank 0 says what it was told, and its own error ends the launch."""
+    mesh = Mesh(tp=dist.get_world_size())
+    comm = ProcessComm(mesh, [AXES], transport="shared")
+    comm.all_reduce(torch.ones(3), axes=AXES, op="sum", size=mesh.size)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others at once, but they are to find out themselves
+    comm.all_reduce(torch.ones(3), axes=AXES, op="sum", size=mesh.size)
+
+
 def main():
     """Both transports; then buffers so small that most messages need several rounds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    if sys.argv[1:] == ["killed"]:
+        killed()
     mesh = Mesh(tp=dist.get_world_size())
     check(ProcessComm(mesh, [AXES], transport="backend"), "backend")
     check(ProcessComm(mesh, [AXES], transport="shared"), "shared")

@@ -34,7 +34,9 @@ LLAMA_405B = {
 def llama_405b(num_layers, fsdp):
     """The program of Llama 3 405B with some layers on fsdp x 8 ranks, one sequence a data rank."""
     model = models.from_config({**LLAMA_405B, "num_hidden_layers": num_layers})
-    return compile_step(model, OPTIMIZER, Mesh(fsdp=fsdp, tp=8), "zero3_tp", (fsdp, 8192), precision="bf16", recompute="selective")
+    return compile_step(
+        model, OPTIMIZER, Mesh(fsdp=fsdp, tp=8), "zero3_tp", (fsdp, 8192), precision="bf16", recompute="selective"
+    )
 
 
 def nodes(program):
@@ -76,7 +78,9 @@ def test_prefetch_moves_gathers_only(make_model, make_state, batch, program):
     early = compile_step(make_model(), OPTIMIZER, Mesh(fsdp=2, tp=2), "zero3_tp_sp", (8, 8), **options)
     order = [(s.op, s.segment, s.microbatch) for s in program.instructions]
     assert [(s.op, s.segment, s.microbatch) for s in early.instructions] != order
-    assert [s.segment for s in early.instructions if s.op == "gather"] == [s.segment for s in program.instructions if s.op == "gather"]
+    assert [s.segment for s in early.instructions if s.op == "gather"] == [
+        s.segment for s in program.instructions if s.op == "gather"
+    ]
     state = make_state(make_model())
     (a, _), (b, _) = program.simulate(state, batch), early.simulate(state, batch)
     assert all(torch.equal(a.leaves[path], b.leaves[path]) for path in a.leaves)

@@ -1,38 +1,27 @@
-"""jit: compile any pure function of tensors for a mesh."""
+"""jit: compile any pure function of tensors for a mesh, look at what it became, simulate it, run it on DTensors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from mpar import tree
+from mpar.dtensor import to_local, wrap
 from mpar.errors import ShardingError
 from mpar.mesh import Mesh
-from mpar.sharding import _collectives as collectives
-from mpar.sharding._check import check
-from mpar.sharding._lower import RankGraph, lower
-from mpar.sharding._simulate import simulate_graph
-from mpar.sharding._trace import trace
-from mpar.spec import P
+from mpar.program._codegen import generate, positions_of
+from mpar.program._comm import Comm, ProcessComm
+from mpar.program._run import Alone, load
+from mpar.sharding import Collective, RankGraph, check, collectives_of, describe_graph, lower, simulate_graph, trace
+from mpar.spec import P, normalise
 from mpar.strategy import AxisTable
 
-__all__ = ["Collective", "Compiled", "Lowered", "collectives_of", "jit", "value_and_grad"]
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of a rank graph: what one rank contributes (`bytes`), over which mesh axes, from which line."""
-
-    op: str
-    axes: tuple[str, ...]
-    bytes: int
-    line: str
-
-    def __str__(self) -> str:
-        return f"{self.op:14} {' x '.join(self.axes):12} {self.bytes:>14,} B  {self.line}"
+__all__ = ["Compiled", "Lowered", "jit", "value_and_grad"]
 
 
 def value_and_grad(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Any]]:
@@ -61,13 +50,14 @@ def jit(
 
 @dataclass(frozen=True)
 class Compiled:
-    """A function and where it will run; `lower` compiles it for given shapes."""
+    """A function and where it will run: `lower` compiles it for given shapes, calling it runs it on this job's processes."""
 
     fn: Callable[..., Any]
     mesh: Mesh
     in_specs: Any
     out_specs: Any
     table: AxisTable
+    _ready: dict[Any, "_Executable"] = field(default_factory=dict, repr=False, compare=False)
 
     def lower(self, *args: Any) -> "Lowered":
         """Compile for tensors shaped like `args` (real or meta). Raises TraceError or ShardingError."""
@@ -82,6 +72,18 @@ class Compiled:
         check(ranked)
         return Lowered(ranked)
 
+    def __call__(self, *args: Any) -> Any:
+        """Run on DTensors placed by in_specs (on a mesh of one rank: plain tensors); results are DTensors placed by out_specs.
+
+        Compiled at the first call with arguments of new shapes. Raises ShardingError, listing all arguments that are placed
+        otherwise, and MeshError if the job's processes are not the mesh's ranks.
+        """
+        leaves, structure = tree.flatten(tuple(args))
+        key = (structure, tuple((tuple(x.shape), x.dtype) for x in leaves))
+        if key not in self._ready:
+            self._ready[key] = _Executable(self.lower(*args).ranked)
+        return self._ready[key](leaves)
+
 
 @dataclass(frozen=True)
 class Lowered:
@@ -91,8 +93,7 @@ class Lowered:
 
     def simulate(self, *args: Any) -> Any:
         """What the function returns on global tensors, computed by all ranks in one process."""
-        leaves = [leaf for leaf in tree.leaves(tuple(args)) if leaf is not None]
-        results = simulate_graph(self.ranked, leaves)
+        results = simulate_graph(self.ranked, tree.leaves(tuple(args)))
         return tree.unflatten(self.ranked.logical.outputs, results)
 
     def collectives(self) -> list[Collective]:
@@ -108,35 +109,48 @@ class Lowered:
         return describe_graph(self.ranked)
 
 
-def collectives_of(ranked: RankGraph) -> list[Collective]:
-    """The collectives of a rank graph in order."""
-    return [
-        Collective(node.target.__name__, node.kwargs["axes"], node.args[0].meta["val"].nbytes, node.meta["line"])
-        for node in ranked.graph.nodes
-        if node.target in collectives.COLLECTIVES
-    ]
+class _Executable:
+    """A rank graph with loaded code and, on more than one rank, the processes that it runs on."""
 
+    def __init__(self, ranked: RankGraph) -> None:
+        self.ranked, mesh = ranked, ranked.mesh
+        source = generate(ranked.graph)
+        self.run = load("jit", source, ranked.logical.constants, torch.device("cpu"))
+        self.device_mesh: DeviceMesh | None = None if mesh.size == 1 else mesh.bind()
+        uses = {c.axes for c in collectives_of(ranked)} | set(positions_of(ranked.graph))
+        self.comm: Comm = Alone() if mesh.size == 1 else ProcessComm(mesh, uses)
 
-def describe_graph(ranked: RankGraph) -> str:
-    """The rank graph as text, a line a node: name, local shape, spec, op, operands, source line."""
-    lines = [f"rank graph on {ranked.mesh}"]
-    for node in ranked.graph.nodes:
-        if node.op == "output":
-            lines.append(
-                f"return {', '.join(f'%{n.name}: {spec}' for n, spec in zip(node.args[0], ranked.out_specs, strict=True))}"
+    def __call__(self, leaves: list[Tensor]) -> Any:
+        ranked = self.ranked
+        with torch.no_grad():
+            results = self.run(self.local(leaves), self.comm)
+        if self.device_mesh is None:
+            return tree.unflatten(ranked.logical.outputs, results)
+        wrapped = [wrap(x, spec, ranked.mesh, self.device_mesh) for x, spec in zip(results, ranked.out_specs, strict=True)]
+        return tree.unflatten(ranked.logical.outputs, wrapped)
+
+    def local(self, leaves: list[Tensor]) -> list[Tensor]:
+        """This rank's shards, after a look at where the arguments live."""
+        if self.device_mesh is None:
+            return list(leaves)
+        out, problems = [], []
+        for name, leaf, wanted in zip(self.ranked.logical.names, leaves, self.ranked.in_specs, strict=True):
+            if not isinstance(leaf, DTensor):
+                problems.append(
+                    f"argument {name} {tuple(leaf.shape)} is a plain tensor, a DTensor placed by {wanted} was expected"
+                )
+                continue
+            local, spec = to_local(leaf, self.ranked.mesh)
+            if normalise(spec, self.ranked.mesh) != wanted:
+                problems.append(f"argument {name} {tuple(leaf.shape)} is placed by {spec}, {wanted} was expected")
+            out.append(local)
+        if problems:
+            raise ShardingError(
+                "cannot run a compiled function on these arguments:\n  "
+                + "\n  ".join(problems)
+                + f"\nmesh: {self.ranked.mesh}. Redistribute them, or compile with the in_specs that they have."
             )
-            continue
-        value, spec = node.meta["val"], node.meta.get("spec")
-        kind = (
-            f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        )
-        op = (
-            node.op if node.op != "call_function" else getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
-        )
-        operands = ", ".join([*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())])
-        line = f"  # {node.meta['line']}" if node.meta.get("line") else ""
-        lines.append(f"%{node.name}: {kind} {spec if spec is not None else ''} = {op}({operands}){line}")
-    return "\n".join(lines)
+        return out
 
 
 def _broadcast(name: str, prefix: Any, full: Any, default: P | None) -> list[P | None]:
