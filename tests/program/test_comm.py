@@ -19,7 +19,7 @@ def torchrun(num_ranks, script, *args, timeout=200):
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_collectives_have_the_bits_of_their_meaning(num_ranks):
-    """All collectives, lists, odd sizes, dims, bf16 to int64: the bits of `combine`, operands untouched, no byte held in excess."""
+    """All kinds, lists, odd sizes, dims, bf16 to int64: the bits of `combine`, operands untouched, no byte held in excess."""
     done = torchrun(num_ranks, "comm_worker.py")
     assert done.returncode == 0, done.stderr[-3000:]
 
