@@ -1,0 +1,177 @@
+"""The order of layers, and rules about imports and printing, read from the source itself."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "mpar").rglob("*.py"))
+
+VALUES = (
+    "errors",
+    "tree",
+    "mesh",
+    "spec",
+    "strategy",
+    "precision",
+    "chain",
+    "collectives",
+    "dtensor",
+    "testing",
+    "torch_private",
+)
+BELOW = {name: set(VALUES) for name in VALUES}
+BELOW["ops"] = set(VALUES)
+for _name in ("kernels", "sharding", "schedules"):
+    BELOW[_name] = {*VALUES, "ops"}
+BELOW["models"] = {*VALUES, "ops"}
+BELOW["program"] = {*VALUES, "ops", "kernels", "sharding", "schedules"}
+# data, optim, checkpoint, infer and train are neighbours above all of these: who may use whom among them
+_TRUNK = {*VALUES, "ops", "kernels", "sharding", "schedules", "program", "models"}
+BELOW["data"] = set(VALUES)
+BELOW["optim"] = {*VALUES, "ops"}
+BELOW["checkpoint"] = set(VALUES)
+BELOW["infer"] = {*_TRUNK}
+BELOW["train"] = {*_TRUNK, "data", "optim", "checkpoint", "infer"}
+BELOW["cli"] = {*_TRUNK, "data", "optim", "checkpoint", "infer", "train"}
+
+PRIVATE_TORCH = re.compile(r"^torch(\.\w+)*\._(?!_)\w+|^torch\.fx\.experimental|^torch\.utils\._")
+
+
+def module(path: Path) -> str:
+    """`mpar.ops._rope` for its file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer(name: str) -> str | None:
+    """`ops` for `mpar.ops._rope`; None for the package itself and for what is not ours."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "mpar" and len(parts) > 1 else None
+
+
+def imports(path: Path) -> Iterator[tuple[str, ast.stmt, bool]]:
+    """(imported module or module.name, statement, whether it is for type checking only) of every import in a file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node, id(node) in typing_only) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield (
+                    (whole if is_module(whole) or not is_module(str(node.module)) else str(node.module)),
+                    node,
+                    id(node) in typing_only,
+                )
+
+
+def is_module(name: str) -> bool:
+    """Whether `name` is a module of ours."""
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def ids(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_imports_point_down(path):
+    """A module imports its own package and lower layers only."""
+    own = layer(module(path))
+    if own in (None, "__main__"):
+        return
+    wrong = [
+        f"{ids(path)}:{node.lineno} imports {name}"
+        for name, node, _ in imports(path)
+        if (target := layer(name)) is not None and target != own and target not in BELOW[own]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_package_has_a_layer():
+    """No package is outside the order."""
+    found = {layer(module(path)) for path in FILES} - {None, "__main__"}
+    assert found <= set(BELOW), found - set(BELOW)
+
+
+def test_values_have_no_cycle():
+    """No module of ours imports itself over others when it is loaded."""
+    edges = {
+        module(path): {name for name, _, typing_only in imports(path) if layer(name) and is_module(name) and not typing_only}
+        for path in FILES
+    }
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join((*above[above.index(name) :], name))
+        if name not in done:
+            for target in sorted(edges.get(name, ())):
+                visit(target, (*above, name))
+            done.add(name)
+
+    for name in sorted(edges):
+        visit(name, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_no_import_inside_a_function(path):
+    """Imports stand at the top of a file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
+    wrong = [
+        f"{ids(path)}:{node.lineno}"
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_only_the_command_line_prints(path):
+    """`print` and writes to the standard streams are in mpar/cli alone."""
+    if layer(module(path)) == "cli":
+        return
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    wrong = [f"{ids(path)}:{call.lineno}" for call in calls if ast.unparse(call.func) in PRINTING]
+    assert not wrong, "\n".join(wrong)
+
+
+PRINTING = ("print", "sys.stdout.write", "sys.stderr.write")
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_private_torch_names_are_in_one_place(path):
+    """What torch may change without notice is named in files called torch_private.py alone."""
+    if path.name in ("torch_private.py", "_torch_private.py"):
+        return
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    used = [(node.lineno, ast.unparse(node)) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            used += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            used += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    wrong = sorted({f"{ids(path)}:{line} uses {name}" for line, name in used if PRIVATE_TORCH.match(name)})
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_package_is_packaged():
+    """pyproject.toml lists each package, and the folder of configurations."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    found = {module(path) for path in FILES if path.name == "__init__.py"}
+    assert set(listed) == {*found, "mpar.conf"}
