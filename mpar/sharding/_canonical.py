@@ -1,5 +1,7 @@
 """The passes that make a traced graph canonical, in order. All keep every value, bit for bit, but for where a sum is divided."""
 
+from collections.abc import Callable
+
 from torch import fx
 
 from mpar.sharding._canonicalise import (
@@ -14,23 +16,25 @@ from mpar.sharding._expands import expand_late, merge_expands
 
 __all__ = ["CANONICAL", "canonicalise"]
 
-CANONICAL = (
-    erase_identities,
-    restore_einsums,
-    split_means,
-    shrink_constants,
-    merge_views,
-    merge_expands,
-    expand_late,
-    merge_expands,
-    common_subexpressions,
-)
+ONCE = (erase_identities, restore_einsums, split_means, shrink_constants)
+AGAIN = (merge_views, merge_expands, expand_late)
+"""One makes work for another: repeated until none finds any. Each moves an expand towards the results, so that this ends."""
+CANONICAL = (*ONCE, *AGAIN, common_subexpressions)
 
 
 def canonicalise(graph: fx.Graph) -> dict[str, int]:
     """Run the passes in order; returns their statistics."""
     statistics: dict[str, int] = {}
-    for run in CANONICAL:
-        for name, count in run(graph).items():
+
+    def run(graph_pass: Callable[[fx.Graph], dict[str, int]]) -> int:
+        counts = graph_pass(graph)
+        for name, count in counts.items():
             statistics[name] = statistics.get(name, 0) + count
+        return sum(counts.values())
+
+    for graph_pass in ONCE:
+        run(graph_pass)
+    while sum([run(graph_pass) for graph_pass in AGAIN]):
+        pass
+    run(common_subexpressions)
     return statistics

@@ -150,7 +150,14 @@ class _Lowering:
         return local
 
     def output(self, node: fx.Node, spec: P | None) -> tuple[fx.Node, P]:
+        self.current = node  # what moves it is on account of the op that made it
         spec = self.specs[node] if spec is None else spec
+        absent = self.mesh.ordered(set(spec.partial) - set().union(*(at.partial for at in self.placed[node])))
+        if absent:
+            raise ShardingError(
+                f"result {self.logical.results.index(node)} {shape_of(node)} cannot be placed by {spec}: it is not a pending sum "
+                f"over {list(absent)}, it is {self.specs[node]}.\nmesh: {self.mesh}. Leave `partial` out of its spec."
+            )
         return self.redistribute(node, spec), spec
 
     def define(self, node: fx.Node, local: fx.Node, spec: P) -> None:
