@@ -1,4 +1,4 @@
-"""The boundary to torch's DTensor: specs become placements and back, local shards become DTensors. Nothing here is on a hot path."""
+"""The boundary to torch's DTensor: specs become placements and back, shards become DTensors. None of it is on a hot path."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,16 @@ __all__ = ["from_placements", "mesh_of", "to_local", "to_placements", "wrap"]
 
 
 def to_placements(spec: P, mesh: Mesh) -> list[Placement]:
-    """One placement for each axis of `mesh`. Raises ShardingError if a dim's axes are not in mesh order, which DTensor cannot say."""
+    """One placement for each axis of `mesh`.
+
+    Raises ShardingError if a dim's axes are not in mesh order, which DTensor cannot say.
+    """
     placements: list[Placement] = []
     for dim, axes in enumerate(spec.dims):
         if tuple(axis for axis in mesh.axes if axis in axes) != axes:
-            raise ShardingError(f"cannot convert {spec}: dim {dim} names its axes in another order than {mesh}, which DTensor cannot express")
+            raise ShardingError(
+                f"cannot convert {spec}: dim {dim} has its axes in another order than {mesh}: DTensor cannot say it"
+            )
     for axis in mesh.axes:
         at = next((dim for dim, axes in enumerate(spec.dims) if axis in axes), None)
         placements.append(Partial() if axis in spec.partial else Replicate() if at is None else Shard(at))
@@ -35,7 +40,7 @@ def from_placements(placements: Sequence[Placement], mesh: Mesh, ndim: int) -> P
         elif type(placement) is Partial and placement.reduce_op == "sum":
             partial.append(axis)
         elif type(placement) is not Replicate:
-            raise ShardingError(f"cannot convert placement {placement} on axis {axis!r}: a spec has Shard, Replicate and sums only")
+            raise ShardingError(f"cannot convert {placement} on axis {axis!r}: a spec has Shard, Replicate and sums only")
     return P(*(tuple(axes) for axes in dims), partial=tuple(partial))
 
 

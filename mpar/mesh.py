@@ -111,7 +111,8 @@ class Mesh:
         if world != self.size:
             raise MeshError(
                 f"cannot bind {self} of {self.size} ranks: {world} process{'es are' if world > 1 else ' is'} running.\n"
-                f"Start {self.size} with torchrun and call torch.distributed.init_process_group, or choose sizes whose product is {world}."
+                f"Start {self.size} with torchrun and call torch.distributed.init_process_group,"
+                f" or choose sizes whose product is {world}."
             )
         return init_device_mesh(device_type, tuple(self._sizes.values()), mesh_dim_names=self.axes)
 

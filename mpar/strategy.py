@@ -140,7 +140,8 @@ class Strategy:
             raise ShardingError(
                 f"strategy {self.name!r} cannot place the model:\n  "
                 + "\n  ".join(problems)
-                + f"\nmesh: {mesh}\nChange the mesh's sizes, the batch or sequence length, or map the logical axis elsewhere in the strategy."
+                + f"\nmesh: {mesh}\n"
+                + "Change the mesh's sizes, the batch or the sequence length, or map the logical axis elsewhere in the strategy."
             )
 
 

@@ -36,4 +36,5 @@ def assert_close(actual: Tensor, expected: Tensor, *, name: str = "value", rtol:
 
 def vjp(fn: Callable[..., Any], *primals: Tensor) -> tuple[Any, Callable[..., tuple[Tensor, ...]]]:
     """`(fn(*primals), pull_back)` by torch.func; `pull_back` takes the cotangents of the outputs."""
-    return torch.func.vjp(fn, *primals)
+    outputs, pull_back, *_ = torch.func.vjp(fn, *primals)
+    return outputs, pull_back

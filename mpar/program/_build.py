@@ -30,7 +30,7 @@ from mpar.strategy import Strategy, preset
 __all__ = ["compile_step"]
 
 BUCKET_BYTES = 32 * 2**20  # gathers and reductions of units are joined up to this size: beyond it, bandwidth hides latency
-BatchShape = tuple[int, int] | Mapping[str, tuple[tuple[int, int], torch.dtype]]
+BatchShape = tuple[int, ...] | Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 make_precision = precision  # `compile_step` has a parameter of that name
 
 

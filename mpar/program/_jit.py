@@ -16,7 +16,7 @@ from mpar.errors import ShardingError
 from mpar.mesh import Mesh
 from mpar.program._codegen import generate, positions_of
 from mpar.program._comm import Comm, ProcessComm
-from mpar.program._run import Alone, load
+from mpar.program._run import ALONE, load
 from mpar.sharding import Collective, RankGraph, check, collectives_of, describe_graph, lower, simulate_graph, trace
 from mpar.spec import P, normalise
 from mpar.strategy import AxisTable
@@ -62,7 +62,7 @@ class Compiled:
     def lower(self, *args: Any) -> "Lowered":
         """Compile for tensors shaped like `args` (real or meta). Raises TraceError or ShardingError."""
         logical = trace(self.fn, args)
-        in_specs = _broadcast("in_specs", self.in_specs, tuple(args), P())
+        in_specs = [spec or P() for spec in _broadcast("in_specs", self.in_specs, tuple(args), P())]
         probe = tree.unflatten(logical.outputs, logical.results)
         out_specs = _broadcast("out_specs", self.out_specs, probe, None)
         ranked = lower(logical, self.mesh, in_specs, out_specs, self.table)
@@ -118,7 +118,7 @@ class _Executable:
         self.run = load("jit", source, ranked.logical.constants, torch.device("cpu"))
         self.device_mesh: DeviceMesh | None = None if mesh.size == 1 else mesh.bind()
         uses = {c.axes for c in collectives_of(ranked)} | set(positions_of(ranked.graph))
-        self.comm: Comm = Alone() if mesh.size == 1 else ProcessComm(mesh, uses)
+        self.comm: Comm = ALONE if mesh.size == 1 else ProcessComm(mesh, uses)
 
     def __call__(self, leaves: list[Tensor]) -> Any:
         ranked = self.ranked

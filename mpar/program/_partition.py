@@ -1,4 +1,4 @@
-"""Partition: one joint rank graph of a segment becomes its forward and its backward; what crosses is the recompute policy's choice.
+"""Partition: one joint rank graph of a segment becomes its forward and its backward; the recompute policy says what crosses.
 
 Parameters, the segment's input and the context are operands of both, so nothing computed from parameters or from context alone
 needs to be kept. Views are never kept: their base is.
@@ -176,7 +176,7 @@ def _minimum_cut(graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], b
 
 
 def _extract(graph: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], spine: set[fx.Node]) -> fx.Graph:
-    """The part of `graph` that computes `outputs` from `inputs`: nodes of `spine` in their order, others just before first use."""
+    """The part of `graph` that computes `outputs` from `inputs`: `spine` in its order, the rest just before first use."""
     out = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

@@ -41,8 +41,8 @@ class Hardware:
 class Prediction:
     """What one step of one rank costs.
 
-    peak_bytes is exact but for the workspace inside single ops, of which `workspace_bytes` is the largest; state_bytes is what lives
-    between steps. FLOPs count what is executed, recomputation included. communication_bytes is what one rank contributes.
+    peak_bytes is exact but for the workspace inside single ops, of which `workspace_bytes` is the largest; state_bytes is what
+    lives between steps. FLOPs count what is executed, recomputation included. communication_bytes is what one rank contributes.
     """
 
     peak_bytes: int

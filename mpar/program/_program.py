@@ -161,7 +161,7 @@ class Program:
         return predict(self, hardware)
 
     def init_state(self, params: Any, rank: int | None = None) -> State:
-        """The state before the first step, from global parameters (or DTensors); `rank` None gives a global one for `simulate`."""
+        """The state before the first step, from global parameters or DTensors; `rank` None: global, for `simulate`."""
         return init_state(self, params, rank)
 
     def simulate(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
@@ -177,5 +177,5 @@ class Program:
         progress: Progress | None = None,
         transport: str | None = None,
     ) -> RankRun:
-        """This process's rank, ready to run, on the processes that torch.distributed has started; `program/_run.py` has details."""
+        """This process's rank, ready to run on the processes of torch.distributed; `program/_run.py` has details."""
         return bind(self, device=device, order=order, counter=counter, progress=progress, transport=transport)

@@ -1,7 +1,7 @@
 """Run: a thin interpreter of a program on one rank. It loads generated code and needs no part of the compiler."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from mpar.program._simulate import run_ranks
 from mpar.spec import P, local_shape
 
 if TYPE_CHECKING:
-    from mpar.program._program import Instruction, Kind, Leaf, Program
+    from mpar.program._program import Instruction, Leaf, Program
 
-__all__ = ["Alone", "RankRun", "State", "assemble", "batch_rows", "bind", "init_state", "load", "shard", "simulate"]
+__all__ = ["ALONE", "RankRun", "State", "assemble", "batch_rows", "bind", "init_state", "load", "shard", "simulate"]
 
 Progress = Callable[[int, "Instruction"], None]
 
@@ -231,15 +231,19 @@ def bind(
                one machine. The bits are the same.
     """
     if program.mesh.size == 1:
-        return RankRun(program, Alone(), device, progress)
+        return RankRun(program, ALONE, device, progress)
     order = order or ("library" if torch.device(device).type == "cuda" else "rank")
     transport = transport if torch.device(device).type == "cpu" else "backend"
     comm = ProcessComm(program.mesh, program.axes_used(), order=order, counter=counter, transport=transport)
     return RankRun(program, comm, device, progress)
 
 
-class Alone:
+class _Alone:
     """A mesh of one rank has nothing to say."""
 
     def index(self, axes: tuple[str, ...]) -> int:
+        """The only position."""
         return 0
+
+
+ALONE = cast(Comm, _Alone())  # code for one rank has no collectives to call

@@ -41,7 +41,7 @@ class Code:
 
 @dataclass(frozen=True)
 class TracedSegment:
-    """The joint logical graph of a segment: (x, losses, gradients of parameters and of x) from (parameters, x, context, cotangents)."""
+    """The joint graph of a segment: (parameters, x, context, cotangents) to (x, losses, gradients of parameters and x)."""
 
     logical: LogicalGraph
     x_out: tuple[Tensor, ...]
@@ -117,7 +117,7 @@ def _trace_joint(
     num_out = len(values) - len(probe["losses"])
 
     def joint(params: Any, x: Any, context: Any, cotangents: Any) -> list[Tensor]:
-        (out, losses), pull = torch.func.vjp(lambda p, y: call(p, y, context), params, x)
+        (out, losses), pull, *_ = torch.func.vjp(lambda p, y: call(p, y, context), params, x)
         d_params, d_x = pull((list(cotangents[:num_out]), list(cotangents[num_out:])))
         return [*out, *losses, *d_params, *d_x]
 
@@ -137,7 +137,7 @@ def compile_segment(
     out_specs: Sequence[P],
     recompute: RecomputePolicy,
 ) -> SegmentCode:
-    """Lower a traced segment, check it, cut it, generate code. Gradients of parameters come as they are, pending sums included."""
+    """Lower a traced segment, check it, cut it, generate code. Gradients of parameters come as they are, also pending."""
     num_losses = len(traced.losses)
     cotangent_specs = [*out_specs, *[P()] * num_losses]
     in_specs = [*param_specs, *x_specs, *context_specs, *cotangent_specs]

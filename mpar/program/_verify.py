@@ -108,5 +108,6 @@ def _check_contributions(program: "Program") -> None:
         if found != expected:
             missing, extra = sorted((expected - found).elements()), sorted((found - expected).elements())
             raise ProgramError(
-                f"invalid program: the gradient of {path} lacks the contributions {missing} (use, microbatch) and has {extra} too often"
+                f"invalid program: the gradient of {path} lacks the contributions {missing} (use, microbatch)"
+                f" and has {extra} too often"
             )

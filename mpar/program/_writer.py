@@ -36,7 +36,7 @@ class Writer:
     def value(self, name: str, x: Tensor, spec: P, storage: int | None = None) -> int:
         """A new value that looks like the local tensor `x`, in a storage of its own unless one is given."""
         storage = self.storage() if storage is None else storage
-        self.values.append(Value(name, tuple(x.shape), x.dtype, spec, storage, x.storage_offset()))
+        self.values.append(Value(name, tuple(x.shape), x.dtype, spec, storage, int(x.storage_offset())))
         return len(self.values) - 1
 
     def leaf(self, path: str, x: Tensor, spec: P, storage: int | None = None) -> Leaf:

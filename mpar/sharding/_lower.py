@@ -356,7 +356,8 @@ class _Lowering:
             for dim, names in enumerate(dims if hint is not None else ()):
                 assert hint is not None
                 axes = hint.dim(dim)
-                free = len(names) == 1 and not set(names) & (in_operands | set(axes_of) | set(rule.replicate)) and not set(axes) & used
+                taken = in_operands | set(axes_of) | set(rule.replicate)
+                free = len(names) == 1 and not set(names) & taken and not set(axes) & used
                 if axes and free and rule.sizes[names[0]] % self.mesh.axis_size(axes) == 0:
                     axes_of[names[0]] = axes
                     used |= set(axes)

@@ -124,7 +124,7 @@ def test_verifier_rejects_use_after_free(program):
     """A value freed too early is named with the line that reads it."""
     line = line_of(program, "forward", 1)
     early = mutate(program, line, frees=(*program.instructions[line].frees, program.batch[0].value))
-    with pytest.raises(ProgramError, match="which was freed|are missing"):
+    with pytest.raises(ProgramError, match=r"which was freed|are missing"):
         early.verify()
 
 

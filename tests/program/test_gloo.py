@@ -64,21 +64,21 @@ def test_bits_equal_the_simulation(case, runs):
         assert torch.equal(runs[case]["leaves"][leaf.path], shard(state.leaves[leaf.path], leaf.spec, program.mesh, 0)), leaf.path
 
 
-def per_layer(messages, axis):
-    """How often each collective over `axis` runs per layer, found as the difference that the layers make: the rest is known."""
+def count(messages, axis):
+    """How often each collective over `axis` ran in one step."""
     return Counter(op for op, axes, _, _ in messages if axes == (axis,))
 
 
 def test_tensor_and_sequence_parallel_messages(runs):
-    """Per block 2 all_gathers and 2 reduce_scatters forward and the same backward; outside: the embedding's reduce_scatter and its
-    all_gather backward, the head's all_gather and reduce_scatter, two of the loss, one of the norm gains, one of the norm."""
-    counts = per_layer(runs["tp4_sp"]["messages"], "tp")
+    """Per block 2 all_gathers and 2 reduce_scatters forward and the same backward; outside: the embedding's reduce_scatter and
+    its all_gather backward, the head's all_gather and reduce_scatter, two of the loss, one of the norm gains, one of the norm."""
+    counts = count(runs["tp4_sp"]["messages"], "tp")
     assert counts == {"all_gather": 4 * NUM_LAYERS + 2, "reduce_scatter": 4 * NUM_LAYERS + 2, "all_reduce": 4}
 
 
 def test_gathered_inputs_may_be_gathered_again(runs):
-    """Where gathered activations are not kept, the backward of a block has 4 all_gathers and 2 reduce_scatters, the head's one more."""
-    again, kept = (per_layer(runs[case]["messages"], "tp") for case in ("tp4_sp_again", "tp4_sp"))
+    """Where gathered activations are not kept, the backward of a block has 4 all_gathers, the head's one more."""
+    again, kept = (count(runs[case]["messages"], "tp") for case in ("tp4_sp_again", "tp4_sp"))
     assert again["all_gather"] - kept["all_gather"] == 2 * NUM_LAYERS + 1
     assert again["reduce_scatter"] == kept["reduce_scatter"]
 
@@ -86,13 +86,13 @@ def test_gathered_inputs_may_be_gathered_again(runs):
 def test_tensor_parallel_messages(runs):
     """Without SP: 2 all_reduces forward and 2 backward per block; outside: the embedding's, the head's input, two of the loss and
     one of the norm. Nothing else."""
-    assert per_layer(runs["tp4"]["messages"], "tp") == {"all_reduce": 4 * NUM_LAYERS + 5}
+    assert count(runs["tp4"]["messages"], "tp") == {"all_reduce": 4 * NUM_LAYERS + 5}
 
 
 @pytest.mark.parametrize(("case", "gathers"), [("fsdp4_units", 2), ("fsdp4_kept", 1)])
 def test_zero3_messages(case, gathers, runs):
-    """One all_gather per parameter forward, one backward (none when kept), one reduce_scatter; besides that three short all_reduces:
-    of the batch's weight, of the loss and of the squared norms. The head's are kept: its backward follows at once."""
+    """One all_gather per parameter forward, one backward (none when kept), one reduce_scatter; besides that three short
+    all_reduces: of the batch's weight, of the loss and of the squared norms. The head's are kept: its backward is next."""
     messages = runs[case]["messages"]
     program, _ = make_program(case)
     num_params = len(program.gradients)

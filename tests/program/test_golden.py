@@ -1,4 +1,4 @@
-"""Golden programs: the printed program of a few strategies is in the repository, so that a change of the compiler shows as a diff.
+"""Golden programs: the printed programs of a few strategies are in the repository: a change of the compiler shows as a diff.
 
 After a change that is meant, write them again with `python -m tests.program.test_golden` and read the diff.
 """
