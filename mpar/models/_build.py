@@ -73,7 +73,8 @@ def from_hf(
     """`(model, params)` from a folder with config.json and safetensors; `dtype` is by default that of the stored tensors.
 
     With `mesh` and `strategy` a rank reads only the bytes of its shards, as the strategy stores them. In a job of
-    torch.distributed the parameters are DTensors on the bound mesh; with `rank` they are that rank's local shards, and no process is needed.
+    torch.distributed the parameters are DTensors on the bound mesh; with `rank` they are that rank's local shards, and no
+    process is needed.
     Raises CheckpointError, ConfigError, MeshError or ShardingError.
     """
     if (mesh is None) != (strategy is None):
