@@ -85,7 +85,7 @@ def partition(
     crossing = [
         n for n in graph.nodes if n in needed and n not in late and n.op == "call_function" and _read_by(n, late, gradients)
     ]
-    kept = _choose(graph, crossing, free, late, needed, recompute)
+    kept = _choose(graph, crossing, free, late, recompute)
     forward = _extract(graph, placeholders[:num_primals], [*results, *kept], set(graph.nodes) - late)
     reachable = _reaching(gradients, set(kept))
     read = tuple(i for i, node in enumerate(placeholders[:num_primals]) if node in reachable)
@@ -94,19 +94,14 @@ def partition(
 
 
 def _choose(
-    graph: fx.Graph,
-    crossing: list[fx.Node],
-    free: set[fx.Node],
-    late: set[fx.Node],
-    needed: set[fx.Node],
-    recompute: RecomputePolicy,
+    graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], late: set[fx.Node], recompute: RecomputePolicy
 ) -> list[fx.Node]:
     if recompute.kind == "full":
         return []
     if recompute.kind == "budget":
-        return _within_budget(graph, crossing, free, late, needed, recompute.budget)
-    again: Callable[[fx.Node], bool] = lambda node: recompute.kind == "selective" and bool(_names_of(node) & recompute.names)  # noqa: E731
-    return _kept_under(graph, crossing, free, again)
+        return _within_budget(graph, crossing, free, late, recompute.budget)
+    names = recompute.names if recompute.kind == "selective" else frozenset()
+    return _kept_under(graph, crossing, free, lambda node: bool(_names_of(node) & names))
 
 
 def _kept_under(graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], again: Callable[[fx.Node], bool]) -> list[fx.Node]:
@@ -127,7 +122,7 @@ def _kept_under(graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], ag
 
 
 def _within_budget(
-    graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], late: set[fx.Node], needed: set[fx.Node], budget: int
+    graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], late: set[fx.Node], budget: int
 ) -> list[fx.Node]:
     """The largest set under `budget` bytes, found by letting ever more expensive nodes be computed again.
 
