@@ -31,10 +31,14 @@ def _abstract(x):
 @sum_squares_p.def_impl
 def _impl(x: Tensor) -> Tensor:
     wide, flat = torch.promote_types(x.dtype, torch.float32), x.reshape(-1)
-    even = flat.numel() // _ROW * _ROW
-    parts = [flat[:even].view(-1, _ROW), flat[even:].unsqueeze(0)]
-    sums = [torch.linalg.vector_norm(part, dim=1, dtype=wide).double().square_().sum() for part in parts if part.numel()]
-    return sum(sums, torch.zeros((), dtype=torch.float64, device=x.device)).to(wide)
+    if flat.numel() <= _ROW:
+        norms = torch.linalg.vector_norm(flat, dtype=wide)
+    else:
+        even = flat.numel() // _ROW * _ROW
+        norms = torch.linalg.vector_norm(flat[:even].view(-1, _ROW), dim=1, dtype=wide)
+        if even < flat.numel():
+            norms = torch.cat([norms, torch.linalg.vector_norm(flat[even:], dim=0, keepdim=True, dtype=wide)])
+    return torch.linalg.vector_norm(norms, dtype=torch.float64).square_().to(wide)
 
 
 @sum_squares_p.def_vjp_by_ops("x, dy -> dx")
