@@ -14,18 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mpar.cli._bind import _describe, bind, known_keys, nearest, open_keys
+from mpar.conf_dir import conf_dir
 from mpar.errors import ConfigError, UnknownNameError
 
 __all__ = ["bind_composed", "check_overrides", "choices", "compose_config", "conf_dir", "describe_config"]
 
 T = TypeVar("T")
 _HYDRA = "hydra"
-
-
-def conf_dir() -> Path:
-    """The folder of configuration groups: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).parents[1]
-    return next(path for path in (package / "conf", package.parent / "conf") if (path / "train.yaml").is_file())
 
 
 def choices() -> dict[str, list[str]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mpar.mesh import Mesh
 from mpar.program._comm import Counter
+from mpar.program._hardware import hardware
 from mpar.program._predict import Hardware, Prediction, predict
 from mpar.program._run import Progress, RankRun, State, bind, init_state, simulate
 from mpar.program._text import text
@@ -148,17 +149,17 @@ class Program:
         """Raise ProgramError, naming the line, unless the program is well-formed; `program/_verify.py` says what that means."""
         verify(self)
 
-    def text(self, rank: int = 0, hardware: Hardware | None = None) -> str:
+    def text(self, rank: int = 0, on: Hardware | str | None = None) -> str:
         """The program of one rank, a line an instruction, with bytes, and times if a profile is given."""
-        return text(self, rank, hardware)
+        return text(self, rank, hardware(on) if isinstance(on, str) else on)
 
     def collectives(self) -> list[CollectiveUse]:
         """Every collective of a step in order, those inside segments included."""
         return [use for step in self.instructions for use in self.kinds[step.kind].collectives]
 
-    def predict(self, hardware: Hardware | None = None) -> Prediction:
-        """Peak bytes of a rank exactly, FLOPs and communication; times if a profile is given."""
-        return predict(self, hardware)
+    def predict(self, on: Hardware | str | None = None) -> Prediction:
+        """Peak bytes of a rank exactly, FLOPs and communication; times if a profile is given, or the name of one ("h200")."""
+        return predict(self, hardware(on) if isinstance(on, str) else on)
 
     def init_state(self, params: Any, rank: int | None = None) -> State:
         """The state before the first step, from global parameters or DTensors; `rank` None: global, for `simulate`."""

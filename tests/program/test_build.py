@@ -159,6 +159,15 @@ def test_text_shows_every_instruction(program):
     assert "reduce_scatter fsdp" in program.text()
 
 
+def test_profiles_have_names(program):
+    """Every profile of conf/hardware predicts a time; a faster machine needs less; unknown ones are refused with the list."""
+    times = {name: program.predict(name).step_s for name in ("cpu", "h100", "h200")}
+    assert times["cpu"] > times["h100"] >= times["h200"] > 0
+    assert "predicted on h200" in program.text(on="h200")
+    with pytest.raises(UnknownNameError, match="cpu, h100, h200"):
+        program.predict("h300")
+
+
 def test_errors_say_what_disagrees(make_model):
     """Sizes, names and features that are not there: an error each, before anything is compiled."""
     model = make_model()
