@@ -62,8 +62,8 @@ def test_world_size_differs_from_the_mesh(capsys, monkeypatch):
 
 def test_label_outside_the_vocabulary(capsys, tmp_path):
     """A tokenizer that does not fit the model is found before a rank starts, with the row."""
-    text = refused(capsys, "train", *SMALL, "model.config.vocab_size=200", "model.config.eos_token_id=1", f"run_dir={tmp_path}/r")
-    assert "outside the model's vocabulary of 200" in text
+    text = refused(capsys, "train", *SMALL, "model.config.vocab_size=258", f"run_dir={tmp_path}/r")
+    assert "outside the model's vocabulary of 258" in text
     assert "self_cognition.jsonl:" in text
 
 
