@@ -44,5 +44,6 @@ def _git(*args: str) -> str:
 
 
 def _module() -> str:
-    parts = Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("").parts
+    path = Path(sys.argv[0]).resolve()
+    parts = path.relative_to(ROOT).with_suffix("").parts if path.is_relative_to(ROOT) else (path.stem,)
     return ".".join(part for part in parts if part != "__main__")

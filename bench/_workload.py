@@ -1,4 +1,4 @@
-"""The peers' workload as mpar runs it: the model, its weights by parameter name, the compiled step, a rank's state."""
+"""The peers' workload as mpar compiles it: the model, its weights by parameter name, the step of a mesh."""
 
 import json
 import pickle
@@ -13,11 +13,10 @@ from safetensors.torch import save_file
 from mpar import models, tree
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
-from mpar.program import Program, State
-from mpar.program._run import batch_rows, shard
+from mpar.program import Program
 from mpar.program.compiler import compile_step
 
-__all__ = ["MESHES", "build_model", "compile_workload", "initial_params", "local_state", "make_step", "save_workload"]
+__all__ = ["MESHES", "build_model", "compile_workload", "initial_params", "save_workload"]
 
 MESHES: dict[str, tuple[Mesh, str]] = {
     "one": (Mesh(dp=1), "ddp"),
@@ -81,30 +80,3 @@ def save_workload(folder: Path, cfg: Any, workload: ModuleType, mesh: str) -> Pr
     (folder / "program.pickle").write_bytes(pickle.dumps(program))
     torch.save(initial_params(cfg, workload), folder / "params.pt")
     return program
-
-
-def local_state(program: Program, params: dict[str, torch.Tensor], rank: int) -> State:
-    """The state of `rank` before the first step: its shards of the weights, and zeros."""
-    leaves = {}
-    for leaf in program.state_in:
-        kind, _, path = leaf.path.partition(".")
-        if kind == "params":
-            leaves[leaf.path] = shard(params[path], leaf.spec, program.mesh, rank)
-        else:
-            path = path.partition(".")[2]
-            leaves[leaf.path] = torch.zeros_like(shard(params[path], leaf.spec, program.mesh, rank))
-    return State(leaves)
-
-
-def make_step(
-    program: Program, params: dict[str, torch.Tensor], workload: ModuleType, cfg: Any, rank: int, transport: str | None
-):
-    """`step() -> loss` in the peers' manner, each on the next batch."""
-    run, state, data = program.bind(transport=transport), [local_state(program, params, rank)], workload.batches(cfg)
-
-    def step() -> torch.Tensor:
-        tokens, labels = next(data)
-        state[0], metrics = run(state[0], batch_rows(program, {"tokens": tokens, "labels": labels}, rank))
-        return metrics["loss"]
-
-    return step

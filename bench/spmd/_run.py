@@ -24,8 +24,10 @@ class LossesDiffer(Exception):
 
 
 def default_variants(mesh: str, *, titan: bool) -> list[str]:
-    """mpar, mpar on gloo, torch, the floors, and torchtitan's spmd_types where it runs: tensor parallel alone."""
+    """mpar, mpar on gloo, torch, the floors, and torchtitan's spmd_types where it runs; of one rank transformers."""
     shape, _ = MESHES[mesh]
+    if shape.size == 1:
+        return ["mpar", "transformers"]
     names = ["mpar", "mpar_gloo", "torch", "floor_eager", "floor_graph", "floor_direct", "floor_exchanged"]
     return names + (["titan_spmd_types"] if titan and shape.axis_size("tp") == shape.size > 1 else [])
 

@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import os
-import pickle
 import sys
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from bench._machine import foreign_cpu_s
 from bench._peers import find_peers, peer
-from bench._workload import make_step
+from bench._rank import load_step
 
 __all__ = ["main"]
 
@@ -31,9 +30,9 @@ def make_variants(args: argparse.Namespace, folder: Path, workload: ModuleType, 
     for name in args.variants.split(","):
         kind, _, mode = name.partition("_")
         if kind == "mpar":
-            program = pickle.loads((Path(args.work) / "program.pickle").read_bytes())
-            params = torch.load(Path(args.work) / "params.pt", mmap=True)
-            steps[name] = make_step(program, params, workload, cfg, rank, "backend" if mode == "gloo" else None)
+            steps[name] = load_step(Path(args.work), workload, cfg, rank, "backend" if mode == "gloo" else None)
+        elif kind == "transformers":
+            steps[name] = transformers_step(peer(folder, "hf_eager"), workload, cfg)
         elif kind == "torch":
             steps[name] = peer(folder, "torch_spmd").make_step(cfg, args.mesh)
         elif kind == "titan":  # last, since importing it patches torch
@@ -42,6 +41,23 @@ def make_variants(args: argparse.Namespace, folder: Path, workload: ModuleType, 
         else:
             steps[name] = peer(folder, "floor").make_step(cfg, args.mesh, mode)
     return steps
+
+
+def transformers_step(hf_eager: ModuleType, workload: ModuleType, cfg: Any):
+    """The step that the peer `hf_eager` takes."""
+    model = hf_eager.build(cfg)
+    optimizer, data = workload.adamw(model.parameters()), workload.batches(cfg)
+
+    def step() -> torch.Tensor:
+        tokens, labels = next(data)
+        loss = workload.cross_entropy(model(input_ids=tokens).logits, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), workload.CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 def measure(steps: dict[str, Any], count: int, warmup: int) -> dict[str, dict[str, list[float]]]:
