@@ -22,13 +22,13 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     newest = {(line["config"], line["mesh"], line["variant"]): line for line in lines}
     rows = [
         "| config | mesh | peer | ms | CPU ms, all ranks | mpar / peer, wall (95 %) | mpar / peer, CPU (95 %) | bar "
-        "| pairs, passes | foreign cores |",
+        "| pairs, passes, launches | foreign cores |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (config, mesh, variant), line in newest.items():
         wall, cpu = (_ratio(line.get(f"mpar_over_this_{key}")) for key in ("wall", "cpu"))
         bar = "" if "bar" not in line else f"{line['bar']} {'met' if line['under_bar'] else '**missed**'}"
-        pairs = f"{line['pairs']}, {line['passes']}" if "pairs" in line else ""
+        pairs = f"{line['pairs']}, {line['passes']}, {line.get('launches', '')}" if "pairs" in line else ""
         foreign = "/".join(f"{x:.1f}" for x in line.get("foreign_cores", []))
         cells = (config, mesh, variant, f"{line['median_ms']:.1f}", f"{line['cpu_ms']:.1f}", wall, cpu, bar, pairs, foreign)
         rows.append(f"| {' | '.join(cells)} |")

@@ -23,6 +23,7 @@ def main() -> int:
     one.add_argument("--variants", help="comma-separated; default: mpar, torch, floors, torchtitan's spmd_types where it runs")
     one.add_argument("--no-titan", action="store_true")
     one.add_argument("--passes", type=int, default=5)
+    one.add_argument("--launches", type=int, default=5, help="sets of fresh processes, over which the passes are spread")
     one.add_argument("--steps", type=int, default=12)
     one.add_argument("--warmup", type=int, default=3)
     one.add_argument("--peers", default=os.environ.get("MPAR_PEERS"))
@@ -41,7 +42,14 @@ def main() -> int:
                     parser.error(f"no mesh is called {mesh!r}; there are {', '.join(MESHES)}")
                 variants = args.variants.split(",") if args.variants else default_variants(mesh, titan=not args.no_titan)
                 lines = run(
-                    config, mesh, folder=folder, variants=variants, passes=args.passes, steps=args.steps, warmup=args.warmup
+                    config,
+                    mesh,
+                    folder=folder,
+                    variants=variants,
+                    passes=args.passes,
+                    launches=args.launches,
+                    steps=args.steps,
+                    warmup=args.warmup,
                 )
                 append_lines(args.out, lines)
                 sys.stdout.write(table(lines))

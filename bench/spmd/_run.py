@@ -1,4 +1,4 @@
-"""Passes of one config on one mesh: fresh processes each, the same losses demanded, ratios with their intervals."""
+"""Passes of one config on one mesh, over one or more launches of processes: the same losses demanded, ratios with their intervals."""
 
 import json
 import statistics
@@ -48,7 +48,7 @@ def check_losses(mean_losses: dict[str, Sequence[float]]) -> float:
 
 
 def run(
-    config: str, mesh: str, *, folder: Path, variants: Sequence[str], passes: int, steps: int, warmup: int
+    config: str, mesh: str, *, folder: Path, variants: Sequence[str], passes: int, launches: int, steps: int, warmup: int
 ) -> list[dict[str, Any]]:
     """The lines of one config and mesh, one for each variant. Raises LossesDiffer or RankFailed."""
     workload = peer(folder, "workload")
@@ -56,8 +56,10 @@ def run(
         program = save_workload(Path(work), workload.CONFIGS[config], workload, mesh)
         args = ["--work", work, "--peers", str(folder), "--config", config, "--mesh", mesh]
         args += ["--variants", ",".join(variants), "--steps", str(steps), "--warmup", str(warmup)]
-        measured = [json.loads(launch(program.mesh.size, "bench.spmd._worker", args)) for _ in range(passes)]
-    return summarise(config, mesh, measured)
+        args += ["--passes", str(-(-passes // launches))]
+        printed = [launch(program.mesh.size, "bench.spmd._worker", args) for _ in range(launches)]
+    measured = [json.loads(line) for text in printed for line in text.splitlines()]
+    return [line | {"launches": launches} for line in summarise(config, mesh, measured)]
 
 
 def summarise(config: str, mesh: str, measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

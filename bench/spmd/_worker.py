@@ -1,4 +1,4 @@
-"""One rank of a pass: every variant takes one step in turn, in an order that rotates; rank 0 prints the measurements."""
+"""One rank of a launch: in each pass every variant takes one step in turn, in an order that rotates; rank 0 prints the measurements."""
 
 import argparse
 import contextlib
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--variants", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--warmup", type=int, required=True)
+    parser.add_argument("--passes", type=int, required=True)
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     folder = find_peers(args.peers)
@@ -97,15 +98,16 @@ def main() -> None:
     cfg = workload.CONFIGS[args.config]
     steps = make_variants(args, folder, workload, cfg)
     dist.barrier()
-    start_s, own_s, all_s = time.monotonic(), time.process_time(), foreign_cpu_s()
-    mine = measure(steps, args.steps, args.warmup)
-    own = torch.tensor(time.process_time() - own_s, dtype=torch.float64)
-    dist.all_reduce(own)
-    results = ranks.gather(mine)
-    if results:
-        foreign = (foreign_cpu_s() - all_s - float(own)) / (time.monotonic() - start_s)
-        sys.stdout.write(json.dumps({"foreign_cores": round(max(0.0, foreign), 3), "ranks": results}) + "\n")
-        sys.stdout.flush()
+    for number in range(args.passes):
+        start_s, own_s, all_s = time.monotonic(), time.process_time(), foreign_cpu_s()
+        mine = measure(steps, args.steps, args.warmup if number == 0 else 0)
+        own = torch.tensor(time.process_time() - own_s, dtype=torch.float64)
+        dist.all_reduce(own)
+        results = ranks.gather(mine)
+        if results:
+            foreign = (foreign_cpu_s() - all_s - float(own)) / (time.monotonic() - start_s)
+            sys.stdout.write(json.dumps({"foreign_cores": round(max(0.0, foreign), 3), "ranks": results}) + "\n")
+            sys.stdout.flush()
     dist.barrier()
     os._exit(0)  # tearing down some peers waits for their process groups
 
