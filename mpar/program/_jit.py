@@ -79,10 +79,10 @@ class Compiled:
         otherwise, and MeshError if the job's processes are not the mesh's ranks.
         """
         leaves, structure = tree.flatten(tuple(args))
-        key = (structure, tuple((tuple(x.shape), x.dtype) for x in leaves))
+        key = (structure, tuple(None if x is None else (tuple(x.shape), x.dtype) for x in leaves))
         if key not in self._ready:
             self._ready[key] = _Executable(self.lower(*args).ranked)
-        return self._ready[key](leaves)
+        return self._ready[key]([x for x in leaves if x is not None])
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Lowered:
 
     def simulate(self, *args: Any) -> Any:
         """What the function returns on global tensors, computed by all ranks in one process."""
-        results = simulate_graph(self.ranked, tree.leaves(tuple(args)))
+        results = simulate_graph(self.ranked, [leaf for leaf in tree.leaves(tuple(args)) if leaf is not None])
         return tree.unflatten(self.ranked.logical.outputs, results)
 
     def collectives(self) -> list[Collective]:

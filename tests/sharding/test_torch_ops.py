@@ -19,6 +19,7 @@ FUNCTIONS = {
     "conv1d": lambda x, w: F.conv1d(x[None], w.view(8, 8, 1)),
     "cosine_similarity": lambda x, w: F.cosine_similarity(x, w[:1], dim=-1),
     "cross_entropy": lambda x, w: F.cross_entropy(x @ w, torch.arange(8) % 8),
+    "cumsum": lambda x, w: x.cumsum(0) + w.cumsum(1),
     "cummax": lambda x, w: x.cummax(0).values,
     "diagonal": lambda x, w: (x @ w).diagonal(),
     "einsum of three": lambda x, w: torch.einsum("ab,bc,cd->ad", x, w, w),
@@ -45,6 +46,7 @@ FUNCTIONS = {
     "scatter": lambda x, w: x.scatter(0, torch.arange(8)[None] % 3, w[:1]),
     "searchsorted": lambda x, w: torch.searchsorted(x[0].sort().values, w).double() * w,
     "softmin": lambda x, w: F.softmin(x, 0),
+    "var of one dim kept": lambda x, w: x.var(0, keepdim=True) + w.var(1, keepdim=True),
     "std": lambda x, w: x.std(dim=1, keepdim=True) + x.var() + x.std(0),
     "take_along_dim": lambda x, w: x.take_along_dim(x.argsort(1), 1),
     "tensordot": lambda x, w: torch.tensordot(x, w, dims=1),
@@ -159,6 +161,9 @@ def test_absent_fields(spec):
     compiled = jit(fn, mesh=MESH, in_specs=(spec, P("a"), None), out_specs=Layer(P("a"), None))
     lowered = compiled.lower(Layer(w), x, None)
     out = lowered.simulate(Layer(w), x, None)
+    alone = jit(fn, mesh=Mesh(a=1))
+    testing.assert_close(alone(Layer(w), x, None).weight, (x @ w).sin())
+    assert torch.equal(alone(Layer(w), x, x).weight, x)
     assert out.bias is None
     testing.assert_close(out.weight, (x @ w).sin())
     assert lowered.out_specs.weight == P("a")
