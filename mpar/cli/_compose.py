@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from hydra import compose, initialize_config_dir

@@ -5,8 +5,9 @@ import re
 import resource
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -16,7 +17,7 @@ from mpar.cli._bind import bind
 from mpar.cli._compose import compose_config, conf_dir, describe_config
 from mpar.cli._screen import say, say_aside
 from mpar.errors import ConfigError
-from mpar.program import Program
+from mpar.program import CollectiveUse, Instruction, Program
 from mpar.program._predict import Hardware
 from mpar.program._text import format_bytes, format_time
 from mpar.train import TrainConfig, flops_per_token, make_hardware, make_model
@@ -122,7 +123,7 @@ def _collectives(program: Program) -> Table:
     return table
 
 
-def _uses(program: Program):
+def _uses(program: Program) -> Iterator[tuple[Instruction, CollectiveUse]]:
     return ((step, use) for step in program.instructions for use in program.kinds[step.kind].collectives)
 
 
@@ -170,5 +171,5 @@ def _render(table: Table) -> str:
 def _profiles() -> list[Hardware]:
     """Every profile in conf/hardware."""
     files = sorted((conf_dir() / "hardware").glob("*.yaml"))
-    plain = [OmegaConf.to_container(OmegaConf.load(file)) for file in files]
-    return [make_hardware(bind(HardwareConfig, values)) for values in plain if isinstance(values, dict)]
+    plain: list[Any] = [OmegaConf.to_container(OmegaConf.load(file)) for file in files]
+    return [make_hardware(bind(HardwareConfig, values)) for values in plain]

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -127,8 +128,8 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> AdamW | SGD:
 
 
 def _schedule(config: OptimizerConfig, steps: int) -> Schedule:
-    warmup = {"total_steps": steps, "warmup_steps": config.warmup_steps, "warmup_ratio": config.warmup_ratio}
-    floor = {"min_lr": config.min_lr, "min_ratio": config.min_ratio}
+    warmup: dict[str, Any] = {"total_steps": steps, "warmup_steps": config.warmup_steps, "warmup_ratio": config.warmup_ratio}
+    floor: dict[str, Any] = {"min_lr": config.min_lr, "min_ratio": config.min_ratio}
     if config.lr_schedule == "wsd":
         return WSD(lr=config.lr, **warmup, **floor, decay_ratio=config.decay_ratio)
     if config.decay_ratio is not None:
