@@ -1,6 +1,7 @@
 """What reaches the screen. Results go to stdout; progress, notes and errors to stderr."""
 
 import sys
+import time
 import traceback
 
 from rich.console import Console
@@ -43,6 +44,7 @@ class StepProgress:
 
     def __init__(self, first: int, last: int, *, shown: bool) -> None:
         self._first, self._last, self._shown = first, last, shown
+        self._began = time.monotonic()
         self._console = Console(stderr=True)
         self._live = shown and self._console.is_terminal
         self._bar = Progress(
@@ -70,5 +72,6 @@ class StepProgress:
         self._bar.update(self._task, completed=record.step, loss=loss, rate=rate)
         stride = max(1, (self._last - self._first) // 10)
         if self._shown and not self._live and (record.step % stride == 0 or record.step in (self._first + 1, self._last)):
-            left = (self._last - record.step) * record.step_s
+            mean_s = (time.monotonic() - self._began) / (record.step - self._first)
+            left = (self._last - record.step) * mean_s
             say_aside(f"step {record.step}/{self._last}  loss {loss}  {rate} tokens/s  {left:.0f} s left")

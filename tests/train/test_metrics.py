@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mpar import models
-from mpar.train import MetricsFile, StepRecord, flops_per_token, read_metrics
+from mpar.train import MetricsFile, StepRecord, flops_per_token, read_metrics, tensorboard_writer
 
 CONFIG = {
     "model_type": "llama",
@@ -60,3 +60,14 @@ def test_a_record_is_on_the_disk_at_once(tmp_path):
     file.write(record(1))
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
     file.close()
+
+
+def test_tensorboard_is_optional(tmp_path, monkeypatch):
+    """With the package there is an event file, without it there is no writer."""
+    writer = tensorboard_writer(tmp_path / "events")
+    assert writer is not None
+    writer.add_scalar("loss", 1.0, 1)
+    writer.close()
+    assert list((tmp_path / "events").glob("events.*"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert tensorboard_writer(tmp_path / "none") is None

@@ -46,6 +46,8 @@ def test_a_loss_that_is_not_finite_names_step_and_microbatch():
         _check_finite(12, math.nan, 1.0, torch.tensor([1.0, 2.0, math.nan, 3.0]))
     with pytest.raises(NumericsError, match=r"gradient norm is inf in step 3, while the loss is 2\.0"):
         _check_finite(3, 2.0, math.inf, torch.tensor([2.0]))
+    with pytest.raises(NumericsError, match=r"first in microbatch 1 \(in 2 of 3\)"):
+        _check_finite(3, math.inf, 1.0, torch.tensor([2.0, math.inf, math.nan]))
     _check_finite(3, 2.0, 1.0, torch.tensor([2.0]))
 
 
