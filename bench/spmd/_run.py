@@ -1,4 +1,4 @@
-"""Passes of one config on one mesh, over one or more launches of processes: the same losses demanded, ratios with their intervals."""
+"""Passes of one config on one mesh, over one or more launches: the same losses demanded, ratios with intervals."""
 
 import json
 import statistics

@@ -1,4 +1,4 @@
-"""One rank of a launch: in each pass every variant takes one step in turn, in an order that rotates; rank 0 prints the measurements."""
+"""One rank of a launch: in each pass every variant takes one step in turn, in a rotating order; rank 0 prints the times."""
 
 import argparse
 import contextlib

@@ -1,6 +1,6 @@
 """One of several processes: collectives of random tensors on both transports, against what `mpar.collectives` says they mean.
 
-usage: torchrun --nproc-per-node N comm_worker.py [killed]
+usage: torchrun --nproc-per-node N comm_worker.py [killed | apart]
 """
 
 import itertools
@@ -15,6 +15,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from mpar.collectives import combine
+from mpar.errors import MeshError
 from mpar.mesh import Mesh
 from mpar.program import _shared_memory as shared_memory
 from mpar.program._comm import ProcessComm
@@ -87,12 +88,28 @@ def killed():
     comm.all_reduce(torch.ones(3), axes=AXES, op="sum", size=mesh.size)
 
 
+def apart():
+    """Every rank is on a machine of its own: by default torch.distributed carries everything, asking for memory is an error."""
+    rank, mesh = dist.get_rank(), Mesh(tp=dist.get_world_size())
+    shared_memory.socket.gethostname = lambda: f"machine{rank}"
+    check(ProcessComm(mesh, [AXES]), "apart")
+    try:
+        ProcessComm(mesh, [AXES], transport="shared")
+    except MeshError as error:
+        assert "reach other machines" in str(error)
+    else:
+        raise AssertionError("ranks of different machines cannot share memory")
+
+
 def main():
     """Both transports; then buffers so small that most messages need several rounds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if sys.argv[1:] == ["killed"]:
         killed()
+    if sys.argv[1:] == ["apart"]:
+        apart()
+        return
     mesh = Mesh(tp=dist.get_world_size())
     check(ProcessComm(mesh, [AXES], transport="backend"), "backend")
     check(ProcessComm(mesh, [AXES], transport="shared"), "shared")

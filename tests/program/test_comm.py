@@ -24,6 +24,12 @@ def test_collectives_have_the_bits_of_their_meaning(num_ranks):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_ranks_of_different_machines_use_the_backend():
+    """Where memory cannot be shared torch.distributed carries everything, with the same bits; asking for it is an error."""
+    done = torchrun(2, "comm_worker.py", "apart")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_a_rank_that_ends_stops_those_who_wait_for_it():
     """Ranks that wait in shared memory for a killed process raise within seconds, and name it."""
     begun = time.monotonic()
