@@ -1,19 +1,59 @@
 """Every private or unstable torch name that mpar uses, in one place: a torch upgrade is an edit of this file.
 
-Light enough for a worker that only runs a compiled program; what only the compiler needs is in `sharding/_torch_private.py`.
+What only the compiler needs is loaded when it is first asked for, so that a worker which runs a compiled program stays small.
 """
+
+import importlib
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["is_fake", "pytree", "storage_key"]
+__all__ = [
+    "current_autograd_node",
+    "flash_attention_cpu",
+    "flash_attention_cpu_backward",
+    "fused_adamw_",
+    "last_autograd_node",
+    "pytree",
+    "storage_key",
+]
+
+_LAZY = {
+    "DataDependentOutputException": "torch._subclasses.fake_tensor",
+    "DynamicOutputShapeException": "torch._subclasses.fake_tensor",
+    "FakeTensor": "torch._subclasses.fake_tensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor",
+    "TorchDispatchMode": "torch.utils._python_dispatch",
+    "TorchFunctionMode": "torch.overrides",
+    "UnsupportedFakeTensorException": "torch._subclasses.fake_tensor",
+    "get_current_meta": "torch.fx.traceback",
+    "make_fx": "torch.fx.experimental.proxy_tensor",
+    "preserve_node_meta": "torch.fx.traceback",
+}
+
+flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+flash_attention_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+fused_adamw_ = torch._fused_adamw_
 
 
-def is_fake(x: torch.Tensor) -> bool:
-    """Whether `x` carries no data: a meta tensor, or one of torch's fake tensors."""
-    return x.device.type == "meta" or hasattr(x, "fake_mode")
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def storage_key(x: torch.Tensor) -> int:
     """Identity of the storage behind `x`, equal for all views of it; valid while one of them lives."""
     return x.untyped_storage()._cdata
+
+
+def current_autograd_node() -> int | None:
+    """The sequence number of the autograd node that is running backward in this thread, or None outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def last_autograd_node() -> int:
+    """The sequence number of the last autograd node that this thread has made."""
+    return torch.autograd._get_sequence_nr() - 1

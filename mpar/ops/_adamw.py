@@ -5,6 +5,7 @@ from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError
 from mpar.ops._primitive import Cost, Primitive
+from mpar.torch_private import fused_adamw_
 
 __all__ = ["adamw", "adamw_many"]
 
@@ -134,7 +135,7 @@ def _impl_many(params, grads, ms, vs, lr, step, scale, *, beta1, beta2, eps, wei
         steps = [step.float()] * len(params)
         inverse = scale.double().reciprocal().float()
         options = {"lr": lr.double(), "amsgrad": False, "maximize": False, "grad_scale": inverse}
-        torch._fused_adamw_(params, grads, ms, vs, [], steps, **hyper, **options)
+        fused_adamw_(params, grads, ms, vs, [], steps, **hyper, **options)
     else:
         for operands in zip(params, grads, ms, vs, strict=True):
             param, _, m, v = operands

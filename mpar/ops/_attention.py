@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.ops._primitive import Cost, Primitive
+from mpar.torch_private import flash_attention_cpu, flash_attention_cpu_backward
 
 __all__ = ["attention"]
 
@@ -19,8 +20,6 @@ attention_p = Primitive(
     window="int?",
     scale="float",
 )
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def attention(
@@ -95,7 +94,7 @@ def _impl(q, k, v, q_order, k_order, q_documents, k_documents, *, causal, window
     visible, aligned = _hidden(q, k, *masks, causal, window)
     size = max(q.shape[3], v.shape[3])
     q1, k1, v1 = (_heads_first(x, size) for x in (q, k, v))
-    out, lse = _flash(q1, k1, v1, 0.0, aligned, attn_mask=_bias(visible, q.dtype), scale=scale)
+    out, lse = flash_attention_cpu(q1, k1, v1, 0.0, aligned, attn_mask=_bias(visible, q.dtype), scale=scale)
     out, lse = out.transpose(1, 2)[..., : v.shape[3]].contiguous(), lse.transpose(1, 2).contiguous()
     if visible is not None:
         lse.masked_fill_(~visible.any(-1).unsqueeze(-1), -torch.inf)
@@ -121,7 +120,7 @@ def _vjp(q, k, v, q_order, k_order, q_documents, k_documents, out, lse, dout, dl
         out1[..., -1] = -dlse.transpose(1, 2)
     visible, aligned = _hidden(q, k, *masks, causal, window)
     bias = _bias(visible, q.dtype)
-    grads = _flash_backward(dout1, q1, k1, v1, out1, lse.transpose(1, 2), 0.0, aligned, attn_mask=bias, scale=scale)
+    grads = flash_attention_cpu_backward(dout1, q1, k1, v1, out1, lse.transpose(1, 2), 0.0, aligned, attn_mask=bias, scale=scale)
     return tuple(grad.transpose(1, 2)[..., : x.shape[3]].contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
 
 

@@ -80,22 +80,10 @@ def _abstract_many(params, grads, ms, lr, scale, **_):
 
 @sgd_many_p.def_impl
 def _impl_many(params, grads, ms, lr, scale, *, momentum, weight_decay, nesterov):
-    if params and len({x.dtype for x in (*params, *grads, *ms)}) == 1 and params[0].dtype in (torch.float32, torch.float64):
-        torch._foreach_mul_(grads, scale.to(params[0].dtype))
-        torch._foreach_add_(grads, params, alpha=weight_decay)
-        torch._foreach_mul_(ms, momentum)
-        torch._foreach_add_(ms, grads)
-        if nesterov:
-            torch._foreach_add_(grads, ms, alpha=momentum)
-        else:
-            torch._foreach_copy_(grads, ms)
-        torch._foreach_mul_(grads, lr.to(params[0].dtype))
-        torch._foreach_sub_(params, grads)
-    else:
-        options = {"momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-        for param, grad, m in zip(params, grads, ms, strict=True):
-            for old, new in zip((param, m), _impl(param, grad, m, lr, scale, **options), strict=True):
-                old.copy_(new)
+    options = {"momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+    for param, grad, m in zip(params, grads, ms, strict=True):
+        for old, new in zip((param, m), _impl(param, grad, m, lr, scale, **options), strict=True):
+            old.copy_(new)
     return params, ms
 
 

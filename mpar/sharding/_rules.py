@@ -36,8 +36,8 @@ class NodeRule:
     """
 
     operands: list[fx.Node]
-    factors: list[Factors]
-    results: list[Factors]
+    factors: Sequence[Factors]
+    results: Sequence[Factors]
     sizes: dict[str, int]
     replicate: set[str] = field(default_factory=set)
     linear: set[int] = field(default_factory=set)
@@ -61,7 +61,12 @@ def rule_of(node: fx.Node) -> NodeRule:
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """The operands of `node` that are tensors, in order, lists flattened, repeated ones once each time they appear."""
     found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
+
+    def note(used: fx.Node) -> fx.Node:
+        found.append(used)
+        return used
+
+    fx.node.map_arg((node.args, node.kwargs), note)
     return [n for n in found if isinstance(n.meta["val"], Tensor)]
 
 
@@ -69,7 +74,9 @@ def _primitive_rule(node: fx.Node, primitive: Primitive) -> NodeRule:
     rule = primitive.sharding_rule(**node.kwargs)
     values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
     ranks = [_num_dims(argument) for argument in node.args] + [value.ndim for value in values]
-    operands, factors, linear = [], [], set()
+    operands: list[fx.Node] = []
+    factors: list[Factors] = []
+    linear: set[int] = set()
     leading = _num_leading((*rule.operands, *rule.results), ranks)
     sizes: dict[str, int] = {}
     for name, argument, dims in zip(primitive.operands, node.args, rule.operands, strict=True):
@@ -332,7 +339,8 @@ def _product(equation: str) -> Callable[[fx.Node], NodeRule]:
     left, _, out = equation.partition("->")
 
     def rule(node: fx.Node) -> NodeRule:
-        operands, sizes = list(node.args[:2]), {}
+        operands: list[fx.Node] = list(node.args[:2])
+        sizes: dict[str, int] = {}
         factors = [tuple((letter,) for letter in term) for term in left.split(",")]
         for operand, dims in zip(operands, factors, strict=True):
             sizes |= {name: size for (name,), size in zip(dims, shape_of(operand), strict=True)}

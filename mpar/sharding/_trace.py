@@ -12,7 +12,8 @@ from mpar.errors import TraceError
 from mpar.ops._constrain import marking
 from mpar.sharding._canonical import canonicalise
 from mpar.sharding._pass import erase_dead_nodes
-from mpar.sharding._torch_private import (
+from mpar.sharding._watch import Calls, Watch, functional_form
+from mpar.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
@@ -20,7 +21,6 @@ from mpar.sharding._torch_private import (
     make_fx,
     preserve_node_meta,
 )
-from mpar.sharding._watch import Calls, Watch, functional_form
 
 __all__ = ["LogicalGraph", "source_line", "trace", "value_of"]
 
@@ -134,7 +134,8 @@ def _functionalise(fn: Callable, graph: fx.Graph) -> None:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not schema.is_mutable:
             continue
-        written, form = node.args[0] if node.args else None, functional_form(node.target)
+        written: Any = node.args[0] if node.args else None
+        form = functional_form(node.target)
         moves = torch.Tag.inplace_view in node.target.tags  # writes shape and strides, not data
         fresh = isinstance(written, fx.Node) and written.op == "call_function" and (moves or not _aliases(written))
         seen_later = fresh and any(order[user] > order[node] or _aliases(user) for user in written.users if user is not node)

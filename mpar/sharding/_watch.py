@@ -4,12 +4,12 @@ import bisect
 import functools
 import sys
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-from mpar.sharding._torch_private import (
+from mpar.torch_private import (
     TorchDispatchMode,
     TorchFunctionMode,
     current_autograd_node,
@@ -115,7 +115,7 @@ def _argument(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def _user_line() -> str:
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if _is_users(frame.f_code):
             path = Path(frame.f_code.co_filename)
