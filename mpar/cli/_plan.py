@@ -17,9 +17,7 @@ from mpar.cli._bind import bind
 from mpar.cli._compose import compose_config, conf_dir, describe_config
 from mpar.cli._screen import say, say_aside
 from mpar.errors import ConfigError
-from mpar.program import CollectiveUse, Instruction, Program
-from mpar.program._predict import Hardware
-from mpar.program._text import format_bytes, format_time
+from mpar.program import CollectiveUse, Hardware, Instruction, Program, format_bytes, format_time
 from mpar.train import TrainConfig, flops_per_token, make_hardware, make_model
 from mpar.train._config import HardwareConfig
 from mpar.train.prepare import compile_program

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpar.cli._worker import write_failure
-from mpar.program._text import format_bytes
+from mpar.program import format_bytes
 from mpar.train import Job, TrainConfig
 from mpar.train.prepare import prepare
 

@@ -33,7 +33,7 @@ class Schedule:
 
     lr:            the peak rate.
     total_steps:   the last update; only Constant can do without (then `warmup_ratio` cannot be used).
-    warmup_steps, warmup_ratio:  at most one of them; the ratio is of `total_steps`, rounded up.
+    warmup_steps, warmup_ratio:  at most one of them; the ratio is of `total_steps`, rounded up to at most all but one.
     min_lr, min_ratio:           at most one of them; the ratio is of `lr`; default 0.
 
     Raises ConfigError, listing everything that is wrong, when made; `step` < 1 raises ConfigError when called.
@@ -62,7 +62,9 @@ class Schedule:
     def num_warmup_steps(self) -> int:
         """The update that is the first to have the peak rate; 0 without warm-up."""
         if self.warmup_ratio is not None:
-            return _share(self.warmup_ratio, self.total_steps or 0)
+            total = self.total_steps or 0
+            share = _share(self.warmup_ratio, total)
+            return min(share, total - 1) if self.warmup_ratio < 1 else share  # a step is left even of a very short run
         return self.warmup_steps or 0
 
     @property

@@ -3,7 +3,8 @@
 from mpar.program._comm import Counter
 from mpar.program._predict import Hardware, Prediction
 from mpar.program._program import CollectiveUse, Instruction, Kind, Leaf, Program, Value
-from mpar.program._run import RankRun, State
+from mpar.program._run import RankRun, State, batch_rows
+from mpar.program._text import format_bytes, format_time
 
 __all__ = [
     "CollectiveUse",
@@ -17,4 +18,7 @@ __all__ = [
     "RankRun",
     "State",
     "Value",
+    "batch_rows",
+    "format_bytes",
+    "format_time",
 ]

@@ -13,8 +13,7 @@ from torch import Tensor
 from mpar.data import Batches
 from mpar.errors import NumericsError
 from mpar.models import Model
-from mpar.program import Program, RankRun, State
-from mpar.program._run import batch_rows
+from mpar.program import Program, RankRun, State, batch_rows
 from mpar.train._config import TrainConfig
 from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
 from mpar.train._state import Position, check_data, fresh_state, load_state, save_state

@@ -14,7 +14,7 @@ from mpar.errors import ConfigError
 from mpar.mesh import Mesh
 from mpar.models import Model
 from mpar.optim import SGD, WSD, AdamW, Constant, Cosine, Linear, Schedule
-from mpar.program._predict import Hardware
+from mpar.program import Hardware
 from mpar.strategy import Strategy, preset
 from mpar.train._config import HardwareConfig, OptimizerConfig, TrainConfig
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mpar.program import CollectiveUse, Instruction, Program
-from mpar.program._comm import Counter
+from mpar.program import CollectiveUse, Counter, Instruction, Program
 
 if TYPE_CHECKING:
     from types import TracebackType
