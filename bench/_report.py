@@ -36,7 +36,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def _verdict(line: dict[str, Any]) -> str:
-    """The bar asks only for the interval's lower end; an interval that reaches over the bar decides little, and the table says so."""
+    """The bar asks only for the interval's lower end; one that reaches over the bar decides little, and the table says so."""
     if not line["under_bar"]:
         return "**missed**"
     return "met" if line["mpar_over_this_wall"][2] <= line["bar"] else "straddled"
