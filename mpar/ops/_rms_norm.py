@@ -39,14 +39,18 @@ def _impl(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
 
 @rms_norm_p.def_vjp("x, weight, dy -> dx, dweight")
 def _vjp(x, weight, dy, *, eps):
+    """With r = rstd, w = weight:  dx = r (w dy - x r^2 mean(w dy x)),  dweight = sum over rows of r dy x.
+
+    Both come from the one product dy x: two temporaries of the size of x, the fewest that torch's ops allow.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    dy = dy.to(wide.dtype).contiguous()
+    size, gain = x.shape[-1], wide.new_ones(x.shape[-1]) if weight is None else weight.to(wide.dtype)
     rstd = torch.rsqrt(_mean_square(wide) + eps)
-    y = wide * rstd
-    dy = dy.to(wide.dtype)
-    dweight = x.new_empty(0) if weight is None else (dy * y).reshape(-1, dy.shape[-1]).sum(0).to(weight.dtype)
-    dy = dy if weight is None else dy * weight
-    projection = (dy * y).mean(-1, keepdim=True)
-    dx = torch.sub(dy, y.mul_(projection)).mul_(rstd)
+    product = (dy * wide).view(-1, size)
+    dweight = x.new_empty(0) if weight is None else torch.mm(rstd.view(1, -1), product).view(size).to(weight.dtype)
+    slope = torch.mv(product, gain).view(rstd.shape).mul_(rstd).mul_(rstd).div_(size)
+    dx = torch.mul(dy, gain).addcmul_(wide, slope, value=-1).mul_(rstd)
     return dx.to(x.dtype), dweight
 
 

@@ -16,6 +16,7 @@ from mpar.program._codegen import generate, positions_of
 from mpar.program._memory import measure
 from mpar.program._partition import Halves, RecomputePolicy, partition
 from mpar.program._program import CollectiveUse, Kind
+from mpar.program._reuse import reuse_operands
 from mpar.sharding import RankGraph, check, collectives, lower, trace
 from mpar.sharding._bucket import bucket
 from mpar.sharding._cost import graph_cost
@@ -196,6 +197,7 @@ def compile_function(
 
 def _code(name: str, graph: fx.Graph, constants: Mapping[str, Tensor], in_specs: list[P], out_specs: list[P]) -> Code:
     bucket(graph)
+    reuse_operands(graph)
     used = {node.target for node in graph.find_nodes(op="get_attr")}
     cost = graph_cost(graph)
     ins = tuple(node.meta["val"] for node in graph.find_nodes(op="placeholder"))

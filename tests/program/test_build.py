@@ -10,6 +10,8 @@ from mpar import models
 from mpar.errors import ConfigError, ProgramError, ShapeError, ShardingError, UnknownNameError
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
+from mpar.precision import Precision
+from mpar.program import State
 from mpar.program._passes import hoist_gathers
 from mpar.program._program import Instruction, Value
 from mpar.program.compiler import compile_step
@@ -97,6 +99,60 @@ def test_hoist_on_a_printed_program():
     before = [step("gather", (0,), (3,)), step("forward", (3,), (4,)), step("gather", (1,), (5,)), step("forward", (5, 4), (6,))]
     assert [s.outputs[0] for s in hoist_gathers(before, value, bound=4)] == [3, 5, 4, 6]
     assert [s.outputs[0] for s in hoist_gathers(before, value, bound=3)] == [3, 4, 5, 6]
+
+
+def test_hoist_keeps_the_order_of_gathers():
+    """Of two gathers that one segment reads, the first is issued early and the second stays behind it."""
+    value = [Value(f"v{i}", (1,), torch.float32, P(), i) for i in range(8)]
+    before = [
+        ("gather", (0,), (3,)),
+        ("forward", (3,), (4,)),
+        ("gather", (1,), (5,)),
+        ("gather", (2,), (6,)),
+        ("forward", (5, 6), (7,)),
+    ]
+    after = hoist_gathers([Instruction(op, op, inputs, outputs) for op, inputs, outputs in before], value, bound=4)
+    assert [step.outputs[0] for step in after] == [3, 5, 4, 6, 7]
+
+
+def test_parameters_are_cast_one_by_one(make_model, make_state, batch):
+    """Two layers with the same dtypes in another order are gathered by code of their own, each parameter in its dtype."""
+    model = make_model(torch.float32, model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    wide = ("layers.0.attention.q_norm_H", "layers.1.attention.k_norm_H")
+    table = Precision(torch.bfloat16, table=tuple((path, torch.float32) for path in wide))
+    program = compile_step(model, OPTIMIZER, Mesh(fsdp=2), "zero3", (8, 8), precision=table, bucket_bytes=0)
+    gathered = {program.values[v] for step in program.instructions if step.op == "gather" for v in step.outputs}
+    assert {v.name for v in gathered if v.dtype == torch.float32} == {f"w {path}" for path in wide}
+    assert program.simulate(make_state(model), batch)[1]["loss"].isfinite()
+
+
+def test_what_does_not_fit_is_refused(make_model, make_state, batch, program):
+    """A batch with a key too many, rows too many or another dtype, and a state of another model or of the past: an error each."""
+    state = make_state(make_model())
+    for wrong, what in [
+        ({"documents": batch["tokens"]}, "'documents' is not read by the program"),
+        ({"labels": batch["labels"].int()}, "'labels' is torch.int32"),
+        ({key: value.repeat(2, 1) for key, value in batch.items()}, r"'tokens' is torch.int64 \(16, 8\)"),
+    ]:
+        with pytest.raises(ShapeError, match=what):
+            program.simulate(state, batch | wrong)
+    with pytest.raises(ShapeError, match=r"layers.1.mlp.up_DF' is torch.float32"):
+        program.simulate(make_state(make_model(torch.float32)), batch)
+    with pytest.raises(ShapeError, match="is missing"):
+        program.simulate(make_state(make_model(num_hidden_layers=1)), batch)
+    with pytest.raises(ShapeError, match="given to a step already"):
+        program.simulate(State({}), batch)
+
+
+def test_a_refused_step_leaves_the_state(make_model, make_state, batch):
+    """After an error about the batch the state can be used; after a step it cannot."""
+    run = compile_step(make_model(), OPTIMIZER, Mesh(dp=1), "ddp", (8, 8)).bind()
+    state = make_state(make_model())
+    with pytest.raises(ShapeError, match="'labels' is missing"):
+        run(state, {"tokens": batch["tokens"]})
+    run(state, batch)
+    with pytest.raises(ShapeError, match="given to a step already"):
+        run(state, batch)
 
 
 def mutate(program, line, **changes):

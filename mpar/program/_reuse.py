@@ -1,0 +1,59 @@
+"""Reuse: element-wise ops write over an operand that nobody reads again, instead of into new memory.
+
+On a CPU fresh memory costs page faults, more than the arithmetic of a short op; anywhere it lowers the peak.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mpar.sharding._pass import graph_pass
+from mpar.torch_private import storage_key
+
+__all__ = ["reuse_operands"]
+
+aten = torch.ops.aten
+IN_PLACE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
+"""Commutative, so that either operand may be the one that is written over; the bits are the same."""
+
+
+@graph_pass
+def reuse_operands(graph: fx.Graph) -> dict[str, int]:
+    """Add and multiply in place where one operand is an intermediate that dies there and shares its storage with nothing.
+
+    before:  %a = einsum(%x, %w); %y = add(%r, %a)
+    after:   %a = einsum(%x, %w); %y = add_(%a, %r)
+    """
+    holders = Counter(key for node in graph.nodes for key in _storages(node))
+    reused = 0
+    for node in graph.nodes:
+        if node.target not in IN_PLACE or node.kwargs or len(node.args) != 2:
+            continue
+        for target, other in (node.args, node.args[::-1]):
+            if _dies_here(target, node) and _fits(target, other, node) and holders[storage_key(target.meta["val"])] == 1:
+                node.target, node.args = IN_PLACE[node.target], (target, other)
+                holders[storage_key(target.meta["val"])] += 1
+                node.meta = node.meta | {"val": target.meta["val"]}
+                reused += 1
+                break
+    return {"operands_reused": reused}
+
+
+def _dies_here(operand: Any, node: fx.Node) -> bool:
+    return isinstance(operand, fx.Node) and operand.op == "call_function" and list(operand.users) == [node]
+
+
+def _fits(target: fx.Node, other: Any, node: fx.Node) -> bool:
+    """Whether the result looks exactly like `target`, whole in its storage, and the other operand is another value."""
+    value, result = target.meta["val"], node.meta["val"]
+    if target is other or (value.shape, value.dtype, value.stride()) != (result.shape, result.dtype, result.stride()):
+        return False
+    return value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+
+
+def _storages(node: fx.Node) -> set[int]:
+    """Storages that a node's value lives in; the tuple that several results come in does not count, its parts do."""
+    value = node.meta.get("val")
+    return {storage_key(value)} if isinstance(value, Tensor) else set()
