@@ -28,8 +28,7 @@ def hoist_gathers(steps: Sequence[Instruction], values: Sequence[Value], bound: 
         fits = sum(values[v].bytes for v in step.outputs) <= bound
         at = barrier if barrier and fits and not made & set(step.inputs) else len(out)
         out.insert(at, step)
-        previous = set(step.outputs)
-        barrier = 0 if at == len(out) - 1 else barrier
+        previous, barrier = set(step.outputs), 0
     return out
 
 

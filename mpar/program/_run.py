@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["ALONE", "RankRun", "State", "assemble", "batch_rows", "bind", "init_state", "load", "shard", "simulate"]
 
 Progress = Callable[[int, "Instruction"], None]
+Expected = tuple[torch.dtype, tuple[int, ...]]
 
 
 class State:
@@ -31,12 +32,16 @@ class State:
     def __init__(self, leaves: dict[str, Tensor], step: int = 0) -> None:
         self.leaves, self.step = leaves, step
 
-    def take(self) -> dict[str, Tensor]:
-        """The leaves, which leave the state. Raises ShapeError if they are gone already."""
+    def check(self, expected: Mapping[str, Expected]) -> None:
+        """Raise ShapeError, listing all offenders, unless the leaves are there and as expected."""
         if not self.leaves:
             raise ShapeError(
                 "this state was given to a step already, which owns its tensors now: use the state that the step returned"
             )
+        _check("this state", expected, self.leaves)
+
+    def take(self) -> dict[str, Tensor]:
+        """The leaves, which leave the state."""
         leaves, self.leaves = self.leaves, {}
         return leaves
 
@@ -88,6 +93,8 @@ class RankRun:
         functions = {
             name: load(name, kind.source, kind.constants, self.device, primitives) for name, kind in program.kinds.items()
         }
+        self._state = {leaf.path: _local(program, leaf) for leaf in program.state_in}
+        self._batch = {_key(leaf): _all_microbatches(program, *_local(program, leaf)) for leaf in program.batch}
         self._steps = [
             (functions[step.kind], step.inputs, frozenset(step.frees), step.outputs, step) for step in program.instructions
         ]
@@ -95,9 +102,12 @@ class RankRun:
     def __call__(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
         """One step. `batch` has this rank's rows, microbatch after microbatch. Takes over the tensors of `state`.
 
-        Returns the new state and metrics: loss (mean), microbatch_losses, weight, grad_norm, and lr as used.
+        Returns the new state and metrics: loss (mean), microbatch_losses, weight, grad_norm, and lr as used. Raises ShapeError,
+        listing all offenders, if the batch or the state is not what the program was compiled for; `state` is whole then.
         """
         program, step = self.program, state.step + 1
+        _check("this batch", self._batch, batch)
+        state.check(self._state)
         lr = program.info["optimizer"].rate(step)
         env: dict[int, Tensor] = {}
         leaves = state.take()
@@ -126,15 +136,33 @@ class RankRun:
                 env.pop(value, None)
 
     def _rows(self, leaf: "Leaf", batch: Mapping[str, Tensor]) -> Tensor:
-        key, _, microbatch = leaf.path.rpartition(".")
-        shape = self.program.values[leaf.value].shape
-        rows = shape[0]
-        whole = batch.get(key)
-        expected = (rows * self.program.num_microbatches, *shape[1:])
-        if whole is None or tuple(whole.shape) != expected or whole.dtype != leaf.dtype:
-            found = "nothing" if whole is None else f"{whole.dtype} {tuple(whole.shape)}"
-            raise ShapeError(f"batch {key!r}: the program was compiled for {leaf.dtype} {expected} on each rank, got {found}")
-        return whole[int(microbatch) * rows : (int(microbatch) + 1) * rows]
+        microbatch, rows = int(leaf.path.rpartition(".")[2]), self.program.values[leaf.value].shape[0]
+        return batch[_key(leaf)][microbatch * rows : (microbatch + 1) * rows]
+
+
+def _key(leaf: "Leaf") -> str:
+    """The batch key of a leaf, whose path is `<key>.<microbatch>`."""
+    return leaf.path.rpartition(".")[0]
+
+
+def _local(program: "Program", leaf: "Leaf") -> Expected:
+    return leaf.dtype, program.values[leaf.value].shape
+
+
+def _all_microbatches(program: "Program", dtype: torch.dtype, shape: tuple[int, ...]) -> Expected:
+    return dtype, (shape[0] * program.num_microbatches, *shape[1:])
+
+
+def _check(what: str, expected: Mapping[str, Expected], given: Mapping[str, Tensor]) -> None:
+    """Raise ShapeError, listing all offenders, unless `given` has the keys, dtypes and shapes that are expected."""
+    problems = [f"{key!r} is missing" for key in expected if key not in given]
+    problems += [f"{key!r} is not read by the program" for key in given if key not in expected]
+    for key, (dtype, shape) in expected.items():
+        x = given.get(key)
+        if x is not None and (x.dtype != dtype or x.shape != shape):
+            problems.append(f"{key!r} is {x.dtype} {tuple(x.shape)}, the program was compiled for {dtype} {shape}")
+    if problems:
+        raise ShapeError(f"{what} does not fit the program:\n  " + "\n  ".join(problems))
 
 
 def shard(x: Tensor, spec: P, mesh: Mesh, rank: int) -> Tensor:
@@ -188,12 +216,14 @@ def init_state(program: "Program", params: Any, rank: int | None = None) -> Stat
 
 
 def batch_rows(program: "Program", batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """The rows of a global batch (microbatches one after the other) that `rank` works on."""
+    """The rows of a global batch (microbatches one after the other) that `rank` works on.
+
+    Raises ShapeError, listing all offenders, if the batch is not what the program was compiled for.
+    """
+    first = {_key(leaf): leaf for leaf in program.batch if leaf.path.endswith(".0")}
+    _check("this batch", {key: _all_microbatches(program, leaf.dtype, leaf.shape) for key, leaf in first.items()}, batch)
     out = {}
-    for leaf in program.batch:
-        key, _, microbatch = leaf.path.rpartition(".")
-        if microbatch != "0" or key not in batch:
-            continue
+    for key, leaf in first.items():
         rows = leaf.shape[0]
         parts = [
             shard(batch[key][m * rows : (m + 1) * rows], leaf.spec, program.mesh, rank) for m in range(program.num_microbatches)
@@ -203,8 +233,12 @@ def batch_rows(program: "Program", batch: Mapping[str, Tensor], rank: int) -> di
 
 
 def simulate(program: "Program", state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
-    """One step of all ranks in this process on a global state and a global batch. `state` is left as it was."""
+    """One step of all ranks in this process on a global state and a global batch. `state` is left as it was.
+
+    Raises ShapeError, listing all offenders, if they are not what the program was compiled for.
+    """
     mesh = program.mesh
+    state.check({leaf.path: (leaf.dtype, leaf.shape) for leaf in program.state_in})
 
     def work(rank: int, comm: Comm) -> tuple[State, dict[str, Tensor]]:
         local = {leaf.path: shard(state.leaves[leaf.path], leaf.spec, mesh, rank) for leaf in program.state_in}

@@ -113,8 +113,10 @@ class Writer:
         def cast(values: list[Tensor]) -> list[Tensor]:
             return [value.to(dtype) for value, dtype in zip(values, dtypes, strict=True)]
 
-        to = ",".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
-        key = name if len(set(dtypes)) == 1 and leaves[0].dtype == dtypes[0] else f"{name} to {to}"
+        distinct = list(dict.fromkeys(dtypes))
+        to = ",".join(str(dtype).removeprefix("torch.") for dtype in distinct)
+        which = f" [{''.join(str(distinct.index(dtype)) for dtype in dtypes)}]" if len(distinct) > 1 else ""
+        key = name if len(distinct) == 1 and leaves[0].dtype == dtypes[0] else f"{name} to {to}{which}"
         return self.function(key, cast, (list(leaves),), source, target)
 
     def add(self, left: list[int], right: list[int], names: list[str], segment: str = "", microbatch: int = -1) -> list[int]:
