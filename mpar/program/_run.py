@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mpar import tree
-from mpar.errors import ShapeError
+from mpar.errors import ConfigError, ShapeError, UnknownNameError
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES
 from mpar.program._comm import Comm, Counter, ProcessComm
@@ -263,7 +263,17 @@ def bind(
     order:     "rank" sums in rank order, the simulator's bits (default but on NCCL); "library" leaves sums to the backend.
     transport: for CPU tensors in rank order, "shared" memory or the "backend"; default: shared where all ranks of a group are on
                one machine. The bits are the same.
+    Raises UnknownNameError for another order or transport, ConfigError for shared memory of tensors that are not on the CPU.
     """
+    if order not in (None, "rank", "library"):
+        raise UnknownNameError(f"no order of addition is called {order!r}; there are rank and library")
+    if transport not in (None, "shared", "backend"):
+        raise UnknownNameError(f"no transport is called {transport!r}; there are shared and backend")
+    if transport == "shared" and (order == "library" or torch.device(device).type != "cpu"):
+        raise ConfigError(
+            f"cannot bind with transport='shared' on device {device!s} with order={order!r}: "
+            "shared memory sums CPU tensors in rank order"
+        )
     if program.mesh.size == 1:
         return RankRun(program, ALONE, device, progress)
     order = order or ("library" if torch.device(device).type == "cuda" else "rank")

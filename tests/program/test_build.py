@@ -155,6 +155,17 @@ def test_a_refused_step_leaves_the_state(make_model, make_state, batch):
         run(state, batch)
 
 
+def test_bind_refuses_unknown_words(make_model):
+    """An order or a transport that does not exist, or that another argument rules out, is not passed over."""
+    program = compile_step(make_model(), OPTIMIZER, Mesh(dp=1), "ddp", (8, 8))
+    with pytest.raises(UnknownNameError, match="rank and library"):
+        program.bind(order="ring")
+    with pytest.raises(UnknownNameError, match="shared and backend"):
+        program.bind(transport="shm")
+    with pytest.raises(ConfigError, match="in rank order"):
+        program.bind(order="library", transport="shared")
+
+
 def mutate(program, line, **changes):
     """A copy of the program with one instruction changed."""
     steps = list(program.instructions)
