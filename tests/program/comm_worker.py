@@ -101,20 +101,25 @@ def apart():
         raise AssertionError("ranks of different machines cannot share memory")
 
 
-def main():
+def together():
     """Both transports; then buffers so small that most messages need several rounds."""
+    mesh = Mesh(tp=dist.get_world_size())
+    check(ProcessComm(mesh, [AXES], transport="backend"), "backend")
+    check(ProcessComm(mesh, [AXES], transport="shared"), "shared")
+    shared_memory.CAPACITY, shared_memory.DIRECT_BYTES = 512, 128
+    check(ProcessComm(mesh, [AXES], transport="shared"), "shared in rounds")
+
+
+def main():
+    """Join the others, do what the argument says, leave together: a rank that leaves alone aborts in gloo's threads."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if sys.argv[1:] == ["killed"]:
         killed()
     if sys.argv[1:] == ["apart"]:
         apart()
-        return
-    mesh = Mesh(tp=dist.get_world_size())
-    check(ProcessComm(mesh, [AXES], transport="backend"), "backend")
-    check(ProcessComm(mesh, [AXES], transport="shared"), "shared")
-    shared_memory.CAPACITY, shared_memory.DIRECT_BYTES = 512, 128
-    check(ProcessComm(mesh, [AXES], transport="shared"), "shared in rounds")
+    else:
+        together()
     dist.barrier()
     dist.destroy_process_group()
 
