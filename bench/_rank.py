@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from mpar.program import Program, State
-from mpar.program._run import batch_rows, shard
+from mpar.program import Program, State, batch_rows
+from mpar.shards import shard
 
 __all__ = ["load_step", "local_state", "make_step"]
 

@@ -54,6 +54,12 @@ class Strategy:
     def __post_init__(self) -> None:
         if self.reduce not in (None, "each", "last"):
             raise UnknownNameError(f"strategy {self.name!r}: reduce is {self.reduce!r}; it is 'each', 'last' or None")
+        tables = (self.param_storage, self.grad_storage, self.opt_storage)
+        unknown = sorted({name for table in tables for name in table} - set(self.compute))
+        if unknown:
+            raise UnknownNameError(
+                f"strategy {self.name!r}: storage rules for {unknown}; logical axes are {sorted(self.compute)}"
+            )
         if self.gather not in ("drop", "keep"):
             raise UnknownNameError(f"strategy {self.name!r}: gather is {self.gather!r}; it is 'drop' or 'keep'")
 
@@ -131,7 +137,7 @@ class Strategy:
             problems += check_spec(f"batch {key!r} of one microbatch", shape, self.compute_spec(logical, mesh), mesh)
         tables = (self.compute, self.param_storage, self.grad_storage, self.opt_storage)
         used = {axis for table in tables for axes_ in table.values() for axis in axes_}
-        idle = [axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and axis not in used and not axis.endswith("_inner")]
+        idle = [axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and axis not in used and not _is_rest(axis, mesh)]
         if idle:
             problems.append(
                 f"mesh axes {idle} are used by no rule of strategy {self.name!r}: their ranks would all do the same work"
@@ -174,6 +180,11 @@ def spec_from_axes(axes: Sequence[str | None], table: AxisTable, mesh: Mesh) -> 
 
 def _is_axes(x: Any) -> bool:
     return isinstance(x, tuple) and all(item is None or isinstance(item, str) for item in x)
+
+
+def _is_rest(axis: str, mesh: Mesh) -> bool:
+    """Whether `axis` is the inner part that `refine` split off: what it replicates is no mistake."""
+    return axis.endswith("_inner") and f"{axis.removesuffix('_inner')}_outer" in mesh.axes
 
 
 def _presets() -> dict[str, Strategy]:

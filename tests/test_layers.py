@@ -18,6 +18,7 @@ VALUES = (
     "spec",
     "strategy",
     "precision",
+    "shards",
     "chain",
     "collectives",
     "conf_dir",

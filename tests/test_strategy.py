@@ -71,5 +71,7 @@ def test_unknown_names():
     """The message has the list of what there is."""
     with pytest.raises(UnknownNameError, match="zero3_tp_sp"):
         preset("zero4")
+    with pytest.raises(UnknownNameError, match=r"storage rules for \['embd'\]"):
+        replace(preset("zero3"), param_storage={"embd": ("fsdp",)})
     with pytest.raises(UnknownNameError, match="'hedas'"):
         preset("tp").compute_spec(("hedas",), MESH)

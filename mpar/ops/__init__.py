@@ -16,6 +16,7 @@ from mpar.ops._rope import rope
 from mpar.ops._sgd import sgd, sgd_many
 from mpar.ops._sum_squares import sum_squares
 from mpar.ops._swiglu import swiglu
+from mpar.ops._widen import widen
 
 __all__ = [
     "PRIMITIVES",
@@ -42,4 +43,5 @@ __all__ = [
     "sgd_many",
     "sum_squares",
     "swiglu",
+    "widen",
 ]

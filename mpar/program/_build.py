@@ -90,13 +90,21 @@ def _microbatch_values(model: Chain, batch_shape: BatchShape, num_microbatches: 
     unknown = sorted(set(batch_shape) - set(model.batch_axes))
     if unknown:
         raise ConfigError(f"batch keys {unknown} are not read by the model, which knows {sorted(model.batch_axes)}")
-    rows = {key: shape[0] for key, (shape, _) in batch_shape.items()}
-    if num_microbatches < 1 or any(n % num_microbatches or n < 1 for n in rows.values()):
+    shapes = {key: tuple(shape) for key, (shape, _) in batch_shape.items()}
+    if any(len(shape) != 2 or min(shape) < 1 for shape in shapes.values()):
+        raise ShapeError(f"cannot compile for a batch of {shapes}: every shape must be (B, S) with positive sizes")
+    rows = {key: shape[0] for key, shape in shapes.items()}
+    if not isinstance(num_microbatches, int) or num_microbatches < 1 or any(n % num_microbatches for n in rows.values()):
         raise ShapeError(f"cannot cut a batch of {rows} rows into {num_microbatches} equal microbatches")
     return {
         key: torch.empty((shape[0] // num_microbatches, *shape[1:]), dtype=dtype, device="meta")
         for key, (shape, dtype) in batch_shape.items()
     }
+
+
+def _with_reciprocal(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight and its reciprocal; 0 for a batch in which nothing counts, whose loss and gradients are then 0."""
+    return weight, torch.where(weight == 0, 0.0, 1.0 / torch.where(weight == 0, 1.0, weight))
 
 
 @dataclass
@@ -139,7 +147,7 @@ class _Step:
             "context", model.context, (batch,), mesh, batch_specs, table=strategy.compute, resolve=True
         )
         self.weight_code = compile_function("weight", model.weight, (batch,), mesh, batch_specs, table=strategy.compute)
-        self.codes = self._compile_segments(recompute)
+        self.codes = self._compile_segments(recompute, precision)
         self.contributions: dict[int, tuple[str, str, int]] = {}
 
     def _state(self) -> tuple[list[Leaf], dict[str, list[int]], dict[str, list[list[int]]]]:
@@ -172,7 +180,7 @@ class _Step:
         assert all(local_shape(leaf.shape, leaf.spec, self.mesh) == self.writer.values[leaf.value].shape for leaf in leaves)
         return leaves, by_microbatch
 
-    def _compile_segments(self, recompute: RecomputePolicy) -> list[SegmentCode]:
+    def _compile_segments(self, recompute: RecomputePolicy, precision: Precision) -> list[SegmentCode]:
         """One compilation for each kind: equal functions on equal values are one."""
         context = self.writer.global_results(self.context_code)
         codes: list[SegmentCode] = []
@@ -181,7 +189,8 @@ class _Step:
         x_specs: list[P] = []
         for segment in self.segments:
             units = [self.units[path] for path in segment.paths]
-            traced = trace_segment(segment, [self._in_use(unit) for unit in units], x, context)
+            grad_dtypes = [precision.grad_dtype(leaf.dtype) for unit in units for _, leaf in unit.leaves]
+            traced = trace_segment(segment, [self._in_use(unit) for unit in units], x, context, grad_dtypes)
             specs = [spec for unit in units for spec in unit.compute]
             out_specs = self._out_specs(segment, len(traced.x_out))
             key = (id(traced), tuple(specs), tuple(x_specs), tuple(out_specs))
@@ -248,7 +257,7 @@ class _Step:
             total = weight if total is None else self.writer.add([total], [weight], ["weight"], "", m)[0]
         assert total is not None
         code = self.writer.function(
-            "total", lambda w: (w, 1.0 / w), tuple(self.writer.globals([total])), self.writer.specs([total]), [P(), P()]
+            "total", _with_reciprocal, tuple(self.writer.globals([total])), self.writer.specs([total]), [P(), P()]
         )
         total, cotangent = self.writer.emit("weight", code, [total], ["total", "cotangent"])
         return total, cotangent

@@ -1,6 +1,6 @@
 """Run: a thin interpreter of a program on one rank. It loads generated code and needs no part of the compiler."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -8,16 +8,16 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.errors import ConfigError, ShapeError, UnknownNameError
-from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES
 from mpar.program._comm import Comm, Counter, ProcessComm
 from mpar.program._simulate import run_ranks
-from mpar.spec import P, local_shape
+from mpar.shards import assemble, shard
+from mpar.spec import local_shape
 
 if TYPE_CHECKING:
     from mpar.program._program import Instruction, Leaf, Program
 
-__all__ = ["ALONE", "RankRun", "State", "assemble", "batch_rows", "bind", "init_state", "load", "shard", "simulate"]
+__all__ = ["ALONE", "RankRun", "State", "batch_rows", "bind", "init_state", "load", "simulate"]
 
 Progress = Callable[[int, "Instruction"], None]
 Expected = tuple[torch.dtype, tuple[int, ...]]
@@ -163,28 +163,6 @@ def _check(what: str, expected: Mapping[str, Expected], given: Mapping[str, Tens
             problems.append(f"{key!r} is {x.dtype} {tuple(x.shape)}, the program was compiled for {dtype} {shape}")
     if problems:
         raise ShapeError(f"{what} does not fit the program:\n  " + "\n  ".join(problems))
-
-
-def shard(x: Tensor, spec: P, mesh: Mesh, rank: int) -> Tensor:
-    """The part of a global tensor that `rank` holds, a tensor of its own."""
-    for dim, axes in enumerate(spec.dims):
-        size = mesh.axis_size(axes)
-        if size > 1:
-            length = x.shape[dim] // size
-            x = x.narrow(dim, mesh.index(rank, axes) * length, length)
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def assemble(parts: Sequence[Tensor], spec: P, mesh: Mesh) -> Tensor:
-    """The global tensor from the parts of all ranks, by rank."""
-    shape = [n * mesh.axis_size(spec.dim(i)) for i, n in enumerate(parts[0].shape)]
-    out = parts[0].new_empty(shape)
-    for rank, part in enumerate(parts):
-        window = out
-        for dim, n in enumerate(part.shape):
-            window = window.narrow(dim, mesh.index(rank, spec.dim(dim)) * n, n)
-        window.copy_(part)
-    return out
 
 
 def init_state(program: "Program", params: Any, rank: int | None = None) -> State:

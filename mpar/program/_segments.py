@@ -12,6 +12,7 @@ from mpar import tree
 from mpar.chain import Segment
 from mpar.errors import ProgramError
 from mpar.mesh import Mesh
+from mpar.ops import widen
 from mpar.program._codegen import generate, positions_of
 from mpar.program._memory import measure
 from mpar.program._partition import Halves, RecomputePolicy, partition
@@ -69,14 +70,27 @@ class SegmentCode:
     traced: TracedSegment
 
 
-def trace_segment(segment: Segment, params: Sequence[Any], x: Any, context: Mapping[str, Tensor]) -> TracedSegment:
-    """Trace `segment.fn` with its gradient; arguments are trees of tensors without data, `params` one subtree for each path."""
+def trace_segment(
+    segment: Segment, params: Sequence[Any], x: Any, context: Mapping[str, Tensor], grad_dtypes: Sequence[torch.dtype]
+) -> TracedSegment:
+    """Trace `segment.fn` with its gradient; arguments are trees of tensors without data, `params` one subtree for each path.
+
+    Gradients of parameters are widened to `grad_dtypes`, leaf by leaf, before anything adds them up.
+    """
     param_leaves, param_structure = tree.flatten(tuple(params))
     x_leaves, x_structure = tree.flatten(() if x is None else x)
     context_leaves, context_structure = tree.flatten(dict(context))
     key = tuple((tuple(t.shape), t.dtype) for t in (*param_leaves, *x_leaves, *context_leaves))
     return _trace_joint(
-        segment.fn, param_structure, x is None, x_structure, context_structure, len(param_leaves), len(x_leaves), key
+        segment.fn,
+        param_structure,
+        x is None,
+        x_structure,
+        context_structure,
+        len(param_leaves),
+        len(x_leaves),
+        key,
+        tuple(grad_dtypes),
     )
 
 
@@ -90,6 +104,7 @@ def _trace_joint(
     num_params: int,
     num_x: int,
     key: tuple,
+    grad_dtypes: tuple[torch.dtype, ...],
 ) -> TracedSegment:
     metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in key]
     params, x, context = metas[:num_params], metas[num_params : num_params + num_x], metas[num_params + num_x :]
@@ -120,11 +135,16 @@ def _trace_joint(
     def joint(params: Any, x: Any, context: Any, cotangents: Any) -> list[Tensor]:
         (out, losses), pull, *_ = torch.func.vjp(lambda p, y: call(p, y, context), params, x)
         d_params, d_x = pull((list(cotangents[:num_out]), list(cotangents[num_out:])))
-        return [*out, *losses, *d_params, *d_x]
+        wide = [_widened(d, dtype) for d, dtype in zip(d_params, grad_dtypes, strict=True)]
+        return [*out, *losses, *wide, *d_x]
 
     cotangents = [torch.empty_like(value) for value in values]
     logical = trace(joint, (params, x, context, cotangents))
     return TracedSegment(logical, tuple(values[:num_out]), probe["structure"], probe["losses"], num_params, num_x, len(context))
+
+
+def _widened(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    return widen(grad, dtype) if torch.promote_types(grad.dtype, dtype) == dtype else grad
 
 
 def compile_segment(
@@ -164,7 +184,6 @@ def _codes(
     forward = replace(forward, fallbacks=ranked.fallbacks)
     backward_in = [*(specs[i] for i in halves.operands), *kept_specs, *specs[num_primals:]]
     backward = _code(f"{name} backward", halves.backward, constants, backward_in, list(ranked.out_specs[num_results:]))
-    forward = replace(forward, fallbacks=ranked.fallbacks)
     return SegmentCode(forward, backward, halves.operands, len(halves.kept), traced)
 
 

@@ -80,12 +80,17 @@ class _Hall:
             return self.results.pop((group, rank))
 
     def hand_out(self, group: tuple[int, ...], kind: str, parts: list[Any], how: dict[str, Any]) -> None:
-        if isinstance(parts[0], list):
+        if isinstance(parts[0], list) and kind == "all_reduce":  # as on processes: one message, results are views of one buffer
+            flat = combine(kind, [torch.cat([x.reshape(-1) for x in part]) for part in parts], **how)
+            shapes = [x.shape for x in parts[0]]
+            pieces = [buffer.split([shape.numel() for shape in shapes]) for buffer in flat]
+            outs: list[Any] = [[p.view(shape) for p, shape in zip(own, shapes, strict=True)] for own in pieces]
+        elif isinstance(parts[0], list):
             dims = how.get("dim", [None] * len(parts[0]))
             columns = [
                 combine(kind, [p[i] for p in parts], **({**how, "dim": d} if d is not None else how)) for i, d in enumerate(dims)
             ]
-            outs: list[Any] = [[column[i] for column in columns] for i in range(len(group))]
+            outs = [[column[i] for column in columns] for i in range(len(group))]
         else:
             outs = combine(kind, parts, **how)
         self.results |= {(group, member): out for member, out in zip(group, outs, strict=True)}

@@ -76,10 +76,14 @@ def _make_unit(model: Chain, path: str, strategy: Strategy, mesh: Mesh, precisio
 
 
 def group_units(units: Sequence[Unit], bucket_bytes: int) -> list[list[Unit]]:
-    """Neighbours share messages as long as they are `bucket_bytes` together; a larger unit is alone."""
+    """Neighbours share messages as long as they are `bucket_bytes` together.
+
+    A larger unit is alone, and so is one that several segments read: it would keep its neighbours gathered as long as itself.
+    """
     groups: list[list[Unit]] = []
     for unit in units:
-        if groups and sum(u.bytes for u in groups[-1]) + unit.bytes <= bucket_bytes:
+        alone = len(unit.users) > 1 or (groups and len(groups[-1][-1].users) > 1)
+        if groups and not alone and sum(u.bytes for u in groups[-1]) + unit.bytes <= bucket_bytes:
             groups[-1].append(unit)
         else:
             groups.append([unit])

@@ -100,7 +100,9 @@ class _Lowering:
             if node in self.hints or node.op != "call_function":
                 continue
             self.hints[node] = normalise(hint, self.mesh)
-            if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            primitive = primitive_of(node.target)
+            widens = primitive is not None and primitive.may_grow_pending
+            if widens or torch.Tag.pointwise in getattr(node.target, "tags", ()):
                 todo.extend((used, hint) for used in node.all_input_nodes if shape_of(used) == shape_of(node))
 
     def run(self, out_specs: list[P | None]) -> RankGraph:
@@ -372,7 +374,8 @@ class _Lowering:
         passed = set()
         for i in rule.linear:
             alone = pending[i] - used - set().union(*(p for j, p in enumerate(pending) if j != i))
-            if out_bytes <= rule.operands[i].meta["val"].nbytes:
+            primitive = primitive_of(node.target)
+            if out_bytes <= rule.operands[i].meta["val"].nbytes or (primitive is not None and primitive.may_grow_pending):
                 passed |= alone
         return passed
 

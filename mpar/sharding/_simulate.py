@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mpar.collectives import combine, fold
-from mpar.errors import ShardingError
+from mpar.collectives import combine
 from mpar.mesh import Mesh
 from mpar.ops._primitive import primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._lower import RankGraph
+from mpar.shards import assemble, shard
 from mpar.spec import P
 
-__all__ = ["assemble", "distribute", "implementation", "run_lockstep", "simulate_graph"]
+__all__ = ["distribute", "implementation", "run_lockstep", "simulate_graph"]
 
 
 def simulate_graph(ranked: RankGraph, args: Sequence[Tensor]) -> list[Tensor]:
@@ -29,42 +29,8 @@ def simulate_graph(ranked: RankGraph, args: Sequence[Tensor]) -> list[Tensor]:
 
 def distribute(x: Tensor, spec: P, mesh: Mesh) -> list[Tensor]:
     """Every rank's shard of a global tensor; of a pending sum, the first coordinate has the value and the others zero."""
-    shards = []
-    for rank in range(mesh.size):
-        local = x
-        for dim, axes in enumerate(spec.dims):
-            if mesh.axis_size(axes) > 1:
-                local = local.chunk(mesh.axis_size(axes), dim)[mesh.index(rank, axes)]
-        if mesh.index(rank, spec.partial):
-            local = torch.zeros_like(local)
-        shards.append(local.clone(memory_format=torch.contiguous_format))
-    return shards
-
-
-def assemble(locals_: Sequence[Tensor], spec: P, mesh: Mesh) -> Tensor:
-    """The global tensor of every rank's shard. Raises ShardingError if two ranks disagree on what they share."""
-    summed = list(locals_)
-    for group in mesh.groups(spec.partial) if spec.partial else ():
-        total = fold([locals_[rank] for rank in group])
-        for rank in group:
-            summed[rank] = total
-    shape = [n * mesh.axis_size(spec.dim(i)) for i, n in enumerate(summed[0].shape)]
-    out = summed[0].new_empty(shape)
-    owner: dict[tuple[int, ...], int] = {}
-    for rank, local in enumerate(summed):
-        place = tuple(mesh.index(rank, axes) for axes in spec.padded(local.ndim))
-        window = out
-        for dim, (index, n) in enumerate(zip(place, local.shape, strict=True)):
-            window = window.narrow(dim, index * n, n)
-        if place not in owner:
-            owner[place] = rank
-            window.copy_(local)
-        elif not _same_bits(window, local):
-            raise ShardingError(
-                f"ranks {owner[place]} and {rank} hold different values of a tensor {tuple(shape)} placed by {spec} on {mesh},\n"
-                "where they should hold the same: an op in the function is not deterministic, or the compiler is wrong."
-            )
-    return out
+    shards = [shard(x, spec, mesh, rank) for rank in range(mesh.size)]
+    return [torch.zeros_like(local) if mesh.index(rank, spec.partial) else local for rank, local in enumerate(shards)]
 
 
 def run_lockstep(
@@ -122,7 +88,3 @@ def _call(fn: Callable, node: fx.Node, env: dict[fx.Node, list[Any]], rank: int)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n][rank])
     with torch.no_grad():
         return fn(*args, **kwargs)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return bool(((a == b) | ((a != a) & (b != b))).all())

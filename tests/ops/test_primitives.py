@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpar import ops
-from mpar.ops import _constrain, _cross_entropy, _linear_cross_entropy
+from mpar.ops import _constrain, _cross_entropy, _linear_cross_entropy, _widen
 from mpar.ops._primitive import PRIMITIVES, primitive_of
 
 LABELS, IDS = torch.tensor([[0, 3, -100], [2, 6, 1]]), torch.tensor([[0, 4, 4], [1, 0, 4]])
@@ -41,6 +41,7 @@ def _calls(x):
         *ops.attention(x(2, 3, 4, 6), x(2, 5, 2, 6), x(2, 5, 2, 3), **masks, window=2),
         ops.swiglu(x(2, 3), x(3, 2).T),
         ops.geglu(x(2, 3), x(3, 2).T),
+        _widen.widen_p.bind(x(2, 3), dtype=torch.float64),
         ops.cross_entropy(x(2, 3, 7), LABELS)[0],
         *_cross_entropy.cross_entropy_stats_p.bind(x(2, 3, 7).detach(), LABELS, **params),
         ops.linear_cross_entropy(hidden, head, LABELS)[0],

@@ -15,10 +15,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 from mpar import models, tree
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
-from mpar.program import State
+from mpar.program import State, batch_rows
 from mpar.program._comm import Counter
-from mpar.program._run import batch_rows, shard
 from mpar.program.compiler import RecomputePolicy, compile_step
+from mpar.shards import shard
 from mpar.strategy import preset
 from tests.program.conftest import CONFIG
 

@@ -16,6 +16,7 @@ from mpar.program._passes import hoist_gathers
 from mpar.program._program import Instruction, Value
 from mpar.program.compiler import compile_step
 from mpar.spec import P
+from mpar.strategy import preset
 
 OPTIMIZER = AdamW(lr=1e-3)
 LLAMA_405B = {
@@ -226,6 +227,27 @@ def test_text_shows_every_instruction(program):
     assert "reduce_scatter fsdp" in program.text()
 
 
+@pytest.mark.parametrize("reduce", ["each", "last"])
+def test_gradients_are_added_up_in_the_wide_dtype(reduce, make_model):
+    """Computing in bf16, gradients leave backward as float32 pending sums: accumulated and reduced in float32."""
+    strategy = dataclasses.replace(preset("zero2"), reduce=reduce)
+    options = {"num_microbatches": 2, "precision": "bf16"}
+    program = compile_step(make_model(torch.float32), OPTIMIZER, Mesh(fsdp=2), strategy, (8, 8), **options)
+    assert {program.values[v].dtype for v in program.contributions} == {torch.float32}
+    assert all("fsdp" in program.values[v].spec.partial for v in program.contributions)
+    (use,) = next(k for name, k in program.kinds.items() if name.startswith("reduce")).collectives
+    assert use.bytes == sum(program.values[v].bytes for v in program.contributions) // 2  # one microbatch, 4 bytes an element
+
+
+def test_a_batch_in_which_nothing_counts(make_model, make_state, batch):
+    """Loss and gradients are 0 and nothing becomes NaN, so that one bad batch costs a step and no run."""
+    model = make_model()
+    program = compile_step(model, OPTIMIZER, Mesh(dp=2), "ddp", (8, 8), num_microbatches=2)
+    state, metrics = program.simulate(make_state(model), {**batch, "labels": torch.full((8, 8), -100)})
+    assert metrics["loss"] == metrics["grad_norm"] == metrics["weight"] == 0
+    assert all(x.isfinite().all() for x in state.leaves.values())
+
+
 def test_profiles_have_names(program):
     """Every profile of conf/hardware predicts a time; a faster machine needs less; unknown ones are refused with the list."""
     times = {name: program.predict(name).step_s for name in ("cpu", "h100", "h200")}
@@ -240,6 +262,9 @@ def test_errors_say_what_disagrees(make_model):
     model = make_model()
     with pytest.raises(ShapeError, match="into 3 equal microbatches"):
         compile_step(model, OPTIMIZER, Mesh(dp=1), "ddp", (8, 8), num_microbatches=3)
+    for shape in ((), (8, 0), (8,)):
+        with pytest.raises(ShapeError, match="must be"):
+            compile_step(model, OPTIMIZER, Mesh(dp=1), "ddp", shape)
     with pytest.raises(UnknownNameError, match="zero3_tp_sp"):
         compile_step(model, OPTIMIZER, Mesh(dp=1), "zero5", (8, 8))
     with pytest.raises(UnknownNameError, match="none, full, selective, budget"):

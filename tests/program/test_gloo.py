@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from mpar.program._run import shard
+from mpar.shards import shard
 from tests.program.gloo_worker import CASES, make_batches, make_program
 
 pytestmark = pytest.mark.gloo

@@ -6,10 +6,10 @@ import torch
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES
 from mpar.optim import AdamW
-from mpar.program import RankRun, State
-from mpar.program._run import batch_rows, shard
+from mpar.program import RankRun, State, batch_rows
 from mpar.program._simulate import run_ranks
 from mpar.program.compiler import RecomputePolicy, compile_step
+from mpar.shards import shard
 from tests.program.storage_tracker import StorageTracker, TrackedComm
 
 OPS = {name: primitive.op for name, primitive in PRIMITIVES.items()}  # through the dispatcher: one op each to the tracker

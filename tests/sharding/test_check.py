@@ -39,9 +39,9 @@ def ranked(request):
     def step(params, batch):
         return value_and_grad(lambda p: model.loss(p, batch)[0])(params)
 
-    compiled = jit(
-        step, mesh=mesh, in_specs=(stored, P(("dp", "fsdp"))), out_specs=(P(), stored), table=strategy.compute
-    ).lower(model.abstract_params, batch)
+    compiled = jit(step, mesh=mesh, in_specs=(stored, P(("dp", "fsdp"))), out_specs=(P(), stored), table=strategy.compute).lower(
+        model.abstract_params, batch
+    )
     return compiled.ranked
 
 

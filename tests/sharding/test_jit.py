@@ -116,14 +116,15 @@ def test_a_constraint_that_does_not_fit_is_refused():
 
 def test_collectives_name_the_line():
     """Each collective tells op, axes, bytes of a rank, and the user's line; of a gradient the line of the forward op."""
+
     def loss(w, x):
         h = (x @ w).tanh()
         return h.sum()
 
     first = loss.__code__.co_firstlineno
-    lowered = jit(
-        value_and_grad(loss), mesh=MESH, in_specs=(P("tp"), P("dp", "tp")), out_specs=(P(), P("tp"))
-    ).lower(torch.zeros(12, 4, dtype=torch.float64), X)
+    lowered = jit(value_and_grad(loss), mesh=MESH, in_specs=(P("tp"), P("dp", "tp")), out_specs=(P(), P("tp"))).lower(
+        torch.zeros(12, 4, dtype=torch.float64), X
+    )
     found = {(c.op, c.axes, c.bytes, c.line.rpartition(":")[2]) for c in lowered.collectives()}
     assert found == {
         ("all_reduce", ("tp",), 4 * 4 * 8, str(first + 1)),

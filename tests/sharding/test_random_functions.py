@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from mpar import jit, value_and_grad
 from mpar.sharding import ReplicatedFallback
-from mpar.sharding._simulate import assemble, distribute, run_lockstep
+from mpar.sharding._simulate import distribute, run_lockstep
+from mpar.shards import assemble
 from tests.sharding.expressions import expressions, meshes, specs
 
 THOROUGH = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)

@@ -10,7 +10,7 @@ from mpar.collectives import combine
 from mpar.sharding import check, collectives, simulate_graph
 from mpar.sharding._bucket import bucket
 from mpar.sharding._redistribute import plan, plan_bytes
-from mpar.sharding._simulate import assemble
+from mpar.shards import assemble
 from mpar.spec import normalise
 from tests.sharding.expressions import MESHES, expressions, specs
 from tests.sharding.test_random_functions import compile_, numbers, split
@@ -71,6 +71,7 @@ def test_plan_is_short():
 
 def test_plan_bytes_count_what_a_rank_receives():
     """All gathers and exchanges move all but the own part, once; a sum by rings moves it twice."""
+
     def count(source, target):
         return plan_bytes(plan(source, target, 2, Mesh(a=4)), 800, Mesh(a=4))
 

@@ -7,7 +7,7 @@ import torch
 
 from mpar import models, tree
 from mpar.errors import CheckpointError, NumericsError
-from mpar.program._run import assemble
+from mpar.shards import assemble
 from mpar.train import fresh_state, make_model, make_optimizer, resume_from
 from mpar.train._loop import _check_finite
 from mpar.train._setup import batch_shapes, batch_size
