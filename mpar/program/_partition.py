@@ -13,7 +13,7 @@ import networkx
 import torch
 from torch import Tensor, fx
 
-from mpar.errors import UnknownNameError
+from mpar.errors import ConfigError, UnknownNameError
 from mpar.ops._primitive import primitive_of
 from mpar.sharding import collectives
 
@@ -47,10 +47,15 @@ class RecomputePolicy:
 
 
 def policy(kind: str | None, names: Sequence[str] | None = None, budget: int = 0) -> RecomputePolicy:
-    """A policy by name. Raises UnknownNameError for another kind than none, full, selective or budget."""
+    """A policy by name.
+
+    Raises UnknownNameError for another kind than none, full, selective or budget, ConfigError for a negative budget.
+    """
     kinds = ("none", "full", "selective", "budget")
     if kind is not None and kind not in kinds:
         raise UnknownNameError(f"no recompute policy is called {kind!r}; there are {', '.join(kinds)}")
+    if budget < 0:
+        raise ConfigError(f"a recompute budget of {budget} bytes: it must not be negative")
     return RecomputePolicy(kind or "none", CHEAP if names is None else frozenset(names), budget)
 
 
@@ -124,9 +129,10 @@ def _kept_under(graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], ag
 def _within_budget(
     graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], late: set[fx.Node], budget: int
 ) -> list[fx.Node]:
-    """The largest set under `budget` bytes, found by letting ever more expensive nodes be computed again.
+    """What to keep within `budget` bytes, found by letting ever more expensive nodes be computed again.
 
-    Nodes are admitted in ascending FLOPs per byte of their result; for each prefix a minimum cut gives the fewest bytes to keep.
+    Nodes are admitted in ascending FLOPs per byte of their result; for each prefix a minimum cut gives the fewest bytes to keep,
+    and the first that fits is taken: least is computed again, though what is kept may stay well below the budget.
     """
     everything = _kept_under(graph, crossing, free, lambda node: False)
     if _bytes(everything) <= budget:

@@ -13,6 +13,9 @@ from mpar.mesh import Mesh
 __all__ = ["LockstepComm", "run_ranks"]
 
 
+PATIENCE_S = 1800.0  # torch.distributed's own default: a simulated rank may compute for long between two meetings
+
+
 class LockstepComm:
     """Collectives of one simulated rank. All ranks of a simulation share one `_Hall`."""
 
@@ -73,8 +76,10 @@ class _Hall:
                 arrived.clear()  # nobody's operands live on in this frame
                 self.condition.notify_all()
             while (group, rank) not in self.results and self.failure is None:
-                if not self.condition.wait(timeout=120):
-                    self.fail(ProgramError(f"rank {rank} waited for {group} in a {kind} that the others never reached"))
+                if not self.condition.wait(timeout=PATIENCE_S):
+                    self.fail(
+                        ProgramError(f"rank {rank} waited {PATIENCE_S} s for {group} in a {kind} that the others did not reach")
+                    )
             if self.failure is not None:
                 raise ProgramError("another simulated rank failed") from self.failure
             return self.results.pop((group, rank))
