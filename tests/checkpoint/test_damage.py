@@ -178,7 +178,9 @@ def test_extras_come_back(saved):
 
 def test_no_pickle(saved):
     """Every file is safetensors or JSON: an 8-byte length and a JSON header, or text that parses."""
-    for file in saved.iterdir():
+    files = sorted(saved.iterdir())
+    assert {file.suffix for file in files} == {".json", ".safetensors"}
+    for file in files:
         raw = file.read_bytes()
         length = int.from_bytes(raw[:8], "little")
         json.loads(raw[8 : 8 + length] if file.suffix == ".safetensors" else raw)
