@@ -1,0 +1,6 @@
+"""Pipeline schedules: pure functions from sizes to lists of actions, and what follows from a list: times, messages, proofs."""
+
+from mpar.schedules._action import KINDS, Action, Actions
+from mpar.schedules._timeline import Costs, Timeline, timeline
+
+__all__ = ["KINDS", "Action", "Actions", "Costs", "Timeline", "timeline"]
