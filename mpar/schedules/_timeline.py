@@ -131,8 +131,6 @@ def timeline(table: Actions, costs: Costs) -> Timeline:
         raise ProgramError(
             f"these actions wait for each other for ever ({stages} stages, {count} microbatches): {', '.join(stuck)}"
         )
-            f"these actions wait for each other for ever ({stages} stages, {count} microbatches): {', '.join(stuck)}"
-        )
     busy = [sum(e - s for s, e in zip(*both, strict=True)) for both in zip(start, end, strict=True)]
     return Timeline(start, end, busy, [_peak(own, costs) for own in table])
 
