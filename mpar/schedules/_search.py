@@ -1,0 +1,222 @@
+"""The problem that searches for a pipeline order solve, and what every search needs: run an order, check it, read it.
+
+An order is, per rank, a list of codes `4 * stage + kind`. Microbatches are not named: in a stage, every kind takes them in
+ascending order, so that the n-th F of a stage is that of microbatch n. Any list that runs keeps the order of gradient sums.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mpar.schedules._action import KINDS, Action, Actions
+from mpar.schedules._timeline import Costs
+
+__all__ = ["B", "F", "I", "Order", "Problem", "Run", "W", "fits", "from_table", "fused", "problem_of", "run", "to_table"]
+
+F, B, I, W = range(4)  # as in KINDS
+Order = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes and costs as flat lists.
+
+    time:     per code. `lean_input`, `lean_weight`: per stage, times of I and W that no order can beat, whether it has B or I, W.
+    up, down: per stage, the channel of its activation to the next stage, of its gradient to the stage before; -1: the same rank.
+    wire:     per stage, time of its activation to the next stage.
+    rest:     per stage, bytes between I and W.
+    cap:      per rank, bytes.
+    """
+
+    costs: Costs
+    place: tuple[int, ...]
+    own: tuple[tuple[int, ...], ...]
+    count: int
+    time: tuple[float, ...]
+    lean_input: tuple[float, ...]
+    lean_weight: tuple[float, ...]
+    up: tuple[int, ...]
+    down: tuple[int, ...]
+    num_channels: int
+    wire: tuple[float, ...]
+    activation: tuple[int, ...]
+    rest: tuple[int, ...]
+    cap: tuple[float, ...]
+
+    @property
+    def size(self) -> int:
+        """Actions in all, B as two."""
+        return 3 * self.count * len(self.place)
+
+    def fusing_helps(self, stage: int) -> bool:
+        """Whether B takes less than I and W."""
+        return self.time[4 * stage + B] < self.time[4 * stage + I] + self.time[4 * stage + W]
+
+
+class Run(NamedTuple):
+    """start, end: per rank, of each action."""
+
+    start: list[list[float]]
+    end: list[list[float]]
+    makespan: float
+    span_bubble: float
+
+
+def problem_of(costs: Costs, placement: Sequence[int], count: int, cap: Sequence[float]) -> Problem:
+    """Flatten costs; everything is checked already."""
+    stages, ranks = len(placement), 1 + max(placement)
+    times: list[float] = []
+    for stage in range(stages):
+        times += [float(costs.of(Action(stage, kind, 0))) for kind in KINDS]
+    lean_input = [min(times[4 * s + I], times[4 * s + B]) for s in range(stages)]
+    lean_weight = [min(times[4 * s + B], times[4 * s + I] + times[4 * s + W]) - lean_input[s] for s in range(stages)]
+    channels: dict[tuple[int, int], int] = {}
+
+    def channel(stage: int, other: int) -> int:
+        if not 0 <= other < stages or placement[stage] == placement[other]:
+            return -1
+        return channels.setdefault((placement[stage], placement[other]), len(channels))
+
+    up = tuple(channel(s, s + 1) for s in range(stages))
+    down = tuple(channel(s, s - 1) for s in range(stages))
+    wire = tuple(float(costs.transfer[s]) if up[s] >= 0 and costs.transfer else 0.0 for s in range(stages))
+    activation = tuple(costs.activation) or (0,) * stages
+    rest = activation if costs.weight_part is None or not costs.activation else tuple(costs.weight_part)
+    own = tuple(tuple(s for s in range(stages) if placement[s] == rank) for rank in range(ranks))
+    return Problem(
+        costs, tuple(placement), own, count, tuple(times), tuple(lean_input), tuple(lean_weight),
+        up, down, len(channels), wire, activation, rest, tuple(cap),
+    )  # fmt: skip
+
+
+def run(problem: Problem, order: Order) -> Run | None:
+    """What `timeline` gives, for orders of codes; None if the order is stuck."""
+    place, time, wire, up, down = problem.place, problem.time, problem.wire, problem.up, problem.down
+    stages, ranks = len(place), len(order)
+    done_forward, done_input, done_weight = [0] * stages, [0] * stages, [0] * stages
+    forward_in: list[list[float]] = [[] for _ in place]
+    input_in: list[list[float]] = [[] for _ in place]
+    forward_in[0] = input_in[-1] = [0.0] * problem.count
+    if stages == 1:
+        input_in[0] = [0.0] * problem.count
+    start: list[list[float]] = [[] for _ in order]
+    end: list[list[float]] = [[] for _ in order]
+    free = [0.0] * problem.num_channels
+    waits = [False] * ranks
+    todo = list(range(ranks))
+    while todo:
+        rank = todo.pop()
+        own, starts, ends = order[rank], start[rank], end[rank]
+        now = ends[-1] if ends else 0.0
+        waits[rank] = False
+        for code in own[len(ends) :] if ends else own:
+            stage, kind = code >> 2, code & 3
+            begin = now
+            if kind == F:
+                index, arrivals, channel, other = done_forward[stage], forward_in[stage], up[stage], stage + 1
+                if len(arrivals) <= index:
+                    waits[rank] = True
+                    break
+                begin = max(begin, arrivals[index])
+                done_forward[stage] = index + 1
+                link = wire[stage]
+            elif kind == W:
+                if done_weight[stage] >= done_input[stage]:
+                    return None
+                done_weight[stage] += 1
+                other = -1
+            else:
+                index, arrivals, channel, other = done_input[stage], input_in[stage], down[stage], stage - 1
+                if done_forward[stage] <= index or (kind == B and done_weight[stage] != index):
+                    return None
+                if len(arrivals) <= index:
+                    waits[rank] = True
+                    break
+                begin = max(begin, arrivals[index])
+                done_input[stage] = index + 1
+                if kind == B:
+                    done_weight[stage] = index + 1
+                link = wire[other]
+            now = begin + time[code]
+            starts.append(begin)
+            ends.append(now)
+            if 0 <= other < stages:
+                arrival = now
+                if channel >= 0:
+                    arrival = free[channel] = max(now, free[channel]) + link
+                    target = place[other]
+                    if waits[target]:
+                        waits[target] = False
+                        todo.append(target)
+                (forward_in if kind == F else input_in)[other].append(arrival)
+    if any(len(ends) < len(own) for ends, own in zip(end, order, strict=True)):
+        return None
+    spans = [
+        ends[-1] - starts[0] - sum([time[code] for code in own]) for starts, ends, own in zip(start, end, order, strict=True)
+    ]
+    return Run(start, end, max(ends[-1] for ends in end), max(spans))
+
+
+def fits(problem: Problem, rank: int, own: Sequence[int]) -> bool:
+    """Whether the bytes of a rank's order stay under its cap, at every moment."""
+    activation, rest, cap = problem.activation, problem.rest, problem.cap[rank]
+    live = 0
+    for code in own:
+        stage, kind = code >> 2, code & 3
+        if kind == F:
+            live += activation[stage]
+            if live > cap:
+                return False
+        elif kind == B:
+            live -= activation[stage]
+        elif kind == I:
+            live -= activation[stage] - rest[stage]
+        else:
+            live -= rest[stage]
+    return True
+
+
+def from_table(table: Actions) -> Order:
+    """Codes of a table of actions: microbatches are renumbered to ascend."""
+    return [[4 * stage + KINDS.index(kind) for stage, kind, _ in own] for own in table]
+
+
+def to_table(order: Order) -> list[list[Action]]:
+    """Actions of an order, with their microbatches."""
+    table = []
+    for own in order:
+        seen: dict[tuple[int, int], int] = {}
+        actions = []
+        for code in own:
+            stage, kind = code >> 2, code & 3
+            index = max(seen.get((stage, I), 0), 0) if kind in (B, I) else seen.get((stage, kind), 0)
+            for part in (I, W) if kind == B else (kind,):
+                seen[stage, part] = index + 1
+            actions.append(Action(stage, KINDS[kind], index))
+        table.append(actions)
+    return table
+
+
+def fused(problem: Problem, order: Order) -> Order:
+    """Turn I and W that follow each other into B wherever the end of the pipeline does not come later by it."""
+    now = run(problem, order)
+    assert now is not None
+    best = now.makespan
+    for rank, own in enumerate(order):
+        position = 0
+        while position + 1 < len(own):
+            code = own[position]
+            if code & 3 == I and own[position + 1] == code + 1 and _same_microbatch(own, position):
+                trial = [*order[:rank], [*own[:position], code - 1, *own[position + 2 :]], *order[rank + 1 :]]
+                result = run(problem, trial)
+                if result is not None and result.makespan <= best:
+                    order, own, best = trial, trial[rank], result.makespan
+            position += 1
+    return order
+
+
+def _same_microbatch(own: Sequence[int], position: int) -> bool:
+    """Whether W after I at `position` is of the same microbatch: nothing of the stage is left between its I and W."""
+    stage = own[position] >> 2
+    before = own[:position]
+    return before.count(4 * stage + I) == before.count(4 * stage + W)

@@ -1,0 +1,151 @@
+"""What no order can beat: the longest path, and every rank and channel as one machine."""
+
+import heapq
+from dataclasses import dataclass
+
+from mpar.schedules._search import B, F, I, Problem, W
+
+__all__ = ["Bounds", "bounds_of"]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """tail: per code and microbatch, the least time from the end of an action to the end of all. makespan: the least."""
+
+    tail: list[list[float]]
+    makespan: float
+
+
+def bounds_of(problem: Problem) -> Bounds:
+    """Heads and tails of all actions, then per rank and per channel the best preemptive order of its actions by them.
+
+    The one-machine relaxation of job shops (Carlier 1982; Jackson's preemptive schedule). Where B takes less than I and W, their
+    times are those of `Problem.lean_input` and `lean_weight`, so that both ways are covered.
+    """
+    head, tail = _heads(problem), _tails(problem)
+    place, count, time = problem.place, problem.count, problem.time
+    machines: list[list[tuple[float, float, float]]] = [[] for _ in range(len(problem.own) + problem.num_channels)]
+    for stage, rank in enumerate(place):
+        durations = ((F, time[4 * stage + F]), (I, problem.lean_input[stage]), (W, problem.lean_weight[stage]))
+        for kind, duration in durations:
+            code = 4 * stage + kind
+            machines[rank] += [(head[code][m], duration, tail[code][m]) for m in range(count)]
+        for kind, channel, other in ((F, problem.up[stage], stage + 1), (I, problem.down[stage], stage - 1)):
+            if channel >= 0:
+                ends = time[4 * stage + F] if kind == F else problem.lean_input[stage]
+                begins = time[4 * other + F] if kind == F else problem.lean_input[other]
+                link = problem.wire[min(stage, other)]
+                machines[len(problem.own) + channel] += [
+                    (head[4 * stage + kind][m] + ends, link, begins + tail[4 * other + kind][m]) for m in range(count)
+                ]
+    return Bounds(tail, max(map(_one_machine, machines)))
+
+
+def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
+    """Least time to finish jobs (head, duration, tail) on one machine that may interrupt them: longest tail first."""
+    jobs = sorted(jobs)
+    ready: list[list[float]] = []
+    now, best, position = 0.0, 0.0, 0
+    while position < len(jobs) or ready:
+        if not ready:
+            now = max(now, jobs[position][0])
+        while position < len(jobs) and jobs[position][0] <= now:
+            heapq.heappush(ready, [-jobs[position][2], jobs[position][1]])
+            position += 1
+        until = jobs[position][0] if position < len(jobs) else float("inf")
+        job = ready[0]
+        if now + job[1] <= until:
+            now += job[1]
+            best = max(best, now - job[0])
+            heapq.heappop(ready)
+        else:
+            job[1] -= until - now
+            now = until
+    return best
+
+
+def _tails(problem: Problem) -> list[list[float]]:
+    """Per code and microbatch: longest path after it, or its way to a rank and all that this rank has to do after it."""
+    stages, count, wire, time = len(problem.place), problem.count, problem.wire, problem.time
+    lean, rest = problem.lean_input, problem.lean_weight
+    forward = [time[4 * s + F] for s in range(stages)]
+    tail = [[0.0] * count for _ in range(4 * stages)]
+    for m in reversed(range(count)):
+        left, more = count - m, m + 1 < count
+        for s in range(stages):
+            of_weight = rest[s] + tail[4 * s + W][m + 1] if more else 0.0
+            down = wire[s - 1] + lean[s - 1] + tail[4 * s - 4 + I][m] if s else 0.0
+            after = max(of_weight, down, lean[s] + tail[4 * s + I][m + 1] if more else 0.0)
+            for own in problem.own:
+                below = [o for o in own if o <= s]
+                if below:
+                    load = left * sum(lean[o] + rest[o] for o in below)
+                    way = wire[below[-1]] + sum(lean[o] + wire[o] for o in range(below[-1] + 1, s)) if below[-1] < s else 0.0
+                    own_part = lean[s] + rest[s] if below[-1] == s else 0.0
+                    after = max(after, way + load - own_part)
+            tail[4 * s + W][m] = of_weight
+            tail[4 * s + B][m] = after
+            tail[4 * s + I][m] = max(after, rest[s] + of_weight)
+            for own in problem.own:
+                if s in own:
+                    load = left * sum(lean[o] + rest[o] for o in own if o <= s) - lean[s]
+                    tail[4 * s + I][m] = max(tail[4 * s + I][m], load)
+        for s in reversed(range(stages)):
+            after = lean[s] + tail[4 * s + I][m]
+            if more:
+                after = max(after, forward[s] + tail[4 * s + F][m + 1])
+            if s + 1 < stages:
+                after = max(after, wire[s] + forward[s + 1] + tail[4 * s + 4 + F][m])
+            for own in problem.own:
+                above = [o for o in own if o >= s]
+                load = left * (sum(lean[o] + rest[o] for o in own) + sum(forward[o] for o in above))
+                if above:
+                    load += sum(wire[o - 1] + (forward[o - 1] if o - 1 > s else 0.0) for o in range(s + 1, above[0] + 1))
+                    load -= forward[s] if above[0] == s else 0.0
+                else:
+                    load += sum(wire[o - 1] + forward[o] for o in range(s + 1, stages))
+                    load += sum(lean[o] + wire[o - 1] for o in range(own[-1] + 1, stages))
+                after = max(after, load)
+            tail[4 * s + F][m] = after
+    return tail
+
+
+def _heads(problem: Problem) -> list[list[float]]:
+    """Per code and microbatch: longest path before it, or all that a rank has to do before it and the way from there."""
+    stages, count, wire, time = len(problem.place), problem.count, problem.wire, problem.time
+    lean, rest = problem.lean_input, problem.lean_weight
+    forward = [time[4 * s + F] for s in range(stages)]
+    head = [[0.0] * count for _ in range(4 * stages)]
+    for m in range(count):
+        for s in range(stages):
+            before = head[4 * s + F][m - 1] + forward[s] if m else 0.0
+            if s:
+                before = max(before, head[4 * s - 4 + F][m] + forward[s - 1] + wire[s - 1])
+            for own in problem.own:
+                below = [o for o in own if o <= s]
+                if below:
+                    way = wire[below[-1]] + sum(forward[o] + wire[o] for o in range(below[-1] + 1, s)) if below[-1] < s else 0.0
+                    itself = forward[s] if below[-1] == s else 0.0
+                    before = max(before, (m + 1) * sum(forward[o] for o in below) - itself + way)
+            head[4 * s + F][m] = before
+        for s in reversed(range(stages)):
+            before = head[4 * s + F][m] + forward[s]
+            if m:
+                before = max(before, head[4 * s + I][m - 1] + lean[s])
+            if s + 1 < stages:
+                before = max(before, head[4 * s + 4 + I][m] + lean[s + 1] + wire[s])
+            for own in problem.own:
+                above = [o for o in own if o >= s]
+                load = (m + 1) * (sum(forward[o] for o in own) + sum(lean[o] for o in above))
+                if above:
+                    load += sum(wire[o - 1] + (lean[o - 1] if o - 1 > s else 0.0) for o in range(s + 1, above[0] + 1))
+                    load -= lean[s] if above[0] == s else 0.0
+                else:
+                    load += sum(wire[o - 1] + forward[o] for o in range(own[-1] + 1, stages))
+                    load += sum(lean[o] + wire[o - 1] for o in range(s + 1, stages))
+                before = max(before, load)
+            head[4 * s + I][m] = before
+            own = problem.own[problem.place[s]]
+            load = (m + 1) * (sum(forward[o] for o in own) + sum(lean[o] for o in own if o >= s)) + m * rest[s]
+            head[4 * s + W][m] = max(load, before + lean[s], head[4 * s + W][m - 1] + rest[s] if m else 0.0)
+    return head

@@ -1,0 +1,177 @@
+"""Exact search for small pipelines: all orders, in the order of time, without those that another one is as good as.
+
+A state is what has begun, the time T of the last beginning, and all times that later actions can see: when ranks and channels are
+free and when operands arrive. Actions are appended with beginnings that never decrease (an action may be held back until T), which
+reaches every order; of two states with the same actions the one whose times are all no later is as good as the other, whatever
+follows. A state also ends if its lower bound reaches the best makespan known. Layer n holds the states with n actions begun.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mpar.schedules._search import B, F, I, Order, Problem, W
+from mpar.schedules._search_bound import Bounds
+
+__all__ = ["Outcome", "exact"]
+
+
+class Outcome(NamedTuple):
+    """order: better than what was known, or None. proven: whether nothing better than the result exists. nodes: states opened."""
+
+    order: Order | None
+    proven: bool
+    nodes: int
+
+
+class _State(NamedTuple):
+    begun: tuple[int, ...]  # per stage F, I, W
+    live: tuple[int, ...]  # bytes per rank
+    work: tuple[float, ...]  # least time per rank that is still to do
+    now: tuple[float, ...]  # per rank and then per channel: free from then on
+    arrivals: tuple[tuple[float, ...], ...]  # per stage: of activations and of gradients that wait
+    time: float
+    bound: float
+    code: int
+    before: "_State | None"
+
+
+def exact(problem: Problem, bounds: Bounds, known: float, *, nodes: int, width: int | None = None) -> Outcome:
+    """Look for an order that ends before `known`; give up after opening `nodes` states.
+
+    width: keep at most so many states of each layer: a beam search, which proves nothing once it has dropped a state.
+    """
+    epsilon = 1e-9 * max(known, 1e-30)
+    layers: list[dict[tuple[int, ...], list[_State]]] = [{} for _ in range(problem.size + 3)]
+    first = _first(problem)
+    layers[0][first.begun] = [first]
+    best: _State | None = None
+    opened, dropped = 0, False
+    for size in range(problem.size):
+        states = [state for states in layers[size].values() for state in states]
+        layers[size].clear()
+        if width is not None and len(states) > width:
+            states.sort(key=lambda state: (state.bound, sum(state.now)))
+            states, dropped = states[:width], True
+        for state in states:
+            if state.bound >= known - epsilon:
+                continue
+            if opened >= nodes:
+                return Outcome(_order(problem, best), False, opened)
+            opened += 1
+            for child in _children(problem, bounds, state, known - epsilon):
+                step = 2 if child.code & 3 == B else 1
+                if size + step == problem.size:
+                    known, best = child.bound, child
+                else:
+                    _keep(layers[size + step], child)
+    return Outcome(_order(problem, best), not dropped, opened)
+
+
+def _keep(layer: dict[tuple[int, ...], list[_State]], child: _State) -> None:
+    """Add a state to its layer unless another one is as good; drop those that it is as good as."""
+    others = layer.setdefault(child.begun, [])
+    times = _times(child)
+    kept = []
+    for other in others:
+        theirs = _times(other)
+        if all(map(float.__le__, theirs, times)):
+            return
+        if not all(map(float.__le__, times, theirs)):
+            kept.append(other)
+    kept.append(child)
+    layer[child.begun] = kept
+
+
+def _times(state: _State) -> list[float]:
+    return [state.time, *state.now, *(time for waiting in state.arrivals for time in waiting)]
+
+
+def _first(problem: Problem) -> _State:
+    stages, count = len(problem.place), problem.count
+    work = tuple(
+        count * sum(problem.time[4 * s + F] + problem.lean_input[s] + problem.lean_weight[s] for s in own) for own in problem.own
+    )
+    now = (0.0,) * (len(problem.own) + problem.num_channels)
+    arrivals: list[tuple[float, ...]] = [()] * (2 * stages)
+    arrivals[0] = (0.0,) * count
+    arrivals[2 * stages - 1] = (0.0,) * count
+    return _State((0,) * (3 * stages), (0,) * len(problem.own), work, now, tuple(arrivals), 0.0, 0.0, -1, None)
+
+
+def _children(problem: Problem, bounds: Bounds, state: _State, limit: float) -> Iterator[_State]:
+    """All states one action further whose bound is below `limit`."""
+    stages, begun = len(problem.place), state.begun
+    for stage, rank in enumerate(problem.place):
+        forwards, inputs, weights = begun[3 * stage : 3 * stage + 3]
+        if forwards < problem.count and state.arrivals[stage] and _has_room(problem, state, stage, rank):
+            yield from _child(problem, bounds, state, stage, F, state.arrivals[stage][0], limit)
+        if inputs < forwards and state.arrivals[stages + stage]:
+            yield from _child(problem, bounds, state, stage, I, state.arrivals[stages + stage][0], limit)
+            if weights == inputs and problem.fusing_helps(stage):
+                yield from _child(problem, bounds, state, stage, B, state.arrivals[stages + stage][0], limit)
+        if weights < inputs:
+            yield from _child(problem, bounds, state, stage, W, 0.0, limit)
+
+
+def _has_room(problem: Problem, state: _State, stage: int, rank: int) -> bool:
+    return state.live[rank] + problem.activation[stage] <= problem.cap[rank]
+
+
+def _child(
+    problem: Problem, bounds: Bounds, state: _State, stage: int, kind: int, arrival: float, limit: float
+) -> Iterator[_State]:
+    """The state after one more action; none if its bound is not below the limit."""
+    code, rank, stages, ranks = 4 * stage + kind, problem.place[stage], len(problem.place), len(problem.own)
+    begin = max(state.now[rank], arrival, state.time)
+    end = begin + problem.time[code]
+    microbatch = state.begun[3 * stage + (0, 1, 1, 2)[kind]]
+    bound = max(state.bound, end + bounds.tail[code][microbatch])
+    if bound >= limit:
+        return
+    work = list(state.work)
+    work[rank] -= (
+        problem.time[code] if kind == F else
+        problem.lean_input[stage] + problem.lean_weight[stage] if kind == B else
+        problem.lean_input[stage] if kind == I else problem.lean_weight[stage]
+    )  # fmt: skip
+    now = list(state.now)
+    now[rank] = end
+    arrivals = list(state.arrivals)
+    if kind != W:
+        source = stage if kind == F else stages + stage
+        arrivals[source] = arrivals[source][1:]
+        other = stage + 1 if kind == F else stage - 1
+        if 0 <= other < stages:
+            channel = problem.up[stage] if kind == F else problem.down[stage]
+            reached = end
+            if channel >= 0:
+                reached = now[ranks + channel] = max(end, now[ranks + channel]) + problem.wire[min(stage, other)]
+            target = other if kind == F else stages + other
+            arrivals[target] = (*arrivals[target], reached)
+    for index, free in enumerate(now):
+        if free < begin:
+            now[index] = begin  # nothing begins before: the same for all that follows
+        if index < ranks:
+            bound = max(bound, now[index] + work[index])
+    if bound >= limit:
+        return
+    begun, live = list(state.begun), list(state.live)
+    activation, rest = problem.activation[stage], problem.rest[stage]
+    for part in ((0,), (1, 2), (1,), (2,))[kind]:
+        begun[3 * stage + part] += 1
+    live[rank] += (activation, -activation, rest - activation, -rest)[kind]
+    waiting = tuple(tuple(max(time, begin) for time in times) for times in arrivals)
+    yield _State(tuple(begun), tuple(live), tuple(work), tuple(now), waiting, begin, bound, code, state)
+
+
+def _order(problem: Problem, state: _State | None) -> Order | None:
+    """The order that led to a state."""
+    if state is None:
+        return None
+    order: Order = [[] for _ in problem.own]
+    while state.before is not None:
+        order[problem.place[state.code >> 2]].append(state.code)
+        state = state.before
+    for own in order:
+        own.reverse()
+    return order

@@ -1,0 +1,176 @@
+"""List scheduling: every rank that falls idle takes the action that a rule prefers of those that are ready.
+
+The rules' parts are those of the schedules that people named: how many microbatches a rank may have in flight, forward or backward
+first, which chunk first, how long weight gradients wait (Qi et al. 2023, arXiv:2401.10241, section 3.1, fills gaps with them).
+"""
+
+import heapq
+from dataclasses import dataclass
+
+from mpar.schedules._search import B, F, I, Order, Problem, W
+
+__all__ = ["Rule", "greedy"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """limit: per rank, chunks in flight: F begun, I not. delay: per rank, weight gradients that may wait before one goes first.
+
+    backward_first: whether I precedes F when both are ready. forward, backward: which stage of several: "deep" the last, "shallow"
+    the first, "old" that of the lowest microbatch, "group" of groups of microbatches the first, in it the first stage.
+    patience: W begins only if the next arrival known is later than this share of its time.
+    fuse: on which stages B takes the place of I where B takes less than both: "none", "first" or "all".
+    """
+
+    limit: tuple[int, ...]
+    delay: tuple[int, ...]
+    backward_first: bool = True
+    forward: str = "deep"
+    backward: str = "deep"
+    patience: float = 1.0
+    fuse: str = "none"
+    group: int = 1
+
+
+def greedy(problem: Problem, rule: Rule) -> Order:
+    """An order by the rule. Never stuck: see `_Rank.may_begin`.
+
+    Rank by rank in the order of time; a rank that has nothing to do is looked at again when something arrives.
+    """
+    stages, last = len(problem.place), len(problem.place) - 1
+    place, wire, up, down, time = problem.place, problem.wire, problem.up, problem.down, problem.time
+    arrivals: list[list[float]] = [[] for _ in range(2 * stages)]  # stage: of activations; stages + stage: of gradients
+    arrivals[0] = [0.0] * problem.count
+    arrivals[stages + last] = [0.0] * problem.count
+    free = [0.0] * problem.num_channels
+    ranks = [_Rank(problem, rule, rank, arrivals) for rank in range(len(problem.own))]
+    busy_until = [0.0] * len(ranks)
+    events: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(ranks))]
+    while events:
+        now, rank = heapq.heappop(events)
+        if now < busy_until[rank]:
+            continue
+        while events and events[0] == (now, rank):
+            heapq.heappop(events)
+        code = ranks[rank].next_code(now)
+        if code < 0:
+            continue
+        stage, kind = code >> 2, code & 3
+        end = now + time[code]
+        busy_until[rank] = end
+        heapq.heappush(events, (end, rank))
+        other = stage + 1 if kind == F else stage - 1
+        if kind == W or not 0 <= other < stages:
+            continue
+        channel = up[stage] if kind == F else down[stage]
+        if channel >= 0:
+            end = free[channel] = max(end, free[channel]) + wire[min(stage, other)]
+            heapq.heappush(events, (max(end, busy_until[place[other]]), place[other]))
+        arrivals[other if kind == F else stages + other].append(end)
+    return [rank.order for rank in ranks]
+
+
+class _Rank:
+    """One rank's counts of begun actions, and its choice."""
+
+    def __init__(self, problem: Problem, rule: Rule, rank: int, arrivals: list[list[float]]) -> None:
+        self.problem, self.rule, self.arrivals = problem, rule, arrivals
+        self.own = problem.own[rank]
+        self.cap, self.limit, self.delay = problem.cap[rank], max(rule.limit[rank], len(self.own)), rule.delay[rank]
+        self.done = {s: [0, 0, 0] for s in self.own}  # F, I, W
+        self.live, self.in_flight, self.pending = 0, 0, 0
+        self.order: list[int] = []
+
+    def may_begin(self, stage: int) -> bool:
+        """Whether F of a stage fits now, and leaves enough for the stages behind it on this rank.
+
+        What is begun on earlier stages, with microbatches that have not reached a later stage s, cannot go before F on s has
+        run: together with one F on s it must fit. This is also enough: of all F that wait for memory, take the deepest; all
+        microbatches before it run to their end without memory of this kind, and what is left is as the condition says.
+        """
+        activation, done = self.problem.activation, self.done
+        if self.live + activation[stage] > self.cap or self.in_flight + 1 > self.limit:
+            return False
+        for s in self.own:
+            if s > stage and done[s][0] < self.problem.count:
+                held = chunks = 0
+                for o in self.own:
+                    if o < s:
+                        ahead = done[o][0] + (o == stage) - done[s][0]
+                        held += ahead * activation[o]
+                        chunks += ahead
+                if held + activation[s] > self.cap or chunks + 1 > self.limit:
+                    return False
+        return True
+
+    def next_code(self, now: float) -> int:
+        """The action to begin, noted as begun; -1: none."""
+        stages, count, rule = len(self.problem.place), self.problem.count, self.rule
+        forwards: list[tuple[float, int]] = []
+        backwards: list[tuple[float, int]] = []
+        blocked, soon = False, float("inf")
+        for s in self.own:
+            begun, inputs, _ = self.done[s]
+            if inputs < begun and inputs < len(self.arrivals[stages + s]):
+                arrival = self.arrivals[stages + s][inputs]
+                if arrival <= now:
+                    backwards.append((self._preference(rule.backward, s, inputs), s))
+                else:
+                    soon = min(soon, arrival)
+            if begun < count and begun < len(self.arrivals[s]):
+                arrival = self.arrivals[s][begun]
+                if not self.may_begin(s):
+                    blocked = True
+                elif arrival <= now:
+                    forwards.append((self._preference(rule.forward, s, begun), s))
+                else:
+                    soon = min(soon, arrival)
+        if self.pending > self.delay or (self.pending and not forwards and not backwards):
+            weight = self._oldest_weight()
+            if forwards or backwards or blocked or soon - now >= rule.patience * self.problem.time[4 * weight + W]:
+                return self._begin(weight, W)
+            return -1
+        if backwards and (rule.backward_first or not forwards):
+            return self._begin(min(backwards)[1], I)
+        if forwards:
+            return self._begin(min(forwards)[1], F)
+        return -1
+
+    def _preference(self, rule: str, stage: int, microbatch: int) -> float:
+        stages = len(self.problem.place)
+        if rule == "deep":
+            return -stage
+        if rule == "shallow":
+            return stage
+        if rule == "old":
+            return microbatch * stages - stage
+        return microbatch // self.rule.group * stages + stage
+
+    def _oldest_weight(self) -> int:
+        """The stage with the lowest microbatch whose W waits; of these the deepest."""
+        return min((self.done[s][2], -s, s) for s in self.own if self.done[s][2] < self.done[s][1])[2]
+
+    def _begin(self, stage: int, kind: int) -> int:
+        done, problem = self.done[stage], self.problem
+        activation, rest = problem.activation[stage], problem.rest[stage]
+        if kind == F:
+            done[0] += 1
+            self.live += activation
+            self.in_flight += 1
+        elif kind == W:
+            done[2] += 1
+            self.live -= rest
+            self.pending -= 1
+        else:
+            done[1] += 1
+            self.in_flight -= 1
+            self.live -= activation - rest
+            self.pending += 1
+            chosen = self.rule.fuse == "all" or (self.rule.fuse == "first" and stage == 0)
+            if chosen and done[1] == done[2] + 1 and problem.fusing_helps(stage):
+                kind = B
+                done[2] += 1
+                self.live -= rest
+                self.pending -= 1
+        self.order.append(4 * stage + kind)
+        return self.order[-1]
