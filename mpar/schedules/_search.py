@@ -13,7 +13,7 @@ from mpar.schedules._timeline import Costs
 
 __all__ = ["B", "F", "I", "Order", "Problem", "Run", "W", "fits", "from_table", "fused", "problem_of", "run", "to_table"]
 
-F, B, I, W = range(4)  # as in KINDS
+F, B, I, W = range(4)  # noqa: E741 (as in KINDS)
 Order = list[list[int]]
 
 
@@ -25,7 +25,7 @@ class Problem:
     up, down: per stage, the channel of its activation to the next stage, of its gradient to the stage before; -1: the same rank.
     wire:     per stage, time of its activation to the next stage.
     rest:     per stage, bytes between I and W.
-    cap:      per rank, bytes.
+    cap:      per rank, bytes; at most what all microbatches hold.
     """
 
     costs: Costs
@@ -47,6 +47,17 @@ class Problem:
     def size(self) -> int:
         """Actions in all, B as two."""
         return 3 * self.count * len(self.place)
+
+    def ahead(self, stage: int) -> tuple[int, int]:
+        """How many microbatches F of a stage may be ahead of its I, and of its W, by the cap alone; `count` if it says nothing.
+
+        What has run F on a stage and not I is held whole by this stage and those before it on the rank.
+        """
+        own, cap = self.own[self.place[stage]], self.cap[self.place[stage]]
+        whole, activation, rest = sum(self.activation[s] for s in own if s <= stage), self.activation[stage], self.rest[stage]
+        inputs = min(cap // whole, self.count) if whole else self.count
+        weights = min((cap - activation) // rest + 1, self.count) if rest else self.count
+        return int(inputs), int(weights)
 
     def fusing_helps(self, stage: int) -> bool:
         """Whether B takes less than I and W."""
@@ -83,9 +94,10 @@ def problem_of(costs: Costs, placement: Sequence[int], count: int, cap: Sequence
     activation = tuple(costs.activation) or (0,) * stages
     rest = activation if costs.weight_part is None or not costs.activation else tuple(costs.weight_part)
     own = tuple(tuple(s for s in range(stages) if placement[s] == rank) for rank in range(ranks))
+    all_bytes = [count * sum(activation[s] for s in stages_of) for stages_of in own]
     return Problem(
         costs, tuple(placement), own, count, tuple(times), tuple(lean_input), tuple(lean_weight),
-        up, down, len(channels), wire, activation, rest, tuple(cap),
+        up, down, len(channels), wire, activation, rest, tuple(map(min, cap, all_bytes)),
     )  # fmt: skip
 
 

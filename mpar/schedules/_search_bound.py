@@ -1,4 +1,7 @@
-"""What no order can beat: the longest path, and every rank and channel as one machine."""
+"""What no order can beat: the longest path, and every rank and channel as one machine.
+
+Paths go along operands, along the microbatches of a stage, and from I and W to the first F that has no room before (`ahead`).
+"""
 
 import heapq
 from dataclasses import dataclass
@@ -68,14 +71,19 @@ def _tails(problem: Problem) -> list[list[float]]:
     """Per code and microbatch: longest path after it, or its way to a rank and all that this rank has to do after it."""
     stages, count, wire, time = len(problem.place), problem.count, problem.wire, problem.time
     lean, rest = problem.lean_input, problem.lean_weight
-    forward = [time[4 * s + F] for s in range(stages)]
+    forward, ahead = [time[4 * s + F] for s in range(stages)], [problem.ahead(s) for s in range(stages)]
     tail = [[0.0] * count for _ in range(4 * stages)]
     for m in reversed(range(count)):
         left, more = count - m, m + 1 < count
         for s in range(stages):
+            room, room_weight = ahead[s]
             of_weight = rest[s] + tail[4 * s + W][m + 1] if more else 0.0
+            if m + room_weight < count:
+                of_weight = max(of_weight, forward[s] + tail[4 * s + F][m + room_weight])
             down = wire[s - 1] + lean[s - 1] + tail[4 * s - 4 + I][m] if s else 0.0
             after = max(of_weight, down, lean[s] + tail[4 * s + I][m + 1] if more else 0.0)
+            if m + room < count:
+                after = max(after, forward[s] + tail[4 * s + F][m + room])
             for own in problem.own:
                 below = [o for o in own if o <= s]
                 if below:
@@ -114,11 +122,16 @@ def _heads(problem: Problem) -> list[list[float]]:
     """Per code and microbatch: longest path before it, or all that a rank has to do before it and the way from there."""
     stages, count, wire, time = len(problem.place), problem.count, problem.wire, problem.time
     lean, rest = problem.lean_input, problem.lean_weight
-    forward = [time[4 * s + F] for s in range(stages)]
+    forward, ahead = [time[4 * s + F] for s in range(stages)], [problem.ahead(s) for s in range(stages)]
     head = [[0.0] * count for _ in range(4 * stages)]
     for m in range(count):
         for s in range(stages):
+            room, room_weight = ahead[s]
             before = head[4 * s + F][m - 1] + forward[s] if m else 0.0
+            if m >= room:
+                before = max(before, head[4 * s + I][m - room] + lean[s])
+            if m >= room_weight:
+                before = max(before, head[4 * s + W][m - room_weight] + rest[s])
             if s:
                 before = max(before, head[4 * s - 4 + F][m] + forward[s - 1] + wire[s - 1])
             for own in problem.own:

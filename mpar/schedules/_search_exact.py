@@ -1,8 +1,8 @@
 """Exact search for small pipelines: all orders, in the order of time, without those that another one is as good as.
 
 A state is what has begun, the time T of the last beginning, and all times that later actions can see: when ranks and channels are
-free and when operands arrive. Actions are appended with beginnings that never decrease (an action may be held back until T), which
-reaches every order; of two states with the same actions the one whose times are all no later is as good as the other, whatever
+free and when operands arrive. Actions are appended with beginnings that never decrease (an action may be held back until T): this
+reaches every order. Of two states with the same actions the one whose times are all no later is as good as the other, whatever
 follows. A state also ends if its lower bound reaches the best makespan known. Layer n holds the states with n actions begun.
 """
 

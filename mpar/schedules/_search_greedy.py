@@ -1,7 +1,7 @@
 """List scheduling: every rank that falls idle takes the action that a rule prefers of those that are ready.
 
-The rules' parts are those of the schedules that people named: how many microbatches a rank may have in flight, forward or backward
-first, which chunk first, how long weight gradients wait (Qi et al. 2023, arXiv:2401.10241, section 3.1, fills gaps with them).
+The rules' parts are those of the named schedules: how many microbatches a rank may have in flight, forward or backward first,
+which chunk first, how long weight gradients wait (Qi et al. 2023, arXiv:2401.10241, section 3.1, fills gaps with them).
 """
 
 import heapq
@@ -16,8 +16,8 @@ __all__ = ["Rule", "greedy"]
 class Rule:
     """limit: per rank, chunks in flight: F begun, I not. delay: per rank, weight gradients that may wait before one goes first.
 
-    backward_first: whether I precedes F when both are ready. forward, backward: which stage of several: "deep" the last, "shallow"
-    the first, "old" that of the lowest microbatch, "group" of groups of microbatches the first, in it the first stage.
+    backward_first: whether I precedes F when both are ready. forward, backward: which stage of several: "deep" the last,
+    "shallow" the first, "old" that of the lowest microbatch, "group" of groups of microbatches the first, in it the first stage.
     patience: W begins only if the next arrival known is later than this share of its time.
     fuse: on which stages B takes the place of I where B takes less than both: "none", "first" or "all".
     """

@@ -1,0 +1,239 @@
+"""The best order that can be found for a pipeline, given what its actions cost and how many bytes its ranks have."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpar.errors import ConfigError
+from mpar.schedules._action import Action, Actions
+from mpar.schedules._search import Order, Problem, Run, fits, from_table, fused, problem_of, run, to_table
+from mpar.schedules._search_bound import bounds_of
+from mpar.schedules._search_exact import exact
+from mpar.schedules._search_local import improve
+from mpar.schedules._search_rules import first_rules, search_rules
+from mpar.schedules._timeline import Costs, Timeline, timeline
+
+__all__ = ["Auto", "Trial", "auto"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One method of the search: its best makespan (None: nothing that fits), and how many orders or states it looked at."""
+
+    method: str
+    makespan: float | None
+    looked_at: int
+
+
+@dataclass(frozen=True)
+class Auto:
+    """table: per rank its actions. bound: no order ends sooner. optimal: it is proven that no order ends sooner than this one.
+
+    method: the trial that found it. trials: all of them, in order. num_ranks, stages: as in the placement.
+    """
+
+    table: list[list[Action]]
+    timeline: Timeline
+    bound: float
+    optimal: bool
+    method: str
+    trials: tuple[Trial, ...]
+
+    @property
+    def gap(self) -> float:
+        """By what share of the bound the makespan is over it, at most what a better order could gain."""
+        return self.timeline.makespan / self.bound - 1 if self.bound else 0.0
+
+
+def auto(
+    costs: Costs,
+    *,
+    placement: Sequence[int],
+    num_microbatches: int,
+    cap_bytes: Sequence[int] | int | None = None,
+    named: Sequence[tuple[str, Actions]] = (),
+    effort: float = 1.0,
+    seed: int = 0,
+) -> Auto:
+    """Search the order with the least makespan; of equal ones that with the least span bubble, then with the least peak bytes.
+
+    Every stage takes its microbatches in ascending order, in F, in I or B, and in W. In turn: named schedules, list scheduling by
+    many rules, the exact search if there are few actions, beam and local search from the best so far. The same input gives
+    the same result: work is limited by counts, not by clocks.
+
+    placement: per stage its rank. cap_bytes: what a rank, or every rank, has for activations as `Costs.activation` counts them.
+    named: tables to start from, by name; those of other placements or over the cap do not count.
+    effort: more or less work than usual, by this factor.
+
+    Raises ConfigError if costs, placement and sizes disagree, or if no order at all fits the cap: one microbatch, alone in the
+    pipeline, holds on every rank the activations of all its stages there.
+    """
+    problem = _problem(costs, placement, num_microbatches, cap_bytes)
+    bounds = bounds_of(problem)
+    search = _Search(problem, bounds.makespan)
+    for name, table in named:
+        order = _as_order(problem, table)
+        search.offer(name, [] if order is None else [order], 1)
+    steps = max(int(effort * _STEPS), 1)  # actions that may be run, per method
+    if not search.done:
+        search.offer("list scheduling", *search_rules(problem, first_rules(problem), steps // 4, search.key, bounds.makespan))
+    if not search.done and problem.size <= _FEW:
+        outcome = exact(problem, bounds, search.makespan, nodes=int(effort * _NODES))
+        search.offer("exact", [outcome.order] if outcome.order else [], outcome.nodes)
+        search.proven = outcome.proven
+    if not search.done and problem.size <= _MANY:
+        width = max(int(effort * _NODES) // (2 * problem.size), 1)
+        outcome = exact(problem, bounds, search.makespan, nodes=int(effort * _NODES), width=width)
+        search.offer("beam", [outcome.order] if outcome.order else [], outcome.nodes)
+    if not search.done:
+        runs = max(steps // problem.size, 50)
+        found = improve(problem, search.order, runs=runs, seed=seed, goal=bounds.makespan)
+        search.offer("local search", [found], runs)
+    return search.result()
+
+
+_STEPS = 1_200_000
+_NODES = 40_000
+_FEW = 100  # actions in all up to which an exact search has a chance within _NODES
+_MANY = 400  # actions in all up to which beam search is wide enough to be of use
+
+
+class _Search:
+    """The best order so far, and what was tried."""
+
+    def __init__(self, problem: Problem, bound: float) -> None:
+        self.problem, self.bound = problem, bound
+        self.best: tuple[tuple[float, float, int], Order, str] | None = None
+        self.trials: list[Trial] = []
+        self.proven = False
+
+    def key(self, order: Order, result: Run) -> tuple[float, float, int]:
+        """What is least in the best order; times are rounded, so that sums in another order do not decide."""
+        digits = 9 - math.ceil(math.log10(max(self.bound, 1e-300)))
+        peak = max(_peaks(self.problem, order))
+        return round(result.makespan, digits), round(result.span_bubble, digits), peak
+
+    def offer(self, method: str, orders: Sequence[Order], looked_at: int) -> None:
+        """Note a trial, and its best order if it is the best of all."""
+        makespan = None
+        for order in orders:
+            result = run(self.problem, order)
+            assert result is not None and all(fits(self.problem, rank, own) for rank, own in enumerate(order))
+            makespan = result.makespan if makespan is None else min(makespan, result.makespan)
+            key = self.key(order, result)
+            if self.best is None or key < self.best[0]:
+                self.best = key, order, method
+        self.trials.append(Trial(method, makespan, looked_at))
+
+    @property
+    def order(self) -> Order:
+        assert self.best is not None
+        return self.best[1]
+
+    @property
+    def makespan(self) -> float:
+        assert self.best is not None
+        result = run(self.problem, self.best[1])
+        assert result is not None
+        return result.makespan
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing ends sooner: what is left is the span bubble, and that is for local search alone."""
+        return self.best is not None and (self.proven or self.makespan <= self.bound * (1 + 1e-9))
+
+    def result(self) -> Auto:
+        assert self.best is not None
+        order = fused(self.problem, self.order)
+        table = to_table(order)
+        found = timeline(table, self.problem.costs)
+        optimal = self.done or self.proven
+        bound = found.makespan if self.proven else min(self.bound, found.makespan)
+        return Auto(table, found, bound, optimal, self.best[2], tuple(self.trials))
+
+
+def _peaks(problem: Problem, order: Order) -> list[int]:
+    peaks = []
+    for own in order:
+        live = peak = 0
+        for code in own:
+            stage, kind = code >> 2, code & 3
+            activation, rest = problem.activation[stage], problem.rest[stage]
+            live += (activation, -activation, rest - activation, -rest)[kind]
+            peak = max(peak, live)
+        peaks.append(peak)
+    return peaks
+
+
+def _as_order(problem: Problem, table: Actions) -> Order | None:
+    """A table as an order of this problem; None if it is of another one, does not fit, or is stuck if ascending."""
+    if len(table) != len(problem.own):
+        return None
+    counts: dict[tuple[int, str], int] = {}
+    for rank, own in enumerate(table):
+        for stage, kind, _ in own:
+            if stage >= len(problem.place) or problem.place[stage] != rank:
+                return None
+            for part in "IW" if kind == "B" else kind:
+                counts[stage, part] = counts.get((stage, part), 0) + 1
+    if any(counts.get((stage, part)) != problem.count for stage in range(len(problem.place)) for part in "FIW"):
+        return None
+    order = from_table(table)
+    if not all(fits(problem, rank, own) for rank, own in enumerate(order)) or run(problem, order) is None:
+        return None
+    return order
+
+
+def _problem(costs: Costs, placement: Sequence[int], num_microbatches: int, cap_bytes: Sequence[int] | int | None) -> Problem:
+    """Check everything, all offenders at once."""
+    stages = len(placement)
+    wrong = []
+    if not stages:
+        wrong.append("the placement has no stage")
+    if num_microbatches < 1:
+        wrong.append(f"num_microbatches is {num_microbatches}, needs 1 or more")
+    ranks = 1 + max(placement, default=-1)
+    empty = sorted(set(range(ranks)) - set(placement))
+    if empty or min(placement, default=0) < 0:
+        wrong.append(f"placement {list(placement)} must name every rank from 0 on; without a stage: {empty or 'none'}")
+    lists = {
+        "forward": (costs.forward, stages, False),
+        "input": (costs.input, stages, False),
+        "weight": (costs.weight, stages, False),
+        "backward": (costs.backward, stages, True),
+        "transfer": (costs.transfer or None, stages - 1, True),
+        "activation": (costs.activation or None, stages, True),
+        "weight_part": (costs.weight_part, stages, True),
+    }
+    for name, (values, needed, may_lack) in lists.items():
+        if values is None and may_lack:
+            continue
+        assert values is not None
+        if len(values) != needed:
+            wrong.append(f"costs.{name} has {len(values)} numbers, {stages} stages need {needed}")
+        if not all(math.isfinite(value) and value >= 0 for value in values):
+            wrong.append(f"costs.{name} {list(values)} has numbers that are negative or not finite")
+    if costs.activation and costs.weight_part is not None and len(costs.activation) == len(costs.weight_part):
+        more = [s for s, (part, whole) in enumerate(zip(costs.weight_part, costs.activation, strict=True)) if part > whole]
+        if more:
+            wrong.append(f"costs.weight_part is more than costs.activation for stages {more}, of which it is a part")
+    caps: list[float] = [math.inf] * ranks
+    if cap_bytes is not None:
+        caps = [cap_bytes] * ranks if isinstance(cap_bytes, int) else list(cap_bytes)
+        if len(caps) != ranks:
+            wrong.append(f"cap_bytes has {len(caps)} numbers, the placement has {ranks} ranks")
+        if not costs.activation:
+            wrong.append("cap_bytes needs costs.activation: without it no order holds any bytes")
+    if not wrong and costs.activation:
+        for rank, cap in enumerate(caps):
+            held = [costs.activation[s] for s in range(stages) if placement[s] == rank]
+            if sum(held) > cap:
+                sizes = " + ".join(map(str, held))
+                wrong.append(f"rank {rank} needs {sizes} = {sum(held)} bytes for one microbatch alone, and has {cap}")
+    if wrong:
+        raise ConfigError(
+            f"no order for {stages} stages on {ranks} ranks with {num_microbatches} microbatches:\n"
+            + "\n".join(f"  {line}" for line in wrong)
+            + "\nRaise cap_bytes, cut microbatches smaller, or recompute activations, where bytes are short."
+        )
+    return problem_of(costs, placement, num_microbatches, caps)

@@ -1,0 +1,107 @@
+"""Which rules list scheduling tries: those of the named schedules first, then what is near the best of them."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from mpar.schedules._search import Order, Problem, Run, run
+from mpar.schedules._search_greedy import Rule, greedy
+
+__all__ = ["first_rules", "search_rules"]
+
+_NO_LIMIT = 1_000_000
+
+
+def first_rules(problem: Problem) -> list[Rule]:
+    """A grid over limits, delays and preferences."""
+    ranks = len(problem.own)
+    chunks = max(map(len, problem.own))
+    limits = [
+        (_NO_LIMIT,) * ranks,
+        tuple((chunks - 1) * ranks + ranks - r for r in range(ranks)),
+        tuple((chunks - 1) * ranks + 2 * (ranks - r) - 1 for r in range(ranks)),
+        (chunks * ranks,) * ranks,
+        (chunks * (2 * ranks - 1),) * ranks,
+    ]
+    delays = [(_NO_LIMIT,) * ranks, (0,) * ranks, tuple(range(ranks))]
+    fuses = ["none", "first", "all"] if any(map(problem.fusing_helps, range(len(problem.place)))) else ["none"]
+    stages = [("deep", "deep"), ("group", "old")] if chunks > 1 else [("deep", "deep")]
+    return [
+        Rule(limit, delay, first, forward, backward, fuse=fuse, group=ranks)
+        for (forward, backward), first, delay, fuse, limit in itertools.product(stages, (True, False), delays, fuses, limits)
+    ]
+
+
+def search_rules(
+    problem: Problem,
+    rules: Sequence[Rule],
+    steps: int,
+    key: Callable[[Order, Run], tuple[float, float, int]],
+    goal: float,
+) -> tuple[list[Order], int]:
+    """Orders of the best rules, best last, and how many were tried. Hill climbing from the best two, by one part at a time.
+
+    steps: how many actions may be scheduled, in all.
+    """
+    left = max(steps // problem.size, 12)
+    tried = 0
+    known: set[Rule] = set()
+    scores: list[tuple[tuple[float, float, int], int, Rule, Order]] = []
+
+    def attempt(rule: Rule) -> None:
+        nonlocal tried
+        known.add(rule)
+        order = greedy(problem, rule)
+        result = run(problem, order)
+        assert result is not None
+        scores.append((key(order, result), tried, rule, order))
+        tried += 1
+
+    for rule in rules[: max(left // 2, 1)]:
+        attempt(rule)
+    exhausted: set[Rule] = set()
+    while tried < left:
+        scores.sort(key=lambda score: score[:2])
+        del scores[8:]
+        if scores[0][0][0] <= goal * (1 + 1e-9) and scores[0][0][1] <= 1e-9 * goal:
+            break
+        open_rules = [score for score in scores[:3] if score[2] not in exhausted]
+        if not open_rules:
+            break
+        best_key, _, rule, _ = open_rules[0]
+        for near in _near(problem, rule):
+            if near not in known and tried < left:
+                attempt(near)
+                if scores[-1][0] < best_key:
+                    break
+        else:
+            exhausted.add(rule)
+    scores.sort(key=lambda score: score[:2])
+    return [order for *_, order in scores[:3]][::-1], tried
+
+
+def _near(problem: Problem, rule: Rule) -> Iterator[Rule]:
+    """Rules that differ in one part."""
+    ranks, chunks = len(problem.own), max(map(len, problem.own))
+    yield replace(rule, backward_first=not rule.backward_first)
+    for patience in (1.0, 0.5, 0.0, 0.75):
+        yield replace(rule, patience=patience)
+    if any(map(problem.fusing_helps, range(len(problem.place)))):
+        for fuse in ("none", "first", "all"):
+            yield replace(rule, fuse=fuse)
+    if chunks > 1:
+        for stage in ("deep", "old", "shallow", "group"):
+            yield replace(rule, forward=stage)
+            yield replace(rule, backward=stage)
+        for group in (ranks, 2 * ranks, max(ranks // 2, 1), ranks + 1):
+            yield replace(rule, group=group)
+    most = chunks * problem.count
+    limit = tuple(min(own, most) for own in rule.limit)
+    delay = tuple(min(own, most) for own in rule.delay)
+    for change in (-1, 1, -2, 2, -4, 4):
+        yield replace(rule, limit=tuple(max(own + change, 1) for own in limit))
+        yield replace(rule, delay=tuple(max(own + change, 0) for own in delay))
+    for rank in range(ranks):
+        for change in (-1, 1, -3, 3):
+            yield replace(rule, limit=(*limit[:rank], max(limit[rank] + change, 1), *limit[rank + 1 :]))
+            yield replace(rule, delay=(*delay[:rank], max(delay[rank] + change, 0), *delay[rank + 1 :]))
