@@ -2,6 +2,20 @@
 
 from mpar.schedules._action import KINDS, Action, Actions
 from mpar.schedules._layout import balance, even, parse_layout, stage_ranges
+from mpar.schedules._order import Event, check_order
 from mpar.schedules._timeline import Costs, Timeline, timeline
 
-__all__ = ["KINDS", "Action", "Actions", "Costs", "Timeline", "balance", "even", "parse_layout", "stage_ranges", "timeline"]
+__all__ = [
+    "KINDS",
+    "Action",
+    "Actions",
+    "Costs",
+    "Event",
+    "Timeline",
+    "balance",
+    "check_order",
+    "even",
+    "parse_layout",
+    "stage_ranges",
+    "timeline",
+]

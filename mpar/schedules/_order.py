@@ -1,0 +1,391 @@
+"""Proof that ranks which send, receive, wait and meet in a fixed order come to an end, whatever the timing.
+
+Programs are straight lines that name their partners, so all maximal runs end in the same state (a Kahn network): one run without
+any buffering decides. Transfers are rendezvous: one is complete when both ends are posted and both are first in their queues.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from mpar.errors import ConfigError, ProgramError
+
+__all__ = ["QUEUES", "Event", "check_order"]
+
+QUEUES = ("direction", "pair", "single", "tag")
+_SHOWN = 8  # offenders that an error spells out
+
+
+class Event(NamedTuple):
+    """What a rank does that another must take part in.
+
+    op: "send" and "recv" post one end of a message and go on; "wait" blocks until the message is complete; "meet" blocks until
+    all members have arrived. key: id of the message, unique in the pipeline; for a meeting any value, the same for all its
+    members. peers: the rank at the other end; for a meeting all members. line: where in the rank's program, for messages.
+    """
+
+    op: str
+    key: Hashable
+    peers: tuple[int, ...]
+    line: int
+
+
+Describe = Callable[[int, int], str]
+
+
+def check_order(
+    events_per_rank: Sequence[Sequence[Event]], *, queues: str = "direction", describe: Describe | None = None
+) -> None:
+    """Prove that the events of all ranks come to an end. Linear in their number.
+
+    queues: which posted messages must be transferred in the order they were posted in: "direction", those from one rank to
+    another; "pair", those between two ranks, both ways; "single", all of a rank; "tag", none: messages find each other by id.
+    describe: text of (rank, line), for messages.
+
+    Raises ProgramError if an end of a message is missing, twice there or names another peer; if a rank waits for what it has not
+    posted, twice, or never (the tensor would be held for ever); if the n-th message sent from one rank to another is not the n-th
+    received; if members of a meeting arrive with different keys; if ranks wait for each other in a cycle: the message gives the
+    shortest. Raises ConfigError for an unknown kind of queues.
+    """
+    if queues not in QUEUES:
+        raise ConfigError(f"queues are {', '.join(map(repr, QUEUES))}, not {queues!r}")
+    network = _Network(events_per_rank, queues, describe)
+    _read(network)
+    _check_ends(network)
+    if queues != "tag":
+        _check_fifo(network)
+    _check_meetings(network)
+    at, missing = _run(network)
+    if any(position < len(own) for position, own in zip(at, events_per_rank, strict=True)):
+        raise ProgramError(_deadlock(network, at, missing))
+
+
+@dataclass
+class _Network:
+    """Messages are numbered as they come. An end of a message is 0, which sends, or 1; -1 where there is none."""
+
+    events: Sequence[Sequence[Event]]
+    queues: str
+    describe: Describe | None
+    number: dict[Hashable, int] = field(default_factory=dict)
+    keys: list[Hashable] = field(default_factory=list)  # by number
+    rank: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # [end][message]
+    line: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    programs: list[list[int]] = field(default_factory=list)  # per rank: message * 2 for a post, message * 2 + 1 for a wait, -1
+    lanes: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)  # (source, target, end): messages as posted
+    meetings: dict[tuple[int, ...], dict[int, list[tuple[Hashable, int]]]] = field(
+        default_factory=dict
+    )  # members: rank: key, line
+
+    def text(self, rank: int, line: int, otherwise: str = "") -> str:
+        """`rank 3, line 118 (3RECV_F0)`."""
+        words = otherwise if self.describe is None else self.describe(rank, line)
+        return f"rank {rank}, line {line}" + (f" ({words})" if words else "")
+
+    def end(self, message: int, end: int) -> str:
+        """The place where an end of a message is posted."""
+        return self.text(self.rank[end][message], self.line[end][message], f"{('send', 'recv')[end]} {self.keys[message]}")
+
+
+def _read(network: _Network) -> None:
+    """Number the messages; refuse what a single rank shows to be wrong."""
+    number, lanes, wrong, world = network.number, network.lanes, [], len(network.events)
+    (senders, receivers), (send_lines, recv_lines) = network.rank, network.line
+    for rank, own in enumerate(network.events):
+        program: list[int] = []
+        waited: dict[int, bool] = {}  # of what this rank has posted
+        local: dict[tuple[int, int], list[int]] = {}
+        network.programs.append(program)
+        for op, key, peers, line in own:
+            if op == "meet":
+                program.append(-1)
+                if (problem := _bad_members(rank, peers, world)) is not None:
+                    wrong.append(f"{network.text(rank, line, f'meet {key}')} {problem}")
+                else:
+                    members = tuple(sorted(peers))
+                    network.meetings.setdefault(members, {}).setdefault(rank, []).append((key, line))
+                continue
+            message = number.setdefault(key, len(number))
+            if message == len(senders):
+                network.keys.append(key)
+                senders.append(-1)
+                receivers.append(-1)
+                send_lines.append(-1)
+                recv_lines.append(-1)
+            if op == "wait":
+                program.append(message * 2 + 1)
+                if waited.get(message, True):
+                    problem = "a second time" if message in waited else "that it has not posted before"
+                    wrong.append(f"{network.text(rank, line, f'wait {key}')} waits for message {key} {problem}")
+                waited[message] = True
+                continue
+            program.append(message * 2)
+            if op not in ("send", "recv"):
+                wrong.append(f"{network.text(rank, line)} has the unknown op {op!r}")
+                continue
+            if len(peers) != 1 or peers[0] == rank or not 0 <= peers[0] < world:
+                wrong.append(
+                    f"{network.text(rank, line, f'{op} {key}')} names the peers {peers}, needs one other of {world} ranks"
+                )
+                continue
+            side = int(op == "recv")
+            ranks, lines = (receivers, recv_lines) if side else (senders, send_lines)
+            if ranks[message] >= 0:
+                first = network.text(ranks[message], lines[message])
+                wrong.append(f"message {key} has a second {op}: {network.text(rank, line)}, after {first}")
+            elif (senders if side else receivers)[message] == rank:
+                wrong.append(f"message {key} is sent and received by the same {network.text(rank, line)}")
+            ranks[message], lines[message], waited[message] = rank, line, False
+            local.setdefault((peers[0], side), []).append(message)
+        for (peer, side), messages in local.items():
+            lanes[(peer, rank, 1) if side else (rank, peer, 0)] = messages
+        for message in () if all(waited.values()) else [message for message, done in waited.items() if not done]:
+            where = network.end(message, int(receivers[message] == rank))
+            wrong.append(f"{where} is never waited for: its tensor would be held for ever")
+    _refuse("these events can not be run", wrong)
+
+
+def _bad_members(rank: int, peers: tuple[int, ...], world: int) -> str | None:
+    """What is wrong with the members of a meeting."""
+    if rank not in peers:
+        return f"meets {peers} but is no member"
+    if len(set(peers)) < len(peers) or not all(0 <= peer < world for peer in peers):
+        return f"meets {peers}, needs different ranks of {world}"
+    return None
+
+
+def _check_ends(network: _Network) -> None:
+    """Every message has two ends that name each other."""
+    wrong = []
+    named: tuple[list[int], list[int]] = ([-1] * len(network.number), [-1] * len(network.number))
+    for (source, target, end), messages in network.lanes.items():
+        for message in messages:
+            named[end][message] = source if end else target
+    for message, key in enumerate(network.number):
+        for end in (0, 1):
+            here, there = network.rank[end][message], network.rank[1 - end][message]
+            if here < 0 <= there:
+                wrong.append(f"{network.end(message, 1 - end)}: nobody {('sends', 'receives')[end]} message {key}")
+            elif named[end][message] != there:
+                other = network.end(message, 1 - end)
+                wrong.append(f"{network.end(message, end)} names rank {named[end][message]}, but the other end is {other}")
+    _refuse("these messages do not have two ends", wrong)
+
+
+def _check_fifo(network: _Network) -> None:
+    """The n-th message sent from one rank to another is the n-th received."""
+    wrong = []
+    for (source, target, end), sent in network.lanes.items():
+        if end:
+            continue
+        received = network.lanes[source, target, 1]
+        if sent != received:
+            index, (out, into) = next((i, both) for i, both in enumerate(zip(sent, received, strict=True)) if both[0] != both[1])
+            wrong.append(f"queue {source} -> {target}, transfer {index}: {network.end(out, 0)} meets {network.end(into, 1)}")
+    _refuse("messages are received in another order than they are sent in, so one would be taken for another", wrong)
+
+
+def _check_meetings(network: _Network) -> None:
+    """All members of a meeting arrive equally often, with the same keys."""
+    wrong = []
+    for members, arrivals in network.meetings.items():
+        first = arrivals.get(members[0], [])
+        for rank in members[1:]:
+            other = arrivals.get(rank, [])
+            for index, ((key, line), (key2, line2)) in enumerate(zip(first, other, strict=False)):
+                if key != key2:
+                    here, there = network.text(members[0], line, str(key)), network.text(rank, line2, str(key2))
+                    wrong.append(f"meeting {index} of ranks {members}: {here} with key {key!r}, {there} with key {key2!r}")
+                    break
+            else:
+                if len(first) != len(other):
+                    wrong.append(f"ranks {members} meet: rank {members[0]} {len(first)} times, rank {rank} {len(other)} times")
+    _refuse("members of a meeting do not arrive together", wrong)
+
+
+def _refuse(title: str, wrong: Sequence[str]) -> None:
+    if wrong:
+        more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        raise ProgramError("\n  ".join([f"{title}:", *wrong[:_SHOWN], *more]))
+
+
+def _queue_lists(network: _Network) -> list[tuple[int, list[int]]]:
+    """(rank, messages in the order that they must be transferred in) of every queue at every rank."""
+    if network.queues == "tag":
+        return []
+    if network.queues == "direction":
+        return [(target if end else source, messages) for (source, target, end), messages in network.lanes.items()]
+    found: dict[tuple[int, int], list[int]] = {}
+    senders, receivers = network.rank
+    for rank, program in enumerate(network.programs):
+        for code in program:
+            if code >= 0 and not code & 1:
+                message = code >> 1
+                peer = -1 if network.queues == "single" else senders[message] + receivers[message] - rank
+                found.setdefault((rank, peer), []).append(message)
+    return [(rank, messages) for (rank, _), messages in found.items()]
+
+
+def _run(network: _Network) -> tuple[list[int], list[int]]:
+    """One maximal run. Returns how many events each rank gets through, and what each message lacks: posts, turns in queues."""
+    count = len(network.number)
+    missing = [2] * count
+    behind: list[list[int]] = [[] for _ in range(count)]
+    for _, queue in _queue_lists(network):
+        for ahead, message in pairwise(queue):
+            behind[ahead].append(message)
+            missing[message] += 1
+    waiting: dict[int, list[int]] = {}
+    places = _meeting_places(network)
+    arrived: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    at = [0] * len(network.programs)
+    todo = list(range(len(at)))
+    while todo:
+        rank = todo.pop()
+        program, position = network.programs[rank], at[rank]
+        end = len(program)
+        while position < end:
+            code = program[position]
+            if code < 0:
+                meeting = places[rank, position]
+                here = arrived.setdefault(meeting, [])
+                if len(here) < len(meeting[0]):  # this rank is not back from the meeting
+                    here.append(rank)
+                    if len(here) < len(meeting[0]):
+                        break
+                    todo.extend(other for other in here if other != rank)
+            elif code & 1:
+                if missing[code >> 1]:
+                    waiting.setdefault(code >> 1, []).append(rank)
+                    break
+            else:
+                complete = [code >> 1]
+                while complete:
+                    message = complete.pop()
+                    missing[message] -= 1
+                    if not missing[message]:
+                        complete.extend(behind[message])
+                        todo.extend(waiting.pop(message, ()))
+            position += 1
+        at[rank] = position
+    return at, missing
+
+
+def _meeting_places(network: _Network) -> dict[tuple[int, int], tuple[tuple[int, ...], int]]:
+    """(rank, position) of a "meet": its members, and how many meetings of these came before."""
+    places = {}
+    for rank, own in enumerate(network.events):
+        seen: dict[tuple[int, ...], int] = {}
+        if not any(code < 0 for code in network.programs[rank]):
+            continue
+        for position, event in enumerate(own):
+            if event.op == "meet":
+                members = tuple(sorted(event.peers))
+                places[rank, position] = members, seen.get(members, 0)
+                seen[members] = seen.get(members, 0) + 1
+    return places
+
+
+_Node = tuple[int, int]  # (rank, -1): the event that a rank is stuck at; (rank, message): the first message in one of its queues
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """An arrow of the graph of waits: the node it leads to, and its words."""
+
+    to: _Node
+    text: str
+
+
+def _deadlock(network: _Network, at: Sequence[int], missing: Sequence[int]) -> str:
+    """The shortest cycle of the stuck state, in words.
+
+    A rank waits for the other end of its message to be posted, or for the first message of a queue that its message is in; that
+    message, for its own other end. Arrows to the firsts of queues suffice: all that are behind wait for these.
+    """
+    graph = _waits(network, at, missing)
+    cycle = _shortest_cycle(graph)
+    stuck = [rank for rank, own in enumerate(network.events) if at[rank] < len(own)]
+    title = f"these events wait for each other for ever; {len(stuck)} of {len(at)} ranks are stuck, queues {network.queues!r}"
+    return "\n  ".join([f"{title}; the shortest cycle:", *(wait.text for wait in cycle)])
+
+
+def _waits(network: _Network, at: Sequence[int], missing: Sequence[int]) -> dict[_Node, list[_Wait]]:
+    """What each stuck rank, and each first message of a queue, waits for."""
+    posted: list[set[int]] = [{code >> 1 for code in own[:n] if code >= 0} for own, n in zip(network.programs, at, strict=True)]
+    first: dict[tuple[int, int], int] = {}  # (rank, message): first message of the queue that its end there is in
+    for rank, queue in _queue_lists(network):
+        left = [message for message in queue if message in posted[rank] and missing[message]]
+        first.update({(rank, message): left[0] for message in left})
+
+    def of_end(message: int, end: int, here: str) -> list[_Wait]:
+        """Why an end of a message does not let it complete."""
+        rank = network.rank[end][message]
+        if message not in posted[rank]:
+            return [_Wait((rank, -1), f"{here} waits for {network.end(message, end)}")]
+        head = first.get((rank, message), message)
+        if head == message:
+            return []
+        own = int(network.rank[1][head] == rank)
+        return [_Wait((rank, head), f"{here} waits for {network.end(head, own)}, which is before it in a queue of rank {rank}")]
+
+    graph: dict[_Node, list[_Wait]] = {}
+    for rank, head in sorted({(rank, head) for (rank, _), head in first.items()}):
+        end = int(network.rank[1][head] == rank)
+        graph[rank, head] = of_end(head, 1 - end, network.end(head, end))
+    places = _meeting_places(network)
+    for rank, own in enumerate(network.events):
+        if at[rank] < len(own):
+            op, key, _, line = own[at[rank]]
+            here = network.text(rank, line, f"{op} {key}")
+            if op == "meet":
+                graph[rank, -1] = _of_meeting(network, rank, places[rank, at[rank]], places, at, here)
+            else:
+                message = network.number[key]
+                graph[rank, -1] = [*of_end(message, 0, here), *of_end(message, 1, here)]
+    return graph
+
+
+def _of_meeting(
+    network: _Network,
+    rank: int,
+    meeting: tuple[tuple[int, ...], int],
+    places: dict[tuple[int, int], tuple[tuple[int, ...], int]],
+    at: Sequence[int],
+    here: str,
+) -> list[_Wait]:
+    """The members that have not arrived."""
+    members, index = meeting
+    waits = []
+    for other in members:
+        if other != rank and places.get((other, at[other])) != meeting:
+            key, line = network.meetings[members][other][index]
+            waits.append(_Wait((other, -1), f"{here} waits for {network.text(other, line, f'meet {key}')}"))
+    return waits
+
+
+def _shortest_cycle(graph: dict[_Node, list[_Wait]]) -> list[_Wait]:
+    """Breadth first from every node; the first of the shortest, by rank."""
+    best: list[_Wait] = []
+    for start in sorted(graph):
+        came: dict[_Node, tuple[_Node, _Wait]] = {}
+        todo = deque([start])
+        while todo and start not in came:
+            node = todo.popleft()
+            for wait in graph[node]:
+                if wait.to not in came:
+                    came[wait.to] = node, wait
+                    todo.append(wait.to)
+        if start not in came:
+            continue
+        path: list[_Wait] = []
+        node = start
+        while not path or node != start:
+            node, wait = came[node]
+            path.append(wait)
+        if not best or len(path) < len(best):
+            best = path[::-1]
+    assert best, "a stuck state has a cycle of waits"
+    return best
