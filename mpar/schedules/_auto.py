@@ -76,7 +76,7 @@ def auto(
         search.offer(name, [] if order is None else [order], 1)
     steps = max(int(effort * _STEPS), 1)  # actions that may be run, per method
     if not search.done:
-        search.offer("list scheduling", *search_rules(problem, first_rules(problem), steps // 4, search.key, bounds.makespan))
+        search.offer("list scheduling", *search_rules(problem, first_rules(problem), steps // 12, search.key, bounds.makespan))
     if not search.done and problem.size <= _FEW:
         outcome = exact(problem, bounds, search.makespan, nodes=int(effort * _NODES))
         search.offer("exact", [outcome.order] if outcome.order else [], outcome.nodes)
@@ -92,7 +92,7 @@ def auto(
     return search.result()
 
 
-_STEPS = 1_200_000
+_STEPS = 4_000_000
 _NODES = 40_000
 _FEW = 100  # actions in all up to which an exact search has a chance within _NODES
 _MANY = 400  # actions in all up to which beam search is wide enough to be of use

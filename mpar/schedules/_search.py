@@ -11,7 +11,22 @@ from typing import NamedTuple
 from mpar.schedules._action import KINDS, Action, Actions
 from mpar.schedules._timeline import Costs
 
-__all__ = ["B", "F", "I", "Order", "Problem", "Run", "W", "fits", "from_table", "fused", "problem_of", "run", "to_table"]
+__all__ = [
+    "B",
+    "F",
+    "I",
+    "Order",
+    "Problem",
+    "Run",
+    "W",
+    "fits",
+    "from_table",
+    "fused",
+    "leaves_room",
+    "problem_of",
+    "run",
+    "to_table",
+]
 
 F, B, I, W = range(4)  # noqa: E741 (as in KINDS)
 Order = list[list[int]]
@@ -185,6 +200,24 @@ def fits(problem: Problem, rank: int, own: Sequence[int]) -> bool:
             live -= activation[stage] - rest[stage]
         else:
             live -= rest[stage]
+    return True
+
+
+def leaves_room(own: Sequence[int], stage: int, begun: Sequence[int], sizes: Sequence[int], cap: float, count: int) -> bool:
+    """Whether a rank, after one more F of `stage`, can go on to the end; `begun`: per stage of the model, F begun so far.
+
+    What is begun on earlier stages of the rank, of microbatches that have not reached a later stage s, cannot go before F on s
+    has run: together with one F on s it must fit. That is also enough: of all F that wait for memory take the one on the last
+    stage; the microbatches before it need no more memory to end, and what is left then is what this asks about.
+    """
+    for later in own:
+        if later > stage and begun[later] < count:
+            held = sizes[later]
+            for earlier in own:
+                if earlier < later:
+                    held += (begun[earlier] + (earlier == stage) - begun[later]) * sizes[earlier]
+            if held > cap:
+                return False
     return True
 
 

@@ -9,7 +9,7 @@ follows. A state also ends if its lower bound reaches the best makespan known. L
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mpar.schedules._search import B, F, I, Order, Problem, W
+from mpar.schedules._search import B, F, I, Order, Problem, W, leaves_room
 from mpar.schedules._search_bound import Bounds
 
 __all__ = ["Outcome", "exact"]
@@ -114,7 +114,9 @@ def _children(problem: Problem, bounds: Bounds, state: _State, limit: float) -> 
 
 
 def _has_room(problem: Problem, state: _State, stage: int, rank: int) -> bool:
-    return state.live[rank] + problem.activation[stage] <= problem.cap[rank]
+    if state.live[rank] + problem.activation[stage] > problem.cap[rank]:
+        return False
+    return leaves_room(problem.own[rank], stage, state.begun[::3], problem.activation, problem.cap[rank], problem.count)
 
 
 def _child(

@@ -7,7 +7,7 @@ which chunk first, how long weight gradients wait (Qi et al. 2023, arXiv:2401.10
 import heapq
 from dataclasses import dataclass
 
-from mpar.schedules._search import B, F, I, Order, Problem, W
+from mpar.schedules._search import B, F, I, Order, Problem, W, leaves_room
 
 __all__ = ["Rule", "greedy"]
 
@@ -33,7 +33,7 @@ class Rule:
 
 
 def greedy(problem: Problem, rule: Rule) -> Order:
-    """An order by the rule. Never stuck: see `_Rank.may_begin`.
+    """An order by the rule. Never stuck: see `leaves_room`.
 
     Rank by rank in the order of time; a rank that has nothing to do is looked at again when something arrives.
     """
@@ -77,31 +77,22 @@ class _Rank:
         self.problem, self.rule, self.arrivals = problem, rule, arrivals
         self.own = problem.own[rank]
         self.cap, self.limit, self.delay = problem.cap[rank], max(rule.limit[rank], len(self.own)), rule.delay[rank]
-        self.done = {s: [0, 0, 0] for s in self.own}  # F, I, W
+        stages = len(problem.place)
+        self.forwards, self.inputs, self.weights = [0] * stages, [0] * stages, [0] * stages  # begun
+        self.ones = [1] * stages
         self.live, self.in_flight, self.pending = 0, 0, 0
         self.order: list[int] = []
 
     def may_begin(self, stage: int) -> bool:
-        """Whether F of a stage fits now, and leaves enough for the stages behind it on this rank.
-
-        What is begun on earlier stages, with microbatches that have not reached a later stage s, cannot go before F on s has
-        run: together with one F on s it must fit. This is also enough: of all F that wait for memory, take the deepest; all
-        microbatches before it run to their end without memory of this kind, and what is left is as the condition says.
-        """
-        activation, done = self.problem.activation, self.done
+        """Whether F of a stage is within cap and limit, now and for the stages behind it on this rank."""
+        activation, own, count = self.problem.activation, self.own, self.problem.count
         if self.live + activation[stage] > self.cap or self.in_flight + 1 > self.limit:
             return False
-        for s in self.own:
-            if s > stage and done[s][0] < self.problem.count:
-                held = chunks = 0
-                for o in self.own:
-                    if o < s:
-                        ahead = done[o][0] + (o == stage) - done[s][0]
-                        held += ahead * activation[o]
-                        chunks += ahead
-                if held + activation[s] > self.cap or chunks + 1 > self.limit:
-                    return False
-        return True
+        if len(own) == 1:
+            return True
+        return leaves_room(own, stage, self.forwards, activation, self.cap, count) and leaves_room(
+            own, stage, self.forwards, self.ones, self.limit, count
+        )
 
     def next_code(self, now: float) -> int:
         """The action to begin, noted as begun; -1: none."""
@@ -110,7 +101,7 @@ class _Rank:
         backwards: list[tuple[float, int]] = []
         blocked, soon = False, float("inf")
         for s in self.own:
-            begun, inputs, _ = self.done[s]
+            begun, inputs = self.forwards[s], self.inputs[s]
             if inputs < begun and inputs < len(self.arrivals[stages + s]):
                 arrival = self.arrivals[stages + s][inputs]
                 if arrival <= now:
@@ -148,28 +139,28 @@ class _Rank:
 
     def _oldest_weight(self) -> int:
         """The stage with the lowest microbatch whose W waits; of these the deepest."""
-        return min((self.done[s][2], -s, s) for s in self.own if self.done[s][2] < self.done[s][1])[2]
+        return min((self.weights[s], -s, s) for s in self.own if self.weights[s] < self.inputs[s])[2]
 
     def _begin(self, stage: int, kind: int) -> int:
-        done, problem = self.done[stage], self.problem
+        problem = self.problem
         activation, rest = problem.activation[stage], problem.rest[stage]
         if kind == F:
-            done[0] += 1
+            self.forwards[stage] += 1
             self.live += activation
             self.in_flight += 1
         elif kind == W:
-            done[2] += 1
+            self.weights[stage] += 1
             self.live -= rest
             self.pending -= 1
         else:
-            done[1] += 1
+            self.inputs[stage] += 1
             self.in_flight -= 1
             self.live -= activation - rest
             self.pending += 1
             chosen = self.rule.fuse == "all" or (self.rule.fuse == "first" and stage == 0)
-            if chosen and done[1] == done[2] + 1 and problem.fusing_helps(stage):
+            if chosen and self.inputs[stage] == self.weights[stage] + 1 and problem.fusing_helps(stage):
                 kind = B
-                done[2] += 1
+                self.weights[stage] += 1
                 self.live -= rest
                 self.pending -= 1
         self.order.append(4 * stage + kind)
