@@ -2,6 +2,7 @@
 
 from mpar.schedules._action import KINDS, Action, Actions
 from mpar.schedules._layout import balance, even, parse_layout, stage_ranges
+from mpar.schedules._lower import Transfer, fuse, lower
 from mpar.schedules._order import Event, check_order
 from mpar.schedules._timeline import Costs, Timeline, timeline
 
@@ -12,9 +13,12 @@ __all__ = [
     "Costs",
     "Event",
     "Timeline",
+    "Transfer",
     "balance",
     "check_order",
     "even",
+    "fuse",
+    "lower",
     "parse_layout",
     "stage_ranges",
     "timeline",

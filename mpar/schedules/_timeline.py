@@ -1,12 +1,13 @@
 """Timeline: when every action of a pipeline begins and ends, given what each costs. Bubbles and activation memory follow."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpar.errors import ProgramError
-from mpar.schedules._action import Action, Actions, num_microbatches, num_stages
+from mpar.errors import ConfigError, ProgramError
+from mpar.schedules._action import KINDS, Action, Actions, num_microbatches, num_stages
 
-__all__ = ["Costs", "Timeline", "timeline"]
+__all__ = ["Costs", "Timeline", "simulate", "timeline"]
 
 
 @dataclass(frozen=True)
@@ -74,65 +75,89 @@ class Timeline:
 def timeline(table: Actions, costs: Costs) -> Timeline:
     """Run the actions as early as their order and their operands allow. Linear in their number.
 
-    Raises ProgramError naming what every rank waits for, if none can go on.
+    Raises ProgramError naming what every rank waits for, if none can go on; ConfigError if there are stages without costs.
     """
-    stages, count = num_stages(table), num_microbatches(table)
-    place: dict[tuple[int, int], int] = {}
-    for rank, own in enumerate(table):
-        for stage, kind, microbatch in own:
-            if kind == "F":
-                place[stage, microbatch] = rank
-    done: dict[tuple[int, str, int], float] = {}  # end of F and of I or B (both as "I"), W as "W"
-    waiting: dict[tuple[int, str, int], list[int]] = {}
+    start, end, _ = simulate(table, costs)
+    busy = [sum(e - s for s, e in zip(*both, strict=True)) for both in zip(start, end, strict=True)]
+    return Timeline(start, end, busy, [_peak(own, costs) for own in table])
+
+
+Times = list[list[float]]
+Bursts = list[tuple[int, int, int]]
+
+
+def simulate(table: Actions, costs: Costs) -> tuple[Times, Times, Bursts]:
+    """When each action starts and ends, per rank, and in which order the simulation came by them: (rank, first, past the last).
+
+    In that order an action comes after all that it needs, also where times are equal.
+    """
+    stages, count = _check(table, costs), num_microbatches(table)
+    place = {stage * count + microbatch: rank for rank, own in enumerate(table) for stage, kind, microbatch in own if kind == "F"}
+    duration = {kind: [costs.of(Action(stage, kind, 0)) for stage in range(stages)] for kind in KINDS}
+    slow = any(costs.transfer)
+    ready: dict[int, float] = {}  # slot * 2: when the result of F is where it is needed, slot * 2 + 1: of I or B
+    waiting: dict[int, list[int]] = {}
     free: dict[tuple[int, int], float] = {}  # when the channel between two ranks is free again
-    arrival: dict[tuple[int, str, int], float] = {}  # of what another rank computed
-    start: list[list[float]] = [[] for _ in table]
-    end: list[list[float]] = [[] for _ in table]
-    now = [0.0] * len(table)
-    todo = list(range(len(table)))
+    starts: Times = [[] for _ in table]
+    ends: Times = [[] for _ in table]
+    bursts: Bursts = []
+    todo = deque(range(len(table)))
     while todo:
-        rank = todo.pop()
-        own, position = table[rank], len(end[rank])
+        rank = todo.popleft()
+        own, start, end = table[rank], starts[rank], ends[rank]
+        first = position = len(end)
+        now = end[-1] if end else 0.0
         while position < len(own):
-            action = own[position]
-            stage, kind, microbatch = action
-            needs = []
+            stage, kind, microbatch = own[position]
+            slot = stage * count + microbatch
+            made, taker, need, begin = slot * 2 + 1, slot - count, slot * 2, now
             if kind == "F":
-                if stage:
-                    needs.append((stage - 1, "F", microbatch))
+                made, taker, need = slot * 2, slot + count, (slot - count) * 2 if stage else -1
             elif kind == "W":
-                needs.append((stage, "I", microbatch))
-            else:
-                needs.append((stage, "F", microbatch))
-                if stage + 1 < stages:
-                    needs.append((stage + 1, "I", microbatch))
-            missing = next((need for need in needs if need not in done), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            begin = now[rank]
-            for need in needs:
-                begin = max(begin, arrival.get(need, 0.0) if place.get((need[0], microbatch)) != rank else done[need])
-            begin_end = begin + costs.of(action)
-            start[rank].append(begin)
-            end[rank].append(begin_end)
-            now[rank] = begin_end
+                need = slot * 2 + 1
+            elif stage + 1 < stages and need in ready:
+                need = (slot + count) * 2 + 1
+            if need >= 0:
+                arrived = ready.get(need)
+                if arrived is None:
+                    waiting.setdefault(need, []).append(rank)
+                    break
+                if arrived > now and kind != "W":
+                    begin = arrived
+            now = begin + duration[kind][stage]
+            start.append(begin)
+            end.append(now)
             position += 1
-            made = (stage, kind if kind in "FW" else "I", microbatch)
-            done[made] = begin_end
-            neighbour = stage + 1 if kind == "F" else stage - 1
-            other = place.get((neighbour, microbatch))
-            if kind != "W" and other is not None and other != rank:
-                cost = costs.transfer[min(stage, neighbour)] if costs.transfer else 0.0
-                arrival[made] = free[rank, other] = max(begin_end, free.get((rank, other), 0.0)) + cost
-            todo.extend(waiting.pop(made, ()))
-    stuck = [f"rank {r} at {table[r][len(ends)]}" for r, ends in enumerate(end) if len(ends) < len(table[r])]
+            if kind != "W":
+                ready[made] = now
+                if slow and (other := place.get(taker, rank)) != rank:
+                    cost = costs.transfer[min(stage, taker // count)]
+                    ready[made] = free[rank, other] = max(now, free.get((rank, other), 0.0)) + cost
+                todo.extend(waiting.pop(made, ()))
+        bursts.append((rank, first, position))
+    stuck = [f"rank {r} at {table[r][len(end)]}" for r, end in enumerate(ends) if len(end) < len(table[r])]
     if stuck:
         raise ProgramError(
             f"these actions wait for each other for ever ({stages} stages, {count} microbatches): {', '.join(stuck)}"
         )
-    busy = [sum(e - s for s, e in zip(*both, strict=True)) for both in zip(start, end, strict=True)]
-    return Timeline(start, end, busy, [_peak(own, costs) for own in table])
+    return starts, ends, bursts
+
+
+def _check(table: Actions, costs: Costs) -> int:
+    """The number of stages, if all actions can be placed and have costs."""
+    stages = num_stages(table)
+    wrong = [f"rank {rank}: {action}" for rank, own in enumerate(table) for action in own if min(action[0], action[2]) < 0]
+    wrong += [f"rank {rank}: {action}" for rank, own in enumerate(table) for action in own if action[1] not in KINDS]
+    if wrong:
+        raise ProgramError(f"stages and microbatches count from 0, kinds are {', '.join(KINDS)}; not so: {', '.join(wrong[:8])}")
+    given = [len(costs.forward), len(costs.input), len(costs.weight)]
+    given += [] if costs.backward is None else [len(costs.backward)]
+    given += [len(costs.transfer) + 1] if costs.transfer else []
+    if min(given) < stages:
+        raise ConfigError(
+            f"{stages} stages need costs of each and of {stages - 1} transfers; the costs are of {min(given)} stages"
+        )
+    return stages
 
 
 def _peak(own: Sequence[Action], costs: Costs) -> int:
