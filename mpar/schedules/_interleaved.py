@@ -1,0 +1,49 @@
+"""Interleaved 1F1B: several chunks of the model per rank, depth first."""
+
+from mpar.schedules._action import Action
+from mpar.schedules._one_f_one_b import alternate
+from mpar.schedules._sizes import check_sizes
+
+__all__ = ["chunk_order", "groups_of", "interleaved"]
+
+
+def interleaved(
+    rank: int, *, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None
+) -> tuple[Action, ...]:
+    """Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2.2); stage c * num_ranks + rank is chunk c.
+
+    Microbatches go through the chunks in groups of about num_ranks, or at most `group_size` (`groups_of`). Keeps at most
+    (num_chunks - 1) * group + 2 (num_ranks - 1 - rank) + 1 microbatches live, summed over its chunks. Bubble, if num_ranks
+    divides num_microbatches, (num_ranks - 1) (F + B) of a chunk: 1 / num_chunks of that of 1F1B. Rank 1 of 2, 2 chunks, with 4:
+        1F0 1F1  3F0 3B0  3F1 3B1  1F2 1B0  1F3 1B1  3F2 3B2  3F3 3B3  1B2 1B3
+    """
+    check_sizes("interleaved", rank, num_ranks, num_microbatches, num_chunks)
+    groups = groups_of("interleaved", num_ranks, num_microbatches, group_size)
+    forwards = chunk_order("F", rank, num_ranks, range(num_chunks), groups)
+    backwards = chunk_order("B", rank, num_ranks, range(num_chunks - 1, -1, -1), groups)
+    return alternate(forwards, backwards, (num_chunks - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank))
+
+
+def groups_of(name: str, num_ranks: int, num_microbatches: int, group_size: int | None = None) -> list[range]:
+    """Microbatches in groups of nearly the same size, larger ones first, that go through a chunk together.
+
+    A group needs num_ranks microbatches: with fewer, the first chunk's end comes back to the first rank too late. So there are
+    at most num_microbatches // num_ranks groups (one if there are fewer microbatches): that many if `group_size` is None, else as
+    few as make none of them larger than `group_size`, where this is possible.
+    """
+    smallest = min(num_ranks, num_microbatches)
+    groups = max(1, num_microbatches // num_ranks)
+    if group_size is not None:
+        rule = (
+            f"group_size is {group_size}, needs to be {smallest} or more, the smaller of num_ranks and num_microbatches, or None"
+        )
+        check_sizes(name, 0, num_ranks, num_microbatches, rules={rule: group_size >= smallest})
+        groups = min(groups, -(-num_microbatches // group_size))
+    size, larger = divmod(num_microbatches, groups)
+    starts = [g * size + min(g, larger) for g in range(groups + 1)]
+    return [range(starts[g], starts[g + 1]) for g in range(groups)]
+
+
+def chunk_order(kind: str, rank: int, num_ranks: int, chunks: range, groups: list[range]) -> list[Action]:
+    """Group after group through one chunk after the other."""
+    return [Action(c * num_ranks + rank, kind, m) for group in groups for c in chunks for m in group]

@@ -1,0 +1,30 @@
+"""1F1B: as few forwards as keep the pipeline busy, then one forward and one backward in turn."""
+
+from collections.abc import Sequence
+
+from mpar.schedules._action import Action
+from mpar.schedules._sizes import check_sizes
+
+__all__ = ["alternate", "one_f_one_b"]
+
+
+def one_f_one_b(rank: int, *, num_ranks: int, num_microbatches: int, extra_warmup: int = 0) -> tuple[Action, ...]:
+    """1F1B without interleaving (Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2.1).
+
+    Keeps at most min(num_ranks - rank, num_microbatches) microbatches live on `rank`. Bubble (num_ranks - 1) (F + B).
+    extra_warmup: forwards that a rank does ahead for each rank after it: with 1, a message has the time of a whole F + B to
+    cross each boundary there and back, for up to 2 num_ranks - 1 microbatches live. Rank 2 of 4, with 6:
+        2F0  2F1 2B0  2F2 2B1  2F3 2B2  2F4 2B3  2F5 2B4  2B5
+    """
+    rules = {f"extra_warmup is {extra_warmup}, needs to be 0 or more": extra_warmup >= 0}
+    check_sizes("one_f_one_b", rank, num_ranks, num_microbatches, rules=rules)
+    forwards = [Action(rank, "F", m) for m in range(num_microbatches)]
+    backwards = [Action(rank, "B", m) for m in range(num_microbatches)]
+    return alternate(forwards, backwards, (1 + extra_warmup) * (num_ranks - 1 - rank))
+
+
+def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> tuple[Action, ...]:
+    """`warmup` forwards, if there are so many, then a forward and a backward in turn, then the backwards that are left."""
+    warmup = min(warmup, len(forwards))
+    steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
+    return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])

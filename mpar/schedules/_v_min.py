@@ -1,0 +1,20 @@
+"""V-Min: a third of the activation memory of 1F1B, and with it the least that a V of two chunks needs."""
+
+from mpar.schedules._action import Action
+from mpar.schedules._sizes import check_sizes
+from mpar.schedules._v_half import repeat_pattern
+
+__all__ = ["v_min"]
+
+
+def v_min(rank: int, *, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+    """V-Min (Qi et al. 2024, arXiv:2405.15362): stages `rank` and 2 num_ranks - 1 - rank on a rank.
+
+    Rank 1 of 2, with 3:
+        1F0 2F0 2I0 1I0  1F1 2F1 2W0 1W0 2I1 1I1  1F2 2F2 2W1 1W1 2I2 1I2  2W2 1W2
+    """
+    check_sizes("v_min", rank, num_ranks, num_microbatches)
+    shift = 0 if num_ranks % 3 else 2
+    first, second = rank, 2 * num_ranks - rank - 1
+    times = (first, second, 2 * num_ranks + shift + rank, 4 * num_ranks + shift - rank - 1)
+    return repeat_pattern(rank, num_ranks, num_microbatches, times)
