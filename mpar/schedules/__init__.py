@@ -7,48 +7,60 @@ from mpar.schedules._forward_only import forward_only
 from mpar.schedules._from_table import from_table, to_table
 from mpar.schedules._gpipe import gpipe
 from mpar.schedules._interleaved import interleaved
+from mpar.schedules._chrome import chrome_trace
+from mpar.schedules._html import html
 from mpar.schedules._layout import balance, even, parse_layout, stage_ranges
 from mpar.schedules._looped_bfs import looped_bfs
 from mpar.schedules._lower import Transfer, fuse, lower
 from mpar.schedules._names import SCHEDULES, Schedule, actions
 from mpar.schedules._one_f_one_b import one_f_one_b
 from mpar.schedules._order import Event, check_order
+from mpar.schedules._picture import Bar, Picture, from_timeline
+from mpar.schedules._svg import svg
 from mpar.schedules._timeline import Costs, Timeline, timeline
 from mpar.schedules._v_half import v_half
 from mpar.schedules._v_min import v_min
 from mpar.schedules._zbv import zbv
 from mpar.schedules._zero_bubble import zb1p, zb_h1, zb_h2
+from mpar.schedules._verify import verify
 
 __all__ = [
     "KINDS",
     "SCHEDULES",
     "Action",
     "Actions",
+    "Bar",
     "Costs",
     "Event",
+    "Picture",
     "Schedule",
     "Timeline",
     "Transfer",
     "actions",
     "balance",
     "check_order",
+    "chrome_trace",
     "dual_pipe",
     "dual_pipe_v",
     "even",
     "forward_only",
     "from_table",
+    "from_timeline",
     "fuse",
     "gpipe",
+    "html",
     "interleaved",
     "looped_bfs",
     "lower",
     "one_f_one_b",
     "parse_layout",
     "stage_ranges",
+    "svg",
     "timeline",
     "to_table",
     "v_half",
     "v_min",
+    "verify",
     "zb1p",
     "zb_h1",
     "zb_h2",
