@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import isfinite
 from typing import NamedTuple
 
 from mpar.errors import ConfigError
@@ -25,6 +24,8 @@ BAR_KINDS = {
     "update": "update",
     "other": "other",
 }
+
+LARGEST = 1e300  # times and sizes above it have no finite number of microseconds
 
 Steps = Sequence[tuple[float, float]]
 
@@ -77,10 +78,12 @@ class Picture:
                 wrong.append(f"bar {bar.label!r} is on lane {bar.lane} of {len(self.lanes)}")
             if bar.kind not in BAR_KINDS:
                 wrong.append(f"bar {bar.label!r} is of kind {bar.kind!r}; kinds are {' '.join(BAR_KINDS)}")
-            if not (isfinite(bar.start) and isfinite(bar.end) and 0 <= bar.start <= bar.end):
+            if not 0 <= bar.start <= bar.end <= LARGEST:
                 wrong.append(f"bar {bar.label!r} lasts from {bar.start} to {bar.end}")
+            if bar.chunk < 0:
+                wrong.append(f"bar {bar.label!r} is of chunk {bar.chunk}")
         for lane, steps in enumerate(self.memory):
-            finite = all(isfinite(number) and number >= 0 for step in steps for number in step)
+            finite = all(0 <= number <= LARGEST for step in steps for number in step)
             if not finite or any(later < earlier for (earlier, _), (later, _) in pairwise(steps)):
                 wrong.append(f"memory of lane {lane}: times must ascend, and all numbers be finite and not negative")
         if wrong:

@@ -85,7 +85,7 @@ class _Drawing:
 
     def __init__(self, picture: Picture) -> None:
         self.picture = picture
-        self.end = picture.end or 1.0
+        self.end = picture.end if picture.end > 1e-300 else 1.0  # less would have no finite scale
         self.scale = (WIDTH - LEFT - RIGHT) / self.end
         self.rows: dict[int, list[Row]] = {lane: [] for lane in range(len(picture.lanes))}
         for row in rows(picture):
@@ -98,7 +98,7 @@ class _Drawing:
         self.curve = round(self.row * 0.7, 1) if picture.most_memory else 0
         self.gap = max(2, self.row // 4)
         self.font = min(10, self.row)
-        self.digits = max((len(bar.number) for bar in picture.bars), default=1)
+        self.digits = max((1, *(len(bar.number) for bar in picture.bars)))
         narrow = min((bar.end - bar.start for bar in picture.bars if bar.number and bar.end > bar.start), default=1.0)
         self.digit_font = min(self.font, max(6.5, (narrow * self.scale - 2) / DIGIT / self.digits))
         self.facts = self._fact_lines()
