@@ -1,14 +1,14 @@
 """Pipeline schedules: pure functions from sizes to lists of actions, and what follows from a list: times, messages, proofs."""
 
 from mpar.schedules._action import KINDS, Action, Actions
+from mpar.schedules._chrome import chrome_trace
 from mpar.schedules._dual_pipe import dual_pipe
 from mpar.schedules._dual_pipe_v import dual_pipe_v
 from mpar.schedules._forward_only import forward_only
 from mpar.schedules._from_table import from_table, to_table
 from mpar.schedules._gpipe import gpipe
-from mpar.schedules._interleaved import interleaved
-from mpar.schedules._chrome import chrome_trace
 from mpar.schedules._html import html
+from mpar.schedules._interleaved import interleaved
 from mpar.schedules._layout import balance, even, parse_layout, stage_ranges
 from mpar.schedules._looped_bfs import looped_bfs
 from mpar.schedules._lower import Transfer, fuse, lower
@@ -20,9 +20,9 @@ from mpar.schedules._svg import svg
 from mpar.schedules._timeline import Costs, Timeline, timeline
 from mpar.schedules._v_half import v_half
 from mpar.schedules._v_min import v_min
+from mpar.schedules._verify import verify
 from mpar.schedules._zbv import zbv
 from mpar.schedules._zero_bubble import zb1p, zb_h1, zb_h2
-from mpar.schedules._verify import verify
 
 __all__ = [
     "KINDS",
