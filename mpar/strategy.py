@@ -137,7 +137,7 @@ class Strategy:
             problems += check_spec(f"batch {key!r} of one microbatch", shape, self.compute_spec(logical, mesh), mesh)
         tables = (self.compute, self.param_storage, self.grad_storage, self.opt_storage)
         used = {axis for table in tables for axes_ in table.values() for axis in axes_}
-        idle = [axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and axis not in used and not _is_rest(axis, mesh)]
+        idle = [axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and axis not in {*used, "pp"} and not _is_rest(axis, mesh)]
         if idle:
             problems.append(
                 f"mesh axes {idle} are used by no rule of strategy {self.name!r}: their ranks would all do the same work"

@@ -162,7 +162,9 @@ def _stop_when_stuck(job: Job, folder: Path, rank: int, timeout_s: float) -> Non
         while True:
             time.sleep(min(1.0, timeout_s / 4))
             place = read_place(place_file(folder, rank))
-            if place is None or place.line < 0 or not place.collectives or time.time_ns() - place.time_ns < timeout_s * 1e9:
+            if place is None or place.line < 0 or time.time_ns() - place.time_ns < timeout_s * 1e9:
+                continue
+            if not place.collectives and job.program.part(rank).instructions[place.line].op != "wait":
                 continue
             text = f"timeout_s={timeout_s:g} seconds are over: {describe_place(job.program, rank, place)}"
             failure = Failure(rank, "TimeoutError", text, True, time.time())

@@ -17,6 +17,7 @@ from torch import Tensor
 from mpar.collectives import fold
 from mpar.errors import MeshError
 from mpar.mesh import Mesh
+from mpar.program._channels import Channel, Channels
 from mpar.program._shared_memory import SharedGroup, connect
 
 __all__ = ["Comm", "Counter", "ProcessComm"]
@@ -34,6 +35,9 @@ class Comm(Protocol):
     ) -> Tensor | list[Tensor]: ...
     def all_reduce(self, x: Tensor | list[Tensor], *, axes: tuple[str, ...], op: str, size: int) -> Tensor | list[Tensor]: ...
     def all_to_all(self, x: Tensor, *, axes: tuple[str, ...], src: int, dst: int, size: int) -> Tensor: ...
+    def send(self, x: Tensor, *, peer: int, message: int, kind: str) -> None: ...
+    def receive(self, buffer: Tensor, *, peer: int, message: int, kind: str) -> None: ...
+    def wait(self, message: int) -> None: ...
 
 
 class Counter:
@@ -48,7 +52,8 @@ class Counter:
 
 
 class ProcessComm:
-    """Collectives of this process's rank. Making one creates the groups for `uses` in one global order on all ranks.
+    """Collectives and messages of this process's rank. Making one creates the groups for `uses` and the `channels` between stages
+    in one global order on all ranks.
 
     transport: "backend", "shared", or None: shared memory for every group whose ranks are all on one machine.
     Raises MeshError if the world is not the mesh's, or a group cannot share memory though `transport` says so.
@@ -62,6 +67,8 @@ class ProcessComm:
         order: str = "rank",
         counter: Counter | None = None,
         transport: str | None = None,
+        channels: Sequence[Channel] = (),
+        device: torch.device | str = "cpu",
     ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
         if world != mesh.size:
@@ -69,9 +76,9 @@ class ProcessComm:
                 f"cannot bind {mesh} of {mesh.size} ranks: {world} processes are running.\n"
                 f"Start {mesh.size} processes, or choose mesh sizes whose product is {world}."
             )
-        self.rank, self.order, self.counter = rank, order, counter
+        self.mesh, self.rank, self.order, self.counter = mesh, rank, order, counter
+        self._index: dict[tuple[str, ...], int] = {("pp",): mesh.index(rank, ("pp",))}
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        self._index: dict[tuple[str, ...], int] = {}
         for axes in sorted(set(uses)):
             self._index[axes] = mesh.index(rank, axes)
             for members in mesh.groups(axes):
@@ -79,6 +86,7 @@ class ProcessComm:
                 if rank in members:
                     assert group is not None
                     self._groups[axes] = group
+        self._channels = Channels(mesh, rank, channels, grouped=dist.get_backend() == "nccl", device=torch.device(device))
         self._shared: dict[tuple[str, ...], SharedGroup] = {}
         if order == "rank" and transport != "backend":
             found = connect([mesh.group(rank, axes) for axes in self._groups])
@@ -171,6 +179,19 @@ class ProcessComm:
         chunks = chunks.contiguous()
         received = self._exchange(chunks.view(size, -1), axes).view(chunks.shape)
         return _joined(received, src)
+
+    def send(self, x, *, peer, message, kind):
+        """Post a message to the rank at position `peer` along pp; `x` must stay as it is until `wait`."""
+        self._count("send", ("pp",), [x])
+        self._channels.send(x, peer, message, kind)
+
+    def receive(self, buffer, *, peer, message, kind):
+        """Post a buffer for a message; it may not be read until `wait`."""
+        self._channels.receive(buffer, peer, message, kind)
+
+    def wait(self, message):
+        """Until the message is done."""
+        self._channels.wait(message)
 
     def _reduce_parts(self, flat: Tensor, axes: tuple[str, ...], size: int, op: str) -> Tensor:
         count = flat.numel()

@@ -1,38 +1,51 @@
-"""Gathers and reductions: parameters come from storage to where they are used, gradients go back, a group of units at a time."""
+"""Gathers and reductions: parameters come from storage to where they are used, gradients go back, a group of units at a time.
 
-from collections.abc import Sequence
+Groups are made stage by stage, so that they do not depend on what else lives on a rank.
+"""
 
-from mpar.chain import Segment
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 from mpar.precision import Precision
 from mpar.program._units import Unit, kind_name, span
 from mpar.program._writer import Writer, like
 from mpar.strategy import Strategy
 
-__all__ = ["Gathers", "Gradients"]
+__all__ = ["Gathers", "Gradients", "Use", "use_name"]
+
+Groups = Mapping[int, list[list[Unit]]]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One segment that is run: in which action of its rank, of which stage, and the paths whose parameters it reads."""
+
+    action: int
+    stage: int
+    paths: frozenset[str]
 
 
 class Gathers:
-    """Which parameters are there at this point of the program. `stored` are the values of each unit at rest."""
+    """Which parameters are there at this point of a part.
 
-    def __init__(
-        self, writer: Writer, segments: Sequence[Segment], groups: list[list[Unit]], stored: dict[str, list[int]], keep: bool
-    ) -> None:
-        self.writer, self.segments, self.groups, self.stored, self.keep = writer, segments, groups, stored, keep
-        self.group_of = {unit.path: group for group in groups for unit in group}
+    groups: by stage. stored: the values of each unit at rest. uses: every segment that the part runs, in order.
+    """
+
+    def __init__(self, writer: Writer, groups: Groups, stored: dict[str, list[int]], uses: Sequence[Use], keep: bool) -> None:
+        self.writer, self.stored, self.uses, self.keep = writer, stored, uses, keep
+        self.group_of = {(stage, unit.path): group for stage, own in groups.items() for group in own for unit in group}
         self.present: dict[str, list[int]] = {}
+        self.position = 0
 
-    def parameters(self, index: int, microbatch: int, reads: Sequence[int] | None = None) -> list[int]:
-        """The values of the parameters of segment `index`, gathered with their group if they are not there yet.
-
-        `reads`: positions of those that are wanted; a path without any is not gathered, and -1 stands for its values.
-        """
+    def parameters(self, paths: Sequence[str], microbatch: int) -> list[int]:
+        """The values of the parameters at `paths`, gathered with their group if they are not there yet; -1 for a path that this
+        use does not read."""
         out: list[int] = []
-        for path in self.segments[index].paths:
-            count = len(self.stored[path])
-            wanted = reads is None or any(len(out) <= i < len(out) + count for i in reads)
-            if wanted and path not in self.present:
-                self._gather([unit for unit in self.group_of[path] if unit.path not in self.present], microbatch)
-            out.extend(self.present[path] if wanted else [-1] * count)
+        use = self.uses[self.position]
+        for path in paths:
+            if path in use.paths and path not in self.present:
+                self._gather([unit for unit in self.group_of[use.stage, path] if unit.path not in self.present], microbatch)
+            out.extend(self.present[path] if path in use.paths else [-1] * len(self.stored[path]))
         return out
 
     def _gather(self, units: list[Unit], microbatch: int) -> None:
@@ -53,41 +66,63 @@ class Gathers:
         for unit in units:
             self.present[unit.path], out = out[: len(unit.leaves)], out[len(unit.leaves) :]
 
-    def drop(self, index: int, *, backward: bool) -> None:
-        """Forget the groups that segment `index` was the last to read, but those that backward reads at once."""
-        if self.keep:
+    def next_use(self) -> None:
+        """The use is over. Forget what is gathered, but groups that the next use reads, or a later one of the same action."""
+        now = self.uses[self.position]
+        self.position += 1
+        if self.keep or not self.present:
             return
-        for group in self.groups:
-            users = [user for unit in group for user in unit.users]
-            read_again = not backward and max(users) == len(self.segments) - 1
-            if index == (min(users) if backward else max(users)) and not read_again:
-                for unit in group:
-                    self.present.pop(unit.path, None)
+        wanted: set[str] = set()
+        for later in range(self.position, len(self.uses)):
+            use = self.uses[later]
+            if later > self.position and use.action != now.action:
+                break
+            wanted |= {unit.path for path in use.paths for unit in self.group_of[use.stage, path]}
+        self.present = {path: values for path, values in self.present.items() if path in wanted}
+
+
+def use_name(path: str, index: int, copy: int) -> str:
+    """`embed@5`: the use of a unit by segment 5; `embed@5'`: in the second copy of the stage."""
+    return f"{path}@{index}{chr(39) * copy}"
 
 
 class Gradients:
-    """Sums of gradients. Each use of a unit (`path@segment`) has its own; uses are added once, at the end, in chain order."""
+    """Sums of gradients. Each use of a unit (see `use_name`) has its own; uses are added once, at the end, in chain order.
 
-    def __init__(self, writer: Writer, groups: list[list[Unit]], precision: Precision, strategy: Strategy, last: int) -> None:
-        self.writer, self.precision, self.each, self.last = writer, precision, strategy.reduces_each, last
-        self.group_of = {unit.path: group for group in groups for unit in group}
+    groups: by stage, with the segments of that stage as users. last: by stage, the microbatch whose gradients come last.
+    copies: by stage, which copy of it this part holds.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        groups: Groups,
+        precision: Precision,
+        strategy: Strategy,
+        last: dict[int, int],
+        copies: dict[int, int],
+    ) -> None:
+        self.writer, self.precision, self.each = writer, precision, strategy.reduces_each
+        self.last, self.copies = last, copies
+        self.group_of = {(stage, unit.path): group for stage, own in groups.items() for group in own for unit in group}
         self.raw: dict[str, list[int]] = {}  # as backward gives them, accumulated if they are reduced last
         self.reduced: dict[str, list[int]] = {}
 
-    def take(self, segment: Segment, index: int, unit: Unit, grads: list[int], microbatch: int) -> None:
-        """Note the gradients of one use; after the last backward that gives any to a group, reduce the group."""
-        use = f"{unit.path}@{index}"
+    def take(self, stage: int, index: int, paths: Sequence[str], unit: Unit, grads: list[int], microbatch: int) -> None:
+        """Note the gradients of one use, that of segment `index`, which reads `paths`; after the last backward that gives any to
+        a group, reduce the group."""
+        use = use_name(unit.path, index, self.copies[stage])
         if use in self.raw:
             grads = self.writer.add(self.raw[use], grads, [f"g {path}" for path in unit.paths], use, microbatch)
         self.raw[use] = grads
-        group = self.group_of[unit.path]
+        group = self.group_of[stage, unit.path]
         first = min(user for u in group for user in u.users)  # backward reaches it last
-        own = [path for path in segment.paths if self.group_of[path] is group]
-        if index == first and unit.path == own[-1] and (self.each or microbatch == self.last):
-            self._reduce(group, microbatch)
+        own = [path for path in paths if self.group_of[stage, path] is group]
+        if index == first and unit.path == own[-1] and (self.each or microbatch == self.last[stage]):
+            self._reduce(stage, group, microbatch)
 
-    def _reduce(self, group: list[Unit], microbatch: int) -> None:
-        uses = [(unit, f"{unit.path}@{user}") for unit in group for user in unit.users]
+    def _reduce(self, stage: int, group: list[Unit], microbatch: int) -> None:
+        uses = [(unit, use_name(unit.path, user, self.copies[stage])) for unit in group for user in unit.users]
         units = [unit for unit, _ in uses]
         inputs = [v for _, use in uses for v in self.raw.pop(use)]
         leaves = [leaf for unit in units for _, leaf in unit.leaves]
@@ -106,9 +141,6 @@ class Gradients:
                 own = self.writer.add(self.reduced[use], own, [f"g {path}" for path in unit.paths], unit.path, microbatch)
             self.reduced[use] = own
 
-    def total(self, unit: Unit) -> list[int]:
-        """The finished gradients of a unit."""
-        first, *rest = (self.reduced.pop(f"{unit.path}@{user}") for user in unit.users)
-        for other in rest:
-            first = self.writer.add(first, other, [f"g {path}" for path in unit.paths], unit.path)
-        return first
+    def take_reduced(self, use: str) -> list[int]:
+        """The finished gradients of one use."""
+        return self.reduced.pop(use)

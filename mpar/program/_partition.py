@@ -17,7 +17,21 @@ from mpar.errors import ConfigError, UnknownNameError
 from mpar.ops._primitive import primitive_of
 from mpar.sharding import collectives
 
-__all__ = ["Halves", "RecomputePolicy", "partition", "policy"]
+__all__ = [
+    "CHEAP",
+    "Halves",
+    "RecomputePolicy",
+    "computed_from",
+    "descendants",
+    "extract",
+    "is_view",
+    "names_of",
+    "num_bytes",
+    "partition",
+    "policy",
+    "producer",
+    "reaching",
+]
 
 aten = torch.ops.aten
 VIEWS = (
@@ -82,8 +96,8 @@ def partition(
     outputs = list(graph.output_node().args[0])
     results, gradients = outputs[:num_results], outputs[num_results:]
     cotangents = set(placeholders[num_primals:])
-    late = _descendants(graph, cotangents)
-    free = _computed_from(graph, set(placeholders[:num_params])) | _computed_from(
+    late = descendants(graph, cotangents)
+    free = computed_from(graph, set(placeholders[:num_params])) | computed_from(
         graph, set(placeholders[num_params + num_inputs : num_primals])
     )
     needed = _ancestors(gradients)
@@ -91,10 +105,10 @@ def partition(
         n for n in graph.nodes if n in needed and n not in late and n.op == "call_function" and _read_by(n, late, gradients)
     ]
     kept = _choose(graph, crossing, free, late, recompute)
-    forward = _extract(graph, placeholders[:num_primals], [*results, *kept], set(graph.nodes) - late)
-    reachable = _reaching(gradients, set(kept))
+    forward = extract(graph, placeholders[:num_primals], [*results, *kept], set(graph.nodes) - late)
+    reachable = reaching(gradients, set(kept))
     read = tuple(i for i, node in enumerate(placeholders[:num_primals]) if node in reachable)
-    backward = _extract(graph, [*(placeholders[i] for i in read), *kept, *placeholders[num_primals:]], gradients, late)
+    backward = extract(graph, [*(placeholders[i] for i in read), *kept, *placeholders[num_primals:]], gradients, late)
     return Halves(forward, backward, read, tuple(kept))
 
 
@@ -106,7 +120,7 @@ def _choose(
     if recompute.kind == "budget":
         return _within_budget(graph, crossing, free, late, recompute.budget)
     names = recompute.names if recompute.kind == "selective" else frozenset()
-    return _kept_under(graph, crossing, free, lambda node: bool(_names_of(node) & names))
+    return _kept_under(graph, crossing, free, lambda node: bool(names_of(node) & names))
 
 
 def _kept_under(graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], again: Callable[[fx.Node], bool]) -> list[fx.Node]:
@@ -119,7 +133,7 @@ def _kept_under(graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], ag
         if node in seen or node.op != "call_function":
             continue
         seen.add(node)
-        if node in free or _is_view(node) or not isinstance(node.meta["val"], Tensor) or again(node):
+        if node in free or is_view(node) or not isinstance(node.meta["val"], Tensor) or again(node):
             todo.extend(node.all_input_nodes)
         else:
             kept.add(node)
@@ -135,17 +149,17 @@ def _within_budget(
     and the first that fits is taken: least is computed again, though what is kept may stay well below the budget.
     """
     everything = _kept_under(graph, crossing, free, lambda node: False)
-    if _bytes(everything) <= budget:
+    if num_bytes(everything) <= budget:
         return everything
     forward = [
         n
         for n in graph.nodes
         if n.op == "call_function" and n not in late and n not in free and isinstance(n.meta["val"], Tensor)
     ]
-    costs = {node: _flops(_producer(node)) / max(_bytes([node]), 1) for node in forward}
+    costs = {node: _flops(producer(node)) / max(num_bytes([node]), 1) for node in forward}
     for bound in sorted(set(costs.values())):
         kept = _minimum_cut(graph, crossing, free, {node for node in forward if costs[node] > bound})
-        if _bytes(kept) <= budget:
+        if num_bytes(kept) <= budget:
             return kept
     return []
 
@@ -163,7 +177,7 @@ def _minimum_cut(graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], b
         if node in seen or node.op != "call_function" or node in free:
             continue
         seen.add(node)
-        capacity = {} if _is_view(node) or not isinstance(node.meta["val"], Tensor) else {"capacity": _bytes([node])}
+        capacity = {} if is_view(node) or not isinstance(node.meta["val"], Tensor) else {"capacity": num_bytes([node])}
         flow.add_edge((node, "in"), (node, "out"), **capacity)
         if node in banned:
             flow.add_edge("source", (node, "in"))
@@ -176,7 +190,7 @@ def _minimum_cut(graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], b
     return [node for node in graph.nodes if node in cut]
 
 
-def _extract(graph: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], spine: set[fx.Node]) -> fx.Graph:
+def extract(graph: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], spine: set[fx.Node]) -> fx.Graph:
     """The part of `graph` that computes `outputs` from `inputs`: `spine` in its order, the rest just before first use."""
     out = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -184,7 +198,7 @@ def _extract(graph: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.No
         copy = out.placeholder(node.name)
         copy.meta = dict(node.meta)
         copies[node] = copy
-    wanted = _reaching(outputs, set(inputs))
+    wanted = reaching(outputs, set(inputs))
 
     def build(node: fx.Node) -> fx.Node:
         stack = [node]
@@ -207,7 +221,7 @@ def _extract(graph: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.No
     return out
 
 
-def _reaching(outputs: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
+def reaching(outputs: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
     """All nodes from which `outputs` are computed when the values of `stop` are given; those of `stop` that are read included."""
     seen: set[fx.Node] = set()
     todo = list(outputs)
@@ -221,10 +235,11 @@ def _reaching(outputs: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
 
 
 def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    return _reaching(nodes, set())
+    return reaching(nodes, set())
 
 
-def _descendants(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
+def descendants(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
+    """`roots` and all nodes that are computed from any of them."""
     found = set(roots)
     for node in graph.nodes:
         if any(used in found for used in node.all_input_nodes):
@@ -232,7 +247,7 @@ def _descendants(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _computed_from(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
+def computed_from(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
     """Nodes computed from `roots` and constants alone."""
     found = set(roots)
     for node in graph.nodes:
@@ -245,17 +260,22 @@ def _read_by(node: fx.Node, late: set[fx.Node], gradients: Sequence[fx.Node]) ->
     return node in gradients or any(user in late for user in node.users)
 
 
-def _is_view(node: fx.Node) -> bool:
-    return node.target in VIEWS or node.target is collectives.shard
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at its operand's storage in another way; for an op with several results, its parts do."""
+    made_by = producer(node)
+    several = made_by is not node or not isinstance(node.meta.get("val"), Tensor)
+    return node.target in VIEWS or node.target is collectives.shard or (several and getattr(made_by.target, "is_view", False))
 
 
-def _producer(node: fx.Node) -> fx.Node:
+def producer(node: fx.Node) -> fx.Node:
+    """The op that makes a value: the op itself, or the op of whose results it is one."""
     return node.args[0] if node.target is operator.getitem else node
 
 
-def _names_of(node: fx.Node) -> frozenset[str]:
+def names_of(node: fx.Node) -> frozenset[str]:
+    """What a recompute policy may call a node: labels, its primitive or collective, "cast" or "pointwise"."""
     names = set(node.meta.get("labels", ()))
-    node = _producer(node)
+    node = producer(node)
     primitive = primitive_of(node.target)
     if primitive is not None:
         names.add(primitive.name)
@@ -271,12 +291,13 @@ def _names_of(node: fx.Node) -> frozenset[str]:
 def _flops(node: fx.Node) -> float:
     primitive = primitive_of(node.target)
     if primitive is None or primitive.cost is None:
-        return 1e12 if node.target in collectives.COLLECTIVES else float(sum(_bytes([n]) for n in node.all_input_nodes))
+        return 1e12 if node.target in collectives.COLLECTIVES else float(sum(num_bytes([n]) for n in node.all_input_nodes))
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return float(primitive.cost(*args, **kwargs).flops)
 
 
-def _bytes(nodes: Sequence[fx.Node]) -> int:
+def num_bytes(nodes: Sequence[fx.Node]) -> int:
+    """Bytes of the elements of the values of `nodes`, added."""
     return sum(value.nbytes for node in nodes for value in _tensors(node.meta["val"]))
 
 

@@ -1,10 +1,11 @@
 """Passes over instructions: what crosses segments is moved here, where it can be seen."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mpar.program._program import Instruction, Value
 
-__all__ = ["hoist_gathers", "insert_frees"]
+__all__ = ["advance_sends", "hoist_gathers", "insert_frees"]
 
 
 def hoist_gathers(steps: Sequence[Instruction], values: Sequence[Value], bound: int) -> list[Instruction]:
@@ -32,6 +33,28 @@ def hoist_gathers(steps: Sequence[Instruction], values: Sequence[Value], bound: 
     return out
 
 
+def advance_sends(steps: Sequence[Instruction]) -> list[Instruction]:
+    """Post each send right behind what makes its value: reductions and sums of gradients then fill the time that it travels.
+
+    before:  dx3, dw = backward (...); g = reduce (dw); send dx3
+    after:   dx3, dw = backward (...); send dx3; g = reduce (dw)
+
+    Gradients of shared parameters stay at the end, where their receivers expect them.
+    """
+    maker = {v: line for line, step in enumerate(steps) for v in step.outputs}
+    received = {v for step in steps if step.op == "recv" for v in step.outputs}
+    maker |= {v: line for line, step in enumerate(steps) if step.op == "wait" for v in step.inputs if v in received}
+    sends: dict[int, list[Instruction]] = {}
+    for step in steps:
+        if _travels_early(step):
+            sends.setdefault(maker[step.inputs[0]], []).append(step)
+    return [s for line, step in enumerate(steps) if not _travels_early(step) for s in (step, *sends.get(line, ()))]
+
+
+def _travels_early(step: Instruction) -> bool:
+    return step.op == "send" and step.microbatch >= 0
+
+
 def insert_frees(steps: Sequence[Instruction], keep: set[int]) -> list[Instruction]:
     """Free every value with the last instruction that reads it, or with the one that makes it if none does.
 
@@ -43,5 +66,5 @@ def insert_frees(steps: Sequence[Instruction], keep: set[int]) -> list[Instructi
     for step in reversed(steps):
         frees = tuple(v for v in dict.fromkeys((*step.inputs, *step.outputs)) if v not in seen)
         seen.update(frees)
-        out.append(Instruction(step.op, step.kind, step.inputs, step.outputs, frees, step.segment, step.microbatch, step.queue))
+        out.append(replace(step, frees=frees))
     return out[::-1]

@@ -7,11 +7,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpar.program._memory import sweep
+from mpar.program._times import step_times
 
 if TYPE_CHECKING:
-    from mpar.program._program import CollectiveUse, Program
+    from mpar.program._program import CollectiveUse, Kind, Part, Program
 
-__all__ = ["Hardware", "Prediction", "instruction_times", "memory_timeline", "predict"]
+__all__ = [
+    "REFERENCE",
+    "Hardware",
+    "Prediction",
+    "instruction_durations",
+    "memory_timeline",
+    "message_durations",
+    "predict",
+    "segment_time",
+]
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,10 @@ class Prediction:
     """What one step of one rank costs.
 
     peak_bytes is exact but for the workspace inside single ops, of which `workspace_bytes` is the largest; state_bytes is what
-    lives between steps. FLOPs count what is executed, recomputation included. communication_bytes is what one rank contributes.
+    lives between steps. FLOPs count what is executed, recomputation included. communication_bytes is what one rank contributes to
+    collectives and sends to other stages. Counts are the most of any rank. step_s is the makespan of all ranks; compute_s and
+    communication_s are the busiest one's; the bubble is the makespan without its time, the span bubble the longest time that a
+    rank idles between its own first and last instruction.
     """
 
     peak_bytes: int
@@ -51,9 +64,12 @@ class Prediction:
     flops: int
     communication_bytes: int
     num_collectives: int
+    num_messages: int
     step_s: float | None = None
     compute_s: float | None = None
     communication_s: float | None = None
+    bubble_s: float | None = None
+    span_bubble_s: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -61,33 +77,54 @@ class Prediction:
 
 
 def predict(program: "Program", hardware: Hardware | None = None) -> Prediction:
-    """Peak memory, FLOPs and communication of one rank's step; times too if a hardware profile is given."""
-    timeline = memory_timeline(program)
-    kinds = [program.kinds[step.kind] for step in program.instructions]
+    """Peak memory, FLOPs and communication of a rank's step, the most of any; times too if a hardware profile is given."""
+    parts = [_predict_part(program, position, hardware) for position in range(len(program.parts))]
+    most = {name: max(getattr(part, name) for part in parts) for name in _COUNTS}
+    if hardware is None:
+        return Prediction(**most)
+    times = step_times(program, instruction_durations(program, hardware), message_durations(program, hardware))
+    busiest = max(parts, key=lambda part: (part.compute_s or 0.0) + (part.communication_s or 0.0))
+    return Prediction(
+        **most,
+        step_s=times.makespan,
+        compute_s=busiest.compute_s,
+        communication_s=busiest.communication_s,
+        bubble_s=times.bubble,
+        span_bubble_s=times.span_bubble,
+    )
+
+
+def _predict_part(program: "Program", position: int, hardware: Hardware | None) -> Prediction:
+    part = program.parts[position]
+    timeline = memory_timeline(program, position)
+    kinds = [program.kinds[step.kind] for step in part.instructions]
     uses = [use for kind in kinds for use in kind.collectives]
-    state = sum({program.values[leaf.value].storage: program.values[leaf.value].bytes for leaf in program.state_in}.values())
-    times: dict[str, float | None] = {"step_s": None, "compute_s": None, "communication_s": None}
+    sent = [program.values[step.inputs[0]].bytes for step in part.instructions if step.op == "send"]
+    state = sum({program.values[leaf.value].storage: program.values[leaf.value].bytes for leaf in part.state_in}.values())
+    times: dict[str, float | None] = {"compute_s": None, "communication_s": None}
     if hardware is not None:
         communication = sum(_collective_time(program, use, hardware) for use in uses)
-        total = sum(instruction_times(program, hardware))
-        times = {"step_s": total, "compute_s": total - communication, "communication_s": communication}
+        total = sum(instruction_durations(program, hardware, position)[0])
+        times = {"compute_s": total - communication, "communication_s": communication}
     return Prediction(
         max((peak for peak, _ in timeline), default=0),
         state,
         max((kind.workspace for kind in kinds), default=0),
         sum(kind.flops for kind in kinds),
-        sum(use.bytes for use in uses),
+        sum(use.bytes for use in uses) + sum(sent),
         len(uses),
+        len(sent),
         **times,
     )
 
 
-def memory_timeline(program: "Program") -> list[tuple[int, int]]:
-    """For each instruction (highest bytes while it runs, bytes after it), state, batch and constants included."""
-    return list(_timeline(program))
+def memory_timeline(program: "Program", position: int = 0) -> list[tuple[int, int]]:
+    """For each instruction of one position along pp (highest bytes while it runs, bytes after it), state, batch, constants and
+    what messages hold included."""
+    return list(_timeline(program, program.parts[position]))
 
 
-def _timeline(program: "Program") -> Iterator[tuple[int, int]]:
+def _timeline(program: "Program", part: "Part") -> Iterator[tuple[int, int]]:
     values = program.values
     users: dict[int, int] = {}  # live values of each storage
     sizes: dict[int, int] = {}
@@ -98,14 +135,15 @@ def _timeline(program: "Program") -> Iterator[tuple[int, int]]:
         sizes[storage] = max(sizes.get(storage, 0), size)
 
     batch_storages: dict[int, int] = {}
-    for leaf in program.batch:
+    for leaf in part.batch:
         storage = values[leaf.value].storage
         batch_storages[storage] = batch_storages.get(storage, 0) + values[leaf.value].bytes
-    for leaf in program.reads():
+    for leaf in part.reads():
         hold(leaf.value, batch_storages.get(values[leaf.value].storage, values[leaf.value].bytes))
-    constants = sum(t.nbytes for kind in program.kinds.values() for t in kind.constants.values())
+    used = {step.kind for step in part.instructions}
+    constants = sum(t.nbytes for name in used for t in program.kinds[name].constants.values())
     live = constants + sum(sizes[storage] for storage in users)
-    for step in program.instructions:
+    for step in part.instructions:
         memory = program.kinds[step.kind].memory
         frees = set(step.frees)
         gone = {values[v].storage: 0 for v in frees}
@@ -128,31 +166,45 @@ def _timeline(program: "Program") -> Iterator[tuple[int, int]]:
         yield max(peak, live), live
 
 
-def instruction_times(program: "Program", hardware: Hardware) -> list[float]:
-    """Seconds of each instruction: the larger of arithmetic and memory traffic, then its collectives, one after the other."""
-    cache: dict[str, float] = {}
-    for name, kind in program.kinds.items():
-        rate = hardware.flops_per_s.get(_dtype_name(program, name), max(hardware.flops_per_s.values()))
-        local = max(kind.flops / rate, kind.bytes / hardware.memory_bytes_per_s) + hardware.launch_s
-        cache[name] = local + sum(_collective_time(program, use, hardware) for use in kind.collectives)
-    return [cache[step.kind] for step in program.instructions]
-
-
-def _dtype_name(program: "Program", kind: str) -> str:
-    step = next(s for s in program.instructions if s.kind == kind)
-    dtypes = [program.values[v].dtype for v in step.inputs if program.values[v].dtype.is_floating_point]
+def segment_time(kind: "Kind", hardware: Hardware) -> float:
+    """Seconds of a segment without its collectives: the larger of arithmetic and memory traffic."""
+    dtypes = (dtype for _, dtype in kind.operands if dtype.is_floating_point)
     narrow = min(dtypes, key=lambda d: d.itemsize, default=torch.float32)
-    return str(narrow).removeprefix("torch.")
+    rate = hardware.flops_per_s.get(str(narrow).removeprefix("torch."), max(hardware.flops_per_s.values()))
+    return max(kind.flops / rate, kind.bytes / hardware.memory_bytes_per_s) + hardware.launch_s
+
+
+def instruction_durations(program: "Program", hardware: Hardware, position: int | None = None) -> list[list[float]]:
+    """Seconds of each instruction, per position along pp (or of one): a segment, then its collectives, one after the other.
+
+    Posting a message and waiting for it take none: the message itself does.
+    """
+    cache = {
+        name: 0.0
+        if not kind.source
+        else segment_time(kind, hardware) + sum(_collective_time(program, use, hardware) for use in kind.collectives)
+        for name, kind in program.kinds.items()
+    }
+    parts = program.parts if position is None else [program.parts[position]]
+    return [[cache[step.kind] for step in part.instructions] for part in parts]
+
+
+def message_durations(program: "Program", hardware: Hardware) -> dict[int, float]:
+    """Seconds of each message."""
+    out = {}
+    stride = program.mesh.rank({"pp": 1}) if len(program.parts) > 1 else 0
+    for position, part in enumerate(program.parts):
+        for step in part.instructions:
+            if step.op == "send":
+                nodes = {position * stride // hardware.ranks_per_node, step.peer * stride // hardware.ranks_per_node}
+                rate, latency = _link(hardware, crosses=len(nodes) > 1)
+                out[step.message] = latency + program.values[step.inputs[0]].bytes / rate
+    return out
 
 
 def _collective_time(program: "Program", use: "CollectiveUse", hardware: Hardware) -> float:
     """Ring costs: (n - 1) / n of the whole message through one rank's link; twice that for an all_reduce."""
-    crosses = _crosses_nodes(program, use.axes, hardware.ranks_per_node)
-    rate, latency = (
-        (hardware.cross_bytes_per_s, hardware.cross_latency_s)
-        if crosses
-        else (hardware.link_bytes_per_s, hardware.link_latency_s)
-    )
+    rate, latency = _link(hardware, crosses=_crosses_nodes(program, use.axes, hardware.ranks_per_node))
     n = use.size
     whole = use.bytes * n if use.op == "all_gather" else use.bytes
     passes = 2 if use.op == "all_reduce" else 1
@@ -163,3 +215,35 @@ def _crosses_nodes(program: "Program", axes: tuple[str, ...], ranks_per_node: in
     mesh = program.mesh
     first = {axis: mesh.axis_size(axis) - 1 for axis in axes}
     return mesh.rank(first) // ranks_per_node > 0
+
+
+def _link(hardware: Hardware, *, crosses: bool) -> tuple[float, float]:
+    """(bytes per second, latency) within a node or between nodes."""
+    if crosses:
+        return hardware.cross_bytes_per_s, hardware.cross_latency_s
+    return hardware.link_bytes_per_s, hardware.link_latency_s
+
+
+_COUNTS = (
+    "peak_bytes",
+    "state_bytes",
+    "workspace_bytes",
+    "flops",
+    "communication_bytes",
+    "num_collectives",
+    "num_messages",
+)
+
+REFERENCE = Hardware(
+    name="reference",
+    flops_per_s={"float32": 5e13, "bfloat16": 5e14},
+    memory_bytes_per_s=2.5e12,
+    memory_bytes=80 * 2**30,
+    link_bytes_per_s=2e11,
+    link_latency_s=5e-6,
+    cross_bytes_per_s=4e10,
+    cross_latency_s=1e-5,
+    ranks_per_node=8,
+    launch_s=2e-6,
+)
+"""Round numbers of a typical accelerator: what a schedule is made for unless a profile is given."""

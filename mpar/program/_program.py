@@ -1,9 +1,9 @@
-"""The program: an explicit list of instructions, the same for all ranks of a stage. Plain data: it is printed, proved, saved.
+"""The program: explicit lists of instructions, one for each position along pp. Plain data: it is printed, proved, saved.
 
 A value is one local tensor. An instruction reads values, makes values, and frees the values it is the last to read.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from mpar.mesh import Mesh
+from mpar.program._channels import Channel
 from mpar.program._comm import Counter
 from mpar.program._hardware import hardware
+from mpar.program._picture import picture
 from mpar.program._predict import Hardware, Prediction, predict
 from mpar.program._run import Progress, RankRun, State, bind, init_state, simulate
 from mpar.program._text import text
 from mpar.program._verify import verify
+from mpar.schedules import Action, Picture
 from mpar.spec import P
 
-__all__ = ["CollectiveUse", "Instruction", "Kind", "Leaf", "Program", "Value"]
+__all__ = ["CollectiveUse", "Instruction", "Kind", "Leaf", "Part", "Program", "Value"]
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,11 @@ class Kind:
 class Instruction:
     """One step of the program: `outputs = kind(inputs)`, then `frees` are gone.
 
-    op is one of context, weight, forward, backward, gather, reduce, accumulate, norm, update, finish. `segment` says where in the
-    chain, `microbatch` which one (-1: all of them).
+    op is one of context, weight, forward, backward, backward_input, backward_weight, gather, reduce, accumulate, send, recv,
+    wait, losses, finish, norm, update. `segment` says where in the chain, `microbatch` which one (-1: all of them).
+
+    send and recv only post a message, whose number is the same at both ends; `peer` is the other end's position along pp. A sent
+    value stays whole, and a received one may not be read, until the `wait` of the message.
     """
 
     op: str
@@ -96,6 +102,8 @@ class Instruction:
     segment: str = ""
     microbatch: int = -1
     queue: str = "compute"
+    message: int = -1
+    peer: int = -1
 
 
 @dataclass(frozen=True)
@@ -110,8 +118,8 @@ class Leaf:
 
 
 @dataclass
-class Program:
-    """One training step of every rank. The mesh is refined: an axis may be split into `<axis>_outer` and `<axis>_inner`.
+class Part:
+    """What all ranks at one position along pp do.
 
     state_in / state_out: parameters then optimizer slots, by path, before and after the step; batch: by (key, microbatch).
     scalars:              values given by the host each step: lr, step.
@@ -119,19 +127,14 @@ class Program:
     gradients:            the finished gradient of each parameter, by path.
     """
 
-    mesh: Mesh
-    values: list[Value]
-    kinds: dict[str, Kind]
     instructions: list[Instruction]
     state_in: list[Leaf]
     state_out: list[Leaf]
     batch: list[Leaf]
     scalars: list[Leaf]
     metrics: list[Leaf]
-    num_microbatches: int
     contributions: dict[int, tuple[str, str, int]]
     gradients: dict[str, int]
-    info: dict[str, Any] = field(default_factory=dict)
 
     def reads(self) -> Iterator[Leaf]:
         """Everything that is there before the first instruction."""
@@ -139,11 +142,75 @@ class Program:
         yield from self.batch
         yield from self.scalars
 
+
+@dataclass
+class Program:
+    """One training step of every rank. The mesh is refined: an axis may be split into `<axis>_outer` and `<axis>_inner`.
+
+    values: of all parts, numbered through. parts: by position along pp. schedule: per position along pp its actions, in order.
+    """
+
+    mesh: Mesh
+    values: list[Value]
+    kinds: dict[str, Kind]
+    parts: list[Part]
+    num_microbatches: int
+    schedule: list[list[Action]]
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def position(self, rank: int) -> int:
+        """The position of a rank along pp."""
+        return self.mesh.index(rank, ("pp",))
+
+    def part(self, rank: int) -> Part:
+        """What a rank does."""
+        return self.parts[self.position(rank)]
+
+    def ranks_at(self, position: int) -> list[int]:
+        """The ranks at one position along pp, ascending: they form the mesh without pp."""
+        return [rank for rank in range(self.mesh.size) if self.position(rank) == position]
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        """Those of all parts, one part after the other."""
+        return [step for part in self.parts for step in part.instructions]
+
+    @property
+    def state_in(self) -> list[Leaf]:
+        """The state before a step, every path once; what several parts hold is the first one's."""
+        return _once(leaf for part in self.parts for leaf in part.state_in)
+
+    @property
+    def state_out(self) -> list[Leaf]:
+        """The state after a step, like `state_in`."""
+        return _once(leaf for part in self.parts for leaf in part.state_out)
+
+    @property
+    def batch(self) -> list[Leaf]:
+        """The batch, of which every part has all keys."""
+        return self.parts[0].batch
+
+    @property
+    def gradients(self) -> dict[str, int]:
+        """The finished gradient of each parameter, by path, on the first part that holds it."""
+        return {path: value for part in reversed(self.parts) for path, value in part.gradients.items()}
+
     def axes_used(self) -> list[tuple[str, ...]]:
         """Every tuple of mesh axes over which the code communicates or asks for its position, sorted."""
         found = {use.axes for kind in self.kinds.values() for use in kind.collectives}
         found |= {axes for kind in self.kinds.values() for axes in kind.positions}
         return sorted(found)
+
+    def channels(self) -> list[Channel]:
+        """Every channel that messages take, sorted: (from, to) along pp, and F, B or G."""
+        return sorted(
+            {
+                (position, step.peer, step.queue[-1])
+                for position, part in enumerate(self.parts)
+                for step in part.instructions
+                if step.op == "send"
+            }
+        )
 
     def verify(self) -> None:
         """Raise ProgramError, naming the line, unless the program is well-formed; `program/_verify.py` says what that means."""
@@ -153,13 +220,17 @@ class Program:
         """The program of one rank, a line an instruction, with bytes, and times if a profile is given."""
         return text(self, rank, hardware(on) if isinstance(on, str) else on)
 
-    def collectives(self) -> list[CollectiveUse]:
-        """Every collective of a step in order, those inside segments included."""
-        return [use for step in self.instructions for use in self.kinds[step.kind].collectives]
+    def collectives(self, rank: int = 0) -> list[CollectiveUse]:
+        """Every collective of a step of `rank` in order, those inside segments included."""
+        return [use for step in self.part(rank).instructions for use in self.kinds[step.kind].collectives]
 
     def predict(self, on: Hardware | str | None = None) -> Prediction:
         """Peak bytes of a rank exactly, FLOPs and communication; times if a profile is given, or the name of one ("h200")."""
         return predict(self, hardware(on) if isinstance(on, str) else on)
+
+    def picture(self, on: Hardware | str, title: str = "one step") -> Picture:
+        """The predicted step as bars and memory curves, for `mpar.schedules.svg`, `html` and `chrome_trace`."""
+        return picture(self, hardware(on) if isinstance(on, str) else on, title)
 
     def init_state(self, params: Any, rank: int | None = None) -> State:
         """The state before the first step, from global parameters or DTensors; `rank` None: global, for `simulate`."""
@@ -180,3 +251,11 @@ class Program:
     ) -> RankRun:
         """This process's rank, ready to run on the processes of torch.distributed; `program/_run.py` has details."""
         return bind(self, device=device, order=order, counter=counter, progress=progress, transport=transport)
+
+
+def _once(leaves: Iterable[Leaf]) -> list[Leaf]:
+    """The first leaf of every path."""
+    by_path: dict[str, Leaf] = {}
+    for leaf in leaves:
+        by_path.setdefault(leaf.path, leaf)
+    return list(by_path.values())

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from mpar import tree
-from mpar.errors import ConfigError, ShapeError, UnknownNameError
+from mpar.errors import ConfigError, ProgramError, ShapeError, UnknownNameError
+from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES
 from mpar.program._comm import Comm, Counter, ProcessComm
 from mpar.program._simulate import run_ranks
@@ -90,14 +91,50 @@ class RankRun:
         primitives: Mapping[str, Callable] | None = None,
     ) -> None:
         self.program, self.comm, self.device, self.progress = program, comm, torch.device(device), progress
+        self.part = part = program.parts[comm.index(("pp",))]
         functions = {
-            name: load(name, kind.source, kind.constants, self.device, primitives) for name, kind in program.kinds.items()
+            name: load(name, kind.source, kind.constants, self.device, primitives)
+            for name, kind in program.kinds.items()
+            if kind.source and name in {step.kind for step in part.instructions}
         }
-        self._state = {leaf.path: _local(program, leaf) for leaf in program.state_in}
-        self._batch = {_key(leaf): _all_microbatches(program, *_local(program, leaf)) for leaf in program.batch}
+        self._state = {leaf.path: _local(program, leaf) for leaf in part.state_in}
+        self._batch = {_key(leaf): _all_microbatches(program, *_local(program, leaf)) for leaf in part.batch}
         self._steps = [
-            (functions[step.kind], step.inputs, frozenset(step.frees), step.outputs, step) for step in program.instructions
+            (
+                functions[step.kind] if step.kind in functions else self._message(step),
+                step.inputs,
+                frozenset(step.frees),
+                step.outputs,
+                step,
+            )
+            for step in part.instructions
         ]
+
+    def _message(self, step: "Instruction") -> Callable[[list[Tensor], Comm], tuple[Tensor, ...]]:
+        """Post a message or wait for it."""
+        message, peer, kind = step.message, step.peer, step.queue[-1]
+        if step.op == "wait":
+
+            def wait(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
+                comm.wait(message)
+                return ()
+
+            return wait
+        if step.op == "send":
+
+            def send(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
+                comm.send(args[0], peer=peer, message=message, kind=kind)
+                return ()
+
+            return send
+        value, device = self.program.values[step.outputs[0]], self.device
+
+        def receive(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
+            buffer = torch.empty(value.shape, dtype=value.dtype, device=device)
+            comm.receive(buffer, peer=peer, message=message, kind=kind)
+            return (buffer,)
+
+        return receive
 
     def __call__(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
         """One step. `batch` has this rank's rows, microbatch after microbatch. Takes over the tensors of `state`.
@@ -105,22 +142,24 @@ class RankRun:
         Returns the new state and metrics: loss (mean), microbatch_losses, weight, grad_norm, and lr as used. Raises ShapeError,
         listing all offenders, if the batch or the state is not what the program was compiled for; `state` is whole then.
         """
-        program, step = self.program, state.step + 1
+        program, part = self.program, self.part
+        optimizer = program.info["optimizer"]
+        step = state.step if optimizer is None else state.step + 1
         _check("this batch", self._batch, batch)
         state.check(self._state)
-        lr = program.info["optimizer"].rate(step)
+        lr = 0.0 if optimizer is None else optimizer.rate(step)
         env: dict[int, Tensor] = {}
         leaves = state.take()
-        for leaf in program.state_in:
+        for leaf in part.state_in:
             env[leaf.value] = leaves.pop(leaf.path)
-        for leaf in program.batch:
+        for leaf in part.batch:
             env[leaf.value] = self._rows(leaf, batch)
-        for leaf, number in zip(program.scalars, (lr, float(step)), strict=True):
+        for leaf, number in zip(part.scalars, (lr, float(step)), strict=True):
             env[leaf.value] = torch.tensor(number, dtype=leaf.dtype, device=self.device)
         with torch.no_grad():
             self._execute(env)
-        new = State({leaf.path: env.pop(leaf.value) for leaf in program.state_out}, step)
-        metrics = {leaf.path: env[leaf.value] for leaf in program.metrics}
+        new = State({leaf.path: env.pop(leaf.value) for leaf in part.state_out}, step)
+        metrics = {leaf.path: env[leaf.value] for leaf in part.metrics}
         return new, metrics | {"lr": torch.tensor(lr, dtype=torch.float64)}
 
     def _execute(self, env: dict[int, Tensor]) -> None:
@@ -171,6 +210,7 @@ def init_state(program: "Program", params: Any, rank: int | None = None) -> Stat
     rank: None gives a global state for `simulate`; else that rank's shards. Leaves are global tensors, or DTensors placed as the
     program stores them. Raises ShapeError, listing all offenders, if a parameter is missing, left over, or of another shape.
     """
+    held = program.state_in if rank is None else program.part(rank).state_in
     given = {f"params.{path}": x for path, x in tree.leaves_with_path(params)}
     wanted = {leaf.path: leaf for leaf in program.state_in if leaf.path.startswith("params.")}
     problems = [f"{path} is missing" for path in wanted if path not in given]
@@ -182,7 +222,7 @@ def init_state(program: "Program", params: Any, rank: int | None = None) -> Stat
     if problems:
         raise ShapeError("these parameters do not fit the program:\n  " + "\n  ".join(sorted(problems)))
     leaves = {}
-    for leaf in program.state_in:
+    for leaf in held:
         if leaf.path not in given:
             local = leaf.shape if rank is None else local_shape(leaf.shape, leaf.spec, program.mesh)
             leaves[leaf.path] = torch.zeros(local, dtype=leaf.dtype)
@@ -219,12 +259,21 @@ def simulate(program: "Program", state: State, batch: Mapping[str, Tensor]) -> t
     state.check({leaf.path: (leaf.dtype, leaf.shape) for leaf in program.state_in})
 
     def work(rank: int, comm: Comm) -> tuple[State, dict[str, Tensor]]:
-        local = {leaf.path: shard(state.leaves[leaf.path], leaf.spec, mesh, rank) for leaf in program.state_in}
+        own = program.part(rank).state_in
+        local = {leaf.path: shard(state.leaves[leaf.path], leaf.spec, mesh, rank) for leaf in own}
         return RankRun(program, comm)(State(local, state.step), batch_rows(program, batch, rank))
 
     results = run_ranks(mesh, work)
-    leaves = {leaf.path: assemble([new.leaves[leaf.path] for new, _ in results], leaf.spec, mesh) for leaf in program.state_out}
-    return State(leaves, state.step + 1), results[0][1]
+    within = Mesh(**{axis: size for axis, size in mesh.sizes.items() if axis != "pp"})
+    leaves: dict[str, Tensor] = {}
+    for position, part in enumerate(program.parts):
+        ranks = program.ranks_at(position)
+        for leaf in part.state_out:
+            whole = assemble([results[rank][0].leaves[leaf.path] for rank in ranks], leaf.spec, within)
+            if leaf.path in leaves and not torch.equal(leaves[leaf.path], whole):
+                raise ProgramError(f"{leaf.path} is not the same on all positions along pp that hold it")
+            leaves.setdefault(leaf.path, whole)
+    return State({leaf.path: leaves[leaf.path] for leaf in program.state_out}, results[0][0].step), results[0][1]
 
 
 def bind(
@@ -256,7 +305,15 @@ def bind(
         return RankRun(program, ALONE, device, progress)
     order = order or ("library" if torch.device(device).type == "cuda" else "rank")
     transport = transport if torch.device(device).type == "cpu" else "backend"
-    comm = ProcessComm(program.mesh, program.axes_used(), order=order, counter=counter, transport=transport)
+    comm = ProcessComm(
+        program.mesh,
+        program.axes_used(),
+        order=order,
+        counter=counter,
+        transport=transport,
+        channels=program.channels(),
+        device=device,
+    )
     return RankRun(program, comm, device, progress)
 
 

@@ -25,7 +25,16 @@ from mpar.sharding._trace import LogicalGraph
 from mpar.spec import P
 from mpar.strategy import Strategy
 
-__all__ = ["Code", "SegmentCode", "compile_function", "compile_segment", "trace_segment"]
+__all__ = [
+    "Code",
+    "SegmentCode",
+    "compile_function",
+    "compile_segment",
+    "cut",
+    "make_code",
+    "specs_of",
+    "trace_segment",
+]
 
 
 @dataclass(frozen=True)
@@ -54,13 +63,14 @@ class TracedSegment:
     num_context: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SegmentCode:
     """A segment compiled for a mesh.
 
     forward:  (parameters, x, context) -> (x, losses, kept).
     backward: (its part of those operands, kept, cotangents of x, cotangents of losses) -> gradients of parameters, then of x.
     reads:    positions in (parameters, x, context) that the backward reads.
+    ranked, recompute: what it was cut from, and how; `program/_split.py` cuts the backward further.
     """
 
     forward: Code
@@ -68,6 +78,9 @@ class SegmentCode:
     reads: tuple[int, ...]
     num_kept: int
     traced: TracedSegment
+    name: str
+    ranked: RankGraph
+    recompute: RecomputePolicy
 
 
 def trace_segment(
@@ -166,25 +179,38 @@ def compile_segment(
     hints = [*[None] * (len(out_specs) + num_losses), *param_specs]
     ranked = lower(traced.logical, mesh, in_specs, wanted, strategy.compute, hints)
     check(ranked)
+    forward, backward, reads, num_kept = _codes(name, traced, ranked, recompute)
+    return SegmentCode(forward, backward, reads, num_kept, traced, name, ranked, recompute)
+
+
+def cut(traced: TracedSegment, ranked: RankGraph, recompute: RecomputePolicy) -> Halves:
+    """A checked rank graph in two, fresh at each call: making code of the halves changes them."""
     num_primals = traced.num_params + traced.num_x + traced.num_context
-    num_results = len(out_specs) + num_losses
-    halves = partition(ranked.graph, traced.num_params, traced.num_x, num_primals, num_results, recompute)
-    return _codes(name, traced, ranked, halves, num_primals, num_results)
+    num_results = len(traced.x_out) + len(traced.losses)
+    return partition(ranked.graph, traced.num_params, traced.num_x, num_primals, num_results, recompute)
 
 
 def _codes(
-    name: str, traced: TracedSegment, ranked: RankGraph, halves: Halves, num_primals: int, num_results: int
-) -> SegmentCode:
+    name: str, traced: TracedSegment, ranked: RankGraph, recompute: RecomputePolicy
+) -> tuple[Code, Code, tuple[int, ...], int]:
+    halves = cut(traced, ranked, recompute)
+    num_primals = traced.num_params + traced.num_x + traced.num_context
+    num_results = len(traced.x_out) + len(traced.losses)
     constants = ranked.logical.constants
-    kept_specs = [node.meta["spec"] if node.meta.get("spec") is not None else P() for node in halves.kept]
+    kept_specs = specs_of(halves.kept)
     specs = list(ranked.in_specs)
-    forward = _code(
+    forward = make_code(
         f"{name} forward", halves.forward, constants, specs[:num_primals], [*ranked.out_specs[:num_results], *kept_specs]
     )
     forward = replace(forward, fallbacks=ranked.fallbacks)
     backward_in = [*(specs[i] for i in halves.operands), *kept_specs, *specs[num_primals:]]
-    backward = _code(f"{name} backward", halves.backward, constants, backward_in, list(ranked.out_specs[num_results:]))
-    return SegmentCode(forward, backward, halves.operands, len(halves.kept), traced)
+    backward = make_code(f"{name} backward", halves.backward, constants, backward_in, list(ranked.out_specs[num_results:]))
+    return forward, backward, halves.operands, len(halves.kept)
+
+
+def specs_of(nodes: Sequence[fx.Node]) -> list[P]:
+    """Where values of a rank graph live."""
+    return [node.meta["spec"] if node.meta.get("spec") is not None else P() for node in nodes]
 
 
 def compile_function(
@@ -210,11 +236,12 @@ def compile_function(
     check(ranked)
     for run in passes:
         run(ranked.graph)
-    code = _code(name, ranked.graph, logical.constants, list(ranked.in_specs), list(ranked.out_specs))
+    code = make_code(name, ranked.graph, logical.constants, list(ranked.in_specs), list(ranked.out_specs))
     return Code(code.kind, code.in_values, code.in_specs, code.out_values, code.out_specs, logical.outputs, ranked.fallbacks)
 
 
-def _code(name: str, graph: fx.Graph, constants: Mapping[str, Tensor], in_specs: list[P], out_specs: list[P]) -> Code:
+def make_code(name: str, graph: fx.Graph, constants: Mapping[str, Tensor], in_specs: list[P], out_specs: list[P]) -> Code:
+    """Compile a checked rank graph, which the last passes change."""
     bucket(graph)
     reuse_operands(graph)
     used = {node.target for node in graph.find_nodes(op="get_attr")}

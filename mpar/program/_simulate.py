@@ -2,9 +2,10 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from mpar.collectives import combine
 from mpar.errors import ProgramError
@@ -43,6 +44,21 @@ class LockstepComm:
         """From sharded along `src` to sharded along `dst`."""
         return self._meet("all_to_all", x, axes, src=src, dst=dst)
 
+    def send(self, x: Tensor, *, peer: int, message: int, kind: str) -> None:
+        """Post a message to the rank at position `peer` along pp."""
+        self.hall.post(message, self.rank, self._peer(peer), sent=x)
+
+    def receive(self, buffer: Tensor, *, peer: int, message: int, kind: str) -> None:
+        """Post a buffer for a message."""
+        self.hall.post(message, self._peer(peer), self.rank, buffer=buffer)
+
+    def wait(self, message: int) -> None:
+        """Until the message is done."""
+        self.hall.wait_for(message, self.rank)
+
+    def _peer(self, position: int) -> int:
+        return self.mesh.rank({**self.mesh.coordinates(self.rank), "pp": position})
+
     def _meet(self, kind: str, x: Any, axes: tuple[str, ...], **how: Any) -> Any:
         if axes not in self._groups:
             self._groups[axes] = self.mesh.group(self.rank, axes)
@@ -57,6 +73,32 @@ class _Hall:
         self.waiting: dict[tuple[int, ...], dict[int, tuple[str, Any]]] = {}
         self.results: dict[tuple[tuple[int, ...], int], Any] = {}
         self.failure: BaseException | None = None
+        self.posted: dict[tuple[int, int, int], Tensor] = {}  # (message, from, to) -> the end that is there
+        self.done: set[tuple[int, int]] = set()  # (message, rank)
+
+    def post(self, message: int, source: int, target: int, *, sent: Tensor | None = None, buffer: Tensor | None = None) -> None:
+        """One end of a message: it is carried over when the other one is there."""
+        with self.condition:
+            other = self.posted.pop((message, source, target), None)
+            if other is None:
+                self.posted[message, source, target] = sent if sent is not None else cast(Tensor, buffer)
+                return
+            if sent is not None:
+                other.copy_(sent)
+            else:
+                cast(Tensor, buffer).copy_(other)
+            self.done |= {(message, source), (message, target)}
+            self.condition.notify_all()
+
+    def wait_for(self, message: int, rank: int) -> None:
+        """Block `rank` until both ends of the message were there."""
+        with self.condition:
+            while (message, rank) not in self.done and self.failure is None:
+                if not self.condition.wait(timeout=PATIENCE_S):
+                    self.fail(ProgramError(f"rank {rank} waited {PATIENCE_S} s for message {message}"))
+            if self.failure is not None:
+                raise ProgramError("another simulated rank failed") from self.failure
+            self.done.remove((message, rank))
 
     def meet(self, rank: int, group: tuple[int, ...], kind: str, x: Any, how: dict[str, Any]) -> Any:
         with self.condition:

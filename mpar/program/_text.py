@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from mpar.program._predict import Hardware, instruction_times, memory_timeline
+from mpar.program._predict import Hardware, instruction_durations, memory_timeline, message_durations
+from mpar.program._times import step_times
 
 if TYPE_CHECKING:
     from mpar.program._program import Instruction, Program
@@ -15,15 +16,18 @@ def text(program: "Program", rank: int = 0, hardware: Hardware | None = None) ->
 
     Times are there if a hardware profile is given.
     """
-    mesh = program.mesh
+    mesh, position = program.mesh, program.position(rank)
     where = " ".join(f"{axis}={index}" for axis, index in mesh.coordinates(rank).items())
-    timeline = memory_timeline(program)
-    times = instruction_times(program, hardware) if hardware else [None] * len(program.instructions)
+    timeline = memory_timeline(program, position)
     head = f"rank {rank} of {mesh.size} ({where})   peak {format_bytes(max(peak for peak, _ in timeline))} predicted"
+    times: list[float | None] = [None] * len(timeline)
     if hardware:
-        head += f"   step {format_time(sum(t for t in times if t is not None))} predicted on {hardware.name}"
+        durations, messages = instruction_durations(program, hardware), message_durations(program, hardware)
+        whole = step_times(program, durations, messages)
+        times = list(durations[position])
+        head += f"   step {format_time(whole.makespan)} predicted on {hardware.name}"
     lines = [head]
-    for number, step in enumerate(program.instructions):
+    for number, step in enumerate(program.parts[position].instructions):
         lines.append(_line(program, number, step, timeline[number][1], times[number]))
     return "\n".join(lines)
 
@@ -33,10 +37,15 @@ def _line(program: "Program", number: int, step: "Instruction", live: int, time_
     results = _names([names[v].name for v in step.outputs])
     what = f"{step.op} {step.segment}".strip() + (f" mb{step.microbatch}" if step.microbatch >= 0 else "")
     operands = _names([names[v].name for v in step.inputs])
-    parts = [f"{number:04d} {step.queue:8} {results} = {what} ({operands})"]
+    if step.message >= 0:
+        what += f" message {step.message}" + (f" pp={step.peer}" if step.op == "wait" else "")
+    made = f"{results} = " if step.outputs or step.message < 0 else ""
+    parts = [f"{number:04d} {step.queue:8} {made}{what} ({operands})"]
     uses = program.kinds[step.kind].collectives
     if uses:
         parts.append("; ".join(f"{use.op} {'x'.join(use.axes)} {format_bytes(use.bytes)}" for use in uses))
+    if step.op in ("send", "recv"):
+        parts.append(format_bytes(names[(step.inputs or step.outputs)[0]].bytes))
     if step.frees:
         parts.append("free " + _names([names[v].name for v in step.frees]))
     parts.append(format_bytes(live))

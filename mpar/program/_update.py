@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,35 @@ from mpar.program._writer import Writer
 from mpar.sharding._pass import graph_pass
 from mpar.spec import P
 
-__all__ = ["join_updates", "write_update"]
+__all__ = ["join_updates", "write_norm", "write_updates"]
 
 MANY: dict[Primitive, Primitive] = {adamw_p: adamw_many_p, sgd_p: sgd_many_p}
 ByUnit = Mapping[str, list[int]]
 
 
-def write_update(
+def write_norm(
+    writer: Writer, optimizer: Any, units: Sequence[Unit], owned: Collection[str], grads: ByUnit, dtype: torch.dtype
+) -> tuple[int, int]:
+    """`(global norm, clip factor)` of the gradients of all units; this part contributes those in `owned`. `dtype`: of squares."""
+    squares: list[int] = []
+    mine = [unit for unit in units if unit.path in owned]
+    for unit in mine:
+        code = _square_code(writer, grads[unit.path])
+        squares += writer.emit("norm", code, grads[unit.path], [f"squares {unit.path}"] * len(code.out_specs), unit.path)
+    chain_order = [(unit.path, leaf) for unit in units for leaf in range(len(unit.leaves))]
+    vectors = [[(unit.path, leaf) for leaf in positions] for unit in mine for positions in _square_sets(unit.grad)]
+    vector = writer.spread("squares", squares, vectors, chain_order, dtype, op="norm")
+
+    def norm(squares: Tensor) -> tuple[Tensor, Tensor]:
+        total = constrain(squares, P()).sum().sqrt()
+        return total, optimizer.scale(total).to(torch.float64)
+
+    code = writer.function("norm", norm, tuple(writer.globals([vector])), writer.specs([vector]), [P(), P()])
+    total, scale = writer.emit("norm", code, [vector], ["grad_norm", "scale"])
+    return total, scale
+
+
+def write_updates(
     writer: Writer,
     optimizer: Any,
     units: Sequence[Unit],
@@ -33,13 +55,9 @@ def write_update(
     slots: Mapping[str, list[list[int]]],
     lr: int,
     step: int,
-) -> tuple[int, dict[str, int]]:
-    """`(global norm, new state by path)`: clip by the norm of all gradients, then update unit by unit."""
-    squares: list[int] = []
-    for unit in units:
-        code = _square_code(writer, grads[unit.path])
-        squares += writer.emit("norm", code, grads[unit.path], [f"squares {unit.path}"] * len(code.out_specs), unit.path)
-    norm, scale = writer.emit("norm", _norm_code(writer, optimizer, units, squares), squares, ["grad_norm", "scale"])
+    scale: int,
+) -> dict[str, int]:
+    """The new state by path, unit by unit."""
     owned = _overwritable(
         writer, [v for unit in units for v in grads[unit.path]], [v for unit in units for v in params[unit.path]]
     )
@@ -50,7 +68,7 @@ def write_update(
         inputs = [*params[unit.path], *grads[unit.path], *(v for column in columns for v in column), lr, step, scale]
         names = [*(f"params.{p}" for p in unit.paths), *(f"opt.{slot}.{p}" for slot in optimizer.slots for p in unit.paths)]
         new |= dict(zip(names, writer.emit("update", code, inputs, names, unit.path), strict=True))
-    return norm, new
+    return new
 
 
 def _square_sets(specs: Sequence[P]) -> list[list[int]]:
@@ -70,24 +88,6 @@ def _square_code(writer: Writer, grads: list[int]) -> Code:
         return [torch.stack([sum_squares(values[i]) for i in positions]) for positions in sets]
 
     return writer.function("squares", squares, (writer.globals(grads),), specs, None)
-
-
-def _norm_code(writer: Writer, optimizer: Any, units: Sequence[Unit], squares: list[int]) -> Code:
-    """(norm, clip factor) from all vectors of square sums: one reduction for each distinct set of axes, then one order."""
-    vectors = [[(n, leaf) for leaf in positions] for n, unit in enumerate(units) for positions in _square_sets(unit.grad)]
-    specs = writer.specs(squares)
-    by_spec: dict[P, list[int]] = {}
-    for index, spec in enumerate(specs):
-        by_spec.setdefault(spec, []).append(index)
-    elements = [place for indices in by_spec.values() for i in indices for place in vectors[i]]
-    chain_order = sorted(range(len(elements)), key=elements.__getitem__)
-
-    def norm(squares: list[Tensor]) -> tuple[Tensor, Tensor]:
-        together = torch.cat([torch.cat([squares[i] for i in indices]) for indices in by_spec.values()])
-        total = constrain(together, P())[torch.tensor(chain_order)].sum().sqrt()
-        return total, optimizer.scale(total).to(torch.float64)
-
-    return writer.function("norm", norm, (writer.globals(squares),), specs, [P(), P()])
 
 
 def _update_code(writer: Writer, optimizer: Any, unit: Unit, grads: list[int], owned: bool) -> Code:

@@ -1,6 +1,10 @@
-"""Writer: where instructions are written down. It numbers values and storages and keeps each compiled segment once."""
+"""Writer: where instructions are written down. It numbers values and storages and keeps each compiled segment once.
 
-from collections.abc import Callable, Sequence
+Parts are written one after the other: `begin` starts the next one's list of instructions.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +12,8 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.mesh import Mesh
+from mpar.ops import constrain
+from mpar.program._memory import SegmentMemory
 from mpar.program._program import Instruction, Kind, Leaf, Value
 from mpar.program._segments import Code, compile_function
 from mpar.spec import P, local_shape
@@ -27,6 +33,10 @@ class Writer:
         self.codes: dict[str, Code] = {}  # by the name of their kind
         self.functions: dict[Any, Code] = {}  # small functions, by name, shapes and specs
         self.num_storages = 0
+
+    def begin(self) -> None:
+        """Start the next part."""
+        self.instructions = []
 
     def storage(self) -> int:
         """A new storage."""
@@ -83,6 +93,39 @@ class Writer:
         self.instructions.append(Instruction(op, kind, tuple(inputs), tuple(outputs), (), segment, microbatch, queue))
         return outputs
 
+    def send(self, value: int, message: int, peer: int, segment: str, microbatch: int, queue: str) -> None:
+        """Post a message that holds `value`."""
+        self._message("send", (value,), (), value, message, peer, segment, microbatch, queue)
+
+    def receive(self, name: str, x: Tensor, spec: P, message: int, peer: int, segment: str, microbatch: int, queue: str) -> int:
+        """Post the receipt of a message into a new value that looks like the local tensor `x`."""
+        value = self.value(name, x, spec)
+        self._message("recv", (), (value,), value, message, peer, segment, microbatch, queue)
+        return value
+
+    def wait(self, value: int, message: int, peer: int, segment: str, microbatch: int) -> None:
+        """Wait until the message that sends or brings `value` is done."""
+        self._message("wait", (value,), (), value, message, peer, segment, microbatch, "compute")
+
+    def _message(
+        self,
+        op: str,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        value: int,
+        message: int,
+        peer: int,
+        segment: str,
+        microbatch: int,
+        queue: str,
+    ) -> None:
+        v = self.values[value]
+        shape = "x".join(map(str, v.shape)) or "scalar"
+        name = f"{op} {str(v.dtype).removeprefix('torch.')} {shape}"
+        if name not in self.kinds:
+            self.kinds[name] = message_kind(name, op, v)
+        self.instructions.append(Instruction(op, name, inputs, outputs, (), segment, microbatch, queue, message, peer))
+
     def _register(self, code: Code) -> str:
         """The name of the code's kind, a new one when another code has it."""
         name, number = code.kind.name, 2
@@ -98,11 +141,19 @@ class Writer:
         args: Any,
         in_specs: Sequence[P],
         out_specs: Sequence[P | None] | None,
+        variant: Hashable = None,
         **how: Any,
     ) -> Code:
-        """Compile a small function, or find it: `name` must stand for the same mathematics everywhere."""
+        """Compile a small function, or find it: `name` and `variant` must stand for the same mathematics everywhere."""
         shapes = tuple((tuple(x.shape), x.dtype) for x in tree.leaves(args))
-        key = (name, shapes, tuple(in_specs), None if out_specs is None else tuple(out_specs), tuple(how.get("passes", ())))
+        key = (
+            name,
+            variant,
+            shapes,
+            tuple(in_specs),
+            None if out_specs is None else tuple(out_specs),
+            tuple(how.get("passes", ())),
+        )
         if key not in self.functions:
             self.functions[key] = compile_function(name, fn, args, self.mesh, in_specs, out_specs, self.table, **how)
         return self.functions[key]
@@ -128,10 +179,54 @@ class Writer:
         code = self.function("add", add, (self.globals(left), self.globals(right)), self.specs([*left, *right]), self.specs(left))
         return self.emit("accumulate", code, [*left, *right], names, segment, microbatch)
 
+    def spread(
+        self,
+        name: str,
+        values: Sequence[int],
+        places: Sequence[Sequence[Hashable]],
+        order: Sequence[Hashable],
+        dtype: torch.dtype,
+        op: str,
+    ) -> int:
+        """One vector with an element for each entry of `order`, of which this part gives those in `places` (per value, a vector,
+        its elements' entries). Elsewhere it is 0: the vectors of all positions along pp are a sum that is pending."""
+        by_spec: dict[P, list[int]] = {}
+        for i, spec in enumerate(self.specs(values)):
+            by_spec.setdefault(spec, []).append(i)
+        given = [entry for indices in by_spec.values() for i in indices for entry in places[i]]
+        where = {entry: i for i, entry in enumerate(given)}
+        index = [where.get(entry, len(given)) for entry in order]
+        zero = torch.zeros(1 if values else len(order), dtype=dtype)
+
+        def spread(parts: list[Tensor]) -> Tensor:
+            if not parts:
+                return zero.clone()
+            vectors = [torch.cat([parts[i].reshape(-1).to(dtype) for i in own]) for own in by_spec.values()]
+            together = constrain(torch.cat(vectors), P())
+            if len(given) < len(order):
+                together = torch.cat([together, zero])
+            return together if index == list(range(len(order))) else together[torch.tensor(index)]
+
+        code = self.function(name, spread, (self.globals(values),), self.specs(values), [P()], variant=tuple(index))
+        (vector,) = self.emit(op, code, values, [name])
+        if self.mesh.axis_size("pp") > 1:
+            self.values[vector] = replace(self.values[vector], spec=P(partial=("pp",)))
+        return vector
+
     def metric(self, path: str, value: int) -> Leaf:
         """A replicated value that the step reports."""
         v = self.values[value]
         return Leaf(path, value, v.shape, v.dtype, v.spec)
+
+
+def message_kind(name: str, op: str, value: Value) -> Kind:
+    """A kind without code: a receipt makes a storage, sending and waiting only keep one."""
+    made = op == "recv"
+    memory = SegmentMemory(
+        () if made else (0,), (0,) if made else (), (value.bytes,), (((0,), ()),) if made else (), () if made else (0,)
+    )
+    whole = ((value.shape, value.dtype),)
+    return Kind(name, "", {}, (), 0, 0, 0, memory, 0, () if made else whole, whole if made else (), ())
 
 
 def like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -20,9 +20,9 @@ __all__ = [
 ]
 
 
-def key(doc: str, *, default: Any = MISSING) -> Any:
-    """A field with its line of `--help`; `default` is for keys that a file may leave out."""
-    return field(metadata={"doc": doc}, default=default)
+def key(doc: str, *, default: Any = MISSING, default_factory: Any = MISSING) -> Any:
+    """A field with its line of `--help`; a default is for keys that a file may leave out."""
+    return field(metadata={"doc": doc}, default=default, default_factory=default_factory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class TaskConfig:
 class MeshConfig:
     """Sizes of the mesh axes, outermost first; their product is the number of ranks."""
 
-    pp: int = key("pipeline stages (only 1 yet)", default=1)
+    pp: int = key("ranks that a pipeline is made of; each has schedule.num_chunks stages", default=1)
     dp: int = key("replicas that share no storage", default=1)
     fsdp: int = key("data parallel ranks over which ZeRO shards storage", default=1)
     tp: int = key("tensor parallel ranks, which talk most", default=1)
@@ -88,9 +88,19 @@ class StrategyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The order of microbatches."""
+    """How microbatches go through the stages of a pipeline."""
 
-    num_microbatches: int = key("parts into which a batch is cut, one after the other", default=1)
+    name: str = key("a schedule: `ls conf/schedule`", default="one_f_one_b")
+    num_microbatches: int | None = key(
+        "parts into which a batch is cut; null: 1 without pipeline, else 2 * mesh.pp", default=None
+    )
+    num_chunks: int | None = key("stages of each rank; null: as many as the schedule is made for", default=None)
+    layout: str | tuple[int, ...] | None = key(
+        "segments of each stage: null is even, `balance` by cost, letters `Et*3|(tt|)*29,m|L`, or layers of each stage",
+        default=None,
+    )
+    options: dict[str, Any] = key("of the schedule, such as extra_warmup", default_factory=dict)
+    table: str | None = key("a file with the actions of every rank, as torch writes them; replaces `name`", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +168,9 @@ class PlanConfig:
     """What `mpar plan` prints."""
 
     out: str | None = key("file for the whole program", default=None)
+    timeline: str | None = key("file for a picture of the step: .html, .svg, or .json for chrome://tracing", default=None)
+    compare: tuple[str, ...] = key("schedules to put beside each other", default=())
+    diff: tuple[str, ...] = key("`key=value`, as on the command line: print how the program changes with it", default=())
     rank: int = key("whose program", default=0)
     lines: int = key("instructions shown on the screen", default=24)
 

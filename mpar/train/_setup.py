@@ -28,6 +28,7 @@ __all__ = [
     "make_optimizer",
     "make_strategy",
     "make_tokenizer",
+    "num_microbatches",
     "num_threads",
     "seq_len",
 ]
@@ -88,8 +89,15 @@ def batch_size(config: TrainConfig) -> int:
     """Sequences of a global batch: as configured, or 8 rounded up to what mesh and microbatches divide."""
     if config.data.batch_size is not None:
         return config.data.batch_size
-    unit = config.mesh.dp * config.mesh.fsdp * max(1, config.schedule.num_microbatches)
+    unit = config.mesh.dp * config.mesh.fsdp * max(1, num_microbatches(config))
     return -(-DEFAULT_BATCH_SIZE // unit) * unit
+
+
+def num_microbatches(config: TrainConfig) -> int:
+    """Parts of a global batch: as configured, or two for each rank of a pipeline."""
+    if config.schedule.num_microbatches is not None:
+        return config.schedule.num_microbatches
+    return 1 if config.mesh.pp == 1 else 2 * config.mesh.pp
 
 
 def batch_shapes(config: TrainConfig) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:

@@ -36,7 +36,7 @@ def fresh_state(program: Program, model: Model, rank: int, *, seed: int, hf_path
     """This rank's shards before the first step: drawn from `seed`, or read from the weights in `hf_path`; slots are zero."""
     leaves: dict[str, Tensor] = {}
     reader = None if hf_path is None else HfReader(model, hf_path)
-    for leaf in program.state_in:
+    for leaf in program.part(rank).state_in:
         kind, _, path = leaf.path.partition(".")
         if kind != "params":
             leaves[leaf.path] = torch.zeros(local_shape(leaf.shape, leaf.spec, program.mesh), dtype=leaf.dtype, device=device)
@@ -49,8 +49,9 @@ def fresh_state(program: Program, model: Model, rank: int, *, seed: int, hf_path
 
 def load_state(program: Program, path: Path, rank: int, device: torch.device) -> tuple[State, Position]:
     """This rank's shards and the position in the checkpoint at `path`, whatever mesh it was saved from."""
-    wanted = {leaf.path: (leaf.shape, leaf.spec, leaf.dtype) for leaf in program.state_in}
-    leaves = checkpoint.load(path, wanted, program.mesh, rank)
+    wanted = {leaf.path: (leaf.shape, leaf.spec, leaf.dtype) for leaf in program.part(rank).state_in}
+    elsewhere = {leaf.path for leaf in program.state_in} - wanted.keys()
+    leaves = checkpoint.load(path, wanted, program.mesh, rank, elsewhere=elsewhere)
     extras = checkpoint.read_extras(path)
     position = Position(extras["step"], extras["tokens"], extras["data"], extras["seed"])
     return State({name: leaf.to(device) for name, leaf in leaves.items()}, position.step), position
@@ -68,22 +69,25 @@ def save_state(
     folder: Path,
     program: Program,
     state: State,
-    position: Position,
+    reached: Position,
     config: Mapping[str, Any],
     rank: int,
     barrier: Callable[[], None],
     keep: int | None,
 ) -> Path:
-    """Write a checkpoint of all ranks together; returns its path."""
+    """Write a checkpoint of all ranks together; returns its path. What several stages hold the first of them writes."""
+    position = program.position(rank)
+    earlier = {leaf.path for part in program.parts[:position] for leaf in part.state_out}
+    own = {leaf.path: leaf for leaf in program.parts[position].state_out if leaf.path not in earlier}
     return checkpoint.save(
         folder,
-        position.step,
-        state.leaves,
-        {leaf.path: leaf.spec for leaf in program.state_out},
+        reached.step,
+        {path: state.leaves[path] for path in own},
+        {path: leaf.spec for path, leaf in own.items()},
         program.mesh,
         rank,
-        {leaf.path: leaf.shape for leaf in program.state_out},
-        position.as_extras(config),
+        {path: leaf.shape for path, leaf in own.items()},
+        reached.as_extras(config),
         barrier,
         keep=keep,
     )

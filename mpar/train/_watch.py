@@ -90,14 +90,25 @@ def describe_place(program: Program, rank: int, place: Place | None, *, dead: bo
         return f"rank {rank}: had not begun"
     if place.line < 0:
         return f"rank {rank}, after step {place.step}: between two steps"
-    step = program.instructions[place.line]
+    step = program.part(rank).instructions[place.line]
     what = " ".join(part for part in (step.op, step.segment, f"mb{step.microbatch}" if step.microbatch >= 0 else "") if part)
     head = f"rank {rank}, step {place.step}, line {place.line:04d} {what}"
+    if step.op == "wait":
+        return f"{head}: {'waited' if dead else 'waits'} for {_message(program, rank, step)}"
     uses = program.kinds[step.kind].collectives
     if not uses or not place.collectives:
         return f"{head}: computes"
     use = uses[min(place.collectives, len(uses)) - 1]
     return f"{head}: {'was in' if dead else 'waits in'} {_collective(program, rank, use)}"
+
+
+def _message(program: Program, rank: int, step: Instruction) -> str:
+    """`message 41 (x4.0) from rank 2, which sends it in line 0097`."""
+    peer = program.mesh.rank({**program.mesh.coordinates(rank), "pp": step.peer})
+    other = next((n, s) for n, s in enumerate(program.parts[step.peer].instructions) if s.message == step.message)
+    way, does = ("from", "sends") if other[1].op == "send" else ("to", "receives")
+    name = program.values[step.inputs[0]].name
+    return f"message {step.message} ({name}) {way} rank {peer}, which {does} it in line {other[0]:04d}"
 
 
 def _collective(program: Program, rank: int, use: CollectiveUse) -> str:

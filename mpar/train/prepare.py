@@ -7,13 +7,23 @@ from mpar import checkpoint
 from mpar.data import Batches, LoadReport
 from mpar.errors import CheckpointError, ConfigError
 from mpar.program import Program
-from mpar.program.compiler import compile_step, policy
+from mpar.program.compiler import Schedule, compile_step, policy
+from mpar.schedules import from_table
 from mpar.train._config import TrainConfig
 from mpar.train._job import Job, write_job
-from mpar.train._setup import batch_shapes, make_batches, make_mesh, make_model, make_optimizer, make_strategy
+from mpar.train._setup import (
+    batch_shapes,
+    make_batches,
+    make_hardware,
+    make_mesh,
+    make_model,
+    make_optimizer,
+    make_strategy,
+    num_microbatches,
+)
 from mpar.train._state import check_data, resume_from
 
-__all__ = ["compile_program", "prepare"]
+__all__ = ["compile_program", "make_schedule", "prepare"]
 
 
 def compile_program(config: TrainConfig) -> Program:
@@ -27,10 +37,24 @@ def compile_program(config: TrainConfig) -> Program:
         make_mesh(config),
         make_strategy(config),
         batch_shapes(config),
-        num_microbatches=config.schedule.num_microbatches,
+        schedule=make_schedule(config),
+        num_microbatches=num_microbatches(config),
         precision=config.precision.name,
         recompute=policy(recompute.kind, recompute.names, recompute.budget),
+        hardware=make_hardware(config.hardware),
     )
+
+
+def make_schedule(config: TrainConfig) -> Schedule:
+    """How microbatches go through the stages. Raises ConfigError if a table cannot be read."""
+    group = config.schedule
+    table = None
+    if group.table is not None:
+        try:
+            table = from_table(Path(group.table).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read schedule.table={group.table}: {error.strerror}") from None
+    return Schedule(group.name, group.num_chunks, group.layout, group.options, table)
 
 
 def prepare(config: TrainConfig, resolved: dict[str, Any], folder: Path) -> tuple[Job, LoadReport]:

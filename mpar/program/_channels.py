@@ -1,0 +1,69 @@
+"""Channels: how messages between stages travel on the processes of torch.distributed.
+
+A message goes through one channel, which is a pair of positions along pp, a direction and a kind: F activations, B their
+gradients, G gradients of shared parameters. gloo finds messages by tag, so all channels share the default group. NCCL ignores
+tags and carries out what is posted on a communicator one after the other: there each channel has a group of its two ranks, so
+that none waits for another.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpar.mesh import Mesh
+
+__all__ = ["Channel", "Channels"]
+
+Channel = tuple[int, int, str]
+"""(position of the sender along pp, of the receiver, kind)."""
+
+
+class Channels:
+    """The channels of this process's rank. Making them is collective: all ranks do it in the same order.
+
+    grouped: a group for each channel, each warmed up with one element; else tags on the default group.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, channels: Sequence[Channel], *, grouped: bool, device: torch.device) -> None:
+        coordinates, self.position = mesh.coordinates(rank), mesh.index(rank, ("pp",))
+        self._ranks = [mesh.rank({**coordinates, "pp": i}) for i in range(mesh.axis_size("pp"))]
+        self._groups: dict[Channel, dist.ProcessGroup] = {}
+        self._works: dict[
+            int, tuple[dist.Work, Tensor]
+        ] = {}  # message -> what to wait for, and the tensor that it reads or fills
+        for channel in sorted(set(channels)) if grouped else ():
+            source, target, _ = channel
+            if self.position in (source, target):  # ranks elsewhere have no part in this group
+                members = [self._ranks[source], self._ranks[target]]
+                self._groups[channel] = dist.new_group(members, use_local_synchronization=True)
+                self._warm_up(channel, device)
+
+    def _warm_up(self, channel: Channel, device: torch.device) -> None:
+        source, target, _ = channel
+        one = torch.ones(1, device=device)
+        if self.position == source:
+            dist.send(one, self._ranks[target], group=self._groups[channel])
+        else:
+            dist.recv(one, self._ranks[source], group=self._groups[channel])
+
+    def send(self, x: Tensor, peer: int, message: int, kind: str) -> None:
+        """Post a message to the rank at position `peer`; `x` must stay as it is until `wait`."""
+        x = x.contiguous()
+        group = self._groups.get((self.position, peer, kind))
+        work = dist.isend(x, self._ranks[peer], group=group, tag=0 if group is not None else message)
+        assert work is not None
+        self._works[message] = (work, x)
+
+    def receive(self, buffer: Tensor, peer: int, message: int, kind: str) -> None:
+        """Post a buffer for a message; it may not be read until `wait`."""
+        group = self._groups.get((peer, self.position, kind))
+        work = dist.irecv(buffer, self._ranks[peer], group=group, tag=0 if group is not None else message)
+        assert work is not None
+        self._works[message] = (work, buffer)
+
+    def wait(self, message: int) -> None:
+        """Until the message is done."""
+        work, _ = self._works.pop(message)
+        work.wait()

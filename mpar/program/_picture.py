@@ -1,0 +1,86 @@
+"""Picture: the predicted step of all positions along pp, as bars on a lane for each, with what its ranks hold in memory."""
+
+from typing import TYPE_CHECKING
+
+from mpar.program._predict import Hardware, instruction_durations, memory_timeline, message_durations
+from mpar.program._text import format_bytes, format_time
+from mpar.program._times import StepTimes, step_times
+from mpar.schedules import Bar, Picture
+
+if TYPE_CHECKING:
+    from mpar.program._program import Program
+
+__all__ = ["picture"]
+
+_KINDS = {
+    "forward": "F",
+    "backward": "B",
+    "backward_input": "I",
+    "backward_weight": "W",
+    "gather": "gather",
+    "reduce": "reduce",
+    "accumulate": "reduce",
+    "update": "update",
+}
+
+
+def picture(program: "Program", hardware: Hardware, title: str) -> Picture:
+    """What a step on `hardware` will look like: a lane for each position along pp, a row for each of its queues."""
+    times = step_times(program, instruction_durations(program, hardware), message_durations(program, hardware))
+    bars: list[Bar] = []
+    memory = []
+    for position in range(len(program.parts)):
+        bars += _merged(_bars(program, position, times))
+        levels = memory_timeline(program, position)
+        starts, ends = times.start[position], times.end[position]
+        memory.append(
+            [
+                step
+                for (peak, after), *when in zip(levels, starts, ends, strict=True)
+                for step in zip(when, (peak, after), strict=True)
+            ]
+        )
+    peaks = [max(peak for peak, _ in memory_timeline(program, position)) for position in range(len(program.parts))]
+    facts = {
+        "schedule": str(program.info["schedule"]),
+        "step": format_time(times.makespan),
+        "bubble": f"{100 * times.bubble / times.makespan:.1f} %",
+        "bubble between first and last": f"{100 * times.span_bubble / times.makespan:.1f} %",
+        "peak memory": f"{format_bytes(max(peaks))} (pp={peaks.index(max(peaks))})",
+        "hardware": hardware.name,
+    }
+    lanes = tuple(f"pp={position}" for position in range(len(program.parts)))
+    return Picture(title, lanes, tuple(bars), tuple(memory), "s", facts)
+
+
+def _bars(program: "Program", position: int, times: StepTimes) -> list[Bar]:
+    out = []
+    stage_of: dict[str, int] = program.info["stage_of"]
+    chunks = {stage: n for n, stage in enumerate(sorted({action.stage for action in program.schedule[position]}))}
+    for line, step in enumerate(program.parts[position].instructions):
+        kind = _KINDS.get(step.op, "other")
+        if step.op == "wait":
+            continue
+        if step.op in ("send", "recv"):
+            begin, end = times.messages[step.message]
+            name = f"{step.segment} {step.queue[-1]}" + (f" {step.microbatch}" if step.microbatch >= 0 else "")
+            out.append(Bar(position, begin, end, f"{step.op} {name}", step.op, step.queue))
+            continue
+        begin, end = times.start[position][line], times.end[position][line]
+        stage = stage_of.get(step.segment)
+        label = f"{stage}{kind}{step.microbatch}" if stage is not None and kind in "FBIW" else f"{step.op} {step.segment}".strip()
+        chunk = chunks.get(stage, 0) if stage is not None else 0
+        out.append(Bar(position, begin, end, label, kind, step.queue, chunk))
+    return out
+
+
+def _merged(bars: list[Bar]) -> list[Bar]:
+    """Segments of one action become one bar."""
+    out: list[Bar] = []
+    for bar in bars:
+        last = out[-1] if out else None
+        if last is not None and bar.kind in "FBIW" and (bar.label, bar.queue, bar.start) == (last.label, last.queue, last.end):
+            out[-1] = last._replace(end=bar.end)
+        else:
+            out.append(bar)
+    return out

@@ -1,0 +1,153 @@
+"""Stages: which segments each stage has, what every position along pp does with them, and who holds which parameters."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from mpar.errors import ConfigError
+from mpar.program._predict import Hardware, segment_time
+from mpar.program._segments import SegmentCode
+from mpar.schedules import Action, Costs, Transfer, actions, lower, num_stages, stage_ranges, timeline, verify
+
+__all__ = ["Pipeline", "Schedule", "make_pipeline"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How microbatches go through the stages of a pipeline.
+
+    name:       a schedule of `mpar.schedules`, `auto` among them; with one stage they are all the same.
+    num_chunks: stages of each rank; None: as many as the schedule has by default.
+    layout:     which segments make up a stage: None (even), "balance", Megatron's letters, or layers of each stage.
+    options:    of the schedule, such as extra_warmup.
+    table:      actions of every rank, instead of a name.
+    """
+
+    name: str = "one_f_one_b"
+    num_chunks: int | None = None
+    layout: str | tuple[int, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    table: Sequence[Sequence[Action]] | None = None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """ranges: per stage its segments. table: per position its actions. steps: the same with messages between them."""
+
+    ranges: tuple[range, ...]
+    table: list[list[Action]]
+    steps: list[list[Action | Transfer]]
+
+    @cached_property
+    def positions(self) -> dict[int, tuple[int, ...]]:
+        """For each stage the positions along pp that hold a copy of it, in the order in which its gradients are added."""
+        first: dict[int, dict[int, int]] = {}  # stage -> position -> its first microbatch there
+        for position, own in enumerate(self.table):
+            for action in own:
+                copies = first.setdefault(action.stage, {})
+                copies[position] = min(copies.get(position, action.microbatch), action.microbatch)
+        return {stage: tuple(sorted(copies, key=copies.__getitem__)) for stage, copies in first.items()}
+
+    def stages_at(self, position: int) -> list[int]:
+        """The stages of which a position holds a copy, ascending."""
+        return sorted({action.stage for action in self.table[position]})
+
+    def stage_of(self, segment: int) -> int:
+        """The stage that a segment belongs to."""
+        return next(stage for stage, own in enumerate(self.ranges) if segment in own)
+
+    def uses(self, users: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(segment, copy, position) of every use of a unit that the segments `users` read, in the order of addition."""
+        return [(index, copy, at) for index in users for copy, at in enumerate(self.positions[self.stage_of(index)])]
+
+
+def make_pipeline(
+    schedule: Schedule,
+    num_positions: int,
+    num_microbatches: int,
+    names: Sequence[str],
+    codes: Sequence[SegmentCode],
+    hardware: Hardware,
+    *,
+    backward: bool = True,
+) -> Pipeline:
+    """Stages and their order, without `backward` of forwards alone.
+
+    Raises ConfigError if the schedule cannot run on `num_positions` ranks.
+    """
+    if schedule.table is not None:
+        tables = [[list(own) for own in schedule.table]]
+        if len(tables[0]) != num_positions:
+            raise ConfigError(f"a table of {len(tables[0])} ranks does not fit mesh axis pp={num_positions}")
+    elif schedule.name == "auto":
+        tables = _found(schedule, num_positions, num_microbatches, names, codes, hardware)
+    else:
+        sizes = {"num_ranks": num_positions, "num_chunks": schedule.num_chunks, "num_microbatches": num_microbatches}
+        tables = [actions(schedule.name, **sizes, **schedule.options)]
+    candidates = []
+    for table in tables:
+        ranges = _ranges(schedule, names, num_stages(table), codes, hardware)
+        costs = stage_costs(ranges, codes, hardware)
+        candidates.append((timeline(table, costs).makespan, ranges, table, costs))
+    _, ranges, table, costs = min(candidates, key=lambda candidate: candidate[0])
+    if not backward:
+        table = [[action for action in own if action.kind == "F"] for own in table]
+    steps = lower(table, costs)
+    verify(steps)
+    table = [[item for item in own if isinstance(item, Action)] for own in steps]  # some I and W have become B
+    return Pipeline(ranges, table, steps)
+
+
+def _found(
+    schedule: Schedule,
+    num_positions: int,
+    num_microbatches: int,
+    names: Sequence[str],
+    codes: Sequence[SegmentCode],
+    hardware: Hardware,
+) -> list[list[list[Action]]]:
+    """What `auto` finds for each placement that the schedule leaves open: one or two stages a rank, in a loop or a V."""
+    numbers = (1, 2) if schedule.num_chunks is None else (schedule.num_chunks,)
+    tables = []
+    for chunks, placement in [(n, p) for n in numbers for p in (("loop", "v") if n > 1 else ("loop",))]:
+        if schedule.options.get("placement", placement) != placement or chunks * num_positions > max(len(names), num_positions):
+            continue
+        ranges = _ranges(schedule, names, chunks * num_positions, codes, hardware)
+        given = {"costs": stage_costs(ranges, codes, hardware), "placement": placement, **schedule.options}
+        sizes = {"num_ranks": num_positions, "num_chunks": chunks, "num_microbatches": num_microbatches}
+        tables.append(actions("auto", **sizes, **given))
+    return tables
+
+
+def _ranges(
+    schedule: Schedule, names: Sequence[str], stages: int, codes: Sequence[SegmentCode], hardware: Hardware
+) -> tuple[range, ...]:
+    whole = None
+    if schedule.layout == "balance":
+        whole = [segment_time(code.forward.kind, hardware) + segment_time(code.backward.kind, hardware) for code in codes]
+    return stage_ranges(names, stages, schedule.layout, costs=whole)
+
+
+def stage_costs(ranges: Sequence[range], codes: Sequence[SegmentCode], hardware: Hardware) -> Costs:
+    """Predicted costs of stages; a backward's halves are taken to be equal, and the first stage's is all weight gradients."""
+    forward, whole, held, sent = [], [], [], []
+    for own in ranges:
+        forward.append(sum(segment_time(codes[i].forward.kind, hardware) for i in own))
+        whole.append(sum(segment_time(codes[i].backward.kind, hardware) for i in own))
+        held.append(sum(_bytes(codes[i].forward.out_values) for i in own))
+        x = codes[own[-1]].traced.x_out if len(own) else ()
+        sent.append(hardware.link_latency_s + _bytes(x) / hardware.link_bytes_per_s)
+    deferred = [own.start == 0 for own in ranges]
+    return Costs(
+        forward,
+        [0.0 if late else t / 2 for t, late in zip(whole, deferred, strict=True)],
+        [t if late else t / 2 for t, late in zip(whole, deferred, strict=True)],
+        backward=whole,
+        transfer=sent[:-1],
+        activation=held,
+    )
+
+
+def _bytes(values: Sequence[Any]) -> int:
+    return sum(value.nbytes for value in values)

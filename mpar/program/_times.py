@@ -1,0 +1,101 @@
+"""Times: when every instruction of every position along pp begins and ends, if each runs as early as it can."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mpar.errors import ProgramError
+
+if TYPE_CHECKING:
+    from mpar.program._program import Instruction, Program
+
+__all__ = ["StepTimes", "step_times"]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """start, end: seconds, per position along pp and instruction. busy: seconds per position. messages: (start, end) of each."""
+
+    start: list[list[float]]
+    end: list[list[float]]
+    busy: list[float]
+    messages: dict[int, tuple[float, float]]
+
+    @property
+    def makespan(self) -> float:
+        """From the first beginning to the last end."""
+        return max((own[-1] for own in self.end if own), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The makespan without the time of the busiest rank."""
+        return self.makespan - max(self.busy, default=0.0)
+
+    @property
+    def span_bubble(self) -> float:
+        """The longest time that a rank idles between its own first and last instruction."""
+        spans = zip(self.start, self.end, self.busy, strict=True)
+        return max((end[-1] - start[0] - busy for start, end, busy in spans), default=0.0)
+
+
+class _Clock:
+    """Messages and meetings as far as they are known. Messages of one direction between two ranks follow each other."""
+
+    def __init__(self, durations: Mapping[int, float]) -> None:
+        self.durations = durations
+        self.posted: dict[int, float] = {}
+        self.messages: dict[int, tuple[float, float]] = {}
+        self.free: dict[tuple[int, int], float] = {}
+
+    def post(self, step: "Instruction", position: int, now: float) -> None:
+        """One end of a message is there; when both are, and the channel is free, it starts."""
+        pair = (position, step.peer) if step.op == "send" else (step.peer, position)
+        if step.message not in self.posted:
+            self.posted[step.message] = now
+            return
+        self.posted[step.message] = max(now, self.posted[step.message])
+        begin = max(self.posted[step.message], self.free.get(pair, 0.0))
+        self.free[pair] = end = begin + self.durations.get(step.message, 0.0)
+        self.messages[step.message] = (begin, end)
+
+
+def step_times(program: "Program", durations: Sequence[Sequence[float]], messages: Mapping[int, float]) -> StepTimes:
+    """durations: seconds, per position and instruction; messages: seconds of each message. Linear in the instructions.
+
+    Raises ProgramError if the program cannot be run to its end, which `verify` would have refused.
+    """
+    clock, num = _Clock(messages), len(program.parts)
+    crossing = {name for name, kind in program.kinds.items() if num > 1 and any("pp" in use.axes for use in kind.collectives)}
+    start: list[list[float]] = [[] for _ in program.parts]
+    end: list[list[float]] = [[] for _ in program.parts]
+    busy, now, met = [0.0] * num, [0.0] * num, [0] * num
+    arrivals: list[dict[int, float]] = []
+    moved = True
+    while moved:
+        moved = False
+        for position, part in enumerate(program.parts):
+            while len(end[position]) < len(part.instructions):
+                line = len(end[position])
+                step, duration, begin = part.instructions[line], durations[position][line], now[position]
+                if step.op == "wait":
+                    if step.message not in clock.messages:
+                        break
+                    begin = max(begin, clock.messages[step.message][1])
+                elif step.kind in crossing:
+                    if len(arrivals) <= met[position]:
+                        arrivals.append({})
+                    meeting = arrivals[met[position]]
+                    meeting[position] = begin
+                    if len(meeting) < num:
+                        break
+                    begin, met[position] = max(meeting.values()), met[position] + 1
+                elif step.op in ("send", "recv"):
+                    clock.post(step, position, begin)
+                start[position].append(begin)
+                end[position].append(begin + duration)
+                now[position] = begin + duration
+                busy[position] += duration
+                moved = True
+    if any(len(own) < len(part.instructions) for own, part in zip(end, program.parts, strict=True)):
+        raise ProgramError("this program cannot be timed: its ranks wait for each other for ever; verify() says why")
+    return StepTimes(start, end, busy, clock.messages)
