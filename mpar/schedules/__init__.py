@@ -1,6 +1,6 @@
 """Pipeline schedules: pure functions from sizes to lists of actions, and what follows from a list: times, messages, proofs."""
 
-from mpar.schedules._action import KINDS, Action, Actions
+from mpar.schedules._action import KINDS, Action, Actions, num_microbatches, num_stages
 from mpar.schedules._chrome import chrome_trace
 from mpar.schedules._dual_pipe import dual_pipe
 from mpar.schedules._dual_pipe_v import dual_pipe_v
@@ -52,6 +52,8 @@ __all__ = [
     "interleaved",
     "looped_bfs",
     "lower",
+    "num_microbatches",
+    "num_stages",
     "one_f_one_b",
     "parse_layout",
     "stage_ranges",
