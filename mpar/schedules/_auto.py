@@ -1,11 +1,12 @@
 """The best order that can be found for a pipeline, given what its actions cost and how many bytes its ranks have."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpar.errors import ConfigError
 from mpar.schedules._action import Action, Actions
+from mpar.schedules._names import SCHEDULES, Schedule
 from mpar.schedules._search import Order, Problem, Run, fits, from_table, fused, problem_of, run, to_table
 from mpar.schedules._search_bound import bounds_of
 from mpar.schedules._search_exact import exact
@@ -13,7 +14,7 @@ from mpar.schedules._search_local import improve
 from mpar.schedules._search_rules import first_rules, search_rules
 from mpar.schedules._timeline import Costs, Timeline, timeline
 
-__all__ = ["Auto", "Trial", "auto"]
+__all__ = ["Auto", "Trial", "auto", "auto_actions"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Trial:
 class Auto:
     """table: per rank its actions. bound: no order ends sooner. optimal: it is proven that no order ends sooner than this one.
 
-    method: the trial that found it. trials: all of them, in order. num_ranks, stages: as in the placement.
+    method: the trial that found it. trials: all of them, in order.
     """
 
     table: list[list[Action]]
@@ -51,7 +52,7 @@ def auto(
     placement: Sequence[int],
     num_microbatches: int,
     cap_bytes: Sequence[int] | int | None = None,
-    named: Sequence[tuple[str, Actions]] = (),
+    also: Mapping[str, Actions] | None = None,
     effort: float = 1.0,
     seed: int = 0,
 ) -> Auto:
@@ -62,21 +63,26 @@ def auto(
     the same result: work is limited by counts, not by clocks.
 
     placement: per stage its rank. cap_bytes: what a rank, or every rank, has for activations as `Costs.activation` counts them.
-    named: tables to start from, by name; those of other placements or over the cap do not count.
+    also: tables by name that compete with those of SCHEDULES; of all these, what has another placement or is over the cap is
+    passed over, and microbatches are renumbered to ascend.
     effort: more or less work than usual, by this factor.
 
     Raises ConfigError if costs, placement and sizes disagree, or if no order at all fits the cap: one microbatch, alone in the
     pipeline, holds on every rank the activations of all its stages there.
     """
+    if not effort > 0:
+        raise ConfigError(f"auto: effort is {effort}, needs to be more than 0")
     problem = _problem(costs, placement, num_microbatches, cap_bytes)
     bounds = bounds_of(problem)
     search = _Search(problem, bounds.makespan)
-    for name, table in named:
+    for name, table in (*_named(problem), *(also or {}).items()):
         order = _as_order(problem, table)
-        search.offer(name, [] if order is None else [order], 1)
-    steps = max(int(effort * _STEPS), 1)  # actions that may be run, per method
-    if not search.done:
-        search.offer("list scheduling", *search_rules(problem, first_rules(problem), steps // 12, search.key, bounds.makespan))
+        if order is not None:
+            fitting = all(fits(problem, rank, own) for rank, own in enumerate(order))
+            search.offer(name, [order] if fitting else [], 1)
+    steps = max(int(effort * _STEPS), 1)
+    if not (search.done and search.without_bubble):  # cheap, and may find less of span bubble and bytes
+        search.offer("list scheduling", *search_rules(problem, first_rules(problem), steps, search.key, bounds.makespan))
     if not search.done and problem.size <= _FEW:
         outcome = exact(problem, bounds, search.makespan, nodes=int(effort * _NODES))
         search.offer("exact", [outcome.order] if outcome.order else [], outcome.nodes)
@@ -86,14 +92,18 @@ def auto(
         outcome = exact(problem, bounds, search.makespan, nodes=int(effort * _NODES), width=width)
         search.offer("beam", [outcome.order] if outcome.order else [], outcome.nodes)
     if not search.done:
-        runs = max(steps // problem.size, 50)
+        runs = min(max(int(effort * _MOVES) // problem.size, 20), 20_000)
         found = improve(problem, search.order, runs=runs, seed=seed, goal=bounds.makespan)
         search.offer("local search", [found], runs)
     return search.result()
 
 
-_STEPS = 4_000_000
-_NODES = 40_000
+_OPTIONS: dict[str, list[dict[str, object]]] = {
+    "one_f_one_b": [{}, {"extra_warmup": 1}],
+}
+_STEPS = 330_000  # actions that list scheduling may place, in all
+_MOVES = 8_000_000  # actions that local search may run, in all
+_NODES = 40_000  # states that exact or beam search may open
 _FEW = 100  # actions in all up to which an exact search has a chance within _NODES
 _MANY = 400  # actions in all up to which beam search is wide enough to be of use
 
@@ -138,6 +148,10 @@ class _Search:
         return result.makespan
 
     @property
+    def without_bubble(self) -> bool:
+        return self.best is not None and self.best[0][1] <= 1e-9 * self.bound
+
+    @property
     def done(self) -> bool:
         """Whether nothing ends sooner: what is left is the span bubble, and that is for local search alone."""
         return self.best is not None and (self.proven or self.makespan <= self.bound * (1 + 1e-9))
@@ -165,8 +179,59 @@ def _peaks(problem: Problem, order: Order) -> list[int]:
     return peaks
 
 
+def _named(problem: Problem) -> Iterator[tuple[str, Actions]]:
+    """Tables of all schedules that exist in these sizes, and some of their options."""
+    stages, ranks = len(problem.place), len(problem.own)
+    if stages % ranks:
+        return
+    for name, schedule in SCHEDULES.items():
+        if name == "auto" or (schedule.allowed_chunks is not None and stages // ranks not in schedule.allowed_chunks):
+            continue
+        for options in _OPTIONS.get(name, [{}]):
+            try:
+                table = schedule.table(ranks, stages // ranks, problem.count, options)
+            except ConfigError:  # sizes that this schedule refuses
+                continue
+            yield name + "".join(f" {option}={value}" for option, value in options.items()), table
+
+
+def auto_actions(
+    *,
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    placement: str | Sequence[int] = "loop",
+    cap_bytes: Sequence[int] | int | None = None,
+) -> list[list[Action]]:
+    """The table of `auto`, for `actions("auto", ...)`.
+
+    costs: None: `Costs.uniform`, so that cap_bytes counts microbatches times chunks in flight. placement: "loop": chunk c of rank
+    r is stage c * num_ranks + r. "v": every other chunk is in descending order of ranks. Or, per stage, its rank.
+    """
+    stages = num_ranks * num_chunks
+    if isinstance(placement, str):
+        if placement not in ("loop", "v"):
+            raise ConfigError(f"schedule auto: placement {placement!r} is not 'loop', 'v', or a list of the ranks of all stages")
+        turns = [placement == "v" and s // num_ranks % 2 == 1 for s in range(stages)]
+        places = [num_ranks - 1 - s % num_ranks if turn else s % num_ranks for s, turn in enumerate(turns)]
+    else:
+        places = list(placement)
+        if len(places) != stages or not set(places) <= set(range(num_ranks)):
+            raise ConfigError(
+                f"schedule auto: placement {places} does not name a rank for each of {stages} stages "
+                f"({num_ranks} ranks of {num_chunks} chunks)"
+            )
+    if costs is None:
+        costs = Costs.uniform(stages)
+    return auto(costs, placement=places, num_microbatches=num_microbatches, cap_bytes=cap_bytes).table
+
+
+SCHEDULES["auto"] = Schedule(auto_actions, 1, True, "loop", "searched for costs and a cap of bytes; any placement")
+
+
 def _as_order(problem: Problem, table: Actions) -> Order | None:
-    """A table as an order of this problem; None if it is of another one, does not fit, or is stuck if ascending."""
+    """A table as an order of this problem; None if it is of another one, or stuck if ascending."""
     if len(table) != len(problem.own):
         return None
     counts: dict[tuple[int, str], int] = {}
@@ -179,9 +244,7 @@ def _as_order(problem: Problem, table: Actions) -> Order | None:
     if any(counts.get((stage, part)) != problem.count for stage in range(len(problem.place)) for part in "FIW"):
         return None
     order = from_table(table)
-    if not all(fits(problem, rank, own) for rank, own in enumerate(order)) or run(problem, order) is None:
-        return None
-    return order
+    return None if run(problem, order) is None else order
 
 
 def _problem(costs: Costs, placement: Sequence[int], num_microbatches: int, cap_bytes: Sequence[int] | int | None) -> Problem:
@@ -219,7 +282,7 @@ def _problem(costs: Costs, placement: Sequence[int], num_microbatches: int, cap_
             wrong.append(f"costs.weight_part is more than costs.activation for stages {more}, of which it is a part")
     caps: list[float] = [math.inf] * ranks
     if cap_bytes is not None:
-        caps = [cap_bytes] * ranks if isinstance(cap_bytes, int) else list(cap_bytes)
+        caps = list(cap_bytes) if isinstance(cap_bytes, Sequence) else [cap_bytes] * ranks
         if len(caps) != ranks:
             wrong.append(f"cap_bytes has {len(caps)} numbers, the placement has {ranks} ranks")
         if not costs.activation:

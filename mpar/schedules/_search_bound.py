@@ -69,9 +69,10 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
 
 def _tails(problem: Problem) -> list[list[float]]:
     """Per code and microbatch: longest path after it, or its way to a rank and all that this rank has to do after it."""
-    stages, count, wire, time = len(problem.place), problem.count, problem.wire, problem.time
-    lean, rest = problem.lean_input, problem.lean_weight
-    forward, ahead = [time[4 * s + F] for s in range(stages)], [problem.ahead(s) for s in range(stages)]
+    stages, count, wire = len(problem.place), problem.count, problem.wire
+    lean, rest, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
+    ahead = [problem.ahead(s) for s in range(stages)]
+    loads = [_loads_after(problem, s) for s in range(stages)]
     tail = [[0.0] * count for _ in range(4 * stages)]
     for m in reversed(range(count)):
         left, more = count - m, m + 1 < count
@@ -84,45 +85,30 @@ def _tails(problem: Problem) -> list[list[float]]:
             after = max(of_weight, down, lean[s] + tail[4 * s + I][m + 1] if more else 0.0)
             if m + room < count:
                 after = max(after, forward[s] + tail[4 * s + F][m + room])
-            for own in problem.own:
-                below = [o for o in own if o <= s]
-                if below:
-                    load = left * sum(lean[o] + rest[o] for o in below)
-                    way = wire[below[-1]] + sum(lean[o] + wire[o] for o in range(below[-1] + 1, s)) if below[-1] < s else 0.0
-                    own_part = lean[s] + rest[s] if below[-1] == s else 0.0
-                    after = max(after, way + load - own_part)
-            tail[4 * s + W][m] = of_weight
-            tail[4 * s + B][m] = after
-            tail[4 * s + I][m] = max(after, rest[s] + of_weight)
-            for own in problem.own:
-                if s in own:
-                    load = left * sum(lean[o] + rest[o] for o in own if o <= s) - lean[s]
-                    tail[4 * s + I][m] = max(tail[4 * s + I][m], load)
+            of_input = max(after, rest[s] + of_weight)
+            for way, load in loads[s][I]:
+                of_input = max(of_input, way + left * load)
+            for way, load in loads[s][B]:
+                after = max(after, way + left * load)
+            tail[4 * s + W][m], tail[4 * s + B][m], tail[4 * s + I][m] = of_weight, after, of_input
         for s in reversed(range(stages)):
             after = lean[s] + tail[4 * s + I][m]
             if more:
                 after = max(after, forward[s] + tail[4 * s + F][m + 1])
             if s + 1 < stages:
                 after = max(after, wire[s] + forward[s + 1] + tail[4 * s + 4 + F][m])
-            for own in problem.own:
-                above = [o for o in own if o >= s]
-                load = left * (sum(lean[o] + rest[o] for o in own) + sum(forward[o] for o in above))
-                if above:
-                    load += sum(wire[o - 1] + (forward[o - 1] if o - 1 > s else 0.0) for o in range(s + 1, above[0] + 1))
-                    load -= forward[s] if above[0] == s else 0.0
-                else:
-                    load += sum(wire[o - 1] + forward[o] for o in range(s + 1, stages))
-                    load += sum(lean[o] + wire[o - 1] for o in range(own[-1] + 1, stages))
-                after = max(after, load)
+            for way, load in loads[s][F]:
+                after = max(after, way + left * load)
             tail[4 * s + F][m] = after
     return tail
 
 
 def _heads(problem: Problem) -> list[list[float]]:
     """Per code and microbatch: longest path before it, or all that a rank has to do before it and the way from there."""
-    stages, count, wire, time = len(problem.place), problem.count, problem.wire, problem.time
-    lean, rest = problem.lean_input, problem.lean_weight
-    forward, ahead = [time[4 * s + F] for s in range(stages)], [problem.ahead(s) for s in range(stages)]
+    stages, count, wire = len(problem.place), problem.count, problem.wire
+    lean, rest, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
+    ahead = [problem.ahead(s) for s in range(stages)]
+    loads = [_loads_before(problem, s) for s in range(stages)]
     head = [[0.0] * count for _ in range(4 * stages)]
     for m in range(count):
         for s in range(stages):
@@ -134,12 +120,8 @@ def _heads(problem: Problem) -> list[list[float]]:
                 before = max(before, head[4 * s + W][m - room_weight] + rest[s])
             if s:
                 before = max(before, head[4 * s - 4 + F][m] + forward[s - 1] + wire[s - 1])
-            for own in problem.own:
-                below = [o for o in own if o <= s]
-                if below:
-                    way = wire[below[-1]] + sum(forward[o] + wire[o] for o in range(below[-1] + 1, s)) if below[-1] < s else 0.0
-                    itself = forward[s] if below[-1] == s else 0.0
-                    before = max(before, (m + 1) * sum(forward[o] for o in below) - itself + way)
+            for way, load in loads[s][F]:
+                before = max(before, way + (m + 1) * load)
             head[4 * s + F][m] = before
         for s in reversed(range(stages)):
             before = head[4 * s + F][m] + forward[s]
@@ -147,18 +129,63 @@ def _heads(problem: Problem) -> list[list[float]]:
                 before = max(before, head[4 * s + I][m - 1] + lean[s])
             if s + 1 < stages:
                 before = max(before, head[4 * s + 4 + I][m] + lean[s + 1] + wire[s])
-            for own in problem.own:
-                above = [o for o in own if o >= s]
-                load = (m + 1) * (sum(forward[o] for o in own) + sum(lean[o] for o in above))
-                if above:
-                    load += sum(wire[o - 1] + (lean[o - 1] if o - 1 > s else 0.0) for o in range(s + 1, above[0] + 1))
-                    load -= lean[s] if above[0] == s else 0.0
-                else:
-                    load += sum(wire[o - 1] + forward[o] for o in range(own[-1] + 1, stages))
-                    load += sum(lean[o] + wire[o - 1] for o in range(s + 1, stages))
-                before = max(before, load)
+            for way, load in loads[s][I]:
+                before = max(before, way + (m + 1) * load)
             head[4 * s + I][m] = before
-            own = problem.own[problem.place[s]]
-            load = (m + 1) * (sum(forward[o] for o in own) + sum(lean[o] for o in own if o >= s)) + m * rest[s]
-            head[4 * s + W][m] = max(load, before + lean[s], head[4 * s + W][m - 1] + rest[s] if m else 0.0)
+            before = max(before + lean[s], head[4 * s + W][m - 1] + rest[s] if m else 0.0)
+            for way, load in loads[s][W]:
+                before = max(before, way + (m + 1) * load)
+            head[4 * s + W][m] = before
     return head
+
+
+Loads = dict[int, list[tuple[float, float]]]
+
+
+def _loads_after(problem: Problem, s: int) -> Loads:
+    """Per kind of stage s and per rank: (a, b) such that the rank needs at least a + b n after it; n microbatches are not before.
+
+    a is the way to the first action there that depends on it, less the action itself; b what the rank does for a microbatch.
+    """
+    stages, wire = len(problem.place), problem.wire
+    lean, rest, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
+    loads: Loads = {F: [], I: [], B: []}
+    for own in problem.own:
+        below, above = [o for o in own if o <= s], [o for o in own if o >= s]
+        if below:
+            first = below[-1]
+            way = wire[first] + sum(lean[o] + wire[o] for o in range(first + 1, s)) if first < s else 0.0
+            load = sum(lean[o] + rest[o] for o in below)
+            loads[I].append((way if first < s else -lean[s], load))
+            loads[B].append((way if first < s else -lean[s] - rest[s], load))
+        load = sum(lean[o] + rest[o] for o in own) + sum(forward[o] for o in above)
+        if above:
+            way = sum(wire[o - 1] + (forward[o - 1] if o - 1 > s else 0.0) for o in range(s + 1, above[0] + 1))
+            loads[F].append((way if above[0] > s else -forward[s], load))
+        else:
+            way = sum(wire[o - 1] + forward[o] for o in range(s + 1, stages))
+            loads[F].append((way + sum(lean[o] + wire[o - 1] for o in range(own[-1] + 1, stages)), load))
+    return loads
+
+
+def _loads_before(problem: Problem, s: int) -> Loads:
+    """As `_loads_after`, of what the rank has to do before an action of stage s; n microbatches are not after it."""
+    stages, wire = len(problem.place), problem.wire
+    lean, rest, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
+    loads: Loads = {F: [], I: [], W: []}
+    for own in problem.own:
+        below, above = [o for o in own if o <= s], [o for o in own if o >= s]
+        if below:
+            last = below[-1]
+            way = wire[last] + sum(forward[o] + wire[o] for o in range(last + 1, s)) if last < s else 0.0
+            loads[F].append((way if last < s else -forward[s], sum(forward[o] for o in below)))
+        load = sum(forward[o] for o in own) + sum(lean[o] for o in above)
+        if above:
+            way = sum(wire[o - 1] + (lean[o - 1] if o - 1 > s else 0.0) for o in range(s + 1, above[0] + 1))
+            loads[I].append((way if above[0] > s else -lean[s], load))
+        else:
+            way = sum(wire[o - 1] + forward[o] for o in range(own[-1] + 1, stages))
+            loads[I].append((way + sum(lean[o] + wire[o - 1] for o in range(s + 1, stages)), load))
+        if s in own:
+            loads[W].append((-rest[s], load + rest[s]))
+    return loads

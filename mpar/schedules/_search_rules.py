@@ -43,7 +43,7 @@ def search_rules(
 
     steps: how many actions may be scheduled, in all.
     """
-    left = max(steps // problem.size, 12)
+    left = max(steps // problem.size, 4)
     tried = 0
     known: set[Rule] = set()
     scores: list[tuple[tuple[float, float, int], int, Rule, Order]] = []
