@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -125,7 +126,7 @@ def test_overlapping_bars_get_rows_of_their_own():
     drawn = rows(Picture("", ("a", "b"), tuple(bars)))
     assert [(row.lane, row.queue) for row in drawn] == [(0, "compute"), (0, "to 1"), (0, "to 1"), (0, "to 1"), (1, "compute")]
     for row in drawn:
-        assert all(earlier.end <= later.start for earlier, later in zip(row.bars, row.bars[1:], strict=False))
+        assert all(earlier.end <= later.start for earlier, later in pairwise(row.bars))
     assert sorted(bar for row in drawn for bar in row.bars) == sorted(bars)
 
 
@@ -189,6 +190,15 @@ def test_svg_draws_each_bar_in_its_place():
         tops.setdefault(bar.lane, set()).add(float(rect.get("y")))
     assert all(len(own) == 1 for own in tops.values())
     assert [min(tops[lane]) for lane in range(4)] == sorted(min(own) for own in tops.values())
+
+
+def test_svg_rows_do_not_overlap():
+    """Compute, queues beside it and the next rank are one below the other, whatever overlaps in time."""
+    bars = [Bar(0, 0, 2, "a", "F"), Bar(0, 0, 2, "b", "send", "to 1"), Bar(0, 1, 2, "c", "send", "to 1"), Bar(1, 0, 2, "d", "F")]
+    drawn = shapes(svg(Picture("", ("x", "y"), tuple(bars))))
+    assert [rect.find(f"{SVG}title").text[0] for rect in drawn] == ["a", "b", "c", "d"]
+    edges = [(float(rect.get("y")), float(rect.get("y")) + float(rect.get("height"))) for rect in drawn]
+    assert all(above[1] < below[0] for above, below in pairwise(edges))
 
 
 def test_svg_numbers_microbatches():
