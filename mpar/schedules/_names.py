@@ -14,6 +14,7 @@ from mpar.schedules._gpipe import gpipe
 from mpar.schedules._interleaved import interleaved
 from mpar.schedules._looped_bfs import looped_bfs
 from mpar.schedules._one_f_one_b import one_f_one_b
+from mpar.schedules._sizes import check_sizes
 from mpar.schedules._v_half import v_half
 from mpar.schedules._v_min import v_min
 from mpar.schedules._zbv import zbv
@@ -104,6 +105,7 @@ def actions(
             f"{num_chunks} chunks on {num_ranks} ranks are {chunks * num_ranks} stages, but it has {schedule.chunks} per rank, "
             f"{schedule.chunks * num_ranks} in all: leave num_chunks out, or use one of {others}"
         )
+    check_sizes(name, 0, num_ranks, num_microbatches, chunks)
     if wrong:
         raise ConfigError(f"schedule {name}: {'; '.join(wrong)}")
     return schedule.table(num_ranks, chunks, num_microbatches, options)
