@@ -369,7 +369,7 @@ class _PartWriter:
             code.forward.out_values[len(code.traced.x_out) + n] for code in step.codes for n in range(len(code.traced.losses))
         ]
         dtype = _widest([loss.dtype for loss in given])
-        vector = self.writer.spread("losses", values, [[entry] for entry in mine], order, dtype, op="finish")
+        vector = self.writer.spread("all losses", values, [[entry] for entry in mine], order, dtype, op="finish")
 
         def finish(losses: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
             parts = losses.reshape(count, -1).sum(1) * cotangent

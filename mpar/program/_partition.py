@@ -204,13 +204,14 @@ def extract(graph: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Nod
         stack = [node]
         while stack:
             top = stack[-1]
+            if top in copies:
+                stack.pop()
+                continue
             missing = [used for used in top.all_input_nodes if used not in copies]
             if missing:
                 stack.extend(reversed(missing))
                 continue
-            stack.pop()
-            if top not in copies:
-                copies[top] = out.node_copy(top, lambda n: copies[n])
+            copies[stack.pop()] = out.node_copy(top, lambda n: copies[n])
         return copies[node]
 
     for node in graph.nodes:

@@ -35,7 +35,7 @@ def write_norm(
         squares += writer.emit("norm", code, grads[unit.path], [f"squares {unit.path}"] * len(code.out_specs), unit.path)
     chain_order = [(unit.path, leaf) for unit in units for leaf in range(len(unit.leaves))]
     vectors = [[(unit.path, leaf) for leaf in positions] for unit in mine for positions in _square_sets(unit.grad)]
-    vector = writer.spread("squares", squares, vectors, chain_order, dtype, op="norm")
+    vector = writer.spread("all squares", squares, vectors, chain_order, dtype, op="norm")
 
     def norm(squares: Tensor) -> tuple[Tensor, Tensor]:
         total = constrain(squares, P()).sum().sqrt()

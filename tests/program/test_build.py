@@ -44,7 +44,7 @@ def llama_405b(num_layers, fsdp):
 
 def nodes(program):
     """Nodes of each kind of segment."""
-    return {name: kind.num_nodes for name, kind in program.kinds.items() if name != "squares"}
+    return {name: kind.num_nodes for name, kind in program.kinds.items() if name != "all squares"}
 
 
 def test_graphs_do_not_grow_with_the_mesh():
@@ -274,8 +274,10 @@ def test_errors_say_what_disagrees(make_model):
         compile_step(model, OPTIMIZER, Mesh(dp=1), "zero5", (8, 8))
     with pytest.raises(UnknownNameError, match="none, full, selective, budget"):
         compile_step(model, OPTIMIZER, Mesh(dp=1), "ddp", (8, 8), recompute="some")
-    with pytest.raises(ConfigError, match="pipeline stages are not built yet"):
-        compile_step(model, OPTIMIZER, Mesh(pp=2), "ddp", (8, 8))
+    with pytest.raises(ConfigError, match="2 layers for 8 stages"):
+        compile_step(model, OPTIMIZER, Mesh(pp=8), "ddp", (8, 8))
+    with pytest.raises(UnknownNameError, match="interleaved"):
+        compile_step(model, OPTIMIZER, Mesh(pp=2), "ddp", (8, 8), schedule="interleave")
     with pytest.raises(ShardingError) as error:
         compile_step(model, OPTIMIZER, Mesh(dp=3, tp=5), "tp", (8, 8))
     assert "parameter layers.0.mlp.gate_DF" in str(error.value) and "batch 'tokens'" in str(error.value)

@@ -108,7 +108,7 @@ def parent_and_child(params, x, context):
 def chunks(params, x, context):
     (w,) = params
     left, right = torch.chunk(x @ w, 2, dim=-1)
-    first, second, third = torch.split(torch.cat([left * right, right], -1), [1, 2, 3], -1)
+    first, second, third = torch.split(torch.cat([left * right, x], -1), [1, 2, 3], -1)
     return torch.cat([third, first.cos(), second * first], -1), {}
 
 
@@ -193,9 +193,13 @@ CASES = {
 }
 
 
+def meta(t):
+    return None if t is None else torch.empty_like(t, device="meta")
+
+
 def compile_case(case, recompute, grad_dtype=torch.float64):
     """The segment of a case on one rank."""
-    params, x, context = tree.map_leaves(lambda t: torch.empty_like(t, device="meta"), (case.params, case.x, case.context))
+    params, x, context = tree.map_leaves(meta, (case.params, case.x, case.context))
     paths = tuple(f"p{i}" for i in range(len(params)))
     traced = trace_segment(Segment("s", case.fn, paths), params, x, context, [grad_dtype] * len(params))
     specs = [[P()] * n for n in (traced.num_params, traced.num_x, traced.num_context, len(traced.x_out))]
