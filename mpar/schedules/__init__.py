@@ -1,7 +1,7 @@
 """Pipeline schedules: pure functions from sizes to lists of actions, and what follows from a list: times, messages, proofs."""
 
 from mpar.schedules._action import KINDS, Action, Actions, num_microbatches, num_stages
-from mpar.schedules._auto import Auto, Trial, auto
+from mpar.schedules._auto import Auto, Trial, auto, auto_actions
 from mpar.schedules._chrome import chrome_trace
 from mpar.schedules._dual_pipe import dual_pipe
 from mpar.schedules._dual_pipe_v import dual_pipe_v
@@ -41,6 +41,7 @@ __all__ = [
     "Trial",
     "actions",
     "auto",
+    "auto_actions",
     "balance",
     "check_order",
     "chrome_trace",

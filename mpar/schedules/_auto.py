@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mpar.errors import ConfigError
 from mpar.schedules._action import Action, Actions
-from mpar.schedules._names import SCHEDULES, Schedule
+from mpar.schedules._names import SCHEDULES
 from mpar.schedules._search import Order, Problem, Run, fits, from_table, fused, problem_of, run, to_table
 from mpar.schedules._search_bound import bounds_of
 from mpar.schedules._search_exact import exact
@@ -185,7 +185,7 @@ def _named(problem: Problem) -> Iterator[tuple[str, Actions]]:
     if stages % ranks:
         return
     for name, schedule in SCHEDULES.items():
-        if name == "auto" or (schedule.allowed_chunks is not None and stages // ranks not in schedule.allowed_chunks):
+        if schedule.allowed_chunks is not None and stages // ranks not in schedule.allowed_chunks:
             continue
         for options in _OPTIONS.get(name, [{}]):
             try:
@@ -204,7 +204,7 @@ def auto_actions(
     placement: str | Sequence[int] = "loop",
     cap_bytes: Sequence[int] | int | None = None,
 ) -> list[list[Action]]:
-    """The table of `auto`, for `actions("auto", ...)`.
+    """The table of `auto`, by the parameters that `actions` has for named schedules.
 
     costs: None: `Costs.uniform`, so that cap_bytes counts microbatches times chunks in flight. placement: "loop": chunk c of rank
     r is stage c * num_ranks + r. "v": every other chunk is in descending order of ranks. Or, per stage, its rank.
@@ -225,9 +225,6 @@ def auto_actions(
     if costs is None:
         costs = Costs.uniform(stages)
     return auto(costs, placement=places, num_microbatches=num_microbatches, cap_bytes=cap_bytes).table
-
-
-SCHEDULES["auto"] = Schedule(auto_actions, 1, True, "loop", "searched for costs and a cap of bytes; any placement")
 
 
 def _as_order(problem: Problem, table: Actions) -> Order | None:
