@@ -1,4 +1,4 @@
-"""V-Min: a third of the activation memory of 1F1B, and with it the least that a V of two chunks needs."""
+"""V-Min: a third of the activation memory of 1F1B, by repeating one microbatch's pattern as tightly as its operands allow."""
 
 from mpar.schedules._action import Action
 from mpar.schedules._sizes import check_sizes
@@ -10,7 +10,8 @@ __all__ = ["v_min"]
 def v_min(rank: int, *, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
     """V-Min (Qi et al. 2024, arXiv:2405.15362): stages `rank` and 2 num_ranks - 1 - rank on a rank.
 
-    Rank 1 of 2, with 3:
+    Keeps at most 2 ceil((num_ranks + 2) / 3) microbatches live, summed over both chunks: 2 num_ranks is what 1F1B needs on its
+    first rank. Rank 1 of 2, with 3:
         1F0 2F0 2I0 1I0  1F1 2F1 2W0 1W0 2I1 1I1  1F2 2F2 2W1 1W1 2I2 1I2  2W2 1W2
     """
     check_sizes("v_min", rank, num_ranks, num_microbatches)
