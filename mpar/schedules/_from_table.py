@@ -6,45 +6,100 @@ import re
 
 from mpar.errors import ConfigError
 from mpar.schedules._action import Action, Actions
+from mpar.schedules._lower import Transfer
 
 __all__ = ["from_table", "to_table"]
 
-_CELL = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|B|I|W)(\d*)")
-_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
-_OF_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+_CELL = re.compile(r"(\d+)(SEND_F|RECV_F|WAIT_F|SEND_B|RECV_B|WAIT_B|F|B|I|W)(\d+)")
+_OF_STAGE = re.compile(r"(\d+)(UNSHARD|RESHARD|REDUCE_GRAD)")
+_PAIR = re.compile(r"\((.+)\)OVERLAP_F_B")
+
+Cell = tuple[int, str, int]
 
 
-def from_table(text: str, *, drop: bool = False) -> tuple[tuple[Action, ...], ...]:
+def from_table(text: str, *, drop: bool = False) -> tuple[tuple[Action | Transfer, ...], ...]:
     """Read a pipeline order from comma-separated text: a line per rank, `2F0` for the forward of microbatch 0 in stage 2.
 
-    Cells may be empty. `(4F4;3B0)OVERLAP_F_B` becomes its members in their order. drop: leave out what torch's lowering adds
-    (messages; gathers, frees and reductions of parameters), which is refused otherwise: lower() finds its own.
-    Raises ConfigError with every cell that cannot be read.
+    Cells may be empty. `(4F4;3B0)OVERLAP_F_B` becomes its members in their order. SEND_F, RECV_F, SEND_B and RECV_B become
+    transfers, numbered by kind, sending stage and microbatch. If there is no WAIT among them, as torch writes none, a receive is
+    waited for right before its consumer, a send at the end of its rank. drop: leave out UNSHARD, RESHARD and REDUCE_GRAD,
+    which are refused otherwise: a program gathers and reduces parameters by its own rules.
+    Raises ConfigError with all cells that cannot be read, or all messages whose other stage is on no rank.
     """
-    table, wrong = [], []
-    for line, row in enumerate(csv.reader(io.StringIO(text))):
-        own: list[Action] = []
-        for column, cell in enumerate(row):
+    rows: list[list[Cell]] = []
+    wrong: list[str] = []
+    for line, row in enumerate(csv.reader(io.StringIO(text)), start=1):
+        own: list[Cell] = []
+        for column, cell in enumerate(row, start=1):
             pair = _PAIR.fullmatch(cell.strip())
-            for part in pair[1].split(";") if pair else [cell]:
-                match = _CELL.fullmatch(part.strip())
-                kind = match[2] if match else ""
-                if match and kind in ("F", "B", "I", "W") and match[3]:
-                    own.append(Action(int(match[1]), kind, int(match[3])))
-                elif match and (kind in _OF_STAGE or (len(kind) > 1 and match[3])) and not pair:
-                    if not drop:
-                        wrong.append(
-                            f"line {line + 1}, cell {column + 1}: {cell.strip()!r} is no computation (drop=True leaves it out)"
-                        )
-                elif part.strip() or pair:
-                    wrong.append(f"line {line + 1}, cell {column + 1}: {cell.strip()!r} is no action (2F0, 2B0, 2I0, 2W0)")
-        table.append(tuple(own))
-    if wrong:
-        more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ConfigError(f"cannot read a pipeline order: {'; '.join(wrong[:8])}{more}")
+            for part in filter(None, map(str.strip, pair[1].split(";") if pair else [cell])):
+                if match := _CELL.fullmatch(part):
+                    own.append((int(match[1]), match[2], int(match[3])))
+                elif not _OF_STAGE.fullmatch(part):
+                    wrong.append(f"line {line}, cell {column}: {part!r} is no action (2F0, 2B0, 2I0, 2W0, 2SEND_F0)")
+                elif not drop:
+                    wrong.append(f"line {line}, cell {column}: {part!r} is no work on a microbatch (drop=True leaves it out)")
+        rows.append(own)
+    _refuse(wrong)
+    return _with_transfers(rows)
+
+
+def to_table(table: Actions | list[list[Action | Transfer]], *, waits: bool = True) -> str:
+    """Write a pipeline order as `from_table` reads it. waits: False leaves out what torch does not read, WAIT_F and WAIT_B."""
+    lines = [
+        [str(action) for action in own if waits or not (isinstance(action, Transfer) and action.op == "wait")] for own in table
+    ]
+    return "".join(",".join(line) + "\n" for line in lines)
+
+
+def _with_transfers(rows: list[list[Cell]]) -> tuple[tuple[Action | Transfer, ...], ...]:
+    """Actions, and transfers with the peers and numbers that follow from where the forwards are."""
+    place = {(stage, microbatch): rank for rank, own in enumerate(rows) for stage, kind, microbatch in own if kind == "F"}
+    sends = {(kind[-1], stage, m) for own in rows for stage, kind, m in own if len(kind) > 1 and kind.startswith("SEND")}
+    receives = {_source(stage, kind[-1], m) for own in rows for stage, kind, m in own if kind.startswith("RECV")}
+    numbers = {message: number for number, message in enumerate(sorted(sends | receives, key=lambda m: (m[0] == "B", *m[1:])))}
+    has_waits = any(kind.startswith("WAIT") for own in rows for _, kind, _ in own)
+    wrong: list[str] = []
+    table: list[tuple[Action | Transfer, ...]] = []
+    for rank, own in enumerate(rows):
+        out: list[Action | Transfer] = []
+        posted: dict[Cell, Transfer] = {}  # receives that nobody has used yet
+        last: list[Transfer] = []
+        sent: set[Cell] = set()
+        for stage, kind, m in own:
+            what = kind[-1] if kind[-1] in "FW" else "B"
+            key = (stage, what, m)
+            if len(kind) == 1:
+                if not has_waits and key in posted:
+                    out.append(posted.pop(key)._replace(op="wait"))
+                out.append(Action(stage, kind, m))
+                continue
+            sending = kind.startswith("SEND") or key in sent  # before a stage sends, it has waited for what it received
+            message = (what, stage, m) if sending else _source(stage, what, m)
+            peer = place.get((stage + (1 if sending == (what == "F") else -1), m))
+            if peer is None or message not in numbers:
+                wrong.append(
+                    f"line {rank + 1}: {stage}{kind}{m} has no other end: no rank has the forward of that stage, or posts it"
+                )
+                continue
+            transfer = Transfer(kind[:4].lower(), numbers[message], peer, stage, what, m)
+            out.append(transfer)
+            if transfer.op == "send":
+                sent.add(key)
+                last.append(transfer._replace(op="wait"))
+            elif transfer.op == "recv":
+                posted[key] = transfer
+        table.append((*out, *([] if has_waits else last)))
+    _refuse(wrong)
     return tuple(table)
 
 
-def to_table(table: Actions) -> str:
-    """Write a pipeline order as `from_table` and torch read it."""
-    return "".join(",".join(map(str, own)) + "\n" for own in table)
+def _source(stage: int, kind: str, microbatch: int) -> tuple[str, int, int]:
+    """The message that a stage receives: its kind, the stage that sends it, its microbatch."""
+    return kind, stage - 1 if kind == "F" else stage + 1, microbatch
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise ConfigError(f"cannot read a pipeline order: {'; '.join(wrong[:8])}{more}")
