@@ -25,9 +25,13 @@ def verify(lowered: Lowered, *, queues: str = "direction") -> None:
     """
     places = find_places([[item for item in own if not isinstance(item, Transfer)] for own in lowered])
     wrong: list[str] = []
-    carried: dict[int, int] = {}
+    carried: dict[int, int] = {}  # the value of each message, by its first end
     for rank, own in enumerate(lowered):
-        _check_rank(rank, own, places, carried, wrong)
+        state = _Rank(rank, places)
+        for line, item in enumerate(own):
+            problems = state.transfer(item, carried) if isinstance(item, Transfer) else state.action(item)
+            wrong += [f"rank {rank}, line {line} ({item}) {problem}" for problem in problems]
+        wrong += [f"rank {rank} {problem}" for problem in state.left()]
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
         raise ProgramError("\n  ".join(["this pipeline does not compute what it should:", *wrong[:_SHOWN], *more]))
@@ -42,72 +46,75 @@ def _events(lowered: Lowered) -> list[list[Event]]:
     ]
 
 
-def _check_rank(rank: int, own: Sequence[Action | Transfer], places: Places, carried: dict[int, int], wrong: list[str]) -> None:
-    """Walk over the instructions of a rank. `carried`: what each message is, by its first end. Adds to `carried` and `wrong`.
+class _Rank:
+    """What a rank has at one point of its program. A value is the slot of its producer, times two, plus one for a gradient."""
 
-    A value is the slot of its producer, times two; plus one for a gradient.
-    """
-    stages, count, place, _ = places
-    top = stages - 1
-    done: set[int] = set()
-    ends: dict[int, Transfer] = {}  # message: its end here
-    posted: dict[int, int] = {}  # message: value, of receives
-    here: set[int] = set()  # received and waited for, not used
-    moved: set[tuple[bool, int]] = set()
-    for line, item in enumerate(own):
-        if isinstance(item, Transfer):
-            op, message, peer, stage, kind, microbatch = item
-            if op == "wait":
-                end = ends.get(message, item)
-                if end[2:] != item[2:]:
-                    wrong.append(f"rank {rank}, line {line} ({item}) waits for message {message}, which is {end} here")
-                if message in posted:
-                    here.add(posted.pop(message))
-                continue
-            sends, forward = op == "send", kind == "F"
-            producer = stage if sends else stage - 1 if forward else stage + 1
-            taker = producer + 1 if forward else producer - 1
-            if kind not in ("F", "B") or not (0 <= producer <= top and 0 <= taker <= top and 0 <= microbatch < count):
-                wrong.append(f"rank {rank}, line {line} ({item}): {stages} stages of {count} microbatches have no such message")
-                continue
-            value = (producer * count + microbatch) * 2 + (not forward)
-            other = place[(taker if sends else producer) * count + microbatch]
-            if not 0 <= peer == other != rank or place[stage * count + microbatch] != rank:
-                ends = f"rank {place[producer * count + microbatch]} to rank {place[taker * count + microbatch]}"
-                wrong.append(f"rank {rank}, line {line} ({item}) names peer {peer}, the value goes from {ends}")
-            if sends and value not in done:
-                wrong.append(f"rank {rank}, line {line} ({item}) sends what is not computed yet")
-            if (sends, value) in moved:
-                wrong.append(f"rank {rank}, line {line} ({item}) {'sends' if sends else 'receives'} it a second time")
-            moved.add((sends, value))
-            ends[message] = item
-            if carried.setdefault(message, value) != value:
-                wrong.append(f"rank {rank}, line {line} ({item}): the other end of message {message} is another value")
-            if not sends:
-                posted[message] = value
-            continue
+    def __init__(self, rank: int, places: Places) -> None:
+        self.rank, self.places = rank, places
+        self.done: set[int] = set()  # computed here
+        self.ends: dict[int, Transfer] = {}  # by message: the end that this rank has posted
+        self.coming: dict[int, int] = {}  # by message: the value of a receive that is not waited for
+        self.here: set[int] = set()  # received, waited for, not used
+        self.moved: tuple[set[int], set[int]] = set(), set()  # received, sent
+
+    def transfer(self, item: Transfer, carried: dict[int, int]) -> list[str]:
+        """Take an end of a message, or the wait for it. Returns what is wrong with it."""
+        op, message, peer, stage, kind, microbatch = item
+        if op == "wait":
+            end = self.ends.get(message, item)
+            if message in self.coming:
+                self.here.add(self.coming.pop(message))
+            return [] if end[2:] == item[2:] else [f"waits for message {message}, which is {end} here"]
+        stages, count, place, _ = self.places
+        sends = op == "send"
+        step = 1 if kind == "F" else -1
+        producer = stage if sends else stage - step
+        taker = producer + step
+        if op not in ("send", "recv") or kind not in ("F", "B"):
+            return ["is neither send, recv nor wait, of an F or a B"]
+        if not (0 <= producer < stages and 0 <= taker < stages and 0 <= microbatch < count):
+            return [f"is no message of {stages} stages and {count} microbatches"]
+        source, target = place[producer * count + microbatch], place[taker * count + microbatch]
+        value = (producer * count + microbatch) * 2 + (kind == "B")
+        wrong = []
+        if source == target or (self.rank, peer) != ((source, target) if sends else (target, source)):
+            wrong.append(f"names peer {peer}, the value goes from rank {source} to rank {target}")
+        if sends and value not in self.done:
+            wrong.append("sends what is not computed yet")
+        if value in self.moved[sends]:
+            wrong.append(f"{'sends' if sends else 'receives'} it a second time")
+        if carried.setdefault(message, value) != value:
+            wrong.append(f"is message {message}, whose other end is another value")
+        self.moved[sends].add(value)
+        self.ends[message] = item
+        if not sends:
+            self.coming[message] = value
+        return wrong
+
+    def action(self, item: Action) -> list[str]:
+        """Compute. Returns what is wrong."""
         stage, kind, microbatch = item
+        stages, count, place, _ = self.places
         slot = stage * count + microbatch
-        if kind == "W":
-            continue
-        need = -1
         if kind == "F":
-            done.add(slot * 2)
-            if stage:
-                need = (slot - count) * 2
+            self.done.add(slot * 2)
+            need = (slot - count) * 2 if stage else -1
+        elif kind == "W":
+            return []
         else:
-            done.add(slot * 2 + 1)
-            if stage < top:
-                need = (slot + count) * 2 + 1
+            self.done.add(slot * 2 + 1)
+            need = (slot + count) * 2 + 1 if stage + 1 < stages else -1
         if need < 0:
-            continue
-        if place[need >> 1] == rank:
-            if need not in done:
-                wrong.append(f"rank {rank}, line {line} ({item}) needs what this rank computes later")
-        elif need in here:
-            here.remove(need)
-        else:
-            wrong.append(f"rank {rank}, line {line} ({item}) has not waited for its operand of rank {place[need >> 1]}")
-    for value in (*here, *posted.values()):
-        stage, microbatch = divmod(value >> 1, count)
-        wrong.append(f"rank {rank} receives {'FB'[value & 1]} of stage {stage}, microbatch {microbatch} and does not use it")
+            return []
+        source = place[need >> 1]
+        if source == self.rank:
+            return [] if need in self.done else ["needs what this rank computes later"]
+        if need not in self.here:
+            return [f"has not waited for its operand from rank {source}"]
+        self.here.remove(need)
+        return []
+
+    def left(self) -> list[str]:
+        """What is received for nothing."""
+        values = ((*divmod(value >> 1, self.places.microbatches), value & 1) for value in (*self.here, *self.coming.values()))
+        return [f"receives the {'FB'[back]} of stage {stage}, microbatch {m} and does not use it" for stage, m, back in values]
