@@ -162,6 +162,7 @@ class _Search:
         table = to_table(order)
         found = timeline(table, self.problem.costs)
         optimal = self.done or self.proven
+        assert self.bound <= found.makespan * (1 + 1e-9)
         bound = found.makespan if self.proven else min(self.bound, found.makespan)
         return Auto(table, found, bound, optimal, self.best[2], tuple(self.trials))
 

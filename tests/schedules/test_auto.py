@@ -1,4 +1,4 @@
-"""The automatic scheduler: equal to exhaustive search where that can be done, never worse than a named schedule, within its cap."""
+"""The automatic scheduler: equal to exhaustive search where that is possible, never worse than a named one, within its cap."""
 
 import json
 from pathlib import Path
@@ -239,6 +239,12 @@ def test_whole_backwards_where_they_are_cheaper():
     found = auto(costs, placement=[0], num_microbatches=3)
     assert found.timeline.makespan == 15 and found.optimal
     assert {action.kind for action in found.table[0]} == {"F", "B"}
+
+
+def test_input_and_weight_gradients_that_follow_each_other_are_one_action():
+    """One rank alone has no reason to do them apart."""
+    found = auto(Costs.uniform(1), placement=[0], num_microbatches=3)
+    assert [action.kind for action in found.table[0]].count("B") == 3 and len(found.table[0]) == 6
 
 
 def test_by_the_parameters_of_named_schedules():
