@@ -22,7 +22,7 @@ def load_step(folder: Path, workload: ModuleType, cfg: Any, rank: int, transport
 def local_state(program: Program, params: dict[str, torch.Tensor], rank: int) -> State:
     """The state of `rank` before the first step: its shards of the weights, and zeros."""
     leaves = {}
-    for leaf in program.state_in:
+    for leaf in program.part(rank).state_in:
         kind, _, path = leaf.path.partition(".")
         if kind == "params":
             leaves[leaf.path] = shard(params[path], leaf.spec, program.mesh, rank)

@@ -3,44 +3,64 @@
 A message goes through one channel, which is a pair of positions along pp, a direction and a kind: F activations, B their
 gradients, G gradients of shared parameters. gloo finds messages by tag, so all channels share the default group. NCCL ignores
 tags and carries out what is posted on a communicator one after the other: there each channel has a group of its two ranks, so
-that none waits for another.
+that none waits for another. Between CPU ranks of one machine messages go through shared memory (`_shared_mail.py`).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mpar.mesh import Mesh
+from mpar.program._shared_mail import Letter, SharedMail
 
-__all__ = ["Channel", "Channels"]
+__all__ = ["Channels", "Message"]
 
-Channel = tuple[int, int, str]
-"""(position of the sender along pp, of the receiver, kind)."""
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a step: its number, positions along pp from which and to which, its kind and size."""
+
+    number: int
+    source: int
+    target: int
+    kind: str
+    bytes: int
+
+    @property
+    def channel(self) -> tuple[int, int, str]:
+        """What it travels through."""
+        return self.source, self.target, self.kind
 
 
 class Channels:
     """The channels of this process's rank. Making them is collective: all ranks do it in the same order.
 
     grouped: a group for each channel, each warmed up with one element; else tags on the default group.
+    mail:    set where all ranks of this pipeline share memory: messages then go there.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, channels: Sequence[Channel], *, grouped: bool, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, rank: int, messages: Sequence[Message], *, grouped: bool, device: torch.device) -> None:
         coordinates, self.position = mesh.coordinates(rank), mesh.index(rank, ("pp",))
         self._ranks = [mesh.rank({**coordinates, "pp": i}) for i in range(mesh.axis_size("pp"))]
-        self._groups: dict[Channel, dist.ProcessGroup] = {}
-        self._works: dict[
-            int, tuple[dist.Work, Tensor]
-        ] = {}  # message -> what to wait for, and the tensor that it reads or fills
-        for channel in sorted(set(channels)) if grouped else ():
+        self._messages = messages
+        self._groups: dict[tuple[int, int, str], dist.ProcessGroup] = {}
+        self.mail: SharedMail | None = None
+        self._works: dict[int, tuple[dist.Work, Tensor]] = {}  # message -> what to wait for, and what it reads or fills
+        for channel in sorted({message.channel for message in messages}) if grouped else ():
             source, target, _ = channel
             if self.position in (source, target):  # ranks elsewhere have no part in this group
                 members = [self._ranks[source], self._ranks[target]]
                 self._groups[channel] = dist.new_group(members, use_local_synchronization=True)
                 self._warm_up(channel, device)
 
-    def _warm_up(self, channel: Channel, device: torch.device) -> None:
+    def letters(self) -> list[Letter]:
+        """The messages by rank, for shared memory."""
+        return [Letter(m.number, self._ranks[m.source], self._ranks[m.target], m.bytes) for m in self._messages]
+
+    def _warm_up(self, channel: tuple[int, int, str], device: torch.device) -> None:
         source, target, _ = channel
         one = torch.ones(1, device=device)
         if self.position == source:
@@ -50,6 +70,9 @@ class Channels:
 
     def send(self, x: Tensor, peer: int, message: int, kind: str) -> None:
         """Post a message to the rank at position `peer`; `x` must stay as it is until `wait`."""
+        if self.mail is not None:
+            self.mail.send(x, message)
+            return
         x = x.contiguous()
         group = self._groups.get((self.position, peer, kind))
         work = dist.isend(x, self._ranks[peer], group=group, tag=0 if group is not None else message)
@@ -58,6 +81,9 @@ class Channels:
 
     def receive(self, buffer: Tensor, peer: int, message: int, kind: str) -> None:
         """Post a buffer for a message; it may not be read until `wait`."""
+        if self.mail is not None:
+            self.mail.receive(buffer, message)
+            return
         group = self._groups.get((peer, self.position, kind))
         work = dist.irecv(buffer, self._ranks[peer], group=group, tag=0 if group is not None else message)
         assert work is not None
@@ -65,5 +91,8 @@ class Channels:
 
     def wait(self, message: int) -> None:
         """Until the message is done."""
+        if self.mail is not None:
+            self.mail.wait(message)
+            return
         work, _ = self._works.pop(message)
         work.wait()

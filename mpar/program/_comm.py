@@ -17,7 +17,7 @@ from torch import Tensor
 from mpar.collectives import fold
 from mpar.errors import MeshError
 from mpar.mesh import Mesh
-from mpar.program._channels import Channel, Channels
+from mpar.program._channels import Channels, Message
 from mpar.program._shared_memory import SharedGroup, connect
 
 __all__ = ["Comm", "Counter", "ProcessComm"]
@@ -52,8 +52,8 @@ class Counter:
 
 
 class ProcessComm:
-    """Collectives and messages of this process's rank. Making one creates the groups for `uses` and the `channels` between stages
-    in one global order on all ranks.
+    """Collectives and messages of this process's rank. Making one creates the groups for `uses` and for `messages` between
+    stages in one global order on all ranks.
 
     transport: "backend", "shared", or None: shared memory for every group whose ranks are all on one machine.
     Raises MeshError if the world is not the mesh's, or a group cannot share memory though `transport` says so.
@@ -67,7 +67,7 @@ class ProcessComm:
         order: str = "rank",
         counter: Counter | None = None,
         transport: str | None = None,
-        channels: Sequence[Channel] = (),
+        messages: Sequence[Message] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -86,10 +86,11 @@ class ProcessComm:
                 if rank in members:
                     assert group is not None
                     self._groups[axes] = group
-        self._channels = Channels(mesh, rank, channels, grouped=dist.get_backend() == "nccl", device=torch.device(device))
+        self._channels = Channels(mesh, rank, messages, grouped=dist.get_backend() == "nccl", device=torch.device(device))
         self._shared: dict[tuple[str, ...], SharedGroup] = {}
         if order == "rank" and transport != "backend":
-            found = connect([mesh.group(rank, axes) for axes in self._groups])
+            groups = [mesh.group(rank, axes) for axes in self._groups]
+            found, self._channels.mail = connect(groups, self._channels.letters())
             self._shared = {axes: group for axes, group in zip(self._groups, found, strict=True) if group is not None}
             apart = [axes for axes in self._groups if axes not in self._shared]
             if transport == "shared" and apart:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpar.mesh import Mesh
-from mpar.program._channels import Channel
+from mpar.program._channels import Message
 from mpar.program._comm import Counter
 from mpar.program._hardware import hardware
 from mpar.program._picture import picture
@@ -201,16 +201,15 @@ class Program:
         found |= {axes for kind in self.kinds.values() for axes in kind.positions}
         return sorted(found)
 
-    def channels(self) -> list[Channel]:
-        """Every channel that messages take, sorted: (from, to) along pp, and F, B or G."""
-        return sorted(
-            {
-                (position, step.peer, step.queue[-1])
-                for position, part in enumerate(self.parts)
-                for step in part.instructions
-                if step.op == "send"
-            }
-        )
+    def messages(self) -> list[Message]:
+        """Every message of a step, by number."""
+        found = [
+            Message(step.message, position, step.peer, step.queue[-1], self.values[step.inputs[0]].bytes)
+            for position, part in enumerate(self.parts)
+            for step in part.instructions
+            if step.op == "send"
+        ]
+        return sorted(found, key=lambda message: message.number)
 
     def verify(self) -> None:
         """Raise ProgramError, naming the line, unless the program is well-formed; `program/_verify.py` says what that means."""

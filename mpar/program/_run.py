@@ -311,7 +311,7 @@ def bind(
         order=order,
         counter=counter,
         transport=transport,
-        channels=program.channels(),
+        messages=program.messages(),
         device=device,
     )
     return RankRun(program, comm, device, progress)

@@ -1,6 +1,7 @@
 """Segments: every function of the chain, traced once per kind, lowered for the mesh, cut into forward and backward."""
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,7 +89,8 @@ def trace_segment(
 ) -> TracedSegment:
     """Trace `segment.fn` with its gradient; arguments are trees of tensors without data, `params` one subtree for each path.
 
-    Gradients of parameters are widened to `grad_dtypes`, leaf by leaf, before anything adds them up.
+    Gradients of parameters are widened to `grad_dtypes`, leaf by leaf, before anything adds them up. A leaf of x that holds
+    integers has a gradient too, of zeros.
     """
     param_leaves, param_structure = tree.flatten(tuple(params))
     x_leaves, x_structure = tree.flatten(() if x is None else x)
@@ -146,14 +148,30 @@ def _trace_joint(
     num_out = len(values) - len(probe["losses"])
 
     def joint(params: Any, x: Any, context: Any, cotangents: Any) -> list[Tensor]:
-        (out, losses), pull, *_ = torch.func.vjp(lambda p, y: call(p, y, context), params, x)
-        d_params, d_x = pull((list(cotangents[:num_out]), list(cotangents[num_out:])))
+        moves = [leaf.is_floating_point() for leaf in x]
+
+        def differentiable(params: Sequence[Tensor], moving: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            out, losses = call(params, _fill(moves, moving, x), context)
+            return _floating([*out, *losses]), [*out, *losses]
+
+        _, pull, *aux = torch.func.vjp(differentiable, params, list(itertools.compress(x, moves)), has_aux=True)
+        d_params, d_moving = pull(_floating(cotangents))
         wide = [_widened(d, dtype) for d, dtype in zip(d_params, grad_dtypes, strict=True)]
-        return [*out, *losses, *wide, *d_x]
+        return [*aux[0], *wide, *_fill(moves, d_moving, [torch.zeros_like(leaf) for leaf in x])]
 
     cotangents = [torch.empty_like(value) for value in values]
     logical = trace(joint, (params, x, context, cotangents))
     return TracedSegment(logical, tuple(values[:num_out]), probe["structure"], probe["losses"], num_params, num_x, len(context))
+
+
+def _floating(values: Sequence[Tensor]) -> list[Tensor]:
+    return [value for value in values if value.is_floating_point()]
+
+
+def _fill(where: Sequence[bool], chosen: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """`chosen`, in order, where it says so, and `others` elsewhere."""
+    rest = iter(chosen)
+    return [next(rest) if here else other for here, other in zip(where, others, strict=True)]
 
 
 def _widened(grad: Tensor, dtype: torch.dtype) -> Tensor:

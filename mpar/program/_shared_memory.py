@@ -2,30 +2,38 @@
 
 A sum of 0.25 MB over 4 ranks costs a tenth of the CPU time that gloo's loopback connections cost, a short message a fifteenth.
 
-Every rank owns one anonymous file (memfd) that its peers open by /proc/<pid>/fd: nothing is left behind when a rank dies.
-For each group it holds semaphores and two buffers, used in turn. A rank writes its part into the buffer of the turn, posts to all
-peers, waits for all peers, reads theirs. Nobody overwrites a buffer before all have read it: to be two turns later, a rank must
-have had the posts of the turn between, which its peers give after they have read. Files are sparse: only what messages touch
-takes memory.
+Every rank owns one file (see `_shared_file.py`) that its peers map. For each group it holds semaphores and two buffers, used in
+turn. A rank writes its part into the buffer of the turn, posts to all peers, waits for all peers, reads theirs. Nobody overwrites
+a buffer before all have read it: to be two turns later, a rank must have had the posts of the turn between, which its peers give
+after they have read. Files are sparse: only what messages touch takes memory.
 """
 
 import ctypes
 import itertools
-import mmap
 import os
 import secrets
 import socket
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpar.errors import ProgramError
+from mpar.program._shared_file import (
+    ALIGN,
+    SEMAPHORE,
+    TOKEN,
+    Segment,
+    aligned,
+    available,
+    make_semaphore,
+    open_segment,
+    post,
+    take,
+    wait_for,
+)
+from mpar.program._shared_mail import MAIL_BYTES, Letter, SharedMail, letter_bytes, letter_places
 
 __all__ = ["SharedGroup", "connect"]
 
@@ -35,117 +43,83 @@ CAPACITY = 1 << 21
 DIRECT_BYTES = 1 << 16
 """Up to here every rank adds up a whole all_reduce itself, which saves a turn; beyond, each rank adds up its part."""
 
-_ALIGN, _SEMAPHORE, _TOKEN = 64, 64, 32
-_PATIENCE_S = 1800.0  # torch.distributed's own default
-_LOOK_S = 0.5  # how often a waiting rank looks whether its peer is alive
 
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-_quick = ctypes.PyDLL(None)  # these calls return at once: letting other threads in would cost more than the call
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """The mapped file of one rank."""
-
-    pid: int
-    map: mmap.mmap
-    bytes: Tensor
-
-    def address(self, offset: int) -> int:
-        return self.bytes.data_ptr() + offset
-
-
-def connect(groups: Sequence[Sequence[int]]) -> list["SharedGroup | None"]:
+def connect(
+    groups: Sequence[Sequence[int]], letters: Sequence[Letter] = ()
+) -> "tuple[list[SharedGroup | None], SharedMail | None]":
     """A SharedGroup for each of this rank's groups (ranks in order); None where a member is on another machine.
+
+    letters: all messages of a step between the ranks of which this is one. The second result carries them; it is None without
+    letters, or if one of these ranks is on another machine or sends more than MAIL_BYTES.
 
     All ranks of the world call this at once, each with as many groups in the same order.
     """
-    rank, token = dist.get_rank(), secrets.token_bytes(_TOKEN)
-    span = len(groups) * _group_bytes(dist.get_world_size())
-    own = os.memfd_create("mpar") if hasattr(os, "memfd_create") and hasattr(_quick, "sem_init") else -1
+    world, rank, token = dist.get_world_size(), dist.get_rank(), secrets.token_bytes(TOKEN)
+    mail = ALIGN + len(groups) * _group_bytes(world)
+    places_of_own = letter_places(letters, rank, mail)
+    own = os.memfd_create("mpar") if available() else -1
     if own >= 0:
-        os.ftruncate(own, _TOKEN + span + _ALIGN)
+        os.ftruncate(own, mail + letter_bytes(letters, rank))
         os.pwrite(own, token, 0)
     try:
-        places: list[Any] = [None] * dist.get_world_size()
+        places: list[Any] = [None] * world
         dist.all_gather_object(places, (socket.gethostname(), os.getpid(), own, token))
-        wanted = sorted({member for group in groups for member in group})
-        segments = {member: segment for member in wanted if (segment := _open(places[rank][0], places[member])) is not None}
+        peers = {end for letter in letters for end in (letter.source, letter.target)}
+        wanted = sorted({member for group in groups for member in group} | peers)
+        segments = {m: segment for m in wanted if (segment := open_segment(places[rank][0], places[m])) is not None}
         if rank in segments:
             _make_semaphores(segments[rank], len(groups))
-        reached: list[Any] = [None] * dist.get_world_size()
+            for offset in places_of_own.values():
+                make_semaphore(segments[rank].address(offset))
+        reached: list[Any] = [None] * world
         dist.all_gather_object(reached, sorted(segments))  # after this every semaphore exists, and no file is opened any more
     finally:
         if own >= 0:
             os.close(own)
-    return [
+    found = [
         SharedGroup(rank, group, [segments[member] for member in group], number)
         if all(set(group) <= set(reached[member]) for member in group)
         else None
         for number, group in enumerate(groups)
     ]
+    near = bool(letters) and all(peers <= set(reached[member]) for member in peers)
+    little = all(letter_bytes(letters, source) <= MAIL_BYTES for source in peers)
+    return found, SharedMail(rank, letters, segments, mail) if near and little else None
 
 
 def _group_bytes(world: int) -> int:
-    return _aligned(world * _SEMAPHORE) + 2 * CAPACITY
+    return aligned(world * SEMAPHORE) + 2 * CAPACITY
 
 
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGN) * _ALIGN
-
-
-def _open(host: str, place: tuple[str, int, int, bytes]) -> _Segment | None:
-    """A rank's file, or None if it is not on this machine: the token tells a namesake from the rank."""
-    if place[0] != host or place[2] < 0:
-        return None
-    try:
-        file = os.open(f"/proc/{place[1]}/fd/{place[2]}", os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        if os.pread(file, _TOKEN, 0) != place[3]:
-            return None
-        mapped = mmap.mmap(file, os.fstat(file).st_size)
-    finally:
-        os.close(file)
-    return _Segment(place[1], mapped, torch.frombuffer(mapped, dtype=torch.uint8))
-
-
-def _make_semaphores(segment: _Segment, num_groups: int) -> None:
+def _make_semaphores(segment: Segment, num_groups: int) -> None:
     world = dist.get_world_size()
     for number in range(num_groups):
         for slot in range(world):
-            address = segment.address(_ALIGN + number * _group_bytes(world) + slot * _SEMAPHORE)
-            _quick.sem_init(ctypes.c_void_p(address), 1, 0)
+            make_semaphore(segment.address(ALIGN + number * _group_bytes(world) + slot * SEMAPHORE))
 
 
 class SharedGroup:
     """What one group of ranks exchanges. All its ranks call the same methods with the same shapes in the same order."""
 
-    def __init__(self, rank: int, members: Sequence[int], segments: Sequence[_Segment], number: int) -> None:
+    def __init__(self, rank: int, members: Sequence[int], segments: Sequence[Segment], number: int) -> None:
         self.members, self.size, self.index = tuple(members), len(members), members.index(rank)
         world = dist.get_world_size()
-        base = _ALIGN + number * _group_bytes(world)
-        buffers = base + _aligned(world * _SEMAPHORE)
+        base = ALIGN + number * _group_bytes(world)
+        buffers = base + aligned(world * SEMAPHORE)
         self._buffers = [
             [segment.bytes[buffers + turn * CAPACITY : buffers + (turn + 1) * CAPACITY] for segment in segments]
             for turn in (0, 1)
         ]
         self._segments = segments
         others = [i for i in range(self.size) if i != self.index]
-        self._post = [ctypes.c_void_p(segments[i].address(base + self.index * _SEMAPHORE)) for i in others]
-        self._wait = [(i, ctypes.c_void_p(segments[self.index].address(base + i * _SEMAPHORE))) for i in others]
+        self._post = [ctypes.c_void_p(segments[i].address(base + self.index * SEMAPHORE)) for i in others]
+        self._wait = [(i, ctypes.c_void_p(segments[self.index].address(base + i * SEMAPHORE))) for i in others]
         self._views: dict[Any, Tensor] = {}
         self._turn = 0
 
     def all_gather(self, sources: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
         """All ranks' `sources[k]`, concatenated along `dims[k]`."""
-        if sum(_aligned(source.numel() * source.element_size()) for source in sources) <= CAPACITY:
+        if sum(aligned(source.numel() * source.element_size()) for source in sources) <= CAPACITY:
             return self._all_gather_at_once(sources, dims)
         outs = [
             source.new_empty([n * self.size if i == dim else n for i, n in enumerate(source.shape)])
@@ -161,7 +135,7 @@ class SharedGroup:
         return outs
 
     def _all_gather_at_once(self, sources: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
-        sizes = [_aligned(source.numel() * source.element_size()) for source in sources]
+        sizes = [aligned(source.numel() * source.element_size()) for source in sources]
         offsets = [0, *itertools.accumulate(sizes)]
         for offset, source in zip(offsets, sources, strict=False):
             self._view(self.index, offset, source).copy_(source)
@@ -229,36 +203,13 @@ class SharedGroup:
 
     def _meet(self) -> None:
         for semaphore in self._post:
-            _quick.sem_post(semaphore)
+            post(semaphore)
         for i, semaphore in self._wait:
-            if _quick.sem_trywait(semaphore):
+            if not take(semaphore):
                 self._wait_for(i, semaphore)
 
     def _wait_for(self, i: int, semaphore: ctypes.c_void_p) -> None:
-        """Wait for rank i's post. Raises ProgramError if its process is gone, or after the patience of torch.distributed."""
-        begun = time.monotonic()
-        while True:
-            until = time.time() + _LOOK_S
-            limit = _Timespec(int(until), int(until % 1 * 1e9))
-            if _libc.sem_timedwait(semaphore, ctypes.byref(limit)) == 0:
-                return
-            who = f"rank {self.members[i]} (process {self._segments[i].pid})"
-            if not _alive(self._segments[i].pid) and _quick.sem_trywait(semaphore):
-                raise ProgramError(
-                    f"rank {self.members[self.index]} waited for {who}, which has ended; see that rank's own error"
-                )
-            if time.monotonic() - begun > _PATIENCE_S:
-                raise ProgramError(
-                    f"rank {self.members[self.index]} waited {_PATIENCE_S:.0f} s for {who}, which is still running"
-                )
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process runs; one that ended but was not collected by its parent does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
+        wait_for(semaphore, self.members[self.index], self.members[i], self._segments[i].pid)
 
 
 def _fold(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
@@ -275,7 +226,7 @@ def _rounds(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[int, 
     used = 0
     for pair in pairs:
         for source, target in _cut(*pair):
-            size = _aligned(source.numel() * source.element_size())
+            size = aligned(source.numel() * source.element_size())
             if used + size > CAPACITY:
                 yield pieces
                 pieces, used = [], 0

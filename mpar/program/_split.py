@@ -3,8 +3,8 @@ that I did not make on the way (Qi et al. 2023, arXiv:2401.10241, section 2).
 
 Nothing is computed twice but views and what follows from parameters or from context alone. Every op that the gradient of the
 input needs runs in I. Of the others all run in W, except that cheap ones (norms, activations, element-wise ops, casts, sums)
-run in I where fewer bytes are held until W then: a minimum cut decides, ties go to W. An op with several results runs once, and
-so does a collective: what W needs of them crosses.
+run in I where fewer bytes are held until W then: a minimum cut decides, ties go to W. Parameters that W reads count as held,
+the context does not. An op with several results runs once, and so does a collective: what W needs of them crosses.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -139,9 +139,9 @@ def split_backward(
     operands = graph.find_nodes(op="placeholder")
     results = list(graph.output_node().args[0])
     grads, dx = results[:num_grads], results[num_grads:]
-    free = _free(graph, {operands[i] for i in params}, {operands[i] for i in context})
-    early = _choose_input(graph, grads, dx, free)
-    crossing = _crossing(graph, grads, early, free)
+    twice = _twice(graph, {operands[i] for i in params}, {operands[i] for i in context})
+    early = _choose_input(graph, grads, dx, twice)
+    crossing = _crossing(graph, grads, early, twice)
     input_from = reaching([*dx, *crossing], set())
     weight_from = reaching(grads, set(crossing))
     input_reads = tuple(i for i, node in enumerate(operands) if node in input_from)
@@ -155,46 +155,46 @@ def split_backward(
     return SplitGraphs(input_half, weight_half, input_reads, weight_reads, tuple(crossing))
 
 
-def _free(graph: fx.Graph, params: set[fx.Node], context: set[fx.Node]) -> set[fx.Node]:
-    """What both halves compute for themselves: it follows from parameters or from context alone, without communication."""
+def _twice(graph: fx.Graph, params: set[fx.Node], context: set[fx.Node]) -> set[fx.Node]:
+    """What both halves may make: views and what follows from parameters or from context alone, without communication. The
+    context, which costs nothing to hold, is among it; parameters, which may have to be gathered for W, are not."""
+    views = {node for node in graph.nodes if is_view(node)}
     met = descendants(graph, {node for node in graph.nodes if node.target in collectives.COLLECTIVES})
-    return (computed_from(graph, params) | computed_from(graph, context)) - met
+    alone = computed_from(graph, params) | computed_from(graph, context)
+    return (views | alone - met) - params
 
 
-def _choose_input(graph: fx.Graph, grads: Sequence[fx.Node], dx: Sequence[fx.Node], free: set[fx.Node]) -> set[fx.Node]:
+def _choose_input(graph: fx.Graph, grads: Sequence[fx.Node], dx: Sequence[fx.Node], twice: set[fx.Node]) -> set[fx.Node]:
     """The ops of I: all that `dx` needs, and the cheap ones without which more bytes would be held until W.
 
     In the network an op or a value is on the side of I or of W. An op of I has the ops before it in I; a value made (or, for an
     operand, there) in I is held, at the cost of its bytes, unless all its readers are in I.
     """
-    needed = {producer(node) for node in reaching(dx, set()) if not is_view(node) and node not in free}
+    needed = {producer(node) for node in reaching(dx, set()) - twice}
     flow = networkx.DiGraph()
     flow.add_nodes_from(("input", "weight"))
-    for node in reaching(grads, set()) - free:
-        if is_view(node):
-            continue
-        op = producer(node)
+    for op in {producer(node) for node in reaching(grads, set()) - twice}:
         if op in needed or op.op == "placeholder":
             flow.add_edge("input", op)
             continue
         if not _is_cheap(op):
             flow.add_edge(op, "weight")
-        for value in _read(op.all_input_nodes, free):
+        for value in _read(op.all_input_nodes, twice):
             flow.add_edge((value, "held"), op)
             flow.add_edge(op, producer(value))
             flow.add_edge(producer(value), (value, "held"), capacity=num_bytes([value]))
-    for value in _read(grads, free):
+    for value in _read(grads, twice):
         flow.add_edge((value, "held"), "weight")
         flow.add_edge(producer(value), (value, "held"), capacity=num_bytes([value]))
     _, (_, input_side) = networkx.minimum_cut(flow.reverse(), "weight", "input")  # reversed: the side of W is the largest
     return needed | {node for node in input_side if isinstance(node, fx.Node)}
 
 
-def _crossing(graph: fx.Graph, grads: Sequence[fx.Node], early: set[fx.Node], free: set[fx.Node]) -> list[fx.Node]:
+def _crossing(graph: fx.Graph, grads: Sequence[fx.Node], early: set[fx.Node], twice: set[fx.Node]) -> list[fx.Node]:
     """The values of ops in `early` from which, with operands, all of `grads` follow."""
     found: set[fx.Node] = set()
     seen: set[fx.Node] = set()
-    todo = list(_read(grads, free))
+    todo = list(_read(grads, twice))
     while todo:
         value = todo.pop()
         if value in seen or value.op != "call_function":
@@ -203,22 +203,22 @@ def _crossing(graph: fx.Graph, grads: Sequence[fx.Node], early: set[fx.Node], fr
         if producer(value) in early:
             found.add(value)
         else:
-            todo.extend(_read(producer(value).all_input_nodes, free))
+            todo.extend(_read(producer(value).all_input_nodes, twice))
     return [node for node in graph.nodes if node in found]
 
 
-def _read(nodes: Iterable[fx.Node], free: set[fx.Node]) -> set[fx.Node]:
-    """The values that must be there for `nodes`: bases stand for views, what is free counts for nothing."""
+def _read(nodes: Iterable[fx.Node], twice: set[fx.Node]) -> set[fx.Node]:
+    """The values that must be there for `nodes`: what both halves may make is replaced by what it is made of."""
     found: set[fx.Node] = set()
-    todo = list(nodes)
+    todo, seen = list(nodes), set()
     while todo:
         node = todo.pop()
-        if node in free:
-            continue
-        if is_view(node):
-            todo.extend(node.all_input_nodes)
-        else:
-            found.add(node)
+        if node not in seen:
+            seen.add(node)
+            if node in twice:
+                todo.extend(node.all_input_nodes)
+            else:
+                found.add(node)
     return found
 
 

@@ -1,0 +1,1 @@
+"""Pipelines: generation, run-time overhead, steps on gloo beside torch.distributed.pipelining, predicted times measured."""
