@@ -42,8 +42,8 @@ def advance_sends(steps: Sequence[Instruction]) -> list[Instruction]:
     Gradients of shared parameters stay at the end, where their receivers expect them.
     """
     maker = {v: line for line, step in enumerate(steps) for v in step.outputs}
-    received = {v for step in steps if step.op == "recv" for v in step.outputs}
-    maker |= {v: line for line, step in enumerate(steps) if step.op == "wait" for v in step.inputs if v in received}
+    received = {step.message for step in steps if step.op == "recv"}
+    maker |= {step.inputs[0]: line for line, step in enumerate(steps) if step.op == "wait" and step.message in received}
     sends: dict[int, list[Instruction]] = {}
     for step in steps:
         if _travels_early(step):
