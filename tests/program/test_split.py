@@ -14,13 +14,14 @@ from mpar.chain import Segment
 from mpar.precision import precision
 from mpar.program._partition import RecomputePolicy
 from mpar.program._run import ALONE, load
-from mpar.program._segments import SegmentCode, compile_function, compile_segment, trace_segment
+from mpar.program._segments import compile_function, compile_segment, trace_segment
 from mpar.program._simulate import run_ranks
 from mpar.program._split import split_segment
 from mpar.program._units import make_units
 from mpar.shards import shard
 from mpar.spec import P
-from mpar.strategy import Strategy, preset
+from mpar.strategy import PRESETS, preset
+from mpar.torch_private import storage_key
 
 POLICIES = [
     RecomputePolicy("none"),
@@ -38,23 +39,18 @@ def run(code, operands, comm=ALONE):
 
 
 def run_halves(code, primals, kept, cotangents, comm=ALONE):
-    """(gradients of parameters, of x, bytes of distinct storages that W was given) by the two halves."""
+    """Gradients of parameters and of x by the two halves."""
     split = split_segment(code)
-    given = [
-        *(primals[i] for i in split.input_reads),
-        *(kept[i] for i in split.input_kept),
-        *(cotangents[i] for i in split.input_cotangents),
-    ]
-    out = run(split.input, given, comm)
+    out = run(split.input, pick(split.input_reads, primals, split.input_kept, kept, (), split.input_cotangents, cotangents), comm)
     assert len(out) == code.traced.num_x + split.num_crossing
     dx, crossing = out[: code.traced.num_x], out[code.traced.num_x :]
-    given = [
-        *(primals[i] for i in split.weight_reads),
-        *(kept[i] for i in split.weight_kept),
-        *crossing,
-        *(cotangents[i] for i in split.weight_cotangents),
-    ]
+    given = pick(split.weight_reads, primals, split.weight_kept, kept, crossing, split.weight_cotangents, cotangents)
     return run(split.weight, given, comm), dx
+
+
+def pick(reads, primals, which, kept, crossing, of, cotangents):
+    """Operands of a half."""
+    return [*(primals[i] for i in reads), *(kept[i] for i in which), *crossing, *(cotangents[i] for i in of)]
 
 
 def calls(*codes):
@@ -132,6 +128,11 @@ def partly_unused_input(params, x, context):
     return x["a"] @ w, {}
 
 
+def integers(params, x, context):
+    (w,) = params
+    return {"ids": x["ids"] + 1, "h": torch.tanh(x["h"] @ w) + x["ids"][:, None]}, {}
+
+
 def unused_parameter(params, x, context):
     w, _ = params
     return x @ w, {}
@@ -171,6 +172,14 @@ def block(params, x, context):
     return x + (ops.swiglu(normed @ gate + bias, normed @ up) @ down), {}
 
 
+def no_parameters(params, x, context):
+    return torch.sin(x), {}
+
+
+def first(params, x, context):
+    return torch.sin(context["c"] @ params[0]), {}
+
+
 CASES = {
     "shared_weight": Case(shared_weight, (normal(D, D),), normal(3, D), {}),
     "parent_and_child": Case(parent_and_child, (normal(D, D), normal(D, D + 0), normal(D, D).cos()), normal(3, D), {}),
@@ -179,6 +188,7 @@ CASES = {
     "output_without_input": Case(output_without_input, (normal(D, D), normal(2, D)), normal(3, D), {}),
     "unused_input": Case(unused_input, (normal(D, D),), normal(3, D), {"c": normal(2, D)}),
     "partly_unused_input": Case(partly_unused_input, (normal(D, D),), {"a": normal(3, D), "b": normal(2, 2)}, {}),
+    "integers": Case(integers, (normal(D, D),), {"ids": torch.tensor([3, 1, 2]), "h": normal(3, D)}, {}),
     "unused_parameter": Case(unused_parameter, (normal(D, D), normal(F)), normal(3, D), {}),
     "tied_embedding": Case(tied_embedding, (normal(8, D),), normal(2, 3, D), {"ids": torch.tensor([[1, 2, 7], [0, 2, 2]])}),
     "several_leaves": Case(
@@ -188,8 +198,8 @@ CASES = {
     "passed_through": Case(passed_through, (normal(D, D),), normal(3, D), {}),
     "loss_alone": Case(loss_alone, (normal(D, F), normal(D)), normal(3, D), {}),
     "block": Case(block, (normal(D), normal(F), normal(D, F), normal(D, F) + 1, normal(F, D)), normal(3, D), {}),
-    "no_parameters": Case(lambda params, x, context: (torch.sin(x), {}), (), normal(3, D), {}),
-    "first": Case(lambda params, x, context: (torch.sin(context["c"] @ params[0]), {}), (normal(D, F),), None, {"c": normal(2, D)}),
+    "no_parameters": Case(no_parameters, (), normal(3, D), {}),
+    "first": Case(first, (normal(D, F),), None, {"c": normal(2, D)}),
 }
 
 
@@ -228,11 +238,213 @@ def test_halves_equal_autograd(name, recompute):
     context = tree.unflatten(tree.flatten(case.context)[1], leaves[num_params + num_x :])
     value, losses = case.fn(tuple(leaves[:num_params]), x, context)
     targets = [*tree.leaves(() if value is None else value), *(losses[key] for key in sorted(losses))]
-    wanted = leaves[: num_params + num_x]
+    wanted = [leaf for leaf in leaves[: num_params + num_x] if leaf.requires_grad]
     reached = [(t, dy) for t, dy in zip(targets, cotangents, strict=True) if t.requires_grad]
     expected = torch.autograd.grad([t for t, _ in reached], wanted, [dy for _, dy in reached], allow_unused=True)
-    for index, (actual, grad, leaf) in enumerate(zip([*d_params, *d_x], expected, wanted, strict=True)):
-        testing.assert_close(actual, torch.zeros_like(leaf.detach()) if grad is None else grad, name=f"gradient {index}")
+    found = dict(zip(map(id, wanted), expected, strict=True))
+    for index, (actual, leaf) in enumerate(zip([*d_params, *d_x], leaves, strict=False)):
+        grad = found.get(id(leaf))
+        if grad is None:
+            assert torch.equal(actual, torch.zeros_like(leaf)), index
+        else:
+            testing.assert_close(actual, grad, name=f"gradient {index}")
 
     whole = run(code.backward, [*(primals[i] for i in code.reads), *kept, *cotangents])
     assert all(torch.equal(a, b) for a, b in zip([*d_params, *d_x], whole, strict=True))
+
+
+# Models, on every mesh
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+}
+MODELS = {
+    "llama": {},
+    "llama_biases": {"attention_bias": True, "mlp_bias": True},
+    "llama_tied": {"tie_word_embeddings": True},
+    "llama_one_kv_head": {"num_key_value_heads": 1},
+    "qwen2_window_tied": {
+        "model_type": "qwen2", "tie_word_embeddings": True,
+        "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0,
+    },
+    "qwen3": {"model_type": "qwen3"},
+}  # fmt: skip
+SIZES = {"ddp": {"dp": 2}, "zero": {"fsdp": 2}, "hsdp": {"dp": 2, "fsdp": 2}}
+B, S = 4, 8
+
+
+def sizes_of(strategy):
+    """A mesh on which a preset does something."""
+    name, tp = strategy.partition("_")[0], {"tp": 2} if "tp" in strategy else {}
+    return Mesh(**tp) if name == "tp" else Mesh(**SIZES[name.rstrip("123")], **tp)
+
+
+def a_batch():
+    generator = torch.Generator().manual_seed(3)
+    batch = {key: torch.randint(0, 61, (B, S), generator=generator) for key in ("tokens", "labels")}
+    batch["documents"] = torch.arange(S).expand(B, S) // 3
+    return batch
+
+
+@functools.cache
+def compile_chain(name, strategy_name, recompute, number, chunk=None):
+    """(model, refined mesh, segment codes, specs of parameters per segment, context code, its batch specs)."""
+    config = {**CONFIG, **MODELS[name]}
+    model = models.from_config(config, dtype=torch.float32, vocab_multiple=8, logits_chunk=chunk)
+    strategy, mesh = preset(strategy_name).refine(sizes_of(strategy_name), model.abstract_params, model.param_axes)
+    numbers = precision(number)
+    units = make_units(model, strategy, mesh, numbers)
+    batch = tree.map_leaves(meta, a_batch())
+    batch_specs = [strategy.compute_spec(model.batch_axes[key], mesh) for key in batch]
+    context = compile_function("context", model.context, (batch,), mesh, batch_specs, table=strategy.compute, resolve=True)
+    shapes = tree.map_leaves(meta, model.context(a_batch()))
+    x, x_specs, out = None, [], []
+    for segment in model.segments:
+        read = [units[path] for path in segment.paths]
+        params = tuple(
+            tree.unflatten(
+                tree.flatten(tree.get(model.abstract_params, unit.path))[1],
+                [leaf.to(dtype) for (_, leaf), dtype in zip(unit.leaves, unit.compute_dtypes, strict=True)],
+            )
+            for unit in read
+        )
+        grad_dtypes = [numbers.grad_dtype(leaf.dtype) for unit in read for _, leaf in unit.leaves]
+        traced = trace_segment(segment, params, x, shapes, grad_dtypes)
+        specs = [spec for unit in read for spec in unit.compute]
+        out_specs = [strategy.compute_spec(segment.out_axes, mesh)] if traced.x_out else []
+        code = compile_segment(segment.name, traced, mesh, strategy, specs, x_specs, context.out_specs, out_specs, recompute)
+        out.append((segment, code, [dtype for unit in read for dtype in unit.compute_dtypes]))
+        x, x_specs = traced.x_out[0] if traced.x_out else None, out_specs
+    return model, mesh, out, context, batch_specs
+
+
+def both_ways(model, mesh, codes, context_code, batch_specs):
+    """On every rank, for every segment: gradients by backward, gradients by the halves."""
+    params, batch = model.init(0), a_batch()
+
+    def work(rank, comm):
+        rows = [shard(x, spec, mesh, rank) for x, spec in zip(batch.values(), batch_specs, strict=True)]
+        context, x, out = run(context_code, rows, comm), (), []
+        for segment, code, dtypes in codes:
+            leaves = [leaf for path in segment.paths for leaf in tree.leaves(tree.get(params, path))]
+            specs = code.forward.in_specs
+            local = [
+                shard(leaf, spec, mesh, rank).to(dtype).clone() for leaf, spec, dtype in zip(leaves, specs, dtypes, strict=False)
+            ]
+            primals = [*local, *x, *context]
+            results = run(code.forward, primals, comm)
+            num_results = len(results) - code.num_kept
+            results, kept = results[:num_results], results[num_results:]
+            generator = torch.Generator().manual_seed(7 + rank)
+            cotangents = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in results]
+            whole = run(code.backward, [*(primals[i] for i in code.reads), *kept, *cotangents], comm)
+            d_params, d_x = run_halves(code, primals, kept, cotangents, comm)
+            out.append((segment.name, whole, [*d_params, *d_x]))
+            x = results[: len(code.traced.x_out)]
+        return out
+
+    return run_ranks(mesh, work)
+
+
+def assert_same_bits(ranks):
+    for rank, segments in enumerate(ranks):
+        for name, whole, halves in segments:
+            for index, (a, b) in enumerate(zip(whole, halves, strict=True)):
+                assert a.dtype == b.dtype and torch.equal(a, b), (rank, name, index)
+                assert a.isfinite().all()
+
+
+@pytest.mark.parametrize("strategy", sorted(PRESETS))
+@pytest.mark.parametrize("model", MODELS)
+def test_halves_give_the_bits_of_backward(model, strategy):
+    """On every rank, for every segment of every model under every strategy."""
+    recompute = POLICIES[(list(MODELS).index(model) + sorted(PRESETS).index(strategy)) % len(POLICIES)]
+    assert_same_bits(both_ways(*compile_chain(model, strategy, recompute, None)))
+
+
+@pytest.mark.parametrize("recompute", POLICIES, ids=lambda p: p.kind)
+@pytest.mark.parametrize("strategy", ["ddp", "tp", "zero3_tp_sp"])
+def test_halves_give_the_bits_of_backward_in_bfloat16(strategy, recompute):
+    """With gradients widened, the loss in chunks, and under every recompute policy."""
+    assert_same_bits(both_ways(*compile_chain("qwen3", strategy, recompute, "bf16", 8)))
+
+
+@pytest.mark.parametrize("recompute", POLICIES, ids=lambda p: p.kind)
+@pytest.mark.parametrize("strategy", ["ddp", "tp", "tp_sp"])
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_is_computed_twice(model, strategy, recompute):
+    """The halves together call every op, collectives included, as often as backward does; views do not count."""
+    for segment, code, _ in compile_chain(model, strategy, recompute, None)[2]:
+        split = split_segment(code)
+        assert calls(split.input, split.weight) == calls(code.backward), segment.name
+
+
+def held(code):
+    """Bytes of what W is given: kept, crossing and cotangents, but no parameters and no context."""
+    split, traced = split_segment(code), code.traced
+    alive = range(traced.num_params, traced.num_params + traced.num_x)
+    operands = list(split.weight_reads) + [traced.num_params] * (len(split.weight.in_values) - len(split.weight_reads))
+    return sum(v.nbytes for i, v in zip(operands, split.weight.in_values, strict=True) if i in alive)
+
+
+@pytest.mark.parametrize("recompute", POLICIES[:3], ids=lambda p: p.kind)
+def test_what_a_block_holds_for_w(recompute):
+    """Two operands of each of the seven matrix products, shared ones once, and two gradients of gains; no parameter is read.
+
+    Whatever the policy: W recomputes nothing that needs more to be held.
+    """
+    model, _, segments, *_ = compile_chain("llama", "ddp", recompute, None)
+    code = segments[1][1]
+    rows, c = B // 2 * S, model.config
+    D, F, Q, K = c.hidden_size, c.mlp_size, c.num_heads * c.head_size, c.num_kv_heads * c.head_size
+    operands = 2 * D + Q + F  # normed twice, attention's result, the activation
+    gradients = 2 * F + Q + 2 * K + 2 * D  # of gate, up, q, k, v, and of both results that the residual stream takes
+    assert held(code) == 4 * (rows * (operands + gradients) + 2 * D)
+    assert min(split_segment(code).weight_reads, default=code.traced.num_params) >= code.traced.num_params
+
+
+@pytest.mark.parametrize("recompute", POLICIES, ids=lambda p: p.kind)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3_tp_sp"])
+@pytest.mark.parametrize("model", MODELS)
+def test_only_whole_values_cross_and_all_operands_are_read(model, strategy, recompute):
+    """No view crosses, nothing crosses twice, and no half is given what it does not read."""
+    for _, code, _ in compile_chain(model, strategy, recompute, None)[2][1:]:
+        split = split_segment(code)
+        crossing = split.input.out_values[code.traced.num_x :]
+        assert len({storage_key(v) for v in crossing}) == split.num_crossing
+        assert all(v.untyped_storage().nbytes() == v.nbytes for v in crossing)
+        for half in (split.input, split.weight):
+            names = re.search(r"^    ((?:v\d+, )+)= args$", half.kind.source, re.MULTILINE)[1].split(", ")[:-1]
+            body = half.kind.source.partition("args.clear()")[2]
+            assert all(re.search(rf"(?<!del ){name}\b", body) for name in names)
+
+
+def test_activation_runs_in_i_where_it_frees_its_operands():
+    """Of gate and up, kept, only their product's activation is held when W is all that reads it."""
+    case = CASES["block"]
+    code = compile_case(case, RecomputePolicy("selective"))
+    split = split_segment(code)
+    assert calls(split.input)["PRIMITIVES['swiglu']"] == 1 and calls(split.weight)["PRIMITIVES['swiglu']"] == 0
+    assert sorted(tuple(v.shape) for v in split.weight.in_values).count((3, F)) == 3  # activation, gradients of gate and up
+
+
+def test_first_segment_and_one_without_parameters():
+    """One has nothing in I, the other nothing in W: their other half is the very backward."""
+    first, bare = (compile_case(CASES[name], POLICIES[0]) for name in ("first", "no_parameters"))
+    assert split_segment(first).weight is first.backward and split_segment(first).input.kind.results == ()
+    assert split_segment(bare).input is bare.backward and split_segment(bare).weight.kind.results == ()
+
+
+def test_compiled_once():
+    """Asking again gives the same code."""
+    code = compile_case(CASES["block"], POLICIES[0])
+    assert split_segment(code) is split_segment(code)
