@@ -8,7 +8,8 @@ from typing import Any
 from mpar.errors import ConfigError
 from mpar.program._predict import Hardware, segment_time
 from mpar.program._segments import SegmentCode
-from mpar.schedules import Action, Costs, Transfer, actions, lower, num_stages, stage_ranges, timeline, verify
+from mpar.schedules import Action, Costs, Transfer, actions, auto_actions, lower, num_stages, stage_ranges, timeline, verify
+from mpar.schedules import num_microbatches as count_microbatches
 
 __all__ = ["Pipeline", "Schedule", "make_pipeline"]
 
@@ -80,6 +81,8 @@ def make_pipeline(
         tables = [[list(own) for own in schedule.table]]
         if len(tables[0]) != num_positions:
             raise ConfigError(f"a table of {len(tables[0])} ranks does not fit mesh axis pp={num_positions}")
+        if (count := count_microbatches(tables[0])) != num_microbatches:
+            raise ConfigError(f"a table of {count} microbatches does not fit num_microbatches={num_microbatches}")
     elif schedule.name == "auto":
         tables = _found(schedule, num_positions, num_microbatches, names, codes, hardware)
     else:
@@ -108,6 +111,9 @@ def _found(
     hardware: Hardware,
 ) -> list[list[list[Action]]]:
     """What `auto` finds for each placement that the schedule leaves open: one or two stages a rank, in a loop or a V."""
+    unknown = sorted(set(schedule.options) - {"placement", "cap_bytes"})
+    if unknown:
+        raise ConfigError(f"schedule auto: it has no options {unknown} (its options: placement, cap_bytes)")
     numbers = (1, 2) if schedule.num_chunks is None else (schedule.num_chunks,)
     tables = []
     for chunks, placement in [(n, p) for n in numbers for p in (("loop", "v") if n > 1 else ("loop",))]:
@@ -116,7 +122,7 @@ def _found(
         ranges = _ranges(schedule, names, chunks * num_positions, codes, hardware)
         given = {"costs": stage_costs(ranges, codes, hardware), "placement": placement, **schedule.options}
         sizes = {"num_ranks": num_positions, "num_chunks": chunks, "num_microbatches": num_microbatches}
-        tables.append(actions("auto", **sizes, **given))
+        tables.append(auto_actions(**sizes, **given))
     return tables
 
 
