@@ -1,5 +1,6 @@
 """The automatic scheduler: equal to exhaustive search where that is possible, never worse than a named one, within its cap."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -241,10 +242,18 @@ def test_whole_backwards_where_they_are_cheaper():
     assert {action.kind for action in found.table[0]} == {"F", "B"}
 
 
-def test_input_and_weight_gradients_that_follow_each_other_are_one_action():
-    """One rank alone has no reason to do them apart."""
-    found = auto(Costs.uniform(1), placement=[0], num_microbatches=3)
-    assert [action.kind for action in found.table[0]].count("B") == 3 and len(found.table[0]) == 6
+def test_input_and_weight_gradients_stay_apart_only_where_that_is_sooner():
+    """Where W follows its I, making B of both ends later; list scheduling, which starts from I and W, is what found the order."""
+    costs = uneven("slow stage", 4)
+    found = auto(costs, placement=place(4, 1, "loop"), num_microbatches=8, cap_bytes=4)
+    assert found.method == "list scheduling"
+    assert sum(action.kind == "B" for own in found.table for action in own) > 4
+    for rank, own in enumerate(found.table):
+        for at, (first, second) in enumerate(itertools.pairwise(own)):
+            if first == second._replace(kind="I") and second.kind == "W":
+                fused = [*own[:at], first._replace(kind="B"), *own[at + 2 :]]
+                later = timeline([*found.table[:rank], fused, *found.table[rank + 1 :]], costs)
+                assert later.makespan > found.timeline.makespan
 
 
 def test_by_the_parameters_of_named_schedules():
