@@ -8,6 +8,7 @@ from typing import Any
 from mpar.errors import ConfigError
 from mpar.program._predict import Hardware, segment_time
 from mpar.program._segments import SegmentCode
+from mpar.program._split import split_segment
 from mpar.schedules import Action, Costs, Transfer, actions, auto_actions, lower, num_stages, stage_ranges, timeline, verify
 from mpar.schedules import num_microbatches as count_microbatches
 
@@ -86,12 +87,19 @@ def make_pipeline(
     elif schedule.name == "auto":
         tables = _found(schedule, num_positions, num_microbatches, names, codes, hardware)
     else:
-        sizes = {"num_ranks": num_positions, "num_chunks": schedule.num_chunks, "num_microbatches": num_microbatches}
-        tables = [actions(schedule.name, **sizes, **schedule.options)]
+        tables = [
+            actions(
+                schedule.name,
+                num_ranks=num_positions,
+                num_chunks=schedule.num_chunks,
+                num_microbatches=num_microbatches,
+                **schedule.options,
+            )
+        ]
     candidates = []
     for table in tables:
         ranges = _ranges(schedule, names, num_stages(table), codes, hardware)
-        costs = stage_costs(ranges, codes, hardware)
+        costs = stage_costs(ranges, codes, hardware, split=any(action.kind == "I" for own in table for action in own))
         candidates.append((timeline(table, costs).makespan, ranges, table, costs))
     _, ranges, table, costs = min(candidates, key=lambda candidate: candidate[0])
     if not backward:
@@ -120,9 +128,16 @@ def _found(
         if schedule.options.get("placement", placement) != placement or chunks * num_positions > max(len(names), num_positions):
             continue
         ranges = _ranges(schedule, names, chunks * num_positions, codes, hardware)
-        given = {"costs": stage_costs(ranges, codes, hardware), "placement": placement, **schedule.options}
-        sizes = {"num_ranks": num_positions, "num_chunks": chunks, "num_microbatches": num_microbatches}
-        tables.append(auto_actions(**sizes, **given))
+        tables.append(
+            auto_actions(
+                num_ranks=num_positions,
+                num_chunks=chunks,
+                num_microbatches=num_microbatches,
+                costs=stage_costs(ranges, codes, hardware, split=True),
+                placement=placement,
+                cap_bytes=schedule.options.get("cap_bytes"),
+            )
+        )
     return tables
 
 
@@ -135,23 +150,33 @@ def _ranges(
     return stage_ranges(names, stages, schedule.layout, costs=whole)
 
 
-def stage_costs(ranges: Sequence[range], codes: Sequence[SegmentCode], hardware: Hardware) -> Costs:
-    """Predicted costs of stages; a backward's halves are taken to be equal, and the first stage's is all weight gradients."""
-    forward, whole, held, sent = [], [], [], []
+def stage_costs(ranges: Sequence[range], codes: Sequence[SegmentCode], hardware: Hardware, *, split: bool) -> Costs:
+    """Predicted costs of stages. Without `split` nothing runs I or W, which are not compiled then: halves stand for them.
+
+    The first stage's backward is all W: nobody waits for the gradient of its input.
+    """
+    forward, whole, first, second, held, left, sent = [], [], [], [], [], [], []
     for own in ranges:
         forward.append(sum(segment_time(codes[i].forward.kind, hardware) for i in own))
         whole.append(sum(segment_time(codes[i].backward.kind, hardware) for i in own))
         held.append(sum(_bytes(codes[i].forward.out_values) for i in own))
+        deferred = own.start == 0
+        halves = [split_segment(codes[i]) for i in own] if split and not deferred else []
+        first.append(sum(segment_time(half.input.kind, hardware) for half in halves) if split else whole[-1] / 2)
+        second.append(sum(segment_time(half.weight.kind, hardware) for half in halves) if split else whole[-1] / 2)
+        if deferred:
+            first[-1], second[-1] = 0.0, whole[-1]
+        left.append(held[-1] if not halves else sum(_bytes(half.weight.in_values) for half in halves))
         x = codes[own[-1]].traced.x_out if len(own) else ()
         sent.append(hardware.link_latency_s + _bytes(x) / hardware.link_bytes_per_s)
-    deferred = [own.start == 0 for own in ranges]
     return Costs(
         forward,
-        [0.0 if late else t / 2 for t, late in zip(whole, deferred, strict=True)],
-        [t if late else t / 2 for t, late in zip(whole, deferred, strict=True)],
+        first,
+        second,
         backward=whole,
         transfer=sent[:-1],
         activation=held,
+        weight_part=[min(a, b) for a, b in zip(left, held, strict=True)],
     )
 
 

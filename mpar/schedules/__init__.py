@@ -13,7 +13,7 @@ from mpar.schedules._interleaved import interleaved
 from mpar.schedules._layout import balance, even, parse_layout, stage_ranges
 from mpar.schedules._looped_bfs import looped_bfs
 from mpar.schedules._lower import Transfer, fuse, lower
-from mpar.schedules._names import SCHEDULES, Schedule, actions
+from mpar.schedules._names import SCHEDULES, NamedOrder, actions
 from mpar.schedules._one_f_one_b import one_f_one_b
 from mpar.schedules._order import Event, check_order
 from mpar.schedules._picture import Bar, Picture, from_timeline
@@ -34,8 +34,8 @@ __all__ = [
     "Bar",
     "Costs",
     "Event",
+    "NamedOrder",
     "Picture",
-    "Schedule",
     "Timeline",
     "Transfer",
     "Trial",

@@ -20,13 +20,13 @@ from mpar.schedules._v_min import v_min
 from mpar.schedules._zbv import zbv
 from mpar.schedules._zero_bubble import zb1p, zb_h1, zb_h2
 
-__all__ = ["SCHEDULES", "Schedule", "actions"]
+__all__ = ["SCHEDULES", "NamedOrder", "actions"]
 
 _SIZES = ("rank", "num_ranks", "num_chunks", "num_microbatches")
 
 
 @dataclass(frozen=True)
-class Schedule:
+class NamedOrder:
     """One way to order the work of a pipeline.
 
     function: its order on one rank, or, if it has no parameter `rank`, the list of the orders of all ranks.
@@ -62,20 +62,20 @@ class Schedule:
         return [list(own) for own in ranks]
 
 
-SCHEDULES: dict[str, Schedule] = {
-    "gpipe": Schedule(gpipe, 1, False, "loop", "all forwards, then all backwards; memory grows with microbatches"),
-    "one_f_one_b": Schedule(one_f_one_b, 1, False, "loop", "bubble of gpipe, at most num_ranks microbatches live"),
-    "interleaved": Schedule(interleaved, 2, True, "loop", "1F1B in chunks: bubble / num_chunks, more messages and memory"),
-    "looped_bfs": Schedule(looped_bfs, 2, True, "loop", "breadth first: each chunk's weights needed once per direction"),
-    "zb_h1": Schedule(zb_h1, 1, False, "loop", "backward in two halves: memory of 1F1B, a third of its bubble"),
-    "zb_h2": Schedule(zb_h2, 1, False, "loop", "no idling between first and last action, twice the memory of 1F1B"),
-    "zb1p": Schedule(zb1p, 2, True, "loop", "zb_h1 in chunks: bubble / num_chunks"),
-    "zbv": Schedule(zbv, 2, False, "v", "no idling between first and last action, memory of 1F1B on all ranks"),
-    "v_half": Schedule(v_half, 2, False, "v", "about half the memory of 1F1B, 7/12 of its bubble"),
-    "v_min": Schedule(v_min, 2, False, "v", "a third of the memory of 1F1B, about two thirds of its bubble"),
-    "dual_pipe": Schedule(dual_pipe, 1, False, "bidirectional", "forward and backward run as one; parameters twice"),
-    "dual_pipe_v": Schedule(dual_pipe_v, 2, False, "v", "dual_pipe on one copy of the parameters"),
-    "forward_only": Schedule(forward_only, 1, True, "loop", "evaluation; placement=v after training on a V"),
+SCHEDULES: dict[str, NamedOrder] = {
+    "gpipe": NamedOrder(gpipe, 1, False, "loop", "all forwards, then all backwards; memory grows with microbatches"),
+    "one_f_one_b": NamedOrder(one_f_one_b, 1, False, "loop", "bubble of gpipe, at most num_ranks microbatches live"),
+    "interleaved": NamedOrder(interleaved, 2, True, "loop", "1F1B in chunks: bubble / num_chunks, more messages and memory"),
+    "looped_bfs": NamedOrder(looped_bfs, 2, True, "loop", "breadth first: each chunk's weights needed once per direction"),
+    "zb_h1": NamedOrder(zb_h1, 1, False, "loop", "backward in two halves: memory of 1F1B, a third of its bubble"),
+    "zb_h2": NamedOrder(zb_h2, 1, False, "loop", "no idling between first and last action, twice the memory of 1F1B"),
+    "zb1p": NamedOrder(zb1p, 2, True, "loop", "zb_h1 in chunks: bubble / num_chunks"),
+    "zbv": NamedOrder(zbv, 2, False, "v", "no idling between first and last action, memory of 1F1B on all ranks"),
+    "v_half": NamedOrder(v_half, 2, False, "v", "about half the memory of 1F1B, 7/12 of its bubble"),
+    "v_min": NamedOrder(v_min, 2, False, "v", "a third of the memory of 1F1B, about two thirds of its bubble"),
+    "dual_pipe": NamedOrder(dual_pipe, 1, False, "bidirectional", "forward and backward run as one; parameters twice"),
+    "dual_pipe_v": NamedOrder(dual_pipe_v, 2, False, "v", "dual_pipe on one copy of the parameters"),
+    "forward_only": NamedOrder(forward_only, 1, True, "loop", "evaluation; placement=v after training on a V"),
 }
 
 

@@ -8,7 +8,7 @@ from mpar.data import Batches, LoadReport
 from mpar.errors import CheckpointError, ConfigError
 from mpar.program import Program
 from mpar.program.compiler import Schedule, compile_step, policy
-from mpar.schedules import from_table
+from mpar.schedules import Action, from_table
 from mpar.train._config import TrainConfig
 from mpar.train._job import Job, write_job
 from mpar.train._setup import (
@@ -51,7 +51,8 @@ def make_schedule(config: TrainConfig) -> Schedule:
     table = None
     if group.table is not None:
         try:
-            table = from_table(Path(group.table).read_text(encoding="utf-8"))
+            read = from_table(Path(group.table).read_text(encoding="utf-8"), drop=True)
+            table = [[item for item in own if isinstance(item, Action)] for own in read]  # messages are placed anew
         except OSError as error:
             raise ConfigError(f"cannot read schedule.table={group.table}: {error.strerror}") from None
     return Schedule(group.name, group.num_chunks, group.layout, group.options, table)
