@@ -39,15 +39,17 @@ def advance_sends(steps: Sequence[Instruction]) -> list[Instruction]:
     before:  dx3, dw = backward (...); g = reduce (dw); send dx3
     after:   dx3, dw = backward (...); send dx3; g = reduce (dw)
 
-    Gradients of shared parameters stay at the end, where their receivers expect them.
+    Sends to a rank keep their order. Gradients of shared parameters stay at the end, where their receivers expect them.
     """
     maker = {v: line for line, step in enumerate(steps) for v in step.outputs}
     received = {step.message for step in steps if step.op == "recv"}
     maker |= {step.inputs[0]: line for line, step in enumerate(steps) if step.op == "wait" and step.message in received}
     sends: dict[int, list[Instruction]] = {}
+    last: dict[int, int] = {}  # line behind which the last message to a rank is sent
     for step in steps:
         if _travels_early(step):
-            sends.setdefault(maker[step.inputs[0]], []).append(step)
+            last[step.peer] = max(maker[step.inputs[0]], last.get(step.peer, 0))
+            sends.setdefault(last[step.peer], []).append(step)
     return [s for line, step in enumerate(steps) if not _travels_early(step) for s in (step, *sends.get(line, ()))]
 
 
