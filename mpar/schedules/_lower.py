@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from mpar.errors import ConfigError
 from mpar.schedules._action import Action, Actions
+from mpar.schedules._collector import paused_collector
 from mpar.schedules._order import QUEUES
 from mpar.schedules._places import Places, find_places
 from mpar.schedules._timeline import Bursts, Costs, Times, simulate
@@ -56,14 +57,13 @@ def fuse(table: Actions, costs: Costs | None = None) -> list[list[Action]]:
     """Make B of each I that the W of the same stage and microbatch follows. Gradients stay the same to the bit.
 
     B gives the gradient of its input away only when all of it is done. With costs, only those become B whose gradient nobody
-    needs earlier, by the timeline: it does not change.
+    needs earlier, by the timeline: it does not change. Raises as `lower` does, if there are costs.
     """
-    held: set[tuple[int, int]] = set()
+    pairs = _pairs(table)
     if costs is not None:
-        places = find_places(table)
-        starts, ends, bursts = simulate(table, costs)
-        held = _urgent(table, _messages(table, places, bursts, ends), starts, ends, costs)
-    return [_fused(own, rank, held) for rank, own in enumerate(table)]
+        starts, ends, _ = simulate(table, costs)
+        pairs = _patient(pairs, table, find_places(table), starts, ends, costs)
+    return [_fused(own, follows) for own, follows in zip(table, pairs, strict=True)]
 
 
 def lower(
@@ -85,116 +85,157 @@ def lower(
         raise ConfigError(f"queues are {', '.join(map(repr, QUEUES))}, not {queues!r}")
     if lead < 0:
         raise ConfigError(f"receives are posted 0 or more actions before their consumers, not {lead}")
+    with paused_collector():
+        return _lower(table, costs, queues, lead)
+
+
+def _lower(table: Actions, costs: Costs | None, queues: str, lead: int) -> list[list[Action | Transfer]]:
     places = find_places(table)
     costs = Costs.uniform(places.stages) if costs is None else costs
     starts, ends, bursts = simulate(table, costs)
+    pairs = _pairs(table)
+    if any(pairs):
+        pairs = _patient(pairs, table, places, starts, ends, costs)
+        table = [_fused(own, follows) for own, follows in zip(table, pairs, strict=True)]
+        if costs.backward is None:
+            starts, ends, bursts = _fused_times(pairs, starts, ends, bursts)
+        else:
+            starts, ends, bursts = simulate(table, costs)
     messages = _messages(table, places, bursts, ends)
-    if any(action[1] == "I" for own in table for action in own):
-        held = _urgent(table, messages, starts, ends, costs)
-        table = [_fused(own, rank, held) for rank, own in enumerate(table)]
-        starts, ends, bursts = simulate(table, costs)
-        messages = _messages(table, places, bursts, ends)
     posts = _receive_posts(messages, starts, ends, costs, queues, lead)
     waits = _send_waits(messages, posts, ends, costs)
     return _written(table, messages, posts, waits)
 
 
-def _messages(table: Actions, places: Places, bursts: Bursts, ends: Times) -> list[_Message]:
-    """What goes from one rank to another, by the end of the producer; at equal ends as the simulation came by them."""
+def _pairs(table: Actions) -> list[list[int]]:
+    """Per rank, numbers of each W that the I of the same stage and microbatch precedes."""
+    return [
+        [i for i, (stage, kind, microbatch) in enumerate(own) if kind == "W" and i and own[i - 1] == (stage, "I", microbatch)]
+        for own in table
+    ]
+
+
+def _patient(
+    pairs: Sequence[Sequence[int]], table: Actions, places: Places, starts: Times, ends: Times, costs: Costs
+) -> list[list[int]]:
+    """Those pairs of which the gradient may leave after W and still be in time, and all that is behind it on its way."""
     stages, count, place, _ = places
-    forward, backward = [0] * len(place), [0] * len(place)  # number of the action on its rank
+    slow = any(costs.transfer)
+    forward, backward = _numbers(table, places)
+    kept = []
+    for rank, own in enumerate(table):
+        good, follows, end = [], set(pairs[rank]), ends[rank]
+        due: dict[int, float] = {}  # by target: when the next transfer to it must begin
+        for index in range(len(own) - 1, -1, -1) if follows else ():
+            stage, kind, microbatch = own[index]
+            if kind == "W" or (not slow and index + 1 not in follows):
+                continue
+            taker = stage + 1 if kind == "F" else stage - 1
+            latest = float("inf")
+            if 0 <= taker < stages:
+                slot = taker * count + microbatch
+                target = place[slot]
+                if target != rank:
+                    start = starts[target][(forward if kind == "F" else backward)[slot]]
+                    latest = min(start, due.get(target, start))
+                    if slow:
+                        latest = due[target] = latest - costs.transfer[min(stage, taker)]
+            if index + 1 in follows and end[index + 1] <= latest:
+                good.append(index + 1)
+        kept.append(good[::-1])
+    return kept
+
+
+def _fused(own: Sequence[Action], follows: Sequence[int]) -> list[Action]:
+    """Without each W of these numbers, B for the I before it."""
+    fused = list(own)
+    for index in follows:
+        stage, _, microbatch = own[index]
+        fused[index - 1] = Action(stage, "B", microbatch)
+    dropped = set(follows)
+    return [action for index, action in enumerate(fused) if index not in dropped] if dropped else fused
+
+
+def _fused_times(pairs: Sequence[Sequence[int]], starts: Times, ends: Times, bursts: Bursts) -> tuple[Times, Times, Bursts]:
+    """Where B takes as long as I and W."""
+    new_starts, new_ends = [], []
+    for start, end, follows in zip(starts, ends, pairs, strict=True):
+        dropped = set(follows)
+        new_starts.append([time for index, time in enumerate(start) if index not in dropped])
+        new_ends.append([time for index, time in enumerate(end) if index + 1 not in dropped])
+    new_bursts = [
+        (rank, first - bisect_left(pairs[rank], first), last - bisect_left(pairs[rank], last)) for rank, first, last in bursts
+    ]
+    return new_starts, new_ends, new_bursts
+
+
+def _numbers(table: Actions, places: Places) -> tuple[list[int], list[int]]:
+    """Of each slot, the numbers that its F, and its B or I, have on their rank."""
+    count = places.microbatches
+    forward, backward = [0] * len(places.rank), [0] * len(places.rank)
     for own in table:
         for index, (stage, kind, microbatch) in enumerate(own):
             if kind == "F":
                 forward[stage * count + microbatch] = index
             elif kind != "W":
                 backward[stage * count + microbatch] = index
-    messages = []
-    new = tuple.__new__
+    return forward, backward
+
+
+def _messages(table: Actions, places: Places, bursts: Bursts, ends: Times) -> list[_Message]:
+    """What goes from one rank to another, by the end of the producer; at equal ends as the simulation came by them."""
+    stages, count, place, _ = places
+    forward, backward = _numbers(table, places)
+    messages: list[_Message] = []
+    new, add = tuple.__new__, messages.append
     for rank, first, last in bursts:
         own = table[rank]
         for index in range(first, last):
             stage, kind, microbatch = own[index]
             if kind == "F":
-                taker, numbers = stage + 1, forward
-                if taker == stages:
-                    continue
-            elif kind == "W" or not stage:
-                continue
-            else:
-                taker, numbers, kind = stage - 1, backward, "B"
-            slot = taker * count + microbatch
-            target = place[slot]
-            if target != rank:
-                messages.append(new(_Message, (rank, index, target, numbers[slot], stage, taker, kind, microbatch)))
+                taker = stage + 1
+                if taker < stages:
+                    slot = taker * count + microbatch
+                    target = place[slot]
+                    if target != rank:
+                        add(new(_Message, (rank, index, target, forward[slot], stage, taker, "F", microbatch)))
+            elif kind != "W" and stage:
+                taker = stage - 1
+                slot = taker * count + microbatch
+                target = place[slot]
+                if target != rank:
+                    add(new(_Message, (rank, index, target, backward[slot], stage, taker, "B", microbatch)))
     messages.sort(key=lambda message: ends[message[0]][message[1]])
     return messages
-
-
-def _transfer_times(messages: Sequence[_Message], costs: Costs) -> list[float]:
-    if not any(costs.transfer):
-        return [0.0] * len(messages)
-    return [costs.transfer[min(message.stage, message.taker)] for message in messages]
-
-
-def _latest(messages: Sequence[_Message], starts: Times, costs: Costs) -> list[float]:
-    """When each transfer must begin so that it, and those behind it from the same rank to the same rank, are there in time."""
-    due: dict[tuple[int, int], float] = {}
-    latest = [0.0] * len(messages)
-    times = _transfer_times(messages, costs)
-    for number in range(len(messages) - 1, -1, -1):
-        source, _, target, taken, *_ = messages[number]
-        start = starts[target][taken]
-        latest[number] = due[source, target] = min(start, due.get((source, target), start)) - times[number]
-    return latest
-
-
-def _urgent(table: Actions, messages: Sequence[_Message], starts: Times, ends: Times, costs: Costs) -> set[tuple[int, int]]:
-    """(rank, number) of each I whose gradient would come too late if it left after the next action."""
-    late = zip(messages, _latest(messages, starts, costs), strict=True)
-    return {
-        (message.source, message.made)
-        for message, latest in late
-        if message.kind == "B"
-        and table[message.source][message.made][1] == "I"
-        and message.made + 1 < len(ends[message.source])
-        and ends[message.source][message.made + 1] > latest
-    }
-
-
-def _fused(own: Sequence[Action], rank: int, held: set[tuple[int, int]]) -> list[Action]:
-    fused: list[Action] = []
-    for index, action in enumerate(own):
-        stage, kind, microbatch = action
-        if kind == "W" and index and own[index - 1] == (stage, "I", microbatch) and (rank, index - 1) not in held:
-            fused[-1] = Action(stage, "B", microbatch)
-        else:
-            fused.append(action)
-    return fused
 
 
 def _receive_posts(messages: Sequence[_Message], starts: Times, ends: Times, costs: Costs, queues: str, lead: int) -> list[int]:
     """Before which action of the target each receive is posted."""
     if queues == "single":  # what the target has done when the message is sent
-        posts = [bisect_left(ends[target], ends[source][made]) for source, made, target, *_ in messages]
-        return _after_sends(messages, posts, queues)
-    posts = [max(message[3] - lead, 0) for message in messages]
-    if any(costs.transfer):
-        latest = _latest(messages, starts, costs)
-        posts = [min(post, bisect_right(ends[m.target], due)) for m, post, due in zip(messages, posts, latest, strict=True)]
-    before: dict[tuple[int, int], int] = {}  # of what is later in the queue
-    for number in range(len(messages) - 1, -1, -1):
-        source, made, target, *_ = messages[number]
-        posts[number] = before[source, target] = min(posts[number], before.get((source, target), posts[number]))
+        return _after_sends(messages, [bisect_left(ends[m[2]], ends[m[0]][m[1]]) for m in messages], queues)
+    slow, ranks = any(costs.transfer), len(ends)
+    posts = [0] * len(messages)
+    before: dict[int, int] = {}  # by queue: the post that comes next
+    due: dict[int, float] = {}  # by direction: when the next transfer must begin
+    number = len(messages)
+    for source, made, target, taken, stage, taker, _, _ in reversed(messages):
+        number -= 1
+        lane = source * ranks + target
+        post = max(taken - lead, 0)
+        if slow:
+            start = starts[target][taken]
+            latest = due[lane] = min(start, due.get(lane, start)) - costs.transfer[min(stage, taker)]
+            post = min(post, bisect_right(ends[target], latest))
+        posts[number] = before[lane] = min(post, before.get(lane, post))
         if queues == "pair":
-            before[target, source] = made + 1
+            before[target * ranks + source] = made + 1
     return _after_sends(messages, posts, queues) if queues == "pair" else posts
 
 
 def _after_sends(messages: Sequence[_Message], posts: list[int], queues: str) -> list[int]:
     """Post no receive before an earlier message of its queue is sent: the target shares the queue for its own sends."""
     sent: dict[tuple[int, int], int] = {}
-    for number, (source, made, target, *_) in enumerate(messages):
+    for number, (source, made, target, _, _, _, _, _) in enumerate(messages):
         here, there = (source, target), (target, source)
         if queues == "single":
             here, there = (source, -1), (target, -1)
@@ -205,32 +246,34 @@ def _after_sends(messages: Sequence[_Message], posts: list[int], queues: str) ->
 
 def _send_waits(messages: Sequence[_Message], posts: Sequence[int], ends: Times, costs: Costs) -> list[int]:
     """Before which action of the source it waits for its send: one that comes after the receive is posted, by the timeline."""
+    slow = any(costs.transfer)
     free: dict[tuple[int, int], float] = {}
     waits = []
-    for message, post, time in zip(messages, posts, _transfer_times(messages, costs), strict=True):
-        source, made, target, *_ = message
+    for (source, made, target, _, stage, taker, _, _), post in zip(messages, posts, strict=True):
         own = ends[source]
-        posted = ends[target][post - 1] if post else 0.0
-        over = max(own[made], posted)
-        if time:
-            over = free[source, target] = max(over, free.get((source, target), 0.0)) + time
-        wait = max(made + 2, bisect_left(own, over, made) + 1, bisect_right(own, posted, made))
-        waits.append(min(wait, len(own)))
+        sent, posted = own[made], ends[target][post - 1] if post else 0.0
+        over = sent if sent > posted else posted
+        if slow:
+            over = max(over, free.get((source, target), 0.0)) + costs.transfer[min(stage, taker)]
+            free[source, target] = over
+        wait = made + 2
+        if wait < len(own) and (own[wait - 1] < over or own[wait] <= posted):
+            wait = max(wait, bisect_left(own, over, made) + 1, bisect_right(own, posted, made))
+        waits.append(wait if wait < len(own) else len(own))
     return waits
 
 
 def _written(
     table: Actions, messages: Sequence[_Message], posts: Sequence[int], waits: Sequence[int]
 ) -> list[list[Action | Transfer]]:
-    """The actions with what comes before each: posts in the order of messages, then waits, those for sends first."""
+    """The actions with what comes before each: posts, then waits, in the order of messages."""
     before: list[list[list[Transfer]]] = [[[] for _ in range(len(own) + 1)] for own in table]
     new = tuple.__new__
     for number, (source, made, target, _, stage, taker, kind, microbatch) in enumerate(messages):
         before[source][made + 1].append(new(Transfer, ("send", number, target, stage, kind, microbatch)))
         before[target][posts[number]].append(new(Transfer, ("recv", number, source, taker, kind, microbatch)))
-    for number, (source, _, target, _, stage, _, kind, microbatch) in enumerate(messages):
+    for number, (source, _, target, taken, stage, taker, kind, microbatch) in enumerate(messages):
         before[source][waits[number]].append(new(Transfer, ("wait", number, target, stage, kind, microbatch)))
-    for number, (source, _, target, taken, _, taker, kind, microbatch) in enumerate(messages):
         before[target][taken].append(new(Transfer, ("wait", number, source, taker, kind, microbatch)))
     lowered: list[list[Action | Transfer]] = []
     for own, places in zip(table, before, strict=True):

@@ -232,10 +232,12 @@ def _run(network: _Network) -> tuple[list[int], list[int]]:
     """One maximal run. Returns how many events each rank gets through, and what each message lacks: posts, turns in queues."""
     count = len(network.number)
     missing = [2] * count
-    behind: list[list[int]] = [[] for _ in range(count)]
-    for _, queue in _queue_lists(network):
+    behind = [-1] * count, [-1] * count  # the next message in the queue at the sender's, at the receiver's end
+    for rank, queue in _queue_lists(network):
+        if network.queues == "direction" and network.rank[1][queue[0]] == rank:
+            continue  # the same messages as at the sender's end
         for ahead, message in pairwise(queue):
-            behind[ahead].append(message)
+            behind[network.rank[1][ahead] == rank][ahead] = message
             missing[message] += 1
     waiting: dict[int, list[int]] = {}
     places = _meeting_places(network)
@@ -266,8 +268,9 @@ def _run(network: _Network) -> tuple[list[int], list[int]]:
                     message = complete.pop()
                     missing[message] -= 1
                     if not missing[message]:
-                        complete.extend(behind[message])
-                        todo.extend(waiting.pop(message, ()))
+                        complete += [after[message] for after in behind if after[message] >= 0]
+                        if message in waiting:
+                            todo.extend(waiting.pop(message))
             position += 1
         at[rank] = position
     return at, missing

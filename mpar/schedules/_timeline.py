@@ -94,7 +94,7 @@ def simulate(table: Actions, costs: Costs) -> tuple[Times, Times, Bursts]:
     stages, count = _check(table, costs), num_microbatches(table)
     place = {stage * count + microbatch: rank for rank, own in enumerate(table) for stage, kind, microbatch in own if kind == "F"}
     duration = {kind: [costs.of(Action(stage, kind, 0)) for stage in range(stages)] for kind in KINDS}
-    slow = any(costs.transfer)
+    slow, top = any(costs.transfer), stages - 1
     ready: dict[int, float] = {}  # slot * 2: when the result of F is where it is needed, slot * 2 + 1: of I or B
     waiting: dict[int, list[int]] = {}
     free: dict[tuple[int, int], float] = {}  # when the channel between two ranks is free again
@@ -105,36 +105,37 @@ def simulate(table: Actions, costs: Costs) -> tuple[Times, Times, Bursts]:
     while todo:
         rank = todo.popleft()
         own, start, end = table[rank], starts[rank], ends[rank]
-        first = position = len(end)
+        first = len(end)
         now = end[-1] if end else 0.0
-        while position < len(own):
+        for position in range(first, len(own)):
             stage, kind, microbatch = own[position]
             slot = stage * count + microbatch
-            made, taker, need, begin = slot * 2 + 1, slot - count, slot * 2, now
-            if kind == "F":
+            if kind == "W":
+                made, need = -1, slot * 2 + 1
+            elif kind == "F":
                 made, taker, need = slot * 2, slot + count, (slot - count) * 2 if stage else -1
-            elif kind == "W":
-                need = slot * 2 + 1
-            elif stage + 1 < stages and need in ready:
-                need = (slot + count) * 2 + 1
+            else:
+                made, taker, need = slot * 2 + 1, slot - count, slot * 2
+                if stage < top and need in ready:
+                    need = (slot + count) * 2 + 1
+            begin = now
             if need >= 0:
-                arrived = ready.get(need)
-                if arrived is None:
+                if need not in ready:
                     waiting.setdefault(need, []).append(rank)
                     break
-                if arrived > now and kind != "W":
-                    begin = arrived
+                if made >= 0 and ready[need] > now:
+                    begin = ready[need]
             now = begin + duration[kind][stage]
             start.append(begin)
             end.append(now)
-            position += 1
-            if kind != "W":
+            if made >= 0:
                 ready[made] = now
                 if slow and (other := place.get(taker, rank)) != rank:
                     cost = costs.transfer[min(stage, taker // count)]
                     ready[made] = free[rank, other] = max(now, free.get((rank, other), 0.0)) + cost
-                todo.extend(waiting.pop(made, ()))
-        bursts.append((rank, first, position))
+                if made in waiting:
+                    todo.extend(waiting.pop(made))
+        bursts.append((rank, first, len(end)))
     stuck = [f"rank {r} at {table[r][len(end)]}" for r, end in enumerate(ends) if len(end) < len(table[r])]
     if stuck:
         raise ProgramError(

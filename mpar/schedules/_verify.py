@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from mpar.errors import ProgramError
 from mpar.schedules._action import Action
+from mpar.schedules._collector import paused_collector
 from mpar.schedules._lower import Transfer
 from mpar.schedules._order import Event, check_order
 from mpar.schedules._places import Places, find_places
@@ -11,6 +12,7 @@ from mpar.schedules._places import Places, find_places
 __all__ = ["verify"]
 
 _SHOWN = 8
+_FINE: Sequence[str] = ()
 Lowered = Sequence[Sequence[Action | Transfer]]
 
 
@@ -23,6 +25,11 @@ def verify(lowered: Lowered, *, queues: str = "direction") -> None:
 
     Raises ProgramError listing what is wrong, by rank and line of `lowered`; ConfigError for unknown queues.
     """
+    with paused_collector():
+        _verify(lowered, queues)
+
+
+def _verify(lowered: Lowered, queues: str) -> None:
     places = find_places([[item for item in own if not isinstance(item, Transfer)] for own in lowered])
     wrong: list[str] = []
     carried: dict[int, int] = {}  # the value of each message, by its first end
@@ -30,7 +37,8 @@ def verify(lowered: Lowered, *, queues: str = "direction") -> None:
         state = _Rank(rank, places)
         for line, item in enumerate(own):
             problems = state.transfer(item, carried) if isinstance(item, Transfer) else state.action(item)
-            wrong += [f"rank {rank}, line {line} ({item}) {problem}" for problem in problems]
+            if problems:
+                wrong += [f"rank {rank}, line {line} ({item}) {problem}" for problem in problems]
         wrong += [f"rank {rank} {problem}" for problem in state.left()]
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
@@ -40,8 +48,13 @@ def verify(lowered: Lowered, *, queues: str = "direction") -> None:
 
 def _events(lowered: Lowered) -> list[list[Event]]:
     new = tuple.__new__
+    peers = [(rank,) for rank in range(len(lowered))]  # _Rank has checked those of ends
     return [
-        [new(Event, (item.op, item.message, (item.peer,), line)) for line, item in enumerate(own) if isinstance(item, Transfer)]
+        [
+            new(Event, (item[0], item[1], () if item[0] == "wait" else peers[item[2]], line))
+            for line, item in enumerate(own)
+            if isinstance(item, Transfer)
+        ]
         for own in lowered
     ]
 
@@ -57,14 +70,15 @@ class _Rank:
         self.here: set[int] = set()  # received, waited for, not used
         self.moved: tuple[set[int], set[int]] = set(), set()  # received, sent
 
-    def transfer(self, item: Transfer, carried: dict[int, int]) -> list[str]:
+    def transfer(self, item: Transfer, carried: dict[int, int]) -> Sequence[str]:
         """Take an end of a message, or the wait for it. Returns what is wrong with it."""
         op, message, peer, stage, kind, microbatch = item
         if op == "wait":
+            value = self.coming.pop(message, -1)
+            if value >= 0:
+                self.here.add(value)
             end = self.ends.get(message, item)
-            if message in self.coming:
-                self.here.add(self.coming.pop(message))
-            return [] if end[2:] == item[2:] else [f"waits for message {message}, which is {end} here"]
+            return _FINE if end[2:] == item[2:] else [f"waits for message {message}, which is {end} here"]
         stages, count, place, _ = self.places
         sends = op == "send"
         step = 1 if kind == "F" else -1
@@ -76,7 +90,7 @@ class _Rank:
             return [f"is no message of {stages} stages and {count} microbatches"]
         source, target = place[producer * count + microbatch], place[taker * count + microbatch]
         value = (producer * count + microbatch) * 2 + (kind == "B")
-        wrong = []
+        wrong: list[str] = []
         if source == target or (self.rank, peer) != ((source, target) if sends else (target, source)):
             wrong.append(f"names peer {peer}, the value goes from rank {source} to rank {target}")
         if sends and value not in self.done:
@@ -91,7 +105,7 @@ class _Rank:
             self.coming[message] = value
         return wrong
 
-    def action(self, item: Action) -> list[str]:
+    def action(self, item: Action) -> Sequence[str]:
         """Compute. Returns what is wrong."""
         stage, kind, microbatch = item
         stages, count, place, _ = self.places
@@ -100,19 +114,19 @@ class _Rank:
             self.done.add(slot * 2)
             need = (slot - count) * 2 if stage else -1
         elif kind == "W":
-            return []
+            return _FINE
         else:
             self.done.add(slot * 2 + 1)
             need = (slot + count) * 2 + 1 if stage + 1 < stages else -1
         if need < 0:
-            return []
+            return _FINE
         source = place[need >> 1]
         if source == self.rank:
-            return [] if need in self.done else ["needs what this rank computes later"]
+            return _FINE if need in self.done else ["needs what this rank computes later"]
         if need not in self.here:
             return [f"has not waited for its operand from rank {source}"]
         self.here.remove(need)
-        return []
+        return _FINE
 
     def left(self) -> list[str]:
         """What is received for nothing."""
