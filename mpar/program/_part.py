@@ -53,7 +53,7 @@ class Step:
     boundary: list[list[tuple[Tensor, P]]]
     pipeline: Pipeline
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """Messages are numbered with room for this many leaves on each edge of the pipeline."""
         return max(len(leaves) for leaves in self.boundary) or 1

@@ -32,6 +32,7 @@ class Writer:
         self.kinds: dict[str, Kind] = {}
         self.codes: dict[str, Code] = {}  # by the name of their kind
         self.functions: dict[Any, Code] = {}  # small functions, by name, shapes and specs
+        self.sums: dict[Any, Code] = {}  # "add" among them, by what is added
         self.num_storages = 0
 
     def begin(self) -> None:
@@ -176,7 +177,11 @@ class Writer:
         def add(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
             return [x + y for x, y in zip(a, b, strict=True)]
 
-        code = self.function("add", add, (self.globals(left), self.globals(right)), self.specs([*left, *right]), self.specs(left))
+        like = tuple((self.values[v].shape, self.values[v].dtype, self.values[v].spec) for v in (*left, *right))
+        if like not in self.sums:
+            args, specs = (self.globals(left), self.globals(right)), self.specs([*left, *right])
+            self.sums[like] = self.function("add", add, args, specs, self.specs(left))
+        code = self.sums[like]
         return self.emit("accumulate", code, [*left, *right], names, segment, microbatch)
 
     def spread(
