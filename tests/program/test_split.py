@@ -1,6 +1,7 @@
 """The split of backward: both halves together against plain torch, and against the backward that they are made of."""
 
 import functools
+import random
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -71,13 +72,12 @@ def calls(*codes):
 
 # Segments of our own, on one rank
 
-
 D, F = 4, 6
 
 
 @dataclass
 class Case:
-    """A segment with its parameters, x, context, and parameters of which it makes a gradient on the way."""
+    """A segment with its parameters, x and context."""
 
     fn: Any
     params: tuple
@@ -172,6 +172,10 @@ def block(params, x, context):
     return x + (ops.swiglu(normed @ gate + bias, normed @ up) @ down), {}
 
 
+def context_scale(params, x, context):
+    return (x * torch.sin(context["c"])) @ params[0], {}
+
+
 def no_parameters(params, x, context):
     return torch.sin(x), {}
 
@@ -220,17 +224,15 @@ def primals_of(case):
     return [*case.params, *(tree.leaves(case.x) if case.x is not None else []), *tree.leaves(case.context)]
 
 
-@pytest.mark.parametrize("recompute", POLICIES, ids=lambda p: p.kind)
-@pytest.mark.parametrize("name", CASES)
-def test_halves_equal_autograd(name, recompute):
-    """The halves give every gradient that plain torch gives, zero for what has none, and the bits of the backward."""
-    case = CASES[name]
+def assert_like_autograd(case, recompute):
     code = compile_case(case, recompute)
     primals = primals_of(case)
     out = run(code.forward, primals)
     results, kept = out[: len(out) - code.num_kept], out[len(out) - code.num_kept :]
     cotangents = [normal(*result.shape) + 0.5 for result in results]
     d_params, d_x = run_halves(code, primals, kept, cotangents)
+    whole = run(code.backward, [*(primals[i] for i in code.reads), *kept, *cotangents])
+    assert all(torch.equal(a, b) for a, b in zip([*d_params, *d_x], whole, strict=True))
 
     leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in primals]
     num_params, num_x = code.traced.num_params, code.traced.num_x
@@ -249,24 +251,71 @@ def test_halves_equal_autograd(name, recompute):
         else:
             testing.assert_close(actual, grad, name=f"gradient {index}")
 
-    whole = run(code.backward, [*(primals[i] for i in code.reads), *kept, *cotangents])
-    assert all(torch.equal(a, b) for a, b in zip([*d_params, *d_x], whole, strict=True))
+
+@pytest.mark.parametrize("recompute", POLICIES, ids=lambda p: p.kind)
+@pytest.mark.parametrize("name", CASES)
+def test_halves_equal_autograd(name, recompute):
+    """The halves give every gradient that plain torch gives, zero for what has none, and the bits of the backward."""
+    assert_like_autograd(CASES[name], recompute)
+
+
+STEPS = [
+    torch.add,
+    torch.mul,
+    torch.matmul,
+    torch.matmul,
+    ops.swiglu,
+    lambda a, b: torch.tanh(a),
+    lambda a, b: a.t(),
+    lambda a, b: ops.rms_norm(a, b[0], eps=1e-6),
+    lambda a, b: a + b.sum(0, keepdim=True),
+    lambda a, b: torch.cat(torch.split(a, [1, 3], 1)[::-1], 1),
+    lambda a, b: torch.cat([a[:2], b[2:]], 0),
+]
+
+
+def random_case(seed):
+    """A segment of random steps on square matrices, each of which may read parameters, x, context and earlier values."""
+    draw = random.Random(seed)
+    steps = [(draw.choice(STEPS), draw.randrange(5 + i), draw.randrange(5 + i)) for i in range(14)]
+    results = [draw.randrange(5 + len(steps) // 2, 5 + len(steps)) for _ in range(3)]
+
+    def fn(params, x, context):
+        values = [*params, x["a"], x["b"], context["c"]]
+        for step, left, right in steps:
+            values.append(step(values[left], values[right]))
+        return (values[results[0]], values[results[1]]), {"loss": values[results[2]].tanh().sum()}
+
+    generator = torch.Generator().manual_seed(seed)
+    p, q, a, b, c = torch.randn(5, D, D, generator=generator, dtype=torch.float64).unbind()
+    return Case(fn, (p.clone(), q.clone()), {"a": a.clone(), "b": b.clone()}, {"c": c.clone()})
+
+
+def assert_whole(code):
+    """No view crosses, nothing crosses twice."""
+    crossing = split_segment(code).input.out_values[code.traced.num_x :]
+    assert len({storage_key(v) for v in crossing}) == len(crossing)
+    assert all(v.untyped_storage().nbytes() == v.nbytes for v in crossing)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_views_of_random_segments_do_not_cross(seed):
+    """Their bases do, once each."""
+    assert_whole(compile_case(random_case(seed), POLICIES[seed % len(POLICIES)]))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_halves_of_random_segments_equal_autograd(seed):
+    """Values shared at random between gradients of input and of parameters come out the same."""
+    assert_like_autograd(random_case(seed), POLICIES[seed % len(POLICIES)])
 
 
 # Models, on every mesh
 
-
 CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "vocab_size": 61,
-    "max_position_embeddings": 64,
-}
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 61, "max_position_embeddings": 64,
+}  # fmt: skip
 MODELS = {
     "llama": {},
     "llama_biases": {"attention_bias": True, "mlp_bias": True},
@@ -282,7 +331,7 @@ SIZES = {"ddp": {"dp": 2}, "zero": {"fsdp": 2}, "hsdp": {"dp": 2, "fsdp": 2}}
 B, S = 4, 8
 
 
-def sizes_of(strategy):
+def mesh_of(strategy):
     """A mesh on which a preset does something."""
     name, tp = strategy.partition("_")[0], {"tp": 2} if "tp" in strategy else {}
     return Mesh(**tp) if name == "tp" else Mesh(**SIZES[name.rstrip("123")], **tp)
@@ -300,7 +349,7 @@ def compile_chain(name, strategy_name, recompute, number, chunk=None):
     """(model, refined mesh, segment codes, specs of parameters per segment, context code, its batch specs)."""
     config = {**CONFIG, **MODELS[name]}
     model = models.from_config(config, dtype=torch.float32, vocab_multiple=8, logits_chunk=chunk)
-    strategy, mesh = preset(strategy_name).refine(sizes_of(strategy_name), model.abstract_params, model.param_axes)
+    strategy, mesh = preset(strategy_name).refine(mesh_of(strategy_name), model.abstract_params, model.param_axes)
     numbers = precision(number)
     units = make_units(model, strategy, mesh, numbers)
     batch = tree.map_leaves(meta, a_batch())
@@ -386,6 +435,8 @@ def test_nothing_is_computed_twice(model, strategy, recompute):
     for segment, code, _ in compile_chain(model, strategy, recompute, None)[2]:
         split = split_segment(code)
         assert calls(split.input, split.weight) == calls(code.backward), segment.name
+        einsum = "PRIMITIVES['einsum']"
+        assert segment.name == "embed" or (calls(split.input)[einsum] and calls(split.weight)[einsum])
 
 
 def held(code):
@@ -419,9 +470,7 @@ def test_only_whole_values_cross_and_all_operands_are_read(model, strategy, reco
     """No view crosses, nothing crosses twice, and no half is given what it does not read."""
     for _, code, _ in compile_chain(model, strategy, recompute, None)[2][1:]:
         split = split_segment(code)
-        crossing = split.input.out_values[code.traced.num_x :]
-        assert len({storage_key(v) for v in crossing}) == split.num_crossing
-        assert all(v.untyped_storage().nbytes() == v.nbytes for v in crossing)
+        assert_whole(code)
         for half in (split.input, split.weight):
             names = re.search(r"^    ((?:v\d+, )+)= args$", half.kind.source, re.MULTILINE)[1].split(", ")[:-1]
             body = half.kind.source.partition("args.clear()")[2]
@@ -435,6 +484,14 @@ def test_activation_runs_in_i_where_it_frees_its_operands():
     split = split_segment(code)
     assert calls(split.input)["PRIMITIVES['swiglu']"] == 1 and calls(split.weight)["PRIMITIVES['swiglu']"] == 0
     assert sorted(tuple(v.shape) for v in split.weight.in_values).count((3, F)) == 3  # activation, gradients of gate and up
+
+
+def test_what_follows_from_context_does_not_cross():
+    """W makes it again, like the product of it and x, which is as large as x."""
+    case = Case(context_scale, (normal(D, F),), normal(3, D), {"c": normal(3, D)})
+    split = split_segment(compile_case(case, RecomputePolicy("full")))
+    assert split.num_crossing == 0
+    assert calls(split.input)["torch.ops.aten.sin.default"] == calls(split.weight)["torch.ops.aten.sin.default"] == 1
 
 
 def test_first_segment_and_one_without_parameters():
