@@ -100,6 +100,16 @@ def test_many_sizes():
     assert sum(len(sizes(name)) for name in SCHEDULES) >= 1400
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_programs_for_less_run_on_more(name):
+    """What is made for one queue a rank runs on all kinds; what is made for one a pair, on all but that."""
+    for table in list(sizes(name).values())[::7]:
+        for model in (*MODELS, "tag"):
+            verify(lower(table, queues="single"), queues=model)
+        for model in ("direction", "pair", "tag"):
+            verify(lower(table, queues="pair"), queues=model)
+
+
 @pytest.mark.parametrize("lead", [0, 1, 3])
 @pytest.mark.parametrize("transfer", [0, 0.4, 3])
 @pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "zb1p", "zbv", "dual_pipe", "dual_pipe_v"])
