@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from mpar.sharding._pass import graph_pass
 from mpar.torch_private import storage_key
 
-__all__ = ["reuse_operands"]
+__all__ = ["overwrite_operands", "reuse_operands"]
 
 aten = torch.ops.aten
 IN_PLACE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
@@ -39,6 +39,30 @@ def reuse_operands(graph: fx.Graph) -> dict[str, int]:
                 reused += 1
                 break
     return {"operands_reused": reused}
+
+
+@graph_pass
+def overwrite_operands(graph: fx.Graph) -> dict[str, int]:
+    """Add into the first operand where it is one of the segment's own that is given away: for sums which grow term by term.
+
+    before:  %y = add(%sum, %term)
+    after:   %y = add_(%sum, %term)
+    """
+    overwritten = 0
+    for node in graph.nodes:
+        if node.target not in IN_PLACE or node.kwargs or len(node.args) != 2:
+            continue
+        target, other = node.args
+        if (
+            isinstance(target, fx.Node)
+            and target.op == "placeholder"
+            and list(target.users) == [node]
+            and _fits(target, other, node)
+        ):
+            node.target = IN_PLACE[node.target]
+            node.meta = node.meta | {"val": target.meta["val"]}
+            overwritten += 1
+    return {"operands_overwritten": overwritten}
 
 
 def _dies_here(operand: Any, node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ from mpar.mesh import Mesh
 from mpar.ops import constrain
 from mpar.program._memory import SegmentMemory
 from mpar.program._program import Instruction, Kind, Leaf, Value
+from mpar.program._reuse import overwrite_operands
 from mpar.program._segments import Code, compile_function
 from mpar.spec import P, local_shape
 from mpar.strategy import AxisTable
@@ -32,6 +33,8 @@ class Writer:
         self.kinds: dict[str, Kind] = {}
         self.codes: dict[str, Code] = {}  # by the name of their kind
         self.functions: dict[Any, Code] = {}  # small functions, by name, shapes and specs
+        self.by_storage: dict[int, list[int]] = {}  # the values that lie in each
+        self.overwritten: set[int] = set()  # values over which a sum was written
         self.sums: dict[Any, Code] = {}  # "add" among them, by what is added
         self.num_storages = 0
 
@@ -47,6 +50,7 @@ class Writer:
     def value(self, name: str, x: Tensor, spec: P, storage: int | None = None) -> int:
         """A new value that looks like the local tensor `x`, in a storage of its own unless one is given."""
         storage = self.storage() if storage is None else storage
+        self.by_storage.setdefault(storage, []).append(len(self.values))
         self.values.append(Value(name, tuple(x.shape), x.dtype, spec, storage, int(x.storage_offset())))
         return len(self.values) - 1
 
@@ -172,17 +176,32 @@ class Writer:
         return self.function(key, cast, (list(leaves),), source, target)
 
     def add(self, left: list[int], right: list[int], names: list[str], segment: str = "", microbatch: int = -1) -> list[int]:
-        """`left + right`, value by value, on each rank: pending sums stay pending."""
+        """`left + right`, value by value, on each rank: pending sums stay pending. `left` is not read afterwards: the sum is
+        written over it, unless something else lies there."""
 
         def add(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
             return [x + y for x, y in zip(a, b, strict=True)]
 
-        like = tuple((self.values[v].shape, self.values[v].dtype, self.values[v].spec) for v in (*left, *right))
+        over = all(self._is_alone(v) for v in left)
+        like = (over, *((self.values[v].shape, self.values[v].dtype, self.values[v].spec) for v in (*left, *right)))
         if like not in self.sums:
             args, specs = (self.globals(left), self.globals(right)), self.specs([*left, *right])
-            self.sums[like] = self.function("add", add, args, specs, self.specs(left))
-        code = self.sums[like]
-        return self.emit("accumulate", code, [*left, *right], names, segment, microbatch)
+            name, passes = ("add to", (overwrite_operands,)) if over else ("add", ())
+            self.sums[like] = self.function(name, add, args, specs, self.specs(left), passes=passes)
+        out = self.emit("accumulate", self.sums[like], [*left, *right], names, segment, microbatch)
+        if over:
+            self.overwritten.update(left)
+        return out
+
+    def _is_alone(self, value: int) -> bool:
+        """Whether nothing else that may still be read lies where the value does."""
+
+        def end(v: Value) -> int:
+            return v.offset + v.bytes // v.dtype.itemsize
+
+        own = self.values[value]
+        others = (self.values[v] for v in self.by_storage[own.storage] if v != value and v not in self.overwritten)
+        return all(end(other) <= own.offset or end(own) <= other.offset for other in others)
 
     def spread(
         self,
