@@ -30,6 +30,8 @@ def finish(config: TrainConfig) -> None:
         draw_loss(records, run_dir / "loss.png", f"{config.model.name}, {config.strategy.name}")
         first, last = records[0], records[-1]
         lines.append(f"loss {first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at step {last['step']}")
+        if "eval_loss" in last:
+            lines.append(f"evaluation: loss {last['eval_loss']:.4f}, perplexity {last['perplexity']:,.4g}")
     lines += _conversation(folder, config.task.chat, config.task.max_new_tokens) if config.task.kind == "sft" else []
     lines += [
         f"{what:12} {path}" for what, path in (("checkpoint", newest), ("model", folder), ("loss curve", run_dir / "loss.png"))

@@ -63,7 +63,8 @@ def _explain(job: Job, folder: Path, failures: Mapping[int, Any]) -> MparError:
         first = known or min(told, key=lambda failure: failure.time, default=None)
         dead = set() if first is None else {first.rank}
         head = _first_words(first, failures)
-    places = [describe_place(job.program, rank, read_place(place_file(folder, rank)), dead=rank in dead) for rank in range(size)]
+    found = [read_place(place_file(folder, rank)) for rank in range(size)]
+    places = [describe_place(job.program_at(place), rank, place, dead=rank in dead) for rank, place in enumerate(found)]
     return RankFailure(f"{head}. All ranks were stopped. Each was last seen at:\n  " + "\n  ".join(places) + _go_on(job))
 
 

@@ -45,19 +45,20 @@ class StepProgress:
     def __init__(self, first: int, last: int, *, shown: bool) -> None:
         self._first, self._last, self._shown = first, last, shown
         self._began = time.monotonic()
+        self._held_out = ""
         self._console = Console(stderr=True)
         self._live = shown and self._console.is_terminal
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[rate]} tokens/s"),
+            TextColumn("loss {task.fields[loss]}{task.fields[held_out]}  {task.fields[rate]} tokens/s"),
             TimeRemainingColumn(),
             TextColumn("left"),
             console=self._console,
             disable=not self._live,
         )
-        self._task = self._bar.add_task("train", total=last, completed=first, loss="-", rate="-")
+        self._task = self._bar.add_task("train", total=last, completed=first, loss="-", held_out="", rate="-")
 
     def __enter__(self) -> "StepProgress":
         self._bar.start()
@@ -69,9 +70,13 @@ class StepProgress:
     def __call__(self, record: StepRecord) -> None:
         """Show one more step."""
         loss, rate = f"{record.loss:.4f}", f"{record.tokens_per_s:,.0f}"
-        self._bar.update(self._task, completed=record.step, loss=loss, rate=rate)
+        if record.eval_loss is not None:
+            self._held_out = f"  eval {record.eval_loss:.4f}"
+        self._bar.update(self._task, completed=record.step, loss=loss, held_out=self._held_out, rate=rate)
         stride = max(1, (self._last - self._first) // 10)
-        if self._shown and not self._live and (record.step % stride == 0 or record.step in (self._first + 1, self._last)):
+        at_times = record.step % stride == 0 or record.step in (self._first + 1, self._last) or record.eval_loss is not None
+        if self._shown and not self._live and at_times:
+            held_out = "" if record.eval_loss is None else self._held_out
             mean_s = (time.monotonic() - self._began) / (record.step - self._first)
             left = (self._last - record.step) * mean_s
-            say_aside(f"step {record.step}/{self._last}  loss {loss}  {rate} tokens/s  {left:.0f} s left")
+            say_aside(f"step {record.step}/{self._last}  loss {loss}{held_out}  {rate} tokens/s  {left:.0f} s left")

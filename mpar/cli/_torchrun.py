@@ -101,7 +101,8 @@ def _train(config: TrainConfig, folder: Path, rank: int, local_rank: int, local_
             show_failure(f"rank {rank}: {type(error).__name__}", str(error))
         return 1
     except RuntimeError as error:
-        place = describe_place(job.program, rank, read_place(place_file(folder, rank)))
+        found = read_place(place_file(folder, rank))
+        place = describe_place(job.program_at(found), rank, found)
         show_failure("RankFailure", f"{place}; the connection broke: {str(error).splitlines()[0]}")
         return 1
     if rank == 0:

@@ -19,7 +19,9 @@ import yaml
 
 from mpar.cli._screen import StepProgress, say_aside
 from mpar.errors import MparError
+from mpar.models import Model
 from mpar.train import (
+    Evaluation,
     Job,
     MetricsFile,
     Rank,
@@ -27,6 +29,7 @@ from mpar.train import (
     Watch,
     describe_place,
     make_batches,
+    make_evaluation_batches,
     make_hardware,
     make_model,
     num_threads,
@@ -87,13 +90,25 @@ def work(job: Job, folder: Path, rank: int, local_rank: int, local_size: int) ->
         _stop_when_stuck(job, folder, rank, config.timeout_s)
         run = program.bind(device=device, counter=watch, progress=watch)
         batches = make_batches(config, model, config.data.cache_dir or folder / "data")
-        this = Rank(config, program, model, batches, rank, device, run, watch, dist.barrier, job.resolved)
+        evaluation = _evaluation(job, model, folder, device, watch)
+        this = Rank(config, program, model, batches, rank, device, run, watch, dist.barrier, job.resolved, evaluation)
         state, position = start(this, job.resume)
         if rank == 0:
             with _Recorder(job, run_dir, position.step) as recorder:
                 run_steps(this, state, position, recorder)
         else:
             run_steps(this, state, position, _ignore)
+
+
+def _evaluation(job: Job, model: Model, folder: Path, device: torch.device, watch: Watch) -> Evaluation | None:
+    """What this rank evaluates with, if the job does."""
+    config = job.config
+    batches = make_evaluation_batches(config, model, config.data.cache_dir or folder / "data")
+    if batches is None or job.evaluation is None:
+        return None
+    run = job.evaluation.bind(device=device, counter=watch, progress=watch)
+    wanted = config.evaluation.batches or batches.steps_per_epoch
+    return Evaluation(job.evaluation, run, batches, config.evaluation.every, min(wanted, batches.steps_per_epoch))
 
 
 def _ignore(record: StepRecord) -> None:
@@ -124,7 +139,7 @@ class _Recorder:
         self._file.write(record)
         self._progress(record)
         if self._board is not None:
-            for name, value in asdict(record).items():
+            for name, value in record.numbers().items():
                 if name != "step":
                     self._board.add_scalar(name, value, record.step)
 
@@ -164,9 +179,10 @@ def _stop_when_stuck(job: Job, folder: Path, rank: int, timeout_s: float) -> Non
             place = read_place(place_file(folder, rank))
             if place is None or place.line < 0 or time.time_ns() - place.time_ns < timeout_s * 1e9:
                 continue
-            if not place.collectives and job.program.part(rank).instructions[place.line].op != "wait":
+            program = job.program_at(place)
+            if not place.collectives and program.part(rank).instructions[place.line].op != "wait":
                 continue
-            text = f"timeout_s={timeout_s:g} seconds are over: {describe_place(job.program, rank, place)}"
+            text = f"timeout_s={timeout_s:g} seconds are over: {describe_place(program, rank, place)}"
             failure = Failure(rank, "TimeoutError", text, True, time.time())
             (folder / f"rank-{rank:05d}.failure").write_text(json.dumps(asdict(failure)), encoding="utf-8")
             os._exit(1)

@@ -2,11 +2,13 @@
 `mpar.train.curve` a plotting library."""
 
 from mpar.train._config import TrainConfig
+from mpar.train._evaluation import Evaluation
 from mpar.train._job import Job, read_job, write_job
 from mpar.train._loop import Rank, run_steps, start
 from mpar.train._metrics import MetricsFile, StepRecord, flops_per_token, read_metrics, tensorboard_writer
 from mpar.train._setup import (
     make_batches,
+    make_evaluation_batches,
     make_hardware,
     make_mesh,
     make_model,
@@ -19,6 +21,7 @@ from mpar.train._state import Position, fresh_state, load_params, load_state, re
 from mpar.train._watch import Place, Watch, describe_place, read_place
 
 __all__ = [
+    "Evaluation",
     "Job",
     "MetricsFile",
     "Place",
@@ -33,6 +36,7 @@ __all__ = [
     "load_params",
     "load_state",
     "make_batches",
+    "make_evaluation_batches",
     "make_hardware",
     "make_mesh",
     "make_model",

@@ -6,6 +6,7 @@ from typing import Any, Literal
 __all__ = [
     "CheckpointConfig",
     "DataGroup",
+    "EvaluationConfig",
     "HardwareConfig",
     "MeshConfig",
     "ModelConfig",
@@ -164,6 +165,16 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """The loss on data that are not trained on; there is none unless `sources` or `fraction` is given."""
+
+    every: int | None = key("evaluate every so many steps, besides at the end; null: only at the end", default=None)
+    sources: tuple[str, ...] | None = key("data of their own, named like data.sources", default=None)
+    fraction: float | None = key("or this part of the rows of data.sources, which are then not trained on", default=None)
+    batches: int | None = key("batches that are looked at each time; null: all of them", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """What `mpar plan` prints."""
 
@@ -190,6 +201,7 @@ class TrainConfig:
     recompute: RecomputeConfig
     hardware: HardwareConfig
     checkpoint: CheckpointConfig
+    evaluation: EvaluationConfig
     plan: PlanConfig
     experiment: str | None = key("a file of differences in conf/experiment", default=None)
     steps: int = key("optimizer updates")

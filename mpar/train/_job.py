@@ -7,6 +7,7 @@ from typing import Any
 
 from mpar.program import Program
 from mpar.train._config import TrainConfig
+from mpar.train._watch import Place
 
 __all__ = ["Job", "read_job", "write_job"]
 
@@ -15,12 +16,18 @@ _NAME = "job.pickle"
 
 @dataclass(frozen=True)
 class Job:
-    """The bound configuration, the same as plain data for the records, the compiled program, where to go on from."""
+    """The bound configuration, the same as plain data for the records, the compiled program, where to go on from, and the
+    program that evaluates, if one does."""
 
     config: TrainConfig
     resolved: dict[str, Any]
     program: Program
     resume: Path | None = None
+    evaluation: Program | None = None
+
+    def program_at(self, place: Place | None) -> Program:
+        """The program that a rank at `place` runs."""
+        return self.evaluation if place is not None and place.evaluating and self.evaluation is not None else self.program
 
 
 def write_job(folder: Path, job: Job) -> None:

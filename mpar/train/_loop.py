@@ -15,11 +15,14 @@ from mpar.errors import NumericsError
 from mpar.models import Model
 from mpar.program import Program, RankRun, State, batch_rows
 from mpar.train._config import TrainConfig
+from mpar.train._evaluation import Evaluation
 from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
 from mpar.train._state import Position, check_data, fresh_state, load_state, save_state
 from mpar.train._watch import Watch
 
 __all__ = ["Rank", "run_steps", "start"]
+
+_LARGEST_EXPONENT = 700.0  # of a perplexity that is still a finite number
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Rank:
     barrier: Callable[[], None]
     extras: Mapping[str, Any]
     """The resolved configuration, kept in checkpoints."""
+    evaluation: Evaluation | None = None
 
 
 def start(rank: Rank, resume: Path | None) -> tuple[State, Position]:
@@ -69,8 +73,9 @@ def run_steps(rank: Rank, state: State, position: Position, on_step: Callable[[S
         loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
         _check_finite(position.step + 1, loss, grad_norm, metrics["microbatch_losses"])
         position = Position(position.step + 1, position.tokens + round(float(metrics["weight"])), position.data, position.seed)
-        elapsed = time.perf_counter() - began
+        elapsed, communication = time.perf_counter() - began, watch.communication_bytes - sent
         rate = positions / elapsed
+        eval_loss = _evaluated(rank, state, position.step)
         on_step(
             StepRecord(
                 step=position.step,
@@ -85,7 +90,9 @@ def run_steps(rank: Rank, state: State, position: Position, on_step: Callable[[S
                 flops_per_s_causal=rate * costs[1],
                 predicted_memory_bytes=predicted,
                 measured_memory_bytes=peak_memory_bytes(rank.device),
-                communication_bytes=watch.communication_bytes - sent,
+                communication_bytes=communication,
+                eval_loss=eval_loss,
+                perplexity=None if eval_loss is None else math.exp(min(eval_loss, _LARGEST_EXPONENT)),
             )
         )
         every = config.checkpoint.every
@@ -93,6 +100,13 @@ def run_steps(rank: Rank, state: State, position: Position, on_step: Callable[[S
             folder = Path(str(config.run_dir)) / "checkpoints"
             save_state(folder, rank.program, state, position, rank.extras, rank.rank, rank.barrier, config.checkpoint.keep)
     return state, position
+
+
+def _evaluated(rank: Rank, state: State, step: int) -> float | None:
+    evaluation = rank.evaluation
+    if evaluation is None or not evaluation.is_due(step, rank.config.steps):
+        return None
+    return evaluation.loss(state, rank.rank, rank.device, rank.watch)
 
 
 def _local_batch(rank: Rank, step: int) -> dict[str, Tensor]:

@@ -32,7 +32,8 @@ class StepRecord:
     flops_per_s:     of the model, all ranks together, attention counted over all pairs; the *_causal one counts half of them.
     *_memory_bytes:  peak of a rank: as predicted for the step's tensors, and as measured (host: the process with all libraries,
                      VmHWM; CUDA: the allocator's peak), which takes in what the libraries occupy.
-    communication_bytes: what this rank gave to collectives, counted at the transport.
+    communication_bytes: what this rank gave to collectives and sent to other stages, counted at the transport.
+    eval_loss, perplexity: mean loss on the data of `evaluation` after the step, and its exponential; None: not evaluated then.
     """
 
     step: int
@@ -48,6 +49,12 @@ class StepRecord:
     predicted_memory_bytes: int
     measured_memory_bytes: int
     communication_bytes: int
+    eval_loss: float | None = None
+    perplexity: float | None = None
+
+    def numbers(self) -> dict[str, float]:
+        """What there is, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def flops_per_token(model: Model, seq_len: int, *, causal: bool) -> float:
@@ -83,7 +90,7 @@ class MetricsFile:
 
     def write(self, record: StepRecord) -> None:
         """Append one record; it is on the disk when this returns, so that a killed run leaves what it had."""
-        self._file.write(json.dumps(asdict(record)) + "\n")
+        self._file.write(json.dumps(record.numbers()) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "batch_shapes",
     "batch_size",
     "make_batches",
+    "make_evaluation_batches",
     "make_hardware",
     "make_mesh",
     "make_model",
@@ -106,12 +107,50 @@ def batch_shapes(config: TrainConfig) -> Mapping[str, tuple[tuple[int, int], tor
 
 
 def make_batches(config: TrainConfig, model: Model, cache_dir: str | Path | None = None) -> Batches:
-    """The data, read and checked against the model's vocabulary. `cache_dir` replaces the configured one."""
+    """The data to train on, read and checked against the model's vocabulary. `cache_dir` replaces the configured one.
+
+    Raises ConfigError if `evaluation` contradicts itself.
+    """
+    _check_evaluation(config)
+    batches = _load(config, config.data.sources, model, cache_dir)
+    return batches if config.evaluation.fraction is None else batches.split(config.evaluation.fraction)[0]
+
+
+def make_evaluation_batches(config: TrainConfig, model: Model, cache_dir: str | Path | None = None) -> Batches | None:
+    """The data to evaluate on, in an order that stays; None if there are none."""
+    evaluation = config.evaluation
+    if evaluation.sources is not None:
+        fixed = replace(config, data=replace(config.data, shuffle=False))
+        return _load(fixed, evaluation.sources, model, cache_dir)
+    if evaluation.fraction is not None:
+        return _load(config, config.data.sources, model, cache_dir).split(evaluation.fraction)[1]
+    return None
+
+
+def _check_evaluation(config: TrainConfig) -> None:
+    evaluation = config.evaluation
+    wrong = [
+        f"evaluation.{name}={getattr(evaluation, name)} is below 1"
+        for name in ("every", "batches")
+        if getattr(evaluation, name) is not None and getattr(evaluation, name) < 1
+    ]
+    if evaluation.sources is not None and evaluation.fraction is not None:
+        wrong.append("evaluation.sources and evaluation.fraction are both given: choose one")
+    if evaluation.every is not None and evaluation.sources is None and evaluation.fraction is None:
+        wrong.append(
+            f"evaluation.every={evaluation.every} has no data: give evaluation.fraction (such as 0.1, the part of data.sources "
+            "that is held out) or evaluation.sources"
+        )
+    if wrong:
+        raise ConfigError("cannot evaluate:\n" + "\n".join(wrong))
+
+
+def _load(config: TrainConfig, sources: tuple[str, ...], model: Model, cache_dir: str | Path | None) -> Batches:
     data, task = config.data, config.task
     folder = data.cache_dir if cache_dir is None else str(cache_dir)
     wanted = DataConfig(
         kind=task.kind,
-        sources=data.sources,
+        sources=sources,
         batch_size=batch_size(config),
         seq_len=seq_len(config),
         seed=config.seed,

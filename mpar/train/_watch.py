@@ -17,18 +17,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Place", "Watch", "describe_place", "read_place"]
 
-_SLOTS = struct.Struct("5q")  # step, line, collectives begun within the line, time of the line in ns, bytes communicated
+_SLOTS = struct.Struct("6q")  # step, line, collectives begun within it, its time in ns, bytes communicated, evaluating
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank was last seen. line -1: between steps; collectives: how many of the line's it had begun."""
+    """Where a rank was last seen. line -1: between steps; collectives: how many of the line's it had begun.
+
+    evaluating: the line is one of the program that evaluates, after `step`.
+    """
 
     step: int
     line: int
     collectives: int
     time_ns: int
     communication_bytes: int
+    evaluating: bool = False
 
 
 class Watch(Counter):
@@ -53,10 +57,14 @@ class Watch(Counter):
         """Step `step` is about to run."""
         self._slots[0] = step
 
+    def begin_evaluation(self) -> None:
+        """Lines are those of the program that evaluates, until `between_steps`."""
+        self._slots[5] = 1
+
     def between_steps(self, step: int) -> None:
         """No line of the program runs; `step` is done."""
         slots = self._slots
-        slots[0], slots[1], slots[3] = step, -1, time.time_ns()
+        slots[0], slots[1], slots[3], slots[5] = step, -1, time.time_ns(), 0
 
     def __call__(self, line: int, instruction: Instruction) -> None:
         """The rank begins `line`."""
@@ -81,18 +89,23 @@ def read_place(path: Path) -> Place | None:
     """The place that a rank last wrote; None if it did not get as far as to write one."""
     if not path.is_file() or path.stat().st_size != _SLOTS.size:
         return None
-    return Place(*_SLOTS.unpack(path.read_bytes()))
+    step, line, collectives, time_ns, communication_bytes, evaluating = _SLOTS.unpack(path.read_bytes())
+    return Place(step, line, collectives, time_ns, communication_bytes, bool(evaluating))
 
 
 def describe_place(program: Program, rank: int, place: Place | None, *, dead: bool = False) -> str:
-    """`rank 1, step 12, line 0031 backward layers.2 mb0: waits in reduce_scatter over tp with rank 0`."""
+    """`rank 1, step 12, line 0031 backward layers.2 mb0: waits in reduce_scatter over tp with rank 0`.
+
+    program: the one that `place` is in.
+    """
     if place is None:
         return f"rank {rank}: had not begun"
     if place.line < 0:
         return f"rank {rank}, after step {place.step}: between two steps"
     step = program.part(rank).instructions[place.line]
     what = " ".join(part for part in (step.op, step.segment, f"mb{step.microbatch}" if step.microbatch >= 0 else "") if part)
-    head = f"rank {rank}, step {place.step}, line {place.line:04d} {what}"
+    when = f"evaluation after step {place.step}" if place.evaluating else f"step {place.step}"
+    head = f"rank {rank}, {when}, line {place.line:04d} {what}"
     if step.op == "wait":
         return f"{head}: {'waited' if dead else 'waits'} for {_message(program, rank, step)}"
     uses = program.kinds[step.kind].collectives

@@ -11,12 +11,16 @@ __all__ = ["draw_loss"]
 
 
 def draw_loss(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
-    """Write a PNG of loss over steps on a logarithmic axis, and the learning rate beside it."""
+    """Write a PNG of loss over steps on a logarithmic axis, the loss of evaluations on it, and the learning rate beside it."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     steps = [record["step"] for record in records]
     axes.plot(steps, [record["loss"] for record in records], color="tab:blue")
+    held_out = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), color="tab:green", marker="o", markersize=4, label="evaluation")
+        axes.legend(loc="upper center")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     if all(record["loss"] > 0 for record in records):
         axes.set_yscale("log")

@@ -1,5 +1,6 @@
 """Prepare: what is done once, before ranks start: check, read the data, compile. Ranks do not import it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,14 @@ from mpar import checkpoint
 from mpar.data import Batches, LoadReport
 from mpar.errors import CheckpointError, ConfigError
 from mpar.program import Program
-from mpar.program.compiler import Schedule, compile_step, policy
+from mpar.program.compiler import Schedule, compile_eval, compile_step, policy
 from mpar.schedules import Action, from_table
 from mpar.train._config import TrainConfig
 from mpar.train._job import Job, write_job
 from mpar.train._setup import (
     batch_shapes,
     make_batches,
+    make_evaluation_batches,
     make_hardware,
     make_mesh,
     make_model,
@@ -23,7 +25,7 @@ from mpar.train._setup import (
 )
 from mpar.train._state import check_data, resume_from
 
-__all__ = ["compile_program", "make_schedule", "prepare"]
+__all__ = ["compile_evaluation", "compile_program", "make_schedule", "prepare"]
 
 
 def compile_program(config: TrainConfig) -> Program:
@@ -43,6 +45,30 @@ def compile_program(config: TrainConfig) -> Program:
         recompute=policy(recompute.kind, recompute.names, recompute.budget),
         hardware=make_hardware(config.hardware),
     )
+
+
+def compile_evaluation(config: TrainConfig, program: Program) -> Program:
+    """The program of the forwards of `program`, which was compiled for the same configuration: in its order, on its stages."""
+    forwards = [[action for action in own if action.kind == "F"] for own in program.schedule]
+    return compile_eval(
+        make_model(config),
+        make_mesh(config),
+        make_strategy(config),
+        batch_shapes(config),
+        schedule=Schedule("forwards", layout=_layout(program.info["stage_of"]), table=forwards),
+        num_microbatches=num_microbatches(config),
+        precision=config.precision.name,
+        hardware=make_hardware(config.hardware),
+    )
+
+
+def _layout(stage_of: Mapping[str, int]) -> str:
+    """The letters of each stage: a layout found for the costs of training is the same in evaluation."""
+    letters = [""] * (1 + max(stage_of.values()))
+    for name, stage in stage_of.items():
+        letter = {"embed": "E", "mtp": "m", "head": "L"}.get(name.split(".")[0], "t")
+        letters[stage] += letter if letter not in "EL" or letter not in letters[stage] else ""
+    return "|".join(letters)
 
 
 def make_schedule(config: TrainConfig) -> Schedule:
@@ -66,8 +92,10 @@ def prepare(config: TrainConfig, resolved: dict[str, Any], folder: Path) -> tupl
     model = make_model(config)
     batches = make_batches(config, model, config.data.cache_dir or folder / "data")
     resume = _resume(config, batches)
+    held_out = make_evaluation_batches(config, model, config.data.cache_dir or folder / "data")
     program = compile_program(config)
-    job = Job(config, resolved, program, resume)
+    evaluation = None if held_out is None else compile_evaluation(config, program)
+    job = Job(config, resolved, program, resume, evaluation)
     write_job(folder, job)
     return job, batches.report
 

@@ -1,0 +1,41 @@
+"""Evaluation: the loss on data that are not trained on, by a program of forwards on the parameters where training has them."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from mpar.data import Batches
+from mpar.program import Program, RankRun, State, batch_rows
+from mpar.train._watch import Watch
+
+__all__ = ["Evaluation"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one rank evaluates with. every: steps between two evaluations, None: only at the end; num_batches: of each."""
+
+    program: Program
+    run: RankRun
+    batches: Batches
+    every: int | None
+    num_batches: int
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether to evaluate after `step` of a run that ends with step `last`."""
+        return step == last or (self.every is not None and step % self.every == 0)
+
+    def loss(self, state: State, rank: int, device: torch.device, watch: Watch) -> float:
+        """The mean loss of all labels in the batches; all ranks call it together. `state` stays as it is."""
+        total = weight = 0.0
+        params = [leaf.path for leaf in self.program.part(rank).state_in]
+        for number in range(self.num_batches):
+            rows = batch_rows(self.program, self.batches.batch(number), rank)
+            batch = {key: value.to(device) for key, value in rows.items()}
+            watch.begin_evaluation()
+            _, metrics = self.run(State({path: state.leaves[path] for path in params}, state.step), batch)
+            watch.between_steps(state.step)
+            total += float(metrics["loss"]) * float(metrics["weight"])
+            weight += float(metrics["weight"])
+        return total / weight if weight else math.nan
