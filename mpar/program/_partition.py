@@ -154,7 +154,7 @@ def _within_budget(
     forward = [
         n
         for n in graph.nodes
-        if n.op == "call_function" and n not in late and n not in free and isinstance(n.meta["val"], Tensor)
+        if n.op == "call_function" and n not in late and n not in free and isinstance(n.meta["val"], Tensor) and not is_view(n)
     ]
     costs = {node: _flops(producer(node)) / max(num_bytes([node]), 1) for node in forward}
     for bound in sorted(set(costs.values())):
