@@ -4,10 +4,11 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from mpar.errors import ProgramError
+from mpar.program._meaning import NUM_SCALARS, check_meaning, describe, fail
 from mpar.schedules import Event, check_order
 
 if TYPE_CHECKING:
-    from mpar.program._program import Instruction, Program, Value
+    from mpar.program._program import Program, Value
 
 __all__ = ["events", "verify"]
 
@@ -20,28 +21,19 @@ def verify(program: "Program", queues: str = "direction") -> None:
     - every collective runs over axes of the mesh, with the size of their group;
     - messages have two ends that agree on shape and dtype and meet in order, and nobody waits for ever, under the model of
       queues that is named (see `mpar.schedules.check_order`);
-    - every microbatch's contribution enters each stored gradient exactly once.
+    - every microbatch's contribution enters each stored gradient exactly once, in the order of the schedule, and every other
+      operand is what it should be too, as far as the program shows it: see `check_meaning`.
 
     Ranks that differ only along other axes than pp have one program, so they agree on every collective that does not cross pp:
     what holds of one rank for each position along pp holds of all.
     """
     for position in range(len(program.parts)):
-        _check_lifetimes(program, position)
         _check_shapes(program, position)
+        _check_lifetimes(program, position)
     _check_collectives(program)
     _check_messages(program)
-    check_order(events(program), queues=queues, describe=lambda rank, line: _what(program.parts[rank].instructions[line]))
-    _check_contributions(program)
-
-
-def _what(step: "Instruction") -> str:
-    parts = (step.op, step.segment, f"mb{step.microbatch}" if step.microbatch >= 0 else "")
-    return " ".join(part for part in parts if part) + (f" message {step.message}" if step.message >= 0 else "")
-
-
-def _fail(program: "Program", position: int, line: int, step: "Instruction", why: str) -> None:
-    where = f"pp={position} " if len(program.parts) > 1 else ""
-    raise ProgramError(f"invalid program: {where}line {line:04d}, {_what(step)}: {why}")
+    check_order(events(program), queues=queues, describe=lambda rank, line: describe(program.parts[rank].instructions[line]))
+    check_meaning(program)
 
 
 def _check_lifetimes(program: "Program", position: int) -> None:
@@ -49,37 +41,40 @@ def _check_lifetimes(program: "Program", position: int) -> None:
     live = {leaf.value for leaf in part.reads()}
     made = set(live)
     freed: set[int] = set()
-    posted: dict[int, int] = {}  # message that is on its way -> the value that it holds
+    posted: dict[int, tuple[int, int]] = {}  # message that is on its way -> the value that it holds, the other end's position
     arriving: set[int] = set()
     leaving: Counter[int] = Counter()
     for line, step in enumerate(part.instructions):
         for v in step.inputs:
             if v not in live:
                 state = "was freed" if v in freed else "nothing has made yet"
-                _fail(program, position, line, step, f"reads {names[v].name}, which {state}")
+                fail(program, position, line, step, f"reads {names[v].name}, which {state}")
             if v in arriving and step.op != "wait":
-                _fail(program, position, line, step, f"reads {names[v].name}, whose message has not been waited for")
+                fail(program, position, line, step, f"reads {names[v].name}, whose message has not been waited for")
         for v in step.outputs:
             if v in made:
-                _fail(program, position, line, step, f"makes {names[v].name} a second time")
+                fail(program, position, line, step, f"makes {names[v].name} a second time")
             made.add(v)
             live.add(v)
         if step.op in ("send", "recv"):
             value = (step.inputs or step.outputs)[0]
-            posted[step.message] = value
+            posted[step.message] = value, step.peer
             leaving[value] += step.op == "send"
             arriving |= {value} if step.op == "recv" else set()
         elif step.op == "wait":
-            if posted.pop(step.message, None) != step.inputs[0]:
-                _fail(program, position, line, step, f"waits with {names[step.inputs[0]].name}, which its message does not hold")
+            if posted.pop(step.message, None) != (step.inputs[0], step.peer):
+                why = f"waits with {names[step.inputs[0]].name} for pp={step.peer}, but has posted no such message"
+                fail(program, position, line, step, why)
             leaving[step.inputs[0]] -= step.inputs[0] not in arriving
             arriving.discard(step.inputs[0])
+        elif step.op == "update" and any(leaving[v] for v in step.inputs[:-NUM_SCALARS]):
+            fail(program, position, line, step, "writes over a value whose message has not been waited for")
         for v in step.frees:
             if v not in live:
                 state = "was freed before" if v in freed else "does not exist"
-                _fail(program, position, line, step, f"frees {names[v].name}, which {state}")
+                fail(program, position, line, step, f"frees {names[v].name}, which {state}")
             if v in arriving or leaving[v]:
-                _fail(program, position, line, step, f"frees {names[v].name}, whose message has not been waited for")
+                fail(program, position, line, step, f"frees {names[v].name}, whose message has not been waited for")
             live.remove(v)
             freed.add(v)
     kept = {leaf.value for leaf in (*part.state_out, *part.metrics, *part.batch, *part.scalars)}
@@ -97,12 +92,12 @@ def _check_shapes(program: "Program", position: int) -> None:
         for what, found, expected in (("operand", step.inputs, kind.operands), ("result", step.outputs, kind.results)):
             if len(found) != len(expected):
                 why = f"has {len(found)} {what}s, its segment {kind.name!r} {len(expected)}"
-                _fail(program, position, line, step, why)
+                fail(program, position, line, step, why)
             for v, (shape, dtype) in zip(found, expected, strict=True):
                 value = program.values[v]
                 if (value.shape, value.dtype) != (shape, dtype):
                     why = f"{what} {value.name} is {value.dtype} {value.shape}, its segment has {dtype} {shape}"
-                    _fail(program, position, line, step, why)
+                    fail(program, position, line, step, why)
 
 
 def _check_collectives(program: "Program") -> None:
@@ -116,19 +111,20 @@ def _check_collectives(program: "Program") -> None:
 
 
 def _check_messages(program: "Program") -> None:
-    """Both ends of a message see the same shape and dtype."""
-    ends: dict[int, tuple[int, int, Value]] = {}
+    """Both ends of a message see the same shape and dtype, and take the same channel."""
+    ends: dict[int, tuple[int, int, str, Value]] = {}
     for position, part in enumerate(program.parts):
         for line, step in enumerate(part.instructions):
             if step.op in ("send", "recv"):
                 value = program.values[(step.inputs or step.outputs)[0]]
-                other = ends.setdefault(step.message, (position, line, value))
-                if (other[2].shape, other[2].dtype) != (value.shape, value.dtype):
+                channel = step.queue[-1:]
+                *there, channel_there, other = ends.setdefault(step.message, (position, line, channel, value))
+                if (other.shape, other.dtype, channel_there) != (value.shape, value.dtype, channel):
                     why = (
-                        f"{value.name} is {value.dtype} {value.shape}; at the other end, pp={other[0]} line {other[1]:04d}, "
-                        f"{other[2].name} is {other[2].dtype} {other[2].shape}"
+                        f"{value.name} is {value.dtype} {value.shape} in channel {channel}; at the other end, pp={there[0]} "
+                        f"line {there[1]:04d}, {other.name} is {other.dtype} {other.shape} in channel {channel_there}"
                     )
-                    _fail(program, position, line, step, why)
+                    fail(program, position, line, step, why)
 
 
 def events(program: "Program") -> list[list[Event]]:
@@ -147,63 +143,7 @@ def events(program: "Program") -> list[list[Event]]:
                 own.append(Event(step.op, step.message, (step.peer,), line))
             else:
                 own += [
-                    Event("meet", (use.op, use.axes, use.size, use.tensors, use.bytes), everybody, line)
-                    for use in crossing.get(step.kind, ())
+                    Event("meet", (step.kind, index), everybody, line) for index, use in enumerate(crossing.get(step.kind, ()))
                 ]
         out.append(own)
     return out
-
-
-def _check_contributions(program: "Program") -> None:
-    """Follow what each gradient is the sum of: (use of the parameter, microbatch), from backward to update."""
-    given = {v: item for part in program.parts for v, item in part.contributions.items()}
-    parts: dict[int, Counter] = {v: Counter({(use, m): 1}) for v, (_, use, m) in given.items()}
-    sent: dict[int, tuple[int, Counter | None]] = {}
-    at = [0] * len(program.parts)
-    moved = True
-    while moved:  # in turn, as far as messages have arrived: there is an order, or `check_order` had refused
-        moved = False
-        for position, part in enumerate(program.parts):
-            while at[position] < len(part.instructions):
-                step = part.instructions[at[position]]
-                if step.op == "send":
-                    sent[step.message] = (step.inputs[0], parts.get(step.inputs[0]))
-                elif step.op == "wait":
-                    if step.message not in sent:
-                        break
-                    value, content = sent[step.message]
-                    if value != step.inputs[0] and content is not None:
-                        parts[step.inputs[0]] = content
-                elif step.op in ("reduce", "accumulate"):
-                    _follow(step, parts)
-                at[position], moved = at[position] + 1, True
-    uses: dict[str, set[tuple[str, int]]] = {}
-    for path, use, m in given.values():
-        uses.setdefault(path, set()).add((use, m))
-    for part in program.parts:
-        for path, value in part.gradients.items():
-            _check_sum(path, parts.get(value, Counter()), uses.get(path, set()), program.num_microbatches)
-
-
-def _follow(step: "Instruction", parts: dict[int, Counter]) -> None:
-    if step.op == "reduce":
-        parts |= {out: parts[v] for v, out in zip(step.inputs, step.outputs, strict=True) if v in parts}
-        return
-    n = len(step.outputs)
-    for a, b, out in zip(step.inputs[:n], step.inputs[n:], step.outputs, strict=True):
-        if a in parts or b in parts:
-            parts[out] = parts.get(a, Counter()) + parts.get(b, Counter())
-
-
-def _check_sum(path: str, found: Counter, given: set[tuple[str, int]], num_microbatches: int) -> None:
-    segments = {use.rstrip("'") for use, _ in given}
-    expected = Counter({(segment, m): 1 for segment in segments for m in range(num_microbatches)})
-    merged: Counter = Counter()
-    for (use, m), count in found.items():
-        merged[use.rstrip("'"), m] += count
-    if merged != expected:
-        missing, extra = sorted((expected - merged).elements()), sorted((merged - expected).elements())
-        raise ProgramError(
-            f"invalid program: the gradient of {path} lacks the contributions {missing} (use, microbatch)"
-            f" and has {extra} too often"
-        )

@@ -1,0 +1,303 @@
+"""Meaning: what the values of a program are, so that every instruction can be seen to read what it should. Linear.
+
+Each value that an instruction of the chain reads gets a label: which result of which segment and microbatch it is, or the path of
+what it was at the start. Sums of gradients are terms, such as (d0 + d1) + d2, in which only the operands of one addition may
+change places: equal terms are equal bits.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from mpar.errors import ProgramError
+
+if TYPE_CHECKING:
+    from mpar.program._program import Instruction, Program
+
+__all__ = ["NUM_SCALARS", "check_meaning", "describe", "fail"]
+
+_MANY = ("weight", "context", "forward", "backward", "backward_input", "backward_weight")  # done for one microbatch after another
+_BACKWARD = ("backward", "backward_input", "backward_weight")
+NUM_SCALARS = 3  # of an update, its last operands: lr, step and the clip factor
+Label = tuple[Any, int]
+"""(what it is, microbatch); -1 where it belongs to none."""
+
+
+def check_meaning(program: "Program") -> None:
+    """Raise ProgramError, naming rank and line, unless
+
+    - what is done for several microbatches is done to the same things of each, and to nothing of another microbatch;
+    - the weight of the batch is the sum of the weights of its microbatches, the loss is made of all losses;
+    - each gradient is the sum of the contributions of every microbatch, each once, reduced as the strategy says. Microbatches are
+      added in the order of the schedule, then uses of the parameter in the order of the chain;
+    - the norm is made of each gradient once, and each parameter is updated with its own gradient and slots.
+
+    The program's messages must be known to come to an end.
+    """
+    meaning = _Meaning(program)
+    for position, line, step in _in_order(program):
+        meaning.follow(position, line, step)
+    meaning.check_whole()
+
+
+def describe(step: "Instruction") -> str:
+    """An instruction in few words: `forward layers.3 mb0`."""
+    parts = (step.op, step.segment, f"mb{step.microbatch}" if step.microbatch >= 0 else "")
+    return " ".join(part for part in parts if part) + (f" message {step.message}" if step.message >= 0 else "")
+
+
+def fail(program: "Program", position: int, line: int, step: "Instruction", why: str) -> None:
+    """Raise ProgramError about one line."""
+    where = f"pp={position} " if len(program.parts) > 1 else ""
+    raise ProgramError(f"invalid program: {where}line {line:04d}, {describe(step)}: {why}")
+
+
+def _in_order(program: "Program") -> Iterator[tuple[int, int, "Instruction"]]:
+    """All instructions, (position, line, instruction), so that messages are sent before they are waited for."""
+    sent: set[int] = set()
+    at = [0] * len(program.parts)
+    moved = True
+    while moved:
+        moved = False
+        for position, part in enumerate(program.parts):
+            while at[position] < len(part.instructions):
+                step = part.instructions[at[position]]
+                if step.op == "send":
+                    sent.add(step.message)
+                elif step.op == "wait" and step.message not in sent:
+                    break
+                yield position, at[position], step
+                at[position], moved = at[position] + 1, True
+
+
+class _Meaning:
+    """labels: by value. sums: numbers of terms, by their two operands; operands: the other way round."""
+
+    def __init__(self, program: "Program") -> None:
+        self.program = program
+        self.labels: dict[int, Label] = {}
+        self.sums: dict[frozenset[Label], Label] = {}
+        self.operands: dict[Label, tuple[Label, Label]] = {}
+        self.sent: dict[int, int] = {}
+        self.alike: dict[tuple[str, str], tuple[Hashable, ...]] = {}
+        self.losses: Counter[Label] = Counter()
+        self.squared: Counter[str] = Counter()
+        self.squares: list[list[Label]] = [[] for _ in program.parts]
+        self.order = {name: index for index, name in enumerate(program.info["stage_of"])}
+        self.paths = [list(part.gradients) for part in program.parts]
+        self.finished = [{value: index for index, value in enumerate(part.gradients.values())} for part in program.parts]
+        self.results = [{leaf.value: leaf.path for leaf in part.state_out} for part in program.parts]
+        self.uses: dict[str, dict[str, int]] = {}  # of each parameter: use: position along pp
+        for position, part in enumerate(program.parts):
+            for path, use, _ in part.contributions.values():
+                self.uses.setdefault(path, {})[use] = position
+            for leaf in (*part.state_in, *part.scalars):
+                self.labels[leaf.value] = (leaf.path, -1)
+            for leaf in part.batch:
+                key, _, microbatch = leaf.path.rpartition(".")
+                self.labels[leaf.value] = (key, int(microbatch))
+
+    def follow(self, position: int, line: int, step: "Instruction") -> None:
+        """Check what an instruction reads and label what it makes."""
+        if step.op == "send":
+            self.sent[step.message] = step.inputs[0]
+        elif step.op == "wait":
+            self.labels[step.inputs[0]] = self.labels[self.sent[step.message]]
+        elif step.op == "accumulate":
+            half = len(step.outputs)
+            for a, b, out in zip(step.inputs[:half], step.inputs[half:], step.outputs, strict=True):
+                self.labels[out] = self.add(self.labels[a], self.labels[b])
+        elif step.op in ("gather", "reduce"):  # result by result
+            for v, out in zip(step.inputs, step.outputs, strict=True):
+                self.labels[out] = ((step.op, self.labels[v][0]), self.labels[v][1])
+        elif step.op != "recv":
+            why = self.check(position, step)
+            if why is not None:
+                fail(self.program, position, line, step, why)
+
+    def check(self, position: int, step: "Instruction") -> str | None:
+        """What is wrong with the operands of an instruction that neither moves nor adds values; labels its results."""
+        part = self.program.parts[position]
+        found = [self.labels[v] for v in step.inputs]
+        label: tuple = (step.op, step.segment)
+        why = None
+        if step.microbatch >= 0 and step.op in _MANY:
+            why = self.check_alike(step, found)
+        elif step.op == "weight":
+            ones = [(("weight", "", 0), m) for m in range(self.program.num_microbatches)]
+            why = None if found == [self.fold(ones)] else "does not read the sum of the weights of all microbatches"
+        elif step.op == "finish":
+            label, why = self.check_finish(found)
+        elif step.op == "norm":
+            label, why = self.check_norm(position, step.inputs, found)
+        elif step.op == "update":
+            why = self.check_update(position, step, found)
+        skipped = 0
+        for index, v in enumerate(step.outputs):
+            given = part.contributions.get(v)
+            if given is not None:
+                path, use, m = given
+                if (use.rstrip("'"), m) != (step.segment, step.microbatch) or step.op not in _BACKWARD:
+                    why = f"makes a contribution that is said to be that of {use}, microbatch {m}"
+                self.labels[v] = (("d", path, use), m)
+                skipped += 1
+            elif step.op in _BACKWARD:  # both halves and the whole give the gradient of their input first, after contributions
+                self.labels[v] = (("dx", step.segment, index - skipped), step.microbatch)
+            else:
+                self.labels[v] = ((*label, index), step.microbatch)
+        if step.op == "norm" and label[0] == "squares":
+            self.squares[position] += [self.labels[v] for v in step.outputs]
+        return why
+
+    def check_alike(self, step: "Instruction", found: Sequence[Label]) -> str | None:
+        """The same segment reads the same for each microbatch."""
+        for what, m in found:
+            if m not in (-1, step.microbatch):
+                return f"reads {_say((what, m))}, which belongs to another microbatch"
+        own = tuple((what, m >= 0) for what, m in found)
+        first = self.alike.setdefault((step.op, step.segment), own)
+        if first == own:
+            return None
+        at = next((i for i, (a, b) in enumerate(zip(first, own, strict=False)) if a != b), min(len(first), len(own)))
+        what = _say(found[at]) if at < len(found) else "nothing"
+        return f"operand {at} is {what}, unlike that of the same segment for another microbatch"
+
+    def check_finish(self, found: Sequence[Label]) -> tuple[tuple, str | None]:
+        """The losses of a part in order of microbatch and segment, then the vector of all losses and the reciprocal weight."""
+        if all(isinstance(what, tuple) and what[0] == "forward" for what, _ in found):
+            places = [(m, self.order[segment], index) for (_, segment, index), m in found]
+            self.losses.update(found)
+            ordered = all(a < b for a, b in pairwise(places))
+            return ("losses",), None if ordered else "does not read losses in order of microbatches and segments, each once"
+        good = found == [(("losses", 0), -1), (("weight", "", 1), -1)]
+        return ("finish",), None if good else f"reads {', '.join(map(_say, found))}, not losses, nor their vector and the weight"
+
+    def check_norm(self, position: int, values: Sequence[int], found: Sequence[Label]) -> tuple[tuple, str | None]:
+        """Gradients of a unit; or all square sums of a part, in order; or the vector of all."""
+        finished = self.finished[position]
+        if values and all(v in finished for v in values):
+            first = finished[values[0]]
+            self.squared.update(self.paths[position][finished[v]] for v in values)
+            good = [finished[v] for v in values] == list(range(first, first + len(values)))
+            return ("squares", first), None if good else "does not read gradients in order"
+        if all(isinstance(what, tuple) and what[0] == "squares" for what, _ in found):
+            good = list(found) == sorted(self.squares[position])
+            return ("all squares",), None if good else "does not read all square sums in order, each once"
+        return ("norm",), None if found == [(("all squares", 0), -1)] else f"reads {', '.join(map(_say, found))}, not gradients"
+
+    def add(self, a: Label, b: Label) -> Label:
+        """The term of a sum: a + b is b + a to the bit, (a + b) + c is not a + (b + c)."""
+        key = frozenset((a, b))
+        if key not in self.sums:
+            self.sums[key] = (len(self.sums), -1)
+            self.operands[self.sums[key]] = (a, b)
+        return self.sums[key]
+
+    def fold(self, terms: Iterable[Label]) -> Label:
+        """The sum of terms from left to right."""
+        first, *rest = terms
+        for term in rest:
+            first = self.add(first, term)
+        return first
+
+    def check_update(self, position: int, step: "Instruction", found: Sequence[Label]) -> str | None:
+        """Operands are parameters, their gradients, slots, then scalars; results are parameters and slots."""
+        results, gradients = self.results[position], self.program.parts[position].gradients
+        new = [results.get(v, "") for v in step.outputs]
+        num = len(found) - NUM_SCALARS - len(new)
+        if num < 1 or not all(new):
+            return "does not make new parameters and slots"
+        paths, slots = [path.removeprefix("params.") for path in new[:num]], new[num:]
+        if [path.split(".", 2)[-1] for path in slots] != paths * (len(slots) // num):
+            return f"makes slots that do not belong to {paths}"
+        scalars = [("lr", -1), ("step", -1), (("norm", 1), -1)]
+        if [*found[:num], *found[2 * num :]] != [*((path, -1) for path in new), *scalars]:
+            return "does not read the parameters and slots that it makes anew, and lr, step and scale"
+        if list(step.inputs[num : 2 * num]) != [gradients[path] for path in paths]:
+            return "does not read the gradients of the parameters that it makes anew"
+        return None
+
+    def check_whole(self) -> None:
+        """What no single instruction shows."""
+        program = self.program
+        segments = {what for what, _ in self.losses}
+        if self.losses != Counter({(what, m): 1 for what in segments for m in range(program.num_microbatches)}):
+            raise ProgramError("invalid program: the loss is not made of the losses of each microbatch, each once")
+        uneven = sorted(path for path in {path for own in self.paths for path in own} if self.squared[path] != 1)
+        if uneven:
+            raise ProgramError(f"invalid program: the norm does not read the gradients of {uneven} once each")
+        expected = self.expected()
+        for position, part in enumerate(program.parts):
+            for path, value in part.gradients.items():
+                found = self.labels[value]
+                if found != expected[path]:
+                    segments = {use.rstrip("'") for use in self.uses[path]}
+                    _refuse_unless_whole(path, self.items(path, found), segments, program.num_microbatches)
+                    where = f"pp={position} " if len(program.parts) > 1 else ""
+                    why = "is not added in the order of the schedule, or not reduced once"
+                    raise ProgramError(f"invalid program: {where}the gradient of {path} {why}")
+
+    def expected(self) -> dict[str, Label]:
+        """The term that each gradient should be, by path."""
+        program, each = self.program, self.program.info["reduce"] == "each"
+        orders: dict[tuple[int, int], list[int]] = {}
+        for position, own in enumerate(program.schedule):
+            for action in own:
+                if action.kind in "BW":
+                    orders.setdefault((position, action.stage), []).append(action.microbatch)
+        out = {}
+        for path, uses in self.uses.items():
+            sums, items = [], Counter[tuple[str, int]]()
+            for use in sorted(uses, key=lambda use: (self.order[use.rstrip("'")], len(use))):
+                segment = use.rstrip("'")
+                order = orders.get((uses[use], program.info["stage_of"][segment]), [])
+                items.update((segment, m) for m in order)
+                terms: list[Label] = [(("d", path, use), m) for m in order]
+                if terms:
+                    sums.append(self.fold(map(_reduced, terms)) if each else _reduced(self.fold(terms)))
+            _refuse_unless_whole(path, items, {use.rstrip("'") for use in uses}, program.num_microbatches)
+            out[path] = self.fold(sums)
+        return out
+
+    def items(self, path: str, label: Label) -> Counter[tuple[str, int]]:
+        """What a term adds up, for a message: (segment, microbatch) of contributions to `path`, else words."""
+        counts, items = Counter({_inside(label): 1}), Counter[tuple[str, int]]()
+        for number in reversed(range(len(self.sums))):
+            count = counts.pop((number, -1), 0)
+            for operand in self.operands[number, -1] if count else ():
+                counts[_inside(operand)] += count
+        for (what, m), count in counts.items():
+            own = isinstance(what, tuple) and what[:2] == ("d", path)
+            items[(what[2].rstrip("'") if own else _say((what, m))), m] += count
+        return items
+
+
+def _reduced(label: Label) -> Label:
+    return ("reduce", label[0]), label[1]
+
+
+def _inside(label: Label) -> Label:
+    """A term before it was reduced."""
+    what, m = label
+    while isinstance(what, tuple) and what[0] == "reduce":
+        what = what[1]
+    return what, m
+
+
+def _say(label: Label) -> str:
+    """A label in words."""
+    what, m = label
+    words = " ".join(str(word) for word in what) if isinstance(what, tuple) else "a sum" if isinstance(what, int) else str(what)
+    return words + (f" mb{m}" if m >= 0 else "")
+
+
+def _refuse_unless_whole(path: str, items: Counter[tuple[str, int]], segments: set[str], num_microbatches: int) -> None:
+    """Every microbatch of every segment that reads a parameter adds to its gradient once."""
+    whole = Counter({(segment, m): 1 for segment in segments for m in range(num_microbatches)})
+    if items != whole:
+        missing, extra = sorted((whole - items).elements()), sorted((items - whole).elements())
+        raise ProgramError(
+            f"invalid program: the gradient of {path} lacks the contributions {missing} (use, microbatch)"
+            f" and has {extra} too often"
+        )
