@@ -12,6 +12,7 @@ from mpar import tree
 from mpar.chain import Chain
 from mpar.mesh import Mesh
 from mpar.precision import Precision
+from mpar.program._exchange import SharedUses, exchange_gradients
 from mpar.program._gathers import Gathers, Gradients, Use, use_name
 from mpar.program._passes import advance_sends, hoist_gathers, insert_frees
 from mpar.program._program import Leaf, Part
@@ -386,59 +387,24 @@ class _PartWriter:
 
     def _totals(self) -> dict[str, list[int]]:
         """The finished gradients of each unit: its uses, those on other ranks among them, added in chain order."""
-        brought = self._exchange()
+        uses = {path: self.pipeline.uses(unit.users) for path, unit in self.units.items()}
+        names = [use_name(path, index, copy) for path, own in uses.items() for index, copy, at in own if at == self.position]
+        parts = {name: self.gradients.take_reduced(name) for name in names}
+        parts |= exchange_gradients(self.writer, self.step.mesh, self.step.precision, self.position, self._shared(), parts)
         out = {}
         for path, unit in self.units.items():
-            total: list[int] | None = None
-            for index, copy, at in self.pipeline.uses(unit.users):
-                use = use_name(path, index, copy)
-                part = brought[use] if at != self.position else self.own[use]
-                names = [f"g {p}" for p in unit.paths]
-                total = part if total is None else self.writer.add(total, part, names, path)
-            assert total is not None
-            out[path] = total
+            first, *rest = (parts[use_name(path, index, copy)] for index, copy, _ in uses[path])
+            for other in rest:
+                first = self.writer.add(first, other, [f"g {p}" for p in unit.paths], path)
+            out[path] = first
         return out
 
-    def _exchange(self) -> dict[str, list[int]]:
-        """Send this position's gradients of shared units to the other holders and receive theirs; all in one global order."""
-        here, step = self.position, self.step
-        self.own = {
-            use_name(path, index, copy): self.gradients.take_reduced(use_name(path, index, copy))
-            for path, unit in self.units.items()
-            for index, copy, at in self.pipeline.uses(unit.users)
-            if at == here
-        }
-        number = self._first_free_number()
-        brought: dict[str, list[int]] = {}
-        waits: list[tuple[int, int, int, str]] = []
-        for path, unit in step.units.items():
-            holders = self._holders(unit)
-            for index, copy, source in self.pipeline.uses(unit.users) if len(holders) > 1 else ():
-                use = use_name(path, index, copy)
-                for target in holders:
-                    if target == source:
-                        continue
-                    for leaf, (leaf_path, x) in enumerate(unit.leaves):
-                        if here == source:
-                            value = self.own[use][leaf]
-                            self.writer.send(value, number, target, path, -1, f"->{target} G")
-                            waits.append((value, number, target, path))
-                        elif here == target:
-                            spec, dtype = unit.grad[leaf], step.precision.grad_dtype(x.dtype)
-                            local = torch.empty(local_shape(tuple(x.shape), spec, step.mesh), dtype=dtype, device="meta")
-                            queue = f"<-{source} G"
-                            value = self.writer.receive(f"g {leaf_path}@{index}", local, spec, number, source, path, -1, queue)
-                            brought.setdefault(use, []).append(value)
-                            waits.append((value, number, source, path))
-                        number += 1
-        for value, message, peer, path in waits:
-            self.writer.wait(value, message, peer, path, -1)
-        return brought
-
-    def _first_free_number(self) -> int:
-        """The first message number behind those of all edges."""
+    def _shared(self) -> SharedUses:
+        """What several positions hold, and from which message number on their gradients travel."""
         used = (item.message for own in self.pipeline.steps for item in own if isinstance(item, Transfer))
-        return (max(used, default=-1) + 1) * self.step.width
+        number = (max(used, default=-1) + 1) * self.step.width
+        units = {path: unit for path, unit in self.step.units.items() if len(self._holders(unit)) > 1}
+        return SharedUses(units, {path: self.pipeline.uses(unit.users) for path, unit in units.items()}, number)
 
 
 def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
