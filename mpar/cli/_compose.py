@@ -1,6 +1,7 @@
 """Composition by Hydra, and what Hydra leaves open: unknown keys and choices are refused with the nearest valid name."""
 
 import dataclasses
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, get_type_hints
 
@@ -15,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mpar.cli._bind import _describe, bind, known_keys, nearest, open_keys
 from mpar.conf_dir import conf_dir
 from mpar.errors import ConfigError, UnknownNameError
+from mpar.schedules import SCHEDULES
 
 __all__ = ["bind_composed", "check_overrides", "choices", "compose_config", "conf_dir", "describe_config"]
 
@@ -93,8 +95,11 @@ def describe_config(name: str, cls: type, overrides: Sequence[str]) -> str:
     lines = []
     if name == "train":
         lines.append("groups (group=choice):")
-        lines += [f"  {group:11} {' '.join(names)}" for group, names in choices().items()]
-        lines.append("")
+        for group, names in choices().items():
+            lines += textwrap.wrap(" ".join(names), 110, initial_indent=f"  {group:11} ", subsequent_indent=" " * 14)
+        lines += ["", "schedules of a pipeline (schedule=NAME):"]
+        lines += [f"  {name:12} {schedule.line}" for name, schedule in SCHEDULES.items() if name in choices()["schedule"]]
+        lines += [f"  {'auto':12} found for the costs of the model on `hardware`, by search", ""]
     checked = check_overrides(name, cls, overrides)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="mpar"):

@@ -6,6 +6,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,79 @@ from rich.console import Console
 from rich.table import Table
 
 from mpar.cli._bind import bind
+from mpar.cli._compare import check_names, comparison, num_stages, try_schedules
 from mpar.cli._compose import compose_config, conf_dir, describe_config
 from mpar.cli._screen import say, say_aside
+from mpar.cli._timeline import check_suffix, write_pictures
 from mpar.errors import ConfigError
-from mpar.program import CollectiveUse, Hardware, Instruction, Program, format_bytes, format_time
-from mpar.train import TrainConfig, flops_per_token, make_hardware, make_model
-from mpar.train._config import HardwareConfig
+from mpar.program import Hardware, Program, format_bytes, format_time
+from mpar.program.compiler import diff
+from mpar.train import TrainConfig, flops_per_token, make_hardware, make_mesh, make_model
+from mpar.train._config import HardwareConfig, PlanConfig
+from mpar.train._setup import num_microbatches
 from mpar.train.prepare import compile_program
 
 __all__ = ["main"]
 
-_HELP = """usage: mpar plan [group=choice] [key=value] ... [plan.out=FILE]
+_HELP = """usage: mpar plan [group=choice] [key=value] ...
 
-Takes what `mpar train` takes. Starts no process and makes no tensor: the largest model on any mesh is planned on a laptop."""
+Takes what `mpar train` takes. Starts no process and makes no tensor: the largest model on any mesh is planned on a laptop.
+Keys of `plan` need no prefix here:
+  timeline=FILE.html            draw the predicted step: .html, .svg, or .json for chrome://tracing
+  compare=[zbv,one_f_one_b]     schedules of this model and mesh in one table; with timeline=FILE.html all are drawn
+  diff=[mesh=pp4,schedule=zbv]  how the program changes with these overrides
+  out=FILE rank=5 lines=40      the whole program; of another rank; more lines on the screen"""
 
 
 def main(args: Sequence[str]) -> int:
     """Plan; returns the exit code."""
+    args = [_prefixed(arg) for arg in args]
     if "-h" in args or "--help" in args:
         shown = [arg for arg in args if arg not in ("-h", "--help")]
         say(f"{_HELP}\n\n{describe_config('train', TrainConfig, shown)}")
         return 0
     config, _ = compose_config("train", TrainConfig, args)
+    plan = config.plan
+    if plan.compare and plan.diff:
+        raise ConfigError(f"cannot do both compare={list(plan.compare)} and diff={list(plan.diff)}: give one of them")
+    if plan.timeline is not None:
+        check_suffix(plan.timeline, several=bool(plan.compare))
+    began = time.perf_counter()
+    if plan.compare:
+        _compare(config)
+    elif plan.diff:
+        _diff(config, args)
+    else:
+        _plan(config)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    say_aside(f"{time.perf_counter() - began:.1f} s in all; this process took {format_bytes(peak)}")
+    return 0
+
+
+def _prefixed(arg: str) -> str:
+    """`plan.rank=5` for `rank=5`, and what `diff` lists in quotes, which Hydra needs around `key=value`."""
+    key, equals, value = arg.partition("=")
+    if equals and key in {field.name for field in fields(PlanConfig)}:
+        key = f"plan.{key}"
+    if key == "plan.diff" and value.startswith("[") and value.endswith("]"):
+        value = "[" + ",".join(f"'{item}'" if item[0] not in "'\"" else item for item in _items(value[1:-1])) + "]"
+    return f"{key}{equals}{value}"
+
+
+def _items(text: str) -> list[str]:
+    """Split at commas that are in no bracket."""
+    items, depth = [""], 0
+    for character in text:
+        depth += (character in "[{(") - (character in "]})")
+        if character == "," and not depth:
+            items.append("")
+        else:
+            items[-1] += character
+    return [item.strip() for item in items if item.strip()]
+
+
+def _plan(config: TrainConfig) -> None:
+    """The program of one rank, its collectives, memory and time."""
     began = time.perf_counter()
     program = compile_program(config)
     compiled_s = time.perf_counter() - began
@@ -44,27 +96,59 @@ def main(args: Sequence[str]) -> int:
     hardware = make_hardware(config.hardware)
     profiles = {profile.name: profile for profile in (*_profiles(), hardware)}
     lines = program.text(config.plan.rank, hardware).splitlines()
-    whole = "\n".join(
-        [
-            _overview(config, program),
-            *_shortened([_narrow(line) for line in lines], config.plan.lines),
-            _render(_collectives(program)),
-            _render(_times(config, program, list(profiles.values()))),
-        ]
-    )
-    say(whole)
+    whole = [
+        _overview(config, program, hardware),
+        *_shortened([_narrow(line) for line in lines], config.plan.lines),
+        _render(_communication(program, config.plan.rank)),
+        _render(_times(config, program, list(profiles.values()))),
+    ]
+    say("\n".join(whole))
     if config.plan.out is not None:
-        Path(config.plan.out).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        _write(config.plan.out, "\n".join(lines))
         say(f"the whole program: {config.plan.out}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    say_aside(
-        f"compiled and verified in {compiled_s:.1f} s, {time.perf_counter() - began:.1f} s in all; "
-        f"this process took {format_bytes(peak)}"
-    )
-    return 0
+    if config.plan.timeline is not None:
+        picture = program.picture(hardware, f"{config.model.name}, {program.info['public_mesh']}, {program.info['schedule']}")
+        write_pictures(config.plan.timeline, [picture], config.model.name)
+        say(f"the step as a picture: {config.plan.timeline}")
+    say_aside(f"compiled and verified in {compiled_s:.1f} s")
 
 
-def _overview(config: TrainConfig, program: Program) -> str:
+def _compare(config: TrainConfig) -> None:
+    """One table of schedules, and a page with all of them."""
+    plan, hardware = config.plan, make_hardware(config.hardware)
+    check_names(plan.compare)
+    candidates = try_schedules(config, plan.compare, hardware, pictures=plan.timeline is not None)
+    text = _render(comparison(candidates, hardware))
+    title = f"{config.model.name}, {make_mesh(config)}, {config.strategy.name}, {num_microbatches(config)} microbatches"
+    say(f"{title}\n\n{text}")
+    if plan.out is not None:
+        _write(plan.out, f"{title}\n\n{text}")
+        say(f"the table: {plan.out}")
+    pictures = [candidate.picture for candidate in candidates if candidate.picture is not None]
+    if plan.timeline is not None and pictures:
+        write_pictures(plan.timeline, pictures, title)
+        say(f"the steps as pictures: {plan.timeline}")
+
+
+def _diff(config: TrainConfig, args: Sequence[str]) -> None:
+    """How the program changes with the overrides in `plan.diff`."""
+    other, _ = compose_config("train", TrainConfig, [*args, *config.plan.diff])
+    found = diff(compile_program(config), compile_program(other))
+    heading = f"with {' '.join(config.plan.diff)}"
+    say(f"{heading}\n{found.text(config.plan.lines)}")
+    if config.plan.out is not None:
+        _write(config.plan.out, f"{heading}\n{found.text()}")
+        say(f"the whole difference: {config.plan.out}")
+
+
+def _write(file: str, text: str) -> None:
+    try:
+        Path(file).write_text(f"{text.rstrip()}\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write plan.out={file}: {error.strerror}") from None
+
+
+def _overview(config: TrainConfig, program: Program, hardware: Hardware) -> str:
     parameters = sum(math.prod(leaf.shape) for leaf in program.state_in if leaf.path.startswith("params."))
     batch, length = program.info["batch"]["tokens"]
     prediction = program.predict()
@@ -81,9 +165,26 @@ def _overview(config: TrainConfig, program: Program) -> str:
             f"{sum(kind.num_nodes for kind in program.kinds.values()):,} graph nodes; replicated fallbacks: {fallbacks}",
             f"a rank      {format_bytes(prediction.state_bytes)} of state, peak {format_bytes(prediction.peak_bytes)}, "
             f"workspace of one op up to {format_bytes(prediction.workspace_bytes)}",
+            *_pipeline(program, hardware),
             "",
         ]
     )
+
+
+def _pipeline(program: Program, hardware: Hardware) -> list[str]:
+    """Two lines on a pipeline: idle time, and memory along pp."""
+    if len(program.parts) == 1:
+        return []
+    prediction = program.predict(hardware)
+    assert prediction.step_s and prediction.bubble_s is not None and prediction.span_bubble_s is not None
+    idle, in_span = (100 * bubble / prediction.step_s for bubble in (prediction.bubble_s, prediction.span_bubble_s))
+    peaks = [format_bytes(round(max(size for _, size in steps))) for steps in program.picture(hardware).memory]
+    shown = peaks if len(peaks) <= 8 else [*peaks[:6], "...", peaks[-1]]
+    return [
+        f"pipeline    {program.info['schedule']}, {num_stages(program)} stages; bubble {idle:.1f} % of the step, {in_span:.1f} % "
+        f"between a rank's first and last instruction ({hardware.name})",
+        f"peaks       along pp: {', '.join(shown)}",
+    ]
 
 
 _OPERANDS = re.compile(r"(?<=\S) \([^()]*\)(?=   )|   free .*?(?=   )")
@@ -106,23 +207,29 @@ def _shortened(lines: list[str], most: int) -> list[str]:
     return [*lines[: first + 1], f"     ... {left_out:,} more (plan.out=FILE writes all) ...", *lines[-last:], ""]
 
 
-def _collectives(program: Program) -> Table:
-    """Collectives of one step, those of one kind in a row."""
-    uses = Counter((use.op, "x".join(use.axes), use.size, step.op) for step, use in _uses(program))
+def _communication(program: Program, rank: int) -> Table:
+    """Collectives and messages of one step of a rank, those of one kind in a row."""
+    uses: Counter = Counter()
     sent: Counter = Counter()
-    for step, use in _uses(program):
-        sent[use.op, "x".join(use.axes), use.size, step.op] += use.bytes
-    table = Table(
-        "collective", "over", "ranks", "in", "a step", "sent by a rank", title="collectives of one step", title_justify="left"
-    )
+    for key, size in _uses(program, rank):
+        uses[key] += 1
+        sent[key] += size
+    title = "collectives of one step" if len(program.parts) == 1 else f"collectives and messages of one step of rank {rank}"
+    table = Table("collective", "over", "ranks", "in", "a step", "sent by a rank", title=title, title_justify="left")
     for key in sorted(uses):
         op, axes, size, where = key
         table.add_row(op, axes, f"{size:,}", where, f"{uses[key]:,}", format_bytes(sent[key]))
     return table
 
 
-def _uses(program: Program) -> Iterator[tuple[Instruction, CollectiveUse]]:
-    return ((step, use) for step in program.instructions for use in program.kinds[step.kind].collectives)
+def _uses(program: Program, rank: int) -> Iterator[tuple[tuple[str, str, int, str], int]]:
+    """((op, axes, ranks, instruction), bytes) of every collective and of every message that is sent."""
+    for step in program.part(rank).instructions:
+        for use in program.kinds[step.kind].collectives:
+            yield (use.op, "x".join(use.axes), use.size, step.op), use.bytes
+        if step.op == "send":
+            what = {"F": "activations", "B": "their gradients", "G": "shared gradients"}[step.queue[-1]]
+            yield ("send", f"to pp={step.peer}", 2, what), program.values[step.inputs[0]].bytes
 
 
 def _times(config: TrainConfig, program: Program, profiles: list[Hardware]) -> Table:

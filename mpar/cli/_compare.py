@@ -1,0 +1,99 @@
+"""`mpar plan compare=[...]`: schedules for the same model and mesh side by side, each compiled, verified and predicted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rich.table import Table
+
+from mpar.errors import MparError, UnknownNameError
+from mpar.program import Hardware, Prediction, Program, format_bytes, format_time
+from mpar.schedules import SCHEDULES, Picture
+from mpar.train import TrainConfig
+from mpar.train.prepare import compile_program
+
+__all__ = ["Candidate", "check_names", "comparison", "num_stages", "try_schedules"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One schedule: what it comes to, or why it cannot run here."""
+
+    name: str
+    reason: str = ""
+    num_stages: int = 0
+    tokens: int = 0
+    fits: bool = False
+    prediction: Prediction | None = None
+    picture: Picture | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Predicted time of a step."""
+        assert self.prediction is not None and self.prediction.step_s is not None
+        return self.prediction.step_s
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise UnknownNameError listing all that are no schedules."""
+    known = (*(name for name in SCHEDULES if name != "forward_only"), "auto")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UnknownNameError(f"cannot compare {', '.join(unknown)}: no such schedule; there are {', '.join(known)}")
+
+
+def try_schedules(config: TrainConfig, names: Sequence[str], hardware: Hardware, *, pictures: bool) -> list[Candidate]:
+    """Compile the model of `config` for each; options and chunks that are configured go to the configured schedule alone."""
+    return [_try(config, name, hardware, pictures) for name in dict.fromkeys(names)]
+
+
+def _try(config: TrainConfig, name: str, hardware: Hardware, pictures: bool) -> Candidate:
+    group = replace(config.schedule, name=name, table=None)
+    if name != config.schedule.name:
+        group = replace(group, num_chunks=None, options={})
+    try:
+        program = compile_program(replace(config, schedule=group))
+    except MparError as error:
+        return Candidate(name, str(error).splitlines()[0])
+    prediction = program.predict(hardware)
+    batch, length = program.info["batch"]["tokens"]
+    return Candidate(
+        name,
+        num_stages=num_stages(program),
+        tokens=batch * program.num_microbatches * length,
+        fits=prediction.peak_bytes + prediction.workspace_bytes <= hardware.memory_bytes,
+        prediction=prediction,
+        picture=program.picture(hardware, name) if pictures else None,
+    )
+
+
+def num_stages(program: Program) -> int:
+    """Stages of the pipeline."""
+    return 1 + max(action.stage for own in program.schedule for action in own)
+
+
+def comparison(candidates: Sequence[Candidate], hardware: Hardware) -> Table:
+    """A row for each; the one with the shortest step is marked, of those that fit into memory if any do."""
+    running = [candidate for candidate in candidates if candidate.prediction is not None]
+    best = min(running, key=lambda candidate: (not candidate.fits, candidate.step_s), default=None)
+    table = Table(
+        "schedule", "stages", "bubble", "in span", "peak of a rank", "sent by a rank", "step", "tokens/s", "",
+        title=f"schedules, predicted on {hardware.name}", title_justify="left",
+    )  # fmt: skip
+    for candidate in candidates:
+        prediction = candidate.prediction
+        if prediction is None:
+            table.add_row(candidate.name, *["-"] * 7, f"cannot run: {candidate.reason}")
+            continue
+        assert prediction.bubble_s is not None and prediction.span_bubble_s is not None
+        table.add_row(
+            candidate.name,
+            str(candidate.num_stages),
+            f"{100 * prediction.bubble_s / candidate.step_s:.1f} %",
+            f"{100 * prediction.span_bubble_s / candidate.step_s:.1f} %",
+            format_bytes(prediction.peak_bytes),
+            format_bytes(prediction.communication_bytes),
+            format_time(candidate.step_s),
+            f"{candidate.tokens / candidate.step_s:,.0f}",
+            " ".join(["best"] * (candidate is best) + ["too large for its memory"] * (not candidate.fits)),
+        )
+    return table

@@ -1,0 +1,134 @@
+"""Diff: what another configuration changes in a program, instruction by instruction. How values are numbered does not matter."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from mpar.program._program import Instruction, Program
+from mpar.program._text import format_bytes
+
+__all__ = ["Hunk", "ProgramDiff", "diff"]
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """Lines that differ, with some around them: at `position` along pp, from line `before` of one program, `after` of the other.
+
+    lines: as in a unified diff, the first character of each is " ", "-" or "+".
+    """
+
+    position: int
+    before: int
+    after: int
+    lines: tuple[str, ...]
+
+    def text(self) -> str:
+        """The hunk under its heading."""
+        return "\n".join([f"@@ pp={self.position} line {self.before:04d} -> {self.after:04d} @@", *self.lines])
+
+
+@dataclass(frozen=True)
+class ProgramDiff:
+    """removed, added: instructions by op. collectives: (op, axes) -> (number, bytes) before and after, of all positions along pp,
+    messages among them. peak_bytes: of the fullest rank, before and after."""
+
+    removed: dict[str, int]
+    added: dict[str, int]
+    collectives: dict[tuple[str, str], tuple[tuple[int, int], tuple[int, int]]]
+    peak_bytes: tuple[int, int]
+    num_lines: tuple[int, int]
+    hunks: tuple[Hunk, ...]
+
+    def summary(self) -> str:
+        """The totals, a line each."""
+        lines = [f"instructions   {self.num_lines[0]:,} -> {self.num_lines[1]:,}"]
+        for op in sorted({*self.removed, *self.added}):
+            lines.append(f"  {op:16} -{self.removed.get(op, 0):<6,} +{self.added.get(op, 0):,}")
+        if any(before != after for before, after in self.collectives.values()):
+            lines.append("communication of one rank of each position along pp")
+        for (op, axes), (before, after) in sorted(self.collectives.items()):
+            if before != after:
+                shown = " -> ".join(f"{count:,} ({format_bytes(size)})" for count, size in (before, after))
+                lines.append(f"  {f'{op} {axes}':26} {shown}")
+        lines.append(f"peak memory    {format_bytes(self.peak_bytes[0])} -> {format_bytes(self.peak_bytes[1])}")
+        return "\n".join(lines)
+
+    def text(self, most: int | None = None) -> str:
+        """Summary and hunks; of the hunks' lines the first `most`."""
+        body = [line for hunk in self.hunks for line in hunk.text().splitlines()]
+        if most is not None and len(body) > most:
+            body = [*body[:most], f"     ... {len(body) - most:,} more lines of {len(self.hunks):,} hunks"]
+        return "\n".join([self.summary(), *([""] if body else []), *body])
+
+
+def diff(before: Program, after: Program, *, context: int = 2) -> ProgramDiff:
+    """What has to change in `before` to become `after`, position by position along pp, with `context` equal lines around.
+
+    Two instructions are equal if they do the same on the same segment and microbatch, with the same collectives and the same
+    bytes made and freed. Positions that one of them lacks are empty there.
+    """
+    hunks: list[Hunk] = []
+    removed: Counter[str] = Counter()
+    added: Counter[str] = Counter()
+    for position in range(max(len(before.parts), len(after.parts))):
+        old, new = (_steps(program, position) for program in (before, after))
+        ours, theirs = ([line for _, line in side] for side in (old, new))
+        matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
+        for group in matcher.get_grouped_opcodes(context):
+            lines: list[str] = []
+            for tag, i1, i2, j1, j2 in group:
+                if tag == "equal":
+                    lines += [f" {line}" for line in ours[i1:i2]]
+                    continue
+                lines += [f"-{line}" for line in ours[i1:i2]] + [f"+{line}" for line in theirs[j1:j2]]
+                removed.update(step.op for step, _ in old[i1:i2])
+                added.update(step.op for step, _ in new[j1:j2])
+            hunks.append(Hunk(position, group[0][1], group[0][3], tuple(lines)))
+    counts = [_communication(program) for program in (before, after)]
+    return ProgramDiff(
+        dict(removed),
+        dict(added),
+        {key: (counts[0].get(key, (0, 0)), counts[1].get(key, (0, 0))) for key in {*counts[0], *counts[1]}},
+        (before.predict().peak_bytes, after.predict().peak_bytes),
+        (len(before.instructions), len(after.instructions)),
+        tuple(hunks),
+    )
+
+
+def _steps(program: Program, position: int) -> list[tuple[Instruction, str]]:
+    if position >= len(program.parts):
+        return []
+    return [(step, _line(program, step)) for step in program.parts[position].instructions]
+
+
+def _line(program: Program, step: Instruction) -> str:
+    """What an instruction does, without the names of its values and the numbers of messages."""
+    what = f"{step.op} {step.segment}".strip() + (f" mb{step.microbatch}" if step.microbatch >= 0 else "")
+    if step.message >= 0:
+        what += f" {step.queue[-1]} pp={step.peer}" if step.op != "wait" else f" pp={step.peer}"
+    parts = [f"{step.queue:8} {what}"]
+    uses = [f"{op} {axes} {format_bytes(size)}" for op, axes, size in _uses(program, step)]
+    if uses:
+        parts.append("; ".join(uses))
+    made, freed = (sum(program.values[v].bytes for v in values) for values in (step.outputs, step.frees))
+    parts += [f"makes {format_bytes(made)}"] * bool(made) + [f"frees {format_bytes(freed)}"] * bool(freed)
+    return "   ".join(parts)
+
+
+def _uses(program: Program, step: Instruction) -> Iterator[tuple[str, str, int]]:
+    """(op, axes, bytes that a rank gives) of an instruction's collectives, or of what it sends."""
+    for use in program.kinds[step.kind].collectives:
+        yield use.op, "x".join(use.axes), use.bytes
+    if step.op == "send":
+        yield "send", "pp", program.values[step.inputs[0]].bytes
+
+
+def _communication(program: Program) -> dict[tuple[str, str], tuple[int, int]]:
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    steps: Sequence[Instruction] = program.instructions
+    for step in steps:
+        for op, axes, size in _uses(program, step):
+            count, total = found.get((op, axes), (0, 0))
+            found[op, axes] = count + 1, total + size
+    return found
