@@ -1,6 +1,7 @@
 """The proof of programs against trying them out: programs are spoiled at random, and both must come to the same verdict."""
 
 import functools
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -414,3 +415,44 @@ def test_order_of_addition(base: tuple) -> None:
     reversed_schedule = [own[::-1] for own in program.schedule]
     with pytest.raises(ProgramError, match="not added in the order of the schedule"):
         verify(replace(program, schedule=reversed_schedule))
+
+
+def test_exchanged_operands() -> None:
+    """At the end of a step, whichever two operands of an instruction change places, the proof knows whether that matters."""
+    program = make_program(*BASES[1])
+    terms = Terms()
+    meaning = run(program, "direction", terms)
+    verdicts = Counter()
+    for position, part in enumerate(program.parts):
+        for line, step in enumerate(part.instructions):
+            if step.op not in ("accumulate", "finish", "norm", "update", "weight"):
+                continue
+            for a, b in itertools.combinations(range(len(step.inputs)), 2):
+                if _looks(program, step.inputs[a]) == _looks(program, step.inputs[b]):
+                    exchanged = _reading(_reading(step, a, step.inputs[b]), b, step.inputs[a])
+                    steps = [*part.instructions[:line], exchanged, *part.instructions[line + 1 :]]
+                    mutant = _with_steps(program, position, steps)
+                    tried, proved = _tried(mutant, "direction", terms, meaning), _proved(mutant, "direction")
+                    assert (tried is None) == (proved is None), (exchanged, tried, proved)
+                    verdicts[step.op, tried is None] += 1
+    assert {("accumulate", True), ("finish", False), ("norm", False), ("update", False)} <= set(verdicts), verdicts
+
+
+def test_other_order_of_collectives() -> None:
+    """Positions that go through the collectives of loss and norm in different orders are refused."""
+    program = make_program(*BASES[2])
+    steps = program.parts[0].instructions
+    at = next(line for line, step in enumerate(steps) if step.op == "finish" and program.kinds[step.kind].collectives)
+    to = max(line for line, step in enumerate(steps) if step.op == "norm")
+    mutant = _with_steps(program, 0, [*steps[:at], *steps[at + 1 : to + 1], steps[at], *steps[to + 1 :]])
+    assert "different collectives" in str(_tried(mutant, "direction", Terms(), {}))
+    assert "meet" in str(_proved(mutant, "direction"))
+
+
+def test_freed_result() -> None:
+    """A result may not be freed."""
+    program = make_program(*BASES[0])
+    *steps, last = program.parts[0].instructions
+    mutant = _with_steps(program, 0, [*steps, replace(last, frees=(*last.frees, last.outputs[0]))])
+    assert str(_tried(mutant, "direction", Terms(), {})).startswith("no result")
+    assert "are missing" in str(_proved(mutant, "direction"))
