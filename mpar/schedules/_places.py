@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from mpar.errors import ProgramError
-from mpar.schedules._action import KINDS, Actions, num_microbatches, num_stages
+from mpar.schedules._action import Actions
+from mpar.schedules._timeline import extent
 
 __all__ = ["Places", "find_places"]
 
@@ -25,15 +26,9 @@ def find_places(table: Actions) -> Places:
 
     Raises ProgramError listing what is missing, too many, out of order or elsewhere.
     """
-    stages, count = num_stages(table), num_microbatches(table)
-    wrong = [
-        f"rank {rank} has {action}: stages and microbatches count from 0, kinds are {', '.join(KINDS)}"
-        for rank, own in enumerate(table)
-        for action in own
-        if action[0] < 0 or action[2] < 0 or action[1] not in KINDS
-    ]
-    _refuse(wrong)
-    forwards = sum(action[1] == "F" for own in table for action in own)
+    stages, count = extent(table)
+    wrong: list[str] = []
+    forwards = sum([kind for _, kind, _ in own].count("F") for own in table)
     if stages * count > forwards:  # also keeps what follows in proportion to the table
         raise ProgramError(f"{stages} stages of {count} microbatches need {stages * count} F, the table has {forwards}")
     place = [-1] * (stages * count)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpar.errors import ConfigError, ProgramError
-from mpar.schedules._action import KINDS, Action, Actions, num_microbatches, num_stages
+from mpar.schedules._action import KINDS, Action, Actions
 
-__all__ = ["Costs", "Timeline", "simulate", "timeline"]
+__all__ = ["Costs", "Timeline", "extent", "simulate", "timeline"]
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,13 @@ def simulate(table: Actions, costs: Costs) -> tuple[Times, Times, Bursts]:
 
     In that order an action comes after all that it needs, also where times are equal.
     """
-    stages, count = _check(table, costs), num_microbatches(table)
-    place = {stage * count + microbatch: rank for rank, own in enumerate(table) for stage, kind, microbatch in own if kind == "F"}
+    stages, count = extent(table)
+    _check_costs(stages, costs)
     duration = {kind: [costs.of(Action(stage, kind, 0)) for stage in range(stages)] for kind in KINDS}
     slow, top = any(costs.transfer), stages - 1
+    place: dict[int, int] = {}  # by slot: stage * count + microbatch
+    if slow:
+        place = {s * count + m: rank for rank, own in enumerate(table) for s, kind, m in own if kind == "F"}
     ready: dict[int, float] = {}  # slot * 2: when the result of F is where it is needed, slot * 2 + 1: of I or B
     waiting: dict[int, list[int]] = {}
     free: dict[tuple[int, int], float] = {}  # when the channel between two ranks is free again
@@ -144,13 +147,21 @@ def simulate(table: Actions, costs: Costs) -> tuple[Times, Times, Bursts]:
     return starts, ends, bursts
 
 
-def _check(table: Actions, costs: Costs) -> int:
-    """The number of stages, if all actions can be placed and have costs."""
-    stages = num_stages(table)
-    wrong = [f"rank {rank}: {action}" for rank, own in enumerate(table) for action in own if min(action[0], action[2]) < 0]
-    wrong += [f"rank {rank}: {action}" for rank, own in enumerate(table) for action in own if action[1] not in KINDS]
-    if wrong:
+def extent(table: Actions) -> tuple[int, int]:
+    """Numbers of stages and microbatches. Raises ProgramError for numbers below 0 and unknown kinds."""
+    columns = [tuple(zip(*own, strict=True)) for own in table if own]
+    if any(min(s) < 0 or min(m) < 0 or not set(kinds).issubset(KINDS) for s, kinds, m in columns):
+        wrong = [
+            f"{Action(*action)} of rank {rank}"
+            for rank, own in enumerate(table)
+            for action in own
+            if action[0] < 0 or action[2] < 0 or action[1] not in KINDS
+        ]
         raise ProgramError(f"stages and microbatches count from 0, kinds are {', '.join(KINDS)}; not so: {', '.join(wrong[:8])}")
+    return 1 + max((max(s) for s, _, _ in columns), default=-1), 1 + max((max(m) for _, _, m in columns), default=-1)
+
+
+def _check_costs(stages: int, costs: Costs) -> None:
     given = [len(costs.forward), len(costs.input), len(costs.weight)]
     given += [] if costs.backward is None else [len(costs.backward)]
     given += [len(costs.transfer) + 1] if costs.transfer else []
@@ -158,7 +169,6 @@ def _check(table: Actions, costs: Costs) -> int:
         raise ConfigError(
             f"{stages} stages need costs of each and of {stages - 1} transfers; the costs are of {min(given)} stages"
         )
-    return stages
 
 
 def _peak(own: Sequence[Action], costs: Costs) -> int:
