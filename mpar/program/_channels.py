@@ -51,10 +51,12 @@ class Channels:
         self._works: dict[int, tuple[dist.Work, Tensor]] = {}  # message -> what to wait for, and what it reads or fills
         for channel in sorted({message.channel for message in messages}) if grouped else ():
             source, target, _ = channel
-            if self.position in (source, target):  # ranks elsewhere have no part in this group
-                members = [self._ranks[source], self._ranks[target]]
-                self._groups[channel] = dist.new_group(members, use_local_synchronization=True)
-                self._warm_up(channel, device)
+            for ranks in mesh.groups(("pp",)):  # all ranks make all groups: torch's names for those made locally may differ
+                group = dist.new_group([ranks[source], ranks[target]])
+                if rank in (ranks[source], ranks[target]):
+                    assert group is not None
+                    self._groups[channel] = group
+                    self._warm_up(channel, device)
 
     def letters(self) -> list[Letter]:
         """The messages by rank, for shared memory."""
