@@ -1,4 +1,4 @@
-"""Pipelines in simulation: every schedule, mesh, layout and pass gives the bits of one stage, and those are plain torch's to 1e-11."""
+"""Pipelines in simulation: every schedule, mesh, layout and pass gives the bits of one stage, which are plain torch's too."""
 
 import functools
 from collections.abc import Sequence
@@ -196,7 +196,7 @@ def test_dual_pipe_adds_its_two_directions(ranks):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_dual_pipe_is_exact(ranks, tied):
-    """Two steps equal plain torch's. The bits are its own: a tied table's sum is (embed + embed') + head + head', not by halves."""
+    """Two steps equal plain torch's; a tied table's gradient is (embed + embed') + head + head', which is no sum of halves."""
     found = train(compiled(Mesh(pp=ranks), "ddp", 8, 8, "dual_pipe", tied=tied), make_params(tied), 8)
     assert_close(found, reference(8, tied))
 
@@ -298,7 +298,7 @@ def test_layouts_share_bits(ranks, schedule, tied):
 def test_stages_without_segments(name):
     """A stage in the middle that has nothing at all hands on what it gets."""
     program = compiled(Mesh(pp=4), "ddp", 8, 8, Schedule(name, layout=(4, 0, 0, 4)))
-    assert all("1" not in str(part.contributions) or position != 1 for position, part in enumerate(program.parts))
+    assert all(step.op not in ("forward", "backward", "update") for step in program.parts[1].instructions) or name == "dual_pipe"
     found = train(program, make_params(), 8)
     assert_close(found, reference(8))
     if name != "dual_pipe":
@@ -348,7 +348,7 @@ def test_a_batch_where_nothing_counts():
 
 
 def test_gradient_descent_is_exact():
-    """With an optimizer that keeps the gradient: it and the step down are plain torch's; nothing cancels in a ratio of moments."""
+    """With an optimizer that keeps the gradient: it and the step down are plain torch's, without a ratio of moments."""
     program = compile_step(make_model(True), RECORDED, Mesh(pp=4), "ddp", (8, S), num_microbatches=8, schedule="zbv")
     state, _ = program.simulate(program.init_state(make_params(True)), make_batch(8))
     leaves, structure = tree.flatten(make_params(True))
@@ -387,11 +387,11 @@ def test_mistakes_are_named(sizes, schedule, error, words):
 
 def test_fewer_layers_than_stages_are_refused():
     """Two layers do not make three stages."""
-    with pytest.raises(ConfigError, match="cannot spread 2 layers over 3 stages.*1 empty"):
+    with pytest.raises(ConfigError, match=r"cannot spread 2 layers over 3 stages.*1 empty"):
         compiled(Mesh(pp=3), "ddp", 4, 4, layers=2)
 
 
 def test_a_table_of_other_microbatches_is_refused():
     """A table of 4 microbatches does not train on 8: half of the batch would be left out."""
-    with pytest.raises(ConfigError, match="4.*8|8.*4"):
+    with pytest.raises(ConfigError, match=r"4.*8|8.*4"):
         compiled(Mesh(pp=2), "ddp", 8, 8, Schedule(table=HALF_TABLE))
