@@ -21,7 +21,7 @@ def verify(lowered: Lowered, *, queues: str = "direction") -> None:
 
     Each (stage, microbatch) has one F and, unless nothing has a backward, one B or one I and one W, in this order on one rank.
     What an action needs of the same rank is computed before it; what it needs of another is received and waited for before it.
-    What is sent is computed before. What is received is used, once. For the rest see `check_order`.
+    What is sent is computed before. Nothing is sent or received twice, so all that is received is used. The rest: `check_order`.
 
     Raises ProgramError listing what is wrong, by rank and line of `lowered`; ConfigError for unknown queues.
     """
@@ -39,7 +39,6 @@ def _verify(lowered: Lowered, queues: str) -> None:
             problems = state.transfer(item, carried) if isinstance(item, Transfer) else state.action(item)
             if problems:
                 wrong += [f"rank {rank}, line {line} ({item}) {problem}" for problem in problems]
-        wrong += [f"rank {rank} {problem}" for problem in state.left()]
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
         raise ProgramError("\n  ".join(["this pipeline does not compute what it should:", *wrong[:_SHOWN], *more]))
@@ -127,8 +126,3 @@ class _Rank:
             return [f"has not waited for its operand from rank {source}"]
         self.here.remove(need)
         return _FINE
-
-    def left(self) -> list[str]:
-        """What is received for nothing."""
-        values = ((*divmod(value >> 1, self.places.microbatches), value & 1) for value in (*self.here, *self.coming.values()))
-        return [f"receives the {'FB'[back]} of stage {stage}, microbatch {m} and does not use it" for stage, m, back in values]

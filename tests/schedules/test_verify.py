@@ -272,6 +272,34 @@ def test_fields_of_transfers(change, told):
         verify(damaged)
 
 
+def test_nothing_is_sent_twice():
+    """A value that goes a second time, as a message of its own with both ends and waits, is refused at both ends."""
+    damaged = small("one_f_one_b", 2)
+    send = Transfer("send", 1000, 1, 0, "F", 0)
+    damaged[0] += [send, send._replace(op="wait")]
+    recv = Transfer("recv", 1000, 0, 1, "F", 0)
+    damaged[1] += [recv, recv._replace(op="wait")]
+    with pytest.raises(ProgramError, match=r"(?s)0SEND_F0\) sends it a second time.*1RECV_F0\) receives it a second time"):
+        verify(damaged)
+
+
+def test_both_ends_carry_the_same_value():
+    """Messages that the receiver takes for each other, waits included, are refused though their numbers match."""
+    damaged = small("gpipe", 2)
+    swapped = {0: 1, 1: 0}
+    damaged[1] = [
+        item._replace(microbatch=swapped.get(item.microbatch, item.microbatch))
+        if isinstance(item, Transfer) and item.kind == "F"
+        else item
+        for item in damaged[1]
+    ]
+    line = damaged[1].index(Action(1, "F", 0))
+    last = damaged[1].index(Action(1, "F", 1))
+    damaged[1].insert(line, damaged[1].pop(last - 1))  # both are waited for before the first is used
+    with pytest.raises(ProgramError, match=r"1RECV_F1\) is message 0, whose other end is another value"):
+        verify(damaged)
+
+
 def test_a_wait_says_what_it_waits_for():
     """A wait whose text is that of another message would mislead its reader."""
     damaged = small("one_f_one_b")
