@@ -106,8 +106,10 @@ def describe_place(program: Program, rank: int, place: Place | None, *, dead: bo
     what = " ".join(part for part in (step.op, step.segment, f"mb{step.microbatch}" if step.microbatch >= 0 else "") if part)
     when = f"evaluation after step {place.step}" if place.evaluating else f"step {place.step}"
     head = f"rank {rank}, {when}, line {place.line:04d} {what}"
-    if step.op == "wait":
-        return f"{head}: {'waited' if dead else 'waits'} for {_message(program, rank, step)}"
+    if step.message >= 0:
+        does = {"wait": "waits for", "send": "gives away", "recv": "asks for"}[step.op]
+        did = {"wait": "waited for", "send": "was giving away", "recv": "was asking for"}[step.op]
+        return f"{head}: {did if dead else does} {_message(program, rank, step)}"
     uses = program.kinds[step.kind].collectives
     if not uses or not place.collectives:
         return f"{head}: computes"
@@ -118,10 +120,14 @@ def describe_place(program: Program, rank: int, place: Place | None, *, dead: bo
 def _message(program: Program, rank: int, step: Instruction) -> str:
     """`message 41 (x4.0) from rank 2, which sends it in line 0097`."""
     peer = program.mesh.rank({**program.mesh.coordinates(rank), "pp": step.peer})
-    other = next((n, s) for n, s in enumerate(program.parts[step.peer].instructions) if s.message == step.message)
-    way, does = ("from", "sends") if other[1].op == "send" else ("to", "receives")
-    name = program.values[step.inputs[0]].name
-    return f"message {step.message} ({name}) {way} rank {peer}, which {does} it in line {other[0]:04d}"
+    lines = program.parts[step.peer].instructions
+    ends = [(number, other.op) for number, other in enumerate(lines) if other.message == step.message]
+    sent = next((number for number, op in ends if op == "send"), None)
+    value = next(value for value in (*step.inputs, *step.outputs))
+    head = f"message {step.message} ({program.values[value].name})"
+    if sent is not None:
+        return f"{head} from rank {peer}, which sends it in line {sent:04d}"
+    return f"{head} to rank {peer}, which waits for it in line {next(n for n, op in ends if op == 'wait'):04d}"
 
 
 def _collective(program: Program, rank: int, use: CollectiveUse) -> str:

@@ -1,5 +1,6 @@
 """Prepare: what is done once, before ranks start: check, read the data, compile. Ranks do not import it."""
 
+import csv
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,10 @@ def make_schedule(config: TrainConfig) -> Schedule:
             table = [[item for item in own if isinstance(item, Action)] for own in read]  # messages are placed anew
         except OSError as error:
             raise ConfigError(f"cannot read schedule.table={group.table}: {error.strerror}") from None
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ConfigError(f"cannot read schedule.table={group.table}: it is no text of cells and commas ({error})") from None
+    elif group.name == "forward_only":
+        raise ConfigError("cannot train with schedule.name=forward_only: it has no backward, and evaluation uses the training's")
     return Schedule(group.name, group.num_chunks, group.layout, group.options, table)
 
 

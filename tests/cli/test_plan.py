@@ -1,6 +1,9 @@
 """`mpar plan`: no process, no weights."""
 
+import json
 import re
+
+import pytest
 
 from mpar.cli import _main
 from tests.cli.conftest import SMALL
@@ -27,3 +30,89 @@ def test_plan_of_16384_ranks(mpar):
     taken = re.search(r"this process took ([\d.]+) (MiB|GiB)", done.stderr)
     assert taken is not None
     assert float(taken[1]) * (1 if taken[2] == "MiB" else 1024) < 4096
+
+
+PIPELINE = [*SMALL, "model.config.num_hidden_layers=4", "data.batch_size=8", "mesh=pp2", "strategy=ddp"]
+
+
+def test_plan_of_a_pipeline(capsys):
+    """Idle time and the peak of every position along pp are on the screen, with the messages of a rank."""
+    assert _main.main(["plan", *PIPELINE, "schedule=zbv", "lines=4"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"pipeline +zbv, 4 stages; bubble [\d.]+ % of the step, [\d.]+ % between", text)
+    peaks = re.search(r"peaks +along pp: ([\d.]+) (\w+), ([\d.]+) (\w+)\n", text)
+    assert peaks is not None
+    most = re.search(r"peak ([\d.]+ \w+),", text)
+    assert most is not None
+    assert most[1] in (f"{peaks[1]} {peaks[2]}", f"{peaks[3]} {peaks[4]}")
+    assert re.search(r"send +│ to pp=1 +│ 2 +│ activations +│ 4", text)
+
+
+@pytest.mark.parametrize(("suffix", "begins"), [("html", "<!DOCTYPE html>"), ("svg", "<svg"), ("json", "{")])
+def test_timeline_by_suffix(suffix, begins, capsys, tmp_path):
+    """The picture is in the file, in the format of its suffix, with a lane for each position along pp."""
+    file = tmp_path / f"step.{suffix}"
+    assert _main.main(["plan", *PIPELINE, "schedule=zbv", f"timeline={file}"]) == 0
+    assert str(file) in capsys.readouterr().out
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith(begins)
+    assert all(lane in text for lane in ("pp=0", "pp=1"))
+    if suffix == "json":
+        names = {event["name"] for event in json.loads(text)["traceEvents"]}
+        assert {"0F0", "3B0", "0F3"} <= names or {"0F0", "3I0", "0F3"} <= names
+
+
+def test_a_suffix_that_nobody_draws(capsys, tmp_path):
+    """The three that can be drawn are named, before anything is compiled."""
+    assert _main.main(["plan", *PIPELINE, f"timeline={tmp_path}/step.pdf"]) == 1
+    text = capsys.readouterr().err
+    assert "'.pdf'" in text
+    assert all(suffix in text for suffix in (".html", ".svg", ".json"))
+
+
+def test_compare(capsys, tmp_path):
+    """One row a schedule, its numbers those of its own plan; what cannot run is a row with the reason; the fastest is marked."""
+    file = tmp_path / "all.html"
+    names = ["one_f_one_b", "zbv", "dual_pipe"]
+    how = [*PIPELINE, "schedule.num_microbatches=2", "data.batch_size=8"]
+    assert _main.main(["plan", *how, f"compare=[{','.join(names)}]", f"timeline={file}"]) == 0
+    text = capsys.readouterr().out
+    rows = {cells[0]: cells for line in text.splitlines() if (cells := [c.strip() for c in line.strip("│").split("│")])[0]}
+    assert "cannot run" in rows["dual_pipe"][-1]
+    assert [rows[name][1] for name in names] == ["2", "4", "-"]
+    steps = {}
+    for name in names[:2]:
+        assert _main.main(["plan", *how, f"schedule={name}", "hardware=cpu"]) == 0
+        alone = capsys.readouterr().out
+        assert f"bubble {rows[name][2]} of the step" in alone
+        assert f"peak {rows[name][4]}," in alone
+        assert re.search(rf"│ cpu +│[^│]*│ {re.escape(rows[name][6])} +│", alone)
+        value, unit = rows[name][6].split()
+        steps[name] = float(value) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+    best = [name for name in names if rows[name][-1] == "best"]
+    assert best == [min(steps, key=steps.__getitem__)]
+    page = file.read_text(encoding="utf-8")
+    assert page.count("<h2>") == 2
+    assert all(f"<h2>{name}</h2>" in page for name in names[:2])
+
+
+def test_compare_unknown_name(capsys):
+    """Names that are no schedules stop it at once, all of them."""
+    assert _main.main(["plan", *PIPELINE, "compare=[zbv,nope,never]"]) == 1
+    assert "cannot compare nope, never" in capsys.readouterr().err
+
+
+def test_diff(capsys, tmp_path):
+    """Overrides are composed again, with groups and lists in them; totals first, all lines in the file."""
+    file = tmp_path / "diff.txt"
+    args = ["plan", *PIPELINE, "diff=[schedule=zbv,task.chat=[a,b]]", f"out={file}", "lines=6"]
+    assert _main.main(args) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("with schedule=zbv task.chat=[a,b]\ninstructions ")
+    assert re.search(r"backward_weight +-0 +\+\d", text)
+    assert re.search(r"\.\.\. [\d,]+ more lines", text)
+    whole = file.read_text(encoding="utf-8")
+    assert "@@ pp=1 line" in whole
+    assert "more lines" not in whole
+    assert _main.main(["plan", *PIPELINE, "diff=[mesh.ppp=4]"]) == 1
+    assert "did you mean mesh.pp?" in capsys.readouterr().err
