@@ -1,4 +1,4 @@
-"""`python -m bench.schedules gloo --ranks 4 --microbatches 8`, `overhead`."""
+"""`python -m bench.schedules gloo --ranks 4 --microbatches 8`, `overhead`, `generation`, `sleep`."""
 
 import argparse
 import os
@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 from bench._launch import RankFailed
+from bench._machine import machine
 from bench._peers import PeersMissing, find_peers
 from bench._report import RESULTS, append_lines
+from bench.schedules._generation import FULL, PEERS, SMALL, generation
 from bench.schedules._gloo import run, table
 from bench.schedules._overhead import overhead
+from bench.schedules._sleep import sleep
 from bench.spmd._run import LossesDiffer
 
 ALL = ["gpipe", "one_f_one_b", "interleaved", "zb1p", "zbv", "dual_pipe_v"]
@@ -34,13 +37,28 @@ def main() -> int:
     cost.add_argument("--chunks", type=int, default=4)
     cost.add_argument("--microbatches", type=int, default=32)
     cost.add_argument("--repeats", type=int, default=15)
-    for command in (gloo, cost):
+    made = commands.add_parser("generation", help="seconds to make, lower and verify the programs of all ranks")
+    made.add_argument("--torch", action="store_true", help="time torch too, for one rank, at the smaller size")
+    made.add_argument("--torch-full", action="store_true", help="and at the larger one: 10 to 30 s a schedule")
+    slept = commands.add_parser("sleep", help="predicted against measured makespan, with stages that sleep")
+    for command in (gloo, cost, made, slept):
         command.add_argument("--out", type=Path, default=RESULTS / "schedules.jsonl")
     args = parser.parse_args()
     try:
         if args.command == "overhead":
             lines = overhead(args.chunks, args.microbatches, args.repeats)
             sys.stdout.writelines(f"{line['variant']}: {line['us_per_action']:.1f} us an action\n" for line in lines)
+        elif args.command == "generation":
+            sizes = ((SMALL, args.torch), (FULL, args.torch_full))
+            lines = [generation(schedule, size, torch=torch) for size, torch in sizes for schedule in PEERS]
+            sys.stdout.writelines(" ".join(f"{key}={value}" for key, value in line.items()) + "\n" for line in lines)
+            lines = [line | machine() for line in lines]
+        elif args.command == "sleep":
+            lines = [line | machine() for line in sleep()]
+            sys.stdout.writelines(
+                f"{line['schedule']}: {line['predicted_s']:.3f} s predicted, {line['measured_s']:.3f} s measured\n"
+                for line in lines
+            )
         else:
             lines = run(
                 args.config,

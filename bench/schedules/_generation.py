@@ -1,20 +1,15 @@
-"""CPU seconds to make, lower and verify the programs of all ranks: `python -m bench.schedules._generation [--torch-full]`.
+"""CPU seconds to make, lower and verify the programs of all ranks: `python -m bench.schedules generation --torch-full`.
 
 Beside them those of torch.distributed.pipelining for the instructions of one rank, without verification; all its ranks do it.
 """
 
-import argparse
 import gc
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from bench._machine import machine
-from bench._report import RESULTS, append_lines
 from mpar.schedules import actions, lower, verify
 
 __all__ = ["FULL", "SMALL", "generation"]
@@ -83,24 +78,3 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     begun = time.process_time()
     result = work()
     return result, time.process_time() - begun
-
-
-def main() -> int:
-    """Both sizes, all schedules that torch has."""
-    parser = argparse.ArgumentParser(prog="python -m bench.schedules._generation")
-    parser.add_argument("--schedules", nargs="+", default=list(PEERS), choices=PEERS)
-    parser.add_argument("--torch", action="store_true", help="time torch at the smaller size")
-    parser.add_argument("--torch-full", action="store_true", help="time torch at the larger size: 10 to 30 s a schedule")
-    parser.add_argument("--out", type=Path, default=RESULTS / "schedules.jsonl")
-    args = parser.parse_args()
-    for size, torch in ((SMALL, args.torch), (FULL, args.torch_full)):
-        for schedule in args.schedules:
-            line = generation(schedule, size, torch=torch)
-            append_lines(args.out, [line | machine()])
-            sys.stdout.write(" ".join(f"{key}={value}" for key, value in line.items()) + "\n")
-            sys.stdout.flush()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

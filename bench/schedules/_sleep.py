@@ -1,7 +1,7 @@
 """Predicted against measured time: four ranks on gloo whose stages sleep for given times, one of them twice as long.
 
 Sleeping needs no CPU, so that what is measured is the order of the program, its messages and waits, on any machine.
-`python -m bench.schedules._sleep` prints a line for each schedule: predicted and measured seconds and their ratio.
+`python -m bench.schedules sleep` prints a line for each schedule: predicted and measured seconds and their ratio.
 """
 
 import json
@@ -123,8 +123,4 @@ def sleep() -> list[dict[str, float | str]]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        measure(Path(sys.argv[1]))
-    else:
-        row = "{schedule:12} predicted {predicted_s:.3f} s  measured {measured_s:.3f} s  {ratio:.3f}\n"
-        sys.stdout.writelines(row.format(**line) for line in sleep())
+    measure(Path(sys.argv[1]))

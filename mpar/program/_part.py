@@ -78,6 +78,7 @@ class _Saved:
 class _PartWriter:
     def __init__(self, step: Step, position: int) -> None:
         self.step, self.position, self.writer = step, position, step.writer
+        self.segments = step.model.segments
         self.pipeline = step.pipeline
         self.stages = self.pipeline.stages_at(position)
         step.writer.begin()
@@ -140,7 +141,7 @@ class _PartWriter:
         """Units that the segments of a stage read, in groups that are gathered and reduced together."""
         units: dict[str, Unit] = {}
         for index in own:
-            for path in self.step.model.segments[index].paths:
+            for path in self.segments[index].paths:
                 units.setdefault(path, replace(self.step.units[path], users=[u for u in self.step.units[path].users if u in own]))
         return group_units(list(units.values()), self.step.bucket_bytes)
 
@@ -150,7 +151,7 @@ class _PartWriter:
         for number, action in enumerate(self.pipeline.table[self.position]):
             own = self.pipeline.ranges[action.stage]
             for index in own if action.kind == "F" else reversed(own):
-                code, paths = self.step.codes[index], self.step.model.segments[index].paths
+                code, paths = self.step.codes[index], self.segments[index].paths
                 if action.kind == "F":
                     reads: Sequence[int] = range(code.traced.num_params)
                 elif own.start == 0 or action.kind == "B":
@@ -249,7 +250,7 @@ class _PartWriter:
     def _forward(self, stage: int, m: int) -> None:
         context, x, saved = self._context(m), self.inputs.pop((stage, m), []), {}
         for index in self.pipeline.ranges[stage]:
-            segment, code = self.step.model.segments[index], self.step.codes[index]
+            segment, code = self.segments[index], self.step.codes[index]
             operands = [*self.gathers.parameters(segment.paths, m), *x, *context]
             num_x, loss_names = len(code.traced.x_out), code.traced.losses
             names = [*[f"x{index + 1}.{m}"] * num_x, *(f"{name}.{index}.{m}" for name in loss_names)]
@@ -266,7 +267,7 @@ class _PartWriter:
     def _backward(self, stage: int, m: int) -> None:
         dx, saved = self.cotangents.pop((stage, m), []), self.saved.pop((stage, m))
         for index in reversed(self.pipeline.ranges[stage]):
-            segment, code, before = self.step.model.segments[index], self.step.codes[index], saved.pop(index)
+            segment, code, before = self.segments[index], self.step.codes[index], saved.pop(index)
             primals = [*self.gathers.parameters(segment.paths, m), *before.x, *self._context(m)]
             operands = [*(primals[i] for i in code.reads), *before.kept, *dx, *[self.cotangent] * len(code.traced.losses)]
             paths = self._leaf_paths(index)
@@ -280,7 +281,7 @@ class _PartWriter:
     def _backward_input(self, stage: int, m: int) -> None:
         dx = self.cotangents.pop((stage, m), [])
         for index in reversed(self.pipeline.ranges[stage]):
-            segment, code, before = self.step.model.segments[index], self.step.codes[index], self.saved[stage, m][index]
+            segment, code, before = self.segments[index], self.step.codes[index], self.saved[stage, m][index]
             split = split_segment(code)
             primals = [*self.gathers.parameters(segment.paths, m), *before.x, *self._context(m)]
             before.dy = [*dx, *[self.cotangent] * len(code.traced.losses)]
@@ -298,7 +299,7 @@ class _PartWriter:
     def _backward_weight(self, stage: int, m: int) -> None:
         saved = self.saved.pop((stage, m))
         for index in reversed(self.pipeline.ranges[stage]):
-            segment, code, before = self.step.model.segments[index], self.step.codes[index], saved.pop(index)
+            segment, code, before = self.segments[index], self.step.codes[index], saved.pop(index)
             split = split_segment(code)
             assert before.dy is not None and before.crossing is not None
             primals = [*self.gathers.parameters(segment.paths, m), *before.x, *self._context(m)]
@@ -317,11 +318,11 @@ class _PartWriter:
         return [path for unit in self._units_of(index) for path in unit.paths]
 
     def _units_of(self, index: int) -> list[Unit]:
-        return [self.step.units[path] for path in self.step.model.segments[index].paths]
+        return [self.step.units[path] for path in self.segments[index].paths]
 
     def _take(self, stage: int, index: int, grads: list[int], m: int) -> None:
         """Add a segment's gradients to their sums."""
-        segment = self.step.model.segments[index]
+        segment = self.segments[index]
         use = segment.name + "'" * self.copies[stage]
         self.contributions |= {v: (path, use, m) for v, path in zip(grads, self._leaf_paths(index), strict=True)}
         for unit in self._units_of(index):

@@ -55,7 +55,7 @@ class Prediction:
     lives between steps. FLOPs count what is executed, recomputation included. communication_bytes is what one rank contributes to
     collectives and sends to other stages. Counts are the most of any rank. step_s is the makespan of all ranks; compute_s and
     communication_s are the busiest one's; the bubble is the makespan without its time, the span bubble the longest time that a
-    rank idles between its own first and last instruction.
+    rank idles between its first forward and its last backward.
     """
 
     peak_bytes: int

@@ -7,19 +7,23 @@ from typing import TYPE_CHECKING
 from mpar.errors import ProgramError
 
 if TYPE_CHECKING:
-    from mpar.program._program import Instruction, Program
+    from mpar.program._program import Instruction, Part, Program
 
 __all__ = ["StepTimes", "step_times"]
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """start, end: seconds, per position along pp and instruction. busy: seconds per position. messages: (start, end) of each."""
+    """start, end: seconds, per position along pp and instruction. busy: seconds per position. messages: (start, end) of each.
+
+    span: per position the time from its first forward to its last backward, without what it is busy in between.
+    """
 
     start: list[list[float]]
     end: list[list[float]]
     busy: list[float]
     messages: dict[int, tuple[float, float]]
+    span: list[float]
 
     @property
     def makespan(self) -> float:
@@ -33,9 +37,8 @@ class StepTimes:
 
     @property
     def span_bubble(self) -> float:
-        """The longest time that a rank idles between its own first and last instruction."""
-        spans = zip(self.start, self.end, self.busy, strict=True)
-        return max((end[-1] - start[0] - busy for start, end, busy in spans), default=0.0)
+        """The longest time that a rank idles between its first forward and its last backward."""
+        return max(self.span, default=0.0)
 
 
 class _Clock:
@@ -98,4 +101,13 @@ def step_times(program: "Program", durations: Sequence[Sequence[float]], message
                 moved = True
     if any(len(own) < len(part.instructions) for own, part in zip(end, program.parts, strict=True)):
         raise ProgramError("this program cannot be timed: its ranks wait for each other for ever; verify() says why")
-    return StepTimes(start, end, busy, clock.messages)
+    spans = [_span(part, *times) for part, *times in zip(program.parts, start, end, durations, strict=True)]
+    return StepTimes(start, end, busy, clock.messages, spans)
+
+
+def _span(part: "Part", start: Sequence[float], end: Sequence[float], durations: Sequence[float]) -> float:
+    lines = [line for line, step in enumerate(part.instructions) if step.op.startswith(("forward", "backward"))]
+    if not lines:
+        return 0.0
+    first, last = lines[0], lines[-1]
+    return end[last] - start[first] - sum(durations[first : last + 1])
