@@ -9,13 +9,15 @@ import torch
 
 from mpar import Mesh, models, testing, tree
 from mpar.chain import Segment
+from mpar.ops import constrain
 from mpar.precision import precision
 from mpar.program._partition import RecomputePolicy
 from mpar.program._run import ALONE, load
 from mpar.program._segments import compile_function, compile_segment, trace_segment
 from mpar.program._simulate import run_ranks
-from mpar.program._split import split_segment
+from mpar.program._split import split_backward, split_segment
 from mpar.program._units import make_units
+from mpar.sharding import lower, trace
 from mpar.shards import shard
 from mpar.spec import P
 from mpar.strategy import PRESETS, preset
@@ -337,3 +339,45 @@ def test_compiled_once():
     """Asking again gives the same code."""
     code = compile_case(CASES["block"], POLICIES[0])
     assert split_segment(code) is split_segment(code)
+
+
+def split_graph(fn, num_grads, context=(), mesh=None, specs=None):
+    """Names of ops in I and in W of a backward that `fn(a, b, dy)` is: gradients of parameters, then of the input."""
+    args = [torch.empty(4, 4) for _ in range(3)]
+    graph = lower(trace(fn, args), mesh or Mesh(dp=1), specs or [P()] * 3).graph
+    halves = split_backward(graph, num_grads, 1, (), context)
+    return [[str(n.target) for n in half.nodes if n.op == "call_function"] for half in (halves.input, halves.weight)]
+
+
+def test_an_op_moves_to_i_with_the_ops_before_it_or_not_at_all():
+    """The sum would free b, but it needs tanh(a), which a product of W needs as well: moving both would hold more than b."""
+
+    def fn(a, b, dy):
+        m = torch.tanh(a)
+        return a @ a, m @ dy, (m * b).sum(0), torch.sin(dy)
+
+    in_i, in_w = split_graph(fn, 3)
+    assert in_i == ["aten.sin.default"] and in_w.count("aten.tanh.default") == 1
+
+
+def test_context_that_is_gathered_crosses():
+    """A collective is not run twice, even where its operand is there for both."""
+
+    def fn(a, b, dy):
+        full = constrain(a, (None, None))
+        return full @ dy, dy @ full
+
+    in_i, in_w = split_graph(fn, 1, (0,), Mesh(tp=2), [P("tp"), P(), P()])
+    assert sum("all_gather" in op for op in in_i) == 1 and not any("all_gather" in op for op in in_w)
+
+
+def test_parts_of_a_split_do_not_cross():
+    """They are views: what was split crosses."""
+
+    def fn(a, b, dy):
+        left, right = torch.tanh(dy).split(2, 1)
+        return left @ a[:2], right @ b[:2]
+
+    in_i, in_w = split_graph(fn, 1)
+    assert in_i.count("aten.split.Tensor") == in_w.count("aten.split.Tensor") == 1
+    assert "aten.tanh.default" in in_i and "aten.tanh.default" not in in_w
