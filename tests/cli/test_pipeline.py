@@ -48,8 +48,8 @@ def test_stages_do_not_change_a_bit(one, many, mpar, tmp_path):
 
 
 def test_checkpoints_move_between_pipelines(mpar, tmp_path):
-    """Two steps on 4 stages of 2 ranks, two on 1 and two on 4 ranks are six steps on the first, to the bit, with an embedding that
-    the first and the last stage share; so are the exported weights."""
+    """Two steps on 2 ranks, two on 1 and two on 4 are six steps on 2, to the bit, with an embedding that the first and the last
+    stage share; so are the exported weights."""
     how = [*DEEP, "model.config.tie_word_embeddings=true", "strategy=ddp", "steps=6", "checkpoint={every: 2, keep: null}"]
     done = mpar("train", *how, "mesh=pp2", "schedule=zbv", "run_dir=whole")
     assert done.returncode == 0, done.stderr
