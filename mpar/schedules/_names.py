@@ -71,7 +71,7 @@ SCHEDULES: dict[str, NamedOrder] = {
     "zb_h2": NamedOrder(zb_h2, 1, False, "loop", "no idling between first and last action, twice the memory of 1F1B"),
     "zb1p": NamedOrder(zb1p, 2, True, "loop", "zb_h1 in chunks: bubble / num_chunks"),
     "zbv": NamedOrder(zbv, 2, False, "v", "no idling between first and last action, memory of 1F1B on all ranks"),
-    "v_half": NamedOrder(v_half, 2, False, "v", "about half the memory of 1F1B, 7/12 of its bubble"),
+    "v_half": NamedOrder(v_half, 2, False, "v", "about half the memory of 1F1B, half its bubble"),
     "v_min": NamedOrder(v_min, 2, False, "v", "a third of the memory of 1F1B, about two thirds of its bubble"),
     "dual_pipe": NamedOrder(dual_pipe, 1, False, "bidirectional", "forward and backward run as one; parameters twice"),
     "dual_pipe_v": NamedOrder(dual_pipe_v, 2, False, "v", "dual_pipe on one copy of the parameters"),

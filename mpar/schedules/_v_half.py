@@ -1,46 +1,51 @@
-"""V-Half: half the activation memory of 1F1B, by repeating one microbatch's pattern on a V of two chunks."""
+"""V-Half: half the activation memory of 1F1B, half its bubble, on a V of two chunks."""
+
+from itertools import count
 
 from mpar.schedules._action import Action
 from mpar.schedules._sizes import check_sizes
 
-__all__ = ["repeat_pattern", "v_half"]
+__all__ = ["v_half"]
 
 
 def v_half(rank: int, *, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
     """V-Half (Qi et al. 2024, arXiv:2405.15362): stages `rank` and 2 num_ranks - 1 - rank on a rank.
 
     Keeps at most num_ranks + 2 microbatches live, summed over both chunks, if num_ranks is even, or num_ranks + 1 if it is odd:
-    2 num_ranks is what 1F1B needs on its first rank. Rank 1 of 2, with 3:
-        1F0 2F0 1F1 2F1 2I0 2W0  1I0 1W0 1F2 2F2 2I1 2W1  1I1 1W1 2I2 2W2  1I2 1W2
+    2 num_ranks is what 1F1B needs on its first rank. If F, I and W take one unit each and num_microbatches >= num_ranks > 2, the
+    bubble is 3 num_ranks - 5 units, or 3 num_ranks - 4 if it is odd: half of what 1F1B has, 6 (num_ranks - 1), less one or two.
+
+    The bounds are the paper's, the order is our own. It is made for an odd number of ranks, where all six actions of all ranks
+    fit into one another; an even number has the order of one rank more, without its first. Three phases:
+      fill:  forwards as they come in, up to what the main phase holds of each chunk. Then the second chunk begins its backward,
+             which frees what its next forwards take, until gradients reach the first chunk.
+      main:  one action of each sort in turn. Each operand is there when its turn comes, also if messages take 1/2 unit.
+      drain: once the first chunk has no forwards left, W gives way to I and F, for which other ranks wait. Rank 1 of 2, with 3:
+        1F0 2F0 1F1 2F1 2I0 1I0 1W0 1F2 2W0 2F2 2I1 1I1 1W1 2W1 2I2 1I2 1W2 2W2
     """
     check_sizes("v_half", rank, num_ranks, num_microbatches)
-    shift = 0 if num_ranks % 2 else 3
-    first, second = 2 * rank, 3 * num_ranks - rank - 2
-    times = (first, second, 3 * num_ranks + shift + 2 * rank - 1, 6 * num_ranks + shift - rank - 2)
-    return repeat_pattern(rank, num_ranks, num_microbatches, times)
+    odd = num_ranks + 1 - num_ranks % 2
+    place = rank + odd - num_ranks  # of this rank among an odd number
+    order: list[tuple[int, str, int]] = []
+    stages = (rank, 2 * num_ranks - 1 - rank)
+    counters = {(stage, kind): count() for stage in stages for kind in "FIW"}
 
+    def emit(times: int, *what: tuple[int, str]) -> None:
+        for _ in range(times):
+            for key in what:
+                order.append((*key, next(counters[key])))
 
-def repeat_pattern(rank: int, num_ranks: int, num_microbatches: int, times: tuple[int, int, int, int]) -> tuple[Action, ...]:
-    """One microbatch's actions every six units of time, as many as its actions on a rank take; W in the gaps, oldest first.
-
-    times: of F in the first chunk, F in the second, I in the second, I in the first, of microbatch 0; different modulo 6.
-    """
-    early, late = rank, 2 * num_ranks - 1 - rank
-    slots: list[tuple[int, str, int] | None] = [None] * 6
-    for time, stage, kind in zip(times, (early, late, late, early), "FFII", strict=True):
-        assert slots[time % 6] is None, f"two actions at a time: {times}"
-        slots[time % 6] = (stage, kind, time // 6)
-    order: list[Action] = []
-    pending: list[Action] = []  # W whose I ran; those before `done` ran too
-    done = 0
-    for round_ in range(num_microbatches + max(times) // 6):
-        for slot in slots:
-            if slot is not None and 0 <= round_ - slot[2] < num_microbatches:
-                stage, kind, delay = slot
-                order.append(Action(stage, kind, round_ - delay))
-                if kind == "I":
-                    pending.append(Action(stage, "W", round_ - delay))
-            elif done < len(pending):
-                order.append(pending[done])
-                done += 1
-    return (*order, *pending[done:])
+    (f0, i0, w0), (f1, i1, w1) = [[(stage, kind) for kind in "FIW"] for stage in stages]
+    first, second = odd - place // 2, place // 2 + 1  # forwards before any backward, as far as memory and operands allow
+    alone = min(first, 2 * (odd - place) - 1)  # of these before the first of the second chunk comes in
+    emit(alone, f0)
+    emit(first - alone, f1, f0)
+    emit(second - (first - alone), f1)
+    emit(odd // 2 - place // 2, i1, w1, f1)
+    if place % 2 == 0:
+        emit(num_microbatches, i1, i0, w0, f0, w1, f1)
+    else:
+        main = max(num_microbatches - first, 0) + 1
+        emit(main, i0, w0, i1, w1, f1, f0)
+        emit(num_microbatches - main, i0, i1, w0, f1, w1)
+    return tuple([Action(*entry) for entry in order if entry[2] < num_microbatches])

@@ -2,7 +2,6 @@
 
 from mpar.schedules._action import Action
 from mpar.schedules._sizes import check_sizes
-from mpar.schedules._v_half import repeat_pattern
 
 __all__ = ["v_min"]
 
@@ -18,4 +17,30 @@ def v_min(rank: int, *, num_ranks: int, num_microbatches: int) -> tuple[Action, 
     shift = 0 if num_ranks % 3 else 2
     first, second = rank, 2 * num_ranks - rank - 1
     times = (first, second, 2 * num_ranks + shift + rank, 4 * num_ranks + shift - rank - 1)
-    return repeat_pattern(rank, num_ranks, num_microbatches, times)
+    return _repeat_pattern(rank, num_ranks, num_microbatches, times)
+
+
+def _repeat_pattern(rank: int, num_ranks: int, num_microbatches: int, times: tuple[int, int, int, int]) -> tuple[Action, ...]:
+    """One microbatch's actions every six units of time, as many as its actions on a rank take; W in the gaps, oldest first.
+
+    times: of F in the first chunk, F in the second, I in the second, I in the first, of microbatch 0; different modulo 6.
+    """
+    early, late = rank, 2 * num_ranks - 1 - rank
+    slots: list[tuple[int, str, int] | None] = [None] * 6
+    for time, stage, kind in zip(times, (early, late, late, early), "FFII", strict=True):
+        assert slots[time % 6] is None, f"two actions at a time: {times}"
+        slots[time % 6] = (stage, kind, time // 6)
+    order: list[Action] = []
+    pending: list[Action] = []  # W whose I ran; those before `done` ran too
+    done = 0
+    for round_ in range(num_microbatches + max(times) // 6):
+        for slot in slots:
+            if slot is not None and 0 <= round_ - slot[2] < num_microbatches:
+                stage, kind, delay = slot
+                order.append(Action(stage, kind, round_ - delay))
+                if kind == "I":
+                    pending.append(Action(stage, "W", round_ - delay))
+            elif done < len(pending):
+                order.append(pending[done])
+                done += 1
+    return (*order, *pending[done:])

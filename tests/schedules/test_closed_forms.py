@@ -126,17 +126,39 @@ def test_zbv():
 
 
 def test_v_half():
-    """For M >= 2 P and F = I = W: P + 2 chunks in flight if P is even, P + 1 if odd, on all ranks, where 1F1B has 2 P.
+    """F = I = W = 1, M >= P: a bubble of 3 P - 5 units if P is even, 3 P - 4 if odd: within 1F1B's 6 (P - 1) / 2.
 
-    The bubble is 7 (P - 1) / 2 units, and 3 / 2 more if P is even: 7 / 12 of 1F1B's 6 (P - 1). Rank r holds microbatch 0 in its
-    first chunk from 2 r to 6 P - r - 2, in its second from 3 P - r - 2 to 3 P + 2 r - 1: 6 P and a few units, one chunk per 6.
+    P + 2 chunks in flight if P is even, P + 1 if odd, where 1F1B has 2 P: on all ranks if M >= 2 P, never more. One pair apart:
+    two microbatches on two ranks have a bubble of 2.
     """
+    checked = 0
     for p, m in PAIRS:
+        times = run("v_half", p, 2, m)
+        chunks = p + 2 - p % 2
+        assert max(times.peak_bytes) <= chunks
+        if m >= p:
+            assert times.bubble == (2 if p == m == 2 else max(0, 3 * p - 5 + p % 2)), (p, m)
+            checked += 1
         if m >= 2 * p:
-            times = run("v_half", p, 2, m)
-            even = p % 2 == 0
-            assert times.peak_bytes == [p + 1 + even] * p, (p, m)
-            assert times.bubble == 7 * (p - 1) / 2 + 1.5 * even, (p, m)
+            assert times.peak_bytes == [chunks] * p, (p, m)
+    assert checked == 228
+
+
+def test_v_half_if_weights_take_half_as_long():
+    """F = I = 2, W = 1, M >= P > 2: a bubble of 7 P - 9 units if P is even, 7 P - 8 if odd, where 1F1B has 10 (P - 1)."""
+    for p, m in PAIRS:
+        if m >= p > 2:
+            assert run("v_half", p, 2, m, (2, 2, 1)).bubble == 7 * p - 9 + p % 2, (p, m)
+
+
+def test_v_half_waits_for_no_message_in_its_main_phase():
+    """If a message takes half as long as an action, more microbatches add no bubble."""
+    for p in RANKS:
+        costs = Costs.uniform(2 * p, transfer=0.5)
+        bubbles = {
+            timeline(actions("v_half", num_ranks=p, num_microbatches=m), costs).bubble for m in (2 * p + 1, 3 * p + 2, 6 * p)
+        }
+        assert len(bubbles) == 1, (p, bubbles)
 
 
 def test_v_min():
@@ -255,8 +277,8 @@ def test_the_least_of_all_makespans_is_never_undercut():
     """M >= 2 P, F = I = W: the schedules in the order of their published bubbles, of equal models."""
     for p in range(2, 9):
         m = 4 * p
-        names = [("zbv", 2), ("zb1p", 2), ("interleaved", 2), ("v_half", 2), ("v_min", 2)]
+        names = [("zbv", 2), ("zb1p", 2), ("v_half", 2), ("interleaved", 2), ("v_min", 2)]
         bubbles = [run(name, p, v, m).bubble for name, v in names]
         plain = 2 * run("one_f_one_b", p, 1, m).bubble
-        assert bubbles[0] <= bubbles[1] < bubbles[2] <= bubbles[3]
+        assert bubbles == sorted(bubbles)
         assert max(bubbles) < plain
