@@ -182,7 +182,7 @@ def _pipeline(program: Program, hardware: Hardware) -> list[str]:
     shown = peaks if len(peaks) <= 8 else [*peaks[:6], "...", peaks[-1]]
     return [
         f"pipeline    {program.info['schedule']}, {num_stages(program)} stages; bubble {idle:.1f} % of the step, {in_span:.1f} % "
-        f"between a rank's first and last instruction ({hardware.name})",
+        f"between a rank's first forward and its last backward ({hardware.name})",
         f"peaks       along pp: {', '.join(shown)}",
     ]
 
