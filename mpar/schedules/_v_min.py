@@ -10,7 +10,7 @@ def v_min(rank: int, *, num_ranks: int, num_microbatches: int) -> tuple[Action, 
     """V-Min (Qi et al. 2024, arXiv:2405.15362): stages `rank` and 2 num_ranks - 1 - rank on a rank.
 
     Keeps at most 2 ceil((num_ranks + 2) / 3) microbatches live, summed over both chunks: 2 num_ranks is what 1F1B needs on its
-    first rank. Rank 1 of 2, with 3:
+    first rank. On 2, 3 and 5 ranks v_half keeps no more and idles less. Rank 1 of 2, with 3:
         1F0 2F0 2I0 1I0  1F1 2F1 2W0 1W0 2I1 1I1  1F2 2F2 2W1 1W1 2I2 1I2  2W2 1W2
     """
     check_sizes("v_min", rank, num_ranks, num_microbatches)

@@ -176,6 +176,14 @@ def test_v_min():
     assert sorted(set(peaks)) == [(1, 2), (2, 4), (3, 4), (4, 4), (5, 6), (6, 6), (7, 6), (8, 8)]
 
 
+def test_v_min_pays_where_v_half_needs_more_memory():
+    """M >= 2 P: on 2, 3 and 5 ranks, of 2 to 8, V-Half has the smaller bubble and no higher peak; on the others the peak is higher."""
+    for p in range(2, 9):
+        half, least = run("v_half", p, 2, 4 * p), run("v_min", p, 2, 4 * p)
+        assert half.bubble < least.bubble
+        assert (max(half.peak_bytes) <= max(least.peak_bytes)) == (p in (2, 3, 5)), p
+
+
 @pytest.mark.parametrize("name, v", [("v_half", 2), ("v_min", 2), ("zbv", 2), ("interleaved", 2), ("one_f_one_b", 1)])
 def test_peaks_do_not_grow_with_microbatches(name, v):
     """Twice the microbatches, the same memory."""
