@@ -177,7 +177,7 @@ def test_v_min():
 
 
 def test_v_min_pays_where_v_half_needs_more_memory():
-    """M >= 2 P: on 2, 3 and 5 ranks, of 2 to 8, V-Half has the smaller bubble and no higher peak; on the others the peak is higher."""
+    """V-Half has the smaller bubble on 2 to 8 ranks, and the higher peak, but not on 2, 3 and 5."""
     for p in range(2, 9):
         half, least = run("v_half", p, 2, 4 * p), run("v_min", p, 2, 4 * p)
         assert half.bubble < least.bubble
