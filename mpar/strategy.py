@@ -138,6 +138,8 @@ class Strategy:
         tables = (self.compute, self.param_storage, self.grad_storage, self.opt_storage)
         used = {axis for table in tables for axes_ in table.values() for axis in axes_}
         idle = [axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and axis not in {*used, "pp"} and not _is_rest(axis, mesh)]
+        if "pp" in used:
+            problems.append("a rule shards by mesh axis 'pp', which places stages: no tensor is sharded by it")
         if idle:
             problems.append(
                 f"mesh axes {idle} are used by no rule of strategy {self.name!r}: their ranks would all do the same work"

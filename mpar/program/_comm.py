@@ -18,6 +18,7 @@ from mpar.collectives import fold
 from mpar.errors import MeshError
 from mpar.mesh import Mesh
 from mpar.program._channels import Channels, Message
+from mpar.program._shared_mail import MAIL_BYTES
 from mpar.program._shared_memory import SharedGroup, connect
 
 __all__ = ["Comm", "Counter", "ProcessComm"]
@@ -93,6 +94,12 @@ class ProcessComm:
             found, self._channels.mail = connect(groups, self._channels.letters())
             self._shared = {axes: group for axes, group in zip(self._groups, found, strict=True) if group is not None}
             apart = [axes for axes in self._groups if axes not in self._shared]
+            if transport == "shared" and messages and self._channels.mail is None:
+                raise MeshError(
+                    f"transport='shared': rank {rank} cannot leave its messages to other stages in shared memory: these are on "
+                    f"other machines, or a rank sends more than {MAIL_BYTES:,} bytes in a step.\n"
+                    "Leave transport out: messages then take the fastest way that there is."
+                )
             if transport == "shared" and apart:
                 raise MeshError(
                     f"transport='shared': rank {rank} shares no memory with its groups over {apart}: they reach other machines "

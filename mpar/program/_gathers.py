@@ -36,6 +36,20 @@ class Gathers:
         self.group_of = {(stage, unit.path): group for stage, own in groups.items() for group in own for unit in group}
         self.present: dict[str, list[int]] = {}
         self.position = 0
+        self.wanted = self._wanted()  # per use, units that stay gathered after it
+
+    def _wanted(self) -> list[frozenset[str]]:
+        """Units in groups that the next use reads, or a later one of the same action."""
+        out: list[frozenset[str]] = []
+        rest: frozenset[str] = frozenset()  # what the uses from the next one to the end of its action read
+        following: Use | None = None
+        first: frozenset[str] = frozenset()  # what the next use reads
+        for use in reversed(self.uses):
+            same = following is not None and following.action == use.action
+            out.append(rest if same else first)
+            first = frozenset(unit.path for path in use.paths for unit in self.group_of[use.stage, path])
+            rest, following = (first | rest if same else first), use
+        return out[::-1]
 
     def parameters(self, paths: Sequence[str], microbatch: int) -> list[int]:
         """The values of the parameters at `paths`, gathered with their group if they are not there yet; -1 for a path that this
@@ -68,17 +82,10 @@ class Gathers:
 
     def next_use(self) -> None:
         """The use is over. Forget what is gathered, but groups that the next use reads, or a later one of the same action."""
-        now = self.uses[self.position]
+        if not self.keep and self.present:
+            wanted = self.wanted[self.position]
+            self.present = {path: values for path, values in self.present.items() if path in wanted}
         self.position += 1
-        if self.keep or not self.present:
-            return
-        wanted: set[str] = set()
-        for later in range(self.position, len(self.uses)):
-            use = self.uses[later]
-            if later > self.position and use.action != now.action:
-                break
-            wanted |= {unit.path for path in use.paths for unit in self.group_of[use.stage, path]}
-        self.present = {path: values for path, values in self.present.items() if path in wanted}
 
 
 def use_name(path: str, index: int, copy: int) -> str:

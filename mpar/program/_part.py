@@ -236,7 +236,9 @@ class _PartWriter:
             self._backward(stage, microbatch)
         elif kind == "W":
             self._backward_weight(stage, microbatch)
-        elif not first:
+        elif first:
+            self._hand_back(stage, microbatch, [])  # there may be empty stages before it
+        else:
             self._backward_input(stage, microbatch)
 
     def _context(self, m: int) -> list[int]:

@@ -71,6 +71,7 @@ def connect(
             _make_semaphores(segments[rank], len(groups))
             for offset in places_of_own.values():
                 make_semaphore(segments[rank].address(offset))
+                make_semaphore(segments[rank].address(offset + SEMAPHORE))
         reached: list[Any] = [None] * world
         dist.all_gather_object(reached, sorted(segments))  # after this every semaphore exists, and no file is opened any more
     finally:

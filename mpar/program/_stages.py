@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from mpar.errors import ConfigError
+from mpar.errors import ConfigError, ProgramError
 from mpar.program._predict import Hardware, segment_time
 from mpar.program._segments import SegmentCode
 from mpar.program._split import split_segment
@@ -64,6 +64,10 @@ class Pipeline:
         return [(index, copy, at) for index in users for copy, at in enumerate(self.positions[self.stage_of(index)])]
 
 
+Context = tuple[Sequence[str], Sequence[SegmentCode], Hardware]
+"""Names and code of the segments, and whose costs count."""
+
+
 def make_pipeline(
     schedule: Schedule,
     num_positions: int,
@@ -78,72 +82,86 @@ def make_pipeline(
 
     Raises ConfigError if the schedule cannot run on `num_positions` ranks.
     """
-    if schedule.table is not None:
-        tables = [[list(own) for own in schedule.table]]
-        if len(tables[0]) != num_positions:
-            raise ConfigError(f"a table of {len(tables[0])} ranks does not fit mesh axis pp={num_positions}")
-        if (count := count_microbatches(tables[0])) != num_microbatches:
-            raise ConfigError(f"a table of {count} microbatches does not fit num_microbatches={num_microbatches}")
-    elif schedule.name == "auto":
-        tables = _found(schedule, num_positions, num_microbatches, names, codes, hardware)
-    else:
-        tables = [
-            actions(
-                schedule.name,
-                num_ranks=num_positions,
-                num_chunks=schedule.num_chunks,
-                num_microbatches=num_microbatches,
-                **schedule.options,
-            )
-        ]
-    candidates = []
-    for table in tables:
-        ranges = _ranges(schedule, names, num_stages(table), codes, hardware)
+    context = (names, codes, hardware)
+    candidates, refused = [], []
+    for table in _tables(schedule, num_positions, num_microbatches, context):
+        ranges = _ranges(schedule, num_stages(table), context)
         costs = stage_costs(ranges, codes, hardware, split=any(action.kind == "I" for own in table for action in own))
-        candidates.append((timeline(table, costs).makespan, ranges, table, costs))
+        try:
+            candidates.append((timeline(table, costs).makespan, ranges, table, costs))
+        except ProgramError as error:
+            refused.append(str(error))
+    if not candidates:
+        raise ConfigError(f"the table of the schedule cannot be run: {'; '.join(refused)}")
     _, ranges, table, costs = min(candidates, key=lambda candidate: candidate[0])
     if not backward:
         table = [[action for action in own if action.kind == "F"] for own in table]
+    elif not any(action.kind in "BW" for own in table for action in own):
+        raise ConfigError(f"cannot train by schedule {schedule.name!r}: it has forwards only; compile_eval runs those")
     steps = lower(table, costs)
     verify(steps)
     table = [[item for item in own if isinstance(item, Action)] for own in steps]  # some I and W have become B
     return Pipeline(ranges, table, steps)
 
 
-def _found(
-    schedule: Schedule,
-    num_positions: int,
-    num_microbatches: int,
-    names: Sequence[str],
-    codes: Sequence[SegmentCode],
-    hardware: Hardware,
-) -> list[list[list[Action]]]:
+def _tables(schedule: Schedule, num_positions: int, num_microbatches: int, context: Context) -> list[list[list[Action]]]:
+    """The orders to choose from: one, but for `auto`."""
+    if schedule.table is not None:
+        return [_given(schedule, num_positions, num_microbatches)]
+    if schedule.name == "auto":
+        return _found(schedule, num_positions, num_microbatches, context)
+    sizes: dict[str, Any] = {"num_ranks": num_positions, "num_chunks": schedule.num_chunks, "num_microbatches": num_microbatches}
+    return [actions(schedule.name, **sizes, **schedule.options)]
+
+
+def _given(schedule: Schedule, num_positions: int, num_microbatches: int) -> list[list[Action]]:
+    assert schedule.table is not None
+    table = [list(own) for own in schedule.table]
+    wrong = []
+    if len(table) != num_positions:
+        wrong.append(f"it has {len(table)} ranks, which does not fit mesh axis pp={num_positions}")
+    if (count := count_microbatches(table)) != num_microbatches:
+        wrong.append(f"it has {count} microbatches, which does not fit num_microbatches={num_microbatches}")
+    if schedule.num_chunks is not None or schedule.options:
+        wrong.append("it says all by itself: num_chunks and options belong to schedules by name")
+    if wrong:
+        raise ConfigError("cannot use this table of a schedule: " + "; ".join(wrong))
+    return table
+
+
+def _found(schedule: Schedule, num_positions: int, num_microbatches: int, context: Context) -> list[list[list[Action]]]:
     """What `auto` finds for each placement that the schedule leaves open: one or two stages a rank, in a loop or a V."""
     unknown = sorted(set(schedule.options) - {"placement", "cap_bytes"})
-    if unknown:
-        raise ConfigError(f"schedule auto: it has no options {unknown} (its options: placement, cap_bytes)")
-    numbers = (1, 2) if schedule.num_chunks is None else (schedule.num_chunks,)
-    tables = []
-    for chunks, placement in [(n, p) for n in numbers for p in (("loop", "v") if n > 1 else ("loop",))]:
-        if schedule.options.get("placement", placement) != placement or chunks * num_positions > max(len(names), num_positions):
-            continue
-        ranges = _ranges(schedule, names, chunks * num_positions, codes, hardware)
-        tables.append(
-            auto_actions(
-                num_ranks=num_positions,
-                num_chunks=chunks,
-                num_microbatches=num_microbatches,
-                costs=stage_costs(ranges, codes, hardware, split=True),
-                placement=placement,
-                cap_bytes=schedule.options.get("cap_bytes"),
-            )
+    wanted = schedule.options.get("placement")
+    if unknown or wanted not in (None, "loop", "v"):
+        raise ConfigError(
+            f"schedule auto: its options are placement (loop or v) and cap_bytes; here they are {dict(schedule.options)}"
         )
+    numbers = (1, 2) if schedule.num_chunks is None else (schedule.num_chunks,)
+    choices = [(n, p) for n in numbers for p in ("loop", "v") if (n > 1 or p == "loop") and wanted in (None, p)]
+    tables, refused = [], [] if choices else [f"{numbers} stages a rank in placement {wanted}: a V needs two"]
+    for chunks, placement in choices:
+        try:
+            ranges = _ranges(schedule, chunks * num_positions, context)
+            tables.append(
+                auto_actions(
+                    num_ranks=num_positions,
+                    num_chunks=chunks,
+                    num_microbatches=num_microbatches,
+                    costs=stage_costs(ranges, *context[1:], split=True),
+                    placement=placement,
+                    cap_bytes=schedule.options.get("cap_bytes"),
+                )
+            )
+        except ConfigError as error:
+            refused.append(f"{chunks} stages a rank in placement {placement}: {error}")
+    if not tables:
+        raise ConfigError("schedule auto finds no order:\n  " + "\n  ".join(refused))
     return tables
 
 
-def _ranges(
-    schedule: Schedule, names: Sequence[str], stages: int, codes: Sequence[SegmentCode], hardware: Hardware
-) -> tuple[range, ...]:
+def _ranges(schedule: Schedule, stages: int, context: Context) -> tuple[range, ...]:
+    names, codes, hardware = context
     whole = None
     if schedule.layout == "balance":
         whole = [segment_time(code.forward.kind, hardware) + segment_time(code.backward.kind, hardware) for code in codes]

@@ -98,6 +98,16 @@ def actions(
         for option in options
         if option not in schedule.options
     ]
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches} | (
+        {} if num_chunks is None else {"num_chunks": num_chunks}
+    )
+    types = [f"{size}={value!r} is no whole number" for size, value in sizes.items() if type(value) is not int]
+    for option, value in options.items():
+        default = inspect.signature(schedule.function).parameters[option].default if option in schedule.options else value
+        if type(value) not in ((int, type(None)) if default is None else (type(default),)):
+            types.append(f"option {option}={value!r} is of another type than {default!r}, which it is if nothing is said")
+    if types:
+        raise ConfigError(f"schedule {name}: {'; '.join(wrong + types)}")
     chunks = schedule.chunks if num_chunks is None else num_chunks
     if schedule.allowed_chunks is not None and chunks not in schedule.allowed_chunks:
         others = ", ".join(other for other, entry in SCHEDULES.items() if entry.any_chunks)

@@ -1,5 +1,6 @@
 """Pipelines in simulation: every schedule, mesh, layout and pass gives the bits of one stage, which are plain torch's too."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from torch import Tensor
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from mpar import Mesh, models, testing, tree
-from mpar.errors import ConfigError, UnknownNameError
+from mpar.errors import ConfigError, ShardingError, UnknownNameError
 from mpar.optim import AdamW
 from mpar.program import Program
 from mpar.program.compiler import Schedule, compile_eval, compile_step
 from mpar.schedules import SCHEDULES, Action, actions, from_table
+from mpar.strategy import preset
 from tests.program.test_exactness import CONFIG, LEARNING_RATE, Recorder, V, layer, normalise
 
 S, NUM_LAYERS, NUM_STEPS = 8, 8, 2
@@ -374,6 +376,13 @@ ERRORS = [
     ({"pp": 2}, Schedule("zbv", 3), ConfigError, ["3 chunks on 2 ranks are 6 stages", "4 in all"]),
     ({"pp": 2}, Schedule("1f1b"), UnknownNameError, ["'1f1b'", "one_f_one_b"]),
     ({"pp": 9}, Schedule(), ConfigError, ["8 layers", "9 stages", "1 empty"]),
+    ({"pp": 2}, Schedule("auto", options={"placement": "spiral"}), ConfigError, ["loop or v", "spiral"]),
+    ({"pp": 2}, Schedule("auto", 1, options={"placement": "v"}), ConfigError, ["a V needs two"]),
+    ({"pp": 2}, Schedule("auto", 8), ConfigError, ["8 stages a rank", "8 layers for 16 stages"]),
+    ({"pp": 2}, Schedule("forward_only"), ConfigError, ["forwards only", "compile_eval"]),
+    ({"pp": 2}, Schedule(num_chunks=7, table=HALF_TABLE), ConfigError, ["num_chunks and options"]),
+    ({"pp": 2}, Schedule("one_f_one_b", options={"extra_warmup": "x"}), ConfigError, ["extra_warmup='x'", "type"]),
+    ({"pp": 2}, Schedule("interleaved", 2.0), ConfigError, ["num_chunks=2.0", "whole number"]),
 ]
 
 
@@ -395,3 +404,10 @@ def test_a_table_of_other_microbatches_is_refused():
     """A table of 4 microbatches does not train on 8: half of the batch would be left out."""
     with pytest.raises(ConfigError, match=r"4.*8|8.*4"):
         compiled(Mesh(pp=2), "ddp", 8, 8, Schedule(table=HALF_TABLE))
+
+
+def test_rules_over_stages_are_refused():
+    """No tensor is sharded by the axis that places stages; the rule is refused before anything is compiled."""
+    wrong = dataclasses.replace(preset("ddp"), compute=preset("ddp").compute | {"batch": ("pp", "dp", "fsdp")})
+    with pytest.raises(ShardingError, match="places stages"):
+        compiled(Mesh(pp=2), wrong, 4, 2)
