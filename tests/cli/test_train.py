@@ -112,6 +112,7 @@ def test_a_rank_loads_no_compiler():
         "omegaconf",
         "matplotlib",
     )
+    heavy += ("mpar.schedules._search", "mpar.schedules._auto", "mpar.schedules._html", "mpar.schedules._names")
     heavy += ("sympy", "networkx", "torch._dynamo", "torch._inductor", "transformers")
     assert not [name for name in loaded if name.startswith(heavy)]
 

@@ -241,7 +241,8 @@ def test_gradients_are_added_up_in_the_wide_dtype(reduce, make_model):
     assert {program.values[v].dtype for v in program.parts[0].contributions} == {torch.float32}
     assert all("fsdp" in program.values[v].spec.partial for v in program.parts[0].contributions)
     (use,) = next(k for name, k in program.kinds.items() if name.startswith("reduce")).collectives
-    assert use.bytes == sum(program.values[v].bytes for v in program.parts[0].contributions) // 2  # one microbatch, 4 bytes an element
+    whole = sum(program.values[v].bytes for v in program.parts[0].contributions)
+    assert use.bytes == whole // 2  # one microbatch, 4 bytes an element
 
 
 def test_a_batch_in_which_nothing_counts(make_model, make_state, batch):

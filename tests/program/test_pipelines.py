@@ -371,7 +371,7 @@ ERRORS = [
     ({"pp": 4}, Schedule("dual_pipe_v"), ConfigError, ["4", "8"]),
     ({"pp": 4}, Schedule(table=HALF_TABLE), ConfigError, ["2 ranks", "pp=4"]),
     ({"pp": 2}, Schedule("gpipe", options={"extra_warmup": 1}), ConfigError, ["no option 'extra_warmup'", "none"]),
-    ({"pp": 2}, Schedule("auto", options={"cap": 1}), ConfigError, ["cap", "placement, cap_bytes"]),
+    ({"pp": 2}, Schedule("auto", options={"cap": 1}), ConfigError, ["cap", "cap_bytes"]),
     ({"pp": 2}, Schedule("interleaved", options={"group": 1}), ConfigError, ["no option 'group'", "group_size"]),
     ({"pp": 2}, Schedule("zbv", 3), ConfigError, ["3 chunks on 2 ranks are 6 stages", "4 in all"]),
     ({"pp": 2}, Schedule("1f1b"), UnknownNameError, ["'1f1b'", "one_f_one_b"]),

@@ -35,3 +35,16 @@ def test_words(program):
     assert describe_place(program, 3, Place(12, line, 1, 0, 0), dead=True) == f"{head}: was in {uses[0].op} over tp with rank 2"
     assert describe_place(program, 0, Place(4, -1, 0, 0, 0)) == "rank 0, after step 4: between two steps"
     assert describe_place(program, 0, None) == "rank 0: had not begun"
+
+
+def test_an_evaluation_is_told_apart(program, tmp_path):
+    """Lines of the program that evaluates are called so, until the next step begins."""
+    path = tmp_path / "place"
+    with Watch(path) as watch:
+        watch.between_steps(3)
+        watch.begin_evaluation()
+        watch(5, program.instructions[5])
+        assert read_place(path).evaluating
+        assert describe_place(program, 1, read_place(path)).startswith("rank 1, evaluation after step 3, line 0005 ")
+        watch.between_steps(3)
+        assert not read_place(path).evaluating
