@@ -1,0 +1,56 @@
+"""The program that evaluates, beside the one that trains."""
+
+import pytest
+import torch
+
+from mpar.cli._compose import compose_config
+from mpar.train import TrainConfig, fresh_state, make_evaluation_batches, make_model
+from mpar.train._evaluation import Evaluation
+from mpar.train._watch import Watch
+from mpar.train.prepare import compile_evaluation, compile_program
+from tests.train.conftest import SMALL
+
+DEEP = [*SMALL, "model.config.num_hidden_layers=6", "data.batch_size=8", "schedule.num_microbatches=4", "evaluation.fraction=0.2"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["mesh=pp2", "strategy=ddp", "schedule=zbv"],
+        ["mesh=pp2", "strategy=ddp", "schedule=auto"],
+        ["mesh=pp2", "strategy=ddp", "schedule=dual_pipe"],
+        ["mesh=pp2", "strategy=ddp", "schedule.layout=balance"],
+        ["mesh=pp2", "strategy=ddp", "schedule.layout='E|tttttt||L'", "schedule=zbv"],
+        ["mesh=pp2_fsdp2", "strategy=zero3", "schedule=interleaved", "model.config.tie_word_embeddings=true"],
+    ],
+    ids=["v", "auto", "dual", "balance", "letters", "tied"],
+)
+def test_parameters_lie_where_training_has_them(how):
+    """Stages are the training's, and every parameter that evaluation reads is on the same ranks in the same shards."""
+    config = compose_config("train", TrainConfig, [*DEEP, *how])[0]
+    training = compile_program(config)
+    evaluation = compile_evaluation(config, training)
+    assert evaluation.info["stage_of"] == training.info["stage_of"]
+    for ours, theirs in zip(evaluation.parts, training.parts, strict=True):
+        held = {leaf.path: (leaf.spec, leaf.shape, leaf.dtype) for leaf in theirs.state_in}
+        assert all(held[leaf.path] == (leaf.spec, leaf.shape, leaf.dtype) for leaf in ours.state_in)
+        assert {step.op for step in ours.instructions}.isdisjoint({"backward", "backward_input", "update", "reduce"})
+
+
+def test_the_state_stays_as_it_is(tmp_path):
+    """After an evaluation the same tensors with the same elements are in the state, which the next step can take."""
+    how = ["mesh=one", "strategy=ddp", "steps=10", "evaluation.every=4"]
+    config = compose_config("train", TrainConfig, [*DEEP, *how])[0]
+    model, program = make_model(config), compile_program(config)
+    state = fresh_state(program, model, 0, seed=0, hf_path=None, device=torch.device("cpu"))
+    before = {path: (leaf.data_ptr(), leaf.clone()) for path, leaf in state.leaves.items()}
+    forwards = compile_evaluation(config, program)
+    batches = make_evaluation_batches(config, model)
+    with Watch(tmp_path / "place") as watch:
+        evaluation = Evaluation(forwards, forwards.bind(), batches, config.evaluation.every, 2)
+        losses = [evaluation.loss(state, 0, torch.device("cpu"), watch) for _ in range(2)]
+    assert losses[0] == losses[1] > 0
+    assert state.leaves.keys() == before.keys()
+    assert all(leaf.data_ptr() == before[path][0] for path, leaf in state.leaves.items())
+    assert all(torch.equal(leaf, before[path][1]) for path, leaf in state.leaves.items())
+    assert [step for step in range(1, 11) if evaluation.is_due(step, 10)] == [4, 8, 10]
