@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -41,6 +42,20 @@ def test_a_program_equals_itself(one):
     assert not found.added
     assert not found.removed
     assert found.peak_bytes == (one.predict().peak_bytes,) * 2
+
+
+def test_numbers_do_not_matter(one):
+    """Other numbers of messages and other names of values are no difference; another peer is."""
+    renumbered = [
+        replace(
+            part, instructions=[replace(step, message=step.message + 100 * (step.message >= 0)) for step in part.instructions]
+        )
+        for part in one.parts
+    ]
+    values = [replace(value, name=f"v{number}") for number, value in enumerate(one.values)]
+    assert not diff(one, replace(one, parts=renumbered, values=values)).hunks
+    last = replace(one.parts[0], instructions=[replace(step, peer=step.peer * 2) for step in one.parts[0].instructions])
+    assert set(diff(one, replace(one, parts=[last, one.parts[1]])).added) == {"send", "recv", "wait"}
 
 
 @pytest.mark.parametrize(
