@@ -34,8 +34,8 @@ def test_a_wrong_pipeline(how, words, capsys):
     ("content", "words"),
     [
         (b"0F0,0B0,zero\n", "line 1, cell 3: 'zero' is no action"),
-        (b"0F0,0B0\n", "a table of 1 ranks does not fit mesh axis pp=2"),
-        (b"0F0,0B0\n1F0,1B0\n", "a table of 1 microbatches does not fit num_microbatches=4"),
+        (b"0F0,0B0\n", "1 ranks, which does not fit mesh axis pp=2"),
+        (b"0F0,0B0\n1F0,1B0\n", "1 microbatches, which does not fit num_microbatches=4"),
         (b"\xff\xfe\x00\x80", "it is no text of cells and commas"),
         (None, "No such file"),
     ],
