@@ -123,7 +123,7 @@ def _compile(
     )
     names = [segment.name for segment in model.segments]
     pipeline = make_pipeline(
-        schedule, mesh.axis_size("pp"), num_microbatches, names, codes, hardware or REFERENCE, backward=optimizer is not None
+        schedule, mesh, num_microbatches, names, codes, hardware or REFERENCE, backward=optimizer is not None
     )
     step = Step(
         model=model,

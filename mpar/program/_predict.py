@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpar.mesh import Mesh
 from mpar.program._memory import sweep
 from mpar.program._times import step_times
 
@@ -103,7 +104,7 @@ def _predict_part(program: "Program", position: int, hardware: Hardware | None) 
     state = sum({program.values[leaf.value].storage: program.values[leaf.value].bytes for leaf in part.state_in}.values())
     times: dict[str, float | None] = {"compute_s": None, "communication_s": None}
     if hardware is not None:
-        communication = sum(_collective_time(program, use, hardware) for use in uses)
+        communication = sum(_collective_time(program.mesh, use, hardware) for use in uses)
         total = sum(instruction_durations(program, hardware, position)[0])
         times = {"compute_s": total - communication, "communication_s": communication}
     return Prediction(
@@ -166,25 +167,19 @@ def _timeline(program: "Program", part: "Part") -> Iterator[tuple[int, int]]:
         yield max(peak, live), live
 
 
-def segment_time(kind: "Kind", hardware: Hardware) -> float:
-    """Seconds of a segment without its collectives: the larger of arithmetic and memory traffic."""
+def segment_time(kind: "Kind", mesh: Mesh, hardware: Hardware) -> float:
+    """Seconds of a segment: the larger of arithmetic and memory traffic, then its collectives, one after the other."""
     dtypes = (dtype for _, dtype in kind.operands if dtype.is_floating_point)
     narrow = min(dtypes, key=lambda d: d.itemsize, default=torch.float32)
     rate = hardware.flops_per_s.get(str(narrow).removeprefix("torch."), max(hardware.flops_per_s.values()))
-    return max(kind.flops / rate, kind.bytes / hardware.memory_bytes_per_s) + hardware.launch_s
+    local = max(kind.flops / rate, kind.bytes / hardware.memory_bytes_per_s) + hardware.launch_s
+    return local + sum(_collective_time(mesh, use, hardware) for use in kind.collectives)
 
 
 def instruction_durations(program: "Program", hardware: Hardware, position: int | None = None) -> list[list[float]]:
-    """Seconds of each instruction, per position along pp (or of one): a segment, then its collectives, one after the other.
-
-    Posting a message and waiting for it take none: the message itself does.
-    """
-    cache = {
-        name: 0.0
-        if not kind.source
-        else segment_time(kind, hardware) + sum(_collective_time(program, use, hardware) for use in kind.collectives)
-        for name, kind in program.kinds.items()
-    }
+    """Seconds of each instruction, per position along pp (or of one); posting a message and waiting for it take none: the message
+    itself does."""
+    cache = {name: segment_time(kind, program.mesh, hardware) if kind.source else 0.0 for name, kind in program.kinds.items()}
     parts = program.parts if position is None else [program.parts[position]]
     return [[cache[step.kind] for step in part.instructions] for part in parts]
 
@@ -202,17 +197,16 @@ def message_durations(program: "Program", hardware: Hardware) -> dict[int, float
     return out
 
 
-def _collective_time(program: "Program", use: "CollectiveUse", hardware: Hardware) -> float:
+def _collective_time(mesh: Mesh, use: "CollectiveUse", hardware: Hardware) -> float:
     """Ring costs: (n - 1) / n of the whole message through one rank's link; twice that for an all_reduce."""
-    rate, latency = _link(hardware, crosses=_crosses_nodes(program, use.axes, hardware.ranks_per_node))
+    rate, latency = _link(hardware, crosses=_crosses_nodes(mesh, use.axes, hardware.ranks_per_node))
     n = use.size
     whole = use.bytes * n if use.op == "all_gather" else use.bytes
     passes = 2 if use.op == "all_reduce" else 1
     return latency + passes * whole * (n - 1) / n / rate
 
 
-def _crosses_nodes(program: "Program", axes: tuple[str, ...], ranks_per_node: int) -> bool:
-    mesh = program.mesh
+def _crosses_nodes(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> bool:
     first = {axis: mesh.axis_size(axis) - 1 for axis in axes}
     return mesh.rank(first) // ranks_per_node > 0
 

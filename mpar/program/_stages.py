@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from mpar.errors import ConfigError, ProgramError
+from mpar.mesh import Mesh
 from mpar.program._predict import Hardware, segment_time
 from mpar.program._segments import SegmentCode
 from mpar.program._split import split_segment
@@ -64,13 +65,13 @@ class Pipeline:
         return [(index, copy, at) for index in users for copy, at in enumerate(self.positions[self.stage_of(index)])]
 
 
-Context = tuple[Sequence[str], Sequence[SegmentCode], Hardware]
-"""Names and code of the segments, and whose costs count."""
+Context = tuple[Sequence[str], Sequence[SegmentCode], Mesh, Hardware]
+"""Names and code of the segments, on which mesh, and whose costs count."""
 
 
 def make_pipeline(
     schedule: Schedule,
-    num_positions: int,
+    mesh: Mesh,
     num_microbatches: int,
     names: Sequence[str],
     codes: Sequence[SegmentCode],
@@ -80,13 +81,14 @@ def make_pipeline(
 ) -> Pipeline:
     """Stages and their order, without `backward` of forwards alone.
 
-    Raises ConfigError if the schedule cannot run on `num_positions` ranks.
+    Raises ConfigError if the schedule cannot run on the ranks of pp.
     """
-    context = (names, codes, hardware)
+    context = (names, codes, mesh, hardware)
+    num_positions = mesh.axis_size("pp")
     candidates, refused = [], []
     for table in _tables(schedule, num_positions, num_microbatches, context):
         ranges = _ranges(schedule, num_stages(table), context)
-        costs = stage_costs(ranges, codes, hardware, split=any(action.kind == "I" for own in table for action in own))
+        costs = stage_costs(ranges, codes, mesh, hardware, split=any(action.kind == "I" for own in table for action in own))
         try:
             candidates.append((timeline(table, costs).makespan, ranges, table, costs))
         except ProgramError as error:
@@ -161,27 +163,27 @@ def _found(schedule: Schedule, num_positions: int, num_microbatches: int, contex
 
 
 def _ranges(schedule: Schedule, stages: int, context: Context) -> tuple[range, ...]:
-    names, codes, hardware = context
+    names, codes, mesh, hardware = context
     whole = None
     if schedule.layout == "balance":
-        whole = [segment_time(code.forward.kind, hardware) + segment_time(code.backward.kind, hardware) for code in codes]
+        whole = [sum(segment_time(half.kind, mesh, hardware) for half in (code.forward, code.backward)) for code in codes]
     return stage_ranges(names, stages, schedule.layout, costs=whole)
 
 
-def stage_costs(ranges: Sequence[range], codes: Sequence[SegmentCode], hardware: Hardware, *, split: bool) -> Costs:
+def stage_costs(ranges: Sequence[range], codes: Sequence[SegmentCode], mesh: Mesh, hardware: Hardware, *, split: bool) -> Costs:
     """Predicted costs of stages. Without `split` nothing runs I or W, which are not compiled then: halves stand for them.
 
     The first stage's backward is all W: nobody waits for the gradient of its input.
     """
     forward, whole, first, second, held, left, sent = [], [], [], [], [], [], []
     for own in ranges:
-        forward.append(sum(segment_time(codes[i].forward.kind, hardware) for i in own))
-        whole.append(sum(segment_time(codes[i].backward.kind, hardware) for i in own))
+        forward.append(sum(segment_time(codes[i].forward.kind, mesh, hardware) for i in own))
+        whole.append(sum(segment_time(codes[i].backward.kind, mesh, hardware) for i in own))
         held.append(sum(_bytes(codes[i].forward.out_values) for i in own))
         deferred = own.start == 0
         halves = [split_segment(codes[i]) for i in own] if split and not deferred else []
-        first.append(sum(segment_time(half.input.kind, hardware) for half in halves) if split else whole[-1] / 2)
-        second.append(sum(segment_time(half.weight.kind, hardware) for half in halves) if split else whole[-1] / 2)
+        first.append(sum(segment_time(half.input.kind, mesh, hardware) for half in halves) if split else whole[-1] / 2)
+        second.append(sum(segment_time(half.weight.kind, mesh, hardware) for half in halves) if split else whole[-1] / 2)
         if deferred:
             first[-1], second[-1] = 0.0, whole[-1]
         left.append(held[-1] if not halves else sum(_bytes(half.weight.in_values) for half in halves))
