@@ -110,7 +110,7 @@ def actions(
         raise ConfigError(f"schedule {name}: {'; '.join(wrong + types)}")
     chunks = schedule.chunks if num_chunks is None else num_chunks
     if schedule.allowed_chunks is not None and chunks not in schedule.allowed_chunks:
-        others = ", ".join(other for other, entry in SCHEDULES.items() if entry.any_chunks)
+        others = ", ".join(other for other, entry in SCHEDULES.items() if entry.any_chunks and other != "forward_only")
         wrong.append(
             f"{num_chunks} chunks on {num_ranks} ranks are {chunks * num_ranks} stages, but it has {schedule.chunks} per rank, "
             f"{schedule.chunks * num_ranks} in all: leave num_chunks out, or use one of {others}"
