@@ -92,10 +92,11 @@ class RankRun:
     ) -> None:
         self.program, self.comm, self.device, self.progress = program, comm, torch.device(device), progress
         self.part = part = program.parts[comm.index(("pp",))]
+        used = {step.kind for step in part.instructions}
         functions = {
             name: load(name, kind.source, kind.constants, self.device, primitives)
             for name, kind in program.kinds.items()
-            if kind.source and name in {step.kind for step in part.instructions}
+            if kind.source and name in used
         }
         self._state = {leaf.path: _local(program, leaf) for leaf in part.state_in}
         self._batch = {_key(leaf): _all_microbatches(program, *_local(program, leaf)) for leaf in part.batch}
@@ -103,8 +104,9 @@ class RankRun:
             (
                 functions[step.kind] if step.kind in functions else self._message(step),
                 step.inputs,
-                frozenset(step.frees),
+                tuple(v for v in step.frees if v not in step.outputs),
                 step.outputs,
+                tuple(v for v in step.frees if v in step.outputs),
                 step,
             )
             for step in part.instructions
@@ -164,15 +166,15 @@ class RankRun:
 
     def _execute(self, env: dict[int, Tensor]) -> None:
         comm, progress = self.comm, self.progress
-        for line, (function, inputs, frees, outputs, instruction) in enumerate(self._steps):
+        for line, (function, inputs, frees, outputs, unread, instruction) in enumerate(self._steps):
             if progress is not None:
                 progress(line, instruction)
             args = [env[value] for value in inputs]
             for value in frees:
-                env.pop(value, None)
-            env.update(zip(outputs, function(args, comm), strict=True))
-            for value in frees:
-                env.pop(value, None)
+                del env[value]  # the code takes its operands out of `args`: each goes when it was last read
+            env.update(zip(outputs, function(args, comm), strict=True))  # a loop's variable would keep the last result alive
+            for value in unread:
+                del env[value]
 
     def _rows(self, leaf: "Leaf", batch: Mapping[str, Tensor]) -> Tensor:
         microbatch, rows = int(leaf.path.rpartition(".")[2]), self.program.values[leaf.value].shape[0]
