@@ -151,7 +151,7 @@ def _fused(own: Sequence[Action], follows: Sequence[int]) -> list[Action]:
     fused = list(own)
     for index in follows:
         stage, _, microbatch = own[index]
-        fused[index - 1] = Action(stage, "B", microbatch)
+        fused[index - 1] = tuple.__new__(Action, (stage, "B", microbatch))
     dropped = set(follows)
     return [action for index, action in enumerate(fused) if index not in dropped] if dropped else fused
 

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.schedules._action import Action
+from mpar.schedules._collector import paused_collector
 from mpar.schedules._dual_pipe import dual_pipe
 from mpar.schedules._dual_pipe_v import dual_pipe_v
 from mpar.schedules._forward_only import forward_only
@@ -118,4 +119,5 @@ def actions(
     check_sizes(name, 0, num_ranks, num_microbatches, chunks)
     if wrong:
         raise ConfigError(f"schedule {name}: {'; '.join(wrong)}")
-    return schedule.table(num_ranks, chunks, num_microbatches, options)
+    with paused_collector():
+        return schedule.table(num_ranks, chunks, num_microbatches, options)
