@@ -46,4 +46,4 @@ def groups_of(name: str, num_ranks: int, num_microbatches: int, group_size: int 
 
 def chunk_order(kind: str, rank: int, num_ranks: int, chunks: range, groups: list[range]) -> list[Action]:
     """Group after group through one chunk after the other."""
-    return [Action(c * num_ranks + rank, kind, m) for group in groups for c in chunks for m in group]
+    return [tuple.__new__(Action, (c * num_ranks + rank, kind, m)) for group in groups for c in chunks for m in group]

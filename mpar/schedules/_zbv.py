@@ -39,4 +39,4 @@ def zbv(rank: int, *, num_ranks: int, num_microbatches: int) -> tuple[Action, ..
     emit(num_ranks - rank, i0, w0)
     emit(rank, w1)
     emit(rank, w0)
-    return tuple([Action(*entry) for entry in order if entry[2] < num_microbatches])
+    return tuple([tuple.__new__(Action, entry) for entry in order if entry[2] < num_microbatches])

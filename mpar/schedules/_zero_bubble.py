@@ -49,7 +49,7 @@ def zb1p(
 
 
 def _one_stage(stage: int, num_microbatches: int) -> list[list[Action]]:
-    return [[Action(stage, kind, m) for m in range(num_microbatches)] for kind in "FIW"]
+    return [[tuple.__new__(Action, (stage, kind, m)) for m in range(num_microbatches)] for kind in "FIW"]
 
 
 def _late_weights(
