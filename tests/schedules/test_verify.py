@@ -310,10 +310,16 @@ def test_a_wait_says_what_it_waits_for():
 
 
 def test_nothing_to_do():
-    """A pipeline without instructions is refused by nobody."""
+    """A pipeline without instructions is refused by nobody; one that only waits is."""
     verify([[], []])
+    with pytest.raises(ProgramError):
+        verify([[Transfer("wait", 0, 1, 0, "F", 0)], []])
 
 
 def test_forward_only():
-    """Tables without a backward verify."""
-    verify(lower(actions("forward_only", num_ranks=3, num_microbatches=4)))
+    """Tables without a backward verify: 4 microbatches cross 2 boundaries. One message less, and they do not."""
+    lowered = lower(actions("forward_only", num_ranks=3, num_microbatches=4))
+    verify(lowered)
+    assert sum(item[0] == "send" for own in lowered for item in own) == 8
+    with pytest.raises(ProgramError):
+        verify([[item for item in own if not (item[0] == "send" and item.message == 0)] for own in lowered])
