@@ -1,12 +1,8 @@
 """One rank of a launch: every schedule of mpar and of torch, and the floor, take one step in turn; rank 0 prints the times."""
 
 import argparse
-import json
 import logging
-import os
 import pickle
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -15,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench._machine import foreign_cpu_s
 from bench._peers import find_peers, peer
 from bench._rank import make_step
 from bench.schedules._names import TORCH
-from bench.spmd._worker import measure
+from bench.spmd._worker import run_passes
 
 __all__ = ["main"]
 
@@ -57,20 +52,7 @@ def main() -> None:
     ranks.start()
     cfg = workload.CONFIGS[args.config]
     cfg = replace(cfg, batch=max(cfg.batch, args.microbatches))
-    steps = make_variants(args, folder, workload, cfg)
-    dist.barrier()
-    for number in range(args.passes):
-        start_s, own_s, all_s = time.monotonic(), time.process_time(), foreign_cpu_s()
-        mine = measure(steps, args.steps, args.warmup if number == 0 else 0)
-        own = torch.tensor(time.process_time() - own_s, dtype=torch.float64)
-        dist.all_reduce(own)
-        results = ranks.gather(mine)
-        if results:
-            foreign = (foreign_cpu_s() - all_s - float(own)) / (time.monotonic() - start_s)
-            sys.stdout.write(json.dumps({"foreign_cores": round(max(0.0, foreign), 3), "ranks": results}) + "\n")
-            sys.stdout.flush()
-    dist.barrier()
-    os._exit(0)  # tearing down some peers waits for their process groups
+    run_passes(make_variants(args, folder, workload, cfg), args, ranks)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from bench._machine import foreign_cpu_s
 from bench._peers import find_peers, peer
 from bench._rank import load_step
 
-__all__ = ["main"]
+__all__ = ["main", "run_passes"]
 
 
 def make_variants(args: argparse.Namespace, folder: Path, workload: ModuleType, cfg: Any) -> dict[str, Any]:
@@ -96,7 +96,11 @@ def main() -> None:
     workload, ranks = peer(folder, "workload"), peer(folder, "ranks")
     ranks.start()
     cfg = workload.CONFIGS[args.config]
-    steps = make_variants(args, folder, workload, cfg)
+    run_passes(make_variants(args, folder, workload, cfg), args, ranks)
+
+
+def run_passes(steps: dict[str, Any], args: argparse.Namespace, ranks: ModuleType) -> None:
+    """Measure `args.passes` passes of all variants; rank 0 prints a line of JSON for each. Ends this process."""
     dist.barrier()
     for number in range(args.passes):
         start_s, own_s, all_s = time.monotonic(), time.process_time(), foreign_cpu_s()

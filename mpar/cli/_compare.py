@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from mpar.errors import MparError, UnknownNameError
-from mpar.program import Hardware, Prediction, Program, format_bytes, format_time
-from mpar.schedules import SCHEDULES, Picture
+from mpar.errors import ConfigError, ShapeError, ShardingError, UnknownNameError
+from mpar.program import Hardware, Prediction, format_bytes, format_time
+from mpar.schedules import SCHEDULES, Picture, num_stages
 from mpar.train import TrainConfig
 from mpar.train.prepare import compile_program
 
-__all__ = ["Candidate", "check_names", "comparison", "num_stages", "try_schedules"]
+__all__ = ["Candidate", "check_names", "comparison", "try_schedules"]
 
 
 @dataclass(frozen=True)
@@ -42,33 +42,29 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def try_schedules(config: TrainConfig, names: Sequence[str], hardware: Hardware, *, pictures: bool) -> list[Candidate]:
-    """Compile the model of `config` for each; options and chunks that are configured go to the configured schedule alone."""
+    """Compile the model of `config` for each; options, chunks and counted layouts go to the configured one alone."""
     return [_try(config, name, hardware, pictures) for name in dict.fromkeys(names)]
 
 
 def _try(config: TrainConfig, name: str, hardware: Hardware, pictures: bool) -> Candidate:
     group = replace(config.schedule, name=name, table=None)
     if name != config.schedule.name:
-        group = replace(group, num_chunks=None, options={})
+        layout = group.layout if group.layout in (None, "balance") else None  # others are of one number of stages
+        group = replace(group, num_chunks=None, options={}, layout=layout)
     try:
         program = compile_program(replace(config, schedule=group))
-    except MparError as error:
+    except (ConfigError, ShapeError, ShardingError) as error:  # others are faults of ours, not of the request
         return Candidate(name, str(error).splitlines()[0])
     prediction = program.predict(hardware)
     batch, length = program.info["batch"]["tokens"]
     return Candidate(
         name,
-        num_stages=num_stages(program),
+        num_stages=num_stages(program.schedule),
         tokens=batch * program.num_microbatches * length,
         fits=prediction.peak_bytes + prediction.workspace_bytes <= hardware.memory_bytes,
         prediction=prediction,
         picture=program.picture(hardware, name) if pictures else None,
     )
-
-
-def num_stages(program: Program) -> int:
-    """Stages of the pipeline."""
-    return 1 + max(action.stage for own in program.schedule for action in own)
 
 
 def comparison(candidates: Sequence[Candidate], hardware: Hardware) -> Table:

@@ -15,16 +15,24 @@ from rich.console import Console
 from rich.table import Table
 
 from mpar.cli._bind import bind
-from mpar.cli._compare import check_names, comparison, num_stages, try_schedules
+from mpar.cli._compare import check_names, comparison, try_schedules
 from mpar.cli._compose import compose_config, conf_dir, describe_config
 from mpar.cli._screen import say, say_aside
 from mpar.cli._timeline import check_suffix, write_pictures
 from mpar.errors import ConfigError
 from mpar.program import Hardware, Program, format_bytes, format_time
 from mpar.program.compiler import diff
-from mpar.train import TrainConfig, flops_per_token, make_hardware, make_mesh, make_model
-from mpar.train._config import HardwareConfig, PlanConfig
-from mpar.train._setup import num_microbatches
+from mpar.schedules import num_stages
+from mpar.train import (
+    HardwareConfig,
+    PlanConfig,
+    TrainConfig,
+    flops_per_token,
+    make_hardware,
+    make_mesh,
+    make_model,
+    num_microbatches,
+)
 from mpar.train.prepare import compile_program
 
 __all__ = ["main"]
@@ -178,11 +186,11 @@ def _pipeline(program: Program, hardware: Hardware) -> list[str]:
     prediction = program.predict(hardware)
     assert prediction.step_s and prediction.bubble_s is not None and prediction.span_bubble_s is not None
     idle, in_span = (100 * bubble / prediction.step_s for bubble in (prediction.bubble_s, prediction.span_bubble_s))
-    peaks = [format_bytes(round(max(size for _, size in steps))) for steps in program.picture(hardware).memory]
+    peaks = [format_bytes(size) for size in program.peaks()]
     shown = peaks if len(peaks) <= 8 else [*peaks[:6], "...", peaks[-1]]
     return [
-        f"pipeline    {program.info['schedule']}, {num_stages(program)} stages; bubble {idle:.1f} % of the step, {in_span:.1f} % "
-        f"between a rank's first forward and its last backward ({hardware.name})",
+        f"pipeline    {program.info['schedule']}, {num_stages(program.schedule)} stages; bubble {idle:.1f} % of the step, "
+        f"{in_span:.1f} % between a rank's first forward and its last backward ({hardware.name})",
         f"peaks       along pp: {', '.join(shown)}",
     ]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from mpar.cli._worker import write_failure
 from mpar.program import Hardware, Program, format_bytes
+from mpar.schedules import num_stages
 from mpar.train import Job, TrainConfig, make_hardware
 from mpar.train.prepare import prepare
 
@@ -37,19 +38,19 @@ def prepare_job(config: TrainConfig, resolved: dict[str, Any], folder: Path) -> 
         f"data: {report}\n"
         f"program: {len(program.instructions)} instructions, {prediction.num_collectives} collectives a step, "
         f"{format_bytes(prediction.communication_bytes)} sent by a rank, peak {format_bytes(prediction.peak_bytes)} predicted\n"
-        f"{_pipeline(program, make_hardware(config.hardware))}run_dir: {config.run_dir}"
+        f"{_pipeline_line(program, make_hardware(config.hardware))}run_dir: {config.run_dir}"
     )
     return PreparedJob(job, summary)
 
 
-def _pipeline(program: Program, hardware: Hardware) -> str:
+def _pipeline_line(program: Program, hardware: Hardware) -> str:
     """A line on the pipeline, if there is one."""
     if len(program.parts) == 1:
         return ""
     prediction = program.predict(hardware)
     assert prediction.step_s and prediction.bubble_s is not None
     return (
-        f"pipeline: {program.info['schedule']}, {1 + max(program.info['stage_of'].values())} stages, "
+        f"pipeline: {program.info['schedule']}, {num_stages(program.schedule)} stages, "
         f"{program.num_microbatches} microbatches, bubble {100 * prediction.bubble_s / prediction.step_s:.1f} % predicted\n"
     )
 

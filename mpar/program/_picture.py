@@ -40,7 +40,7 @@ def picture(program: "Program", hardware: Hardware, title: str) -> Picture:
                 for step in zip(when, (peak, after), strict=True)
             ]
         )
-    peaks = [max(peak for peak, _ in memory_timeline(program, position)) for position in range(len(program.parts))]
+    peaks = [round(max(size for _, size in steps)) for steps in memory]
     facts = {
         "schedule": str(program.info["schedule"]),
         "step": format_time(times.makespan),

@@ -15,7 +15,7 @@ from mpar.program._channels import Message
 from mpar.program._comm import Counter
 from mpar.program._hardware import hardware
 from mpar.program._picture import picture
-from mpar.program._predict import Hardware, Prediction, predict
+from mpar.program._predict import Hardware, Prediction, memory_timeline, predict
 from mpar.program._run import Progress, RankRun, State, bind, init_state, simulate
 from mpar.program._text import text
 from mpar.program._verify import verify
@@ -226,6 +226,10 @@ class Program:
     def predict(self, on: Hardware | str | None = None) -> Prediction:
         """Peak bytes of a rank exactly, FLOPs and communication; times if a profile is given, or the name of one ("h200")."""
         return predict(self, hardware(on) if isinstance(on, str) else on)
+
+    def peaks(self) -> list[int]:
+        """Peak bytes of a rank, per position along pp."""
+        return [max((peak for peak, _ in memory_timeline(self, n)), default=0) for n in range(len(self.parts))]
 
     def picture(self, on: Hardware | str, title: str = "one step") -> Picture:
         """The predicted step as bars and memory curves, for `mpar.schedules.svg`, `html` and `chrome_trace`."""

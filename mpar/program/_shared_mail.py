@@ -1,7 +1,7 @@
 """Messages between ranks of one machine: each has a place of its own in the sender's file, and two semaphores.
 
-Sending copies the tensor there, receiving copies it out. 0.25 MB cost 0.1 ms of CPU time, on gloo's loopback connections 1 ms.
-Sending waits only if the message of the step before is still there.
+Sending copies the tensor there, receiving copies it out. Sending waits only if the message of the step before is still there.
+`python -m bench.schedules gloo` compares it with gloo's loopback connections (bench/results).
 """
 
 import ctypes

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpar.schedules._gpipe import gpipe
     from mpar.schedules._html import html
     from mpar.schedules._interleaved import interleaved
-    from mpar.schedules._layout import balance, even, parse_layout, stage_ranges
+    from mpar.schedules._layout import balance, even, layout_letters, parse_layout, stage_ranges
     from mpar.schedules._looped_bfs import looped_bfs
     from mpar.schedules._lower import Transfer, fuse, lower
     from mpar.schedules._names import SCHEDULES, NamedOrder, actions
@@ -67,6 +67,7 @@ _HOME = {
     "num_microbatches": "_action",
     "num_stages": "_action",
     "one_f_one_b": "_one_f_one_b",
+    "layout_letters": "_layout",
     "parse_layout": "_layout",
     "stage_ranges": "_layout",
     "svg": "_svg",
@@ -111,6 +112,7 @@ __all__ = [
     "gpipe",
     "html",
     "interleaved",
+    "layout_letters",
     "looped_bfs",
     "lower",
     "num_microbatches",

@@ -4,14 +4,14 @@ By default layers are spread evenly; they can be counted stage by stage, balance
 (`--pipeline-model-parallel-layout`): `Et*3|(tt|)*29m|L`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate, groupby, pairwise
 from math import inf, isfinite, lcm
 
 from mpar.errors import ConfigError
 
-__all__ = ["balance", "even", "parse_layout", "stage_ranges"]
+__all__ = ["balance", "even", "layout_letters", "parse_layout", "stage_ranges"]
 
 LETTERS = {"E": "embedding", "t": "layer", "m": "MTP layer", "L": "head"}
 KIND_OF = {"embed": "E", "mtp": "m", "head": "L"}  # by the first word of a segment's name; all others are layers
@@ -55,6 +55,17 @@ def stage_ranges(
     ends = [0, *accumulate(sum(size[letter] for letter in stage) for stage in stages)]
     assert ends[-1] == len(names)
     return tuple(range(start, end) for start, end in pairwise(ends))
+
+
+def layout_letters(stage_of: Mapping[str, int]) -> str:
+    """The layout, in letters, in which each named segment is in the stage that it has in `stage_of`; names are in order."""
+    names = list(stage_of)
+    letters = [""] * (1 + max(stage_of.values()))
+    for letter, name in zip(_kinds(names), names, strict=True):
+        own = letters[stage_of[name]]
+        if letter not in "EL" or letter not in own:  # one letter stands for all the segments of an embedding or a head
+            letters[stage_of[name]] = own + letter
+    return "|".join(letters)
 
 
 def even(num_layers: int, num_stages: int, *, first: int | None = None, last: int | None = None) -> tuple[int, ...]:

@@ -1,8 +1,7 @@
 """V-Half: half the activation memory of 1F1B, half its bubble, on a V of two chunks."""
 
-from itertools import count
-
 from mpar.schedules._action import Action
+from mpar.schedules._phases import Phases
 from mpar.schedules._sizes import check_sizes
 
 __all__ = ["v_half"]
@@ -26,15 +25,9 @@ def v_half(rank: int, *, num_ranks: int, num_microbatches: int) -> tuple[Action,
     check_sizes("v_half", rank, num_ranks, num_microbatches)
     odd = num_ranks + 1 - num_ranks % 2
     place = rank + odd - num_ranks  # of this rank among an odd number
-    order: list[tuple[int, str, int]] = []
     stages = (rank, 2 * num_ranks - 1 - rank)
-    counters = {(stage, kind): count() for stage in stages for kind in "FIW"}
-
-    def emit(times: int, *what: tuple[int, str]) -> None:
-        for _ in range(times):
-            for key in what:
-                order.append((*key, next(counters[key])))
-
+    phases = Phases(stages)
+    emit = phases.emit
     (f0, i0, w0), (f1, i1, w1) = [[(stage, kind) for kind in "FIW"] for stage in stages]
     first, second = odd - place // 2, place // 2 + 1  # forwards before any backward, as far as memory and operands allow
     alone = min(first, 2 * (odd - place) - 1)  # of these before the first of the second chunk comes in
@@ -48,4 +41,4 @@ def v_half(rank: int, *, num_ranks: int, num_microbatches: int) -> tuple[Action,
         main = max(num_microbatches - first, 0) + 1
         emit(main, i0, w0, i1, w1, f1, f0)
         emit(num_microbatches - main, i0, i1, w0, f1, w1)
-    return tuple([Action(*entry) for entry in order if entry[2] < num_microbatches])
+    return phases.actions(num_microbatches)

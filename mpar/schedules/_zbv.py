@@ -1,8 +1,7 @@
 """ZB-V: two chunks per rank, placed as a V, each half of the backward where it leaves no bubble."""
 
-from itertools import count
-
 from mpar.schedules._action import Action
+from mpar.schedules._phases import Phases
 from mpar.schedules._sizes import check_sizes
 
 __all__ = ["zbv"]
@@ -19,15 +18,9 @@ def zbv(rank: int, *, num_ranks: int, num_microbatches: int) -> tuple[Action, ..
     check_sizes("zbv", rank, num_ranks, num_microbatches)
     # the order is that of at least 2 num_ranks - 1 microbatches, without those that do not exist
     steps = max(num_microbatches, 2 * num_ranks - 1)
-    order: list[tuple[int, str, int]] = []
     stages = (rank, 2 * num_ranks - 1 - rank)
-    counters = {(stage, kind): count() for stage in stages for kind in "FIW"}
-
-    def emit(times: int, *what: tuple[int, str]) -> None:
-        for _ in range(times):
-            for key in what:
-                order.append((*key, next(counters[key])))
-
+    phases = Phases(stages)
+    emit = phases.emit
     (f0, i0, w0), (f1, i1, w1) = [[(stage, kind) for kind in "FIW"] for stage in stages]
     forwards_left = steps - 2 * num_ranks + rank + 1  # of chunk 0 after the warm-up
     emit(2 * (num_ranks - rank) - 1, f0)
@@ -39,4 +32,4 @@ def zbv(rank: int, *, num_ranks: int, num_microbatches: int) -> tuple[Action, ..
     emit(num_ranks - rank, i0, w0)
     emit(rank, w1)
     emit(rank, w0)
-    return tuple([tuple.__new__(Action, entry) for entry in order if entry[2] < num_microbatches])
+    return phases.actions(num_microbatches)

@@ -1,7 +1,7 @@
 """Training: the loop of a rank, its state, metrics and watchdog. Importing this loads no compiler: `mpar.train.prepare` does, and
 `mpar.train.curve` a plotting library."""
 
-from mpar.train._config import TrainConfig
+from mpar.train._config import HardwareConfig, PlanConfig, TrainConfig
 from mpar.train._evaluation import Evaluation
 from mpar.train._job import Job, read_job, write_job
 from mpar.train._loop import Rank, run_steps, start
@@ -15,6 +15,7 @@ from mpar.train._setup import (
     make_optimizer,
     make_strategy,
     make_tokenizer,
+    num_microbatches,
     num_threads,
 )
 from mpar.train._state import Position, fresh_state, load_params, load_state, resume_from, save_state
@@ -22,9 +23,11 @@ from mpar.train._watch import Place, Watch, describe_place, read_place
 
 __all__ = [
     "Evaluation",
+    "HardwareConfig",
     "Job",
     "MetricsFile",
     "Place",
+    "PlanConfig",
     "Position",
     "Rank",
     "StepRecord",
@@ -43,6 +46,7 @@ __all__ = [
     "make_optimizer",
     "make_strategy",
     "make_tokenizer",
+    "num_microbatches",
     "num_threads",
     "read_job",
     "read_metrics",

@@ -1,7 +1,6 @@
 """Prepare: what is done once, before ranks start: check, read the data, compile. Ranks do not import it."""
 
 import csv
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from mpar.data import Batches, LoadReport
 from mpar.errors import CheckpointError, ConfigError
 from mpar.program import Program
 from mpar.program.compiler import Schedule, compile_eval, compile_step, policy
-from mpar.schedules import Action, from_table
+from mpar.schedules import Action, from_table, layout_letters
 from mpar.train._config import TrainConfig
 from mpar.train._job import Job, write_job
 from mpar.train._setup import (
@@ -56,20 +55,11 @@ def compile_evaluation(config: TrainConfig, program: Program) -> Program:
         make_mesh(config),
         make_strategy(config),
         batch_shapes(config),
-        schedule=Schedule("forwards", layout=_layout(program.info["stage_of"]), table=forwards),
+        schedule=Schedule("forwards", layout=layout_letters(program.info["stage_of"]), table=forwards),
         num_microbatches=num_microbatches(config),
         precision=config.precision.name,
         hardware=make_hardware(config.hardware),
     )
-
-
-def _layout(stage_of: Mapping[str, int]) -> str:
-    """The letters of each stage: a layout found for the costs of training is the same in evaluation."""
-    letters = [""] * (1 + max(stage_of.values()))
-    for name, stage in stage_of.items():
-        letter = {"embed": "E", "mtp": "m", "head": "L"}.get(name.split(".")[0], "t")
-        letters[stage] += letter if letter not in "EL" or letter not in letters[stage] else ""
-    return "|".join(letters)
 
 
 def make_schedule(config: TrainConfig) -> Schedule:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpar.errors import ConfigError
-from mpar.schedules._layout import balance, even, parse_layout, stage_ranges
+from mpar.schedules._layout import balance, even, layout_letters, parse_layout, stage_ranges
 
 
 def chain(layers: int, mtp: int = 0) -> list[str]:
@@ -272,3 +272,11 @@ def test_costs_must_fit():
         stage_ranges(chain(2), 2, "balance", costs=[1, 1, 1])
     with pytest.raises(ConfigError, match="belong to the layout"):
         stage_ranges(chain(2), 2, costs=[1, 1, 1, 1])
+
+
+@pytest.mark.parametrize("layout", ["Et|tt|tL", "E|ttt||L", "Etttm|mL", "Etttt|mmL"])
+def test_letters_of_stages_are_the_layout(layout):
+    """Stages that were made by a layout are written as the same layout."""
+    names = chain(layout.count("t"), layout.count("m"))
+    ranges = stage_ranges(names, layout.count("|") + 1, layout)
+    assert layout_letters({names[i]: stage for stage, own in enumerate(ranges) for i in own}) == layout
