@@ -6,6 +6,7 @@ __all__ = [
     "DataError",
     "DifferentiationError",
     "DtypeError",
+    "KernelError",
     "MeshError",
     "MparError",
     "NumericsError",
@@ -67,3 +68,7 @@ class CheckpointError(MparError, ValueError):
 
 class NumericsError(MparError, ArithmeticError):
     """A loss or gradient that is not finite."""
+
+
+class KernelError(MparError, RuntimeError):
+    """A kernel was asked to do what it cannot: a size, dtype, device or chip that it has no entry for."""

@@ -1,10 +1,14 @@
 """What every test may ask for."""
 
+import os
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before any test imports a kernel: without a GPU they run in the interpreter
 
 
 @pytest.fixture

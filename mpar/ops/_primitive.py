@@ -61,7 +61,6 @@ class Primitive:
         self.takes_lists = "[]" in operands  # for programs: neither differentiated nor batched
         self.bwd: Any = None  # a Primitive once def_vjp has run, which type checkers cannot know
         self.sharded: dict[str, Callable] = {}
-        self.kernels: dict[str, Callable] = {}
         self.sharding: ShardingRule | Callable[..., ShardingRule] | None = None
         self.cost: Callable[..., Cost] | None = None
         self.batching: Callable | None = None
@@ -105,20 +104,6 @@ class Primitive:
 
         _LIBRARY.impl(self.name, kernel, "CompositeExplicitAutograd")
         return fn
-
-    def def_kernel(self, platform: str) -> Callable[[Callable], Callable]:
-        """`fn(*operands, **params)` replaces the implementation on `platform` ("cuda"); it must reproduce its meaning."""
-
-        def register(fn: Callable) -> Callable:
-            self.kernels[platform] = fn
-            return fn
-
-        return register
-
-    def kernel(self, platform: str) -> Callable:
-        """The function that a program calls on `platform`: the kernel if there is one, else the implementation."""
-        assert self.impl is not None, f"primitive {self.name} has no implementation"
-        return self.kernels.get(platform, self.impl)
 
     def def_vjp(self, signature: str) -> Callable[[Callable], Callable]:
         """Define the gradient as the primitive `<name>_bwd` with operands and results as in `"x, y, dy -> dx"`.

@@ -63,7 +63,7 @@ def load(
 ) -> Callable[[list[Tensor], Comm], tuple[Tensor, ...]]:
     """The function that generated source defines; `primitives` are what it calls, by default their kernels on `device`."""
     if primitives is None:
-        primitives = {name: primitive.kernel(device.type) for name, primitive in PRIMITIVES.items()}
+        primitives = {name: primitive.impl for name, primitive in PRIMITIVES.items()}
     names: dict[str, Any] = {
         "torch": torch,
         "PRIMITIVES": primitives,

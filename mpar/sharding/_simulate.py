@@ -78,10 +78,13 @@ def run_lockstep(
     raise AssertionError("graph without output")
 
 
-def implementation(target: Callable, platform: str = "cpu") -> Callable:
-    """The function that runs for an FX target: a primitive's kernel, or the torch op itself."""
+def implementation(target: Callable) -> Callable:
+    """The function that runs for an FX target: a primitive's implementation, or the torch op itself."""
     primitive = primitive_of(target)
-    return target if primitive is None else primitive.kernel(platform)
+    if primitive is None:
+        return target
+    assert primitive.impl is not None, f"primitive {primitive.name} has no implementation"
+    return primitive.impl
 
 
 def _call(fn: Callable, node: fx.Node, env: dict[fx.Node, list[Any]], rank: int) -> Any:

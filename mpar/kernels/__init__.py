@@ -1,0 +1,18 @@
+"""Kernels: Triton implementations of primitives, chosen by a static table. Importing this needs no Triton; running a kernel does."""
+
+from mpar.kernels._arch import ARCHITECTURES, Architecture
+from mpar.kernels._catalogue import CATALOGUE, Implementation
+from mpar.kernels._choose import KERNELS, REFERENCE, Kernels, choose, implementation, kernels_for
+
+__all__ = [
+    "ARCHITECTURES",
+    "CATALOGUE",
+    "KERNELS",
+    "REFERENCE",
+    "Architecture",
+    "Implementation",
+    "Kernels",
+    "choose",
+    "implementation",
+    "kernels_for",
+]

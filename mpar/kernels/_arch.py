@@ -1,0 +1,27 @@
+"""Architecture: which chip a kernel is for, and what the chip has."""
+
+from dataclasses import dataclass
+
+__all__ = ["ARCHITECTURES", "Architecture"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A generation of NVIDIA GPUs. `shared_bytes`: what one block may use of shared memory (CUDA C programming guide, table of
+    technical specifications per compute capability). `matrix`: the name of its matrix instruction in SASS."""
+
+    name: str
+    capability: tuple[int, int]
+    shared_bytes: int
+    matrix: str
+
+
+ARCHITECTURES = {
+    arch.name: arch
+    for arch in (
+        Architecture("sm_80", (8, 0), 166_912, "HMMA"),
+        Architecture("sm_90", (9, 0), 232_448, "HGMMA"),
+        Architecture("sm_100", (10, 0), 232_448, "UTCHMMA"),
+    )
+}
+"""The chips that the table of launches has entries for; on others the reference implementations run."""

@@ -1,0 +1,82 @@
+"""Choose: which implementation carries out a call, decided once, when a program is compiled, from shapes, dtypes and chip."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from mpar.errors import KernelError, UnknownNameError
+from mpar.kernels._arch import ARCHITECTURES
+from mpar.kernels._catalogue import CATALOGUE
+from mpar.ops import PRIMITIVES
+
+__all__ = ["KERNELS", "REFERENCE", "Kernels", "choose", "implementation", "kernels_for"]
+
+Mode = Literal["auto", "triton", "torch"]
+REFERENCE = "reference"
+"""The primitive's own implementation, made of torch's ops."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The chip to choose for, or None for a CPU or a chip without kernels; and the rule.
+
+    auto: the first implementation that supports the call, else the reference. triton: Triton's, else an error. torch: never ours.
+    """
+
+    mode: Mode = "auto"
+    arch: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise UnknownNameError(f"no choice of kernels is called {self.mode!r}; there are {', '.join(get_args(Mode))}")
+        if self.mode == "triton" and self.arch not in ARCHITECTURES:
+            raise KernelError(
+                f"kernels=triton was asked for on {self.arch or 'a CPU'}; there are kernels for {', '.join(ARCHITECTURES)}. "
+                "Use kernels=auto, which takes the reference where there is no kernel."
+            )
+
+
+KERNELS = Kernels()
+"""No chip: references everywhere."""
+
+
+def choose(kernels: Kernels, primitive: str, operands: Sequence[Any], params: Mapping[str, Any]) -> tuple[str, str]:
+    """`(implementation, why)` for a call with these operands, which need no data. Raises KernelError where the rule is `triton`."""
+    if kernels.arch not in ARCHITECTURES or primitive not in CATALOGUE:
+        return REFERENCE, ""
+    reasons = []
+    for candidate in CATALOGUE[primitive]:
+        if kernels.mode != "auto" and (kernels.mode == "triton") != (candidate.name == "triton"):
+            continue
+        reason = candidate.supports(kernels.arch, *operands, **params)
+        if reason is None:
+            return candidate.name, ""
+        reasons.append(f"{candidate.name}: {reason}")
+    if kernels.mode == "triton":
+        raise KernelError(
+            f"kernels=triton cannot carry out {primitive} on {kernels.arch}: {'; '.join(reasons)}. Use kernels=auto."
+        )
+    return REFERENCE, "; ".join(reasons)
+
+
+def implementation(primitive: str, name: str = REFERENCE) -> Callable[..., Any]:
+    """The function that carries out `primitive`. Raises UnknownNameError if it has no such implementation."""
+    if name == REFERENCE:
+        impl = PRIMITIVES[primitive].impl
+        assert impl is not None, f"primitive {primitive} has no implementation"
+        return impl
+    for candidate in CATALOGUE.get(primitive, ()):
+        if candidate.name == name:
+            return candidate.load()
+    known = [REFERENCE, *(candidate.name for candidate in CATALOGUE.get(primitive, ()))]
+    raise UnknownNameError(f"{primitive} has no implementation {name!r}; it has {', '.join(known)}")
+
+
+def kernels_for(mode: Mode, device: torch.device | str) -> Kernels:
+    """The rule for a device that is there."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return Kernels(mode)
+    return Kernels(mode, "sm_{}{}".format(*torch.cuda.get_device_capability(device)))
