@@ -1,4 +1,4 @@
-"""Kernels: Triton implementations of primitives, chosen by a static table. Importing this needs no Triton; running a kernel does."""
+"""Kernels: Triton implementations of primitives, chosen by a static table. Only running a kernel needs Triton."""
 
 from mpar.kernels._arch import ARCHITECTURES, Architecture
 from mpar.kernels._catalogue import CATALOGUE, Implementation

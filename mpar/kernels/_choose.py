@@ -43,7 +43,10 @@ KERNELS = Kernels()
 
 
 def choose(kernels: Kernels, primitive: str, operands: Sequence[Any], params: Mapping[str, Any]) -> tuple[str, str]:
-    """`(implementation, why)` for a call with these operands, which need no data. Raises KernelError where the rule is `triton`."""
+    """`(implementation, why)` for a call with these operands, which need no data.
+
+    Raises KernelError where the rule is `triton` and Triton has nothing for it.
+    """
     if kernels.arch not in ARCHITECTURES or primitive not in CATALOGUE:
         return REFERENCE, ""
     reasons = []

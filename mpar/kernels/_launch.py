@@ -104,5 +104,5 @@ def launch(
 
 
 def describe(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """A tensor descriptor of `x`, by which tiles of shape `block` are loaded (TMA). Its last dim is contiguous, rows are aligned."""
+    """A descriptor by which tiles of shape `block` of `x` are loaded (TMA). Its last dim is contiguous, rows are aligned."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))

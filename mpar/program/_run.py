@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.errors import ConfigError, ProgramError, ShapeError, UnknownNameError
+from mpar.kernels import implementation
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES
 from mpar.program._comm import Comm, Counter, ProcessComm
@@ -63,7 +64,7 @@ def load(
 ) -> Callable[[list[Tensor], Comm], tuple[Tensor, ...]]:
     """The function that generated source defines; `primitives` are what it calls, by default their kernels on `device`."""
     if primitives is None:
-        primitives = {name: primitive.impl for name, primitive in PRIMITIVES.items()}
+        primitives = {name: implementation(name) for name in PRIMITIVES}
     names: dict[str, Any] = {
         "torch": torch,
         "PRIMITIVES": primitives,

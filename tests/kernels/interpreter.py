@@ -1,8 +1,8 @@
 """Triton's interpreter with the arithmetic of a GPU: bfloat16 and float8 as it leaves them are wrong, silently.
 
-It keeps bfloat16 as the bits of uint16. Products of matrices then multiply bits, additions add bits, and a cast from float32 cuts off
-instead of rounding to nearest even. Here products widen, casts round, and other arithmetic on narrow floats is refused: kernels
-widen first. Tensors of the CPU are used in place, where the interpreter would copy whole storages onto themselves.
+It keeps bfloat16 as the bits of uint16. Products of matrices then multiply bits, additions add bits, and a cast from float32
+cuts off instead of rounding to nearest even. Here products widen, casts round, and other arithmetic on narrow floats is refused:
+kernels widen first. Tensors of the CPU are used in place, where the interpreter would copy whole storages onto themselves.
 """
 
 from typing import Any
