@@ -1,0 +1,21 @@
+"""SwiGLU as a Llama block calls it."""
+
+import torch
+
+from bench.kernels._case import Case
+from mpar.kernels import implementation
+
+SHAPE = (16384, 14336)
+
+CASES = [
+    Case(
+        "swiglu_fwd bfloat16",
+        ("swiglu_fwd",),
+        lambda make: implementation("swiglu", "triton")(make(SHAPE, torch.bfloat16), make(SHAPE, torch.bfloat16)),
+    ),
+    Case(
+        "swiglu_bwd bfloat16",
+        ("swiglu_bwd",),
+        lambda make: implementation("swiglu_bwd", "triton")(*(make(SHAPE, torch.bfloat16) for _ in range(3))),
+    ),
+]
