@@ -1,11 +1,15 @@
 """Case: one call of a kernel as production makes it, to be compiled offline and checked on a GPU."""
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-__all__ = ["Case", "Make"]
+from bench.kernels import cases
+
+__all__ = ["Case", "Make", "all_cases"]
 
 Make = Callable[..., Tensor]
 """`make(shape, dtype)`: an operand, without data where it is only to be compiled, of normal numbers on a GPU."""
@@ -15,10 +19,11 @@ Make = Callable[..., Tensor]
 class Case:
     """`run(make)` makes operands and calls the Python function of a kernel; what it launches is recorded and compiled.
 
-    kernels: entries of table.yaml that it launches. matrix: kernels with tl.dot, whose SASS must have the chip's matrix instruction.
-    tma: whether tiles are loaded by descriptors on Hopper. archs: chips that it is for; empty: all.
+    kernels: entries of table.yaml that it launches. matrix: there are kernels with tl.dot among them, whose SASS must have the
+    chip's matrix instruction. tma: tiles are loaded by descriptors on Hopper. archs: chips that it is for; empty: all.
     spill_bytes: what may be spilled, by "arch triton-version" such as "sm_90 3.6", each with a reason in a comment.
-    scalar_loads: why loads may be narrower than 128 bits in a kernel that is bound by bandwidth, or "".
+    scalar_loads, linear_layouts, atomics: why a kernel may access memory in less than 128 bits beyond its scalars, keep `#linear`
+    layouts beside matrix instructions on sm_90, or use atomics; "" where it may not.
     """
 
     name: str
@@ -29,5 +34,14 @@ class Case:
     archs: Sequence[str] = ()
     spill_bytes: Mapping[str, int] = field(default_factory=dict)
     scalar_loads: str = ""
+    linear_layouts: str = ""
+    atomics: str = ""
 
 
+def all_cases() -> tuple[Case, ...]:
+    """Every case of `bench/kernels/cases`, file by file."""
+    names = sorted(module.name for module in pkgutil.iter_modules(cases.__path__))
+    found = tuple(case for name in names for case in importlib.import_module(f"{cases.__name__}.{name}").CASES)
+    twice = {case.name for case in found if sum(other.name == case.name for other in found) > 1}
+    assert not twice, f"cases share a name: {sorted(twice)}"
+    return found

@@ -1,0 +1,1 @@
+"""Kernels: compiled for every chip without a GPU and checked; timed beside their peers on a GPU."""

@@ -1,0 +1,46 @@
+"""`python -m bench.kernels compile`: kernels are compiled for every chip without a GPU, and checked."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from bench.kernels import _ledger
+from bench.kernels._compile import compile_all, table
+from mpar.kernels import ARCHITECTURES
+
+
+def main() -> int:
+    """Run what the command line asks for; 1 if something is over its limit or wrong."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels")
+    commands = parser.add_subparsers(dest="command", required=True)
+    offline = commands.add_parser("compile", help="compile every kernel for every chip, without a GPU, and check what comes out")
+    offline.add_argument("--only", default="", metavar="NAME", help="cases whose name has this in it")
+    offline.add_argument("--arch", nargs="+", default=list(ARCHITECTURES), choices=list(ARCHITECTURES))
+    offline.add_argument("--changed", action="store_true", help="only kernels that differ from the ledger")
+    offline.add_argument("--update", action="store_true", help="write what passes to the ledger")
+    offline.add_argument("--ledger", type=Path, default=_ledger.LEDGER)
+    offline.add_argument("--out", type=Path, help="folder for what the compiler wrote: ttir, ttgir, ptx, sass, ptxas")
+    offline.add_argument("--jobs", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    return _compile(args)
+
+
+def _compile(args: argparse.Namespace) -> int:
+    version, results, messages = compile_all(
+        args.arch,
+        only=args.only,
+        changed=args.changed,
+        update=args.update,
+        out=args.out,
+        jobs=args.jobs,
+        ledger=args.ledger,
+    )
+    sys.stdout.write(table(results, _ledger.read(args.ledger, version)))
+    sys.stdout.writelines(f"FAILED {message}\n" for message in messages)
+    sys.stdout.write(f"Triton {version}: {len(results)} kernels compiled, {len(messages)} failures\n")
+    return 1 if messages else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

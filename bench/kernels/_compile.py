@@ -1,0 +1,117 @@
+"""Compile: every case for every chip, in processes side by side; a table of what came out, and what is over its limit."""
+
+import concurrent.futures
+import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.kernels import _ledger, _worker
+from bench.kernels._checks import ledger_failures
+from bench.kernels._facts import Facts
+
+__all__ = ["compile_all", "table"]
+
+
+def compile_all(
+    archs: Sequence[str], *, only: str, changed: bool, update: bool, out: Path | None, jobs: int, ledger: Path
+) -> tuple[str, list[dict[str, Any]], list[str]]:
+    """Compile and check. Returns the version of Triton, the results, and every failure in one line.
+
+    changed: leave out kernels whose hash is the ledger's. update: write what passes to the ledger.
+    """
+    os.environ.pop("TRITON_INTERPRET", None)  # it turns kernels into Python functions when they are imported, in the workers too
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        plans = list(pool.map(_worker.plan, archs, [only] * len(archs)))
+        version = plans[0]["version"]
+        recorded = _ledger.read(ledger, version)
+        units = [unit for plan in plans for unit in plan["units"]]
+        todo = [unit for unit in units if not (changed and _same(recorded, unit))]
+        results = _compile_side_by_side(pool, todo, out)
+    messages = [line for plan in plans for line in plan["broken"]]
+    for arch, plan in zip(archs, plans, strict=True):
+        messages += [
+            f"table.yaml has {kernel} for {arch} ({sizes}), which no case launches" for kernel, sizes in plan["unused"].items()
+        ]
+    for result in results:
+        if result["facts"] is not None and not update:
+            result["failures"] += ledger_failures(Facts(**result["facts"]), _entry(recorded, result))
+    messages += [f"{result['key']} on {result['arch']}: {line}" for result in results for line in result["failures"]]
+    messages += _without_dots(results, plans)
+    if update:
+        passed = [result for result in results if not result["failures"]]
+        done = {(result["arch"], result["key"]) for result in results}
+        others = {(arch, key) for arch in recorded for key in recorded[arch] if only or arch not in archs}
+        keep = others | {(unit["arch"], unit["key"]) for unit in units}
+        _ledger.write(ledger, version, passed, sorted(keep - done))
+    elif changed:
+        messages += [
+            f"{unit['key']} on {unit['arch']}: not in {ledger.name} for Triton {version} as it is now; run `compile --update`"
+            for unit in todo
+        ]
+    return version, results, messages
+
+
+def table(results: Sequence[dict[str, Any]], recorded: dict[str, Any]) -> str:
+    """One line for each kernel and chip."""
+    rows = [("kernel", "chip", "registers", "spilled", "shared", "matrix", "TMA", "scalars", "narrow", "s", "")]
+    for result in sorted(results, key=lambda result: (result["key"], result["arch"])):
+        facts = result["facts"]
+        if facts is None:
+            rows.append((result["key"], result["arch"], *[""] * 8, "FAILED"))
+            continue
+        before = _entry(recorded, result)
+        change = "" if before is None or before["registers"] == facts["registers"] else f" (was {before['registers']})"
+        rows.append(
+            (
+                result["key"],
+                result["arch"],
+                f"{facts['registers']}{change}",
+                str(facts["spill_bytes"]),
+                str(facts["shared_bytes"]),
+                " ".join(f"{count} {name}" for name, count in facts["matrix"].items()),
+                str(facts["tma_loads"] or ""),
+                str(facts["scalars"]),
+                str(sum(facts["narrow"].values())),
+                f"{result['seconds']:.1f}",
+                "FAILED" if result["failures"] else "ok",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows)
+
+
+def _compile_side_by_side(pool: Any, todo: Sequence[dict[str, Any]], out: Path | None) -> list[dict[str, Any]]:
+    folder = str(out) if out else ""
+    futures = [pool.submit(_worker.compile_unit, unit["case"], unit["arch"], unit["key"], folder) for unit in todo]
+    for count, future in enumerate(concurrent.futures.as_completed(futures), start=1):
+        result = future.result()
+        sys.stderr.write(f"[{count}/{len(todo)}] {result['key']} {result['arch']} {result['seconds']:.1f} s\n")
+        sys.stderr.flush()
+    return [future.result() for future in futures]
+
+
+def _without_dots(results: Sequence[dict[str, Any]], plans: Sequence[dict[str, Any]]) -> list[str]:
+    """Cases that say `matrix`, all of whose kernels were compiled, and none has a product of matrices."""
+    said = {name for plan in plans for name in plan["matrix"]}
+    by_case: dict[tuple[str, str], list[int]] = {}
+    for result in results:
+        by_case.setdefault((result["case"], result["arch"]), []).append((result["facts"] or {"dots": 1})["dots"])
+    units = [(unit["case"], unit["arch"]) for plan in plans for unit in plan["units"]]
+    return [
+        f"{case} on {arch}: says matrix, and launches no kernel with tl.dot"
+        for (case, arch), dots in by_case.items()
+        if case in said and not any(dots) and len(dots) == units.count((case, arch))
+    ]
+
+
+def _same(recorded: dict[str, Any], unit: dict[str, Any]) -> bool:
+    before = _entry(recorded, unit)
+    return before is not None and before["hash"] == unit["hash"]
+
+
+def _entry(recorded: dict[str, Any], unit: dict[str, Any]) -> dict[str, Any] | None:
+    return recorded.get(unit["arch"], {}).get(unit["key"])

@@ -1,0 +1,50 @@
+"""Ledger: registers, spills and shared memory of every kernel, by Triton version and chip, as they were when last looked at."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bench._report import RESULTS
+
+__all__ = ["LEDGER", "line", "read", "write"]
+
+LEDGER = RESULTS / "registers.json"
+
+
+def read(path: Path, version: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """By chip and kernel; empty where nothing was recorded with this version of Triton."""
+    return json.loads(path.read_text(encoding="utf-8")).get(version, {}) if path.exists() else {}
+
+
+def line(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What the ledger keeps of a compiled kernel."""
+    facts = result["facts"]
+    return {key: facts[key] for key in ("registers", "spill_bytes", "shared_bytes")} | {"hash": result["hash"]}
+
+
+def write(path: Path, version: str, results: Iterable[Mapping[str, Any]], keep: Iterable[tuple[str, str]]) -> None:
+    """Put `results` in, and drop what is neither among them nor in `keep`, which has (chip, kernel)."""
+    everything = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    old, new = everything.get(version, {}), {}
+    for arch, key in keep:
+        if key in old.get(arch, {}):
+            new.setdefault(arch, {})[key] = old[arch][key]
+    for result in results:
+        new.setdefault(result["arch"], {})[result["key"]] = line(result)
+    everything[version] = new
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_text(everything), encoding="utf-8")
+
+
+def _text(everything: Mapping[str, Any]) -> str:
+    """One line for each kernel, so that differences read well."""
+    versions = []
+    for version in sorted(everything):
+        archs = []
+        for arch in sorted(everything[version]):
+            kernels = everything[version][arch]
+            lines = ",\n".join(f"   {json.dumps(key)}: {json.dumps(kernels[key])}" for key in sorted(kernels))
+            archs.append(f"  {json.dumps(arch)}: {{\n{lines}\n  }}")
+        versions.append(f" {json.dumps(version)}: {{\n" + ",\n".join(archs) + "\n }")
+    return "{\n" + ",\n".join(versions) + "\n}\n"

@@ -1,0 +1,128 @@
+"""Worker: records and compiles in a process of its own, which was started without TRITON_INTERPRET."""
+
+import contextlib
+import functools
+import io
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.compiler import ASTSource
+
+from bench.kernels._case import Case, all_cases
+from bench.kernels._checks import failures
+from bench.kernels._facts import Facts, read_ptxas, read_sass, read_ttgir, read_ttir
+from bench.kernels._unit import Unit, entry_names, record, target
+from mpar.errors import KernelError
+from mpar.kernels.offline import Tuning, classes, kernels, tuning
+
+__all__ = ["compile_unit", "plan"]
+
+CASES = functools.cache(all_cases)
+
+
+def plan(arch: str, only: str) -> dict[str, Any]:
+    """What there is to compile for a chip: units, entries of the table that none of them uses, cases that cannot be recorded."""
+    units, broken, used = [], [], set()
+    table = _table(arch)
+    for case in _wanted(arch, only):
+        try:
+            recorded = _units(case.name, arch)
+        except Exception as error:  # of the kernel's launch function: reported, and the other cases go on
+            broken.append(f"{case.name} on {arch}: {type(error).__name__}: {error}")
+            continue
+        names = entry_names(recorded, table)
+        used |= names
+        broken += _promises(case, arch, recorded, {kernel for kernel, _ in names})
+        units += [{"case": case.name, "arch": arch, "key": unit.key, "hash": unit.hash} for unit in recorded]
+    unused = {} if only else _by_kernel(table.keys() - used)
+    matrix = [case.name for case in _wanted(arch, only) if case.matrix]
+    return {"version": triton.__version__, "units": units, "unused": unused, "broken": broken, "matrix": matrix}
+
+
+def compile_unit(case_name: str, arch: str, key: str, out: str) -> dict[str, Any]:
+    """Compile one unit and check it; texts of the compiler go to the folder `out`, unless it is ""."""
+    started = time.perf_counter()
+    case = next(case for case in CASES() if case.name == case_name)
+    unit = next(unit for unit in _units(case_name, arch) if unit.key == key)
+    result = {"case": case_name, "arch": arch, "key": key, "hash": unit.hash, "facts": None}
+    try:
+        facts = _compile(unit, Path(out) if out else None)
+    except Exception as error:  # whatever the compiler raises is a finding about this kernel
+        text = str(error).strip().splitlines()
+        return result | {"failures": [f"does not compile: {type(error).__name__}: {text[-1] if text else ''}"], "seconds": 0.0}
+    seconds = time.perf_counter() - started
+    return result | {"facts": vars(facts), "failures": failures(facts, case, arch, triton.__version__), "seconds": seconds}
+
+
+def _compile(unit: Unit, out: Path | None) -> Facts:
+    triton.knobs.compilation.always_compile = True  # the log of ptxas is not among what the cache keeps
+    triton.knobs.nvidia.dump_ptxas_log = True
+    log = io.StringIO()
+    source = ASTSource(unit.kernel, dict(unit.signature), dict(unit.constants), dict(unit.attributes))
+    with contextlib.redirect_stdout(log):
+        compiled = triton.compile(source, target=target(unit.arch), options=dict(unit.options))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    facts = Facts(shared_bytes=compiled.metadata.shared)
+    facts.descriptors = sum(kind.startswith("tensordesc") for kind in map(str, unit.signature.values()))
+    read_ptxas(log.getvalue(), facts)
+    read_sass(sass, facts)
+    read_ttgir(compiled.asm["ttgir"], compiled.metadata.num_warps, facts)
+    read_ttir(compiled.asm["ttir"], facts)
+    if out is not None:
+        stem = "".join(c if c.isalnum() or c in "._#" else "_" for c in f"{unit.key}_{unit.arch}_{triton.__version__}")
+        out.mkdir(parents=True, exist_ok=True)
+        for suffix, text in {
+            "ptxas": log.getvalue(),
+            "sass": sass,
+            **{k: compiled.asm[k] for k in ("ttir", "ttgir", "ptx")},
+        }.items():
+            (out / f"{stem}.{suffix}").write_text(text, encoding="utf-8")
+    assert facts.registers, f"ptxas said nothing of registers: {log.getvalue()[:500]}"
+    return facts
+
+
+def _promises(case: Case, arch: str, units: list[Unit], kernels: set[str]) -> list[str]:
+    """What a case says of itself and what it launches."""
+    found = []
+    if not units:
+        found.append(f"{case.name} on {arch}: launches nothing")
+    if missing := sorted(set(case.kernels) - kernels):
+        found.append(f"{case.name} on {arch}: launches {', '.join(sorted(kernels))} of table.yaml, and not {', '.join(missing)}")
+    if case.tma and arch == "sm_90" and not any("tensordesc" in str(kind) for unit in units for kind in unit.signature.values()):
+        found.append(f"{case.name} on {arch}: says tma, and launches no kernel with a descriptor")
+    return found
+
+
+def _table(arch: str) -> dict[tuple[str, str | None], Tuning]:
+    """The entries that a launch on this chip can get."""
+    found = {}
+    for kernel in kernels():
+        for size in (*classes(kernel, arch), None):
+            with contextlib.suppress(KernelError):
+                found[kernel, size] = tuning(kernel, arch, size)
+    return found
+
+
+def _by_kernel(entries: Iterable[tuple[str, str | None]]) -> dict[str, str]:
+    classes: dict[str, list[str]] = {}
+    for kernel, size in sorted(entries, key=str):
+        classes.setdefault(kernel, []).append(size or "without a size")
+    return {kernel: ", ".join(sizes) for kernel, sizes in classes.items()}
+
+
+def _wanted(arch: str, only: str) -> list[Case]:
+    return [case for case in CASES() if only in case.name and (not case.archs or arch in case.archs)]
+
+
+@functools.lru_cache(maxsize=8)
+def _units(case_name: str, arch: str) -> list[Unit]:
+    return record(next(case for case in CASES() if case.name == case_name), arch)

@@ -1,0 +1,1 @@
+"""Calls of kernels as production makes them, one file for each family."""
