@@ -1,7 +1,12 @@
 """Cross-entropy per token: loss = lse(logits) - logits[label], by blocks of rows, also with a sharded vocabulary.
 
 The sharded form exchanges a maximum and one sum per token instead of the logits (Shoeybi et al. 2019, arXiv:1909.08053, sec. 3).
+Label smoothing mixes the label with the uniform distribution (Szegedy et al. 2016, arXiv:1512.00567, sec. 7); its target is a sum
+over columns, so that shards add theirs up too.
 """
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,9 +14,18 @@ from torch import Tensor
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.ops._primitive import Cost, Primitive
 
-__all__ = ["check_labels", "combine_shards", "cross_entropy", "masked_loss", "row_gradients", "row_statistics", "weighted_sum"]
+__all__ = [
+    "add_z_loss",
+    "check_labels",
+    "combine_shards",
+    "cross_entropy",
+    "row_gradients",
+    "row_losses",
+    "row_statistics",
+    "weighted_sum",
+]
 
-_PARAMS = {"ignore_index": "int", "vocab_size": "int", "start": "int"}
+_PARAMS = {"ignore_index": "int", "vocab_size": "int", "start": "int", "label_smoothing": "float"}
 cross_entropy_p = Primitive("cross_entropy", "logits, labels -> loss, lse", **_PARAMS)
 cross_entropy_stats_p = Primitive("cross_entropy_stats", "logits, labels -> lse, target", **_PARAMS)
 
@@ -26,17 +40,29 @@ def cross_entropy(
     token_weights: Tensor | None = None,
     ignore_index: int = -100,
     vocab_size: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """`(sum, weight)`: the weighted sum of `-log softmax(logits)[label]` in nats, and the sum of the weights.
 
     `logits` (..., V), `labels` and `token_weights` (...); tokens whose label is `ignore_index` weigh 0, the others 1 or their
     `token_weights`. Columns from `vocab_size` on are padding: they count as -inf. Both results are scalars, float32 or wider;
     a label outside [0, vocab_size) that is not `ignore_index` makes the sum NaN. The weights get no gradient through `weight`.
-    Raises ShapeError, DtypeError or ConfigError if the operands do not fit each other.
+    `label_smoothing`: the share of the target that is spread evenly over the vocabulary, as in torch; a logit of -inf then makes
+    the loss infinite. `z_loss`: that many times the square of log-sum-exp is added for every token (Chowdhery et al. 2022,
+    arXiv:2204.02311, sec. 5). Raises ShapeError, DtypeError or ConfigError if the operands do not fit each other.
     """
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
-    loss, _ = cross_entropy_p.bind(logits, labels, ignore_index=ignore_index, vocab_size=vocab_size, start=0)
-    return weighted_sum(loss, labels, token_weights, ignore_index)
+    params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": 0, "label_smoothing": label_smoothing}
+    loss, lse = cross_entropy_p.bind(logits, labels, **params)
+    return weighted_sum(add_z_loss(loss, lse, labels, ignore_index, z_loss), labels, token_weights, ignore_index)
+
+
+def add_z_loss(loss: Tensor, lse: Tensor, labels: Tensor, ignore_index: int, z_loss: float) -> Tensor:
+    """`loss + z_loss * lse^2`, but ignored tokens keep their 0. Raises ConfigError."""
+    if not (z_loss >= 0 and math.isfinite(z_loss)):
+        raise ConfigError(f"cross entropy: z_loss is {z_loss}, must be a finite number and not negative")
+    return loss + z_loss * masked_loss(lse, labels, ignore_index).square() if z_loss else loss
 
 
 def weighted_sum(loss: Tensor, labels: Tensor, token_weights: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -50,20 +76,24 @@ def weighted_sum(loss: Tensor, labels: Tensor, token_weights: Tensor | None, ign
     return (loss * weights).sum(), weights.sum()
 
 
-def check_labels(name: str, shape: tuple[int, ...], dtype: torch.dtype, labels: Tensor, vocab_size: int) -> None:
-    """Raise unless logits of `shape` and `dtype` and `labels` fit each other."""
+def check_labels(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, labels: Tensor, vocab_size: int, label_smoothing: float
+) -> None:
+    """Raise unless logits of `shape` and `dtype` and `labels` fit each other, and the parameters make sense."""
     if not shape or not shape[-1] or tuple(labels.shape) != tuple(shape[:-1]):
         raise ShapeError(f"{name}: logits {tuple(shape)}, labels {tuple(labels.shape)}: they must be (..., V) and (...), V > 0")
     if not dtype.is_floating_point or labels.dtype not in (torch.int32, torch.int64):
         raise DtypeError(f"{name}: logits are {dtype}, labels {labels.dtype}; they must be floating, and int32 or int64")
     if vocab_size < 1:
         raise ConfigError(f"{name}: vocab_size is {vocab_size}, must be positive")
+    if not 0 <= label_smoothing <= 1:
+        raise ConfigError(f"{name}: label_smoothing is {label_smoothing}, must be a share: at least 0, at most 1")
 
 
 @cross_entropy_stats_p.def_abstract
 @cross_entropy_p.def_abstract
-def _abstract(logits, labels, *, ignore_index, vocab_size, start):
-    check_labels("cross_entropy", logits.shape, logits.dtype, labels, vocab_size)
+def _abstract(logits, labels, *, ignore_index, vocab_size, start, label_smoothing):
+    check_labels("cross_entropy", logits.shape, logits.dtype, labels, vocab_size, label_smoothing)
     wide = torch.promote_types(logits.dtype, torch.float32)
     loss, lse = (torch.empty(labels.shape, dtype=wide, device=logits.device) for _ in range(2))
     return loss, lse
@@ -75,11 +105,12 @@ def _blocks(num_rows: int, num_columns: int) -> list[slice]:
 
 
 def row_statistics(
-    logits_TV: Tensor, labels_T: Tensor, *, ignore_index: int, vocab_size: int, start: int
+    logits_TV: Tensor, labels_T: Tensor, *, ignore_index: int, vocab_size: int, start: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(lse, target, loss)` of each row over the columns [start, start + V) that are below `vocab_size`, float32 or wider.
 
-    `target` is the label's logit: 0 if these columns do not hold it or it is ignored, NaN if the label is invalid.
+    `target` is what these columns add to the target's logit: the label's, 0 if they do not hold it; with label smoothing also a
+    share of all. It is 0 if the label is ignored, NaN if it is invalid. `loss` holds where the columns are the whole vocabulary.
     """
     width = min(max(vocab_size - start, 0), logits_TV.shape[1])
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
@@ -88,17 +119,35 @@ def row_statistics(
         return torch.full_like(target, -torch.inf), target, target.clone()
     local = labels_T.long() - start
     column = local.clamp(0, width - 1).unsqueeze(1)
-    logp = torch.empty(labels_T.shape, dtype=wide, device=logits_TV.device)
+    logp, sum_x, sum_logp = (torch.empty(labels_T.shape, dtype=wide, device=logits_TV.device) for _ in range(3))
     for rows in _blocks(*logits_TV.shape):
+        block = logits_TV[rows, :width].to(wide)
         # torch's softmax kernels exponentiate twice as fast as exp() does
-        torch.gather(torch.log_softmax(logits_TV[rows, :width].to(wide), 1), 1, column[rows], out=logp[rows].unsqueeze(1))
+        logp_block = torch.log_softmax(block, 1)
+        torch.gather(logp_block, 1, column[rows], out=logp[rows].unsqueeze(1))
+        if label_smoothing:
+            torch.sum(block, 1, out=sum_x[rows])
+            torch.sum(logp_block, 1, out=sum_logp[rows])
     target = logits_TV.gather(1, column).squeeze(1).to(wide)
     lse = target - logp
     unlikely = ~(logp > -32.0)  # there the difference of two large numbers would lose digits, or be inf - inf
     if bool(unlikely.any()):
         lse[unlikely] = torch.logsumexp(logits_TV[unlikely, :width].to(wide), 1)
-    target = masked_target(target.masked_fill_((local < 0) | (local >= width), 0.0), labels_T, ignore_index, vocab_size)
+    target = target.masked_fill_((local < 0) | (local >= width), 0.0)
+    if label_smoothing:
+        share = label_smoothing / vocab_size
+        target = (1 - label_smoothing) * target + share * sum_x
+        logp = (1 - label_smoothing) * logp + share * sum_logp
+    target = masked_target(target, labels_T, ignore_index, vocab_size)
     return lse, target, masked_loss(-logp, labels_T, ignore_index).masked_fill_(target.isnan(), torch.nan)
+
+
+def row_losses(logits_TV: Tensor, labels_T: Tensor, **params: Any) -> tuple[Tensor, Tensor]:
+    """`(loss, lse)` of each row; parameters as in `row_statistics`."""
+    lse, target, loss = row_statistics(logits_TV, labels_T, **params)
+    if params["start"] or params["vocab_size"] > logits_TV.shape[1]:  # a part of the columns: the label's may not be among them
+        loss = masked_loss(lse - target, labels_T, params["ignore_index"])
+    return loss, lse
 
 
 def masked_target(target: Tensor, labels: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
@@ -123,15 +172,20 @@ def row_gradients(
     ignore_index: int,
     vocab_size: int,
     start: int,
+    label_smoothing: float,
     out: Tensor,
 ) -> Tensor:
-    """`softmax * (dloss + dlse) - onehot * dloss`, written to `out`, which may be `logits_TV`; ignored tokens have dloss 0."""
+    """`softmax * (dloss + dlse) - target * dloss`, written to `out`, which may be `logits_TV`; ignored tokens have dloss 0.
+
+    The target is one-hot, or with label smoothing e: 1 - e at the label, and e / vocab_size more in every column.
+    """
     wide, num_columns = lse_T.dtype, logits_TV.shape[1]
     width = min(max(vocab_size - start, 0), num_columns)
     dloss_T = dloss_T.masked_fill(labels_T == ignore_index, 0.0)
     scale_T1 = (dloss_T if dlse_T is None else dloss_T + dlse_T).unsqueeze(1)
     whole = start == 0 and vocab_size <= num_columns  # then the rows' own softmax is the softmax, and faster than exp()
-    direct = whole and width == num_columns
+    direct = whole and width == num_columns and not label_smoothing
+    share_T1 = (dloss_T * (label_smoothing / vocab_size)).unsqueeze(1)
     for rows in _blocks(*logits_TV.shape):
         if direct:
             torch.softmax(logits_TV[rows], 1, out=out[rows])
@@ -139,32 +193,31 @@ def row_gradients(
             continue
         block = logits_TV[rows, :width].to(wide)
         p = torch.softmax(block, 1) if whole else torch.sub(block, lse_T[rows].unsqueeze(1)).exp_()
-        torch.mul(p, scale_T1[rows], out=out[rows, :width])
+        if label_smoothing:
+            out[rows, :width] = p.mul_(scale_T1[rows]).sub_(share_T1[rows])
+        else:
+            torch.mul(p, scale_T1[rows], out=out[rows, :width])
     if width < num_columns:
         out[:, width:] = 0.0
     local = labels_T.long() - start
-    onehot = dloss_T.masked_fill((local < 0) | (local >= width), 0.0).neg_().to(out.dtype)
+    onehot = dloss_T.masked_fill((local < 0) | (local >= width), 0.0).mul_(label_smoothing - 1).to(out.dtype)
     return out.scatter_add_(1, local.clamp(0, num_columns - 1).unsqueeze(1), onehot.unsqueeze(1))
 
 
 @cross_entropy_p.def_impl
-def _impl(logits: Tensor, labels: Tensor, *, ignore_index: int, vocab_size: int, start: int) -> tuple[Tensor, Tensor]:
-    rows, flat = logits.reshape(-1, logits.shape[-1]), labels.flatten()
-    lse, target, loss = row_statistics(rows, flat, ignore_index=ignore_index, vocab_size=vocab_size, start=start)
-    if start or vocab_size > logits.shape[-1]:  # the rows hold a part of the columns: the label's may not be among them
-        loss = masked_loss(lse - target, flat, ignore_index)
+def _impl(logits: Tensor, labels: Tensor, **params: Any) -> tuple[Tensor, Tensor]:
+    loss, lse = row_losses(logits.reshape(-1, logits.shape[-1]), labels.flatten(), **params)
     return loss.view(labels.shape), lse.view(labels.shape)
 
 
 @cross_entropy_stats_p.def_impl
-def _impl_stats(logits: Tensor, labels: Tensor, *, ignore_index: int, vocab_size: int, start: int) -> tuple[Tensor, Tensor]:
-    rows, flat = logits.reshape(-1, logits.shape[-1]), labels.flatten()
-    lse, target, _ = row_statistics(rows, flat, ignore_index=ignore_index, vocab_size=vocab_size, start=start)
+def _impl_stats(logits: Tensor, labels: Tensor, **params: Any) -> tuple[Tensor, Tensor]:
+    lse, target, _ = row_statistics(logits.reshape(-1, logits.shape[-1]), labels.flatten(), **params)
     return lse.view(labels.shape), target.view(labels.shape)
 
 
 @cross_entropy_p.def_vjp("logits, labels, lse, dloss, dlse -> dlogits")
-def _vjp(logits, labels, lse, dloss, dlse, *, ignore_index, vocab_size, start):
+def _vjp(logits, labels, lse, dloss, dlse, **params):
     dloss = torch.zeros_like(lse) if dloss is None else dloss
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     row_gradients(
@@ -173,9 +226,7 @@ def _vjp(logits, labels, lse, dloss, dlse, *, ignore_index, vocab_size, start):
         lse.flatten(),
         dloss.flatten(),
         None if dlse is None else dlse.flatten(),
-        ignore_index=ignore_index,
-        vocab_size=vocab_size,
-        start=start,
+        **params,
         out=dlogits.view(-1, logits.shape[-1]),
     )
     return dlogits
@@ -194,15 +245,14 @@ def combine_shards(emit, statistics, labels, ignore_index):
 
 
 @cross_entropy_p.def_sharded("v")
-def _sharded(emit, logits, labels, *, ignore_index, vocab_size, start):
-    params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": emit.start}
-    return combine_shards(emit, emit(cross_entropy_stats_p, logits, labels, **params), labels, ignore_index)
+def _sharded(emit, logits, labels, **params):
+    params |= {"start": emit.start}
+    return combine_shards(emit, emit(cross_entropy_stats_p, logits, labels, **params), labels, params["ignore_index"])
 
 
 @cross_entropy_p.bwd.def_sharded("v")
-def _sharded_bwd(emit, logits, labels, lse, dloss, dlse, *, ignore_index, vocab_size, start):
-    params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": emit.start}
-    return emit(cross_entropy_p.bwd, logits, labels, lse, dloss, dlse, **params)
+def _sharded_bwd(emit, logits, labels, lse, dloss, dlse, **params):
+    return emit(cross_entropy_p.bwd, logits, labels, lse, dloss, dlse, **params | {"start": emit.start})
 
 
 for _primitive in (cross_entropy_p, cross_entropy_stats_p):

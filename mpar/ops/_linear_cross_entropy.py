@@ -4,14 +4,24 @@ import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._cross_entropy import check_labels, combine_shards, masked_loss, row_gradients, row_statistics, weighted_sum
+from mpar.ops._cross_entropy import (
+    add_z_loss,
+    check_labels,
+    combine_shards,
+    row_gradients,
+    row_losses,
+    row_statistics,
+    weighted_sum,
+)
 from mpar.ops._primitive import Cost, Primitive
 
 __all__ = ["linear_cross_entropy"]
 
-_PARAMS = {"ignore_index": "int", "vocab_size": "int", "start": "int", "chunk": "int"}
+_PARAMS = {"ignore_index": "int", "vocab_size": "int", "start": "int", "label_smoothing": "float", "chunk": "int"}
 linear_cross_entropy_p = Primitive("linear_cross_entropy", "x, head, labels -> loss, lse", **_PARAMS)
 linear_cross_entropy_stats_p = Primitive("linear_cross_entropy_stats", "x, head, labels -> lse, target", **_PARAMS)
+linear_cross_entropy_grad_p = Primitive("linear_cross_entropy_grad", "x, head, labels, dloss -> loss, lse, dx, dhead", **_PARAMS)
+"""Losses and gradients at once, where the cotangents `dloss` are known before and `lse` has none: logits are made only once."""
 
 
 def linear_cross_entropy(
@@ -22,23 +32,25 @@ def linear_cross_entropy(
     token_weights: Tensor | None = None,
     ignore_index: int = -100,
     vocab_size: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """`cross_entropy(x @ head_DV, labels, ...)` with the logits of `chunk` tokens in memory at a time.
+    """`cross_entropy(x @ head_DV, labels, ...)` with the memory of `chunk` tokens' logits at a time.
 
-    `x` (..., D), `labels` and `token_weights` (...); the rest as in `cross_entropy`. The gradient of `head_DV` is accumulated in
-    float32 or wider. Raises ShapeError, DtypeError or ConfigError if the operands do not fit each other.
+    `x` (..., D), `labels` and `token_weights` (...); the rest as in `cross_entropy`. `chunk` bounds memory: an implementation may
+    make the logits of fewer tokens, or of more tokens for a part of the vocabulary, at once. The gradient of `head_DV` is
+    accumulated in float32 or wider. Raises ShapeError, DtypeError or ConfigError if the operands do not fit each other.
     """
     vocab_size = head_DV.shape[-1] if vocab_size is None else vocab_size
-    loss, _ = linear_cross_entropy_p.bind(
-        x, head_DV, labels, ignore_index=ignore_index, vocab_size=vocab_size, start=0, chunk=chunk
-    )
-    return weighted_sum(loss, labels, token_weights, ignore_index)
+    params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": 0, "label_smoothing": label_smoothing}
+    loss, lse = linear_cross_entropy_p.bind(x, head_DV, labels, **params, chunk=chunk)
+    return weighted_sum(add_z_loss(loss, lse, labels, ignore_index, z_loss), labels, token_weights, ignore_index)
 
 
 @linear_cross_entropy_stats_p.def_abstract
 @linear_cross_entropy_p.def_abstract
-def _abstract(x, head, labels, *, ignore_index, vocab_size, start, chunk):
+def _abstract(x, head, labels, *, ignore_index, vocab_size, start, label_smoothing, chunk):
     if head.ndim != 2 or x.ndim < 1 or x.shape[-1] != head.shape[0]:
         raise ShapeError(
             f"linear_cross_entropy: x {tuple(x.shape)} and head {tuple(head.shape)}: they must be (..., D) and (D, V)"
@@ -47,73 +59,98 @@ def _abstract(x, head, labels, *, ignore_index, vocab_size, start, chunk):
         raise DtypeError(f"linear_cross_entropy: x is {x.dtype}, head is {head.dtype}; cast one")
     if chunk < 1:
         raise ConfigError(f"linear_cross_entropy: chunk is {chunk} tokens, must be positive")
-    check_labels("linear_cross_entropy", (*x.shape[:-1], head.shape[1]), x.dtype, labels, vocab_size)
+    check_labels("linear_cross_entropy", (*x.shape[:-1], head.shape[1]), x.dtype, labels, vocab_size, label_smoothing)
     wide = torch.promote_types(x.dtype, torch.float32)
     loss, lse = (torch.empty(labels.shape, dtype=wide, device=x.device) for _ in range(2))
     return loss, lse
+
+
+@linear_cross_entropy_grad_p.def_abstract
+def _abstract_grad(x, head, labels, dloss, **params):
+    loss, lse = _abstract(x, head, labels, **params)
+    if dloss.shape != labels.shape:
+        shapes = f"dloss {tuple(dloss.shape)} and labels {tuple(labels.shape)}"
+        raise ShapeError(f"linear_cross_entropy_grad: {shapes} must have the same shape")
+    dx, dhead = (torch.empty(operand.shape, dtype=operand.dtype, device=operand.device) for operand in (x, head))
+    return loss, lse, dx, dhead
 
 
 def _chunks(num_tokens: int, chunk: int) -> list[slice]:
     return [slice(first, min(first + chunk, num_tokens)) for first in range(0, num_tokens, chunk)]
 
 
-def _statistics(x, head, labels, ignore_index, vocab_size, start, chunk) -> tuple[Tensor, Tensor, Tensor]:
+def _per_token(statistics, x, head, labels, chunk, params) -> tuple[Tensor, Tensor]:
+    """The first two results of `statistics`, chunk by chunk."""
     x_TD, labels_T = x.reshape(-1, x.shape[-1]), labels.flatten()
-    parts = []
-    for tokens in _chunks(x_TD.shape[0], chunk):
-        params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": start}
-        parts.append(row_statistics(x_TD[tokens] @ head, labels_T[tokens], **params))
+    parts = [statistics(x_TD[tokens] @ head, labels_T[tokens], **params)[:2] for tokens in _chunks(x_TD.shape[0], chunk)]
     if not parts:
         empty = x.new_empty(labels.shape, dtype=torch.promote_types(x.dtype, torch.float32))
-        return empty, empty.clone(), empty.clone()
-    lse, target, loss = (torch.cat(column).view(labels.shape) for column in zip(*parts, strict=True))
-    return lse, target, loss
+        return empty, empty.clone()
+    first, second = (torch.cat(column).view(labels.shape) for column in zip(*parts, strict=True))
+    return first, second
 
 
 @linear_cross_entropy_p.def_impl
-def _impl(x, head, labels, *, ignore_index, vocab_size, start, chunk):
-    lse, target, loss = _statistics(x, head, labels, ignore_index, vocab_size, start, chunk)
-    if start or vocab_size > head.shape[1]:  # the head holds a part of the columns: the label's may not be among them
-        loss = masked_loss(lse - target, labels, ignore_index)
-    return loss, lse
+def _impl(x, head, labels, *, chunk, **params):
+    return _per_token(row_losses, x, head, labels, chunk, params)
 
 
 @linear_cross_entropy_stats_p.def_impl
-def _impl_stats(x, head, labels, *, ignore_index, vocab_size, start, chunk):
-    return _statistics(x, head, labels, ignore_index, vocab_size, start, chunk)[:2]
+def _impl_stats(x, head, labels, *, chunk, **params):
+    return _per_token(row_statistics, x, head, labels, chunk, params)
 
 
-@linear_cross_entropy_p.def_vjp("x, head, labels, lse, dloss, dlse -> dx, dhead")
-def _vjp(x, head, labels, lse, dloss, dlse, *, ignore_index, vocab_size, start, chunk):
-    dloss = torch.zeros_like(lse) if dloss is None else dloss
-    x_TD, head = x.reshape(-1, x.shape[-1]), head.contiguous()
-    per_token = [None if p is None else p.flatten() for p in (labels, lse, dloss, dlse)]
-    dx_TD = torch.empty(x_TD.shape, dtype=x.dtype, device=x.device)
-    dhead = torch.zeros(head.shape, dtype=lse.dtype, device=x.device)
-    buffer = x.new_empty(min(chunk, x_TD.shape[0]), head.shape[1])
-    for tokens in _chunks(*x_TD.shape[:1], chunk):
+def _gradients(x_TD, head, labels_T, statistics, dloss_T, dlse_T, params, chunk) -> tuple[Tensor, Tensor]:
+    """`(dx, dhead)` chunk by chunk; `statistics(logits, tokens)` gives the log-sum-exp of a chunk's rows."""
+    head = head.contiguous()
+    dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    dhead = torch.zeros(head.shape, dtype=torch.promote_types(x_TD.dtype, torch.float32), device=x_TD.device)
+    buffer = x_TD.new_empty(min(chunk, x_TD.shape[0]), head.shape[1])
+    for tokens in _chunks(x_TD.shape[0], chunk):
         logits = torch.mm(x_TD[tokens], head, out=buffer[: tokens.stop - tokens.start])
-        parts = [None if p is None else p[tokens] for p in per_token]
-        params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": start}
-        dlogits = row_gradients(logits, *parts, **params, out=logits)
+        lse_T = statistics(logits, tokens)
+        dlse = None if dlse_T is None else dlse_T[tokens]
+        dlogits = row_gradients(logits, labels_T[tokens], lse_T, dloss_T[tokens], dlse, **params, out=logits)
         torch.mm(dlogits, head.T, out=dx_TD[tokens])
         if dhead.dtype == dlogits.dtype:
             dhead.addmm_(x_TD[tokens].T, dlogits)
         else:
             dhead += x_TD[tokens].T @ dlogits
-    return dx_TD.view(x.shape), dhead.to(head.dtype)
+    return dx_TD, dhead.to(head.dtype)
+
+
+@linear_cross_entropy_p.def_vjp("x, head, labels, lse, dloss, dlse -> dx, dhead")
+def _vjp(x, head, labels, lse, dloss, dlse, *, chunk, **params):
+    dloss = torch.zeros_like(lse) if dloss is None else dloss
+    x_TD, labels_T, lse_T, dloss_T = x.reshape(-1, x.shape[-1]), labels.flatten(), lse.flatten(), dloss.flatten()
+    dlse_T = None if dlse is None else dlse.flatten()
+    dx_TD, dhead = _gradients(x_TD, head, labels_T, lambda _, tokens: lse_T[tokens], dloss_T, dlse_T, params, chunk)
+    return dx_TD.view(x.shape), dhead
+
+
+@linear_cross_entropy_grad_p.def_impl
+def _impl_grad(x, head, labels, dloss, *, chunk, **params):
+    x_TD, labels_T = x.reshape(-1, x.shape[-1]), labels.flatten()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    loss_T, lse_T = (torch.empty(labels_T.shape, dtype=wide, device=x.device) for _ in range(2))
+
+    def statistics(logits: Tensor, tokens: slice) -> Tensor:
+        loss_T[tokens], lse_T[tokens] = row_losses(logits, labels_T[tokens], **params)
+        return lse_T[tokens]
+
+    dx_TD, dhead = _gradients(x_TD, head, labels_T, statistics, dloss.flatten().to(wide), None, params, chunk)
+    return loss_T.view(labels.shape), lse_T.view(labels.shape), dx_TD.view(x.shape), dhead
 
 
 @linear_cross_entropy_p.def_sharded("v")
-def _sharded(emit, x, head, labels, *, ignore_index, vocab_size, start, chunk):
-    params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": emit.start, "chunk": chunk}
-    return combine_shards(emit, emit(linear_cross_entropy_stats_p, x, head, labels, **params), labels, ignore_index)
+def _sharded(emit, x, head, labels, **params):
+    params |= {"start": emit.start}
+    return combine_shards(emit, emit(linear_cross_entropy_stats_p, x, head, labels, **params), labels, params["ignore_index"])
 
 
 @linear_cross_entropy_p.bwd.def_sharded("v")
-def _sharded_bwd(emit, x, head, labels, lse, dloss, dlse, *, ignore_index, vocab_size, start, chunk):
-    params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": emit.start, "chunk": chunk}
-    grads = emit(linear_cross_entropy_p.bwd, x, head, labels, lse, dloss, dlse, **params)
+def _sharded_bwd(emit, x, head, labels, lse, dloss, dlse, **params):
+    grads = emit(linear_cross_entropy_p.bwd, x, head, labels, lse, dloss, dlse, **params | {"start": emit.start})
     return emit.pending(emit.getitem(grads, 0)), emit.getitem(grads, 1)
 
 
@@ -123,13 +160,14 @@ def _chunk_bytes(x: Tensor, head: Tensor, labels: Tensor, chunk: int) -> int:
     return min(chunk, labels.numel()) * head.shape[1] * (x.element_size() + wide) + 40 * labels.numel()
 
 
-def _cost(x, head, labels, *, ignore_index, vocab_size, start, chunk):
+def _cost(x, head, labels, *, chunk, **_):
     flops = 2 * x.numel() * head.shape[1]
     return Cost(flops=flops, bytes=x.nbytes + head.nbytes, workspace=_chunk_bytes(x, head, labels, chunk))
 
 
 @linear_cross_entropy_p.bwd.def_cost
-def _cost_bwd(x, head, labels, lse, dloss, dlse, *, ignore_index, vocab_size, start, chunk):
+@linear_cross_entropy_grad_p.def_cost
+def _cost_bwd(x, head, labels, *_, chunk, **__):
     wide = 2 * head.numel() * 4 if x.element_size() < 4 else 0
     workspace = _chunk_bytes(x, head, labels, chunk) + wide
     return Cost(flops=6 * x.numel() * head.shape[1], bytes=2 * (x.nbytes + head.nbytes), workspace=workspace)
@@ -141,3 +179,5 @@ for _primitive in (linear_cross_entropy_p, linear_cross_entropy_stats_p):
     _primitive.def_cost(_cost)
 linear_cross_entropy_p.bwd.def_sharding("... d, d v, ..., ..., ..., ... -> ... d, d v", need_replication="d")
 linear_cross_entropy_p.bwd.def_batching_leading()
+linear_cross_entropy_grad_p.def_sharding("... d, d v, ..., ... -> ..., ..., ... d, d v", need_replication="d v")
+linear_cross_entropy_grad_p.def_batching_leading()

@@ -1,4 +1,4 @@
-"""Cross-entropy: weights, padding columns, extreme logits, and the vocabulary-parallel programs."""
+"""Cross-entropy: weights, padding columns, extreme logits, smoothed labels, and the vocabulary-parallel programs."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from mpar import ops, testing
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.ops._cross_entropy import cross_entropy_p
-from mpar.ops._linear_cross_entropy import linear_cross_entropy_p
+from mpar.ops._linear_cross_entropy import linear_cross_entropy_grad_p, linear_cross_entropy_p
 
 LABELS = torch.tensor([[0, 3, -100, 6, 9], [2, 8, 5, -100, 4]])
 KNOWN = LABELS != -100
@@ -51,7 +51,7 @@ def test_lse_is_exact_where_the_label_is_impossible(make_tensor):
     """lse keeps its digits when the label's logit is -1e6 or -inf."""
     logits = make_tensor((2, 5, 12))
     logits[0, 0, 0], logits[0, 1, 3] = -1e6, -torch.inf
-    _, lse = cross_entropy_p.bind(logits, LABELS, ignore_index=-100, vocab_size=12, start=0)
+    _, lse = cross_entropy_p.bind(logits, LABELS, ignore_index=-100, vocab_size=12, start=0, label_smoothing=0.0)
     testing.assert_close(lse, torch.logsumexp(logits.double(), -1), rtol=1e-6)
 
 
@@ -59,7 +59,7 @@ def test_lse_is_differentiable(make_tensor):
     """The gradient of lse, ignored tokens included, adds to that of the loss."""
     logits = make_tensor((2, 5, 12), torch.float64, requires_grad=True)
     dloss, dlse = make_tensor((2, 5), torch.float64), make_tensor((2, 5), torch.float64)
-    loss, lse = cross_entropy_p.bind(logits, LABELS, ignore_index=-100, vocab_size=12, start=0)
+    loss, lse = cross_entropy_p.bind(logits, LABELS, ignore_index=-100, vocab_size=12, start=0, label_smoothing=0.0)
     for a, b in ((dloss, dlse), (0 * dloss, dlse)):
         (grad,) = torch.autograd.grad((loss * a + lse * b).sum(), logits, retain_graph=True)
         expected = (_losses(logits) * a + torch.logsumexp(logits, -1) * b).sum()
@@ -81,6 +81,71 @@ def test_bfloat16_keeps_float32_statistics(make_tensor):
     testing.assert_close(total, _losses(logits).sum(), name="sum", rtol=1e-6)
 
 
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+@pytest.mark.parametrize("vocab_size", [12, 10])
+def test_smoothed_labels_are_those_of_torch(vocab_size, smoothing, make_tensor):
+    """Value and gradient of smoothed labels are torch's over the columns that are no padding, in both forms."""
+    logits, head = make_tensor((2, 5, 12), torch.float64, requires_grad=True), torch.eye(12, dtype=torch.float64)
+    expected = torch.nn.functional.cross_entropy(
+        logits[..., :vocab_size].flatten(0, 1), LABELS.flatten(), label_smoothing=smoothing, reduction="sum"
+    )
+    params = {"vocab_size": vocab_size, "label_smoothing": smoothing}
+    for total, _ in (
+        ops.cross_entropy(logits, LABELS, **params),
+        ops.linear_cross_entropy(logits, head, LABELS, **params, chunk=3),
+    ):
+        testing.assert_close(total, expected, name="sum")
+        testing.assert_close(torch.autograd.grad(total, logits)[0], torch.autograd.grad(expected, logits, retain_graph=True)[0])
+
+
+def test_smoothing_stays_exact_far_from_zero(make_tensor):
+    """Logits that share a large offset lose no digits by smoothing."""
+    logits = make_tensor((2, 5, 12)) + 3e4
+    total, _ = ops.cross_entropy(logits, LABELS, label_smoothing=0.3)
+    expected = torch.nn.functional.cross_entropy(
+        logits.double().flatten(0, 1), LABELS.flatten(), label_smoothing=0.3, reduction="sum"
+    )
+    testing.assert_close(total, expected, name="sum")
+
+
+@pytest.mark.parametrize("vocab_size", [12, 10])
+def test_z_loss_is_the_square_of_lse(vocab_size, make_tensor):
+    """Every token that is not ignored adds z_loss lse^2 times its weight, padding columns left out, in both forms."""
+    logits, weights = make_tensor((2, 5, 12), torch.float64, requires_grad=True), make_tensor((2, 5), torch.float64).abs()
+    lse = torch.logsumexp(logits[..., :vocab_size], -1)
+    expected = (_losses(logits, vocab_size) * weights).sum() + 0.3 * (lse.square() * weights)[KNOWN].sum()
+    params = {"token_weights": weights, "vocab_size": vocab_size, "z_loss": 0.3}
+    head = torch.eye(12, dtype=torch.float64)
+    for total, weight in (ops.cross_entropy(logits, LABELS, **params), ops.linear_cross_entropy(logits, head, LABELS, **params)):
+        testing.assert_close(total, expected, name="sum")
+        testing.assert_close(weight, weights[KNOWN].sum(), name="weight")
+        testing.assert_close(torch.autograd.grad(total, logits)[0], torch.autograd.grad(expected, logits, retain_graph=True)[0])
+
+
+def test_ignored_tokens_add_nothing_at_all(make_tensor):
+    """If all tokens are ignored, sum, weight and gradient are 0, smoothed or not, even where their logits are not finite."""
+    logits = make_tensor((2, 5, 12))
+    logits[0, 0] = torch.inf
+    total, weight = ops.cross_entropy(logits, torch.full((2, 5), -100), label_smoothing=0.1, z_loss=0.1)
+    assert total.item() == 0 and weight.item() == 0
+    logits = make_tensor((2, 5, 12), requires_grad=True)
+    total, _ = ops.cross_entropy(logits, torch.full((2, 5), -100), label_smoothing=0.1, z_loss=0.1)
+    assert not torch.autograd.grad(total, logits)[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [3, 1024])
+def test_one_pass_gives_the_bits_of_two(chunk, dtype, make_tensor):
+    """Losses and gradients made in one pass over the chunks have the bits of the forward and the backward pass."""
+    x, head, dloss = make_tensor((2, 5, 7), dtype), make_tensor((7, 12), dtype), make_tensor((2, 5), torch.float32)
+    dloss = dloss.to(torch.promote_types(dtype, torch.float32))
+    params = {"ignore_index": -100, "vocab_size": 10, "start": 0, "label_smoothing": 0.1, "chunk": chunk}
+    loss, lse = linear_cross_entropy_p.bind(x, head, LABELS, **params)
+    expected = (loss, lse, *linear_cross_entropy_p.bwd.bind(x, head, LABELS, lse, dloss, None, **params))
+    for actual, wanted in zip(linear_cross_entropy_grad_p.bind(x, head, LABELS, dloss, **params), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 10, 1024])
 def test_linear_form_equals_logits_first(chunk, make_tensor):
     """Whatever the chunk, values and gradients are those of cross_entropy of the product."""
@@ -94,12 +159,13 @@ def test_linear_form_equals_logits_first(chunk, make_tensor):
         testing.assert_close(a, e, name="gradient")
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("vocab_size", [12, 10, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_vocabulary_parallel_equals_whole(num_ranks, vocab_size, make_tensor, run_sharded):
+def test_vocabulary_parallel_equals_whole(num_ranks, vocab_size, smoothing, make_tensor, run_sharded):
     """Shards of the vocabulary, even of padding alone, give what the whole gives, for one maximum and one sum."""
     logits, labels = make_tensor((2, 5, 12), torch.float64), LABELS.where(vocab_size > LABELS, 1)
-    params = {"ignore_index": -100, "vocab_size": vocab_size, "start": 0}
+    params = {"ignore_index": -100, "vocab_size": vocab_size, "start": 0, "label_smoothing": smoothing}
     loss, lse = cross_entropy_p.bind(logits, labels, **params)
     shards, extents = logits.chunk(num_ranks, -1), {"v": 12 // num_ranks}
     (losses, lses), collectives = run_sharded(cross_entropy_p, "v", extents, shards, labels, **params)
@@ -114,11 +180,12 @@ def test_vocabulary_parallel_equals_whole(num_ranks, vocab_size, make_tensor, ru
     testing.assert_close(torch.cat(list(grads), -1), expected, name="dlogits")
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_linear_vocabulary_parallel_equals_whole(num_ranks, make_tensor, run_sharded):
+def test_linear_vocabulary_parallel_equals_whole(num_ranks, smoothing, make_tensor, run_sharded):
     """The same for the fused head: its shards' dx are pending sums, their dhead is sharded like the head."""
     x, head = make_tensor((2, 5, 7), torch.float64), make_tensor((7, 12), torch.float64)
-    params = {"ignore_index": -100, "vocab_size": 10, "start": 0, "chunk": 4}
+    params = {"ignore_index": -100, "vocab_size": 10, "start": 0, "label_smoothing": smoothing, "chunk": 4}
     shards, extents = head.chunk(num_ranks, 1), {"v": 12 // num_ranks}
     loss, lse = linear_cross_entropy_p.bind(x, head, LABELS, **params)
     (losses, lses), collectives = run_sharded(linear_cross_entropy_p, "v", extents, x, shards, LABELS, **params)
@@ -151,3 +218,14 @@ def test_wrong_operands_are_refused(make_tensor):
         ops.linear_cross_entropy(x, head.double(), LABELS)
     with pytest.raises(ConfigError, match="chunk is 0"):
         ops.linear_cross_entropy(x, head, LABELS, chunk=0)
+    for bad in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ConfigError, match="label_smoothing is"):
+            ops.cross_entropy(logits, LABELS, label_smoothing=bad)
+        with pytest.raises(ConfigError, match="label_smoothing is"):
+            ops.linear_cross_entropy(x, head, LABELS, label_smoothing=bad)
+    for bad in (-0.1, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="z_loss is"):
+            ops.cross_entropy(logits, LABELS, z_loss=bad)
+    params = {"ignore_index": -100, "vocab_size": 12, "start": 0, "label_smoothing": 0.0, "chunk": 4}
+    with pytest.raises(ShapeError, match="dloss \\(5,\\)"):
+        linear_cross_entropy_grad_p.bind(x, head, LABELS, torch.ones(5), **params)
