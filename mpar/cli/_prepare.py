@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpar.cli._worker import write_failure
-from mpar.program import Hardware, Program, format_bytes
+from mpar.program import Hardware, Program, describe_kernels, format_bytes
 from mpar.schedules import num_stages
 from mpar.train import Job, TrainConfig, make_hardware
 from mpar.train.prepare import prepare
@@ -38,9 +38,15 @@ def prepare_job(config: TrainConfig, resolved: dict[str, Any], folder: Path) -> 
         f"data: {report}\n"
         f"program: {len(program.instructions)} instructions, {prediction.num_collectives} collectives a step, "
         f"{format_bytes(prediction.communication_bytes)} sent by a rank, peak {format_bytes(prediction.peak_bytes)} predicted\n"
-        f"{_pipeline_line(program, make_hardware(config.hardware))}run_dir: {config.run_dir}"
+        f"{_pipeline_line(program, make_hardware(config.hardware))}{_kernels_line(program)}run_dir: {config.run_dir}"
     )
     return PreparedJob(job, summary)
+
+
+def _kernels_line(program: Program) -> str:
+    """A line on what carries out the primitives, where kernels were asked for or could have been."""
+    line = describe_kernels(program.info["kernels"], (use for kind in program.kinds.values() for use in kind.kernels))
+    return f"{line}\n" if line else ""
 
 
 def _pipeline_line(program: Program, hardware: Hardware) -> str:

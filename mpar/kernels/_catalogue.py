@@ -19,12 +19,16 @@ Supports = Callable[..., str | None]
 
 @dataclass(frozen=True)
 class Implementation:
-    """`function` of `module` carries out a primitive: same operands, parameters and results as its `def_impl`."""
+    """`function` of `module` carries out a primitive: same operands, parameters and results as its `def_impl`.
+
+    `workspace(*operands, **params)`: bytes that it allocates and frees within a call.
+    """
 
     name: str
     module: str
     function: str
     supports: Supports
+    workspace: Callable[..., int] = lambda *operands, **params: 0
 
     def load(self) -> Callable[..., Any]:
         """The function; imports Triton."""

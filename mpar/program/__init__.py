@@ -1,6 +1,7 @@
 """The program: instructions for every rank, from the compiler to the run. Importing this loads no compiler."""
 
 from mpar.program._comm import Counter
+from mpar.program._kernels import describe_kernels
 from mpar.program._predict import Hardware, Prediction
 from mpar.program._program import CollectiveUse, Instruction, Kind, Leaf, Program, Value
 from mpar.program._run import RankRun, State, batch_rows
@@ -19,6 +20,7 @@ __all__ = [
     "State",
     "Value",
     "batch_rows",
+    "describe_kernels",
     "format_bytes",
     "format_time",
 ]

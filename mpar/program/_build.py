@@ -13,6 +13,7 @@ from torch import Tensor
 from mpar import tree
 from mpar.chain import Chain, Segment
 from mpar.errors import ConfigError, ShapeError
+from mpar.kernels import Kernels
 from mpar.mesh import Mesh
 from mpar.precision import Precision, precision
 from mpar.program._part import Step, write_part
@@ -47,6 +48,7 @@ def compile_step(
     bucket_bytes: int = BUCKET_BYTES,
     prefetch_bytes: int = 0,
     hardware: Hardware | None = None,
+    kernels: Kernels | None = None,
 ) -> Program:
     """Compile one training step: forward, backward, reduction, clipping and update, for every rank of `mesh`.
 
@@ -57,13 +59,14 @@ def compile_step(
     bucket_bytes:   gathers and reductions of neighbouring units are joined into messages up to this size.
     prefetch_bytes: gathers that make at most this much are issued one group early, to overlap with its computation.
     hardware:       whose costs balance stages, place messages and find an `auto` schedule; None: a typical accelerator's.
+    kernels:        the chip that kernels are chosen for, and how; None: the best for that of `hardware`.
     Raises ShardingError, ShapeError or ConfigError, listing all offenders.
     """
     recompute = recompute if isinstance(recompute, RecomputePolicy) else policy(recompute)
     schedule = Schedule(schedule) if isinstance(schedule, str) else schedule or Schedule()
     bytes_ = (bucket_bytes, prefetch_bytes)
     return _compile(
-        model, optimizer, mesh, strategy, batch_shape, schedule, num_microbatches, precision, recompute, bytes_, hardware
+        model, optimizer, mesh, strategy, batch_shape, schedule, num_microbatches, precision, recompute, bytes_, hardware, kernels
     )
 
 
@@ -79,6 +82,7 @@ def compile_eval(
     bucket_bytes: int = BUCKET_BYTES,
     prefetch_bytes: int = 0,
     hardware: Hardware | None = None,
+    kernels: Kernels | None = None,
 ) -> Program:
     """Compile the loss of a batch without its gradient: the forwards of `schedule`, on stages that lie where training has them.
 
@@ -89,7 +93,7 @@ def compile_eval(
     bytes_ = (bucket_bytes, prefetch_bytes)
     nothing_kept = policy("full")
     return _compile(
-        model, None, mesh, strategy, batch_shape, schedule, num_microbatches, precision, nothing_kept, bytes_, hardware
+        model, None, mesh, strategy, batch_shape, schedule, num_microbatches, precision, nothing_kept, bytes_, hardware, kernels
     )
 
 
@@ -105,6 +109,7 @@ def _compile(
     recompute: RecomputePolicy,
     bytes_: tuple[int, int],
     hardware: Hardware | None,
+    kernels: Kernels | None,
 ) -> Program:
     public_mesh, (bucket_bytes, prefetch_bytes) = mesh, bytes_
     strategy = preset(strategy) if isinstance(strategy, str) else strategy
@@ -113,13 +118,15 @@ def _compile(
     shapes = {key: (tuple(value.shape), model.batch_axes[key]) for key, value in batch.items()}
     strategy.check(mesh, model.abstract_params, model.param_axes, shapes)
     numbers = make_precision(precision)
-    writer = Writer(mesh, strategy.compute)
+    kernels = kernels or Kernels(arch=hardware.arch if hardware else None)
+    writer = Writer(mesh, strategy.compute, kernels)
     units = make_units(model, strategy, mesh, numbers)
     specs = [strategy.compute_spec(model.batch_axes[key], mesh) for key in batch]
-    context = compile_function("context", model.context, (batch,), mesh, specs, table=strategy.compute, resolve=True)
-    weight = compile_function("weight", model.weight, (batch,), mesh, specs, table=strategy.compute)
+    how: dict[str, Any] = {"table": strategy.compute, "kernels": kernels}
+    context = compile_function("context", model.context, (batch,), mesh, specs, resolve=True, **how)
+    weight = compile_function("weight", model.weight, (batch,), mesh, specs, **how)
     codes, boundary = _compile_segments(
-        model, strategy, mesh, numbers, recompute, units, writer.global_results(context), context.out_specs
+        model, strategy, mesh, numbers, recompute, kernels, units, writer.global_results(context), context.out_specs
     )
     names = [segment.name for segment in model.segments]
     pipeline = make_pipeline(
@@ -157,6 +164,7 @@ def _compile(
             "reduce": "each" if strategy.reduces_each else "last",
             "batch": {key: tuple(value.shape) for key, value in batch.items()},
             "recompute": recompute.kind,
+            "kernels": kernels,
             "schedule": schedule.name if schedule.table is None else "table",
             "stage_of": {names[index]: stage for stage, own in enumerate(pipeline.ranges) for index in own},
             "fallbacks": sorted({op for code in writer.codes.values() for op in code.fallbacks}),
@@ -191,6 +199,7 @@ def _compile_segments(
     mesh: Mesh,
     precision: Precision,
     recompute: RecomputePolicy,
+    kernels: Kernels,
     units: Mapping[str, Unit],
     context: Any,
     context_specs: Sequence[P],
@@ -210,7 +219,8 @@ def _compile_segments(
         key = (id(traced), tuple(specs), tuple(x_specs), tuple(out_specs))
         if key not in done:
             name = segment.name.split(".")[0]
-            done[key] = compile_segment(name, traced, mesh, strategy, specs, x_specs, context_specs, out_specs, recompute)
+            where = (specs, x_specs, context_specs, out_specs)
+            done[key] = compile_segment(name, traced, mesh, strategy, *where, recompute, kernels)
         code = done[key]
         codes.append(code)
         boundary.append(list(zip(code.forward.out_values[: len(out_specs)], out_specs, strict=True)))

@@ -88,5 +88,10 @@ def _expression(node: fx.Node, names: dict[fx.Node, str], functions: dict[str, s
     if node.target in collectives.COLLECTIVES:
         return call(f"comm.{node.target.__name__}", node.args, dict(node.kwargs))
     primitive = primitive_of(node.target)
-    function = f"torch.ops.{node.target}" if primitive is None else f"PRIMITIVES[{primitive.name!r}]"
+    if primitive is None:
+        function = f"torch.ops.{node.target}"
+    elif "implementation" in node.meta:
+        function = f"KERNELS[{primitive.name!r}, {node.meta['implementation']!r}]"
+    else:
+        function = f"PRIMITIVES[{primitive.name!r}]"
     return call(functions.setdefault(function, f"f{len(functions)}"), node.args, dict(node.kwargs))

@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 from mpar import tree
 from mpar.dtensor import to_local, wrap
 from mpar.errors import ShardingError
+from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
 from mpar.program._codegen import generate, positions_of
 from mpar.program._comm import Comm, ProcessComm
+from mpar.program._kernels import choose_kernels
 from mpar.program._run import ALONE, load
 from mpar.sharding import Collective, RankGraph, check, collectives_of, describe_graph, lower, simulate_graph, trace
 from mpar.spec import P, normalise
@@ -75,13 +77,14 @@ class Compiled:
     def __call__(self, *args: Any) -> Any:
         """Run on DTensors placed by in_specs (on a mesh of one rank: plain tensors); results are DTensors placed by out_specs.
 
-        Compiled at the first call with arguments of new shapes. Raises ShardingError, listing all arguments that are placed
-        otherwise, and MeshError if the job's processes are not the mesh's ranks.
+        Compiled at the first call with arguments of new shapes, for the device of the first of them. Raises ShardingError, listing all
+        arguments that are placed otherwise, and MeshError if the job's processes are not the mesh's ranks.
         """
         leaves, structure = tree.flatten(tuple(args))
-        key = (structure, tuple(None if x is None else (tuple(x.shape), x.dtype) for x in leaves))
+        device = next((x.device for x in leaves if x is not None), torch.device("cpu"))
+        key = (structure, device, tuple(None if x is None else (tuple(x.shape), x.dtype) for x in leaves))
         if key not in self._ready:
-            self._ready[key] = _Executable(self.lower(*args).ranked)
+            self._ready[key] = _Executable(self.lower(*args).ranked, device)
         return self._ready[key]([x for x in leaves if x is not None])
 
 
@@ -112,13 +115,14 @@ class Lowered:
 class _Executable:
     """A rank graph with loaded code and, on more than one rank, the processes that it runs on."""
 
-    def __init__(self, ranked: RankGraph) -> None:
+    def __init__(self, ranked: RankGraph, device: torch.device) -> None:
         self.ranked, mesh = ranked, ranked.mesh
+        choose_kernels(ranked.graph, kernels_for("auto", device))
         source = generate(ranked.graph)
-        self.run = load("jit", source, ranked.logical.constants, torch.device("cpu"))
-        self.device_mesh: DeviceMesh | None = None if mesh.size == 1 else mesh.bind()
+        self.run = load("jit", source, ranked.logical.constants, device)
+        self.device_mesh: DeviceMesh | None = None if mesh.size == 1 else mesh.bind(device.type)
         uses = {c.axes for c in collectives_of(ranked)} | set(positions_of(ranked.graph))
-        self.comm: Comm = ALONE if mesh.size == 1 else ProcessComm(mesh, uses)
+        self.comm: Comm = ALONE if mesh.size == 1 else ProcessComm(mesh, uses, device=device)
 
     def __call__(self, leaves: list[Tensor]) -> Any:
         ranked = self.ranked

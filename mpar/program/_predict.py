@@ -33,6 +33,7 @@ class Hardware:
     memory_bytes_per_s, launch_s: bandwidth of device memory, fixed time of one segment.
     link_bytes_per_s, link_latency_s: one rank's share within a node; cross_*: between nodes of `ranks_per_node` ranks.
     memory_bytes:      of one device.
+    arch:              its chip, for which kernels are chosen, such as "sm_90"; None is a CPU.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Hardware:
     ranks_per_node: int
     launch_s: float = 0.0
     peak_flops_per_s: float = 0.0
+    arch: str | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from mpar.mesh import Mesh
 from mpar.program._channels import Message
 from mpar.program._comm import Counter
 from mpar.program._hardware import hardware
+from mpar.program._kernels import KernelUse
 from mpar.program._picture import picture
 from mpar.program._predict import Hardware, Prediction, memory_timeline, predict
 from mpar.program._run import Progress, RankRun, State, bind, init_state, simulate
@@ -66,6 +67,7 @@ class Kind:
     constants:  tensors that the code refers to.
     operands / results: local shape and dtype of each.
     positions:  mesh axes along which the code asks for its rank's position.
+    kernels:    what carries out its calls of primitives that have kernels.
     memory:     how storages come and go, for predicting memory: see `program/_memory.py`.
     """
 
@@ -81,6 +83,7 @@ class Kind:
     operands: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     positions: tuple[tuple[str, ...], ...]
+    kernels: tuple[KernelUse, ...] = ()
 
 
 @dataclass(frozen=True)

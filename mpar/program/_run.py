@@ -12,6 +12,7 @@ from mpar.kernels import implementation
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES
 from mpar.program._comm import Comm, Counter, ProcessComm
+from mpar.program._kernels import check_device
 from mpar.program._simulate import run_ranks
 from mpar.shards import assemble, shard
 from mpar.spec import local_shape
@@ -68,6 +69,7 @@ def load(
     names: dict[str, Any] = {
         "torch": torch,
         "PRIMITIVES": primitives,
+        "KERNELS": _Kernels(primitives, device),
         "CONSTANTS": {key: value.to(device) for key, value in constants.items()},
         "DEVICE": device,
         "inf": float("inf"),
@@ -75,6 +77,19 @@ def load(
     }
     exec(compile(source, f"<segment {name}>", "exec"), names)
     return names["run"]
+
+
+class _Kernels(dict[tuple[str, str], Callable]):
+    """`(primitive, implementation)` to its function; on a CPU what `primitives` has, whatever the program was compiled for."""
+
+    def __init__(self, primitives: Mapping[str, Callable], device: torch.device) -> None:
+        super().__init__()
+        self.primitives, self.device = primitives, device
+
+    def __missing__(self, key: tuple[str, str]) -> Callable:
+        function = implementation(*key) if self.device.type == "cuda" else self.primitives[key[0]]
+        self[key] = function
+        return function
 
 
 class RankRun:
@@ -92,6 +107,7 @@ class RankRun:
         primitives: Mapping[str, Callable] | None = None,
     ) -> None:
         self.program, self.comm, self.device, self.progress = program, comm, torch.device(device), progress
+        check_device(program.info["kernels"], self.device)
         self.part = part = program.parts[comm.index(("pp",))]
         used = {step.kind for step in part.instructions}
         functions = {

@@ -12,9 +12,11 @@ from torch import Tensor, fx
 from mpar import tree
 from mpar.chain import Segment
 from mpar.errors import ProgramError
+from mpar.kernels import KERNELS, Kernels
 from mpar.mesh import Mesh
 from mpar.ops import widen
 from mpar.program._codegen import generate, positions_of
+from mpar.program._kernels import choose_kernels
 from mpar.program._memory import measure
 from mpar.program._partition import Halves, RecomputePolicy, partition
 from mpar.program._program import CollectiveUse, Kind
@@ -71,7 +73,7 @@ class SegmentCode:
     forward:  (parameters, x, context) -> (x, losses, kept).
     backward: (its part of those operands, kept, cotangents of x, cotangents of losses) -> gradients of parameters, then of x.
     reads:    positions in (parameters, x, context) that the backward reads.
-    ranked, recompute: what it was cut from, and how; `program/_split.py` cuts the backward further.
+    ranked, recompute, kernels: what it was cut from, and how; `program/_split.py` cuts the backward further.
     """
 
     forward: Code
@@ -82,6 +84,7 @@ class SegmentCode:
     name: str
     ranked: RankGraph
     recompute: RecomputePolicy
+    kernels: Kernels
 
 
 def trace_segment(
@@ -188,6 +191,7 @@ def compile_segment(
     context_specs: Sequence[P],
     out_specs: Sequence[P],
     recompute: RecomputePolicy,
+    kernels: Kernels = KERNELS,
 ) -> SegmentCode:
     """Lower a traced segment, check it, cut it, generate code. Gradients of parameters come as they are, also pending."""
     num_losses = len(traced.losses)
@@ -197,8 +201,8 @@ def compile_segment(
     hints = [*[None] * (len(out_specs) + num_losses), *param_specs]
     ranked = lower(traced.logical, mesh, in_specs, wanted, strategy.compute, hints)
     check(ranked)
-    forward, backward, reads, num_kept = _codes(name, traced, ranked, recompute)
-    return SegmentCode(forward, backward, reads, num_kept, traced, name, ranked, recompute)
+    forward, backward, reads, num_kept = _codes(name, traced, ranked, recompute, kernels)
+    return SegmentCode(forward, backward, reads, num_kept, traced, name, ranked, recompute, kernels)
 
 
 def cut(traced: TracedSegment, ranked: RankGraph, recompute: RecomputePolicy) -> Halves:
@@ -209,7 +213,7 @@ def cut(traced: TracedSegment, ranked: RankGraph, recompute: RecomputePolicy) ->
 
 
 def _codes(
-    name: str, traced: TracedSegment, ranked: RankGraph, recompute: RecomputePolicy
+    name: str, traced: TracedSegment, ranked: RankGraph, recompute: RecomputePolicy, kernels: Kernels
 ) -> tuple[Code, Code, tuple[int, ...], int]:
     halves = cut(traced, ranked, recompute)
     num_primals = traced.num_params + traced.num_x + traced.num_context
@@ -218,11 +222,17 @@ def _codes(
     kept_specs = specs_of(halves.kept)
     specs = list(ranked.in_specs)
     forward = make_code(
-        f"{name} forward", halves.forward, constants, specs[:num_primals], [*ranked.out_specs[:num_results], *kept_specs]
+        f"{name} forward",
+        halves.forward,
+        constants,
+        specs[:num_primals],
+        [*ranked.out_specs[:num_results], *kept_specs],
+        kernels,
     )
     forward = replace(forward, fallbacks=ranked.fallbacks)
     backward_in = [*(specs[i] for i in halves.operands), *kept_specs, *specs[num_primals:]]
-    backward = make_code(f"{name} backward", halves.backward, constants, backward_in, list(ranked.out_specs[num_results:]))
+    backward_out = list(ranked.out_specs[num_results:])
+    backward = make_code(f"{name} backward", halves.backward, constants, backward_in, backward_out, kernels)
     return forward, backward, halves.operands, len(halves.kept)
 
 
@@ -241,6 +251,7 @@ def compile_function(
     table: Mapping[str, tuple[str, ...]] | None = None,
     *,
     resolve: bool = False,
+    kernels: Kernels = KERNELS,
     passes: Sequence[Callable[[fx.Graph], dict[str, int]]] = (),
 ) -> Code:
     """Compile a function that is not differentiated; `resolve` carries out pending sums of results whose spec is None.
@@ -254,14 +265,17 @@ def compile_function(
     check(ranked)
     for run in passes:
         run(ranked.graph)
-    code = make_code(name, ranked.graph, logical.constants, list(ranked.in_specs), list(ranked.out_specs))
+    code = make_code(name, ranked.graph, logical.constants, list(ranked.in_specs), list(ranked.out_specs), kernels)
     return Code(code.kind, code.in_values, code.in_specs, code.out_values, code.out_specs, logical.outputs, ranked.fallbacks)
 
 
-def make_code(name: str, graph: fx.Graph, constants: Mapping[str, Tensor], in_specs: list[P], out_specs: list[P]) -> Code:
+def make_code(
+    name: str, graph: fx.Graph, constants: Mapping[str, Tensor], in_specs: list[P], out_specs: list[P], kernels: Kernels
+) -> Code:
     """Compile a checked rank graph, which the last passes change."""
     bucket(graph)
     reuse_operands(graph)
+    uses = choose_kernels(graph, kernels)
     used = {node.target for node in graph.find_nodes(op="get_attr")}
     cost = graph_cost(graph)
     ins = tuple(node.meta["val"] for node in graph.find_nodes(op="placeholder"))
@@ -279,6 +293,7 @@ def make_code(name: str, graph: fx.Graph, constants: Mapping[str, Tensor], in_sp
         tuple((tuple(v.shape), v.dtype) for v in ins),
         tuple((tuple(v.shape), v.dtype) for v in outs),
         positions_of(graph),
+        uses,
     )
     if len(outs) != len(out_specs) or len(ins) != len(in_specs):
         raise ProgramError(f"segment {name}: {len(outs)} results for {len(out_specs)} specs")

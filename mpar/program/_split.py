@@ -100,8 +100,16 @@ def _split(code: SegmentCode) -> SplitCode:
             constants,
             [specs[i] for i in graphs.input_reads],
             [*out_specs[num_params:], *crossing],
+            code.kernels,
         ),
-        make_code(f"{code.name} weight", graphs.weight, constants, [*before, *crossing, *after], list(out_specs[:num_params])),
+        make_code(
+            f"{code.name} weight",
+            graphs.weight,
+            constants,
+            [*before, *crossing, *after],
+            list(out_specs[:num_params]),
+            code.kernels,
+        ),
         *sorted_out(graphs.input_reads),
         *sorted_out(graphs.weight_reads),
         len(crossing),
@@ -111,7 +119,7 @@ def _split(code: SegmentCode) -> SplitCode:
 def _nothing(code: SegmentCode, half: str) -> Code:
     graph = fx.Graph()
     graph.output(())
-    return make_code(f"{code.name} {half}", graph, {}, [], [])
+    return make_code(f"{code.name} {half}", graph, {}, [], [], code.kernels)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from mpar.program._kernels import describe_kernels
 from mpar.program._predict import Hardware, instruction_durations, memory_timeline, message_durations
 from mpar.program._times import step_times
 
@@ -27,6 +28,10 @@ def text(program: "Program", rank: int = 0, hardware: Hardware | None = None) ->
         times = list(durations[position])
         head += f"   step {format_time(whole.makespan)} predicted on {hardware.name}"
     lines = [head]
+    used = {step.kind for step in program.parts[position].instructions}
+    chosen = describe_kernels(program.info["kernels"], (use for name in used for use in program.kinds[name].kernels))
+    if chosen:
+        lines.append(chosen)
     for number, step in enumerate(program.parts[position].instructions):
         lines.append(_line(program, number, step, timeline[number][1], times[number]))
     return "\n".join(lines)

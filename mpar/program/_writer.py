@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mpar import tree
+from mpar.kernels import Kernels
 from mpar.mesh import Mesh
 from mpar.ops import constrain
 from mpar.program._memory import SegmentMemory
@@ -26,8 +27,8 @@ __all__ = ["Writer", "like"]
 class Writer:
     """A program while it grows."""
 
-    def __init__(self, mesh: Mesh, table: AxisTable) -> None:
-        self.mesh, self.table = mesh, table
+    def __init__(self, mesh: Mesh, table: AxisTable, kernels: Kernels) -> None:
+        self.mesh, self.table, self.kernels = mesh, table, kernels
         self.values: list[Value] = []
         self.instructions: list[Instruction] = []
         self.kinds: dict[str, Kind] = {}
@@ -160,7 +161,8 @@ class Writer:
             tuple(how.get("passes", ())),
         )
         if key not in self.functions:
-            self.functions[key] = compile_function(name, fn, args, self.mesh, in_specs, out_specs, self.table, **how)
+            where = (self.mesh, in_specs, out_specs, self.table)
+            self.functions[key] = compile_function(name, fn, args, *where, kernels=self.kernels, **how)
         return self.functions[key]
 
     def cast(self, name: str, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], source: list[P], target: list[P]) -> Code:

@@ -20,7 +20,8 @@ def graph_cost(graph: fx.Graph) -> Cost:
         if node.target in (*collectives.COLLECTIVES, collectives.shard, collectives.start):
             continue
         cost = _node_cost(node)
-        flops, nbytes, workspace = flops + cost.flops, nbytes + cost.bytes, max(workspace, cost.workspace)
+        within = node.meta.get("workspace", cost.workspace)  # a kernel's own, where one was chosen
+        flops, nbytes, workspace = flops + cost.flops, nbytes + cost.bytes, max(workspace, within)
     return Cost(flops, nbytes, workspace)
 
 

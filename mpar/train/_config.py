@@ -154,6 +154,7 @@ class HardwareConfig:
     ranks_per_node: int = key("devices in a node")
     launch_s: float = key("fixed time of one segment", default=0.0)
     peak_flops_per_s: float = key("data-sheet peak, for MFU", default=0.0)
+    arch: str | None = key("its chip, for which kernels are chosen, such as sm_90; null is a CPU", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +210,9 @@ class TrainConfig:
     run_dir: str | None = key("where everything is left; null: runs/<date>_<time>", default=None)
     resume: str = key("auto: go on from the newest checkpoint in run_dir; never; or a checkpoint's folder", default="auto")
     device: Literal["cpu", "cuda"] = key("where the ranks compute", default="cpu")
+    kernels: Literal["auto", "triton", "torch"] = key(
+        "auto: the best that a primitive has for the chip; triton: mpar's, or an error; torch: none of them", default="auto"
+    )
     num_threads: int | None = key("threads of a rank; null: cores / local ranks", default=None)
     timeout_s: float = key("how long a rank waits for another one", default=600.0)
     progress: bool = key("show a progress bar", default=True)

@@ -11,6 +11,7 @@ import torch
 from mpar import models
 from mpar.data import Batches, DataConfig, Tokenizer, byte_tokenizer, load_dataset
 from mpar.errors import ConfigError
+from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
 from mpar.models import Model
 from mpar.optim import SGD, WSD, AdamW, Constant, Cosine, Linear, Schedule
@@ -24,6 +25,7 @@ __all__ = [
     "make_batches",
     "make_evaluation_batches",
     "make_hardware",
+    "make_kernels",
     "make_mesh",
     "make_model",
     "make_optimizer",
@@ -184,6 +186,13 @@ def _schedule(config: OptimizerConfig, steps: int) -> Schedule:
     if config.lr_schedule == "constant":
         return Constant(lr=config.lr, **warmup, **floor)
     return (Linear if config.lr_schedule == "linear" else Cosine)(lr=config.lr, **warmup, **floor)
+
+
+def make_kernels(config: TrainConfig) -> Kernels:
+    """How kernels are chosen: for the GPU that is there, else, as in plans, for the chip of the hardware profile."""
+    if config.device == "cuda" and torch.cuda.is_available():
+        return kernels_for(config.kernels, "cuda")
+    return Kernels(config.kernels, config.hardware.arch)
 
 
 def make_hardware(config: HardwareConfig) -> Hardware:

@@ -17,6 +17,7 @@ from mpar.train._setup import (
     make_batches,
     make_evaluation_batches,
     make_hardware,
+    make_kernels,
     make_mesh,
     make_model,
     make_optimizer,
@@ -44,6 +45,7 @@ def compile_program(config: TrainConfig) -> Program:
         precision=config.precision.name,
         recompute=policy(recompute.kind, recompute.names, recompute.budget),
         hardware=make_hardware(config.hardware),
+        kernels=make_kernels(config),
     )
 
 
@@ -59,6 +61,7 @@ def compile_evaluation(config: TrainConfig, program: Program) -> Program:
         num_microbatches=num_microbatches(config),
         precision=config.precision.name,
         hardware=make_hardware(config.hardware),
+        kernels=make_kernels(config),
     )
 
 
