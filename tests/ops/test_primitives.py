@@ -23,7 +23,7 @@ def _calls(x):
     masks = {"q_order": torch.arange(3), "k_documents": torch.zeros(2, 5).long(), "q_documents": torch.zeros(2, 3).long()}
     lists = lambda: [x(2, 3).detach(), x(5).detach()]  # noqa: E731
     constrained = _constrain.constrain_p.bind(x(2, 3), axes="names:batch,embed", mark=0)
-    params = {"ignore_index": -100, "vocab_size": 7, "start": 0}
+    params = {"ignore_index": -100, "vocab_size": 7, "start": 0, "label_smoothing": 0.1}
     hidden, head = x(2, 3, 4), x(4, 7)
     return [
         ops.einsum("bsd,df->bsf", x(2, 3, 4), x(4, 5)),
@@ -46,6 +46,9 @@ def _calls(x):
         *_cross_entropy.cross_entropy_stats_p.bind(x(2, 3, 7).detach(), LABELS, **params),
         ops.linear_cross_entropy(hidden, head, LABELS)[0],
         *_linear_cross_entropy.linear_cross_entropy_stats_p.bind(hidden.detach(), head.detach(), LABELS, **params, chunk=4),
+        *_linear_cross_entropy.linear_cross_entropy_grad_p.bind(
+            hidden.detach(), head.detach(), LABELS, torch.ones(2, 3), **params, chunk=4
+        ),
         ops.random_uniform((1, 2), (3, 5)),
         ops.random_normal((1, 2), (3, 5), starts=(1, 3)),
         ops.dropout(x(2, 3), 0.5, ops.fold_key(0)),
