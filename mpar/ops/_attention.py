@@ -1,6 +1,7 @@
 """Attention: softmax(q k^T * scale) v over the visible keys, with grouped kv heads and a differentiable log-sum-exp.
 
 Vaswani et al. 2017, arXiv:1706.03762, eq. 1; kv heads shared by groups of query heads: Ainslie et al. 2023, arXiv:2305.13245.
+Soft caps of scores: Gemma 2, arXiv:2408.00118, section 2. Sinks, a learned logit of every head that has no value: gpt-oss.
 """
 
 import torch
@@ -15,10 +16,11 @@ __all__ = ["attention"]
 
 attention_p = Primitive(
     "attention",
-    "q, k, v, q_order?, k_order?, q_documents?, k_documents? -> out, lse",
+    "q, k, v, q_order?, k_order?, q_documents?, k_documents?, sinks? -> out, lse",
     causal="bool",
     window="int?",
     scale="float",
+    soft_cap="float?",
 )
 
 
@@ -31,9 +33,11 @@ def attention(
     k_order: Tensor | None = None,
     q_documents: Tensor | None = None,
     k_documents: Tensor | None = None,
+    sinks: Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(out_BSNH, lse_BSN)`: each query's average of the values it sees, and the log of its sum of exponentials.
 
@@ -42,18 +46,31 @@ def attention(
     - `window` is None, or `q_order[i] - k_order[j] < window`;
     - their documents are equal and not -1, where documents are given (both or neither).
     Orders are integers (S,) and (M,), documents (B, S) and (B, M); orders default to 0, 1, 2, ... `scale` defaults to H**-0.5.
-    The head size of v, which `out` has, may differ from that of q and k. A query that sees nothing gives out 0, lse -inf and
-    gradient 0. `lse` is float32 or wider, natural log. Neither orders nor documents get a gradient.
-    Raises ShapeError or DtypeError if the operands do not fit each other, ConfigError if `window` is not positive.
+    With `soft_cap` a score becomes soft_cap * tanh(score / soft_cap), after the scale. `sinks` (N,) are the scores, one for each
+    head, of one more key that every query sees and whose value is zero: they count in `lse`, and take from `out`.
+    The head size of v, which `out` has, may differ from that of q and k. A query that sees nothing gives out 0, lse -inf (or its
+    sink) and gradient 0. `lse` is float32 or wider, natural log. Neither orders nor documents get a gradient.
+    Raises ShapeError or DtypeError if the operands do not fit each other, ConfigError if `window` or `soft_cap` is not positive.
     """
     scale = q_BSNH.shape[-1] ** -0.5 if scale is None else scale
     return attention_p.bind(
-        q_BSNH, k_BMKH, v_BMKH, q_order, k_order, q_documents, k_documents, causal=causal, window=window, scale=scale
+        q_BSNH,
+        k_BMKH,
+        v_BMKH,
+        q_order,
+        k_order,
+        q_documents,
+        k_documents,
+        sinks,
+        causal=causal,
+        window=window,
+        scale=scale,
+        soft_cap=soft_cap,
     )
 
 
 @attention_p.def_abstract
-def _abstract(q, k, v, q_order, k_order, q_documents, k_documents, *, causal, window, scale):
+def _abstract(q, k, v, q_order, k_order, q_documents, k_documents, sinks, *, causal, window, scale, soft_cap):
     shapes = f"attention of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ShapeError(f"{shapes}: they must be (B, S, N, H), (B, M, K, H), (B, M, K, H)")
@@ -69,49 +86,58 @@ def _abstract(q, k, v, q_order, k_order, q_documents, k_documents, *, causal, wi
         problems.append("q_documents and k_documents must be given both or neither")
     expected = {"q_order": (q_order, (S,)), "k_order": (k_order, (M,))}
     expected |= {"q_documents": (q_documents, (B, S)), "k_documents": (k_documents, (B, M))}
+    expected["sinks"] = sinks, (N,)
     given = {name: (x, shape) for name, (x, shape) in expected.items() if x is not None}
     problems += [f"{name} is {tuple(x.shape)}, must be {shape}" for name, (x, shape) in given.items() if tuple(x.shape) != shape]
     if problems:
         raise ShapeError(f"{shapes}:\n" + "\n".join(problems))
     if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
         raise DtypeError(f"{shapes}: dtypes are {q.dtype}, {k.dtype}, {v.dtype}; all three must have the same floating dtype")
-    wrong = {name: x.dtype for name, (x, _) in given.items() if x.dtype not in (torch.int32, torch.int64)}
+    if sinks is not None and not sinks.is_floating_point():
+        raise DtypeError(f"{shapes}: sinks are scores and must be floating, not {sinks.dtype}")
+    wrong = {name: x.dtype for name, (x, _) in given.items() if name != "sinks" and x.dtype not in (torch.int32, torch.int64)}
     if wrong:
         raise DtypeError(f"{shapes}: orders and documents must be int32 or int64, not {wrong}")
     if window is not None and window < 1:
         raise ConfigError(f"{shapes}: window is {window}, must be a positive number of positions or None")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ConfigError(f"{shapes}: soft_cap is {soft_cap}, must be a positive bound of scores or None")
     lse = torch.empty((B, S, N), dtype=_wide(q), device=q.device)
     return torch.empty((B, S, N, v.shape[3]), dtype=q.dtype, device=q.device), lse
 
 
 @attention_p.def_impl
-def _impl(q, k, v, q_order, k_order, q_documents, k_documents, *, causal, window, scale):
+def _impl(q, k, v, q_order, k_order, q_documents, k_documents, sinks, *, causal, window, scale, soft_cap):
     masks = (q_order, k_order, q_documents, k_documents)
-    if q.device.type != "cpu":
-        return _plain(q, k, v, _visible(q, k, *masks, causal, window), scale)
     if not q.numel() or not k.numel():
-        return q.new_zeros(*q.shape[:3], v.shape[3]), torch.full(q.shape[:3], -torch.inf, dtype=_wide(q))
-    visible, aligned = _hidden(q, k, *masks, causal, window)
-    size = max(q.shape[3], v.shape[3])
-    q1, k1, v1 = (_heads_first(x, size) for x in (q, k, v))
-    out, lse = flash_attention_cpu(q1, k1, v1, 0.0, aligned, attn_mask=_bias(visible, q.dtype), scale=scale)
-    out, lse = out.transpose(1, 2)[..., : v.shape[3]].contiguous(), lse.transpose(1, 2).contiguous()
-    if visible is not None:
-        lse.masked_fill_(~visible.any(-1).unsqueeze(-1), -torch.inf)
-    return out, lse
+        out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=_wide(q))
+    elif q.device.type != "cpu" or soft_cap is not None:
+        out, lse = _plain(q, k, v, _visible(q, k, *masks, causal, window), scale, soft_cap)
+    else:
+        visible, aligned = _hidden(q, k, *masks, causal, window)
+        size = max(q.shape[3], v.shape[3])
+        q1, k1, v1 = (_heads_first(x, size) for x in (q, k, v))
+        out, lse = flash_attention_cpu(q1, k1, v1, 0.0, aligned, attn_mask=_bias(visible, q.dtype), scale=scale)
+        out, lse = out.transpose(1, 2)[..., : v.shape[3]].contiguous(), lse.transpose(1, 2).contiguous()
+        if visible is not None:
+            lse.masked_fill_(~visible.any(-1).unsqueeze(-1), -torch.inf)
+    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
 
 
-@attention_p.def_vjp("q, k, v, q_order, k_order, q_documents, k_documents, out, lse, dout, dlse -> dq, dk, dv")
-def _vjp(q, k, v, q_order, k_order, q_documents, k_documents, out, lse, dout, dlse, *, causal, window, scale):
+@attention_p.def_vjp("q, k, v, q_order, k_order, q_documents, k_documents, sinks, out, lse, dout, dlse -> dq, dk, dv, dsinks")
+def _vjp(q, k, v, q_order, k_order, q_documents, k_documents, sinks, out, lse, dout, dlse, *, causal, window, scale, soft_cap):
+    """dscore = p (dout . v - dout . out + dlse), with p = exp(score - lse). A sink is a score whose v is zero."""
     masks = (q_order, k_order, q_documents, k_documents)
     blind = lse == -torch.inf
     lse = lse.masked_fill(blind, torch.inf)  # exp(score - lse) is then 0 without a case of its own
     dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
     dout = torch.zeros_like(out) if dout is None else dout
-    if q.device.type != "cpu":
-        return _plain_backward(q, k, v, _visible(q, k, *masks, causal, window), out, lse, dout, dlse, scale)
+    dsinks = q.new_empty(0) if sinks is None else _sinks_backward(sinks, out, lse, dout, dlse)
     if not q.numel() or not k.numel():
-        return tuple(torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
+        return *(x.new_zeros(x.shape) for x in (q, k, v)), dsinks
+    if q.device.type != "cpu" or soft_cap is not None:
+        visible = _visible(q, k, *masks, causal, window)
+        return *_plain_backward(q, k, v, visible, out, lse, dout, dlse, scale, soft_cap), dsinks
     # The kernel computes dscore = p * (dout . v - dout . out). One more feature, with dout 1, v 0 and out -dlse, adds dlse to it.
     size = max(q.shape[3], v.shape[3]) + (dlse is not None)
     q1, k1, v1, out1, dout1 = (_heads_first(x, size) for x in (q, k, v, out, dout))
@@ -121,7 +147,22 @@ def _vjp(q, k, v, q_order, k_order, q_documents, k_documents, out, lse, dout, dl
     visible, aligned = _hidden(q, k, *masks, causal, window)
     bias = _bias(visible, q.dtype)
     grads = flash_attention_cpu_backward(dout1, q1, k1, v1, out1, lse.transpose(1, 2), 0.0, aligned, attn_mask=bias, scale=scale)
-    return tuple(grad.transpose(1, 2)[..., : x.shape[3]].contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
+    grads = (grad.transpose(1, 2)[..., : x.shape[3]].contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
+    return *grads, dsinks
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The results when one more key, of zero value, takes its share of the softmax."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    share = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
+    return (out * share.unsqueeze(-1)).to(out.dtype), total
+
+
+def _sinks_backward(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    dscores = -(dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    if dlse is not None:
+        dscores += dlse
+    return dscores.mul_(torch.exp(sinks.to(lse.dtype) - lse)).sum((0, 1)).to(sinks.dtype)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -163,26 +204,26 @@ def _heads_first(x: Tensor, size: int) -> Tensor:
     return (x if x.stride(3) == 1 else x.contiguous()).transpose(1, 2)
 
 
-def _plain(q, k, v, visible, scale) -> tuple[Tensor, Tensor]:
+def _plain(q, k, v, visible, scale, soft_cap=None) -> tuple[Tensor, Tensor]:
     """The formulas, one batch row at a time: all pairs of one row are in memory at once."""
     rows = []
     for i in range(q.shape[0]):
-        scores_KGSM = _scores(q[i], k[i], visible[i % visible.shape[0]], scale)
+        scores_KGSM = _scores(q[i], k[i], scale, soft_cap).masked_fill_(~visible[i % visible.shape[0]], -torch.inf)
         lse_KGS = torch.logsumexp(scores_KGSM, -1)
         p_KGSM = _probabilities(scores_KGSM, lse_KGS.masked_fill(lse_KGS == -torch.inf, torch.inf))
         out_SKGH = torch.einsum("kgsm,mkh->skgh", p_KGSM, v[i].to(p_KGSM.dtype))
         rows.append((out_SKGH.flatten(1, 2).to(q.dtype), lse_KGS.flatten(0, 1).T))
-    if not rows:
-        return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=_wide(q))
     outs, lses = zip(*rows, strict=True)
     return torch.stack(outs), torch.stack(lses)
 
 
-def _plain_backward(q, k, v, visible, out, lse, dout, dlse, scale) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_backward(q, k, v, visible, out, lse, dout, dlse, scale, soft_cap=None) -> tuple[Tensor, Tensor, Tensor]:
     K, wide = k.shape[2], _wide(q)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for i in range(q.shape[0]):
-        scores_KGSM = _scores(q[i], k[i], visible[i % visible.shape[0]], scale)
+        scores_KGSM = _scores(q[i], k[i], scale, soft_cap)
+        slope_KGSM = None if soft_cap is None else 1 - (scores_KGSM / soft_cap).square_()
+        scores_KGSM.masked_fill_(~visible[i % visible.shape[0]], -torch.inf)
         p_KGSM = _probabilities(scores_KGSM, lse[i].T.unflatten(0, (K, -1)))
         dout_SKGH, out_SKGH = (x[i].to(wide).unflatten(1, (K, -1)) for x in (dout, out))
         delta_SKG = (dout_SKGH * out_SKGH).sum(-1)
@@ -190,47 +231,55 @@ def _plain_backward(q, k, v, visible, out, lse, dout, dlse, scale) -> tuple[Tens
             delta_SKG -= dlse[i].unflatten(1, (K, -1))
         dp_KGSM = torch.einsum("skgh,mkh->kgsm", dout_SKGH, v[i].to(wide))
         dscores_KGSM = dp_KGSM.sub_(delta_SKG.permute(1, 2, 0).unsqueeze(-1)).mul_(p_KGSM).mul_(scale)
+        if slope_KGSM is not None:
+            dscores_KGSM.mul_(slope_KGSM)
         dq[i] = torch.einsum("kgsm,mkh->skgh", dscores_KGSM, k[i].to(wide)).flatten(1, 2)
         dk[i] = torch.einsum("kgsm,skgh->mkh", dscores_KGSM, q[i].to(wide).unflatten(1, (K, -1)))
         dv[i] = torch.einsum("kgsm,skgh->mkh", p_KGSM, dout_SKGH)
     return dq, dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Scores of one batch row, (K, G, S, M), -inf where hidden."""
+def _scores(q: Tensor, k: Tensor, scale: float, soft_cap: float | None) -> Tensor:
+    """Scores of all pairs of one batch row, (K, G, S, M)."""
     q, k = q.to(_wide(q)).unflatten(1, (k.shape[1], -1)), k.to(_wide(k))
-    return torch.einsum("skgh,mkh->kgsm", q, k).mul_(scale).masked_fill_(~visible, -torch.inf)
+    scores_KGSM = torch.einsum("skgh,mkh->kgsm", q, k).mul_(scale)
+    return scores_KGSM if soft_cap is None else scores_KGSM.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
 def _probabilities(scores_KGSM: Tensor, lse_KGS: Tensor) -> Tensor:
     return scores_KGSM.sub_(lse_KGS.unsqueeze(-1)).exp_()
 
 
-attention_p.def_sharding("b s (k g) h, b m k h, b m k h', s, m, b s, b m -> b s (k g) h', b s (k g)", need_replication="s m h h'")
+attention_p.def_sharding(
+    "b s (k g) h, b m k h, b m k h', s, m, b s, b m, (k g) -> b s (k g) h', b s (k g)", need_replication="s m h h'"
+)
 attention_p.bwd.def_sharding(
-    "b s (k g) h, b m k h, b m k h', s, m, b s, b m, b s (k g) h', b s (k g), b s (k g) h', b s (k g)"
-    " -> b s (k g) h, b m k h, b m k h'",
+    "b s (k g) h, b m k h, b m k h', s, m, b s, b m, (k g), b s (k g) h', b s (k g), b s (k g) h', b s (k g)"
+    " -> b s (k g) h, b m k h, b m k h', (k g)",
     need_replication="s m h h'",
 )
 attention_p.def_batching_folded()
-attention_p.bwd.def_batching_folded()
+attention_p.bwd.def_batching_loop()  # the gradient of sinks sums over dim 0, so that the batch cannot be folded into it
 
 
 @attention_p.def_cost
-def _cost(q, k, v, q_order, k_order, q_documents, k_documents, *, causal, window, scale):
+def _cost(q, k, v, q_order, k_order, q_documents, k_documents, sinks, *, causal, window, scale, soft_cap):
     out_bytes = q.shape[:3].numel() * v.shape[3] * q.element_size()
     flops = 2 * _pairs(q, k, causal) * (q.shape[3] + v.shape[3])
     padded = 0 if q.shape[3] == v.shape[3] else q.nbytes + k.nbytes + v.nbytes + out_bytes
-    workspace = padded + _mask_bytes(q, k, q_order, q_documents, window)
+    workspace = padded + _mask_bytes(q, k, q_order, q_documents, window) + _score_bytes(q, k, soft_cap)
     return Cost(flops=flops, bytes=q.nbytes + k.nbytes + v.nbytes + out_bytes, workspace=workspace)
 
 
 @attention_p.bwd.def_cost
-def _cost_bwd(q, k, v, q_order, k_order, q_documents, k_documents, out, lse, dout, dlse, *, causal, window, scale):
+def _cost_bwd(
+    q, k, v, q_order, k_order, q_documents, k_documents, sinks, out, lse, dout, dlse, *, causal, window, scale, soft_cap
+):
     moved = 2 * (q.nbytes + k.nbytes + v.nbytes + out.nbytes)
     flops = 2 * _pairs(q, k, causal) * (3 * q.shape[3] + 2 * v.shape[3])
     padded = 0 if dlse is None and q.shape[3] == v.shape[3] else moved
-    return Cost(flops=flops, bytes=moved, workspace=padded + _mask_bytes(q, k, q_order, q_documents, window))
+    workspace = padded + _mask_bytes(q, k, q_order, q_documents, window) + 2 * _score_bytes(q, k, soft_cap)
+    return Cost(flops=flops, bytes=moved, workspace=workspace)
 
 
 def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
@@ -244,3 +293,8 @@ def _mask_bytes(q: Tensor, k: Tensor, q_order: Tensor | None, q_documents: Tenso
         return 0
     pairs = q.shape[1] * k.shape[1]
     return 8 * pairs + (1 if q_documents is None else q.shape[0]) * pairs * (3 + q.element_size())
+
+
+def _score_bytes(q: Tensor, k: Tensor, soft_cap: float | None) -> int:
+    """The scores of one batch row, which the plain formulas hold at once."""
+    return 0 if soft_cap is None else q.shape[1:3].numel() * k.shape[1] * _wide(q).itemsize

@@ -14,6 +14,7 @@ Q_DOCUMENTS = torch.tensor([[0, 0, 1, 1, -1, 2, 2], [5, 5, 5, 5, 5, 5, 6]])
 K_DOCUMENTS = torch.tensor([[0, 0, 1, 1, -1, -1, 3, 3, 3], [5] * 9])
 DOCUMENTS = {"q_documents": Q_DOCUMENTS, "k_documents": K_DOCUMENTS}
 ORDERS = {"q_order": Q_ORDER, "k_order": K_ORDER}
+SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0, -math.inf, 0.9], dtype=torch.float64)
 MASKS = {
     "causal": {},
     "full": {"causal": False},
@@ -26,6 +27,9 @@ MASKS = {
     "documents": DOCUMENTS,
     "documents, full": {**DOCUMENTS, "causal": False},
     "everything": {**DOCUMENTS, **ORDERS, "window": 5},
+    "soft cap": {"soft_cap": 0.7},
+    "sinks": {"sinks": SINKS},
+    "sinks and soft cap": {**DOCUMENTS, "window": 3, "soft_cap": 1.5, "sinks": SINKS},
 }
 each_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 
@@ -37,8 +41,8 @@ def _sees(b, i, j, *, q_order=None, k_order=None, q_documents=None, k_documents=
     return q_documents is None or int(q_documents[b, i]) == int(k_documents[b, j]) != -1
 
 
-def reference(q, k, v, **mask):
-    """Row by row over the keys that are seen; a row that sees none is constant."""
+def reference(q, k, v, *, sinks=None, soft_cap=None, **mask):
+    """Row by row over the keys that are seen and the sink; a row that sees none is constant."""
     (B, S, N, H), (M, K) = q.shape, k.shape[1:3]
     scale = mask.get("scale") or 1 / math.sqrt(H)
     out, lse = [], []
@@ -47,13 +51,12 @@ def reference(q, k, v, **mask):
             keys = [j for j in range(M) if _sees(b, i, j, **mask)]
             for n in range(N):
                 kv = n // (N // K)
-                if not keys:
-                    out.append(v.new_zeros(v.shape[-1]))
-                    lse.append(v.new_tensor(-math.inf))
-                    continue
-                weights = torch.exp(k[b, keys, kv] @ q[b, i, n] * scale)
-                out.append(weights @ v[b, keys, kv] / weights.sum())
-                lse.append(weights.sum().log())
+                scores = k[b, keys, kv] @ q[b, i, n] * scale
+                weights = torch.exp(scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap))
+                total = weights.sum() if sinks is None else weights.sum() + sinks[n].exp()
+                blind = not keys and (sinks is None or not float(total.detach()))
+                out.append(v.new_zeros(v.shape[-1]) if blind else weights @ v[b, keys, kv] / total)
+                lse.append(v.new_tensor(-math.inf) if blind else total.log())
     return torch.stack(out).view(B, S, N, -1), torch.stack(lse).view(B, S, N)
 
 
@@ -83,8 +86,27 @@ def test_masks_match_a_loop_over_pairs(mask, size_v, make_tensor):
 
 
 @each_mask
-def test_plain_formulas_match_the_cpu_kernel(mask, make_tensor):
+def test_sinks_match_a_loop_over_pairs(mask, make_tensor):
+    """A sink takes its share of every row, and has the gradient of a score whose value is zero, through out and through lse."""
+    operands, sinks = _operands(make_tensor), make_tensor((6,), torch.float64, requires_grad=True)
+    mask = {**mask, "sinks": sinks}
+    out, lse = ops.attention(*operands, **mask)
+    expected_out, expected_lse = reference(*operands, **mask)
+    testing.assert_close(out, expected_out, name="out")
+    testing.assert_close(lse, expected_lse, name="lse")
+    dout, dlse = make_tensor(out.shape, torch.float64), make_tensor(lse.shape, torch.float64)
+    for weight in (0.0, 1.0):
+        leaves = (*operands, sinks)
+        actual = torch.autograd.grad(_weighted(out, lse, dout, weight * dlse), leaves, retain_graph=True)
+        expected = torch.autograd.grad(_weighted(expected_out, expected_lse, dout, weight * dlse), leaves, retain_graph=True)
+        for name, a, e in zip(("q", "k", "v", "sinks"), actual, expected, strict=True):
+            testing.assert_close(a, e, name=f"d{name}")
+
+
+@pytest.mark.parametrize("name", [name for name, mask in MASKS.items() if not {"sinks", "soft_cap"} & mask.keys()])
+def test_plain_formulas_match_the_cpu_kernel(name, make_tensor):
     """What runs on other devices gives the results of what runs on the CPU."""
+    mask = MASKS[name]
     q, k, v = (x.detach() for x in _operands(make_tensor))
     names = ("q_order", "k_order", "q_documents", "k_documents")
     visible = _attention._visible(q, k, *(mask.get(n) for n in names), mask.get("causal", True), mask.get("window"))
@@ -156,6 +178,9 @@ def test_no_keys_or_no_queries(make_tensor):
         ({"q_documents": Q_DOCUMENTS}, ShapeError, "both or neither"),
         ({"q_order": Q_ORDER.double()}, DtypeError, "int32 or int64"),
         ({"window": 0}, ConfigError, "window is 0"),
+        ({"soft_cap": 0.0}, ConfigError, "soft_cap is 0.0"),
+        ({"sinks": torch.zeros(3)}, ShapeError, "sinks is \\(3,\\), must be \\(6,\\)"),
+        ({"sinks": torch.zeros(6).int()}, DtypeError, "sinks are scores"),
     ],
     ids=str,
 )
