@@ -7,15 +7,19 @@ from mpar.ops._cross_entropy import cross_entropy
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
 from mpar.ops._geglu import geglu
+from mpar.ops._grouped_matmul import grouped_matmul
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy
+from mpar.ops._permute import expert_order, permute, unpermute
 from mpar.ops._primitive import PRIMITIVES
+from mpar.ops._quantise_fp8 import dequantise_fp8, fp8_matmul, quantise_fp8, quantise_fp8_both
 from mpar.ops._random import Key, dropout, fold_in, fold_key, random_normal, random_uniform
 from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope
 from mpar.ops._sgd import sgd, sgd_many
 from mpar.ops._sum_squares import sum_squares
 from mpar.ops._swiglu import swiglu
+from mpar.ops._topk_router import topk_router
 from mpar.ops._widen import widen
 
 __all__ = [
@@ -26,15 +30,22 @@ __all__ = [
     "attention",
     "constrain",
     "cross_entropy",
+    "dequantise_fp8",
     "dropout",
     "einsum",
     "embedding",
+    "expert_order",
     "fold_in",
     "fold_key",
+    "fp8_matmul",
     "geglu",
+    "grouped_matmul",
     "layer_norm",
     "linear_cross_entropy",
     "name",
+    "permute",
+    "quantise_fp8",
+    "quantise_fp8_both",
     "random_normal",
     "random_uniform",
     "rms_norm",
@@ -43,5 +54,7 @@ __all__ = [
     "sgd_many",
     "sum_squares",
     "swiglu",
+    "topk_router",
+    "unpermute",
     "widen",
 ]

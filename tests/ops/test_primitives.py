@@ -10,11 +10,18 @@ from mpar.ops import _constrain, _cross_entropy, _linear_cross_entropy, _widen
 from mpar.ops._primitive import PRIMITIVES, primitive_of
 
 LABELS, IDS = torch.tensor([[0, 3, -100], [2, 6, 1]]), torch.tensor([[0, 4, 4], [1, 0, 4]])
+EXPERTS, INVERSE = torch.tensor([[0, 2], [1, 2], [-1, 0], [0, 1]]), torch.tensor([[0, 5], [3, 6], [7, 1], [2, 4]])
 HYPER = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
+
+
+def _quantised(x: Tensor, block: str) -> list[Tensor]:
+    q, scale = ops.quantise_fp8(x, block=block)
+    product = ops.fp8_matmul(q, scale, q, scale, a_block=block, b_block=block)
+    return [*ops.quantise_fp8_both(x, block=block), ops.dequantise_fp8(q, scale, block=block), product]
 
 
 def _calls(x):
@@ -60,6 +67,14 @@ def _calls(x):
         *ops.sgd_many(lists(), lists(), lists(), _number(0.1), _number(1), momentum=0.9),
         constrained,
         _constrain.name_p.bind(x(2, 3), label="a"),
+        *ops.topk_router(x(5, 6), x(6), k=2),
+        *ops.topk_router(x(5, 6), k=3, score="sigmoid", order="post", groups=3, groups_kept=2),
+        *ops.expert_order(EXPERTS, num_experts=3),
+        ops.permute(x(4, 6), INVERSE),
+        ops.unpermute(x(8, 6), INVERSE, x(4, 2)),
+        ops.unpermute(x(8, 6), INVERSE),
+        ops.grouped_matmul(x(8, 6), x(3, 5, 6).transpose(1, 2), torch.tensor([2, 2, 7])),
+        *(y for block in ("tensor", "row", "1x128", "128x128") for y in _quantised(x(3, 5).detach(), block)),
     ]
 
 
@@ -119,6 +134,8 @@ def test_sharding_rules_are_consistent(primitive):
     """Factors that are replicated, linear operands and factors with a program of their own exist in the rule."""
     params = {"einsum": {"equation": "ab,bc->ac"}, "dropout": {"rate": 0.5, "starts": [0] * 4}}
     params |= {name: {"shape": [1] * 4, "starts": [0] * 4} for name in ("random_uniform", "random_normal")}
+    params |= {"quantise_fp8": {"block": "1x128"}, "dequantise_fp8": {"block": "row", "dtype": torch.float32}}
+    params["fp8_matmul"] = {"a_block": "1x128", "b_block": "128x128", "dtype": torch.bfloat16}
     rule = primitive.sharding_rule(**params.get(primitive.name, {}))
     factors = {name for dims in (*rule.operands, *rule.results) for names in dims for name in names}
     assert rule.need_replication <= factors
