@@ -1,0 +1,138 @@
+"""Cross-entropy of x @ head by chunks: cuBLAS makes the logits of one, our kernels turn them in place into their gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar.kernels._cross_entropy import check_dtypes, fused_rows, gradient_rows, loss_rows
+from mpar.kernels._head_chunks import Chunks, backward_chunks, forward_chunks, grad_chunks
+
+__all__ = [
+    "linear_cross_entropy",
+    "linear_cross_entropy_bwd",
+    "linear_cross_entropy_grad",
+    "linear_cross_entropy_stats",
+]
+
+
+def linear_cross_entropy(x: Tensor, head: Tensor, labels: Tensor, *, chunk: int, **params: Any) -> tuple[Tensor, Tensor]:
+    """`(loss, lse)` of each token; see `mpar.ops.linear_cross_entropy`."""
+    lse, loss = _per_token(x, head, labels, chunk, params, loss=True)
+    return loss, lse
+
+
+def linear_cross_entropy_stats(x: Tensor, head: Tensor, labels: Tensor, *, chunk: int, **params: Any) -> tuple[Tensor, Tensor]:
+    """`(lse, target)` of each token over the columns that `head` has."""
+    return _per_token(x, head, labels, chunk, params, loss=False)
+
+
+def linear_cross_entropy_bwd(
+    x: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    dloss: Tensor | None,
+    dlse: Tensor | None,
+    *,
+    chunk: int,
+    start: int,
+    **params: Any,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `x` and `head`, summed over chunks in float32."""
+    check_dtypes("linear_cross_entropy_bwd", x, head, lse, dloss, dlse)
+    labels_T, lse_T, dloss_T, dlse_T = (None if p is None else p.reshape(-1) for p in (labels, lse, dloss, dlse))
+
+    def pull_back(logits: Tensor, tokens: slice, columns: slice) -> None:
+        dloss, dlse = (None if p is None else p[tokens] for p in (dloss_T, dlse_T))
+        here = start + columns.start
+        gradient_rows(logits, labels_T[tokens], lse_T[tokens], dloss, dlse, logits, start=here, **params)
+
+    return _gradients(x, head, backward_chunks(x, head, chunk), pull_back)
+
+
+def linear_cross_entropy_grad(
+    x: Tensor, head: Tensor, labels: Tensor, dloss: Tensor, *, chunk: int, **params: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`(loss, lse, dx, dhead)`, for which the logits are made once."""
+    check_dtypes("linear_cross_entropy_grad", x, head, dloss)
+    labels_T, dloss_T = labels.reshape(-1), dloss.reshape(-1)
+    loss, lse = (torch.empty(labels.shape, dtype=torch.float32, device=x.device) for _ in range(2))
+    loss_T, lse_T = loss.view(-1), lse.view(-1)
+
+    def pull_back(logits: Tensor, tokens: slice, columns: slice) -> None:
+        fused_rows(logits, labels_T[tokens], dloss_T[tokens], lse_T[tokens], loss_T[tokens], **params)
+
+    return loss, lse, *_gradients(x, head, grad_chunks(x, head, chunk), pull_back)
+
+
+def _per_token(x: Tensor, head: Tensor, labels: Tensor, chunk: int, params: dict[str, Any], *, loss: bool) -> tuple[Tensor, Tensor]:
+    """Log-sum-exps, and losses or targets."""
+    check_dtypes("linear_cross_entropy", x, head)
+    x_TD, labels_T = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+    lse, second = (torch.empty(labels.shape, dtype=torch.float32, device=x.device) for _ in range(2))
+    chunks = forward_chunks(x, head, chunk)
+    memory = _memory(x, chunks)
+    for tokens in chunks[0]:
+        logits = _product(x_TD[tokens], head, memory)
+        loss_rows(logits, labels_T[tokens], lse.view(-1)[tokens], second.view(-1)[tokens], loss=loss, **params)
+    return lse, second
+
+
+def _gradients(
+    x: Tensor, head: Tensor, chunks: Chunks, pull_back: Callable[[Tensor, slice, slice], None]
+) -> tuple[Tensor, Tensor]:
+    """`(dx, dhead)`, where `pull_back(logits, tokens, columns)` turns the logits of a chunk into their gradient.
+
+    Along the dim that chunks divide one gradient is written part by part; the other adds up.
+    """
+    x_TD = x.reshape(-1, x.shape[-1])
+    dx, dhead = (torch.empty(operand.shape, dtype=operand.dtype, device=operand.device) for operand in (x_TD, head))
+    dx_sum = _sum_of(dx, len(chunks[1]))
+    dhead_sum = _sum_of(dhead, len(chunks[0]))
+    memory = _memory(x, chunks)
+    for tokens in chunks[0]:
+        for columns in chunks[1]:
+            x_part, head_part = x_TD[tokens], head[:, columns]
+            logits = _product(x_part, head_part, memory)
+            pull_back(logits, tokens, columns)
+            _add_product(dx_sum[tokens], logits, head_part.T, first=columns.start == 0)
+            _add_product(dhead_sum[:, columns], x_part.T, logits, first=tokens.start == 0)
+    for total, result in ((dx_sum, dx), (dhead_sum, dhead)):
+        if total is not result:
+            result.copy_(total)
+    return dx.view(x.shape), dhead if chunks[0] else dhead.zero_()
+
+
+def _memory(x: Tensor, chunks: Chunks) -> Tensor:
+    """Room for the logits of any chunk."""
+    tokens, columns = (max((part.stop - part.start for part in parts), default=0) for parts in chunks)
+    return torch.empty(tokens * columns, dtype=x.dtype, device=x.device)
+
+
+def _product(a: Tensor, b: Tensor, memory: Tensor) -> Tensor:
+    """`a @ b` in `memory`."""
+    return torch.mm(a, b, out=memory[: a.shape[0] * b.shape[1]].view(a.shape[0], b.shape[1]))
+
+
+def _sum_of(x: Tensor, num_terms: int) -> Tensor:
+    """Where the terms of `x` add up: `x` itself, or a float32 sum beside it if they are several and `x` is narrow."""
+    if num_terms <= 1 or x.dtype == torch.float32:
+        return x
+    return torch.empty(x.shape, dtype=torch.float32, device=x.device)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """`total += a @ b`, or `total = a @ b`. Into a float32 sum, products of narrow factors are not rounded on the way."""
+    wide = total.dtype
+    if wide == a.dtype or total.device.type != "cuda":  # torch has products with another dtype on CUDA alone
+        a, b = a.to(wide), b.to(wide)
+        if first:
+            torch.mm(a, b, out=total)
+        else:
+            total.addmm_(a, b)
+    elif first:
+        torch.mm(a, b, out_dtype=wide, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=wide, out=total)
