@@ -1,6 +1,8 @@
 """Primitives: every op that has rules of its own, one file each."""
 
 from mpar.ops._adamw import adamw, adamw_many
+from mpar.ops._add_layer_norm import add_layer_norm
+from mpar.ops._add_rms_norm import add_rms_norm
 from mpar.ops._attention import attention
 from mpar.ops._constrain import constrain, name
 from mpar.ops._cross_entropy import cross_entropy
@@ -27,6 +29,8 @@ __all__ = [
     "Key",
     "adamw",
     "adamw_many",
+    "add_layer_norm",
+    "add_rms_norm",
     "attention",
     "constrain",
     "cross_entropy",
