@@ -77,8 +77,8 @@ class Compiled:
     def __call__(self, *args: Any) -> Any:
         """Run on DTensors placed by in_specs (on a mesh of one rank: plain tensors); results are DTensors placed by out_specs.
 
-        Compiled at the first call with arguments of new shapes, for the device of the first of them. Raises ShardingError, listing all
-        arguments that are placed otherwise, and MeshError if the job's processes are not the mesh's ranks.
+        Compiled at the first call with arguments of new shapes, for the device of the first of them. Raises ShardingError,
+        listing all arguments that are placed otherwise, and MeshError if the job's processes are not the mesh's ranks.
         """
         leaves, structure = tree.flatten(tuple(args))
         device = next((x.device for x in leaves if x is not None), torch.device("cpu"))

@@ -14,6 +14,7 @@ from mpar.ops import PRIMITIVES
 from mpar.program._comm import Comm, Counter, ProcessComm
 from mpar.program._kernels import check_device
 from mpar.program._simulate import run_ranks
+from mpar.program._streams import issue_on_streams, plan_streams
 from mpar.shards import assemble, shard
 from mpar.spec import local_shape
 
@@ -117,16 +118,19 @@ class RankRun:
         }
         self._state = {leaf.path: _local(program, leaf) for leaf in part.state_in}
         self._batch = {_key(leaf): _all_microbatches(program, *_local(program, leaf)) for leaf in part.batch}
+        calls = [functions[step.kind] if step.kind in functions else self._message(step) for step in part.instructions]
+        if self.device.type == "cuda":
+            calls = issue_on_streams(calls, plan_streams(part.instructions, program.values), self.device)
         self._steps = [
             (
-                functions[step.kind] if step.kind in functions else self._message(step),
+                call,
                 step.inputs,
                 tuple(v for v in step.frees if v not in step.outputs),
                 step.outputs,
                 tuple(v for v in step.frees if v in step.outputs),
                 step,
             )
-            for step in part.instructions
+            for call, step in zip(calls, part.instructions, strict=True)
         ]
 
     def _message(self, step: "Instruction") -> Callable[[list[Tensor], Comm], tuple[Tensor, ...]]:
@@ -174,7 +178,7 @@ class RankRun:
         for leaf in part.batch:
             env[leaf.value] = self._rows(leaf, batch)
         for leaf, number in zip(part.scalars, (lr, float(step)), strict=True):
-            env[leaf.value] = torch.tensor(number, dtype=leaf.dtype, device=self.device)
+            env[leaf.value] = torch.full((), number, dtype=leaf.dtype, device=self.device)  # a copy from the host would wait
         with torch.no_grad():
             self._execute(env)
         new = State({leaf.path: env.pop(leaf.value) for leaf in part.state_out}, step)

@@ -1,0 +1,142 @@
+"""Streams: on a GPU each queue of a program is a stream. This says which events order them, and issues by it.
+
+Three things must be in order across streams. A value is read after it is ready. What is written over, or handed on as a view, was
+read by everyone before. And memory goes back to the stream that it was allocated on, which may use it for something else at once:
+that stream first waits for those that read it. Everything else may overlap.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mpar.program._comm import Comm
+    from mpar.program._program import Instruction, Value
+
+__all__ = ["HOME", "START", "Issue", "issue_on_streams", "plan_streams"]
+
+HOME = "compute"
+"""The queue that is the caller's stream: state and batch come on it, results leave on it."""
+START = -1
+"""The event before the first instruction."""
+
+Function = Callable[[list[Tensor], "Comm"], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Issue:
+    """How an instruction is issued: `queue` waits for the events of the lines `waits`, then it runs; if `records` it leaves an
+    event; then, for each `(queue, line)` of `holds`, that queue waits for the event of that line before it goes on."""
+
+    queue: str
+    waits: tuple[int, ...] = ()
+    records: bool = False
+    holds: tuple[tuple[str, int], ...] = ()
+
+
+def plan_streams(instructions: Sequence["Instruction"], values: Sequence["Value"]) -> list[Issue]:
+    """The events that a rank's instructions need, in their order. One queue needs none."""
+    return _Planner(values).plan(instructions)
+
+
+class _Planner:
+    def __init__(self, values: Sequence["Value"]) -> None:
+        self.values = values
+        self.ready: dict[int, tuple[str, int]] = {}  # value -> queue and line after which it may be read
+        self.home: dict[int, str] = {}  # storage -> the queue that it was allocated on
+        self.used: dict[int, dict[str, int]] = {}  # storage -> queue -> the last line that touched it
+        self.names: dict[int, set[int]] = {}  # storage -> values in it that are still there
+        self.seen: dict[str, dict[str, int]] = {}  # queue -> other queue -> the last of its lines that it has waited for
+
+    def plan(self, instructions: Sequence["Instruction"]) -> list[Issue]:
+        raw: list[tuple[str, list[int], list[tuple[str, int]]]] = []
+        last: dict[str, int] = {}
+        for line, step in enumerate(instructions):
+            queue = step.queue
+            waits = self._before(step, queue)
+            if queue != HOME and queue not in last:
+                waits = [START, *waits]
+            last[queue] = line
+            self._note(step, queue, line)
+            raw.append((queue, waits, self._give_back(step)))
+        if raw:
+            raw[-1][2].extend((HOME, end) for queue, end in last.items() if queue != HOME and self._unseen(HOME, queue, end))
+        awaited = {line for _, waits, holds in raw for line in (*waits, *(line for _, line in holds))}
+        return [Issue(queue, tuple(waits), line in awaited, tuple(holds)) for line, (queue, waits, holds) in enumerate(raw)]
+
+    def _before(self, step: "Instruction", queue: str) -> list[int]:
+        """Lines of other queues that must be done: those that made what is read, and all that touch what may be written."""
+        lines: dict[str, int] = {}
+        for value in step.inputs:
+            maker, line = self.ready.get(value, (HOME, START))
+            lines[maker] = max(lines.get(maker, START), line)
+        for storage in {self.values[value].storage for value in step.outputs}:
+            for user, line in self.used.get(storage, {}).items():
+                lines[user] = max(lines.get(user, START), line)
+        return sorted(line for other, line in lines.items() if line != START and self._unseen(queue, other, line))
+
+    def _note(self, step: "Instruction", queue: str, line: int) -> None:
+        for value in (*step.inputs, *step.outputs):  # a view's memory is where its operand's is
+            storage = self.values[value].storage
+            self.home.setdefault(storage, queue if value in step.outputs else HOME)
+            self.used.setdefault(storage, {})[queue] = line
+            self.names.setdefault(storage, set()).add(value)
+        made = step.inputs if step.op == "wait" else step.outputs  # what a message brings is there when it was waited for
+        for value in made:
+            self.ready[value] = (queue, line)
+
+    def _give_back(self, step: "Instruction") -> list[tuple[str, int]]:
+        """What streams wait for before they use memory again that goes with this instruction."""
+        holds: list[tuple[str, int]] = []
+        for value in step.frees:
+            storage = self.values[value].storage
+            self.names[storage].discard(value)
+            if self.names[storage]:
+                continue
+            home = self.home.pop(storage, HOME)
+            for user, line in self.used.pop(storage, {}).items():
+                if self._unseen(home, user, line):
+                    holds.append((home, line))
+        return holds
+
+    def _unseen(self, queue: str, other: str, line: int) -> bool:
+        """Whether `queue` must be told to wait for `line` of `other`; it is told only once."""
+        if queue == other or self.seen.setdefault(queue, {}).get(other, START) >= line:
+            return False
+        self.seen[queue][other] = line
+        return True
+
+
+def issue_on_streams(functions: Sequence[Function], issues: Sequence[Issue], device: torch.device) -> list[Function]:
+    """The functions of a rank's instructions, each issued on the stream of its queue. One queue stays on the caller's stream."""
+    queues = dict.fromkeys(issue.queue for issue in issues if issue.queue != HOME)
+    if not queues:
+        return list(functions)
+    streams = {queue: torch.cuda.Stream(device) for queue in queues}
+    events = {line: torch.cuda.Event() for line, issue in enumerate(issues) if issue.records} | {START: torch.cuda.Event()}
+    pairs = enumerate(zip(functions, issues, strict=True))
+    return [_issued(line, function, issue, streams, events, device) for line, (function, issue) in pairs]
+
+
+def _issued(
+    line: int, function: Function, issue: Issue, streams: Mapping[str, Any], events: Mapping[int, Any], device: torch.device
+) -> Function:
+    def run(args: list[Tensor], comm: "Comm") -> tuple[Tensor, ...]:
+        current = torch.cuda.current_stream(device)
+        stream = streams.get(issue.queue, current)
+        if line == 0:
+            events[START].record(current)
+        for awaited in issue.waits:
+            stream.wait_event(events[awaited])
+        with torch.cuda.stream(stream):
+            results = function(args, comm)
+        if issue.records:
+            events[line].record(stream)
+        for queue, awaited in issue.holds:
+            streams.get(queue, current).wait_event(events[awaited])
+        return results
+
+    return run
