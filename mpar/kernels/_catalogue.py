@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpar.kernels._attention_support import attention_supports
+from mpar.kernels._head_chunks import backward_workspace, forward_workspace, grad_workspace
+from mpar.kernels._moe_support import expert_order_supports, router_supports, rows_support
+
 __all__ = ["CATALOGUE", "Implementation"]
 
 Supports = Callable[..., str | None]
@@ -42,14 +46,51 @@ def floating(arch: str, *operands: Tensor | list[Tensor] | None, **_: Any) -> st
     return f"kernels compute in float32 and take no {', '.join(sorted(map(str, wrong)))}" if wrong else None
 
 
-def _triton(primitive: str, module: str, supports: Supports = floating) -> tuple[str, tuple[Implementation, ...]]:
-    return primitive, (Implementation("triton", f"mpar.kernels.{module}", primitive, supports),)
+def no_workspace(*_: Any, **__: Any) -> int:
+    """Nothing is allocated but the results."""
+    return 0
+
+
+def rows(arch: str, x: Tensor, *others: Tensor | None, **params: Any) -> str | None:
+    """Rows of at most 32768 elements, which a program holds in registers; dtypes as `floating`."""
+    if x.ndim < 1 or x.shape[-1] > 32768:
+        return f"rows of {x.shape[-1] if x.ndim else 'no dim'}: kernels hold rows of at most 32768 elements in registers"
+    return floating(arch, x, *others, **params)
+
+
+def _triton(
+    primitive: str, module: str, supports: Supports = floating, workspace: Callable[..., int] = no_workspace
+) -> tuple[str, tuple[Implementation, ...]]:
+    return primitive, (Implementation("triton", f"mpar.kernels.{module}", primitive, supports, workspace),)
 
 
 CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
     [
+        _triton("attention", "_attention", attention_supports),
+        _triton("attention_bwd", "_attention", attention_supports),
+        _triton("add_layer_norm", "_layer_norm", rows),
+        _triton("add_layer_norm_bwd", "_layer_norm", rows),
+        _triton("add_rms_norm", "_rms_norm", rows),
+        _triton("add_rms_norm_bwd", "_rms_norm", rows),
+        _triton("layer_norm", "_layer_norm", rows),
+        _triton("layer_norm_bwd", "_layer_norm", rows),
+        _triton("rms_norm", "_rms_norm", rows),
+        _triton("rms_norm_bwd", "_rms_norm", rows),
+        _triton("topk_router", "_topk_router", router_supports),
+        _triton("topk_router_bwd", "_topk_router", router_supports),
+        _triton("expert_order", "_permute", expert_order_supports),
+        _triton("permute", "_permute", rows_support),
+        _triton("unpermute", "_permute", rows_support),
+        _triton("unpermute_bwd", "_permute", rows_support),
         _triton("swiglu", "_swiglu"),
         _triton("swiglu_bwd", "_swiglu"),
+        _triton("cross_entropy", "_cross_entropy"),
+        _triton("cross_entropy_bwd", "_cross_entropy"),
+        _triton("cross_entropy_stats", "_cross_entropy"),
+        _triton("linear_cross_entropy", "_linear_cross_entropy", workspace=forward_workspace),
+        _triton("linear_cross_entropy_bwd", "_linear_cross_entropy", workspace=backward_workspace),
+        _triton("linear_cross_entropy_grad", "_linear_cross_entropy", workspace=grad_workspace),
+        _triton("linear_cross_entropy_stats", "_linear_cross_entropy", workspace=forward_workspace),
     ]
 )
 """Implementations of each primitive, best first: `kernels=auto` takes the first that supports the call."""

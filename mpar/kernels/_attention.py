@@ -1,0 +1,251 @@
+"""Attention: the functions that launch the kernels. Tiles are loaded by descriptors of (B, N, S, H) views of any strides."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import triton
+from torch import Tensor
+
+from mpar.errors import KernelError
+from mpar.kernels._attention_backward import attention_delta, attention_dkdv, attention_dq
+from mpar.kernels._attention_forward import attention_fwd
+from mpar.kernels._attention_support import attention_supports
+from mpar.kernels._attention_tiles import tile_ranges
+from mpar.kernels._launch import arch_of, describe, launch, tuned
+from mpar.kernels._table import Tuning
+
+__all__ = ["attention", "attention_bwd"]
+
+PADDING = 128
+"""Rows of lse and delta are padded to a multiple of this, which every tile of queries divides."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The operands that forward and backward share, ready for kernels."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_order: Tensor | None
+    k_order: Tensor | None
+    q_documents: Tensor | None
+    k_documents: Tensor | None
+    causal: bool
+    window: int | None
+    scale: float
+    soft_cap: float | None
+
+    @cached_property
+    def size_class(self) -> str:
+        size, size_v = self.q.shape[3], self.v.shape[3]
+        name = str(size) if size == size_v else f"{size},{size_v}"
+        return f"{name} float32" if self.q.dtype == torch.float32 else name
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """The head size of q and k as a sum of powers of two; the second may be 0."""
+        size = self.q.shape[3]
+        return (128, 64) if size == 192 else (size, 0)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.q.shape[1], self.k.shape[1]
+
+    @property
+    def window_size(self) -> int:
+        return 0 if self.window is None else min(self.window, 2**30)
+
+    def constants(self) -> dict[str, object]:
+        head, rest = self.parts
+        return {
+            "CAUSAL": self.causal,
+            "WINDOW": self.window is not None,
+            "SOFT_CAP": self.soft_cap is not None,
+            "HEAD": head,
+            "REST": rest,
+            "VALUE": self.v.shape[3],
+            "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",  # of float32 alone
+        }
+
+    def masks(self, entry: Tuning, *, from_keys: bool = False) -> tuple[object, ...]:
+        """Ranges, orders and documents, and how far apart the ranges of two batch rows are."""
+        tiles = entry.blocks["BLOCK_M"], entry.blocks["BLOCK_N"]
+        pairs = (self.q_order, self.k_order), (self.q_documents, self.k_documents), self.sizes, tiles
+        orders, documents, sizes, tiles = (pair[::-1] for pair in pairs) if from_keys else pairs
+        ranges = tile_ranges(
+            orders,
+            documents,
+            sizes,
+            tiles,
+            from_keys=from_keys,
+            causal=self.causal,
+            window=None if self.window is None else self.window_size,
+            on=self.q,
+            tuning=tuned("attention_ranges", self.q),
+        )
+        stride = 0 if ranges is None or self.q_documents is None else ranges.shape[1]
+        return ranges, self.q_order, self.k_order, self.q_documents, self.k_documents, stride
+
+    def scalars(self) -> tuple[float, ...]:
+        return self.window_size, self.scale, 0.0 if self.soft_cap is None else self.soft_cap
+
+    def tiles_of(self, x: Tensor, rows: int) -> tuple[object, object]:
+        """Descriptors of the two parts of the heads of q or k; without a second part the first stands in."""
+        head, rest = self.parts
+        main = _tiles_of(x, rows, head)
+        return main, _tiles_of(x, rows, rest) if rest else main
+
+
+def attention(
+    q, k, v, q_order, k_order, q_documents, k_documents, sinks, *, causal, window, scale, soft_cap
+) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp; see `mpar.ops.attention`."""
+    call = _prepare(q, k, v, q_order, k_order, q_documents, k_documents, causal, window, scale, soft_cap)
+    (B, S, N, _), (M, K), size_v = q.shape, k.shape[1:3], v.shape[3]
+    out = torch.empty((B, S, N, size_v), dtype=q.dtype, device=q.device)
+    lse = torch.empty((B, S, N), dtype=torch.float32, device=q.device)
+    if not lse.numel() or not M:
+        lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks.expand(B, S, N))
+        return out.zero_(), lse
+    entry = tuned("attention_fwd", q, call.size_class)
+    rows, keys = entry.blocks["BLOCK_M"], entry.blocks["BLOCK_N"]
+    num_tiles = triton.cdiv(S, rows)
+    launch(
+        attention_fwd,
+        (num_tiles * B * N,),
+        *call.tiles_of(call.q, rows),
+        *call.tiles_of(call.k, keys),
+        _tiles_of(call.v, keys, size_v),
+        out,
+        lse,
+        None if sinks is None else sinks.contiguous(),
+        *call.masks(entry),
+        S,
+        M,
+        N,
+        N // K,
+        num_tiles,
+        *call.scalars(),
+        on=out,
+        tuning=entry,
+        **call.constants(),
+    )
+    return out, lse
+
+
+def attention_bwd(
+    q, k, v, q_order, k_order, q_documents, k_documents, sinks, out, lse, dout, dlse, *, causal, window, scale, soft_cap
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and sinks."""
+    call = _prepare(q, k, v, q_order, k_order, q_documents, k_documents, causal, window, scale, soft_cap)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if not lse.numel() or not k.numel():
+        dlse = torch.zeros_like(lse) if dlse is None else dlse
+        dsinks = q.new_empty(0) if sinks is None else dlse.sum((0, 1)).to(sinks.dtype)
+        return dq.zero_(), dk.zero_(), dv.zero_(), dsinks
+    dout = _loadable(torch.zeros_like(out) if dout is None else dout.to(out.dtype))
+    levels, delta = _levels_and_delta(call, out.contiguous(), lse.contiguous(), dout, None if dlse is None else dlse.contiguous())
+    _launch_dkdv(call, dout, levels, delta, dk, dv)
+    _launch_dq(call, dout, levels, delta, dq)
+    if sinks is None:
+        return dq, dk, dv, q.new_empty(0)
+    shares = torch.exp(sinks.float().unsqueeze(1) - lse.transpose(1, 2).masked_fill(lse.transpose(1, 2) == -torch.inf, torch.inf))
+    dsinks = shares.mul_(delta[:, :, : q.shape[1]]).sum((0, 2)).neg_()  # dscore = p (0 - delta), since the sink's v is 0
+    return dq, dk, dv, dsinks.to(sinks.dtype)
+
+
+def _levels_and_delta(call: _Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    B, S, N, size_v = out.shape
+    entry = tuned("attention_delta", out, str(size_v))
+    padded = triton.cdiv(S, PADDING) * PADDING
+    levels, delta = (torch.empty((B, N, padded), dtype=torch.float32, device=out.device) for _ in range(2))
+    grid = (padded // entry.blocks["BLOCK"], B * N)
+    tensors, strides = (out, dout, lse, dlse, levels, delta), dout.stride()[:3]
+    launch(attention_delta, grid, *tensors, S, N, padded, *strides, on=out, tuning=entry, VALUE=size_v)
+    return levels, delta
+
+
+def _launch_dkdv(call: _Call, dout: Tensor, levels: Tensor, delta: Tensor, dk: Tensor, dv: Tensor) -> None:
+    (B, S, N, _), (M, K) = call.q.shape, call.k.shape[1:3]
+    entry = tuned("attention_dkdv", call.q, call.size_class)
+    rows, keys = entry.blocks["BLOCK_M"], entry.blocks["BLOCK_N"]
+    num_tiles = triton.cdiv(M, keys)
+    launch(
+        attention_dkdv,
+        (num_tiles * B * K,),
+        *call.tiles_of(call.q, rows),
+        *call.tiles_of(call.k, keys),
+        _tiles_of(call.v, keys, call.v.shape[3]),
+        _tiles_of(dout, rows, dout.shape[3]),
+        levels,
+        delta,
+        dk,
+        dv,
+        *call.masks(entry, from_keys=True),
+        S,
+        M,
+        K,
+        N // K,
+        num_tiles,
+        levels.shape[2],
+        *call.scalars(),
+        on=dk,
+        tuning=entry,
+        **call.constants(),
+    )
+
+
+def _launch_dq(call: _Call, dout: Tensor, levels: Tensor, delta: Tensor, dq: Tensor) -> None:
+    (B, S, N, _), (M, K) = call.q.shape, call.k.shape[1:3]
+    entry = tuned("attention_dq", call.q, call.size_class)
+    rows, keys = entry.blocks["BLOCK_M"], entry.blocks["BLOCK_N"]
+    num_tiles = triton.cdiv(S, rows)
+    launch(
+        attention_dq,
+        (num_tiles * B * N,),
+        *call.tiles_of(call.q, rows),
+        *call.tiles_of(call.k, keys),
+        _tiles_of(call.v, keys, call.v.shape[3]),
+        _tiles_of(dout, rows, dout.shape[3]),
+        levels,
+        delta,
+        dq,
+        *call.masks(entry),
+        S,
+        M,
+        N,
+        N // K,
+        num_tiles,
+        levels.shape[2],
+        *call.scalars(),
+        on=dq,
+        tuning=entry,
+        **call.constants(),
+    )
+
+
+def _prepare(q, k, v, q_order, k_order, q_documents, k_documents, causal, window, scale, soft_cap) -> _Call:
+    reason = attention_supports(arch_of(q), q, k, v, scale=scale)
+    if reason is not None:
+        raise KernelError(
+            f"attention of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: {reason}. Use mpar.ops.attention."
+        )
+    masks = (None if x is None else x.contiguous() for x in (q_order, k_order, q_documents, k_documents))
+    return _Call(_loadable(q), _loadable(k), _loadable(v), *masks, causal, window, scale, soft_cap)
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """`x`, or a copy of it where descriptors could not load it: rows begin at multiples of 16 bytes, features are contiguous."""
+    unit = 16 // x.element_size()
+    strides = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    if x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % unit or not stride for stride in strides):
+        x = x.contiguous()
+    if all(stride % unit == 0 and stride for stride in x.stride()[:3]):
+        return x
+    return x.as_strided(x.shape, [s if size > 1 else unit for size, s in zip(x.shape[:3], x.stride()[:3], strict=True)] + [1])
+
+
+def _tiles_of(x: Tensor, rows: int, width: int) -> object:
+    return describe(x.transpose(1, 2), [1, 1, rows, width])

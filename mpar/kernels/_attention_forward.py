@@ -1,0 +1,142 @@
+"""Attention forward: one program per tile of queries and head, over the keys that the tile sees, with a running maximum.
+
+Dao 2023, arXiv:2307.08691, algorithm 1. Bound by matrix products: 2 N H flops per pair and operand. Scores are kept in base 2.
+"""
+
+import triton
+import triton.language as tl
+
+from mpar.kernels._attention_tiles import key_range, step, visible
+
+__all__ = ["attention_fwd", "head_tile", "scores_of"]
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def head_tile(desc, batch, head, start, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows [start, start + ROWS) of one head, zeros beyond the end, (ROWS, WIDTH)."""
+    return desc.load([batch, head, start, 0]).reshape([ROWS, WIDTH])
+
+
+@triton.jit
+def rest_tile(desc, batch, head, start, ROWS: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr):
+    """The features from `FROM` on: heads of 192 are 128 and 64 wide, for tiles are powers of two."""
+    return desc.load([batch, head, start, FROM]).reshape([ROWS, WIDTH])
+
+
+@triton.jit
+def scores_of(products, scale, soft_cap, SOFT_CAP: tl.constexpr):
+    """`(scores, slope, factor)`: scores * factor are base-2 exponents; slope is the derivative of the soft cap, if there is one."""
+    if SOFT_CAP:
+        capped = 1 - 2 / (1 + tl.exp2(products * (2 * LOG2_E * scale / soft_cap)))  # tanh, exact at both infinities
+        return capped, 1 - capped * capped, soft_cap * LOG2_E
+    return products, products, scale * LOG2_E
+
+
+@triton.jit
+def _accumulate(
+    acc, total, top, q, q_rest, k_desc, k_rest_desc, v_desc, batch, kv_head, start,
+    rows, q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, window, scale, soft_cap,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    k = head_tile(k_desc, batch, kv_head, start, BLOCK_N, HEAD)
+    products = tl.dot(q, k.T, input_precision=PRECISION)
+    if REST > 0:
+        k_rest = rest_tile(k_rest_desc, batch, kv_head, start, BLOCK_N, HEAD, REST)
+        products = tl.dot(q_rest, k_rest.T, products, input_precision=PRECISION)
+    scores, _, factor = scores_of(products, scale, soft_cap, SOFT_CAP)
+    if MASKED:
+        keys = start + tl.arange(0, BLOCK_N)
+        inside = keys < num_keys
+        k_order = keys
+        if k_order_ptr is not None:
+            k_order = tl.load(k_order_ptr + keys, mask=inside, other=0)
+        if k_documents_ptr is not None:
+            k_documents = tl.load(k_documents_ptr + batch.to(tl.int64) * num_keys + keys, mask=inside, other=-1)[None, :]
+        else:
+            k_documents = None
+        seen = visible(q_order[:, None], k_order[None, :], q_documents, k_documents, inside[None, :], window, CAUSAL, WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    level = new_top
+    if MASKED:
+        level = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing: -inf - -inf would be NaN
+    p = tl.exp2(scores * factor - level[:, None])
+    decay = tl.exp2(top - level)
+    total = total * decay + tl.sum(p, 1)
+    v = head_tile(v_desc, batch, kv_head, start, BLOCK_N, VALUE)
+    acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+    return acc, total, new_top
+
+
+@triton.jit
+def attention_fwd(
+    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_ptr, lse_ptr, sinks_ptr,
+    ranges_ptr, q_order_ptr, k_order_ptr, q_documents_ptr, k_documents_ptr, range_stride,
+    num_queries, num_keys, num_heads, group, num_tiles, window, scale, soft_cap,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr,
+    VALUE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # where causal, the last tiles have most to do: they start first
+    batch_head = tl.program_id(0) // num_tiles
+    batch, head = batch_head // num_heads, batch_head % num_heads
+    start_m = tile * BLOCK_M
+    rows = start_m + tl.arange(0, BLOCK_M)
+    inside = rows < num_queries
+    q = head_tile(q_desc, batch, head, start_m, BLOCK_M, HEAD)
+    q_rest = q
+    if REST > 0:
+        q_rest = rest_tile(q_rest_desc, batch, head, start_m, BLOCK_M, HEAD, REST)
+    q_order = rows
+    if q_order_ptr is not None:
+        q_order = tl.load(q_order_ptr + rows, mask=inside, other=0)
+    if q_documents_ptr is not None:
+        q_documents = tl.load(q_documents_ptr + batch.to(tl.int64) * num_queries + rows, mask=inside, other=-1)[:, None]
+    else:
+        q_documents = None
+    first, full_first, full_last, last = key_range(
+        ranges_ptr,
+        batch.to(tl.int64) * range_stride + tile,
+        start_m,
+        num_queries,
+        num_keys,
+        window,
+        CAUSAL,
+        WINDOW,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    acc = tl.zeros([BLOCK_M, VALUE], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    kv_head = head // group
+    for start in tl.range(full_first, full_last, BLOCK_N):
+        acc, total, top = _accumulate(
+            acc, total, top, q, q_rest, k_desc, k_rest_desc, v_desc, batch, kv_head, start,
+            rows, q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, window, scale, soft_cap,
+            False, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, BLOCK_N,
+        )  # fmt: skip
+    for edge in tl.range(0, (full_first - first) + (last - full_last), BLOCK_N):
+        start = step(edge, first, full_first, full_last)
+        acc, total, top = _accumulate(
+            acc, total, top, q, q_rest, k_desc, k_rest_desc, v_desc, batch, kv_head, start,
+            rows, q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, window, scale, soft_cap,
+            True, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, BLOCK_N,
+        )  # fmt: skip
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        new_top = tl.maximum(top, sink)
+        level = tl.where(new_top == float("-inf"), 0.0, new_top)
+        decay = tl.exp2(top - level)
+        total = total * decay + tl.exp2(sink - level)
+        acc = acc * decay[:, None]
+        top = new_top
+    blind = total == 0
+    acc = acc / tl.where(blind, 1.0, total)[:, None]
+    lse = tl.where(blind, float("-inf"), (top + tl.log2(total)) / LOG2_E)
+    where = (batch.to(tl.int64) * num_queries + rows) * num_heads + head
+    tl.store(lse_ptr + where, lse, mask=inside)
+    out = out_ptr + where[:, None] * VALUE + tl.arange(0, VALUE)[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None])

@@ -1,0 +1,32 @@
+"""What attention's kernels support, in words; needs no Triton."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["attention_supports", "merge_supports"]
+
+HEADS = ((64, 64), (128, 128), (256, 256), (192, 128))
+"""Head sizes of q and k, and of v: tiles are powers of two, and 192 is 128 and 64."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def attention_supports(arch: str, q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float, **params: Any) -> str | None:
+    """Why the kernels of attention and of its gradient cannot do this, or None."""
+    if q.dtype not in DTYPES:
+        return f"kernels compute in float32 and take no {q.dtype}"
+    if (q.shape[3], v.shape[3]) not in HEADS:
+        known = ", ".join(f"{size} and {size_v}" for size, size_v in HEADS)
+        return f"head sizes {q.shape[3]} of q and {v.shape[3]} of v: kernels have {known}"
+    if not scale > 0:
+        return f"scale {scale}: kernels take the maximum before they scale, so it must be positive"
+    return None
+
+
+def merge_supports(arch: str, out_a: Tensor, *_: Any, **params: Any) -> str | None:
+    """Why the kernels that merge partial results cannot do this, or None."""
+    if out_a.dtype not in DTYPES:
+        return f"kernels compute in float32 and take no {out_a.dtype}"
+    size = out_a.shape[3]
+    return None if 16 <= size <= 1024 and size % 16 == 0 else f"head size {size}: kernels have multiples of 16 up to 1024"
