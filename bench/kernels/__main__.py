@@ -1,12 +1,14 @@
-"""`python -m bench.kernels compile`: kernels are compiled for every chip without a GPU, and checked."""
+"""`python -m bench.kernels compile`: for every chip, without a GPU; `run`: beside their peers, on a GPU."""
 
 import argparse
 import os
 import sys
 from pathlib import Path
 
+from bench._report import RESULTS
 from bench.kernels import _ledger
 from bench.kernels._compile import compile_all, table
+from bench.kernels._run import run
 from mpar.kernels import ARCHITECTURES
 
 
@@ -22,8 +24,22 @@ def main() -> int:
     offline.add_argument("--ledger", type=Path, default=_ledger.LEDGER)
     offline.add_argument("--out", type=Path, help="folder for what the compiler wrote: ttir, ttgir, ptx, sass, ptxas")
     offline.add_argument("--jobs", type=int, default=os.cpu_count())
+    timed = commands.add_parser("run", help="check every row of the table, and time it beside its peers on a GPU")
+    timed.add_argument("--rows", type=_numbers, default=[], metavar="1,2,5", help="numbers in the table; default: all")
+    timed.add_argument("--tiny", action="store_true", help="tiny operands on the CPU, in Triton's interpreter, without timing")
+    timed.add_argument("--seconds", type=float, default=540.0, help="begin no row after this time")
+    timed.add_argument("--share", type=float, default=1.0, help="how much of the usual 200 ms every variant is timed for")
+    timed.add_argument("--out", type=Path, default=RESULTS, help="folder of kernels.jsonl, which grows, and kernels.md")
+    timed.add_argument("--commit", default="", help="what is measured, where there is no git; else the file COMMIT says it")
     args = parser.parse_args()
+    if args.command == "run":
+        options = {"tiny": args.tiny, "seconds": args.seconds, "out": args.out, "commit": args.commit, "share": args.share}
+        return 1 if run(args.rows, **options) else 0
     return _compile(args)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def _compile(args: argparse.Namespace) -> int:

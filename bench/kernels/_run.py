@@ -1,0 +1,94 @@
+"""Run: the rows of the table in order of importance while there is time, each in a process that may fail."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from bench._machine import ROOT, machine
+from bench._report import append_lines
+from bench.kernels._report import markdown, sentence
+from bench.kernels._row import Row
+from bench.kernels._server import Server
+from bench.kernels.rows import all_rows
+
+__all__ = ["run", "write_table"]
+
+ROW_S = 120.0
+"""What a row may take, with what is compiled for it."""
+SPARE_S = 10.0
+"""What ending takes."""
+
+
+def run(numbers: Sequence[int], *, tiny: bool, seconds: float, out: Path, commit: str, share: float) -> int:
+    """Measure rows, or with `tiny` only check them on the CPU. Returns how many went wrong, or were not reached."""
+    started = time.perf_counter()
+    rows = [row for row in all_rows() if not numbers or row.number in numbers]
+    if tiny:
+        os.environ["TRITON_INTERPRET"] = "1"  # read where Triton is imported, in the process that measures
+    server = Server("cpu" if tiny else "cuda")
+    wrong = 0
+    try:
+        ceilings = None if tiny else server.ceilings(ROW_S)
+        facts = {} if ceilings is None else _facts(commit, ceilings)
+        for row in rows:
+            left = seconds - SPARE_S - (time.perf_counter() - started)
+            line = _not_reached(row) if left <= 0 else server.measure(row, ceilings, share, min(left, ROW_S)) | facts
+            wrong += line["status"] not in ("ok", "not built") or _peers_disagree(line, tiny)
+            sys.stdout.write(f"[{time.perf_counter() - started:.0f} s] {sentence(line)}\n")
+            sys.stdout.flush()
+            if not tiny and line["status"] != "not reached":
+                append_lines(out / "kernels.jsonl", [line])
+                write_table(out)
+    finally:
+        server.close()
+    return wrong
+
+
+def write_table(out: Path) -> None:
+    """`kernels.md` from `kernels.jsonl` in the folder `out`."""
+    path = out / "kernels.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "kernels.md").write_text(markdown(all_rows(), lines), encoding="utf-8")
+
+
+def _not_reached(row: Row) -> dict[str, Any]:
+    return {"row": row.key, "number": row.number, "status": "not reached", "error": "time was over", "variants": {}, "bars": {}}
+
+
+def _peers_disagree(line: Mapping[str, Any], tiny: bool) -> bool:
+    """Whether a peer failed on the CPU, where it is enough that kernels of others are called as they want to be."""
+    return tiny and any("failed" in cell and "InterpreterError" not in cell["failed"] for cell in line["variants"].values())
+
+
+def _facts(commit: str, ceilings: Mapping[str, float]) -> dict[str, Any]:
+    query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        name, driver, *clocks = (field.strip() for field in answer.split(","))
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        name, driver, clocks = torch.cuda.get_device_name(), "unknown", []
+    known = machine()
+    file = ROOT / "COMMIT"
+    if commit or (known["commit"].startswith("unknown") and file.exists()):
+        known["commit"] = commit or file.read_text(encoding="utf-8").strip()
+    return known | {
+        "gpu": name,
+        "driver": driver,
+        "clocks": "sm {}, at most {}, memory {}, power limit {}".format(*clocks) if len(clocks) == 4 else "unknown",
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "liger": "installed" if importlib.util.find_spec("liger_kernel") else "not installed",
+        "copy": f"{1e-9 * ceilings['copy_bytes_per_s']:.0f} GB/s",
+        "product": f"{1e-12 * ceilings['flops_per_s']:.0f} TFLOP/s",
+    }

@@ -1,0 +1,93 @@
+"""Server: a process that measures rows one after the other; a row that hangs or kills it costs that row alone."""
+
+import importlib
+import multiprocessing
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from bench.kernels import _timing
+from bench.kernels._measure import STICKY, measure
+from bench.kernels._row import Row
+from bench.kernels.rows import all_rows
+
+__all__ = ["Server"]
+
+
+class Server:
+    """Measures rows in a process of its own, and starts another one where that does not answer in time."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._context = multiprocessing.get_context("spawn")
+        self._process: Any = None
+        self._connection: Connection | None = None
+
+    def ceilings(self, timeout_s: float) -> dict[str, float]:
+        """What the machine reaches. Raises RuntimeError."""
+        answer = self._ask(("ceilings",), timeout_s)
+        if isinstance(answer, str):
+            raise RuntimeError(f"the ceilings of this machine could not be measured: {answer}")
+        return answer
+
+    def measure(self, row: Row, ceilings: Mapping[str, float] | None, share: float, timeout_s: float) -> dict[str, Any]:
+        """The line of a row."""
+        answer = self._ask(("measure", row.key, ceilings, share), timeout_s)
+        if isinstance(answer, str):
+            line = {"row": row.key, "number": row.number, "name": row.name, "dtype": row.dtype, "shape": dict(row.shape)}
+            return line | {"status": "failed", "error": answer, "variants": {}, "bars": {}, "seconds": timeout_s}
+        if any(words in answer.get("error", "") for words in STICKY):
+            self.close()
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            assert self._connection is not None
+            self._connection.close()
+            self._process.join(2)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join()
+            self._process = None
+
+    def _ask(self, question: tuple[Any, ...], timeout_s: float) -> Any:
+        if self._process is None:
+            self._connection, theirs = self._context.Pipe()
+            self._process = self._context.Process(target=serve, args=(theirs, self._device), daemon=False)
+            self._process.start()
+            theirs.close()
+        assert self._connection is not None
+        started = time.perf_counter()
+        try:
+            self._connection.send(question)
+            if self._connection.poll(timeout_s):
+                return self._connection.recv()
+            problem = f"no answer in {time.perf_counter() - started:.0f} s"
+        except (EOFError, OSError):
+            self._process.join(5)
+            problem = f"the process died with code {self._process.exitcode}"
+        self.close()
+        return problem
+
+
+def serve(connection: Connection, device: str) -> None:
+    """Answer until nobody asks."""
+    if device == "cpu":  # Triton's interpreter needs corrections, which the tests have
+        importlib.import_module("tests.kernels.interpreter").install()
+    rows = {row.key: row for row in all_rows()}
+    while True:
+        try:
+            question, *rest = connection.recv()
+        except EOFError:
+            return
+        if question == "ceilings":
+            answer = _timing.ceilings()
+        else:
+            key, ceilings, share = rest
+            answer = measure(rows[key], device, ceilings, share)
+        connection.send(answer)
+        broken = any(words in str(answer.get("error", "")) for words in STICKY)
+        if device == "cuda" and not broken:
+            _timing.free()
