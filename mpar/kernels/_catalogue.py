@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpar.kernels._attention_support import attention_supports
+from mpar.kernels._attention_support import attention_supports, merge_supports
 from mpar.kernels._head_chunks import backward_workspace, forward_workspace, grad_workspace
 from mpar.kernels._moe_support import expert_order_supports, router_supports, rows_support
 
@@ -68,6 +68,8 @@ CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
     [
         _triton("attention", "_attention", attention_supports),
         _triton("attention_bwd", "_attention", attention_supports),
+        _triton("merge_attention", "_attention_merge", merge_supports),
+        _triton("merge_attention_bwd", "_attention_merge", merge_supports),
         _triton("add_layer_norm", "_layer_norm", rows),
         _triton("add_layer_norm_bwd", "_layer_norm", rows),
         _triton("add_rms_norm", "_rms_norm", rows),
