@@ -20,7 +20,7 @@ def attention_delta(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, levels_ptr, delta_ptr, num_queries, num_heads, padded,
     dout_stride_B, dout_stride_S, dout_stride_N, VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`delta = rowsum(out * dout) - dlse`, and lse in base 2, +inf for rows that see nothing; (B, N, padded): loaded without masks."""
+    """`delta = rowsum(out * dout) - dlse`, and lse in base 2, +inf for rows that see nothing, (B, N, padded)."""
     batch_head = tl.program_id(1)
     batch, head = (batch_head // num_heads).to(tl.int64), batch_head % num_heads
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -117,8 +117,8 @@ def attention_dkdv(
         head, start = first_head + index // num_full, full_first + index % num_full * BLOCK_M
         place = (batch * num_kv_heads * group + head).to(tl.int64) * padded
         dk, dk_rest, dv = _accumulate_dkdv(
-            dk, dk_rest, dv, k, k_rest, v, q_desc, q_rest_desc, dout_desc, levels_ptr + place, delta_ptr + place, batch, head, start,
-            keys, None, q_order_ptr, q_documents_ptr, num_queries, window, scale, soft_cap,
+            dk, dk_rest, dv, k, k_rest, v, q_desc, q_rest_desc, dout_desc, levels_ptr + place, delta_ptr + place,
+            batch, head, start, keys, None, q_order_ptr, q_documents_ptr, num_queries, window, scale, soft_cap,
             False, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, BLOCK_M,
         )  # fmt: skip
     k_order = keys
@@ -132,8 +132,8 @@ def attention_dkdv(
         head, start = first_head + index // num_edges, step(index % num_edges * BLOCK_M, first, full_first, full_last)
         place = (batch * num_kv_heads * group + head).to(tl.int64) * padded
         dk, dk_rest, dv = _accumulate_dkdv(
-            dk, dk_rest, dv, k, k_rest, v, q_desc, q_rest_desc, dout_desc, levels_ptr + place, delta_ptr + place, batch, head, start,
-            k_order, k_documents, q_order_ptr, q_documents_ptr, num_queries, window, scale, soft_cap,
+            dk, dk_rest, dv, k, k_rest, v, q_desc, q_rest_desc, dout_desc, levels_ptr + place, delta_ptr + place,
+            batch, head, start, k_order, k_documents, q_order_ptr, q_documents_ptr, num_queries, window, scale, soft_cap,
             True, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, BLOCK_M,
         )  # fmt: skip
     where = ((batch.to(tl.int64) * num_keys + keys) * num_kv_heads + kv_head)[:, None]

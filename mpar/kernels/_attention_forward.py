@@ -27,7 +27,7 @@ def rest_tile(desc, batch, head, start, ROWS: tl.constexpr, FROM: tl.constexpr, 
 
 @triton.jit
 def scores_of(products, scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """`(scores, slope, factor)`: scores * factor are base-2 exponents; slope is the derivative of the soft cap, if there is one."""
+    """`(scores, slope, factor)`: scores * factor are base-2 exponents; slope is the derivative of the soft cap."""
     if SOFT_CAP:
         capped = 1 - 2 / (1 + tl.exp2(products * (2 * LOG2_E * scale / soft_cap)))  # tanh, exact at both infinities
         return capped, 1 - capped * capped, soft_cap * LOG2_E

@@ -9,6 +9,8 @@ __all__ = ["attention_supports", "merge_supports"]
 
 HEADS = ((64, 64), (128, 128), (256, 256), (192, 128))
 """Head sizes of q and k, and of v: tiles are powers of two, and 192 is 128 and 64."""
+MERGED = (64, 128, 256)
+"""Head sizes of partial results that are merged: those of v."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -24,9 +26,10 @@ def attention_supports(arch: str, q: Tensor, k: Tensor, v: Tensor, *_: Any, scal
     return None
 
 
-def merge_supports(arch: str, out_a: Tensor, *_: Any, **params: Any) -> str | None:
+def merge_supports(arch: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, *_: Any, **params: Any) -> str | None:
     """Why the kernels that merge partial results cannot do this, or None."""
-    if out_a.dtype not in DTYPES:
-        return f"kernels compute in float32 and take no {out_a.dtype}"
+    wrong = {x.dtype for x in (out_a, out_b)} - set(DTYPES)
+    if wrong or lse_a.dtype != torch.float32:
+        return f"kernels compute in float32 and take no {', '.join(sorted(map(str, wrong | {lse_a.dtype})))}"
     size = out_a.shape[3]
-    return None if 16 <= size <= 1024 and size % 16 == 0 else f"head size {size}: kernels have multiples of 16 up to 1024"
+    return None if size in MERGED else f"head size {size}: kernels have {', '.join(map(str, MERGED))}"

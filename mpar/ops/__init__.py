@@ -12,6 +12,7 @@ from mpar.ops._geglu import geglu
 from mpar.ops._grouped_matmul import grouped_matmul
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy
+from mpar.ops._merge_attention import merge_attention
 from mpar.ops._permute import expert_order, permute, unpermute
 from mpar.ops._primitive import PRIMITIVES
 from mpar.ops._quantise_fp8 import dequantise_fp8, fp8_matmul, quantise_fp8, quantise_fp8_both
@@ -46,6 +47,7 @@ __all__ = [
     "grouped_matmul",
     "layer_norm",
     "linear_cross_entropy",
+    "merge_attention",
     "name",
     "permute",
     "quantise_fp8",

@@ -46,6 +46,8 @@ def _calls(x):
         ops.rope(x(2, 3, 2, 6).transpose(1, 2).contiguous().transpose(1, 2), half.cos(), half.sin(), interleaved=True),
         *ops.attention(x(2, 3, 4, 6), x(2, 5, 2, 6), x(2, 5, 2, 6)),
         *ops.attention(x(2, 3, 4, 6), x(2, 5, 2, 6), x(2, 5, 2, 3), **masks, window=2),
+        *ops.attention(x(2, 3, 4, 6), x(2, 5, 2, 6), x(2, 5, 2, 6), sinks=x(4), soft_cap=3.0),
+        *ops.merge_attention(x(2, 3, 4, 6), x(2, 3, 4).float(), x(2, 3, 4, 6), x(2, 3, 4).float()),
         ops.swiglu(x(2, 3), x(3, 2).T),
         ops.geglu(x(2, 3), x(3, 2).T),
         _widen.widen_p.bind(x(2, 3), dtype=torch.float64),
