@@ -120,7 +120,7 @@ class RankRun:
         self._batch = {_key(leaf): _all_microbatches(program, *_local(program, leaf)) for leaf in part.batch}
         calls = [functions[step.kind] if step.kind in functions else self._message(step) for step in part.instructions]
         if self.device.type == "cuda":
-            calls = issue_on_streams(calls, plan_streams(part.instructions, program.values), self.device)
+            calls = issue_on_streams(calls, plan_streams(part.instructions, program.values, program.kinds), self.device)
         self._steps = [
             (
                 call,

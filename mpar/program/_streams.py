@@ -14,7 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from mpar.program._comm import Comm
-    from mpar.program._program import Instruction, Value
+    from mpar.program._program import Instruction, Kind, Value
 
 __all__ = ["HOME", "START", "Issue", "issue_on_streams", "plan_streams"]
 
@@ -37,9 +37,13 @@ class Issue:
     holds: tuple[tuple[str, int], ...] = ()
 
 
-def plan_streams(instructions: Sequence["Instruction"], values: Sequence["Value"]) -> list[Issue]:
-    """The events that a rank's instructions need, in their order. One queue needs none."""
-    return _Planner(values).plan(instructions)
+def plan_streams(instructions: Sequence["Instruction"], values: Sequence["Value"], kinds: Mapping[str, "Kind"]) -> list[Issue]:
+    """The events that a rank's instructions need, in their order. One stream needs none.
+
+    What only computes, such as a cast that on more ranks would be a gather, stays on the caller's stream.
+    """
+    own = [step.queue if step.message >= 0 or kinds[step.kind].collectives else HOME for step in instructions]
+    return _Planner(values).plan(instructions, own)
 
 
 class _Planner:
@@ -51,11 +55,10 @@ class _Planner:
         self.names: dict[int, set[int]] = {}  # storage -> values in it that are still there
         self.seen: dict[str, dict[str, int]] = {}  # queue -> other queue -> the last of its lines that it has waited for
 
-    def plan(self, instructions: Sequence["Instruction"]) -> list[Issue]:
+    def plan(self, instructions: Sequence["Instruction"], queues: Sequence[str]) -> list[Issue]:
         raw: list[tuple[str, list[int], list[tuple[str, int]]]] = []
         last: dict[str, int] = {}
-        for line, step in enumerate(instructions):
-            queue = step.queue
+        for line, (step, queue) in enumerate(zip(instructions, queues, strict=True)):
             waits = self._before(step, queue)
             if queue != HOME and queue not in last:
                 waits = [START, *waits]
