@@ -46,6 +46,13 @@ def floating(arch: str, *operands: Tensor | list[Tensor] | None, **_: Any) -> st
     return f"kernels compute in float32 and take no {', '.join(sorted(map(str, wrong)))}" if wrong else None
 
 
+def turning(arch: str, x: Tensor | list[Tensor], cos: Tensor, sin: Tensor, **params: Any) -> str | None:
+    """At most 256 pairs of features of a head; dtypes as `floating`."""
+    if cos.shape[-1] > 256:
+        return f"{2 * cos.shape[-1]} features of a head are turned: kernels hold at most 512"
+    return floating(arch, x, cos, sin, **params)
+
+
 def no_workspace(*_: Any, **__: Any) -> int:
     """Nothing is allocated but the results."""
     return 0
@@ -84,6 +91,8 @@ CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
         _triton("permute", "_permute", rows_support),
         _triton("unpermute", "_permute", rows_support),
         _triton("unpermute_bwd", "_permute", rows_support),
+        _triton("rope", "_rope", turning),
+        _triton("rope_many", "_rope", turning),
         _triton("swiglu", "_swiglu"),
         _triton("swiglu_bwd", "_swiglu"),
         _triton("cross_entropy", "_cross_entropy"),

@@ -18,7 +18,7 @@ from mpar.ops._primitive import PRIMITIVES
 from mpar.ops._quantise_fp8 import dequantise_fp8, fp8_matmul, quantise_fp8, quantise_fp8_both
 from mpar.ops._random import Key, dropout, fold_in, fold_key, random_normal, random_uniform
 from mpar.ops._rms_norm import rms_norm
-from mpar.ops._rope import rope
+from mpar.ops._rope import rope, rope_many
 from mpar.ops._sgd import sgd, sgd_many
 from mpar.ops._sum_squares import sum_squares
 from mpar.ops._swiglu import swiglu
@@ -56,6 +56,7 @@ __all__ = [
     "random_uniform",
     "rms_norm",
     "rope",
+    "rope_many",
     "sgd",
     "sgd_many",
     "sum_squares",

@@ -6,9 +6,11 @@ from torch import Tensor
 from mpar.errors import DtypeError, ShapeError
 from mpar.ops._primitive import Cost, Primitive
 
-__all__ = ["rope"]
+__all__ = ["rope", "rope_many"]
 
 rope_p = Primitive("rope", "x, cos, sin -> y", interleaved="bool")
+rope_many_p = Primitive("rope_many", "xs[], cos, sin -> ys[]", interleaved="bool")
+rope_many_p.mutates = ("xs",)
 
 
 def rope(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -19,6 +21,15 @@ def rope(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False)
     Raises ShapeError or DtypeError if they do not fit.
     """
     return rope_p.bind(x_BSNH, cos, sin, interleaved=interleaved)
+
+
+def rope_many(xs: list[Tensor], cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> list[Tensor]:
+    """`rope` of each of `xs`, such as queries and keys, which it takes over: the results are `xs` themselves, overwritten.
+
+    The tables are those of `rope`; numbers of heads and head sizes may differ. The caller must not read an operand afterwards;
+    no two may overlap. No gradient. Raises like `rope`, and ShapeError if a tensor overlaps itself or its last dim is strided.
+    """
+    return rope_many_p.bind(xs, cos, sin, interleaved=interleaved)
 
 
 @rope_p.def_abstract
@@ -49,6 +60,31 @@ def _impl(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     return y.to(x.dtype)
 
 
+@rope_many_p.def_abstract
+def _abstract_many(xs, cos, sin, *, interleaved):
+    for x in xs:
+        _abstract(x, cos, sin, interleaved=interleaved)
+    stuck = [f"xs[{i}] has shape {tuple(x.shape)}, strides {x.stride()}" for i, x in enumerate(xs) if not _can_be_overwritten(x)]
+    if stuck:
+        raise ShapeError("rope_many: cannot be overwritten, use rope:\n" + "\n".join(stuck))
+    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in xs]
+
+
+@rope_many_p.def_impl
+def _impl_many(xs: list[Tensor], cos: Tensor, sin: Tensor, *, interleaved: bool) -> list[Tensor]:
+    return [x.copy_(_impl(x, cos, sin, interleaved=interleaved)) for x in xs]
+
+
+def _can_be_overwritten(x: Tensor) -> bool:
+    """Whether every element has a place of its own and the last dim is contiguous."""
+    reach = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride < reach:
+            return False
+        reach = stride * size
+    return x.shape[-1] <= 1 or x.stride(-1) == 1
+
+
 def _halves(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     if interleaved:
         return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
@@ -61,13 +97,20 @@ def _vjp(cos, sin, dy, *, interleaved):
 
 
 rope_p.def_sharding("b s n h, b s r, b s r -> b s n h", need_replication="h r", linear="x")
-rope_p.def_cost(
-    lambda x, cos, sin, **_: Cost(
-        flops=3 * x.numel(),
-        bytes=2 * x.nbytes + cos.nbytes + sin.nbytes,
-        workspace=0 if x.element_size() >= cos.element_size() else 2 * x.numel() * cos.element_size(),
-    )
-)
+rope_many_p.def_sharding("b s n h, b s r, b s r -> b s n h", need_replication="h r", linear="xs")
+
+
+@rope_p.def_cost
+def _cost(x, cos, sin, **_):
+    workspace = 0 if x.element_size() >= cos.element_size() else 2 * x.numel() * cos.element_size()
+    return Cost(flops=3 * x.numel(), bytes=2 * x.nbytes + cos.nbytes + sin.nbytes, workspace=workspace)
+
+
+@rope_many_p.def_cost
+def _cost_many(xs, cos, sin, **_):
+    workspace = max((x.nbytes + _cost(x, cos, sin).workspace for x in xs), default=0)
+    size = sum(x.nbytes for x in xs)
+    return Cost(flops=3 * sum(x.numel() for x in xs), bytes=2 * size + cos.nbytes + sin.nbytes, workspace=workspace)
 
 
 @rope_p.def_batching
