@@ -44,6 +44,11 @@ class _Call:
         return f"{name} float32" if self.q.dtype == torch.float32 else name
 
     @property
+    def tma(self) -> bool:
+        """Whether the chip loads tiles by descriptors. Triton would make unaligned pointers of them elsewhere."""
+        return arch_of(self.q) != "sm_80"
+
+    @property
     def parts(self) -> tuple[int, int]:
         """The head size of q and k as a sum of powers of two; the second may be 0."""
         size = self.q.shape[3]
@@ -67,6 +72,7 @@ class _Call:
             "REST": rest,
             "VALUE": self.v.shape[3],
             "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",  # of float32 alone
+            "TMA": self.tma,
         }
 
     def masks(self, entry: Tuning, *, from_keys: bool = False) -> tuple[object, ...]:
@@ -94,8 +100,12 @@ class _Call:
     def tiles_of(self, x: Tensor, rows: int) -> tuple[object, object]:
         """Descriptors of the two parts of the heads of q or k; without a second part the first stands in."""
         head, rest = self.parts
-        main = _tiles_of(x, rows, head)
-        return main, _tiles_of(x, rows, rest) if rest else main
+        main = self.tile_of(x, rows, head)
+        return main, self.tile_of(x, rows, rest) if rest else main
+
+    def tile_of(self, x: Tensor, rows: int, width: int) -> object:
+        """What kernels load tiles of `x` (B, S, N, H) from: a descriptor, or contiguous memory."""
+        return describe(x.transpose(1, 2), [1, 1, rows, width]) if self.tma else x
 
 
 def attention(
@@ -117,14 +127,14 @@ def attention(
         (num_tiles * B * N,),
         *call.tiles_of(call.q, rows),
         *call.tiles_of(call.k, keys),
-        _tiles_of(call.v, keys, size_v),
+        call.tile_of(call.v, keys, size_v),
         out,
         lse,
         None if sinks is None else sinks.contiguous(),
         *call.masks(entry),
         S,
         M,
-        N,
+        K,
         N // K,
         num_tiles,
         *call.scalars(),
@@ -177,8 +187,8 @@ def _launch_dkdv(call: _Call, dout: Tensor, levels: Tensor, delta: Tensor, dk: T
         (num_tiles * B * K,),
         *call.tiles_of(call.q, rows),
         *call.tiles_of(call.k, keys),
-        _tiles_of(call.v, keys, call.v.shape[3]),
-        _tiles_of(dout, rows, dout.shape[3]),
+        call.tile_of(call.v, keys, call.v.shape[3]),
+        call.tile_of(dout, rows, dout.shape[3]),
         levels,
         delta,
         dk,
@@ -207,15 +217,15 @@ def _launch_dq(call: _Call, dout: Tensor, levels: Tensor, delta: Tensor, dq: Ten
         (num_tiles * B * N,),
         *call.tiles_of(call.q, rows),
         *call.tiles_of(call.k, keys),
-        _tiles_of(call.v, keys, call.v.shape[3]),
-        _tiles_of(dout, rows, dout.shape[3]),
+        call.tile_of(call.v, keys, call.v.shape[3]),
+        call.tile_of(dout, rows, dout.shape[3]),
         levels,
         delta,
         dq,
         *call.masks(entry),
         S,
         M,
-        N,
+        K,
         N // K,
         num_tiles,
         levels.shape[2],
@@ -238,6 +248,8 @@ def _prepare(q, k, v, q_order, k_order, q_documents, k_documents, causal, window
 
 def _loadable(x: Tensor) -> Tensor:
     """`x`, or a copy of it where descriptors could not load it: rows begin at multiples of 16 bytes, features are contiguous."""
+    if arch_of(x) == "sm_80":
+        return x.contiguous()
     unit = 16 // x.element_size()
     strides = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
     if x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % unit or not stride for stride in strides):
@@ -245,7 +257,3 @@ def _loadable(x: Tensor) -> Tensor:
     if all(stride % unit == 0 and stride for stride in x.stride()[:3]):
         return x
     return x.as_strided(x.shape, [s if size > 1 else unit for size, s in zip(x.shape[:3], x.stride()[:3], strict=True)] + [1])
-
-
-def _tiles_of(x: Tensor, rows: int, width: int) -> object:
-    return describe(x.transpose(1, 2), [1, 1, rows, width])

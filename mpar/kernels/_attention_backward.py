@@ -7,7 +7,7 @@ K Q^T and V dO^T: Triton 3.4 to 3.7.0 miscompiles a transposed result of a produ
 import triton
 import triton.language as tl
 
-from mpar.kernels._attention_forward import head_tile, rest_tile, scores_of
+from mpar.kernels._attention_forward import scores_of, tile_of
 from mpar.kernels._attention_tiles import key_range, query_range, step, visible
 
 __all__ = ["attention_delta", "attention_dkdv", "attention_dq"]
@@ -42,17 +42,18 @@ def attention_delta(
 
 @triton.jit
 def _accumulate_dkdv(
-    dk, dk_rest, dv, k, k_rest, v, q_desc, q_rest_desc, dout_desc, levels_ptr, delta_ptr, batch, head, start,
-    k_order, k_documents, q_order_ptr, q_documents_ptr, num_queries, window, scale, soft_cap,
+    dk, dk_rest, dv, k, k_rest, v, q_src, q_rest_src, dout_src, levels_ptr, delta_ptr, batch, head, start,
+    k_order, k_documents, q_order_ptr, q_documents_ptr, num_queries, num_heads, window, scale, soft_cap,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     rows = start + tl.arange(0, BLOCK_M)
-    q = head_tile(q_desc, batch, head, start, BLOCK_M, HEAD)
+    q = tile_of(q_src, batch, head, start, num_queries, num_heads, BLOCK_M, 0, HEAD, HEAD + REST, TMA)
     products = tl.dot(k, q.T, input_precision=PRECISION)
     q_rest = q
     if REST > 0:
-        q_rest = rest_tile(q_rest_desc, batch, head, start, BLOCK_M, HEAD, REST)
+        q_rest = tile_of(q_rest_src, batch, head, start, num_queries, num_heads, BLOCK_M, HEAD, REST, HEAD + REST, TMA)
         products = tl.dot(k_rest, q_rest.T, products, input_precision=PRECISION)
     scores, slope, factor = scores_of(products, scale, soft_cap, SOFT_CAP)
     p = tl.exp2(scores * factor - tl.load(levels_ptr + rows)[None, :])
@@ -67,7 +68,7 @@ def _accumulate_dkdv(
             q_documents = None
         seen = visible(q_order[None, :], k_order[:, None], q_documents, k_documents, inside[None, :], window, CAUSAL, WINDOW)
         p = tl.where(seen, p, 0.0)
-    dout = head_tile(dout_desc, batch, head, start, BLOCK_M, VALUE)
+    dout = tile_of(dout_src, batch, head, start, num_queries, num_heads, BLOCK_M, 0, VALUE, VALUE, TMA)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
     dp = tl.dot(v, dout.T, input_precision=PRECISION)
     dscores = p * (dp - tl.load(delta_ptr + rows)[None, :])
@@ -82,22 +83,24 @@ def _accumulate_dkdv(
 
 @triton.jit
 def attention_dkdv(
-    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, dout_desc, levels_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_src, q_rest_src, k_src, k_rest_src, v_src, dout_src, levels_ptr, delta_ptr, dk_ptr, dv_ptr,
     ranges_ptr, q_order_ptr, k_order_ptr, q_documents_ptr, k_documents_ptr, range_stride,
     num_queries, num_keys, num_kv_heads, group, num_tiles, padded, window, scale, soft_cap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr,
-    VALUE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    VALUE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile, batch_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     batch, kv_head = batch_head // num_kv_heads, batch_head % num_kv_heads
     start_n = tile * BLOCK_N
     keys = start_n + tl.arange(0, BLOCK_N)
     inside = keys < num_keys
-    k, v = head_tile(k_desc, batch, kv_head, start_n, BLOCK_N, HEAD), head_tile(v_desc, batch, kv_head, start_n, BLOCK_N, VALUE)
+    num_heads = num_kv_heads * group
+    k = tile_of(k_src, batch, kv_head, start_n, num_keys, num_kv_heads, BLOCK_N, 0, HEAD, HEAD + REST, TMA)
+    v = tile_of(v_src, batch, kv_head, start_n, num_keys, num_kv_heads, BLOCK_N, 0, VALUE, VALUE, TMA)
     dk, dv = tl.zeros([BLOCK_N, HEAD], tl.float32), tl.zeros([BLOCK_N, VALUE], tl.float32)
     k_rest, dk_rest = k, tl.zeros([BLOCK_N], tl.float32)
     if REST > 0:
-        k_rest = rest_tile(k_rest_desc, batch, kv_head, start_n, BLOCK_N, HEAD, REST)
+        k_rest = tile_of(k_rest_src, batch, kv_head, start_n, num_keys, num_kv_heads, BLOCK_N, HEAD, REST, HEAD + REST, TMA)
         dk_rest = tl.zeros([BLOCK_N, REST], tl.float32)
     first, full_first, full_last, last = query_range(
         ranges_ptr,
@@ -115,11 +118,11 @@ def attention_dkdv(
     num_full, num_edges = (full_last - full_first) // BLOCK_M, ((full_first - first) + (last - full_last)) // BLOCK_M
     for index in tl.range(0, group * num_full):  # over heads and tiles at once: a loop in a loop drains the pipeline each time
         head, start = first_head + index // num_full, full_first + index % num_full * BLOCK_M
-        place = (batch * num_kv_heads * group + head).to(tl.int64) * padded
+        place = (batch * num_heads + head).to(tl.int64) * padded
         dk, dk_rest, dv = _accumulate_dkdv(
-            dk, dk_rest, dv, k, k_rest, v, q_desc, q_rest_desc, dout_desc, levels_ptr + place, delta_ptr + place,
-            batch, head, start, keys, None, q_order_ptr, q_documents_ptr, num_queries, window, scale, soft_cap,
-            False, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, BLOCK_M,
+            dk, dk_rest, dv, k, k_rest, v, q_src, q_rest_src, dout_src, levels_ptr + place, delta_ptr + place,
+            batch, head, start, keys, None, q_order_ptr, q_documents_ptr, num_queries, num_heads,
+            window, scale, soft_cap, False, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_M,
         )  # fmt: skip
     k_order = keys
     if k_order_ptr is not None:
@@ -130,11 +133,11 @@ def attention_dkdv(
         k_documents = None
     for index in tl.range(0, group * num_edges):
         head, start = first_head + index // num_edges, step(index % num_edges * BLOCK_M, first, full_first, full_last)
-        place = (batch * num_kv_heads * group + head).to(tl.int64) * padded
+        place = (batch * num_heads + head).to(tl.int64) * padded
         dk, dk_rest, dv = _accumulate_dkdv(
-            dk, dk_rest, dv, k, k_rest, v, q_desc, q_rest_desc, dout_desc, levels_ptr + place, delta_ptr + place,
-            batch, head, start, k_order, k_documents, q_order_ptr, q_documents_ptr, num_queries, window, scale, soft_cap,
-            True, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, BLOCK_M,
+            dk, dk_rest, dv, k, k_rest, v, q_src, q_rest_src, dout_src, levels_ptr + place, delta_ptr + place,
+            batch, head, start, k_order, k_documents, q_order_ptr, q_documents_ptr, num_queries, num_heads,
+            window, scale, soft_cap, True, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_M,
         )  # fmt: skip
     where = ((batch.to(tl.int64) * num_keys + keys) * num_kv_heads + kv_head)[:, None]
     dk_ptrs = dk_ptr + where * (HEAD + REST) + tl.arange(0, HEAD)[None, :]
@@ -148,16 +151,17 @@ def attention_dkdv(
 
 @triton.jit
 def _accumulate_dq(
-    dq, dq_rest, q, q_rest, dout, level, delta, k_desc, k_rest_desc, v_desc, batch, kv_head, start,
-    q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, window, scale, soft_cap,
+    dq, dq_rest, q, q_rest, dout, level, delta, k_src, k_rest_src, v_src, batch, kv_head, start,
+    q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, num_kv_heads, window, scale, soft_cap,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    k = head_tile(k_desc, batch, kv_head, start, BLOCK_N, HEAD)
+    k = tile_of(k_src, batch, kv_head, start, num_keys, num_kv_heads, BLOCK_N, 0, HEAD, HEAD + REST, TMA)
     products = tl.dot(q, k.T, input_precision=PRECISION)
     k_rest = k
     if REST > 0:
-        k_rest = rest_tile(k_rest_desc, batch, kv_head, start, BLOCK_N, HEAD, REST)
+        k_rest = tile_of(k_rest_src, batch, kv_head, start, num_keys, num_kv_heads, BLOCK_N, HEAD, REST, HEAD + REST, TMA)
         products = tl.dot(q_rest, k_rest.T, products, input_precision=PRECISION)
     scores, slope, factor = scores_of(products, scale, soft_cap, SOFT_CAP)
     p = tl.exp2(scores * factor - level[:, None])
@@ -173,7 +177,7 @@ def _accumulate_dq(
             k_documents = None
         seen = visible(q_order[:, None], k_order[None, :], q_documents, k_documents, inside[None, :], window, CAUSAL, WINDOW)
         p = tl.where(seen, p, 0.0)
-    v = head_tile(v_desc, batch, kv_head, start, BLOCK_N, VALUE)
+    v = tile_of(v_src, batch, kv_head, start, num_keys, num_kv_heads, BLOCK_N, 0, VALUE, VALUE, TMA)
     dp = tl.dot(dout, v.T, input_precision=PRECISION)
     dscores = p * (dp - delta[:, None])
     if SOFT_CAP:
@@ -187,23 +191,24 @@ def _accumulate_dq(
 
 @triton.jit
 def attention_dq(
-    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, dout_desc, levels_ptr, delta_ptr, dq_ptr,
+    q_src, q_rest_src, k_src, k_rest_src, v_src, dout_src, levels_ptr, delta_ptr, dq_ptr,
     ranges_ptr, q_order_ptr, k_order_ptr, q_documents_ptr, k_documents_ptr, range_stride,
-    num_queries, num_keys, num_heads, group, num_tiles, padded, window, scale, soft_cap,
+    num_queries, num_keys, num_kv_heads, group, num_tiles, padded, window, scale, soft_cap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr,
-    VALUE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    VALUE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
-    batch_head = tl.program_id(0) // num_tiles
+    batch_head, num_heads = tl.program_id(0) // num_tiles, num_kv_heads * group
     batch, head = batch_head // num_heads, batch_head % num_heads
     start_m = tile * BLOCK_M
     rows = start_m + tl.arange(0, BLOCK_M)
     inside = rows < num_queries
-    q, dout = head_tile(q_desc, batch, head, start_m, BLOCK_M, HEAD), head_tile(dout_desc, batch, head, start_m, BLOCK_M, VALUE)
+    q = tile_of(q_src, batch, head, start_m, num_queries, num_heads, BLOCK_M, 0, HEAD, HEAD + REST, TMA)
+    dout = tile_of(dout_src, batch, head, start_m, num_queries, num_heads, BLOCK_M, 0, VALUE, VALUE, TMA)
     dq = tl.zeros([BLOCK_M, HEAD], tl.float32)
     q_rest, dq_rest = q, tl.zeros([BLOCK_M], tl.float32)
     if REST > 0:
-        q_rest = rest_tile(q_rest_desc, batch, head, start_m, BLOCK_M, HEAD, REST)
+        q_rest = tile_of(q_rest_src, batch, head, start_m, num_queries, num_heads, BLOCK_M, HEAD, REST, HEAD + REST, TMA)
         dq_rest = tl.zeros([BLOCK_M, REST], tl.float32)
     place = batch_head.to(tl.int64) * padded + rows
     level, delta = tl.load(levels_ptr + place), tl.load(delta_ptr + place)
@@ -229,16 +234,16 @@ def attention_dq(
     kv_head = head // group
     for start in tl.range(full_first, full_last, BLOCK_N):
         dq, dq_rest = _accumulate_dq(
-            dq, dq_rest, q, q_rest, dout, level, delta, k_desc, k_rest_desc, v_desc, batch, kv_head, start,
-            q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, window, scale, soft_cap,
-            False, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, BLOCK_N,
+            dq, dq_rest, q, q_rest, dout, level, delta, k_src, k_rest_src, v_src, batch, kv_head, start,
+            q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, num_kv_heads, window, scale, soft_cap,
+            False, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_N,
         )  # fmt: skip
     for edge in tl.range(0, (full_first - first) + (last - full_last), BLOCK_N):
         start = step(edge, first, full_first, full_last)
         dq, dq_rest = _accumulate_dq(
-            dq, dq_rest, q, q_rest, dout, level, delta, k_desc, k_rest_desc, v_desc, batch, kv_head, start,
-            q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, window, scale, soft_cap,
-            True, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, BLOCK_N,
+            dq, dq_rest, q, q_rest, dout, level, delta, k_src, k_rest_src, v_src, batch, kv_head, start,
+            q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, num_kv_heads, window, scale, soft_cap,
+            True, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_N,
         )  # fmt: skip
     where = ((batch.to(tl.int64) * num_queries + rows) * num_heads + head)[:, None]
     dq_ptrs = dq_ptr + where * (HEAD + REST) + tl.arange(0, HEAD)[None, :]

@@ -8,21 +8,25 @@ import triton.language as tl
 
 from mpar.kernels._attention_tiles import key_range, step, visible
 
-__all__ = ["attention_fwd", "head_tile", "scores_of"]
+__all__ = ["attention_fwd", "scores_of", "tile_of"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def head_tile(desc, batch, head, start, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows [start, start + ROWS) of one head, zeros beyond the end, (ROWS, WIDTH)."""
-    return desc.load([batch, head, start, 0]).reshape([ROWS, WIDTH])
+def tile_of(
+    x, batch, head, start, num_rows, num_heads,
+    ROWS: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows from `start` and features from `FROM` of one head, zeros beyond the last row, (ROWS, WIDTH).
 
-
-@triton.jit
-def rest_tile(desc, batch, head, start, ROWS: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr):
-    """The features from `FROM` on: heads of 192 are 128 and 64 wide, for tiles are powers of two."""
-    return desc.load([batch, head, start, FROM]).reshape([ROWS, WIDTH])
+    `x` is a descriptor of (B, N, S, SIZE); without TMA it points to contiguous (B, S, N, SIZE).
+    """
+    if TMA:
+        return x.load([batch, head, start, FROM]).reshape([ROWS, WIDTH])
+    rows = start + tl.arange(0, ROWS)
+    where = ((batch.to(tl.int64) * num_rows + rows) * num_heads + head) * SIZE + FROM
+    return tl.load(x + where[:, None] + tl.arange(0, WIDTH)[None, :], mask=(rows < num_rows)[:, None], other=0.0)
 
 
 @triton.jit
@@ -36,15 +40,16 @@ def scores_of(products, scale, soft_cap, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def _accumulate(
-    acc, total, top, q, q_rest, k_desc, k_rest_desc, v_desc, batch, kv_head, start,
-    rows, q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, window, scale, soft_cap,
+    acc, total, top, q, q_rest, k_src, k_rest_src, v_src, batch, kv_head, start,
+    q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, num_kv_heads, window, scale, soft_cap,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    k = head_tile(k_desc, batch, kv_head, start, BLOCK_N, HEAD)
+    k = tile_of(k_src, batch, kv_head, start, num_keys, num_kv_heads, BLOCK_N, 0, HEAD, HEAD + REST, TMA)
     products = tl.dot(q, k.T, input_precision=PRECISION)
     if REST > 0:
-        k_rest = rest_tile(k_rest_desc, batch, kv_head, start, BLOCK_N, HEAD, REST)
+        k_rest = tile_of(k_rest_src, batch, kv_head, start, num_keys, num_kv_heads, BLOCK_N, HEAD, REST, HEAD + REST, TMA)
         products = tl.dot(q_rest, k_rest.T, products, input_precision=PRECISION)
     scores, _, factor = scores_of(products, scale, soft_cap, SOFT_CAP)
     if MASKED:
@@ -66,29 +71,29 @@ def _accumulate(
     p = tl.exp2(scores * factor - level[:, None])
     decay = tl.exp2(top - level)
     total = total * decay + tl.sum(p, 1)
-    v = head_tile(v_desc, batch, kv_head, start, BLOCK_N, VALUE)
+    v = tile_of(v_src, batch, kv_head, start, num_keys, num_kv_heads, BLOCK_N, 0, VALUE, VALUE, TMA)
     acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
     return acc, total, new_top
 
 
 @triton.jit
 def attention_fwd(
-    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_ptr, lse_ptr, sinks_ptr,
+    q_src, q_rest_src, k_src, k_rest_src, v_src, out_ptr, lse_ptr, sinks_ptr,
     ranges_ptr, q_order_ptr, k_order_ptr, q_documents_ptr, k_documents_ptr, range_stride,
-    num_queries, num_keys, num_heads, group, num_tiles, window, scale, soft_cap,
+    num_queries, num_keys, num_kv_heads, group, num_tiles, window, scale, soft_cap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr,
-    VALUE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    VALUE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # where causal, the last tiles have most to do: they start first
-    batch_head = tl.program_id(0) // num_tiles
+    batch_head, num_heads = tl.program_id(0) // num_tiles, num_kv_heads * group
     batch, head = batch_head // num_heads, batch_head % num_heads
     start_m = tile * BLOCK_M
     rows = start_m + tl.arange(0, BLOCK_M)
     inside = rows < num_queries
-    q = head_tile(q_desc, batch, head, start_m, BLOCK_M, HEAD)
+    q = tile_of(q_src, batch, head, start_m, num_queries, num_heads, BLOCK_M, 0, HEAD, HEAD + REST, TMA)
     q_rest = q
     if REST > 0:
-        q_rest = rest_tile(q_rest_desc, batch, head, start_m, BLOCK_M, HEAD, REST)
+        q_rest = tile_of(q_rest_src, batch, head, start_m, num_queries, num_heads, BLOCK_M, HEAD, REST, HEAD + REST, TMA)
     q_order = rows
     if q_order_ptr is not None:
         q_order = tl.load(q_order_ptr + rows, mask=inside, other=0)
@@ -114,16 +119,16 @@ def attention_fwd(
     kv_head = head // group
     for start in tl.range(full_first, full_last, BLOCK_N):
         acc, total, top = _accumulate(
-            acc, total, top, q, q_rest, k_desc, k_rest_desc, v_desc, batch, kv_head, start,
-            rows, q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, window, scale, soft_cap,
-            False, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, BLOCK_N,
+            acc, total, top, q, q_rest, k_src, k_rest_src, v_src, batch, kv_head, start,
+            q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, num_kv_heads, window, scale, soft_cap,
+            False, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_N,
         )  # fmt: skip
     for edge in tl.range(0, (full_first - first) + (last - full_last), BLOCK_N):
         start = step(edge, first, full_first, full_last)
         acc, total, top = _accumulate(
-            acc, total, top, q, q_rest, k_desc, k_rest_desc, v_desc, batch, kv_head, start,
-            rows, q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, window, scale, soft_cap,
-            True, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, BLOCK_N,
+            acc, total, top, q, q_rest, k_src, k_rest_src, v_src, batch, kv_head, start,
+            q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, num_kv_heads, window, scale, soft_cap,
+            True, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_N,
         )  # fmt: skip
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E

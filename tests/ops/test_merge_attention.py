@@ -36,7 +36,7 @@ def test_matches_float64(dtype, make_tensor):
 
 
 def test_rows_that_see_nothing(make_tensor):
-    """A blind part leaves the other as it is; two blind parts stay blind; what is blind has gradient 0, whatever its cotangent."""
+    """A blind part leaves the other as it is; two blind parts stay blind; what is blind has gradient 0."""
     out_a, lse_a, out_b, lse_b = (x.detach() for x in _parts(make_tensor))
     lse_a[0], lse_b[:, 0] = -math.inf, -math.inf
     out_a[0], out_b[:, 0] = 0.0, 0.0
