@@ -3,7 +3,7 @@
 import importlib
 import multiprocessing
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,7 +18,8 @@ __all__ = ["Server"]
 class Server:
     """Measures rows in a process of its own, and starts another one where that does not answer in time."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, target: Callable[[Connection, str], None] | None = None) -> None:
+        self.target = target or serve
         self._device = device
         self._context = multiprocessing.get_context("spawn")
         self._process: Any = None
@@ -55,7 +56,7 @@ class Server:
     def _ask(self, question: tuple[Any, ...], timeout_s: float) -> Any:
         if self._process is None:
             self._connection, theirs = self._context.Pipe()
-            self._process = self._context.Process(target=serve, args=(theirs, self._device), daemon=False)
+            self._process = self._context.Process(target=self.target, args=(theirs, self._device), daemon=False)
             self._process.start()
             theirs.close()
         assert self._connection is not None

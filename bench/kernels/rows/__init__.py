@@ -1,7 +1,7 @@
 """Rows of the table of kernels, one file for each family, in the order in which they are measured while there is time."""
 
 from bench.kernels._row import Row
-from bench.kernels.rows import attention, experts, fp8, gates, losses, norms, optimizer, rope
+from bench.kernels.rows import attention, experts, fp8, gates, losses, merge, norms, optimizer, rope
 
 __all__ = ["all_rows"]
 
@@ -15,6 +15,6 @@ NOT_BUILT = [
 
 def all_rows() -> tuple[Row, ...]:
     """Every row, the most telling ones first."""
-    families = (attention, experts, fp8, gates, losses, norms, optimizer, rope)
+    families = (attention, experts, fp8, gates, losses, merge, norms, optimizer, rope)
     rows = [row for family in families for row in family.ROWS] + NOT_BUILT
     return tuple(sorted(rows, key=lambda row: ORDER.index(row.number)))
