@@ -1,8 +1,8 @@
-"""Cross-entropy: a program per row, which it reads once for the loss, and reads and writes once for the gradient. Bandwidth-bound.
+"""Cross-entropy: a program per row, which is read once for the loss, and read and written once for the gradient. Bandwidth-bound.
 
 A row is read in groups of 16 bytes that are aligned in memory, whatever its width is: where rows do not start at such groups, the
-columns before the first and behind the last whole group are read on their own. Each group keeps its own maximum and sum, so that no
-thread waits for another before the end of the row.
+columns before the first and behind the last whole group are read on their own. Each place in a block keeps its own maximum and
+sum, so that no thread waits for another before the end of the row.
 """
 
 from typing import Any
@@ -15,8 +15,17 @@ from torch import Tensor
 from mpar.errors import KernelError
 from mpar.kernels._catalogue import floating
 from mpar.kernels._launch import arch_of, launch, tuned
+from mpar.kernels._table import Tuning
 
-__all__ = ["check_dtypes", "cross_entropy", "cross_entropy_bwd", "cross_entropy_stats", "fused_rows", "gradient_rows", "loss_rows"]
+__all__ = [
+    "check_dtypes",
+    "cross_entropy",
+    "cross_entropy_bwd",
+    "cross_entropy_stats",
+    "fused_rows",
+    "gradient_rows",
+    "loss_rows",
+]
 
 NUMBERS = ["num_columns", "width", "start", "vocab_size", "ignore_index"]
 """Not specialised on: one binary serves every shard and every vocabulary."""
@@ -24,7 +33,7 @@ NUMBERS = ["num_columns", "width", "start", "vocab_size", "ignore_index"]
 
 @triton.jit
 def _place(row, num_columns, GROUP: tl.constexpr, RAGGED: tl.constexpr):
-    """Where the whole groups of a row lie: offset of the first, the column that it starts with, their number; the column after."""
+    """Where a row's whole groups lie: offset of the first, the column it starts with, their number, the column after them."""
     begin = row * num_columns
     first = (begin + GROUP - 1) // GROUP
     num_groups = num_columns // GROUP
@@ -221,9 +230,7 @@ def _cross_entropy_bwd(
     if dlse_ptr is not None:
         scale += tl.load(dlse_ptr + row).to(tl.float32)
     lse, hot, flat = tl.load(lse_ptr + row), (1.0 - smoothing) * dloss, share * dloss
-    _row_gradient(
-        x_ptr, dx_ptr, row, num_columns, width, column, lse, scale, hot, flat, GROUP, RAGGED, SMOOTHED, BLOCK
-    )
+    _row_gradient(x_ptr, dx_ptr, row, num_columns, width, column, lse, scale, hot, flat, GROUP, RAGGED, SMOOTHED, BLOCK)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -255,9 +262,7 @@ def _cross_entropy_both(
     tl.store(lse_ptr + row, lse)
     tl.store(loss_ptr + row, tl.where(ignored, 0.0, (shift - target) + log_sum))
     tl.debug_barrier()  # all threads have read the label's logit before any overwrites the row
-    _row_gradient(
-        x_ptr, x_ptr, row, num_columns, width, column, lse, dloss, hot, flat, GROUP, RAGGED, SMOOTHED, BLOCK
-    )
+    _row_gradient(x_ptr, x_ptr, row, num_columns, width, column, lse, dloss, hot, flat, GROUP, RAGGED, SMOOTHED, BLOCK)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, **params: Any) -> tuple[Tensor, Tensor]:
@@ -282,8 +287,9 @@ def cross_entropy_bwd(
     """The gradient of `logits`."""
     check_dtypes("cross_entropy_bwd", logits, lse, dloss, dlse)
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    per_token = [None if x is None else x.reshape(-1) for x in (labels, lse, dloss, dlse)]
-    gradient_rows(_rows(logits), *per_token, dlogits.view(-1, logits.shape[-1]), **params)
+    dloss_T, dlse_T = (None if x is None else x.reshape(-1) for x in (dloss, dlse))
+    out_TV = dlogits.view(-1, logits.shape[-1])
+    gradient_rows(_rows(logits), labels.reshape(-1), lse.reshape(-1), dloss_T, dlse_T, out_TV, **params)
     return dlogits
 
 
@@ -297,7 +303,7 @@ def check_dtypes(name: str, *operands: Tensor | None) -> None:
 def loss_rows(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, second_T: Tensor, *, loss: bool, **params: Any) -> None:
     """Write log-sum-exp of each row to `lse_T`, and its loss or its target to `second_T`."""
     if labels_T.numel():
-        entry, constants = tuned("cross_entropy_fwd", logits_TV), _constants(logits_TV, params)
+        entry, constants = _tuned("cross_entropy_fwd", logits_TV), _constants(logits_TV, params)
         args = (logits_TV, labels_T.contiguous(), lse_T, second_T, *_numbers(logits_TV, **params))
         launch(_cross_entropy_fwd, labels_T.shape, *args, on=logits_TV, tuning=entry, LOSS=loss, **constants)
 
@@ -313,18 +319,22 @@ def gradient_rows(
 ) -> None:
     """Write the gradient of contiguous `logits_TV` to `out_TV`, which may be `logits_TV`."""
     if labels_T.numel():
-        entry, constants = tuned("cross_entropy_bwd", logits_TV), _constants(logits_TV, params)
+        entry, constants = _tuned("cross_entropy_bwd", logits_TV), _constants(logits_TV, params)
         per_token = [None if x is None else x.contiguous() for x in (labels_T, lse_T, dloss_T, dlse_T)]
         args = (logits_TV, *per_token, out_TV, *_numbers(logits_TV, **params))
         launch(_cross_entropy_bwd, labels_T.shape, *args, on=logits_TV, tuning=entry, **constants)
 
 
 def fused_rows(logits_TV: Tensor, labels_T: Tensor, dloss_T: Tensor, lse_T: Tensor, loss_T: Tensor, **params: Any) -> None:
-    """Write losses and log-sum-exps, and each row's gradient over the row, which is still in the cache: one row a core at a time."""
+    """Write losses and log-sum-exps, and each row's gradient over the row, while the row is still in the cache."""
     if labels_T.numel():
-        entry, constants = tuned("cross_entropy_both", logits_TV), _constants(logits_TV, params)
+        entry, constants = _tuned("cross_entropy_both", logits_TV), _constants(logits_TV, params)
         args = (logits_TV, labels_T.contiguous(), dloss_T.contiguous(), lse_T, loss_T, *_numbers(logits_TV, **params))
         launch(_cross_entropy_both, labels_T.shape, *args, on=logits_TV, tuning=entry, **constants)
+
+
+def _tuned(kernel: str, logits_TV: Tensor) -> Tuning:
+    return tuned(kernel, logits_TV, "float32" if logits_TV.dtype == torch.float32 else None)
 
 
 def _rows(logits: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Chunks of x @ head: how much of the logits is made at once, and what memory that takes. It needs no Triton.
 
-A chunk is at most BUDGET bytes of logits, or MIN_TOKENS tokens' where these are more; never more than the caller's `chunk` tokens'.
+A chunk is at most BUDGET bytes of logits, or MIN_TOKENS tokens' where these are more, but never more than `chunk` tokens'.
 Going back with log-sum-exps that are known, a chunk is all tokens' logits of a part of the vocabulary, if tokens are fewer than
 columns: what then adds up over chunks is the gradient of x, which is smaller than that of the head by the same ratio.
 """

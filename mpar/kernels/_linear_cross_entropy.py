@@ -42,7 +42,8 @@ def linear_cross_entropy_bwd(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `x` and `head`, summed over chunks in float32."""
     check_dtypes("linear_cross_entropy_bwd", x, head, lse, dloss, dlse)
-    labels_T, lse_T, dloss_T, dlse_T = (None if p is None else p.reshape(-1) for p in (labels, lse, dloss, dlse))
+    labels_T, lse_T = labels.reshape(-1), lse.reshape(-1)
+    dloss_T, dlse_T = (None if p is None else p.reshape(-1) for p in (dloss, dlse))
 
     def pull_back(logits: Tensor, tokens: slice, columns: slice) -> None:
         dloss, dlse = (None if p is None else p[tokens] for p in (dloss_T, dlse_T))
@@ -67,7 +68,9 @@ def linear_cross_entropy_grad(
     return loss, lse, *_gradients(x, head, grad_chunks(x, head, chunk), pull_back)
 
 
-def _per_token(x: Tensor, head: Tensor, labels: Tensor, chunk: int, params: dict[str, Any], *, loss: bool) -> tuple[Tensor, Tensor]:
+def _per_token(
+    x: Tensor, head: Tensor, labels: Tensor, chunk: int, params: dict[str, Any], *, loss: bool
+) -> tuple[Tensor, Tensor]:
     """Log-sum-exps, and losses or targets."""
     check_dtypes("linear_cross_entropy", x, head)
     x_TD, labels_T = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
