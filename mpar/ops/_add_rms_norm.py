@@ -42,7 +42,9 @@ def check_cotangents(name: str, total: Tensor, dy: Tensor, dtotal: Tensor | None
 def _abstract(x, residual, weight, *, eps):
     check_sum("add_rms_norm", x, residual)
     if weight is not None and weight.shape != x.shape[-1:]:
-        raise ShapeError(f"add_rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; it must be ({x.shape[-1]},)")
+        raise ShapeError(
+            f"add_rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; it must be ({x.shape[-1]},)"
+        )
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return y, torch.empty_like(y)
 
@@ -69,9 +71,7 @@ def _abstract_bwd(total, weight, dy, dtotal, *, eps):
 
 
 @add_rms_norm_bwd_p.def_impl
-def _impl_bwd(
-    total: Tensor, weight: Tensor | None, dy: Tensor, dtotal: Tensor | None, *, eps: float
-) -> tuple[Tensor, Tensor]:
+def _impl_bwd(total: Tensor, weight: Tensor | None, dy: Tensor, dtotal: Tensor | None, *, eps: float) -> tuple[Tensor, Tensor]:
     """`dx` is the gradient of `x` and of `residual`: that of the norm, rounded, plus `dtotal`."""
     dx, dweight = rms_norm_p.bwd.impl(total, weight, dy, eps=eps)
     return dx if dtotal is None else dx.add_(dtotal), dweight

@@ -55,6 +55,13 @@ def install() -> None:
 
     Builder.cast_impl, Builder.create_dot, Builder.binary_op, Builder.get_bf16 = cast_impl, create_dot, binary_op, get_bf16
     Builder.create_fp_to_fp = create_fp_to_fp
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        tensor.__index__ = lambda x: int(x.handle.data.item())  # bounds of loops; NumPy warns of Triton's way
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter.GridExecutor._restore_args_dev = lambda self, *_: None  # the kernel wrote into the tensors themselves
 
 
