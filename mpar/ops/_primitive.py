@@ -83,7 +83,7 @@ class Primitive:
         """Apply the primitive; `params` must name every static parameter."""
         if self.takes_lists:
             tensors = [x for operand in operands for x in (operand if isinstance(operand, (list, tuple)) else [operand])]
-            if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
                 raise _no_gradient(self)
         if self.takes_lists or (self.batching is None and self._vjp is None):
             return self.op(*operands, **params)
