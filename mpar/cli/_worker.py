@@ -88,7 +88,7 @@ def work(job: Job, folder: Path, rank: int, local_rank: int, local_size: int) ->
     model = make_model(config)
     with Watch(place_file(folder, rank)) as watch:
         _stop_when_stuck(job, folder, rank, config.timeout_s)
-        run = program.bind(device=device, counter=watch, progress=watch)
+        run = program.bind(device=device, counter=watch, progress=watch, execution=config.execution)
         batches = make_batches(config, model, config.data.cache_dir or folder / "data")
         evaluation = _evaluation(job, model, folder, device, watch)
         this = Rank(config, program, model, batches, rank, device, run, watch, dist.barrier, job.resolved, evaluation)
@@ -106,7 +106,8 @@ def _evaluation(job: Job, model: Model, folder: Path, device: torch.device, watc
     batches = make_evaluation_batches(config, model, config.data.cache_dir or folder / "data")
     if batches is None or job.evaluation is None:
         return None
-    run = job.evaluation.bind(device=device, counter=watch, progress=watch)
+    execution = "inductor" if job.config.execution == "inductor" else "eager"  # a graph pays for itself over many steps only
+    run = job.evaluation.bind(device=device, counter=watch, progress=watch, execution=execution)
     wanted = config.evaluation.batches or batches.steps_per_epoch
     return Evaluation(job.evaluation, run, batches, config.evaluation.every, min(wanted, batches.steps_per_epoch))
 

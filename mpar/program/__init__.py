@@ -1,5 +1,6 @@
 """The program: instructions for every rank, from the compiler to the run. Importing this loads no compiler."""
 
+from mpar.program._capture import Replay
 from mpar.program._comm import Counter
 from mpar.program._kernels import describe_kernels
 from mpar.program._predict import Hardware, Prediction
@@ -17,6 +18,7 @@ __all__ = [
     "Prediction",
     "Program",
     "RankRun",
+    "Replay",
     "State",
     "Value",
     "batch_rows",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mpar.mesh import Mesh
+from mpar.program._capture import Replay
 from mpar.program._channels import Message
 from mpar.program._comm import Counter
 from mpar.program._hardware import hardware
@@ -254,9 +255,18 @@ class Program:
         counter: Counter | None = None,
         progress: Progress | None = None,
         transport: str | None = None,
-    ) -> RankRun:
+        execution: str = "eager",
+    ) -> RankRun | Replay:
         """This process's rank, ready to run on the processes of torch.distributed; `program/_run.py` has details."""
-        return bind(self, device=device, order=order, counter=counter, progress=progress, transport=transport)
+        return bind(
+            self,
+            device=device,
+            order=order,
+            counter=counter,
+            progress=progress,
+            transport=transport,
+            execution=execution,
+        )
 
 
 def _once(leaves: Iterable[Leaf]) -> list[Leaf]:

@@ -11,7 +11,9 @@ from mpar.errors import ConfigError, ProgramError, ShapeError, UnknownNameError
 from mpar.kernels import implementation
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES
+from mpar.program._capture import Replay
 from mpar.program._comm import Comm, Counter, ProcessComm
+from mpar.program._inductor import compiled, opaque
 from mpar.program._kernels import check_device
 from mpar.program._simulate import run_ranks
 from mpar.program._streams import issue_on_streams, plan_streams
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ALONE", "RankRun", "State", "batch_rows", "bind", "init_state", "load", "simulate"]
 
 Progress = Callable[[int, "Instruction"], None]
+EXECUTIONS = ("eager", "inductor", "cuda_graph")
 Expected = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -63,32 +66,34 @@ def load(
     constants: Mapping[str, Tensor],
     device: torch.device,
     primitives: Mapping[str, Callable] | None = None,
+    *,
+    inductor: bool = False,
 ) -> Callable[[list[Tensor], Comm], tuple[Tensor, ...]]:
-    """The function that generated source defines; `primitives` are what it calls, by default their kernels on `device`."""
+    """The function that generated source defines; `primitives` are what it calls, by default what the source says."""
     if primitives is None:
-        primitives = {name: implementation(name) for name in PRIMITIVES}
+        primitives = {name: PRIMITIVES[name].op if inductor else implementation(name) for name in PRIMITIVES}
     names: dict[str, Any] = {
         "torch": torch,
         "PRIMITIVES": primitives,
-        "KERNELS": _Kernels(primitives, device),
+        "KERNELS": _Kernels(primitives, device, opaque if inductor else implementation),
         "CONSTANTS": {key: value.to(device) for key, value in constants.items()},
         "DEVICE": device,
         "inf": float("inf"),
         "nan": float("nan"),
     }
     exec(compile(source, f"<segment {name}>", "exec"), names)
-    return names["run"]
+    return compiled(source, names["run"]) if inductor else names["run"]
 
 
 class _Kernels(dict[tuple[str, str], Callable]):
     """`(primitive, implementation)` to its function; on a CPU what `primitives` has, whatever the program was compiled for."""
 
-    def __init__(self, primitives: Mapping[str, Callable], device: torch.device) -> None:
+    def __init__(self, primitives: Mapping[str, Callable], device: torch.device, find: Callable[[str, str], Callable]) -> None:
         super().__init__()
-        self.primitives, self.device = primitives, device
+        self.primitives, self.device, self.find = primitives, device, find
 
     def __missing__(self, key: tuple[str, str]) -> Callable:
-        function = implementation(*key) if self.device.type == "cuda" else self.primitives[key[0]]
+        function = self.find(*key) if self.device.type == "cuda" else self.primitives[key[0]]
         self[key] = function
         return function
 
@@ -106,13 +111,14 @@ class RankRun:
         device: torch.device | str = "cpu",
         progress: Progress | None = None,
         primitives: Mapping[str, Callable] | None = None,
+        inductor: bool = False,
     ) -> None:
         self.program, self.comm, self.device, self.progress = program, comm, torch.device(device), progress
         check_device(program.info["kernels"], self.device)
         self.part = part = program.parts[comm.index(("pp",))]
         used = {step.kind for step in part.instructions}
         functions = {
-            name: load(name, kind.source, kind.constants, self.device, primitives)
+            name: load(name, kind.source, kind.constants, self.device, primitives, inductor=inductor)
             for name, kind in program.kinds.items()
             if kind.source and name in used
         }
@@ -165,25 +171,39 @@ class RankRun:
         Returns the new state and metrics: loss (mean), microbatch_losses, weight, grad_norm, and lr as used. Raises ShapeError,
         listing all offenders, if the batch or the state is not what the program was compiled for; `state` is whole then.
         """
-        program, part = self.program, self.part
-        optimizer = program.info["optimizer"]
-        step = state.step if optimizer is None else state.step + 1
+        numbers = self.begin(state, batch)
+        scalars = [  # filled on the device: a copy from the host would wait
+            torch.full((), number, dtype=leaf.dtype, device=self.device)
+            for leaf, number in zip(self.part.scalars, numbers, strict=True)
+        ]
+        return self.end(*self.execute(state.take(), batch, scalars), numbers)
+
+    def begin(self, state: State, batch: Mapping[str, Tensor]) -> tuple[float, float]:
+        """Check the operands of a step and give its scalars, learning rate and number. Raises ShapeError."""
+        optimizer = self.program.info["optimizer"]
         _check("this batch", self._batch, batch)
         state.check(self._state)
-        lr = 0.0 if optimizer is None else optimizer.rate(step)
-        env: dict[int, Tensor] = {}
-        leaves = state.take()
-        for leaf in part.state_in:
-            env[leaf.value] = leaves.pop(leaf.path)
-        for leaf in part.batch:
-            env[leaf.value] = self._rows(leaf, batch)
-        for leaf, number in zip(part.scalars, (lr, float(step)), strict=True):
-            env[leaf.value] = torch.full((), number, dtype=leaf.dtype, device=self.device)  # a copy from the host would wait
+        step = state.step if optimizer is None else state.step + 1
+        return 0.0 if optimizer is None else optimizer.rate(step), float(step)
+
+    def execute(
+        self, leaves: dict[str, Tensor], batch: Mapping[str, Tensor], scalars: list[Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """`(new state, metrics)` by path. Empties `leaves`, so that each goes when it was last read."""
+        env = {leaf.value: leaves.pop(leaf.path) for leaf in self.part.state_in}
+        env |= {leaf.value: self._rows(leaf, batch) for leaf in self.part.batch}
+        env |= {leaf.value: scalar for leaf, scalar in zip(self.part.scalars, scalars, strict=True)}
         with torch.no_grad():
             self._execute(env)
-        new = State({leaf.path: env.pop(leaf.value) for leaf in part.state_out}, step)
-        metrics = {leaf.path: env[leaf.value] for leaf in part.metrics}
-        return new, metrics | {"lr": torch.tensor(lr, dtype=torch.float64)}
+        new = {leaf.path: env.pop(leaf.value) for leaf in self.part.state_out}
+        return new, {leaf.path: env[leaf.value] for leaf in self.part.metrics}
+
+    def end(
+        self, leaves: dict[str, Tensor], metrics: dict[str, Tensor], numbers: tuple[float, float]
+    ) -> tuple[State, dict[str, Tensor]]:
+        """What a step returns."""
+        lr, step = numbers
+        return State(leaves, int(step)), metrics | {"lr": torch.tensor(lr, dtype=torch.float64)}
 
     def _execute(self, env: dict[int, Tensor]) -> None:
         comm, progress = self.comm, self.progress
@@ -307,14 +327,26 @@ def bind(
     counter: Counter | None = None,
     progress: Progress | None = None,
     transport: str | None = None,
-) -> RankRun:
+    execution: str = "eager",
+) -> RankRun | Replay:
     """This process's rank of the program, on the processes that torch.distributed has started.
+
+    execution: "eager" calls the generated code; "inductor" compiles it by torch.compile when it is first called; "cuda_graph"
+               records the second step and replays it, on one GPU. The bits of "cuda_graph" are those of "eager".
 
     order:     "rank" sums in rank order, the simulator's bits (default but on NCCL); "library" leaves sums to the backend.
     transport: for CPU tensors in rank order, "shared" memory or the "backend"; default: shared where all ranks of a group are on
                one machine. The bits are the same.
-    Raises UnknownNameError for another order or transport, ConfigError for shared memory of tensors that are not on the CPU.
+    Raises UnknownNameError for another order, transport or execution, ConfigError for shared memory of tensors that are not on
+    the CPU, and for CUDA graphs on a CPU or on several ranks.
     """
+    if execution not in EXECUTIONS:
+        raise UnknownNameError(f"no execution is called {execution!r}; there are {', '.join(EXECUTIONS)}")
+    if execution == "cuda_graph" and (torch.device(device).type != "cuda" or program.mesh.size > 1):
+        raise ConfigError(
+            f"cannot bind with execution='cuda_graph' on device {device!s} and {program.mesh}: a step is recorded on one GPU. "
+            "Use eager or inductor."
+        )
     if order not in (None, "rank", "library"):
         raise UnknownNameError(f"no order of addition is called {order!r}; there are rank and library")
     if transport not in (None, "shared", "backend"):
@@ -324,8 +356,10 @@ def bind(
             f"cannot bind with transport='shared' on device {device!s} with order={order!r}: "
             "shared memory sums CPU tensors in rank order"
         )
+    inductor = execution == "inductor"
     if program.mesh.size == 1:
-        return RankRun(program, ALONE, device, progress)
+        run = RankRun(program, ALONE, device, progress, inductor=inductor)
+        return Replay(run) if execution == "cuda_graph" else run
     order = order or ("library" if torch.device(device).type == "cuda" else "rank")
     transport = transport if torch.device(device).type == "cpu" else "backend"
     comm = ProcessComm(
@@ -337,7 +371,7 @@ def bind(
         messages=program.messages(),
         device=device,
     )
-    return RankRun(program, comm, device, progress)
+    return RankRun(program, comm, device, progress, inductor=inductor)
 
 
 class _Alone:

@@ -132,7 +132,7 @@ def join_updates(graph: fx.Graph) -> dict[str, int]:
         one = next((p for p in MANY if p.op == node.target), None)
         if one is None:
             continue
-        num_lists = len(MANY[one].operands) - sum(name in ("lr", "step", "scale") for name in MANY[one].operands)
+        num_lists = MANY[one].operands.index("lr")  # then come the scalars
         lists, scalars = node.args[:num_lists], node.args[num_lists:]
         if all(n is not None and n.meta["val"].is_contiguous() for n in lists):
             dtype = lists[0].meta["val"].dtype
@@ -148,7 +148,9 @@ def _join_update(graph: fx.Graph, many: Primitive, nodes: list[fx.Node], scalars
     order = {node: index for index, node in enumerate(graph.nodes)}
     last = max(nodes, key=order.__getitem__)
     with graph.inserting_after(last):
-        joined = graph.call_function(many.op, (*([n.args[i] for n in nodes] for i in range(num_lists)), *scalars), kwargs)
+        lists = ([n.args[i] for n in nodes] for i in range(num_lists))
+        left_out = ([] for _ in many.operands[len(nodes[0].args) :])  # lists that only the joined op has
+        joined = graph.call_function(many.op, (*lists, *scalars, *left_out), kwargs)
     joined.meta = {
         "val": many.op(*fx.node.map_arg(joined.args, lambda n: n.meta["val"]), **kwargs),
         "spec": None,

@@ -213,6 +213,10 @@ class TrainConfig:
     kernels: Literal["auto", "triton", "torch"] = key(
         "auto: the best that a primitive has for the chip; triton: mpar's, or an error; torch: none of them", default="auto"
     )
+    execution: Literal["eager", "inductor", "cuda_graph"] = key(
+        "eager: generated code as it is; inductor: through torch.compile; cuda_graph: the step recorded and replayed, on one GPU",
+        default="eager",
+    )
     num_threads: int | None = key("threads of a rank; null: cores / local ranks", default=None)
     timeout_s: float = key("how long a rank waits for another one", default=600.0)
     progress: bool = key("show a progress bar", default=True)

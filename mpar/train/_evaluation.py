@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from mpar.data import Batches
-from mpar.program import Program, RankRun, State, batch_rows
+from mpar.program import Program, RankRun, Replay, State, batch_rows
 from mpar.train._watch import Watch
 
 __all__ = ["Evaluation"]
@@ -17,7 +17,7 @@ class Evaluation:
     """What one rank evaluates with. every: steps between two evaluations, None: only at the end; num_batches: of each."""
 
     program: Program
-    run: RankRun
+    run: RankRun | Replay
     batches: Batches
     every: int | None
     num_batches: int

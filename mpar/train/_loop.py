@@ -13,7 +13,7 @@ from torch import Tensor
 from mpar.data import Batches
 from mpar.errors import NumericsError
 from mpar.models import Model
-from mpar.program import Program, RankRun, State, batch_rows
+from mpar.program import Program, RankRun, Replay, State, batch_rows
 from mpar.train._config import TrainConfig
 from mpar.train._evaluation import Evaluation
 from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
@@ -35,7 +35,7 @@ class Rank:
     batches: Batches
     rank: int
     device: torch.device
-    run: RankRun
+    run: RankRun | Replay
     watch: Watch
     barrier: Callable[[], None]
     extras: Mapping[str, Any]

@@ -1,0 +1,74 @@
+"""Capture: a whole step recorded once, as a CUDA graph, and replayed: the host then launches one thing instead of thousands.
+
+A graph reads and writes fixed addresses. State, batch and scalars therefore live in tensors that stay: a batch is copied in, the
+state stays where it is, metrics are copied out.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mpar.program._run import RankRun, State
+
+__all__ = ["Replay", "cuda_graph"]
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""`capture(work)` records what `work` does, without keeping its effects, and returns what does it again."""
+
+
+def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
+    """Record the kernels that `work` launches on the current stream and on those that it forks and joins."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+class Replay:
+    """A rank's step with fixed memory. The first call runs as always, and loads kernels and libraries; the second is recorded."""
+
+    def __init__(self, run: "RankRun", capture: Capture = cuda_graph) -> None:
+        self.run, self.capture = run, capture
+        self.calls = 0
+        self.state: dict[str, Tensor] = {}
+        self.batch: dict[str, Tensor] = {}
+        self.scalars: list[Tensor] = []
+        self.metrics: dict[str, Tensor] = {}
+        self.replay: Callable[[], None] | None = None
+
+    def __call__(self, state: "State", batch: Mapping[str, Tensor]) -> tuple["State", dict[str, Tensor]]:
+        """Like `RankRun`; the new state is in the same tensors at every call."""
+        self.calls += 1
+        if self.calls == 1:
+            return self.run(state, batch)
+        numbers = self.run.begin(state, batch)
+        leaves = state.take()
+        if self.replay is None:
+            self._record(leaves, batch)
+        for path, leaf in leaves.items():
+            if leaf is not self.state[path]:  # a state from elsewhere, such as a checkpoint
+                self.state[path].copy_(leaf)
+        for key, rows in batch.items():
+            self.batch[key].copy_(rows)
+        for scalar, number in zip(self.scalars, numbers, strict=True):
+            scalar.fill_(number)
+        assert self.replay is not None
+        self.replay()
+        metrics = {path: value.clone() for path, value in self.metrics.items()}
+        return self.run.end(dict(self.state), metrics, numbers)
+
+    def _record(self, leaves: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+        self.state = dict(leaves)
+        self.batch = {key: rows.clone() for key, rows in batch.items()}
+        self.scalars = [torch.zeros((), dtype=leaf.dtype, device=self.run.device) for leaf in self.run.part.scalars]
+
+        def work() -> None:
+            new, self.metrics = self.run.execute(dict(self.state), self.batch, self.scalars)
+            for path, leaf in new.items():
+                if leaf.data_ptr() != self.state[path].data_ptr():
+                    self.state[path].copy_(leaf)
+
+        self.replay = self.capture(work)
