@@ -3,6 +3,7 @@
 from mpar.kernels._arch import ARCHITECTURES, Architecture
 from mpar.kernels._catalogue import CATALOGUE, Implementation
 from mpar.kernels._choose import KERNELS, REFERENCE, Kernels, choose, implementation, kernels_for
+from mpar.kernels._eager import install
 
 __all__ = [
     "ARCHITECTURES",
@@ -16,3 +17,5 @@ __all__ = [
     "implementation",
     "kernels_for",
 ]
+
+install()

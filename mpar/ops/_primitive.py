@@ -97,13 +97,17 @@ class Primitive:
     def def_impl(self, fn: Callable) -> Callable:
         """`fn(*operands, **params)` is the meaning of the op on plain tensors."""
         self.impl = fn
+        self.def_impl_on("CompositeExplicitAutograd", fn)
+        return fn
 
-        def kernel(*operands: Any, **params: Any) -> Any:
+    def def_impl_on(self, key: str, fn: Callable) -> None:
+        """`fn` is called for tensors of torch's dispatch key, such as "CUDA"; it must reproduce the meaning of the op."""
+
+        def checked(*operands: Any, **params: Any) -> Any:
             self._run_abstract(*(_without_data(operand) for operand in operands), **params)
             return fn(*operands, **params)
 
-        _LIBRARY.impl(self.name, kernel, "CompositeExplicitAutograd")
-        return fn
+        _LIBRARY.impl(self.name, checked, key)
 
     def def_vjp(self, signature: str) -> Callable[[Callable], Callable]:
         """Define the gradient as the primitive `<name>_bwd` with operands and results as in `"x, y, dy -> dx"`.

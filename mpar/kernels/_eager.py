@@ -1,0 +1,45 @@
+"""Eager: ops that are called outside a program, on tensors of a GPU, take the kernels that a program would take."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar.kernels._catalogue import CATALOGUE
+from mpar.kernels._choose import Kernels, choose, implementation, kernels_for
+from mpar.ops import PRIMITIVES
+
+__all__ = ["eager", "install"]
+
+
+def eager(primitive: str) -> Callable[..., Any]:
+    """A function that chooses an implementation of `primitive` for its operands, as `kernels=auto` does, and calls it."""
+
+    def call(*operands: Any, **params: Any) -> Any:
+        name, _ = choose(_kernels(_device(operands)), primitive, operands, params)
+        return implementation(primitive, name)(*operands, **params)
+
+    return call
+
+
+@functools.cache
+def _kernels(device: torch.device) -> Kernels:
+    return kernels_for("auto", device)
+
+
+def _device(operands: Any) -> torch.device:
+    """Where the first tensor is."""
+    for operand in operands:
+        if isinstance(operand, Tensor):
+            return operand.device
+        if isinstance(operand, (list, tuple)) and operand:
+            return _device(operand)
+    raise AssertionError("a primitive without a tensor was dispatched by device")
+
+
+def install() -> None:
+    """Make it so, for every primitive that has kernels."""
+    for name in CATALOGUE:
+        PRIMITIVES[name].def_impl_on("CUDA", eager(name))
