@@ -137,7 +137,7 @@ def _layer_norm_bwd_wide(
     BLOCK_D: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Rows too wide for registers: block by block, three times; the parts of the gradients stay in memory, where they begin as 0."""
+    """Rows too wide for registers: block by block, three times; parts of the gradients stay in memory, where they begin as 0."""
     offsets = tl.arange(0, BLOCK_D)
     part = tl.program_id(0).to(tl.int64) * D + offsets
     for step in range(0, M - tl.program_id(0), PROGRAMS):

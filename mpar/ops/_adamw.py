@@ -1,5 +1,7 @@
 """AdamW: Adam with decoupled weight decay  (Loshchilov & Hutter 2019, arXiv:1711.05101, alg. 2; schedule multiplier in `lr`)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,11 +12,13 @@ from mpar.torch_private import fused_adamw_
 __all__ = ["adamw", "adamw_many"]
 
 _PARAMS = {"beta1": "float", "beta2": "float", "eps": "float", "weight_decay": "float"}
-adamw_p = Primitive("adamw", "param, grad, m, v, lr, step, scale -> new_param, new_m, new_v", **_PARAMS)
+adamw_p = Primitive("adamw", "param, grad, m, v, lr, step, scale, skip? -> new_param, new_m, new_v", **_PARAMS)
 adamw_many_p = Primitive(
-    "adamw_many", "params[], grads[], ms[], vs[], lr, step, scale -> new_params[], new_ms[], new_vs[]", **_PARAMS
+    "adamw_many",
+    "params[], grads[], ms[], vs[], lr, step, scale, skip?, copies[] -> new_params[], new_ms[], new_vs[], new_copies[]",
+    **_PARAMS,
 )
-adamw_many_p.mutates = ("params", "ms", "vs", "grads")
+adamw_many_p.mutates = ("params", "ms", "vs", "copies", "grads")
 
 
 def adamw(
@@ -30,16 +34,19 @@ def adamw(
     beta2: float,
     eps: float,
     weight_decay: float,
+    skip: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(new_param, new_m, new_v)` after one update; with g = scale * grad,
 
         m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2
         param <- param (1 - lr weight_decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)
 
-    `lr`, `step` (from 1) and `scale` are 0-d tensors. Results have the dtypes of param, m and v; computed in float32 or wider.
-    The operands are not changed. No gradient. Raises ShapeError or DtypeError if the operands do not fit each other.
+    `lr`, `step` (from 1) and `scale` are 0-d tensors. Where `skip`, a 0-d bool tensor, is true, param, m and v come back as they
+    are, whatever is in `grad`. Results have the dtypes of param, m and v; computed in float32 or wider. The operands are not
+    changed. No gradient. Raises ShapeError or DtypeError if the operands do not fit each other.
     """
-    return adamw_p.bind(param, grad, m, v, lr, step, scale, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
+    hyper = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    return adamw_p.bind(param, grad, m, v, lr, step, scale, skip, **hyper)
 
 
 def adamw_many(
@@ -55,13 +62,18 @@ def adamw_many(
     beta2: float,
     eps: float,
     weight_decay: float,
+    skip: Tensor | None = None,
+    copies: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """`adamw` of many tensors in one call, which takes its operands over.
 
     The results are `params`, `ms` and `vs` themselves, overwritten; what is left in `grads` is unspecified. The caller must not
-    read an operand afterwards, nor own a view of one. Raises ShapeError or DtypeError like `adamw`, listing all offenders.
+    read an operand afterwards, nor own a view of one. `copies`, if there are any, are one for each of `params`, of another
+    floating dtype: they are overwritten with the new parameters in the same pass, as the copies that a step computes with.
+    Raises ShapeError or DtypeError like `adamw`, listing all offenders.
     """
-    return adamw_many_p.bind(params, grads, ms, vs, lr, step, scale, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
+    hyper = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    return adamw_many_p.bind(params, grads, ms, vs, lr, step, scale, skip, list(copies), **hyper)[:3]
 
 
 def check_update(name: str, groups: dict[str, list[Tensor]], scalars: dict[str, Tensor]) -> None:
@@ -99,14 +111,14 @@ def empty_like_all(tensors: list[Tensor]) -> list[Tensor]:
 
 
 @adamw_p.def_abstract
-def _abstract(param, grad, m, v, lr, step, scale, **_):
+def _abstract(param, grad, m, v, lr, step, scale, skip, **_):
     groups = {"param": [param], "grad": [grad], "m": [m], "v": [v]}
-    check_update("adamw", groups, {"lr": lr, "step": step, "scale": scale})
+    check_update("adamw", groups, {"lr": lr, "step": step, "scale": scale} | _skip_scalar("adamw", skip))
     return tuple(empty_like_all([param, m, v]))
 
 
 @adamw_p.def_impl
-def _impl(param, grad, m, v, lr, step, scale, *, beta1, beta2, eps, weight_decay):
+def _impl(param, grad, m, v, lr, step, scale, skip, *, beta1, beta2, eps, weight_decay):
     wide = torch.promote_types(param.dtype, torch.float32)
     # scalars in float64 on their own: lr * weight_decay would otherwise be rounded to the parameter's dtype before 1 - it
     lr, step, scale = lr.double(), step.double(), scale.double()
@@ -116,38 +128,54 @@ def _impl(param, grad, m, v, lr, step, scale, *, beta1, beta2, eps, weight_decay
     denominator = (new_v / (1 - beta2**step)).sqrt_().add_(eps)
     update = (new_m / denominator).mul_(lr / (1 - beta1**step))
     new_param = (param.contiguous().to(wide) * (1 - lr * weight_decay)).sub_(update)
-    return new_param.to(param.dtype), new_m.to(m.dtype), new_v.to(v.dtype)
+    new = new_param.to(param.dtype), new_m.to(m.dtype), new_v.to(v.dtype)
+    if skip is None:
+        return new
+    return tuple(torch.where(skip, old.contiguous(), value) for old, value in zip((param, m, v), new, strict=True))
 
 
 @adamw_many_p.def_abstract
-def _abstract_many(params, grads, ms, vs, lr, step, scale, **_):
-    groups = {"params": params, "grads": grads, "ms": ms, "vs": vs}
-    check_update("adamw_many", groups, {"lr": lr, "step": step, "scale": scale})
+def _abstract_many(params, grads, ms, vs, lr, step, scale, skip, copies, **_):
+    groups = {"params": params, "grads": grads, "ms": ms, "vs": vs} | ({"copies": copies} if copies else {})
+    check_update("adamw_many", groups, {"lr": lr, "step": step, "scale": scale} | _skip_scalar("adamw_many", skip))
     check_owned("adamw_many", {name: xs for name, xs in groups.items() if name != "grads"})
-    return empty_like_all(params), empty_like_all(ms), empty_like_all(vs)
+    return empty_like_all(params), empty_like_all(ms), empty_like_all(vs), empty_like_all(copies)
 
 
 @adamw_many_p.def_impl
-def _impl_many(params, grads, ms, vs, lr, step, scale, *, beta1, beta2, eps, weight_decay):
+def _impl_many(params, grads, ms, vs, lr, step, scale, skip, copies, *, beta1, beta2, eps, weight_decay):
     hyper = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     if {x.dtype for x in (*params, *grads, *ms, *vs)} == {torch.float32} and all(g.is_contiguous() for g in grads):
         # torch's kernel divides by its grad_scale, in float32, and leaves the divided gradient in grads
         steps = [step.float()] * len(params)
         inverse = scale.double().reciprocal().float()
         options = {"lr": lr.double(), "amsgrad": False, "maximize": False, "grad_scale": inverse}
+        if skip is not None:
+            options["found_inf"] = skip.float()
         fused_adamw_(params, grads, ms, vs, [], steps, **hyper, **options)
     else:
         for operands in zip(params, grads, ms, vs, strict=True):
             param, _, m, v = operands
-            for old, new in zip((param, m, v), _impl(*operands, lr, step, scale, **hyper), strict=True):
+            for old, new in zip((param, m, v), _impl(*operands, lr, step, scale, skip, **hyper), strict=True):
                 old.copy_(new)
-    return params, ms, vs
+    for copy, param in zip(copies, params, strict=bool(copies)):
+        copy.copy_(param)
+    return params, ms, vs, copies
 
 
-adamw_p.def_sharding("..., ..., ..., ..., , , -> ..., ..., ...")
-adamw_many_p.def_sharding("..., ..., ..., ..., , , -> ..., ..., ...")
+def _skip_scalar(name: str, skip: Tensor | None) -> dict[str, Tensor]:
+    if skip is not None and skip.dtype != torch.bool:
+        raise DtypeError(f"{name}: skip is {skip.dtype}, must be bool")
+    return {} if skip is None else {"skip": skip}
+
+
+adamw_p.def_sharding("..., ..., ..., ..., , , , -> ..., ..., ...")
+adamw_many_p.def_sharding("..., ..., ..., ..., , , , , ... -> ..., ..., ..., ...")
 adamw_p.def_batching_leading()
 adamw_p.def_cost(lambda param, *_, **__: Cost(flops=15 * param.numel(), bytes=7 * param.nbytes, workspace=3 * param.nbytes))
-adamw_many_p.def_cost(
-    lambda params, *_, **__: Cost(flops=15 * sum(p.numel() for p in params), bytes=8 * sum(p.nbytes for p in params))
-)
+
+
+@adamw_many_p.def_cost
+def _cost_many(params, grads, ms, vs, lr, step, scale, skip, copies, **_):
+    moved = 2 * sum(x.nbytes for x in (*params, *ms, *vs)) + 2 * sum(g.nbytes for g in grads) + sum(c.nbytes for c in copies)
+    return Cost(flops=15 * sum(p.numel() for p in params), bytes=moved)
