@@ -1,4 +1,4 @@
-"""`python -m bench.kernels compile`: for every chip, without a GPU; `run`: beside their peers, on a GPU."""
+"""`python -m bench.kernels compile`: for every chip, without a GPU; `run`: beside peers, on a GPU; `versions`, `tune`."""
 
 import argparse
 import os
@@ -9,6 +9,8 @@ from bench._report import RESULTS
 from bench.kernels import _ledger
 from bench.kernels._compile import compile_all, table
 from bench.kernels._run import run
+from bench.kernels._tune import tune
+from bench.kernels._versions import CACHE, VERSIONS, all_versions
 from mpar.kernels import ARCHITECTURES
 
 
@@ -31,7 +33,21 @@ def main() -> int:
     timed.add_argument("--share", type=float, default=1.0, help="how much of the usual 200 ms every variant is timed for")
     timed.add_argument("--out", type=Path, default=RESULTS, help="folder of kernels.jsonl, which grows, and kernels.md")
     timed.add_argument("--commit", default="", help="what is measured, where there is no git; else the file COMMIT says it")
+    versions = commands.add_parser("versions", help="compile for every chip, and run tests/kernels, with every version of Triton")
+    versions.add_argument("--triton", nargs="+", default=list(VERSIONS), metavar="VERSION")
+    versions.add_argument("--cache", type=Path, default=CACHE, help="where the versions are installed, each in a folder")
+    versions.add_argument("--update", action="store_true", help="write what passes to the ledger")
+    versions.add_argument("--jobs", type=int, default=os.cpu_count())
+    tuned = commands.add_parser("tune", help="time other blocks, warps and stages of a kernel on the GPU that is here")
+    tuned.add_argument("kernel", help="as in mpar/kernels/table.yaml")
+    tuned.add_argument("--only", default="", metavar="NAME", help="cases whose name has this in it")
+    tuned.add_argument("--write", action="store_true", help="put the fastest into the table")
     args = parser.parse_args()
+    if args.command == "tune":
+        return tune(args.kernel, only=args.only, write=args.write)
+    if args.command == "versions":
+        words = ["--update"] if args.update else []
+        return 1 if all_versions(args.triton, cache=args.cache, jobs=args.jobs, compile_words=words) else 0
     if args.command == "run":
         options = {"tiny": args.tiny, "seconds": args.seconds, "out": args.out, "commit": args.commit, "share": args.share}
         return 1 if run(args.rows, **options) else 0

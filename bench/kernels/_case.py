@@ -1,15 +1,17 @@
 """Case: one call of a kernel as production makes it, to be compiled offline and checked on a GPU."""
 
+import contextlib
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from bench.kernels import cases
 
-__all__ = ["Case", "Make", "all_cases"]
+__all__ = ["Case", "Make", "all_cases", "calling"]
 
 Make = Callable[..., Tensor]
 """`make(shape, dtype)`: an operand, without data where it is only to be compiled, of normal numbers on a GPU."""
@@ -45,3 +47,17 @@ def all_cases() -> tuple[Case, ...]:
     twice = {case.name for case in found if sum(other.name == case.name for other in found) > 1}
     assert not twice, f"cases share a name: {sorted(twice)}"
     return found
+
+
+@contextlib.contextmanager
+def calling(implementation: Callable[..., Callable[..., object]]) -> Iterator[None]:
+    """Cases find what they call by `implementation(primitive, name)` instead of by that of `mpar.kernels`."""
+    scopes = [vars(module) for name, module in list(sys.modules.items()) if name.startswith(f"{cases.__name__}.")]
+    before = [(scope, scope["implementation"]) for scope in scopes if "implementation" in scope]
+    for scope, _ in before:
+        scope["implementation"] = implementation
+    try:
+        yield
+    finally:
+        for scope, found in before:
+            scope["implementation"] = found

@@ -20,7 +20,7 @@ from bench.kernels._unit import Unit, entry_names, record, target
 from mpar.errors import KernelError
 from mpar.kernels.offline import Tuning, classes, kernels, tuning
 
-__all__ = ["compile_unit", "plan"]
+__all__ = ["compile_unit", "compiled_facts", "launch_table", "plan"]
 
 CASES = functools.cache(all_cases)
 
@@ -28,7 +28,7 @@ CASES = functools.cache(all_cases)
 def plan(arch: str, only: str) -> dict[str, Any]:
     """What there is to compile for a chip: units, entries of the table that none of them uses, cases that cannot be recorded."""
     units, broken, used = [], [], set()
-    table = _table(arch)
+    table = launch_table(arch)
     for case in _wanted(arch, only):
         try:
             recorded = _units(case.name, arch)
@@ -51,7 +51,7 @@ def compile_unit(case_name: str, arch: str, key: str, out: str) -> dict[str, Any
     unit = next(unit for unit in _units(case_name, arch) if unit.key == key)
     result = {"case": case_name, "arch": arch, "key": key, "hash": unit.hash, "facts": None}
     try:
-        facts = _compile(unit, Path(out) if out else None)
+        facts = compiled_facts(unit, Path(out) if out else None)
     except Exception as error:  # whatever the compiler raises is a finding about this kernel
         text = str(error).strip().splitlines()
         return result | {"failures": [f"does not compile: {type(error).__name__}: {text[-1] if text else ''}"], "seconds": 0.0}
@@ -59,12 +59,13 @@ def compile_unit(case_name: str, arch: str, key: str, out: str) -> dict[str, Any
     return result | {"facts": vars(facts), "failures": failures(facts, case, arch, triton.__version__), "seconds": seconds}
 
 
-def _compile(unit: Unit, out: Path | None) -> Facts:
-    triton.knobs.compilation.always_compile = True  # the log of ptxas is not among what the cache keeps
-    triton.knobs.nvidia.dump_ptxas_log = True
+def compiled_facts(unit: Unit, out: Path | None = None) -> Facts:
+    """Compile, and read what the compiler says."""
     log = io.StringIO()
     source = ASTSource(unit.kernel, dict(unit.signature), dict(unit.constants), dict(unit.attributes))
-    with contextlib.redirect_stdout(log):
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        triton.knobs.compilation.always_compile = True  # the log of ptxas is not among what the cache keeps
+        triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=target(unit.arch), options=dict(unit.options))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -102,7 +103,7 @@ def _promises(case: Case, arch: str, units: list[Unit], kernels: set[str]) -> li
     return found
 
 
-def _table(arch: str) -> dict[tuple[str, str | None], Tuning]:
+def launch_table(arch: str) -> dict[tuple[str, str | None], Tuning]:
     """The entries that a launch on this chip can get."""
     found = {}
     for kernel in kernels():

@@ -1,7 +1,8 @@
 """Table: tile sizes, warps and stages of every kernel, by chip and size class, from `table.yaml`."""
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +11,9 @@ import yaml
 
 from mpar.errors import KernelError
 
-__all__ = ["Tuning", "classes", "kernels", "tuning"]
+__all__ = ["TABLE", "Tuning", "classes", "kernels", "replaced", "tuning"]
+
+TABLE = Path(__file__).parent / "table.yaml"
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,24 @@ def kernels() -> tuple[str, ...]:
     return tuple(_entries())
 
 
+@contextlib.contextmanager
+def replaced(kernel: str, key: str, entry: Tuning) -> Iterator[None]:
+    """Launch `kernel` by `entry` instead of the table's line `key`, "CHIP CLASS" or "CHIP", for a while: for tuning."""
+    entries = _entries()[kernel]
+    before = dict(entries)
+    entries[key] = entry
+    tuning.cache_clear()
+    try:
+        yield
+    finally:
+        entries.clear()
+        entries.update(before)
+        tuning.cache_clear()
+
+
 @functools.cache
 def _entries() -> dict[str, dict[str, Tuning]]:
-    text = yaml.safe_load((Path(__file__).parent / "table.yaml").read_text(encoding="utf-8"))
+    text = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     return {kernel: {str(key): _read(line) for key, line in lines.items()} for kernel, lines in text.items()}
 
 

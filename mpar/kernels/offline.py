@@ -1,6 +1,6 @@
 """Offline: what kernels would launch on a chip that is not here. Importing it needs Triton."""
 
 from mpar.kernels._launch import Launch, Recording, recording
-from mpar.kernels._table import Tuning, classes, kernels, tuning
+from mpar.kernels._table import TABLE, Tuning, classes, kernels, replaced, tuning
 
-__all__ = ["Launch", "Recording", "Tuning", "classes", "kernels", "recording", "tuning"]
+__all__ = ["TABLE", "Launch", "Recording", "Tuning", "classes", "kernels", "recording", "replaced", "tuning"]

@@ -1,13 +1,12 @@
 """Every entry of the table of launches, as production calls it, on a GPU: what compilers miscompile shows only there."""
 
 import gc
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from bench.kernels._case import all_cases
+from bench.kernels._case import all_cases, calling
 from mpar.kernels import ARCHITECTURES, kernels_for
 from tests.kernels.checked import checked, make_on
 
@@ -23,13 +22,11 @@ def memory() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
-def test_agrees_with_float64_and_with_itself(case, monkeypatch):
+def test_agrees_with_float64_and_with_itself(case):
     """Results are the reference's in float64, and the same bits in a second run."""
     arch = kernels_for("auto", "cuda").arch
     assert arch in ARCHITECTURES, f"there are no kernels for {arch}"
     if case.archs and arch not in case.archs:
         return
-    for name, module in list(sys.modules.items()):
-        if name.startswith("bench.kernels.cases.") and hasattr(module, "implementation"):
-            monkeypatch.setattr(module, "implementation", checked)
-    case.run(make_on("cuda"))
+    with calling(checked):
+        case.run(make_on("cuda"))
