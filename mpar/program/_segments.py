@@ -16,6 +16,7 @@ from mpar.kernels import KERNELS, Kernels
 from mpar.mesh import Mesh
 from mpar.ops import widen
 from mpar.program._codegen import generate, positions_of
+from mpar.program._fuse import fuse
 from mpar.program._kernels import choose_kernels
 from mpar.program._memory import measure
 from mpar.program._partition import Halves, RecomputePolicy, partition
@@ -274,6 +275,7 @@ def make_code(
 ) -> Code:
     """Compile a checked rank graph, which the last passes change."""
     bucket(graph)
+    fuse(graph, kernels)
     reuse_operands(graph)
     uses = choose_kernels(graph, kernels)
     used = {node.target for node in graph.find_nodes(op="get_attr")}

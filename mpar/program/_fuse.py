@@ -1,0 +1,168 @@
+"""Fuse: neighbouring ops that have one kernel become one call of it. Results keep their bits; references are made of the parts.
+
+Only where the chip has the kernel: two ops of torch, which may write over their operands, are then as good.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpar.kernels import REFERENCE, Kernels, choose
+from mpar.ops._add_layer_norm import add_layer_norm_bwd_p, add_layer_norm_p
+from mpar.ops._add_rms_norm import add_rms_norm_bwd_p, add_rms_norm_p
+from mpar.ops._layer_norm import layer_norm_p
+from mpar.ops._primitive import Primitive
+from mpar.ops._rms_norm import rms_norm_p
+from mpar.ops._rope import rope_many_p, rope_p
+from mpar.program._reuse import dies_here, owns_storage
+from mpar.sharding._pass import erase_dead_nodes
+
+__all__ = ["fuse"]
+
+NORMS = {rms_norm_p: add_rms_norm_p, layer_norm_p: add_layer_norm_p}
+NORM_GRADIENTS = {rms_norm_p.bwd: add_rms_norm_bwd_p, layer_norm_p.bwd: add_layer_norm_bwd_p}
+
+
+def fuse(graph: fx.Graph, kernels: Kernels) -> dict[str, int]:
+    """Run the fusions on a rank graph; they are few, and each is looked for once."""
+    statistics = {
+        "norms_fused": _each(graph, kernels, NORMS, _fuse_norm),
+        "norm_gradients_fused": _each(graph, kernels, NORM_GRADIENTS, _fuse_norm_gradient),
+        "ropes_joined": _join_ropes(graph, kernels),
+    }
+    erase_dead_nodes(graph)
+    graph.lint()
+    return statistics
+
+
+def _each(graph: fx.Graph, kernels: Kernels, table: dict[Primitive, Primitive], fusion: Callable[..., bool]) -> int:
+    by_op = {primitive.op: fused for primitive, fused in table.items()}
+    return sum(fusion(graph, kernels, node, by_op[node.target]) for node in list(graph.nodes) if node.target in by_op)
+
+
+def _has_kernel(kernels: Kernels, primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> bool:
+    values = fx.node.map_arg(tuple(operands), lambda n: n.meta["val"])
+    return kernels.mode != "torch" and choose(Kernels("auto", kernels.arch), primitive.name, values, params)[0] != REFERENCE
+
+
+def _is_sum(node: Any, like: torch.Tensor) -> bool:
+    """Whether `node` adds two values that look like `like`."""
+    if not isinstance(node, fx.Node) or node.target != torch.ops.aten.add.Tensor or node.kwargs:
+        return False
+    return all(
+        isinstance(n, fx.Node) and (n.meta["val"].shape, n.meta["val"].dtype) == (like.shape, like.dtype) for n in node.args
+    )
+
+
+def _fuse_norm(graph: fx.Graph, kernels: Kernels, norm: fx.Node, fused: Primitive) -> bool:
+    """The sum that a norm reads, which goes on as the residual stream.
+
+    before:  %t = add(%x, %r); %y = rms_norm(%t, %w)
+    after:   %y, %t = add_rms_norm(%x, %r, %w)
+    """
+    total, *gains = norm.args
+    if not _is_sum(total, norm.meta["val"]) or len(total.users) < 2:
+        return False
+    operands = (*total.args, *gains)
+    place = _order(graph)
+    if any(isinstance(n, fx.Node) and place[n] > place[total] for n in gains):
+        return False
+    if not _has_kernel(kernels, fused, operands, norm.kwargs):
+        return False
+    y, new_total = _call(graph, total, fused, operands, norm.kwargs, [norm, total])
+    norm.replace_all_uses_with(y)
+    total.replace_all_uses_with(new_total)
+    graph.erase_node(norm)
+    graph.erase_node(total)
+    return True
+
+
+def _fuse_norm_gradient(graph: fx.Graph, kernels: Kernels, gradient: fx.Node, fused: Primitive) -> bool:
+    """The gradient through a norm, to which that of the residual stream is added.
+
+    before:  %dx, %dw = rms_norm_bwd(%t, %w, %dy); %d = add(%dt, %dx)
+    after:   %d, %dw = add_rms_norm_bwd(%t, %w, %dy, %dt)
+    """
+    parts = {user.args[1]: user for user in gradient.users}
+    dx = parts.get(0)
+    if dx is None or len(dx.users) != 1:
+        return False
+    (total,) = dx.users
+    if not _is_sum(total, dx.meta["val"]):
+        return False
+    dtotal = total.args[0] if total.args[1] is dx else total.args[1]
+    operands = (*gradient.args, dtotal)
+    place = _order(graph)
+    if dtotal is dx or place[dtotal] > place[gradient] or not _has_kernel(kernels, fused, operands, gradient.kwargs):
+        return False
+    results = _call(
+        graph, gradient, fused, operands, gradient.kwargs, [total, *(parts.get(i) for i in range(1, len(fused.results)))]
+    )
+    total.replace_all_uses_with(results[0])
+    graph.erase_node(total)
+    for i, result in enumerate(results[1:], 1):
+        if i in parts:
+            parts[i].replace_all_uses_with(result)
+    for part in parts.values():
+        graph.erase_node(part)
+    graph.erase_node(gradient)
+    return True
+
+
+def _join_ropes(graph: fx.Graph, kernels: Kernels) -> int:
+    """Rotations by the same tables of values that die there: one launch, in place.
+
+    before:  %q1 = rope(%q, %cos, %sin); %k1 = rope(%k, %cos, %sin)
+    after:   %q1, %k1 = rope_many([%q, %k], %cos, %sin)
+    """
+    groups: dict[tuple, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target == rope_p.op and dies_here(node.args[0], node) and owns_storage(graph, node.args[0]):
+            groups.setdefault((*node.args[1:], node.kwargs["interleaved"]), []).append(node)
+    joined = 0
+    for (cos, sin, interleaved), nodes in groups.items():
+        place = _order(graph)
+        last = max(nodes, key=place.__getitem__)
+        together = [node for node in nodes if all(place[user] > place[last] for user in node.users)]
+        operands, params = ([node.args[0] for node in together], cos, sin), {"interleaved": interleaved}
+        if not _has_kernel(kernels, rope_many_p, operands, params):
+            continue
+        values = [node.args[0].meta["val"] for node in together]
+        for node, result in zip(together, _call(graph, last, rope_many_p, operands, params, together, values), strict=True):
+            node.replace_all_uses_with(result)
+            graph.erase_node(node)
+        joined += len(together)
+    return joined
+
+
+def _order(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def _call(
+    graph: fx.Graph,
+    at: fx.Node,
+    primitive: Primitive,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+    like: Sequence[fx.Node | None],
+    values: Sequence[torch.Tensor] | None = None,
+) -> list[fx.Node]:
+    """Call `primitive` before `at`; a node for each result, which is noted like the node that it replaces.
+
+    values: the results, where they are the operands themselves.
+    """
+    kwargs = {name: params[name] for name in primitive.params}
+    if values is None:
+        values = primitive.op(*fx.node.map_arg(tuple(operands), lambda n: n.meta["val"]), **kwargs)
+    note = next(node.meta for node in like if node is not None)
+    with graph.inserting_before(at):
+        call = graph.call_function(primitive.op, tuple(operands), kwargs)
+        call.meta = dict(note) | {"val": tuple(values), "spec": None}
+        results = [graph.call_function(operator.getitem, (call, i)) for i in range(len(values))]
+    for result, old, value in zip(results, like, values, strict=True):
+        result.meta = dict(note if old is None else old.meta) | {"val": value}
+    return results
