@@ -53,8 +53,7 @@ def compile_unit(case_name: str, arch: str, key: str, out: str) -> dict[str, Any
     try:
         facts = compiled_facts(unit, Path(out) if out else None)
     except Exception as error:  # whatever the compiler raises is a finding about this kernel
-        text = str(error).strip().splitlines()
-        return result | {"failures": [f"does not compile: {type(error).__name__}: {text[-1] if text else ''}"], "seconds": 0.0}
+        return result | {"failures": [f"does not compile: {_words(error)}"], "seconds": time.perf_counter() - started}
     seconds = time.perf_counter() - started
     return result | {"facts": vars(facts), "failures": failures(facts, case, arch, triton.__version__), "seconds": seconds}
 
@@ -89,6 +88,14 @@ def compiled_facts(unit: Unit, out: Path | None = None) -> Facts:
             (out / f"{stem}.{suffix}").write_text(text, encoding="utf-8")
     assert facts.registers, f"ptxas said nothing of registers: {log.getvalue()[:500]}"
     return facts
+
+
+def _words(error: BaseException) -> str:
+    """The error at the bottom, in the last line that says something: Triton's errors end with the place in the source."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^\t")]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
 
 
 def _promises(case: Case, arch: str, units: list[Unit], kernels: set[str]) -> list[str]:
