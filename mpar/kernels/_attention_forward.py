@@ -23,19 +23,25 @@ def tile_of(
     `x` is a descriptor of (B, N, S, SIZE); without TMA it points to contiguous (B, S, N, SIZE).
     """
     if TMA:
-        return x.load([batch, head, start, FROM]).reshape([ROWS, WIDTH])
-    rows = start + tl.arange(0, ROWS)
-    where = ((batch.to(tl.int64) * num_rows + rows) * num_heads + head) * SIZE + FROM
-    return tl.load(x + where[:, None] + tl.arange(0, WIDTH)[None, :], mask=(rows < num_rows)[:, None], other=0.0)
+        tile = x.load([batch, head, start, FROM]).reshape([ROWS, WIDTH])
+    else:
+        rows = tl.arange(0, ROWS)[:, None]
+        first = x + ((batch.to(tl.int64) * num_rows + start) * num_heads + head) * SIZE + FROM
+        tile = tl.load(
+            first + (rows * (num_heads * SIZE) + tl.arange(0, WIDTH)[None, :]), mask=start + rows < num_rows, other=0.0
+        )
+    return tile
 
 
 @triton.jit
 def scores_of(products, scale, soft_cap, SOFT_CAP: tl.constexpr):
     """`(scores, slope, factor)`: scores * factor are base-2 exponents; slope is the derivative of the soft cap."""
     if SOFT_CAP:
-        capped = 1 - 2 / (1 + tl.exp2(products * (2 * LOG2_E * scale / soft_cap)))  # tanh, exact at both infinities
-        return capped, 1 - capped * capped, soft_cap * LOG2_E
-    return products, products, scale * LOG2_E
+        scores = 1 - 2 / (1 + tl.exp2(products * (2 * LOG2_E * scale / soft_cap)))  # tanh, exact at both infinities
+        slope, factor = 1 - scores * scores, soft_cap * LOG2_E
+    else:
+        scores, slope, factor = products, products, scale * LOG2_E
+    return scores, slope, factor
 
 
 @triton.jit
