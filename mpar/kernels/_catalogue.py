@@ -13,7 +13,13 @@ from torch import Tensor
 
 from mpar.kernels._attention_support import attention_supports, merge_supports
 from mpar.kernels._head_chunks import backward_workspace, forward_workspace, grad_workspace
-from mpar.kernels._moe_support import expert_order_supports, router_supports, rows_support
+from mpar.kernels._moe_support import (
+    expert_order_supports,
+    grouped_matmul_supports,
+    grouped_mm_supports,
+    router_supports,
+    rows_support,
+)
 
 __all__ = ["CATALOGUE", "Implementation"]
 
@@ -53,6 +59,29 @@ def turning(arch: str, x: Tensor | list[Tensor], cos: Tensor, sin: Tensor, **par
     return floating(arch, x, cos, sin, **params)
 
 
+def updates(
+    arch: str,
+    params: list[Tensor],
+    grads: list[Tensor],
+    ms: list[Tensor],
+    vs: list[Tensor],
+    lr: Tensor,
+    step: Tensor,
+    scale: Tensor,
+    skip: Tensor | None,
+    copies: list[Tensor],
+    **_: Any,
+) -> str | None:
+    """Parameters and moments of float32; gradients and copies of float32, bfloat16 or float16, copies of one dtype."""
+    wide = {x.dtype for x in (*params, *ms, *vs)} - {torch.float32}
+    narrow = {x.dtype for x in (*grads, *copies)} - {torch.float32, torch.bfloat16, torch.float16}
+    if wide or narrow or len({copy.dtype for copy in copies}) > 1:
+        found = {"params, ms, vs": wide, "grads, copies": narrow or {copy.dtype for copy in copies}}
+        words = "; ".join(f"{name}: {', '.join(sorted(map(str, dtypes)))}" for name, dtypes in found.items() if dtypes)
+        return f"{words}: kernels update float32 parameters and moments with narrower or equal gradients and copies of one dtype"
+    return None
+
+
 def no_workspace(*_: Any, **__: Any) -> int:
     """Nothing is allocated but the results."""
     return 0
@@ -71,12 +100,21 @@ def _triton(
     return primitive, (Implementation("triton", f"mpar.kernels.{module}", primitive, supports, workspace),)
 
 
+def _grouped(primitive: str) -> tuple[str, tuple[Implementation, ...]]:
+    module = "mpar.kernels._grouped_matmul"
+    return primitive, (
+        Implementation("triton", module, primitive, grouped_matmul_supports),
+        Implementation("grouped_mm", module, f"{primitive}_by_torch", grouped_mm_supports),
+    )
+
+
 CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
     [
         _triton("attention", "_attention", attention_supports),
         _triton("attention_bwd", "_attention", attention_supports),
         _triton("merge_attention", "_attention_merge", merge_supports),
         _triton("merge_attention_bwd", "_attention_merge", merge_supports),
+        _triton("adamw_many", "_adamw", updates),
         _triton("add_layer_norm", "_layer_norm", rows),
         _triton("add_layer_norm_bwd", "_layer_norm", rows),
         _triton("add_rms_norm", "_rms_norm", rows),
@@ -85,6 +123,8 @@ CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
         _triton("layer_norm_bwd", "_layer_norm", rows),
         _triton("rms_norm", "_rms_norm", rows),
         _triton("rms_norm_bwd", "_rms_norm", rows),
+        _grouped("grouped_matmul"),
+        _grouped("grouped_matmul_dw"),
         _triton("topk_router", "_topk_router", router_supports),
         _triton("topk_router_bwd", "_topk_router", router_supports),
         _triton("expert_order", "_permute", expert_order_supports),
