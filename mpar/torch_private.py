@@ -14,6 +14,7 @@ __all__ = [
     "flash_attention_cpu",
     "flash_attention_cpu_backward",
     "fused_adamw_",
+    "grouped_mm",
     "last_autograd_node",
     "pytree",
     "storage_key",
@@ -35,6 +36,7 @@ _LAZY = {
 flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_attention_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 fused_adamw_ = torch._fused_adamw_
+grouped_mm = torch._grouped_mm
 
 
 def __getattr__(name: str) -> Any:

@@ -131,6 +131,8 @@ CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
         _triton("permute", "_permute", rows_support),
         _triton("unpermute", "_permute", rows_support),
         _triton("unpermute_bwd", "_permute", rows_support),
+        _triton("geglu", "_geglu"),
+        _triton("geglu_bwd", "_geglu"),
         _triton("rope", "_rope", turning),
         _triton("rope_many", "_rope", turning),
         _triton("swiglu", "_swiglu"),

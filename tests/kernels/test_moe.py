@@ -5,8 +5,9 @@ import torch
 
 from mpar import testing
 from mpar.errors import KernelError
+from mpar.kernels import Kernels, choose, implementation
 from mpar.kernels import _permute as module
-from mpar.kernels import implementation
+from mpar.kernels._moe_support import grouped_mm_supports
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 F32 = torch.float32
@@ -168,7 +169,7 @@ def test_expert_order_over_many_chunks(shape, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(7, 2, 24), (3, 1, 2049), (40, 8, 5), (5, 3, 520), (0, 2, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 2, 24), (3, 1, 2049), (12, 8, 5), (5, 3, 520), (0, 2, 4)], ids=str)
 def test_permutation_matches_float64(shape, dtype, make_tensor, device):
     """Rows by expert, weighted sums and both gradients, whatever the tails."""
     num_tokens, k, size = shape
@@ -223,3 +224,108 @@ def test_kernels_refuse_in_words(device):
         kernel("topk_router")(torch.zeros(2, 4, dtype=torch.float64, device=device), None, **ROUTER)
     with pytest.raises(KernelError, match="40 rows per token"):
         kernel("permute")(torch.zeros(2, 4, device=device), torch.zeros(2, 40, device=device).int())
+
+
+def by_expert(x, w, ends):
+    """Each group times its expert; rows after all groups are zero."""
+    starts = [0, *ends[:-1]]
+    parts = [x[a:b] @ w[e] for e, (a, b) in enumerate(zip(starts, ends, strict=True))]
+    return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], w.shape[2])])
+
+
+GROUPS = {
+    "uneven": [3, 3, 200, 201, 300],
+    "all in one": [0, 300, 300, 300, 300],
+    "rows of none": [2, 4, 6, 7, 170],
+    "none": [0, 0, 0, 0, 0],
+    "whole tiles": [128, 128, 256, 300, 300],
+}
+
+
+def close(actual, expected, name):
+    """As `testing.assert_close`, in the dtype's tolerance; zeros are exact."""
+    testing.assert_close(actual, expected, name=name)
+    assert not actual[(expected == 0)].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ends", GROUPS.values(), ids=GROUPS.keys())
+def test_grouped_matmul_matches_float64(ends, dtype, make_tensor, device):
+    """The product with weights stored either way, and their gradient: empty groups, rows of none, tails of all dims."""
+    x, w, dy = make_tensor((300, 72), dtype), make_tensor((5, 72, 136), dtype), make_tensor((300, 136), dtype)
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    expected, pull = testing.vjp(lambda x, w: by_expert(x, w, ends), x.double(), w.double())
+    dx, dw = pull(dy.double())
+    close(kernel("grouped_matmul")(x, w, offsets, start=0), expected, "y")
+    close(kernel("grouped_matmul")(dy, w.transpose(1, 2), offsets, start=0), dx, "dx")
+    close(kernel("grouped_matmul_dw")(x, dy, offsets, start=0, num_experts=5), dw, "dw")
+
+
+def test_grouped_matmul_of_many_experts_with_few_rows(make_tensor, device):
+    """128 experts, 8 for each of 20 tokens."""
+    _, _, _, offsets = kernel("expert_order")(random_route(20, 8, 128, device), num_experts=128)
+    x, w = make_tensor((160, 16)), make_tensor((128, 16, 8))
+    close(kernel("grouped_matmul")(x, w, offsets, start=0), by_expert(x.double(), w.double(), offsets.tolist()), "y")
+
+
+@pytest.mark.parametrize("start", [0, 2, 3])
+def test_grouped_matmul_of_some_experts(start, make_tensor, device):
+    """Two experts are here: their rows get products, all others zeros; the gradient is that of these experts."""
+    x, w, dy = make_tensor((300, 16)), make_tensor((5, 16, 8)), make_tensor((300, 8))
+    ends = GROUPS["rows of none"]
+    offsets, begin = torch.tensor(ends, device=device), [0, *ends][start]
+    expected = by_expert(x.double(), w.double(), ends)
+    expected[:begin], expected[ends[start + 1] :] = 0, 0
+    close(kernel("grouped_matmul")(x, w[start : start + 2], offsets, start=start), expected, "y")
+    _, pull = testing.vjp(lambda w: by_expert(x.double(), w, ends), w.double())
+    dw = pull(dy.double())[0][start : start + 2]
+    close(kernel("grouped_matmul_dw")(x, dy, offsets, start=start, num_experts=2), dw, "dw")
+
+
+def test_grouped_matmul_reads_views(make_tensor, device):
+    """Operands that descriptors cannot load are copied: odd offsets, a stride of two, weights with neither dim contiguous."""
+    offsets = torch.tensor([3, 9], device=device)
+    x, w = make_tensor((10, 40))[:, 3:19], make_tensor((2, 32, 16))[:, ::2, ::2]
+    close(kernel("grouped_matmul")(x, w, offsets, start=0), by_expert(x.double(), w.double(), [3, 9]), "y")
+
+
+def test_grouped_matmul_without_rows_or_columns(device):
+    """No rows: an empty result, gradients of zero; no inner dim: zeros."""
+    offsets = torch.zeros(2, dtype=torch.int32, device=device)
+    multiply, gradient = kernel("grouped_matmul"), kernel("grouped_matmul_dw")
+    x, w = torch.ones(0, 8, device=device), torch.ones(2, 8, 4, device=device)
+    assert multiply(x, w, offsets, start=0).shape == (0, 4)
+    assert not gradient(x, torch.ones(0, 4, device=device), offsets, start=0, num_experts=2).any()
+    assert not multiply(torch.ones(3, 0, device=device), w[:, :0], offsets, start=0).any()
+
+
+def test_offsets_beyond_the_rows_touch_no_memory(make_tensor, device):
+    """Ends that are too large are cut: rows that exist get what they should, and nothing else is read or written."""
+    x, w = make_tensor((10, 8)), make_tensor((2, 8, 4))
+    y = kernel("grouped_matmul")(x, w, torch.tensor([4, 10**6], device=device), start=0)
+    close(y, by_expert(x.double(), w.double(), [4, 10]), "y")
+
+
+@pytest.mark.parametrize("ends", [[3, 3, 20], [1, 2, 24]], ids=str)
+def test_the_product_of_torch_agrees(ends, make_tensor, device):
+    """torch's grouped product, where it has one: the same rows, zeros after the groups, the same gradient."""
+    x, w, dy = (make_tensor(shape, torch.bfloat16) for shape in ((24, 16), (3, 16, 8), (24, 8)))
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    expected, pull = testing.vjp(lambda x, w: by_expert(x, w, ends), x.double(), w.double())
+    dx, dw = pull(dy.double())
+    multiply, gradient = (implementation(name, "grouped_mm") for name in ("grouped_matmul", "grouped_matmul_dw"))
+    close(multiply(x, w, offsets, start=0), expected, "y")
+    close(multiply(dy, w.transpose(1, 2), offsets, start=0), dx, "dx")
+    close(gradient(x, dy, offsets, start=0, num_experts=3), dw, "dw")
+
+
+def test_choice_of_grouped_products():
+    """Triton's is first; with a row of 12 bytes neither fits, and the reasons say so; torch's takes no float32 and no part."""
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    x, w, offsets = torch.empty(8, 16, **meta), torch.empty(2, 16, 8, **meta), torch.empty(2, device="meta").int()
+    params = {"start": 0}
+    assert choose(Kernels("auto", "sm_90"), "grouped_matmul", (x, w, offsets), params) == ("triton", "")
+    name, why = choose(Kernels("auto", "sm_90"), "grouped_matmul", (x[:, :6], w[:, :6], offsets), params)
+    assert name == "reference" and why.count("rows of x of 12 bytes") == 2
+    assert "bfloat16 from sm_90" in grouped_mm_supports("sm_80", x, w, offsets, start=0)
+    assert "only a part" in grouped_mm_supports("sm_90", x, w[:1], offsets, start=1)

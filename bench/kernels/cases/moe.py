@@ -7,8 +7,10 @@ from torch import Tensor
 
 from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
+from mpar.kernels._grouped_matmul import zero_rest
+from mpar.kernels._launch import launch, tuned
 
-T, D, E, K = 16384, 2048, 128, 8
+T, D, F, E, K = 16384, 2048, 1536, 128, 8
 ROUTER = {"k": K, "score": "softmax", "normalise": True, "order": "pre", "groups": 1, "groups_kept": 1, "scale": 1.0}
 GROUPED = ROUTER | {"score": "sigmoid", "groups": 8, "groups_kept": 4, "scale": 2.5}
 SCALARS = "a program reads and writes a few numbers per token"
@@ -32,6 +34,21 @@ def _router(make: Make, num_experts: int, **params: Any) -> object:
 def _router_bwd(make: Make, num_experts: int, **params: Any) -> object:
     scores, weights = make((T, num_experts), FP32), make((T, K), FP32)
     return _call("topk_router_bwd", make((T, num_experts), BF16), _integers(make, T, K), scores, weights, scores, **params)
+
+
+def _ends(make: Make) -> Tensor:
+    """Ends of 128 groups of 1024 rows."""
+    return _integers(make, E).add_(T * K // E).cumsum(0).to(torch.int32)
+
+
+def _grouped(make: Make, dtype: torch.dtype, transposed: bool) -> object:
+    w = make((E, F, D), dtype).transpose(1, 2) if transposed else make((E, D, F), dtype)
+    return _call("grouped_matmul", make((T * K, D), dtype), w, _ends(make), start=0)
+
+
+def _launch_rest(y: Tensor, ends: Tensor) -> None:
+    entry = tuned("grouped_matmul_rest", y)
+    launch(zero_rest, (132,), y, ends, *y.shape, on=y, tuning=entry, LAST=E - 1)
 
 
 CASES = [
@@ -100,5 +117,33 @@ CASES = [
         lambda make: _call(
             "unpermute_bwd", make((T * K, D), BF16), _integers(make, T, K), make((T, K), FP32), make((T, D), BF16)
         ),
+    ),
+    *(
+        Case(
+            f"grouped_matmul {name} {str(dtype).removeprefix('torch.')}",
+            ("grouped_matmul", "grouped_matmul_tiles"),
+            lambda make, dtype=dtype, transposed=transposed: _grouped(make, dtype, transposed),
+            matrix=dtype != FP32,
+            tma=True,
+        )
+        for dtype in (BF16, torch.float16, FP32)
+        for name, transposed in (("forward", False), ("transposed", True))
+    ),
+    *(
+        Case(
+            f"grouped_matmul_dw {str(dtype).removeprefix('torch.')}",
+            ("grouped_matmul_dw",),
+            lambda make, dtype=dtype: _call(
+                "grouped_matmul_dw", make((T * K, D), dtype), make((T * K, F), dtype), _ends(make), start=0, num_experts=E
+            ),
+            matrix=dtype != FP32,
+            tma=True,
+        )
+        for dtype in (BF16, torch.float16, FP32)
+    ),
+    Case(
+        "grouped_matmul by torch, rows of no expert",
+        ("grouped_matmul_rest",),
+        lambda make: _launch_rest(make((T * K, F), BF16), _ends(make)),
     ),
 ]
