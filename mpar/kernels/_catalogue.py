@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mpar.kernels._attention_support import attention_supports, merge_supports
+from mpar.kernels._fp8_support import fp8_matmul_supports, quantise_supports
 from mpar.kernels._head_chunks import backward_workspace, forward_workspace, grad_workspace
 from mpar.kernels._moe_support import (
     expert_order_supports,
@@ -123,6 +124,10 @@ CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
         _triton("layer_norm_bwd", "_layer_norm", rows),
         _triton("rms_norm", "_rms_norm", rows),
         _triton("rms_norm_bwd", "_rms_norm", rows),
+        _triton("quantise_fp8", "_quantise_fp8", quantise_supports),
+        _triton("quantise_fp8_both", "_quantise_fp8", quantise_supports),
+        _triton("dequantise_fp8", "_quantise_fp8", quantise_supports),
+        _triton("fp8_matmul", "_fp8_matmul", fp8_matmul_supports),
         _grouped("grouped_matmul"),
         _grouped("grouped_matmul_dw"),
         _triton("topk_router", "_topk_router", router_supports),

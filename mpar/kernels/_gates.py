@@ -1,0 +1,34 @@
+"""Gates: what launches of SwiGLU and GEGLU share. Operands may be halves of one packed projection: rows with any distance."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from mpar.kernels._launch import launch, tuned
+from mpar.kernels._rows import as_rows
+
+__all__ = ["launch_gate"]
+
+
+def launch_gate(kernel: Any, name: str, operands: Sequence[Tensor], num_results: int, **constants: Any) -> tuple[Tensor, ...]:
+    """Results, contiguous and like the first operand, of an element-wise `kernel` with entry `name` of the table.
+
+    The kernel gets pointers of operands and results, the number of columns, blocks per row, and the row stride of each operand.
+    """
+    first = operands[0]
+    results = tuple(torch.empty(first.shape, dtype=first.dtype, device=first.device) for _ in range(num_results))
+    entry = tuned(name, first)
+    if not first.numel():
+        return results
+    if all(x.is_contiguous() for x in operands):
+        matrices = [x.view(1, -1) for x in operands]  # one long row has one tail
+    else:
+        matrices = [as_rows(x) for x in operands]
+    num_rows, size = matrices[0].shape
+    blocks = triton.cdiv(size, entry.blocks["BLOCK"])
+    strides = [x.stride(0) for x in matrices]
+    launch(kernel, (num_rows * blocks,), *matrices, *results, size, blocks, *strides, on=first, tuning=entry, **constants)
+    return results
