@@ -10,6 +10,7 @@ import torch
 
 __all__ = ["Times", "ceilings", "free", "graph_ms", "peak_bytes", "time_in_turn"]
 
+DEVICE = "cuda"
 FLUSH_BYTES = 256 << 20
 """More than any cache of a GPU: what a kernel reads is not left there by its last call."""
 WARMUP_MS, REPEAT_MS, ROUNDS = 50.0, 200.0, 2
@@ -34,7 +35,7 @@ class Times:
 
 def time_in_turn(variants: Mapping[str, Callable[[], Any]], *, share: float = 1.0) -> dict[str, Times]:
     """Rounds over all variants, A B A B, so that a machine that gets slower does so for all. `share` shortens the rounds."""
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=DEVICE)
     found = {name: Times() for name in variants}
     for _ in range(ROUNDS):
         for name, run in variants.items():
@@ -97,9 +98,9 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 
 def ceilings(size: int = 8192, copy_bytes: int = 8 << 30) -> dict[str, float]:
     """What this machine reaches: bytes per second of a copy, read and written; FLOP/s of a bfloat16 product of random numbers."""
-    source = torch.empty(copy_bytes // 8, dtype=torch.int32, device="cuda").random_()
+    source = torch.empty(copy_bytes // 8, dtype=torch.int32, device=DEVICE).random_()
     target = torch.empty_like(source)
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     product = torch.empty_like(a)
     times = time_in_turn({"copy": lambda: target.copy_(source), "product": lambda: torch.mm(a, b, out=product)})
     copy_s, product_s = (1e-3 * times[name].summary()["ms"] for name in ("copy", "product"))

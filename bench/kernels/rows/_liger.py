@@ -10,7 +10,10 @@ NOT_INSTALLED = "not installed"
 
 
 def liger(module: str, name: str) -> Any | None:
-    """An attribute of a module of `liger_kernel`; None where that is not installed, or has none of that name."""
+    """An attribute of a module of `liger_kernel`; None where that is not installed, incomplete, or has none."""
     if importlib.util.find_spec("liger_kernel") is None:
         return None
-    return getattr(importlib.import_module(f"liger_kernel.{module}"), name, None)
+    try:
+        return getattr(importlib.import_module(f"liger_kernel.{module}"), name, None)
+    except ImportError:  # of something that this part of it needs
+        return None

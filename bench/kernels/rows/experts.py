@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels._row import Built, Row, Setting, Variant, at_most_ms, either, of_copy, tflops, times
+from bench.kernels.rows._liger import NOT_INSTALLED, liger
 from mpar.kernels import implementation
 
 __all__ = ["ROWS"]
@@ -86,7 +87,12 @@ def layer(setting: Setting, *, T: int, E: int, k: int, D: int, F: int) -> Built:
     peers: dict[str, Variant | str] = {
         "grouped_mm and eager": _on_gpu(setting, lambda: [_torch_layer(*operands, k, _grouped_mm())], _rows),
         "eager": Variant(lambda: [_torch_layer(*operands, k, _loop)], _rows),
+        "liger": NOT_INSTALLED,
     }
+    if (fused := liger("ops.fused_moe", "LigerFusedMoEFunction")) is not None:
+        x, router, *weights = operands
+        own = [w.transpose(1, 2).contiguous() for w in weights]
+        peers["liger"] = Variant(lambda: [_liger_layer(fused, x, router, own, k)], _rows)
     ours = Variant(lambda: [_layer(*operands, k)[0]], _rows)
     moved = sum(x.nbytes for x in operands) + operands[0].nbytes
     small = (operands[0][:CHECKED], *operands[1:])
@@ -117,7 +123,17 @@ def layer_with_gradients(setting: Setting, *, T: int, E: int, k: int, D: int, F:
     peers: dict[str, Variant | str] = {
         "grouped_mm and eager": _on_gpu(setting, lambda: torch_step(_grouped_mm())),
         "eager": Variant(lambda: torch_step(_loop)),
+        "liger": NOT_INSTALLED,
     }
+    if (fused := liger("ops.fused_moe", "LigerFusedMoEFunction")) is not None:
+        own = [w.transpose(1, 2).contiguous().requires_grad_() for w in operands[2:]]
+
+        def liger_step() -> list[Tensor]:
+            y = _liger_layer(fused, leaves[0], operands[1], own, k)
+            dx, *dweights = torch.autograd.grad(y, [leaves[0], *own], dy)
+            return [y.detach()[:CHECKED], *_pick((dx, *(dw.transpose(1, 2) for dw in dweights)))]
+
+        peers["liger"] = Variant(liger_step)
     moved = 3 * sum(x.nbytes for x in operands)
     return Built(Variant(ours), peers, reference, moved, 18 * T * k * D * F)
 
@@ -198,6 +214,11 @@ def _torch_layer(
     return _gather(rows, places, weights if router_gradient else weights.detach())
 
 
+def _liger_layer(fused: Any, x: Tensor, router: Tensor, weights: list[Tensor], k: int) -> Tensor:
+    shares, experts = _route(x.detach().float() @ router, k)
+    return fused.apply(x, *weights, experts.int(), shares)
+
+
 def _wide_layer(x: Tensor, router: Tensor, up: Tensor, down: Tensor, k: int) -> Tensor:
     """Expert by expert in float64; experts are chosen as in float32, where two may be as good as equal."""
     weights, experts = _route(x.detach().float() @ router, k)
@@ -260,6 +281,6 @@ ROWS = [
         {"R": 24, "E": 3, "D": 32, "F": 48},
         [either(times("grouped_mm", 0.90), tflops(500))],
     ),
-    Row(20, "experts fwd", layer, MOE, MOE_TINY, [times("grouped_mm and eager", 1.2)]),
-    Row(20, "experts fwd+bwd", layer_with_gradients, MOE, MOE_TINY, [times("grouped_mm and eager", 1.2)]),
+    Row(20, "experts fwd", layer, MOE, MOE_TINY, [times("liger", 1.2), times("grouped_mm and eager", 1.2)]),
+    Row(20, "experts fwd+bwd", layer_with_gradients, MOE, MOE_TINY, [times("liger", 1.2), times("grouped_mm and eager", 1.2)]),
 ]

@@ -1,4 +1,4 @@
-"""AdamW: master weights and moments in float32, gradients in bfloat16."""
+"""AdamW: master weights and moments in float32, gradients and the copies that a step computes with in bfloat16."""
 
 import torch
 from torch import Tensor
@@ -21,15 +21,24 @@ def update(setting: Setting, *, elements: int, tensors: int) -> Built:
     lr, step, scale = (torch.tensor(x, device=setting.device) for x in (LR, 3.0, 0.5))
     params_ = {"beta1": BETA1, "beta2": BETA2, "eps": EPS, "weight_decay": DECAY}
 
+    copies = [torch.empty(size, dtype=torch.bfloat16, device=setting.device) for size in sizes]
+
     def ours() -> list[Tensor]:
-        return implementation("adamw_many", "triton")(params, grads, ms, vs, lr, step, scale, **params_)[0]
+        operands = (params, grads, ms, vs, lr, step, scale, None, copies)
+        new_params, _, _, new_copies = implementation("adamw_many", "triton")(*operands, **params_)
+        return [new_params[0], new_copies[0]]
 
     first = [params[0], grads[0], ms[0], vs[0]]
     small = [x[:CHECKED].double() for x in first]  # copies: the first call overwrites the operands
     own = [x.clone() for x in params]
     peers: dict[str, Variant | str] = {"torch fused, float32 gradients": _torch_fused(own, grads, (ms, vs), setting)}
-    moved = sum(2 * p.nbytes + 2 * m.nbytes + 2 * v.nbytes + g.nbytes for p, m, v, g in zip(params, ms, vs, grads, strict=True))
-    return Built(Variant(ours, _slices), peers, lambda: [_formula(*small)], moved)
+    moved = 2 * sum(x.nbytes for x in (*params, *ms, *vs)) + sum(x.nbytes for x in (*grads, *copies))
+
+    def reference() -> list[Tensor]:
+        new = _formula(*small)
+        return [new, new]
+
+    return Built(Variant(ours, _slices), peers, reference, moved)
 
 
 def _torch_fused(params: list[Tensor], grads: list[Tensor], moments: tuple[list[Tensor], ...], setting: Setting) -> Variant:
@@ -43,7 +52,7 @@ def _torch_fused(params: list[Tensor], grads: list[Tensor], moments: tuple[list[
 
     def run() -> list[Tensor]:
         optimizer.step()
-        return [leaf.detach() for leaf in leaves]
+        return [leaves[0].detach()]
 
     return Variant(run, _slices)
 
@@ -55,8 +64,8 @@ def _formula(param: Tensor, grad: Tensor, m: Tensor, v: Tensor) -> Tensor:
     return param * (1 - LR * DECAY) - LR * update
 
 
-def _slices(params: list[Tensor]) -> list[Tensor]:
-    return [params[0][:CHECKED].clone()]
+def _slices(tensors: list[Tensor]) -> list[Tensor]:
+    return [x[:CHECKED].clone() for x in tensors]
 
 
 ROWS = [
@@ -67,6 +76,6 @@ ROWS = [
         {"elements": 1_000_000_000, "tensors": 4},
         {"elements": 96, "tensors": 2},
         [of_copy(0.90)],
-        dtype="float32 with bfloat16 gradients",
+        dtype="float32, bfloat16 gradients and copies",
     )
 ]
