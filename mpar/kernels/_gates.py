@@ -23,10 +23,8 @@ def launch_gate(kernel: Any, name: str, operands: Sequence[Tensor], num_results:
     entry = tuned(name, first)
     if not first.numel():
         return results
-    if all(x.is_contiguous() for x in operands):
-        matrices = [x.view(1, -1) for x in operands]  # one long row has one tail
-    else:
-        matrices = [as_rows(x) for x in operands]
+    flat = all(x.is_contiguous() for x in operands)  # then one long row, which has one tail
+    matrices = [x.view(1, -1) if flat else as_rows(x) for x in operands]
     num_rows, size = matrices[0].shape
     blocks = triton.cdiv(size, entry.blocks["BLOCK"])
     strides = [x.stride(0) for x in matrices]

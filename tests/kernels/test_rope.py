@@ -67,7 +67,7 @@ def test_queries_and_keys_in_place(interleaved, make_tensor):
             testing.assert_close(y, e)
 
 
-def test_strided_operands(make_tensor):
+def test_strided_operands(make_tensor, device):
     """Queries and keys that are parts of one packed projection, in place; transposed and expanded operands; strided tables."""
     packed, (cos, sin) = make_tensor((2, 3, 6, 8)), tables(make_tensor, 2, 3, 4)
     before = packed.clone()
@@ -77,7 +77,7 @@ def test_strided_operands(make_tensor):
     assert torch.equal(v, before[:, :, 5:])
     turned = make_tensor((2, 4, 3, 8)).transpose(1, 2)
     last = make_tensor((2, 3, 8, 4)).transpose(2, 3)
-    for x in (turned, last, torch.ones(()).expand(2, 3, 4, 8)):
+    for x in (turned, last, torch.ones((), device=device).expand(2, 3, 4, 8)):
         testing.assert_close(ROPE(x, cos, sin, interleaved=True), reference(x, cos, sin, True))
     columns = [table.transpose(1, 2).contiguous().transpose(1, 2) for table in (cos, sin)]
     testing.assert_close(ROPE(turned, *columns, interleaved=False), reference(turned, cos, sin, False))
@@ -104,9 +104,9 @@ def test_no_tokens(make_tensor):
     assert ROPE(make_tensor((2, 2, 0, 8)), cos, sin, interleaved=False).shape == (2, 2, 0, 8)
 
 
-def test_offsets_beyond_2_to_the_31(make_tensor):
+def test_offsets_beyond_2_to_the_31(make_tensor, device):
     """The second row of a batch whose rows are 2**31 elements apart is turned."""
-    base = torch.empty(2**31 + 64, dtype=torch.bfloat16)
+    base = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device)
     x, (cos, sin) = base.as_strided((2, 1, 2, 8), (2**31, 16, 8, 1)), tables(make_tensor, 2, 1, 4)
     x.copy_(make_tensor((2, 1, 2, 8)))
     expected = reference(x, cos, sin, False)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpar import ops, testing
-from mpar.errors import DtypeError, ShapeError
+from mpar.errors import DifferentiationError, DtypeError, ShapeError
 
 
 def _tables(positions_BS, dtype=torch.float64):
@@ -42,6 +42,30 @@ def test_bfloat16_is_turned_in_float32(make_tensor):
     y = ops.rope(x, *(table.float() for table in tables))
     assert y.dtype == torch.bfloat16
     assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_many_are_turned_in_place(interleaved, dtype, make_tensor):
+    """Tensors that share tables get the bits of `rope` one by one, in their own storage; parts of one projection too."""
+    packed = make_tensor((2, 4, 5, 8), dtype)
+    xs = [packed[:, :, :3], packed[:, :, 3:4], make_tensor((2, 4, 2, 6), dtype)]
+    tables, last = _tables(torch.tensor([[0, 1, 2, 3]]), torch.promote_types(dtype, torch.float32)), packed[:, :, 4].clone()
+    expected = [ops.rope(x, *tables, interleaved=interleaved) for x in xs]
+    ys = ops.rope_many(xs, *tables, interleaved=interleaved)
+    for x, y, e in zip(xs, ys, expected, strict=True):
+        assert y.data_ptr() == x.data_ptr() and y.stride() == x.stride()
+        assert torch.equal(y, e)
+    assert torch.equal(packed[:, :, 4], last)
+
+
+def test_many_refuses_what_it_cannot_overwrite(make_tensor):
+    """Tensors that overlap themselves and strided last dims are listed; gradients are refused."""
+    tables, x = _tables(torch.arange(4).view(1, 4), torch.float32), make_tensor((2, 4, 2, 6))
+    with pytest.raises(ShapeError, match=r"(?s)xs\[1\].*xs\[2\]"):
+        ops.rope_many([x, x[:1].expand(2, 4, 2, 6), make_tensor((2, 4, 6, 2)).transpose(2, 3)], *tables)
+    with pytest.raises(DifferentiationError, match="rope_many"):
+        ops.rope_many([x.requires_grad_()], *tables)
 
 
 def test_wrong_operands_are_refused(make_tensor):

@@ -83,6 +83,42 @@ def test_what_is_overwritten(update, make_tensor):
         assert all(torch.equal(x[0], old) for x, old in zip((params, grads, ms), before, strict=True))
 
 
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("many", [False, True])
+def test_adamw_skips(many, dtype, skips, make_tensor):
+    """A true `skip` leaves every bit, whatever the gradient; a false one gives the bits of no `skip`."""
+    params, grads, ms = ([make_tensor((3, 4), dtype)] for _ in range(3))
+    vs = [make_tensor((3, 4), dtype).square()]
+    if skips:
+        grads[0].fill_(torch.inf)
+    skip, expected = torch.tensor(skips), [x[0].clone() for x in (params, ms, vs)]
+    if not skips:
+        expected = ops.adamw(params[0], grads[0], ms[0], vs[0], *_scalars(3), **HYPER)
+        if many:
+            lists = [[x[0].clone()] for x in (params, grads, ms, vs)]
+            expected = [x[0] for x in ops.adamw_many(*lists, *_scalars(3), **HYPER)]
+    if many:
+        out = [x[0] for x in ops.adamw_many(params, grads, ms, vs, *_scalars(3), skip=skip, **HYPER)]
+    else:
+        out = ops.adamw(params[0], grads[0], ms[0], vs[0], *_scalars(3), skip=skip, **HYPER)
+    assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+
+
+@pytest.mark.parametrize("skip", [None, False, True])
+def test_adamw_writes_copies(skip, make_tensor):
+    """Copies are the new parameters, rounded."""
+    params, grads, ms, vs = ([make_tensor(shape).abs() for shape in SHAPES] for _ in range(4))
+    copies = [torch.zeros(p.shape, dtype=torch.bfloat16) for p in params]
+    skip = None if skip is None else torch.tensor(skip)
+    new, *_ = ops.adamw_many(params, grads, ms, vs, *_scalars(1), skip=skip, copies=copies, **HYPER)
+    assert all(torch.equal(copy, p.bfloat16()) for copy, p in zip(copies, new, strict=True))
+    with pytest.raises(ShapeError, match="'copies': 1"):
+        ops.adamw_many(params, grads, ms, vs, *_scalars(1), copies=copies[:1], **HYPER)
+    with pytest.raises(DtypeError, match="skip is torch\\.float32"):
+        ops.adamw_many(params, grads, ms, vs, *_scalars(1), skip=torch.ones(()), **HYPER)
+
+
 def test_sum_squares_of_many_small_numbers():
     """Four million float32 numbers are added with an error of float32's last digit."""
     x = torch.linspace(0.5, 1.5, (1 << 22) + 17)

@@ -1,0 +1,50 @@
+"""GEGLU as a Gemma block calls it, and gates whose operands are halves of one packed projection."""
+
+import torch
+
+from bench.kernels._case import Case, Make
+from mpar.kernels import implementation
+
+TOKENS, HIDDEN = 16384, 14336
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _operands(make: Make, dtype: torch.dtype, packed: bool) -> list[torch.Tensor]:
+    dy = make((TOKENS, HIDDEN), dtype)
+    if not packed:
+        return [make((TOKENS, HIDDEN), dtype), make((TOKENS, HIDDEN), dtype), dy]
+    both = make((TOKENS, 2 * HIDDEN), dtype)
+    return [both[:, :HIDDEN], both[:, HIDDEN:], dy]
+
+
+def _geglu(make: Make, dtype: torch.dtype, approximate: str, packed: bool) -> None:
+    implementation("geglu", "triton")(*_operands(make, dtype, packed)[:2], approximate=approximate)
+
+
+def _geglu_bwd(make: Make, dtype: torch.dtype, approximate: str, packed: bool) -> None:
+    implementation("geglu_bwd", "triton")(*_operands(make, dtype, packed), approximate=approximate)
+
+
+def _cases(dtype: torch.dtype, approximate: str, packed: bool = False) -> list[Case]:
+    name = f"{approximate}{' packed' if packed else ''} {str(dtype).removeprefix('torch.')}"
+    return [
+        Case(f"geglu_fwd {name}", ("geglu_fwd",), lambda make: _geglu(make, dtype, approximate, packed)),
+        Case(f"geglu_bwd {name}", ("geglu_bwd",), lambda make: _geglu_bwd(make, dtype, approximate, packed)),
+    ]
+
+
+CASES = [
+    *(case for dtype in DTYPES for case in _cases(dtype, "tanh")),
+    *_cases(torch.bfloat16, "none"),
+    *_cases(torch.bfloat16, "tanh", packed=True),
+    Case(
+        "swiglu_fwd packed bfloat16",
+        ("swiglu_fwd",),
+        lambda make: implementation("swiglu", "triton")(*_operands(make, torch.bfloat16, True)[:2]),
+    ),
+    Case(
+        "swiglu_bwd packed bfloat16",
+        ("swiglu_bwd",),
+        lambda make: implementation("swiglu_bwd", "triton")(*_operands(make, torch.bfloat16, True)),
+    ),
+]
