@@ -343,6 +343,19 @@ def test_chunks_keep_their_promises():
                     assert min(map(len, chunks)) <= 1
 
 
+def test_workspace_of_a_large_head():
+    """8192 tokens, hidden size 4096, 128256 columns: what a call allocates beside its results, and what it avoids."""
+    x, head = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((8192, 4096), (4096, 128256)))
+    logits, budget = 2 * 8192 * 128256, _head_chunks.BUDGET
+    assert _head_chunks.forward_workspace(x, head, chunk=8192) <= budget
+    assert _head_chunks.forward_workspace(x, head, chunk=256) == logits // 32
+    # the sum over chunks is that of dx, a thirtieth of that of dhead
+    assert 4 * x.numel() < _head_chunks.backward_workspace(x, head, None, None, chunk=8192) <= budget + 4 * x.numel()
+    # in one pass it would be that of dhead, as large as all logits, which are then made at once
+    assert _head_chunks.grad_workspace(x, head, None, None, chunk=8192) == logits
+    assert _head_chunks.grad_workspace(x, head, None, None, chunk=1024) == logits // 8 + 4 * head.numel()
+
+
 def _edges(parts, size):
     inner = [part.stop for part in parts[:-1]]
     return sorted([0, *inner, *inner, size]) if size else []

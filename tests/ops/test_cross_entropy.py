@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpar import ops, testing
+from mpar import Mesh, P, jit, ops, testing, value_and_grad
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.ops._cross_entropy import cross_entropy_p
 from mpar.ops._linear_cross_entropy import linear_cross_entropy_grad_p, linear_cross_entropy_p
@@ -199,6 +199,26 @@ def test_linear_vocabulary_parallel_equals_whole(num_ranks, smoothing, make_tens
     expected = linear_cross_entropy_p.bwd.bind(x, head, *operands, **params)
     testing.assert_close(dx[0], expected[0], name="dx")
     testing.assert_close(torch.cat(list(dhead), 1), expected[1], name="dhead")
+
+
+@pytest.mark.parametrize("form", ["logits", "head"])
+def test_compiled_ranks_agree_with_one(form, make_tensor):
+    """Smoothed labels and z-loss over data- and vocabulary-parallel ranks give the value and gradient of a single device."""
+    x, head = make_tensor((2, 5, 7), torch.float64), make_tensor((7, 12), torch.float64)
+    params = {"label_smoothing": 0.1, "z_loss": 0.01, "vocab_size": 10}
+
+    def loss(head):
+        labels = LABELS.to(head.device)
+        if form == "head":
+            return ops.linear_cross_entropy(x.to(head.device), head, labels, **params, chunk=3)[0]
+        return ops.cross_entropy(ops.einsum("bsd,dv->bsv", x.to(head.device), head), labels, **params)[0]
+
+    spec = P(None, "tp")
+    compiled = jit(value_and_grad(loss), mesh=Mesh(dp=2, tp=4), in_specs=spec, out_specs=(P(), spec)).lower(head)
+    value, gradient = compiled.simulate(head)
+    expected, expected_gradient = value_and_grad(loss)(head)
+    testing.assert_close(value, expected, name="sum")
+    testing.assert_close(gradient, expected_gradient, name="dhead")
 
 
 def test_wrong_operands_are_refused(make_tensor):
