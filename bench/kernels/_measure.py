@@ -26,8 +26,17 @@ class WrongNumbers(Exception):
     """Results are not the reference's."""
 
 
-def measure(row: Row, device: str, ceilings: Mapping[str, float] | None, share: float) -> dict[str, Any]:
-    """One line of results. Without `ceilings` the operands are tiny, and nothing is timed."""
+def measure(
+    row: Row,
+    device: str,
+    ceilings: Mapping[str, float] | None,
+    share: float,
+    partial: Callable[[dict[str, Any]], None] = lambda line: None,
+) -> dict[str, Any]:
+    """One line of results. Without `ceilings` the operands are tiny, and nothing is timed.
+
+    `partial` gets the line as far as it is once ours is timed: peers may take long to compile.
+    """
     started = time.perf_counter()
     line: dict[str, Any] = {"row": row.key, "number": row.number, "name": row.name, "dtype": row.dtype, "shape": dict(row.shape)}
     line |= {"status": "ok", "variants": {}, "bars": {bar.text: "not measured" for bar in row.bars}}
@@ -35,7 +44,7 @@ def measure(row: Row, device: str, ceilings: Mapping[str, float] | None, share: 
         return line | {"status": "not built", "error": row.missing}
     setting = Setting(torch.device(device), torch.Generator(device).manual_seed(SEED))
     try:
-        _fill(line, row, row.build(setting, **(row.tiny if ceilings is None else row.shape)), ceilings, share)
+        _fill(line, row, row.build(setting, **(row.tiny if ceilings is None else row.shape)), ceilings, share, partial)
     except UnknownNameError as error:
         line |= {"status": "not built", "error": str(error)}
     except Exception as error:  # a row that fails is a line of the table, and the others go on
@@ -43,18 +52,39 @@ def measure(row: Row, device: str, ceilings: Mapping[str, float] | None, share: 
     return line | {"seconds": time.perf_counter() - started}
 
 
-def _fill(line: dict[str, Any], row: Row, built: Built, ceilings: Mapping[str, float] | None, share: float) -> None:
+def _fill(
+    line: dict[str, Any],
+    row: Row,
+    built: Built,
+    ceilings: Mapping[str, float] | None,
+    share: float,
+    partial: Callable[[dict[str, Any]], None],
+) -> None:
     expected = [x.detach().double() for x in built.reference()]
     with _poisoned():
         line["variants"]["ours"] = {"error": _check(built.ours, expected, built.tolerance, complete=True)}
     good: dict[str, Callable[[], Any]] = {"ours": built.ours.run}
+    if ceilings is not None:
+        _time(line, row, built, good, ceilings, share)
+        partial(line)
     for name, peer in built.peers.items():
         cell = line["variants"][name] = _try(peer, expected, built.tolerance)
         if isinstance(peer, Variant) and "failed" not in cell:
             good[name] = peer.run
     del expected
-    if ceilings is None:
-        return
+    if ceilings is not None:
+        _time(line, row, built, good, ceilings, share)
+
+
+def _time(
+    line: dict[str, Any],
+    row: Row,
+    built: Built,
+    good: Mapping[str, Callable[[], Any]],
+    ceilings: Mapping[str, float],
+    share: float,
+) -> None:
+    """Fill in times, memory and what follows from them."""
     for name, times in _timing.time_in_turn(good, share=share).items():
         line["variants"][name] |= times.summary()
     for name, run in good.items():

@@ -43,6 +43,7 @@ def markdown(rows: Sequence[Row], lines: Sequence[Mapping[str, Any]]) -> str:
     ]
     text += ["Peers that are slower than ours have a ratio above 1. A bar is met, missed (with our figure) or not measured."]
     problems = [f"- {line['row']}: {name}: {_problem(cell)}" for line in newest.values() for name, cell in _troubled(line)]
+    problems += [f"- {line['row']}: all after ours: {line['cut']}" for line in newest.values() if "cut" in line]
     return "\n".join([*text, *(["", "Peers that did not run:", "", *problems] if problems else [])]) + "\n"
 
 
@@ -56,6 +57,7 @@ def sentence(line: Mapping[str, Any]) -> str:
     if "of_ceiling" in line:
         parts.append(f"{100 * line['of_ceiling']:.0f} % of ceiling, {line['rate']}")
         parts += [f"{text}: {verdict}" for text, verdict in line["bars"].items()]
+        parts += [f"peers were cut off: {line['cut']}"] if "cut" in line else []
     else:
         parts.append(f"relative error {cells['ours']['error']:.1e}")
     return f"{line['row']}: {'; '.join(parts)}"

@@ -15,6 +15,7 @@ __all__ = [
     "Setting",
     "Variant",
     "at_most_ms",
+    "attempt",
     "either",
     "extra_memory",
     "of_copy",
@@ -138,6 +139,14 @@ class Row:
     def key(self) -> str:
         """Names the row among all."""
         return f"{self.number} {self.name}, {', '.join(f'{k} {v}' for k, v in self.shape.items())}, {self.dtype}"
+
+
+def attempt(make: Callable[[], Variant | str]) -> Variant | str:
+    """A peer, or why it cannot be made: that costs its own column alone."""
+    try:
+        return make()
+    except Exception as error:  # of software that is not ours
+        return f"cannot be made: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
 
 
 def times(peer: str, limit: float) -> Bar:

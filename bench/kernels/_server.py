@@ -24,6 +24,7 @@ class Server:
         self._context = multiprocessing.get_context("spawn")
         self._process: Any = None
         self._connection: Connection | None = None
+        self._partial: dict[str, Any] = {}
 
     def ceilings(self, timeout_s: float) -> dict[str, float]:
         """What the machine reaches. Raises RuntimeError."""
@@ -35,6 +36,8 @@ class Server:
     def measure(self, row: Row, ceilings: Mapping[str, float] | None, share: float, timeout_s: float) -> dict[str, Any]:
         """The line of a row."""
         answer = self._ask(("measure", row.key, ceilings, share), timeout_s)
+        if isinstance(answer, str) and self._partial:
+            return self._partial | {"cut": answer, "seconds": timeout_s}
         if isinstance(answer, str):
             line = {"row": row.key, "number": row.number, "name": row.name, "dtype": row.dtype, "shape": dict(row.shape)}
             return line | {"status": "failed", "error": answer, "variants": {}, "bars": {}, "seconds": timeout_s}
@@ -60,12 +63,15 @@ class Server:
             self._process.start()
             theirs.close()
         assert self._connection is not None
-        started = time.perf_counter()
+        ends, self._partial = time.perf_counter() + timeout_s, {}
         try:
             self._connection.send(question)
-            if self._connection.poll(timeout_s):
-                return self._connection.recv()
-            problem = f"no answer in {time.perf_counter() - started:.0f} s"
+            while self._connection.poll(max(0.0, ends - time.perf_counter())):
+                whole, answer = self._connection.recv()
+                if whole:
+                    return answer
+                self._partial = answer
+            problem = f"no answer in {timeout_s:.0f} s"
         except (EOFError, OSError):
             self._process.join(5)
             problem = f"the process died with code {self._process.exitcode}"
@@ -87,8 +93,8 @@ def serve(connection: Connection, device: str) -> None:
             answer = _timing.ceilings()
         else:
             key, ceilings, share = rest
-            answer = measure(rows[key], device, ceilings, share)
-        connection.send(answer)
+            answer = measure(rows[key], device, ceilings, share, lambda line: connection.send((False, line)))
+        connection.send((True, answer))
         broken = any(words in str(answer.get("error", "")) for words in STICKY)
         if device == "cuda" and not broken:
             _timing.free()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from bench.kernels._row import Built, Row, Setting, Variant, tflops, times
+from bench.kernels._row import Built, Row, Setting, Variant, attempt, tflops, times
 from mpar.kernels import implementation
 
 __all__ = ["ROWS"]
@@ -118,16 +118,18 @@ def reference(problem: Problem, *, backward: bool) -> list[Tensor]:
 def dense(setting: Setting, *, backward: bool = False, **sizes: Any) -> Built:
     """Causal attention beside torch's fused kernels."""
     p = problem(setting, **sizes)
-    peers = {name: _sdpa(p, backend, backward=backward) for name, backend in _backends(setting).items()}
+    peers = {
+        name: attempt(functools.partial(_sdpa, p, backend, backward=backward)) for name, backend in _backends(setting).items()
+    }
     return _built(p, peers, backward=backward)
 
 
 def masked(setting: Setting, *, backward: bool = False, **sizes: Any) -> Built:
     """Documents or a window, beside flex_attention with a block mask, and torch's kernel for packed sequences."""
     p = problem(setting, **sizes)
-    peers: dict[str, Variant | str] = {"flex_attention": _flex(setting, p, backward=backward)}
+    peers: dict[str, Variant | str] = {"flex_attention": attempt(lambda: _flex(setting, p, backward=backward))}
     if p.documents_BS is not None and not backward:
-        peers["varlen_attn"] = _varlen(setting, p)
+        peers["varlen_attn"] = attempt(lambda: _varlen(setting, p))
     return _built(p, peers, backward=backward)
 
 

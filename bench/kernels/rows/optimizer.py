@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bench.kernels._row import Built, Row, Setting, Variant, of_copy
+from bench.kernels._row import Built, Row, Setting, Variant, attempt, of_copy
 from mpar.kernels import implementation
 
 __all__ = ["ROWS"]
@@ -31,7 +31,9 @@ def update(setting: Setting, *, elements: int, tensors: int) -> Built:
     first = [params[0], grads[0], ms[0], vs[0]]
     small = [x[:CHECKED].double() for x in first]  # copies: the first call overwrites the operands
     own = [x.clone() for x in params]
-    peers: dict[str, Variant | str] = {"torch fused, float32 gradients": _torch_fused(own, grads, (ms, vs), setting)}
+    peers: dict[str, Variant | str] = {
+        "torch fused, float32 gradients": attempt(lambda: _torch_fused(own, grads, (ms, vs), setting))
+    }
     moved = 2 * sum(x.nbytes for x in (*params, *ms, *vs)) + sum(x.nbytes for x in (*grads, *copies))
 
     def reference() -> list[Tensor]:
