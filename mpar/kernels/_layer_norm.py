@@ -236,7 +236,8 @@ def _backward(
     wide = kind not in classes("layer_norm_bwd", arch_of(x))
     entry = tuned("layer_norm_bwd_wide", x) if wide else tuned("layer_norm_bwd", x, kind)
     if not dx.numel():
-        return dx, *(empty if p is None else torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in (weight, bias))
+        dweight, dbias = (empty if p is None else torch.zeros(size, dtype=p.dtype, device=x.device) for p in (weight, bias))
+        return dx, dweight, dbias
     x, dy = as_rows(x), as_rows(dy)
     num_programs = min(entry.blocks["PROGRAMS"], triton.cdiv(x.shape[0], entry.blocks.get("ROWS", 1)))
     make = torch.zeros if wide else torch.empty

@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mpar.kernels._launch import launch, tuned
-from mpar.kernels._table import Tuning
 
 __all__ = ["rope", "rope_many"]
 
@@ -129,25 +128,25 @@ def _launch(pairs: tuple[tuple[Tensor, Tensor], ...], cos: Tensor, sin: Tensor, 
         return
     x = pairs[0][0]
     half, width = cos.shape[-1], max(1, triton.next_power_of_2(cos.shape[-1]))
-    cos, sin = (table if half <= 1 or table.stride(-1) == 1 else table.contiguous() for table in (cos, sin))
-    (x, y), (other, other_y) = (*pairs, (None, None))[:2]
-    strides = [t.stride(dim) for t in (x, y) for dim in range(3)]
-    strides += [0 if t is None else t.stride(dim) for t in (other, other_y) for dim in range(3)]
-    strides += [
-        (0 if table.shape[0] == 1 else table.stride(0)) if dim == 0 else table.stride(1) for table in (cos, sin) for dim in (0, 1)
-    ]
-    sizes = (x.shape[1], x.shape[2], 0 if other is None else other.shape[2])
-    constants = {
-        "H": x.shape[3],
-        "OTHER_H": 0 if other is None else other.shape[3],
-        "HALF": half,
-        "WIDTH": width,
-        "REST": _rest(x, y, half),
-        "OTHER_REST": 0 if other is None else _rest(other, other_y, half),
-        "INTERLEAVED": interleaved,
-    }
-    entry: Tuning = tuned("rope", x, str(max(16, width)))
-    launch(_rope, (x.shape[0] * x.shape[1],), x, y, other, other_y, cos, sin, *sizes, *strides, on=x, tuning=entry, **constants)
+    tables = [table if half <= 1 or table.stride(-1) == 1 else table.contiguous() for table in (cos, sin)]
+    operands: list[Tensor | None] = []
+    heads, strides, sizes, rests = [], [], [], []
+    for operand, result in pairs:
+        operands += [operand, result]
+        heads.append(operand.shape[2])
+        strides += [*operand.stride()[:3], *result.stride()[:3]]
+        sizes.append(operand.shape[3])
+        rests.append(_rest(operand, result, half))
+    missing = 2 - len(pairs)
+    operands += [None, None] * missing
+    strides += [0] * 6 * missing
+    strides += [stride for table in tables for stride in (table.stride(0) if table.shape[0] > 1 else 0, table.stride(1))]
+    (size, other_size), (rest, other_rest) = (*sizes, 0)[:2], (*rests, 0)[:2]
+    constants = {"H": size, "OTHER_H": other_size, "REST": rest, "OTHER_REST": other_rest}
+    constants |= {"HALF": half, "WIDTH": width, "INTERLEAVED": interleaved}
+    numbers = (x.shape[1], *(*heads, 0)[:2], *strides)
+    entry = tuned("rope", x, str(max(16, width)))
+    launch(_rope, (x.shape[0] * x.shape[1],), *operands, *tables, *numbers, on=x, tuning=entry, **constants)
 
 
 def _rest(x: Tensor, y: Tensor, half: int) -> int:
