@@ -8,12 +8,14 @@ from mpar.models._llama import LLAMA
 from mpar.models._model import Model
 from mpar.models._qwen2 import QWEN2
 from mpar.models._qwen3 import QWEN3
+from mpar.models._starcoder2 import STARCODER2
 
 __all__ = [
     "ARCHITECTURES",
     "LLAMA",
     "QWEN2",
     "QWEN3",
+    "STARCODER2",
     "DecoderConfig",
     "DecoderParams",
     "HfReader",

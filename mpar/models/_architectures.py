@@ -20,6 +20,7 @@ class Architecture:
     hf_class: the class in transformers.        keys: what its config may hold.
     settings: `fn(title, values) -> dict` gives the fields of DecoderConfig in which it differs from the plain decoder.
     names:    path of a leaf -> (name of the stored tensor, transform); `{i}` is the layer.
+    norm_eps: the key of the norms' eps.
     absent:   names that old or tied checkpoints may hold and that carry nothing.
     """
 
@@ -28,6 +29,7 @@ class Architecture:
     keys: Mapping[str, Key]
     settings: Callable[[str, Mapping[str, Any]], dict[str, Any]]
     names: Mapping[str, tuple[str, str]]
+    norm_eps: str = "rms_norm_eps"
     absent: tuple[str, ...] = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
 
     def __post_init__(self) -> None:
@@ -75,7 +77,7 @@ def decoder_config(raw: Mapping[str, Any], ignore: Sequence[str], vocab_multiple
         "windows": (None,) * values["num_hidden_layers"],
         "rope": read_rope(title, values, head_size, ignore),
         "activation": values["hidden_act"],
-        "norm_eps": values["rms_norm_eps"],
+        "norm_eps": values[found.norm_eps],
         "initializer_range": values["initializer_range"],
         "tied": values["tie_word_embeddings"],
         "vocab_multiple": vocab_multiple,

@@ -29,7 +29,7 @@ def build(
     vocab_multiple: int = 128,
     logits_chunk: int | None = None,
 ) -> Model:
-    """A model of `architecture` ("llama", "qwen2", "qwen3") with a config in Hugging Face's words.
+    """A model of `architecture` ("llama", "qwen2", "qwen3", "starcoder2") with a config in Hugging Face's words.
 
     Raises UnknownNameError for an unknown architecture, ConfigError with everything that is wrong with `config`.
     """

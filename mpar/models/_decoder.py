@@ -1,6 +1,7 @@
-"""The decoder-only transformer: embedding, pre-norm blocks of attention and gated MLP, final norm and head.
+"""The decoder-only transformer: embedding, pre-norm blocks of attention and feed-forward layer, final norm and head.
 
-Llama, Qwen2 and Qwen3 are this function with different configurations (Touvron et al. 2023, arXiv:2302.13971, section 2.2).
+Llama, Qwen2, Qwen3 and Starcoder2 are this function with different configurations
+(Touvron et al. 2023, arXiv:2302.13971, section 2.2).
 """
 
 import functools
@@ -14,7 +15,7 @@ from torch import Tensor
 from mpar import ops
 from mpar.chain import Segment
 from mpar.models._attention import ATTENTION_AXES, Attention, attend
-from mpar.models._gated_mlp import GATED_MLP_AXES, GatedMLP, feed_forward
+from mpar.models._feed_forward import FEED_FORWARD_AXES, FeedForward, feed_forward
 from mpar.models._rope import Rope
 from mpar.tree import map_leaves, struct
 
@@ -41,7 +42,8 @@ class DecoderConfig:
     """Everything that the mathematics depends on. `windows` has one entry per layer: positions seen, or None for all.
 
     `vocab_multiple`: the vocabulary is padded inside to a multiple of it. `logits_chunk`: None makes the logits at once,
-    a number computes the loss from that many tokens at a time without keeping them.
+    a number computes the loss from that many tokens at a time without keeping them. `norm`: "rms_norm" | "layer_norm", of
+    blocks and head; the norms of single heads (`qk_norm`) are always RMS norms. `gated`: see `FeedForward`.
     """
 
     vocab_size: int
@@ -53,6 +55,9 @@ class DecoderConfig:
     windows: tuple[int | None, ...]
     rope: Rope
     activation: str = "silu"
+    gated: bool = True
+    norm: str = "rms_norm"
+    norm_bias: bool = False
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
     tied: bool = False
@@ -88,7 +93,9 @@ class Block:
     attn_norm_D: Tensor
     attention: Attention
     mlp_norm_D: Tensor
-    mlp: GatedMLP
+    mlp: FeedForward
+    attn_norm_bias_D: Tensor | None = None
+    mlp_norm_bias_D: Tensor | None = None
 
 
 @struct
@@ -97,6 +104,7 @@ class Head:
 
     norm_D: Tensor
     head_DV: Tensor | None = None
+    norm_bias_D: Tensor | None = None
 
 
 @struct
@@ -125,23 +133,38 @@ def shapes(config: DecoderConfig) -> DecoderParams:
         q_norm_H=(H,) if qk else None,
         k_norm_H=(H,) if qk else None,
     )
-    feed_forward = cast(Any, GatedMLP)(
-        gate_DF=(D, F),
+    feed_forward = cast(Any, FeedForward)(
+        gate_DF=(D, F) if config.gated else None,
         up_DF=(D, F),
         down_FD=(F, D),
-        gate_bias_F=(F,) if mlp else None,
+        gate_bias_F=(F,) if mlp and config.gated else None,
         up_bias_F=(F,) if mlp else None,
         down_bias_D=(D,) if mlp else None,
     )
-    block = cast(Any, Block)(attn_norm_D=(D,), attention=attention, mlp_norm_D=(D,), mlp=feed_forward)
-    head = cast(Any, Head)(norm_D=(D,), head_DV=None if config.tied else (D, V))
+    bias = (D,) if config.norm_bias else None
+    block = cast(Any, Block)(
+        attn_norm_D=(D,),
+        attention=attention,
+        mlp_norm_D=(D,),
+        mlp=feed_forward,
+        attn_norm_bias_D=bias,
+        mlp_norm_bias_D=bias,
+    )
+    head = cast(Any, Head)(norm_D=(D,), head_DV=None if config.tied else (D, V), norm_bias_D=bias)
     return cast(Any, DecoderParams)(embed=cast(Any, Embed)(table_VD=(V, D)), layers=(block,) * config.num_layers, head=head)
 
 
 AXES = {
     "embed": cast(Any, Embed)(table_VD=("vocab", "embed")),
-    "block": cast(Any, Block)(attn_norm_D=("embed",), attention=ATTENTION_AXES, mlp_norm_D=("embed",), mlp=GATED_MLP_AXES),
-    "head": cast(Any, Head)(norm_D=("embed",), head_DV=("embed", "vocab")),
+    "block": cast(Any, Block)(
+        attn_norm_D=("embed",),
+        attention=ATTENTION_AXES,
+        mlp_norm_D=("embed",),
+        mlp=FEED_FORWARD_AXES,
+        attn_norm_bias_D=("embed",),
+        mlp_norm_bias_D=("embed",),
+    ),
+    "head": cast(Any, Head)(norm_D=("embed",), head_DV=("embed", "vocab"), norm_bias_D=("embed",)),
 }
 
 
@@ -176,22 +199,27 @@ class BlockSegment:
     """One layer; equal settings are one kind to the compiler."""
 
     activation: str
+    norm: str
     norm_eps: float
     window: int | None
 
     def __call__(self, params: tuple[Block], x: Tensor, context: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """(B, S, D) to (B, S, D)."""
         (block,) = params
-        normed = ops.constrain(ops.name(ops.rms_norm(x, block.attn_norm_D, eps=self.norm_eps), "attn_norm"), BLOCK)
+        normed = self._normed(x, block.attn_norm_D, block.attn_norm_bias_D, "attn_norm")
         x = x + attend(block.attention, normed, context, window=self.window, norm_eps=self.norm_eps)
-        normed = ops.constrain(ops.name(ops.rms_norm(x, block.mlp_norm_D, eps=self.norm_eps), "mlp_norm"), BLOCK)
+        normed = self._normed(x, block.mlp_norm_D, block.mlp_norm_bias_D, "mlp_norm")
         return x + feed_forward(block.mlp, normed, activation=self.activation), {}
+
+    def _normed(self, x: Tensor, weight_D: Tensor, bias_D: Tensor | None, label: str) -> Tensor:
+        return _normalise(self.norm, x, weight_D, bias_D, self.norm_eps, label)
 
 
 @dataclass(frozen=True)
 class HeadSegment:
     """Final norm, output matrix, cross-entropy."""
 
+    norm: str
     norm_eps: float
     vocab_size: int
     logits_chunk: int | None
@@ -220,7 +248,16 @@ class HeadSegment:
         return ops.name(ops.einsum("bsd,dv->bsv", normed, params[0].head_DV), "logits")
 
     def _normed(self, params: tuple, x: Tensor) -> Tensor:
-        return ops.constrain(ops.name(ops.rms_norm(x, params[0].norm_D, eps=self.norm_eps), "final_norm"), BLOCK)
+        return _normalise(self.norm, x, params[0].norm_D, params[0].norm_bias_D, self.norm_eps, "final_norm")
+
+
+def _normalise(kind: str, x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float, label: str) -> Tensor:
+    if kind == "layer_norm":
+        y = ops.layer_norm(x, weight_D, bias_D, eps=eps)
+    else:
+        assert kind == "rms_norm" and bias_D is None
+        y = ops.rms_norm(x, weight_D, eps=eps)
+    return ops.constrain(ops.name(y, label), BLOCK)
 
 
 def _matrix_DV(params: tuple) -> Tensor:
@@ -229,13 +266,13 @@ def _matrix_DV(params: tuple) -> Tensor:
 
 def head_segment(config: DecoderConfig) -> HeadSegment:
     """The last function of the chain, which also gives logits."""
-    return HeadSegment(config.norm_eps, config.vocab_size, config.logits_chunk)
+    return HeadSegment(config.norm, config.norm_eps, config.vocab_size, config.logits_chunk)
 
 
 @functools.cache
 def segments(config: DecoderConfig) -> tuple[Segment, ...]:
     """The chain; equal layers share one function object."""
-    blocks = {window: BlockSegment(config.activation, config.norm_eps, window) for window in config.windows}
+    blocks = {window: BlockSegment(config.activation, config.norm, config.norm_eps, window) for window in config.windows}
     return (
         Segment("embed", EmbedSegment(), ("embed",), RESIDUAL),
         *(Segment(f"layers.{i}", blocks[w], (f"layers.{i}",), RESIDUAL) for i, w in enumerate(config.windows)),

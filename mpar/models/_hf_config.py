@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpar.errors import ConfigError
-from mpar.models._gated_mlp import ACTIVATIONS
+from mpar.models._feed_forward import ACTIVATIONS
 from mpar.models._rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 
 __all__ = ["COMMON_KEYS", "IGNORED_KEYS", "REQUIRED", "WINDOW_KEYS", "Key", "read_config", "read_rope", "read_windows"]

@@ -138,10 +138,10 @@ class Model:
         bounds = [range(size)[part] for size, part in zip(shape, slices or [slice(None)] * len(shape), strict=True)]
         sizes = [len(bound) for bound in bounds]
         field = path.rpartition(".")[2]
-        if "norm" in field:
-            return torch.ones(sizes, dtype=self.dtype)
         if "bias" in field:
             return torch.zeros(sizes, dtype=self.dtype)
+        if "norm" in field:
+            return torch.ones(sizes, dtype=self.dtype)
         values = _normal(ops.fold_key(seed, path), bounds, self.dtype).mul_(self.config.initializer_range)
         if "vocab" in names:
             dim = names.index("vocab")

@@ -67,7 +67,8 @@ def flops_per_token(model: Model, seq_len: int, *, causal: bool) -> float:
     """
     config = model.config
     paths = tree.leaves_with_path(model.abstract_params)
-    matrices = sum(leaf.numel() for path, leaf in paths if path.startswith("layers.") and leaf.ndim > 1)
+    stored = {path: leaf.numel() for path, leaf in paths if path.startswith("layers.") and leaf.ndim > 1}
+    matrices = sum(count for path, count in stored.items() if "bias" not in path)  # those of heads have two dims
     weights = matrices + config.vocab_size * config.hidden_size
     attention = 12 * config.num_layers * config.num_heads * config.head_size * seq_len
     return 6 * weights + (attention / 2 if causal else attention)

@@ -29,9 +29,11 @@ def tiny():
     return model, model.init(0)
 
 
-def test_greedy_equals_transformers(tiny, tmp_path):
+@pytest.mark.parametrize("kind", ["qwen3", "starcoder2"])
+def test_greedy_equals_transformers(kind, tmp_path):
     """At temperature 0 the tokens are those of transformers' greedy generation."""
-    model, params = tiny
+    model = models.build(kind, CONFIG)
+    params = model.init(0)
     models.to_hf(model, params, tmp_path / "out")
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     expected = reference.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=12, do_sample=False)

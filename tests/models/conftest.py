@@ -13,7 +13,7 @@ BASE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "starcoder2": "Starcoder2"}
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def make_reference():
         model = getattr(transformers, f"{CLASSES[kind]}ForCausalLM")(settings).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                centre, width = (1.0, 0.3) if "norm" in name else (0.0, 0.2)
+                centre, width = (1.0, 0.3) if name.endswith("norm.weight") else (0.0, 0.2)
                 parameter.copy_(centre + width * torch.randn(parameter.shape, generator=generator))
         return model
 

@@ -16,7 +16,7 @@ BASE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "starcoder2": "Starcoder2"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -76,6 +76,12 @@ def test_unknown_keys_are_listed_with_the_way_out():
         ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}, "'linear_attention'"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0"),
         ("qwen2", {"attention_bias": False}, "unknown keys: attention_bias"),
+        ("starcoder2", {"rms_norm_eps": 1e-5}, "unknown keys: rms_norm_eps"),
+        ("starcoder2", {"residual_dropout": 0.1, "embedding_dropout": 0.2}, "residual_dropout=0.1.*embedding_dropout=0.2"),
+        ("starcoder2", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("starcoder2", {"norm_type": "rms_norm"}, "norm_type='rms_norm': only 'layer_norm' is"),
+        ("starcoder2", {"sliding_window": 0}, "sliding_window=0"),
+        ("starcoder2", {"num_key_value_heads": None}, "num_key_value_heads=None"),
     ],
 )
 def test_values_that_are_not_implemented_are_refused_by_name(kind, change, text):
@@ -119,7 +125,7 @@ def test_bad_options_are_refused(option, value):
         models.build("llama", BASE, **{option: value})
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_null_and_missing_sizes_mean_what_transformers_makes_of_them(kind):
     """No key and value heads: as many as query heads; no head_dim: hidden_size / heads, or 128 for Qwen3."""
     config = {**BASE, "num_key_value_heads": None}
@@ -127,3 +133,12 @@ def test_null_and_missing_sizes_mean_what_transformers_makes_of_them(kind):
     ours = models.build(kind, config).config
     assert ours.num_kv_heads == reference.num_key_value_heads == 4
     assert ours.head_size == getattr(reference, "head_dim", 32 // 4)
+
+
+def test_defaults_of_starcoder2_are_those_of_transformers():
+    """What a config leaves out is what transformers fills in, from the key and value heads to the tied embedding."""
+    given = {key: value for key, value in BASE.items() if key != "num_key_value_heads"}
+    reference, ours = transformers.Starcoder2Config(**given), models.build("starcoder2", given).config
+    assert (ours.num_kv_heads, ours.activation) == (reference.num_key_value_heads, reference.hidden_act)
+    assert (ours.norm_eps, ours.initializer_range) == (reference.norm_epsilon, reference.initializer_range)
+    assert (ours.tied, ours.qkv_bias, ours.windows[0]) == (reference.tie_word_embeddings, reference.use_bias, None)

@@ -20,6 +20,8 @@ VARIANTS = {
     "llama_tied": ("llama", {"tie_word_embeddings": True}),
     "qwen2_windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3_head_dim": ("qwen3", {"head_dim": 12, "eos_token_id": 7}),
+    "starcoder2": ("starcoder2", {"sliding_window": 5}),
+    "starcoder2_untied_no_biases": ("starcoder2", {"tie_word_embeddings": False, "use_bias": False}),
 }
 TOKENS = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -74,7 +76,7 @@ def test_export_keeps_the_config_and_generation_config(make_folder, tmp_path):
     assert len({(f / "generation_config.json").read_text().strip() for f in (folder, tmp_path / "out")}) == 1
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "starcoder2"])
 def test_a_built_model_exports_for_transformers(kind, tmp_path):
     """Transformers loads a model that never was a folder, with equal logits; what its config leaves out has equal defaults."""
     config = {

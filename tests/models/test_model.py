@@ -18,7 +18,7 @@ CONFIG = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
-KINDS = ["llama", "qwen2", "qwen3"]
+KINDS = ["llama", "qwen2", "qwen3", "starcoder2"]
 
 
 def made(kind="qwen3", **options):
@@ -115,7 +115,7 @@ def test_equal_layers_are_one_function():
 @pytest.mark.parametrize("kind", KINDS)
 def test_axes_fit_the_parameters(kind):
     """Every leaf has one axis name per dim, at the same path."""
-    model = models.build(kind, {**CONFIG, "attention_bias": True} if kind != "qwen2" else CONFIG)
+    model = models.build(kind, {**CONFIG, "attention_bias": True} if kind in ("llama", "qwen3") else CONFIG)
     axes = tree.leaves_with_path(model.param_axes, is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], str))
     shapes = [(path, leaf.ndim) for path, leaf in tree.leaves_with_path(model.abstract_params)]
     assert [(path, len(names)) for path, names in axes] == shapes
@@ -135,6 +135,13 @@ def test_init_follows_the_config():
     assert not torch.equal(block.mlp.gate_DF, block.mlp.up_DF)
     assert not torch.equal(block.mlp.gate_DF, params.layers[0].mlp.gate_DF)
     assert not torch.equal(block.mlp.gate_DF, model.init(4).layers[1].mlp.gate_DF)
+
+
+def test_biases_of_norms_start_at_zero():
+    """Biases of layer norms are zero at first, their gains one."""
+    block = made("starcoder2")[1].layers[0]
+    assert (block.attn_norm_D == 1).all() and (block.mlp_norm_D == 1).all()
+    assert not block.attn_norm_bias_D.any() and not block.mlp_norm_bias_D.any()
 
 
 @pytest.mark.parametrize("path", ["embed.table_VD", "head.head_DV", "layers.1.attention.q_DNH", "layers.0.attention.q_bias_NH"])

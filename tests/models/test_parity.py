@@ -52,6 +52,12 @@ VARIANTS = {
     "qwen3_bias": ("qwen3", {"attention_bias": True}),
     "qwen3_windows": ("qwen3", {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"]}),
     "qwen3_yarn": ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 1000.0}}),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2_untied": ("starcoder2", {"tie_word_embeddings": False, "norm_epsilon": 1e-2}),
+    "starcoder2_no_biases": ("starcoder2", {"use_bias": False, "num_key_value_heads": 4}),
+    "starcoder2_window": ("starcoder2", {"sliding_window": 5}),
+    "starcoder2_silu": ("starcoder2", {"hidden_act": "silu"}),
+    "starcoder2_gelu": ("starcoder2", {"hidden_act": "gelu"}),
 }
 NUM_TOKENS = 24  # longer than the original 16 positions of the scaled variants and than the windows
 

@@ -28,6 +28,8 @@ VARIANTS = {
         "model_type": "qwen2", "tie_word_embeddings": True,
         "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1,
     },
+    "starcoder2": {"model_type": "starcoder2", "tie_word_embeddings": False},
+    "starcoder2_window_tied": {"model_type": "starcoder2", "num_key_value_heads": 1, "sliding_window": 3},
     "qwen3": {"model_type": "qwen3", "head_dim": 4},
     "qwen3_one_kv_head": {"model_type": "qwen3", "head_dim": 4, "num_key_value_heads": 1, "attention_bias": True},
 }  # fmt: skip

@@ -32,6 +32,15 @@ def test_flops_per_token(tied):
     assert flops_per_token(model, 32, causal=True) == 6 * weights + 6 * pairs
 
 
+def test_flops_per_token_without_a_gate():
+    """Two matrices in a feed-forward layer without a gate; biases, those of heads too, are no matrices."""
+    sizes = {key: value for key, value in CONFIG.items() if key != "model_type"}
+    model = models.build("starcoder2", sizes)
+    attention_weights = 8 * (4 * 6) + 2 * 8 * (2 * 6) + (4 * 6) * 8
+    weights = 3 * (attention_weights + 2 * 8 * 20) + 50 * 8
+    assert flops_per_token(model, 32, causal=True) == 6 * weights + 6 * 3 * 4 * 6 * 32
+
+
 def record(step: int) -> StepRecord:
     return StepRecord(step, 0.1 * step, 1.0, 1e-3, step, 1.0, 1.0, 1.0, 1.0, 1.0, 1, 1, 1)
 

@@ -1,0 +1,64 @@
+"""Feed-forward layers: gated, SwiGLU and GEGLU (Shazeer 2020, arXiv:2002.05202, eq. 6), and plain, with one matrix up."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mpar import ops
+from mpar.tree import struct
+
+__all__ = ["ACTIVATIONS", "FEED_FORWARD_AXES", "FeedForward", "feed_forward"]
+
+
+@struct
+class FeedForward:
+    """`down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`; biases are optional."""
+
+    gate_DF: Tensor | None
+    up_DF: Tensor
+    down_FD: Tensor
+    gate_bias_F: Tensor | None = None
+    up_bias_F: Tensor | None = None
+    down_bias_D: Tensor | None = None
+
+
+FEED_FORWARD_AXES = cast(Any, FeedForward)(
+    gate_DF=("embed", "mlp"),
+    up_DF=("embed", "mlp"),
+    down_FD=("mlp", "embed"),
+    gate_bias_F=("mlp",),
+    up_bias_F=("mlp",),
+    down_bias_D=("embed",),
+)
+
+Activation = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": (ops.swiglu, torch.nn.functional.silu),
+    "gelu": (functools.partial(ops.geglu, approximate="none"), functools.partial(torch.nn.functional.gelu, approximate="none")),
+    "gelu_pytorch_tanh": (
+        functools.partial(ops.geglu, approximate="tanh"),
+        functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+    ),
+}
+"""Name of the activation, as Hugging Face writes it, to `(fn(gate, up), fn(up))`."""
+
+
+def feed_forward(params: FeedForward, x_BSD: Tensor, *, activation: str) -> Tensor:
+    """The layer applied to `x_BSD`; `activation` is a key of ACTIVATIONS."""
+    gated, plain = ACTIVATIONS[activation]
+    if params.gate_DF is None:
+        hidden_BSF = plain(ops.name(_linear(x_BSD, params.up_DF, params.up_bias_F), "up"))
+    else:
+        gate_BSF = ops.name(_linear(x_BSD, params.gate_DF, params.gate_bias_F), "gate")
+        hidden_BSF = gated(gate_BSF, ops.name(_linear(x_BSD, params.up_DF, params.up_bias_F), "up"))
+    hidden_BSF = ops.name(hidden_BSF, "mlp_act")
+    out_BSD = ops.constrain(ops.einsum("bsf,fd->bsd", hidden_BSF, params.down_FD), ("batch", "residual_seq", "embed"))
+    return ops.name(out_BSD if params.down_bias_D is None else out_BSD + params.down_bias_D, "mlp_out")
+
+
+def _linear(x_BSD: Tensor, weight_DF: Tensor, bias_F: Tensor | None) -> Tensor:
+    y_BSF = ops.einsum("bsd,df->bsf", x_BSD, weight_DF)
+    return y_BSF if bias_F is None else y_BSF + bias_F
