@@ -157,7 +157,11 @@ def attention_bwd(
         return dq.zero_(), dk.zero_(), dv.zero_(), dsinks
     dout = _loadable(torch.zeros_like(out) if dout is None else dout.to(out.dtype))
     levels, delta = _levels_and_delta(call, out.contiguous(), lse.contiguous(), dout, None if dlse is None else dlse.contiguous())
-    _launch_dkdv(call, dout, levels, delta, dk, dv)
+    if k.shape[3] == v.shape[3] == 256:
+        _launch_dkdv(call, dout, levels, delta, dk, None)
+        _launch_dkdv(call, dout, levels, delta, None, dv)
+    else:
+        _launch_dkdv(call, dout, levels, delta, dk, dv)
     _launch_dq(call, dout, levels, delta, dq)
     if sinks is None:
         return dq, dk, dv, q.new_empty(0)
@@ -177,7 +181,7 @@ def _levels_and_delta(call: _Call, out: Tensor, lse: Tensor, dout: Tensor, dlse:
     return levels, delta
 
 
-def _launch_dkdv(call: _Call, dout: Tensor, levels: Tensor, delta: Tensor, dk: Tensor, dv: Tensor) -> None:
+def _launch_dkdv(call: _Call, dout: Tensor, levels: Tensor, delta: Tensor, dk: Tensor | None, dv: Tensor | None) -> None:
     (B, S, N, _), (M, K) = call.q.shape, call.k.shape[1:3]
     entry = tuned("attention_dkdv", call.q, call.size_class)
     rows, keys = entry.blocks["BLOCK_M"], entry.blocks["BLOCK_N"]
@@ -201,7 +205,7 @@ def _launch_dkdv(call: _Call, dout: Tensor, levels: Tensor, delta: Tensor, dk: T
         num_tiles,
         levels.shape[2],
         *call.scalars(),
-        on=dk,
+        on=call.q,
         tuning=entry,
         **call.constants(),
     )
@@ -230,7 +234,7 @@ def _launch_dq(call: _Call, dout: Tensor, levels: Tensor, delta: Tensor, dq: Ten
         num_tiles,
         levels.shape[2],
         *call.scalars(),
-        on=dq,
+        on=call.q,
         tuning=entry,
         **call.constants(),
     )

@@ -44,9 +44,9 @@ def attention_delta(
 def _accumulate_dkdv(
     dk, dk_rest, dv, k, k_rest, v, q_src, q_rest_src, dout_src, levels_ptr, delta_ptr, batch, head, start,
     k_order, k_documents, q_order_ptr, q_documents_ptr, num_queries, num_heads, window, scale, soft_cap,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    MASKED: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     rows = start + tl.arange(0, BLOCK_M)
     q = tile_of(q_src, batch, head, start, num_queries, num_heads, BLOCK_M, 0, HEAD, HEAD + REST, TMA)
@@ -69,15 +69,17 @@ def _accumulate_dkdv(
         seen = visible(q_order[None, :], k_order[:, None], q_documents, k_documents, inside[None, :], window, CAUSAL, WINDOW)
         p = tl.where(seen, p, 0.0)
     dout = tile_of(dout_src, batch, head, start, num_queries, num_heads, BLOCK_M, 0, VALUE, VALUE, TMA)
-    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    dp = tl.dot(v, dout.T, input_precision=PRECISION)
-    dscores = p * (dp - tl.load(delta_ptr + rows)[None, :])
-    if SOFT_CAP:
-        dscores *= slope
-    dscores = dscores.to(q.dtype)
-    dk = tl.dot(dscores, q, dk, input_precision=PRECISION)
-    if REST > 0:
-        dk_rest = tl.dot(dscores, q_rest, dk_rest, input_precision=PRECISION)
+    if OF_V:
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+    if OF_K:
+        dp = tl.dot(v, dout.T, input_precision=PRECISION)
+        dscores = p * (dp - tl.load(delta_ptr + rows)[None, :])
+        if SOFT_CAP:
+            dscores *= slope
+        dscores = dscores.to(q.dtype)
+        dk = tl.dot(dscores, q, dk, input_precision=PRECISION)
+        if REST > 0:
+            dk_rest = tl.dot(dscores, q_rest, dk_rest, input_precision=PRECISION)
     return dk, dk_rest, dv
 
 
@@ -89,6 +91,9 @@ def attention_dkdv(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr,
     VALUE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """`dk_ptr` or `dv_ptr` may be None: heads of 256 leave no registers for both sums at once."""
+    OF_K: tl.constexpr = dk_ptr is not None
+    OF_V: tl.constexpr = dv_ptr is not None
     tile, batch_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     batch, kv_head = batch_head // num_kv_heads, batch_head % num_kv_heads
     start_n = tile * BLOCK_N
@@ -102,17 +107,9 @@ def attention_dkdv(
     if REST > 0:
         k_rest = tile_of(k_rest_src, batch, kv_head, start_n, num_keys, num_kv_heads, BLOCK_N, HEAD, REST, HEAD + REST, TMA)
         dk_rest = tl.zeros([BLOCK_N, REST], tl.float32)
+    range_index = batch.to(tl.int64) * range_stride + tile
     first, full_first, full_last, last = query_range(
-        ranges_ptr,
-        batch.to(tl.int64) * range_stride + tile,
-        start_n,
-        num_queries,
-        num_keys,
-        window,
-        CAUSAL,
-        WINDOW,
-        BLOCK_M,
-        BLOCK_N,
+        ranges_ptr, range_index, start_n, num_queries, num_keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
     )
     first_head = kv_head * group
     num_full, num_edges = (full_last - full_first) // BLOCK_M, ((full_first - first) + (last - full_last)) // BLOCK_M
@@ -122,7 +119,7 @@ def attention_dkdv(
         dk, dk_rest, dv = _accumulate_dkdv(
             dk, dk_rest, dv, k, k_rest, v, q_src, q_rest_src, dout_src, levels_ptr + place, delta_ptr + place,
             batch, head, start, keys, None, q_order_ptr, q_documents_ptr, num_queries, num_heads,
-            window, scale, soft_cap, False, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_M,
+            window, scale, soft_cap, False, OF_K, OF_V, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_M,
         )  # fmt: skip
     k_order = keys
     if k_order_ptr is not None:
@@ -137,16 +134,18 @@ def attention_dkdv(
         dk, dk_rest, dv = _accumulate_dkdv(
             dk, dk_rest, dv, k, k_rest, v, q_src, q_rest_src, dout_src, levels_ptr + place, delta_ptr + place,
             batch, head, start, k_order, k_documents, q_order_ptr, q_documents_ptr, num_queries, num_heads,
-            window, scale, soft_cap, True, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_M,
+            window, scale, soft_cap, True, OF_K, OF_V, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_M,
         )  # fmt: skip
     where = ((batch.to(tl.int64) * num_keys + keys) * num_kv_heads + kv_head)[:, None]
-    dk_ptrs = dk_ptr + where * (HEAD + REST) + tl.arange(0, HEAD)[None, :]
-    tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside[:, None])
-    if REST > 0:
-        rest_ptrs = dk_ptr + where * (HEAD + REST) + HEAD + tl.arange(0, REST)[None, :]
-        tl.store(rest_ptrs, (dk_rest * scale).to(dk_ptr.dtype.element_ty), mask=inside[:, None])
-    dv_ptrs = dv_ptr + where * VALUE + tl.arange(0, VALUE)[None, :]
-    tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=inside[:, None])
+    if OF_K:
+        dk_ptrs = dk_ptr + where * (HEAD + REST) + tl.arange(0, HEAD)[None, :]
+        tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside[:, None])
+        if REST > 0:
+            rest_ptrs = dk_ptr + where * (HEAD + REST) + HEAD + tl.arange(0, REST)[None, :]
+            tl.store(rest_ptrs, (dk_rest * scale).to(dk_ptr.dtype.element_ty), mask=inside[:, None])
+    if OF_V:
+        dv_ptrs = dv_ptr + where * VALUE + tl.arange(0, VALUE)[None, :]
+        tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit

@@ -28,8 +28,8 @@ def attention_supports(arch: str, q: Tensor, k: Tensor, v: Tensor, *_: Any, scal
 
 def merge_supports(arch: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, *_: Any, **params: Any) -> str | None:
     """Why the kernels that merge partial results cannot do this, or None."""
-    wrong = {x.dtype for x in (out_a, out_b)} - set(DTYPES)
-    if wrong or lse_a.dtype != torch.float32:
-        return f"kernels compute in float32 and take no {', '.join(sorted(map(str, wrong | {lse_a.dtype})))}"
+    wrong = {out_a.dtype, out_b.dtype} - set(DTYPES) | {lse_a.dtype} - {torch.float32}
+    if wrong:
+        return f"kernels compute in float32 and take no {', '.join(sorted(map(str, wrong)))}"
     size = out_a.shape[3]
     return None if size in MERGED else f"head size {size}: kernels have {', '.join(map(str, MERGED))}"

@@ -1,6 +1,7 @@
 """Attention as models call it: every entry of the table, and what changes the code: documents, orders, windows, caps, sinks."""
 
 import torch
+from torch import Tensor
 
 from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
@@ -8,46 +9,75 @@ from mpar.kernels import implementation
 HEADS = {"64": (64, 64), "128": (128, 128), "256": (256, 256), "192,128": (192, 128)}
 PLAIN = {"causal": True, "window": None, "scale": 0.1, "soft_cap": None}
 B, S, N, K = 2, 8192, 32, 8
-FORWARD, BACKWARD = ("attention_fwd",), ("attention_delta", "attention_dkdv", "attention_dq")
+ROWS_OF_A_HEAD = "lse is (B, S, N), so that its rows of one head are N apart; every element of out and dout is loaded by 128 bits"
 
 
-def _ids(make: Make, shape: tuple[int, ...]) -> torch.Tensor:
-    return make(shape, torch.float32).abs().mul(3).to(torch.int32)
-
-
-def _masks(make: Make, documents: bool, orders: bool, sinks: bool) -> tuple[torch.Tensor | None, ...]:
-    """Operands after q, k and v."""
-    ids = _ids(make, (B, S)).sort(1).values if documents else None
-    order = torch.arange(S, dtype=torch.int32, device=make((1,), torch.float32).device) if orders else None
+def _masks(make: Make, documents: bool, orders: bool, sinks: bool) -> tuple[Tensor | None, ...]:
+    """Operands after q, k and v; ids and orders of the right shapes, in order."""
+    ids = make((B, S), torch.float32).abs().mul(8).to(torch.int32).sort(1).values if documents else None
+    order = make((S,), torch.float32).argsort().to(torch.int32) if orders else None
     return order, order, ids, ids, make((N,), torch.bfloat16) if sinks else None
 
 
-def _forward(make: Make, sizes: tuple[int, int], dtype: torch.dtype, *masks: bool, **params: object) -> object:
-    size, size_v = sizes
-    q, k, v = make((B, S, N, size), dtype), make((B, S, K, size), dtype), make((B, S, K, size_v), dtype)
+def _forward(make: Make, size: str, dtype: torch.dtype, *masks: bool, **params: object) -> object:
+    head, value = HEADS[size]
+    q, k, v = make((B, S, N, head), dtype), make((B, S, K, head), dtype), make((B, S, K, value), dtype)
     return implementation("attention", "triton")(q, k, v, *_masks(make, *masks), **PLAIN | params)
 
 
-def _backward(make: Make, sizes: tuple[int, int], dtype: torch.dtype, *masks: bool, **params: object) -> object:
-    size, size_v = sizes
-    q, k, v = make((B, S, N, size), dtype), make((B, S, K, size), dtype), make((B, S, K, size_v), dtype)
-    others, params = _masks(make, *masks), PLAIN | params
-    out, lse = implementation("attention", "triton")(q, k, v, *others, **params)
-    dout, dlse = make((B, S, N, size_v), dtype), make((B, S, N), torch.float32)
-    return implementation("attention_bwd", "triton")(q, k, v, *others, out, lse, dout, dlse, **params)
+def _backward(make: Make, size: str, dtype: torch.dtype, *masks: bool, **params: object) -> object:
+    head, value = HEADS[size]
+    q, k, v = make((B, S, N, head), dtype), make((B, S, K, head), dtype), make((B, S, K, value), dtype)
+    out, lse = make((B, S, N, value), dtype), make((B, S, N), torch.float32)
+    dout, dlse = make((B, S, N, value), dtype), make((B, S, N), torch.float32)
+    return implementation("attention_bwd", "triton")(q, k, v, *_masks(make, *masks), out, lse, dout, dlse, **PLAIN | params)
 
 
-def _case(name: str, kernels: tuple[str, ...], run: object, *arguments: object, tma: bool = True, **params: object) -> Case:
-    masks = arguments if len(arguments) > 2 else (*arguments, False, False, False)
-    return Case(name, kernels, lambda make: run(make, *masks, **params), matrix=True, tma=tma)
-
-
-def _pair(what: str, size: str, dtype: torch.dtype, *masks: bool, **params: object) -> list[Case]:
-    ranges = ("attention_ranges",) if any(masks[:2]) else ()
+def _pair(
+    size: str, what: str, dtype: torch.dtype = torch.bfloat16, documents: bool = False, orders: bool = False, sinks: bool = False,
+    **params: object,
+) -> list[Case]:  # fmt: skip
+    ranges = ("attention_ranges",) if documents or orders else ()
+    arguments = size, dtype, documents, orders, sinks
     return [
-        _case(f"attention_fwd {size} {what}", FORWARD + ranges, _forward, HEADS[size], dtype, *masks, **params),
-        _case(f"attention_bwd {size} {what}", FORWARD + BACKWARD + ranges, _backward, HEADS[size], dtype, *masks, **params),
+        Case(
+            f"attention {size} {what}",
+            ("attention_fwd", *ranges),
+            lambda make: _forward(make, *arguments, **params),
+            matrix=True,
+            tma=True,
+            scalar_loads="orders and documents are one number for each row" if ranges else "",
+        ),
+        Case(
+            f"attention_bwd {size} {what}",
+            ("attention_delta", "attention_dkdv", "attention_dq", *ranges),
+            lambda make: _backward(make, *arguments, **params),
+            matrix=True,
+            tma=True,
+            scalar_loads=ROWS_OF_A_HEAD,
+        ),
     ]
 
 
-CASES = [case for size in HEADS for case in _pair("bfloat16", size, torch.bfloat16)]
+def _merge(make: Make) -> object:
+    shape = (1, 32768, N, 128)
+    parts = make(shape, torch.bfloat16), make(shape[:3], torch.float32)
+    return implementation("merge_attention", "triton")(*parts, *parts)
+
+
+def _merge_bwd(make: Make) -> object:
+    shape = (1, 32768, N, 128)
+    parts = make(shape, torch.bfloat16), make(shape[:3], torch.float32)
+    return implementation("merge_attention_bwd", "triton")(*parts, *parts, *parts)
+
+
+CASES = [
+    *(case for size in HEADS for case in _pair(size, "bfloat16")),
+    *(case for size in HEADS for case in _pair(size, "float32", torch.float32)),
+    *_pair("128", "documents", documents=True),
+    *_pair("128", "orders", orders=True),
+    *_pair("64", "window and sinks", sinks=True, window=128),
+    *_pair("256", "window and soft cap", window=4096, soft_cap=50.0),
+    Case("merge_attention 128 bfloat16", ("merge_attention_fwd",), _merge),
+    Case("merge_attention_bwd 128 bfloat16", ("merge_attention_bwd",), _merge_bwd),
+]
