@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpar.kernels._attention_support import attention_supports, merge_supports
+from mpar.kernels._attention_support import attention_bwd_workspace, attention_supports, merge_supports
 from mpar.kernels._fp8_support import fp8_matmul_supports, quantise_supports
 from mpar.kernels._head_chunks import backward_workspace, forward_workspace, grad_workspace
 from mpar.kernels._moe_support import (
@@ -112,7 +112,7 @@ def _grouped(primitive: str) -> tuple[str, tuple[Implementation, ...]]:
 CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
     [
         _triton("attention", "_attention", attention_supports),
-        _triton("attention_bwd", "_attention", attention_supports),
+        _triton("attention_bwd", "_attention", attention_supports, attention_bwd_workspace),
         _triton("merge_attention", "_attention_merge", merge_supports),
         _triton("merge_attention_bwd", "_attention_merge", merge_supports),
         _triton("adamw_many", "_adamw", updates),

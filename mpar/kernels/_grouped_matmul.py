@@ -14,7 +14,14 @@ from mpar.kernels._launch import arch_of, describe, launch, tuned
 from mpar.kernels._moe_support import grouped_matmul_supports, grouped_mm_supports
 from mpar.torch_private import grouped_mm as torch_grouped_mm
 
-__all__ = ["grouped_matmul", "grouped_matmul_by_torch", "grouped_matmul_dw", "grouped_matmul_dw_by_torch", "zero_rest"]
+__all__ = [
+    "grouped_matmul",
+    "grouped_matmul_by_torch",
+    "grouped_matmul_dw",
+    "grouped_matmul_dw_by_torch",
+    "loadable",
+    "zero_rest",
+]
 
 INTERPRETED_PROGRAMS = 3
 """Programs of a grid that walks through tiles, where there is no GPU to ask for its number of processors."""
@@ -153,8 +160,8 @@ def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, *, start: int) -> Tens
         return y
     if not size:
         return y.zero_()
-    x, offsets, transposed = _loadable(x), offsets.contiguous(), w.stride(2) != 1 and w.stride(1) == 1
-    w = _loadable(w.transpose(1, 2) if transposed else w)
+    x, offsets, transposed = loadable(x), offsets.contiguous(), w.stride(2) != 1 and w.stride(1) == 1
+    w = loadable(w.transpose(1, 2) if transposed else w)
     entry = tuned("grouped_matmul", x, _class(x))
     m, n, k = (entry.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     num_tiles = (num_rows + (num_experts + 2) * (m - 1)) // m
@@ -187,7 +194,7 @@ def grouped_matmul_dw(x: Tensor, dy: Tensor, offsets: Tensor, *, start: int, num
         return dw
     if not num_rows:
         return dw.zero_()
-    x, dy, offsets = _loadable(x), _loadable(dy), offsets.contiguous()
+    x, dy, offsets = loadable(x), loadable(dy), offsets.contiguous()
     entry = tuned("grouped_matmul_dw", x, _class(x))
     m, n, k = (entry.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     tma = arch_of(x) != "sm_80"
@@ -204,7 +211,7 @@ def grouped_matmul_by_torch(x: Tensor, w: Tensor, offsets: Tensor, *, start: int
     if not x.shape[0]:
         return torch.empty((0, w.shape[2]), dtype=x.dtype, device=x.device)
     w = w if 1 in (w.stride(1), w.stride(2)) else w.contiguous()
-    y = torch_grouped_mm(_loadable(x), w, offsets.to(torch.int32))
+    y = torch_grouped_mm(loadable(x), w, offsets.to(torch.int32))
     entry = tuned("grouped_matmul_rest", x)
     operands = (y, offsets, x.shape[0], w.shape[2])
     launch(zero_rest, (_num_programs(x),), *operands, on=x, tuning=entry, LAST=offsets.shape[0] - 1)
@@ -216,10 +223,10 @@ def grouped_matmul_dw_by_torch(x: Tensor, dy: Tensor, offsets: Tensor, *, start:
     _refuse("grouped_matmul_dw", grouped_mm_supports(arch_of(x), x, dy, offsets, start=start, num_experts=num_experts))
     if not x.shape[0]:
         return torch.zeros((num_experts, x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)
-    return torch_grouped_mm(_loadable(x).T, _loadable(dy), offsets.to(torch.int32)).contiguous()
+    return torch_grouped_mm(loadable(x).T, loadable(dy), offsets.to(torch.int32)).contiguous()
 
 
-def _loadable(x: Tensor) -> Tensor:
+def loadable(x: Tensor) -> Tensor:
     """`x` itself if descriptors can load it: last dim contiguous, rows and base at multiples of 16 bytes. Else a copy."""
     size = x.element_size()
     aligned = x.stride(-1) == 1 and all(step * size % 16 == 0 for step in x.stride()[:-1]) and x.storage_offset() * size % 16 == 0

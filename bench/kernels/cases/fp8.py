@@ -1,0 +1,76 @@
+"""FP8: quantising activations of 4096 and multiplying matrices of 8192, in every form of scales."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.kernels._case import Case, Make
+from mpar.kernels import implementation
+
+T, D, N = 16384, 4096, 8192
+CHIPS = ("sm_90", "sm_100")  # sm_80 has no e4m3
+BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+SCALES = "scales are 4 bytes each, columns of them apart"
+
+
+def _call(primitive: str, *operands: Any, **params: Any) -> object:
+    return implementation(primitive, "triton")(*operands, **params)
+
+
+def _entries(block: str) -> tuple[str, ...]:
+    """What is launched to quantise by this block."""
+    if block in ("1x128", "128x128"):
+        return ("quantise_fp8_tiles",)
+    return "quantise_fp8_maxima", "quantise_fp8_scales", "quantise_fp8_apply"
+
+
+def _matmul(make: Make, a_block: str, b_block: str) -> object:
+    shapes = {"tensor": (1, 1), "row": (N, 1), "1x128": (N, N // 128), "128x128": (N // 128, N // 128)}
+
+    def operand(block: str) -> tuple[Tensor, Tensor]:
+        return make((N, N), BF16).to(FP8), make(shapes[block], FP32).abs()
+
+    return _call("fp8_matmul", *operand(a_block), *operand(b_block), a_block=a_block, b_block=b_block, dtype=BF16)
+
+
+CASES = [
+    *(
+        Case(
+            f"{primitive} {block} {str(dtype).removeprefix('torch.')}",
+            _entries(block),
+            lambda make, primitive=primitive, block=block, dtype=dtype: _call(primitive, make((T, D), dtype), block=block),
+            archs=CHIPS,
+            scalar_loads=SCALES,
+        )
+        for primitive in ("quantise_fp8", "quantise_fp8_both")
+        for block, dtype in (("tensor", BF16), ("row", BF16), ("1x128", BF16), ("128x128", BF16), ("1x128", FP32))
+    ),
+    *(
+        Case(
+            f"dequantise_fp8 {block}",
+            ("dequantise_fp8",),
+            lambda make, block=block: _call(
+                "dequantise_fp8",
+                make((T, D), BF16).to(FP8),
+                make((T, 1) if block == "row" else (T, D // 128), FP32),
+                block=block,
+                dtype=BF16,
+            ),
+            archs=CHIPS,
+            scalar_loads=SCALES,
+        )
+        for block in ("row", "1x128")
+    ),
+    *(
+        Case(
+            f"fp8_matmul {a_block} by {b_block}",
+            ("fp8_matmul",),
+            lambda make, a_block=a_block, b_block=b_block: _matmul(make, a_block, b_block),
+            matrix=True,
+            tma=True,
+            archs=CHIPS,
+        )
+        for a_block, b_block in (("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"))
+    ),
+]

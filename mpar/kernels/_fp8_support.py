@@ -1,0 +1,28 @@
+"""What the kernels of FP8 support, in words. Needs no Triton."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["fp8_matmul_supports", "quantise_supports"]
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+PAIRS = (("tensor", "tensor"), ("tensor", "row"), ("row", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"))
+
+
+def _chip(arch: str) -> str | None:
+    return "sm_80 has no e4m3; it is there from sm_90 on" if arch == "sm_80" else None
+
+
+def quantise_supports(arch: str, x: Tensor, *others: Tensor, block: str, dtype: torch.dtype = torch.float32) -> str | None:
+    """Of quantising, which takes wide numbers, and of dequantising, which gives `dtype`."""
+    wide = x.dtype if x.dtype.itemsize > 1 else dtype
+    return _chip(arch) or (None if wide in FLOATS else f"{wide}: kernels compute in float32")
+
+
+def fp8_matmul_supports(arch: str, a: Tensor, *others: Tensor, a_block: str, b_block: str, dtype: torch.dtype) -> str | None:
+    """Of `fp8_matmul`."""
+    if (a_block, b_block) not in PAIRS:
+        return f"blocks {a_block} by {b_block}: kernels have {', '.join(f'{x} by {y}' for x, y in PAIRS)}"
+    if dtype not in FLOATS:
+        return f"a result of {dtype}: kernels sum in float32"
+    return _chip(arch) or (f"rows of {a.shape[1]} bytes: descriptors load multiples of 16" if a.shape[1] % 16 else None)
