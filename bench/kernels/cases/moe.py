@@ -116,8 +116,8 @@ CASES = [
         ("unpermute_bwd",),
         lambda make: _call(
             "unpermute_bwd", make((T * K, D), BF16), _integers(make, T, K), make((T, K), FP32), make((T, D), BF16)
-            scalar_loads="place and weight of each of K rows are numbers of their own",
-    ),
+        ),
+        scalar_loads="place and weight of each of K rows are numbers of their own",
     ),
     *(
         Case(
