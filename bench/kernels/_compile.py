@@ -1,10 +1,12 @@
 """Compile: every case for every chip, in processes side by side; a table of what came out, and what is over its limit."""
 
 import concurrent.futures
+import contextlib
 import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from bench.kernels._checks import ledger_failures
 from bench.kernels._facts import Facts
 
 __all__ = ["compile_all", "table"]
+
+Unit = dict[str, Any]
+"""A compilation by names: "case", "arch", "key", and its "hash"."""
 
 
 def compile_all(
@@ -84,14 +89,32 @@ def table(results: Sequence[dict[str, Any]], recorded: dict[str, Any]) -> str:
     return "".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows)
 
 
-def _compile_side_by_side(pool: Any, todo: Sequence[dict[str, Any]], out: Path | None) -> list[dict[str, Any]]:
+def _compile_side_by_side(pool: Any, todo: Sequence[Unit], out: Path | None) -> list[dict[str, Any]]:
+    """The results of all units. Should a compiler kill its process, which ends the pool, what is left is done one by one."""
     folder = str(out) if out else ""
-    futures = [pool.submit(_worker.compile_unit, unit["case"], unit["arch"], unit["key"], folder) for unit in todo]
-    for count, future in enumerate(concurrent.futures.as_completed(futures), start=1):
-        result = future.result()
-        sys.stderr.write(f"[{count}/{len(todo)}] {result['key']} {result['arch']} {result['seconds']:.1f} s\n")
-        sys.stderr.flush()
-    return [future.result() for future in futures]
+    futures = {pool.submit(_worker.compile_unit, unit["case"], unit["arch"], unit["key"], folder): unit for unit in todo}
+    results: dict[tuple[str, str], dict[str, Any]] = {}
+    for future in concurrent.futures.as_completed(futures):
+        with contextlib.suppress(BrokenProcessPool):
+            _add(results, future.result(), len(todo))
+    for unit in todo:
+        if (unit["arch"], unit["key"]) not in results:
+            _add(results, _alone(unit, folder), len(todo))
+    return [results[unit["arch"], unit["key"]] for unit in todo]
+
+
+def _alone(unit: Unit, folder: str) -> dict[str, Any]:
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(_worker.compile_unit, unit["case"], unit["arch"], unit["key"], folder).result()
+        except BrokenProcessPool:
+            return dict(unit) | {"facts": None, "failures": ["does not compile: the compiler killed its process"], "seconds": 0.0}
+
+
+def _add(results: dict[tuple[str, str], dict[str, Any]], result: dict[str, Any], count: int) -> None:
+    results[result["arch"], result["key"]] = result
+    sys.stderr.write(f"[{len(results)}/{count}] {result['key']} {result['arch']} {result['seconds']:.1f} s\n")
+    sys.stderr.flush()
 
 
 def _without_dots(results: Sequence[dict[str, Any]], plans: Sequence[dict[str, Any]]) -> list[str]:

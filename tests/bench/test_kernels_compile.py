@@ -1,6 +1,8 @@
 """Kernels that are compiled without a GPU: as Triton's JIT would, and held to their bars."""
 
+import concurrent.futures
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -15,12 +17,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bench.kernels import _ledger
+from bench.kernels import _compile, _ledger
 from bench.kernels._case import Case, all_cases
 from bench.kernels._checks import MORE_REGISTERS, failures, ledger_failures
 from bench.kernels._facts import Facts, read_ptxas, read_sass, read_ttgir, read_ttir
 from bench.kernels._unit import specialise, target
 from mpar.kernels.offline import Launch, Tuning
+from tests.bench import stuck
 
 
 def kernel(a_ptr, b_ptr, tiles, rows, one, many, three, rate, none, BLOCK: tl.constexpr, WIDE: tl.constexpr):
@@ -226,6 +229,17 @@ def test_ledger_keeps_what_it_is_told_to(tmp_path):
     assert {key: entry["hash"] for key, entry in kept.items()} == {"k1": "b", "k2": "a"}
     assert len(_ledger.read(path, "3.6.0")["sm_90"]) == 3
     assert kept["k1"] == {"registers": 32, "spill_bytes": 0, "shared_bytes": 16, "hash": "b"}
+
+
+def test_a_compiler_that_crashes_costs_its_kernel_alone(monkeypatch):
+    """The other kernels are compiled, and the line says what happened."""
+    monkeypatch.setattr(_compile._worker, "compile_unit", stuck.compiles_or_ends)
+    units = [{"case": "c", "arch": "sm_90", "key": key, "hash": key} for key in ("a", "crash", "b")]
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        results = _compile._compile_side_by_side(pool, units, None)
+    assert [result["key"] for result in results] == ["a", "crash", "b"]
+    assert [bool(result["failures"]) for result in results] == [False, True, False]
+    assert "killed its process" in results[1]["failures"][0]
 
 
 def compiled(*words: str) -> subprocess.CompletedProcess[str]:
