@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench._gpu import describe_facts
 from bench.kernels._row import Row
 
 __all__ = ["markdown", "sentence"]
@@ -29,7 +30,7 @@ def markdown(rows: Sequence[Row], lines: Sequence[Mapping[str, Any]]) -> str:
     """The table; of several lines about a row the last counts."""
     newest = {line["row"]: line for line in lines}
     text = ["# Kernels on a GPU", "", "Made by `python -m bench.kernels run`; all runs are in `kernels.jsonl`.", ""]
-    facts = dict.fromkeys(_machine(newest[row.key]) for row in rows if row.key in newest)
+    facts = dict.fromkeys(describe_facts(newest[row.key]) for row in rows if row.key in newest)
     text += [f"- {fact}" for fact in facts] if facts else ["Nothing here has been measured on a GPU yet."]
     text += ["", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for row in sorted(rows, key=lambda row: row.number):
@@ -112,8 +113,3 @@ def _troubled(line: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
 
 def _problem(cell: Mapping[str, Any]) -> str:
     return cell["missing"] if "missing" in cell else f"failed: {cell.get('failed', '')}".replace("|", "/")
-
-
-def _machine(line: Mapping[str, Any]) -> str:
-    keys = ("date", "commit", "gpu", "driver", "clocks", "torch", "triton", "cuda", "python", "copy", "product", "command")
-    return ", ".join(f"{key} {line[key]}" for key in keys if key in line)

@@ -3,17 +3,13 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import triton
-
-from bench._machine import ROOT, machine
+from bench._gpu import gpu_facts
 from bench._report import append_lines
 from bench.kernels._report import markdown, sentence
 from bench.kernels._row import Row
@@ -75,23 +71,7 @@ def _peers_disagree(line: Mapping[str, Any], tiny: bool) -> bool:
 
 
 def _facts(commit: str, ceilings: Mapping[str, float]) -> dict[str, Any]:
-    query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-        name, driver, *clocks = (field.strip() for field in answer.split(","))
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        name, driver, clocks = torch.cuda.get_device_name(), "unknown", []
-    known = machine()
-    file = ROOT / "COMMIT"
-    if commit or (known["commit"].startswith("unknown") and file.exists()):
-        known["commit"] = commit or file.read_text(encoding="utf-8").strip()
-    return known | {
-        "gpu": name,
-        "driver": driver,
-        "clocks": "sm {}, at most {}, memory {}, power limit {}".format(*clocks) if len(clocks) == 4 else "unknown",
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
+    return gpu_facts(commit) | {
         "liger": "installed" if importlib.util.find_spec("liger_kernel") else "not installed",
         "copy": f"{1e-9 * ceilings['copy_bytes_per_s']:.0f} GB/s",
         "product": f"{1e-12 * ceilings['flops_per_s']:.0f} TFLOP/s",

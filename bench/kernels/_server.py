@@ -1,12 +1,11 @@
 """Server: a process that measures rows one after the other; a row that hangs or kills it costs that row alone."""
 
 import importlib
-import multiprocessing
-import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from bench._child import Child, ChildFailed
 from bench.kernels import _timing
 from bench.kernels._measure import STICKY, measure
 from bench.kernels._row import Row
@@ -21,9 +20,7 @@ class Server:
     def __init__(self, device: str, target: Callable[[Connection, str], None] | None = None) -> None:
         self.target = target or serve
         self._device = device
-        self._context = multiprocessing.get_context("spawn")
-        self._process: Any = None
-        self._connection: Connection | None = None
+        self._child: Child | None = None
         self._partial: dict[str, Any] = {}
 
     def ceilings(self, timeout_s: float) -> dict[str, float]:
@@ -47,36 +44,20 @@ class Server:
 
     def close(self) -> None:
         """End the process."""
-        if self._process is not None:
-            assert self._connection is not None
-            self._connection.close()
-            self._process.join(2)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join()
-            self._process = None
+        if self._child is not None:
+            self._child.close()
+            self._child = None
 
     def _ask(self, question: tuple[Any, ...], timeout_s: float) -> Any:
-        if self._process is None:
-            self._connection, theirs = self._context.Pipe()
-            self._process = self._context.Process(target=self.target, args=(theirs, self._device), daemon=False)
-            self._process.start()
-            theirs.close()
-        assert self._connection is not None
-        ends, self._partial = time.perf_counter() + timeout_s, {}
+        if self._child is None:
+            self._child = Child(self.target, self._device)
+        self._partial = {}
         try:
-            self._connection.send(question)
-            while self._connection.poll(max(0.0, ends - time.perf_counter())):
-                whole, answer = self._connection.recv()
-                if whole:
-                    return answer
-                self._partial = answer
-            problem = f"no answer in {timeout_s:.0f} s"
-        except (EOFError, OSError):
-            self._process.join(5)
-            problem = f"the process died with code {self._process.exitcode}"
-        self.close()
-        return problem
+            return self._child.ask(question, timeout_s)
+        except ChildFailed as failure:
+            self._partial = failure.partial
+            self.close()
+            return str(failure)
 
 
 def serve(connection: Connection, device: str) -> None:
