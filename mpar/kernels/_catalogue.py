@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from mpar.kernels._attention_support import attention_bwd_workspace, attention_supports, merge_supports
-from mpar.kernels._fp8_support import fp8_matmul_supports, quantise_supports
+from mpar.kernels._fp8_support import fp8_matmul_supports, quantise_both_workspace, quantise_supports, quantise_workspace
 from mpar.kernels._head_chunks import backward_workspace, forward_workspace, grad_workspace
 from mpar.kernels._moe_support import (
     expert_order_supports,
+    expert_order_workspace,
+    grouped_matmul_dw_workspace,
     grouped_matmul_supports,
+    grouped_matmul_workspace,
     grouped_mm_supports,
     router_supports,
     rows_support,
@@ -101,11 +104,11 @@ def _triton(
     return primitive, (Implementation("triton", f"mpar.kernels.{module}", primitive, supports, workspace),)
 
 
-def _grouped(primitive: str) -> tuple[str, tuple[Implementation, ...]]:
+def _grouped(primitive: str, workspace: Callable[..., int]) -> tuple[str, tuple[Implementation, ...]]:
     module = "mpar.kernels._grouped_matmul"
     return primitive, (
-        Implementation("triton", module, primitive, grouped_matmul_supports),
-        Implementation("grouped_mm", module, f"{primitive}_by_torch", grouped_mm_supports),
+        Implementation("triton", module, primitive, grouped_matmul_supports, workspace),
+        Implementation("grouped_mm", module, f"{primitive}_by_torch", grouped_mm_supports, workspace),
     )
 
 
@@ -124,15 +127,15 @@ CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
         _triton("layer_norm_bwd", "_layer_norm", rows),
         _triton("rms_norm", "_rms_norm", rows),
         _triton("rms_norm_bwd", "_rms_norm", rows),
-        _triton("quantise_fp8", "_quantise_fp8", quantise_supports),
-        _triton("quantise_fp8_both", "_quantise_fp8", quantise_supports),
+        _triton("quantise_fp8", "_quantise_fp8", quantise_supports, quantise_workspace),
+        _triton("quantise_fp8_both", "_quantise_fp8", quantise_supports, quantise_both_workspace),
         _triton("dequantise_fp8", "_quantise_fp8", quantise_supports),
         _triton("fp8_matmul", "_fp8_matmul", fp8_matmul_supports),
-        _grouped("grouped_matmul"),
-        _grouped("grouped_matmul_dw"),
+        _grouped("grouped_matmul", grouped_matmul_workspace),
+        _grouped("grouped_matmul_dw", grouped_matmul_dw_workspace),
         _triton("topk_router", "_topk_router", router_supports),
         _triton("topk_router_bwd", "_topk_router", router_supports),
-        _triton("expert_order", "_permute", expert_order_supports),
+        _triton("expert_order", "_permute", expert_order_supports, expert_order_workspace),
         _triton("permute", "_permute", rows_support),
         _triton("unpermute", "_permute", rows_support),
         _triton("unpermute_bwd", "_permute", rows_support),

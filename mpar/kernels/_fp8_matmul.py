@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mpar.errors import KernelError
 from mpar.kernels._fp8_support import fp8_matmul_supports
-from mpar.kernels._grouped_matmul import loadable
 from mpar.kernels._launch import arch_of, describe, launch, tuned
+from mpar.kernels._moe_support import loadable
 
 __all__ = ["fp8_matmul"]
 
@@ -55,8 +55,7 @@ def fp8_matmul(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, a_block: str, b_block: str, dtype: torch.dtype
 ) -> Tensor:
     """The product of what two quantised matrices stand for; see `mpar.ops.fp8_matmul`."""
-    params = {"a_block": a_block, "b_block": b_block, "dtype": dtype}
-    reason = fp8_matmul_supports(arch_of(a), a, a_scale, b, b_scale, **params)
+    reason = fp8_matmul_supports(arch_of(a), a, a_scale, b, b_scale, a_block=a_block, b_block=b_block, dtype=dtype)
     if reason is not None:
         raise KernelError(f"fp8_matmul: {reason}")
     M, N, K = a.shape[0], b.shape[0], a.shape[1]

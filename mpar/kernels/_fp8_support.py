@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["fp8_matmul_supports", "quantise_supports"]
+__all__ = ["fp8_matmul_supports", "quantise_both_workspace", "quantise_supports", "quantise_workspace"]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 PAIRS = (("tensor", "tensor"), ("tensor", "row"), ("row", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"))
@@ -26,3 +26,13 @@ def fp8_matmul_supports(arch: str, a: Tensor, *others: Tensor, a_block: str, b_b
     if dtype not in FLOATS:
         return f"a result of {dtype}: kernels sum in float32"
     return _chip(arch) or (f"rows of {a.shape[1]} bytes: descriptors load multiples of 16" if a.shape[1] % 16 else None)
+
+
+def quantise_workspace(x: Tensor, *, block: str) -> int:
+    """Largest magnitudes of pieces of rows, of 512 elements, where scales are of more than a tile."""
+    return 4 * x.shape[0] * -(-x.shape[1] // 512) if block in ("row", "tensor") else 0
+
+
+def quantise_both_workspace(x: Tensor, *, block: str) -> int:
+    """The same, and of pieces of columns, of 16 elements."""
+    return quantise_workspace(x, block=block) + (4 * x.shape[1] * -(-x.shape[0] // 16) if block == "row" else 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpar.errors import KernelError
 from mpar.kernels._launch import arch_of, describe, launch, tuned
-from mpar.kernels._moe_support import grouped_matmul_supports, grouped_mm_supports
+from mpar.kernels._moe_support import grouped_matmul_supports, grouped_mm_supports, loadable
 from mpar.torch_private import grouped_mm as torch_grouped_mm
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "grouped_matmul_by_torch",
     "grouped_matmul_dw",
     "grouped_matmul_dw_by_torch",
-    "loadable",
     "zero_rest",
 ]
 
@@ -224,13 +223,6 @@ def grouped_matmul_dw_by_torch(x: Tensor, dy: Tensor, offsets: Tensor, *, start:
     if not x.shape[0]:
         return torch.zeros((num_experts, x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)
     return torch_grouped_mm(loadable(x).T, loadable(dy), offsets.to(torch.int32)).contiguous()
-
-
-def loadable(x: Tensor) -> Tensor:
-    """`x` itself if descriptors can load it: last dim contiguous, rows and base at multiples of 16 bytes. Else a copy."""
-    size = x.element_size()
-    aligned = x.stride(-1) == 1 and all(step * size % 16 == 0 for step in x.stride()[:-1]) and x.storage_offset() * size % 16 == 0
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _class(x: Tensor) -> str:

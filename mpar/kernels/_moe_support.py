@@ -5,7 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["expert_order_supports", "floats", "grouped_matmul_supports", "grouped_mm_supports", "router_supports", "rows_support"]
+__all__ = [
+    "expert_order_supports",
+    "expert_order_workspace",
+    "floats",
+    "grouped_matmul_dw_workspace",
+    "grouped_matmul_supports",
+    "grouped_matmul_workspace",
+    "grouped_mm_supports",
+    "loadable",
+    "router_supports",
+    "rows_support",
+]
 
 MAX_EXPERTS = 1024
 MAX_CHOSEN = 32
@@ -60,3 +71,31 @@ def grouped_mm_supports(
     if not isinstance(start, int) or start != 0 or here != offsets.shape[0]:
         return "only a part of the experts is here: torch's grouped product takes all"
     return grouped_matmul_supports(arch, x, other, offsets)
+
+
+def loadable(x: Tensor) -> Tensor:
+    """`x` itself if descriptors can load it: last dim contiguous, rows and base at multiples of 16 bytes. Else a copy."""
+    size = x.element_size()
+    aligned = x.stride(-1) == 1 and all(step * size % 16 == 0 for step in x.stride()[:-1]) and x.storage_offset() * size % 16 == 0
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def expert_order_workspace(experts: Tensor, *, num_experts: int) -> int:
+    """Counts of every expert in every chunk of 1024 slots, and where experts start."""
+    bins = max(32, 1 << num_experts.bit_length())
+    return 4 * bins * (-(-experts.numel() // 1024) + 1)
+
+
+def grouped_matmul_workspace(x: Tensor, w: Tensor, offsets: Tensor, *, start: int) -> int:
+    """Three numbers for each tile, which has at least 64 rows, and copies of operands that descriptors cannot load."""
+    stored = w.transpose(1, 2) if w.stride(2) != 1 and w.stride(1) == 1 else w
+    return 12 * (x.shape[0] // 64 + w.shape[0] + 2) + _copies(x, stored)
+
+
+def grouped_matmul_dw_workspace(x: Tensor, dy: Tensor, offsets: Tensor, *, start: int, num_experts: int) -> int:
+    """Copies of operands that descriptors cannot load."""
+    return _copies(x, dy)
+
+
+def _copies(*operands: Tensor) -> int:
+    return sum(x.nbytes for x in operands if loadable(x) is not x)

@@ -5,7 +5,7 @@ import torch
 
 from mpar import testing
 from mpar.errors import KernelError
-from mpar.kernels import Kernels, choose, implementation
+from mpar.kernels import CATALOGUE, Kernels, choose, implementation
 from mpar.kernels import _permute as module
 from mpar.kernels._moe_support import grouped_mm_supports
 
@@ -329,3 +329,12 @@ def test_choice_of_grouped_products():
     assert name == "reference" and why.count("rows of x of 12 bytes") == 2
     assert "bfloat16 from sm_90" in grouped_mm_supports("sm_80", x, w, offsets, start=0)
     assert "only a part" in grouped_mm_supports("sm_90", x, w[:1], offsets, start=1)
+
+
+def test_workspace_is_said():
+    """What the sort and the list of tiles allocate, and the copy of an operand that descriptors cannot load."""
+    order, multiply = (CATALOGUE[name][0].workspace for name in ("expert_order", "grouped_matmul"))
+    assert order(torch.empty(1024, 2, device="meta"), num_experts=128) == 4 * 256 * 3
+    x, w, offsets = torch.empty(640, 32, device="meta"), torch.empty(2, 16, 8, device="meta"), torch.empty(2, device="meta")
+    assert multiply(x[:, :16], w, offsets, start=0) == 12 * (10 + 4)
+    assert multiply(x[:, 1:17], w.transpose(1, 2).contiguous().transpose(1, 2), offsets, start=0) == 12 * (10 + 4) + 640 * 16 * 4
