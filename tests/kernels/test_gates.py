@@ -86,8 +86,8 @@ def test_large_numbers(approximate, device):
 
 @pytest.mark.parametrize("name", GATES)
 def test_rows_beyond_2_to_the_31_elements(name, make_tensor, device):
-    """Rows that are 2**31 elements apart."""
+    """The third row, where rows are 2**30 elements apart: strides fit int32, offsets do not."""
     base = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device)
-    gate, other = base.as_strided((2, 16), (2**31, 1)), make_tensor((2, 16), torch.bfloat16)
-    gate.copy_(make_tensor((2, 16)))
+    gate, other = base.as_strided((3, 16), (2**30, 1)), make_tensor((3, 16), torch.bfloat16)
+    gate.copy_(make_tensor((3, 16)))
     check(name, gate, other, other)

@@ -195,17 +195,14 @@ def test_equal_bits_every_time(name, make_tensor, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
-def test_rows_beyond_2_to_the_31_elements(device):
-    """The last row of a matrix of more than 2**31 elements is found; the rows between are one row."""
-    size = 2**16
-    base = torch.empty((2**15 + 1) * size, dtype=torch.bfloat16, device=device)
-    rows = base.as_strided((2, 64), (2**15 * size, 1))
-    values = torch.arange(128, device=device).view(2, 64).to(torch.bfloat16)
-    rows.copy_(values)
-    testing.assert_close(FORWARD["rms_norm"](rows, None, eps=EPS), rms(values.double()))
-    dx, _ = BACKWARD["rms_norm"](rows, None, rows, eps=EPS)
-    _, pull_back = testing.vjp(rms, values.double())
-    testing.assert_close(dx + 1, pull_back(values.double())[0] + 1)  # nearly 0: a row is scaled to length 1 whatever its length
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_rows_beyond_2_to_the_31_elements(name, device, make_tensor):
+    """The last row is found, forward and backward, where rows are 2**26 elements apart: strides fit int32, offsets do not."""
+    base = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device)
+    x = base.as_strided((33, 48), (2**26, 1))
+    x.copy_(make_tensor((33, 48)))
+    check(name, x, x.flip(0), *(None,) * (1 if name == "rms_norm" else 2))
+    check(name, x.clone(), x, *(None,) * (1 if name == "rms_norm" else 2))
 
 
 def test_rows_that_are_too_wide_are_refused(make_tensor):

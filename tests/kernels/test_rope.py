@@ -104,11 +104,12 @@ def test_no_tokens(make_tensor):
     assert ROPE(make_tensor((2, 2, 0, 8)), cos, sin, interleaved=False).shape == (2, 2, 0, 8)
 
 
-def test_offsets_beyond_2_to_the_31(make_tensor, device):
-    """The second row of a batch whose rows are 2**31 elements apart is turned."""
+@pytest.mark.parametrize("shape", [(3, 1, 2, 8), (1, 3, 2, 8)], ids=str)
+def test_offsets_beyond_2_to_the_31(shape, make_tensor, device):
+    """The third token is found where rows of the batch, or tokens, are 2**30 elements apart: strides fit int32, offsets do not."""
     base = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device)
-    x, (cos, sin) = base.as_strided((2, 1, 2, 8), (2**31, 16, 8, 1)), tables(make_tensor, 2, 1, 4)
-    x.copy_(make_tensor((2, 1, 2, 8)))
+    x, (cos, sin) = base.as_strided(shape, (2**30, 2**30, 8, 1)), tables(make_tensor, shape[0], shape[1], 4)
+    x.copy_(make_tensor(shape))
     expected = reference(x, cos, sin, False)
     MANY([x], cos, sin, interleaved=False)
     testing.assert_close(x, expected)
