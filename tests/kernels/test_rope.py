@@ -106,7 +106,7 @@ def test_no_tokens(make_tensor):
 
 @pytest.mark.parametrize("shape", [(3, 1, 2, 8), (1, 3, 2, 8)], ids=str)
 def test_offsets_beyond_2_to_the_31(shape, make_tensor, device):
-    """The third token is found where rows of the batch, or tokens, are 2**30 elements apart: strides fit int32, offsets do not."""
+    """The third token is found where rows, or tokens, are 2**30 elements apart: strides fit int32, offsets do not."""
     base = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device)
     x, (cos, sin) = base.as_strided(shape, (2**30, 2**30, 8, 1)), tables(make_tensor, shape[0], shape[1], 4)
     x.copy_(make_tensor(shape))
