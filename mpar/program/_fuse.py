@@ -1,6 +1,6 @@
 """Fuse: neighbouring ops that have one kernel become one call of it. Results keep their bits; references are made of the parts.
 
-Only where the chip has the kernel: two ops of torch, which may write over their operands, are then as good.
+Norms and rotations only where the chip has the kernel: elsewhere two ops of torch, which may write over operands, are as good.
 """
 
 import operator
@@ -14,6 +14,8 @@ from mpar.kernels import REFERENCE, Kernels, choose
 from mpar.ops._add_layer_norm import add_layer_norm_bwd_p, add_layer_norm_p
 from mpar.ops._add_rms_norm import add_rms_norm_bwd_p, add_rms_norm_p
 from mpar.ops._layer_norm import layer_norm_p
+from mpar.ops._linear_cross_entropy import linear_cross_entropy_grad_p
+from mpar.ops._linear_cross_entropy import linear_cross_entropy_p as loss_p
 from mpar.ops._primitive import Primitive
 from mpar.ops._rms_norm import rms_norm_p
 from mpar.ops._rope import rope_many_p, rope_p
@@ -32,6 +34,7 @@ def fuse(graph: fx.Graph, kernels: Kernels) -> dict[str, int]:
         "norms_fused": _each(graph, kernels, NORMS, _fuse_norm),
         "norm_gradients_fused": _each(graph, kernels, NORM_GRADIENTS, _fuse_norm_gradient),
         "ropes_joined": _join_ropes(graph, kernels),
+        "losses_joined": sum(_join_loss(graph, node) for node in list(graph.nodes) if node.target == loss_p.bwd.op),
     }
     erase_dead_nodes(graph)
     graph.lint()
@@ -136,6 +139,55 @@ def _join_ropes(graph: fx.Graph, kernels: Kernels) -> int:
             graph.erase_node(node)
         joined += len(together)
     return joined
+
+
+def _join_loss(graph: fx.Graph, gradient: fx.Node) -> bool:
+    """A loss and its gradients in one segment: the logits are made once for both. It needs no kernel to be worth it.
+
+    before:  %loss, %lse = linear_cross_entropy(%x, %w, %l); %dx, %dw = linear_cross_entropy_bwd(%x, %w, %l, %lse, %d)
+    after:   %loss, %lse, %dx, %dw = linear_cross_entropy_grad(%x, %w, %l, %d)
+    """
+    x, head, labels, lse, dloss, dlse = gradient.args
+    loss = lse.args[0] if isinstance(lse, fx.Node) and lse.target is operator.getitem else None
+    if dlse is not None or dloss is None or not isinstance(loss, fx.Node):
+        return False
+    if loss.target != loss_p.op or loss.args != (x, head, labels) or loss.kwargs != gradient.kwargs:
+        return False
+    if loss in _reaching(dloss):
+        return False
+    before = {node.args[1]: node for node in loss.users} | {2 + node.args[1]: node for node in gradient.users}
+    like = [before.get(i) for i in range(4)]
+    results = _call(graph, gradient, linear_cross_entropy_grad_p, (x, head, labels, dloss), gradient.kwargs, like)
+    for i, old in before.items():
+        old.replace_all_uses_with(results[i])
+        graph.erase_node(old)
+    graph.erase_node(gradient)
+    graph.erase_node(loss)
+    _sink(graph, results[0].args[0])
+    return True
+
+
+def _reaching(node: fx.Node) -> set[fx.Node]:
+    """The nodes that `node` is made from, itself included."""
+    seen: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        found = todo.pop()
+        if found not in seen:
+            seen.add(found)
+            todo.extend(found.all_input_nodes)
+    return seen
+
+
+def _sink(graph: fx.Graph, call: fx.Node) -> None:
+    """Move nodes that stand before `call` but read its results behind them, in their order."""
+    place = _order(graph)
+    late, last = {call, *call.users}, max(call.users, key=place.__getitem__)
+    for node in list(graph.nodes):
+        if node not in late and place[node] < place[call] and late.intersection(node.all_input_nodes):
+            late.add(node)
+            last.append(node)
+            last = node
 
 
 def _order(graph: fx.Graph) -> dict[fx.Node, int]:

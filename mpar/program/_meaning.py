@@ -142,7 +142,15 @@ class _Meaning:
                     why = f"makes a contribution that is said to be that of {use}, microbatch {m}"
                 self.labels[v] = (("d", path, use), m)
                 skipped += 1
-            elif step.op in _BACKWARD:  # both halves and the whole give the gradient of their input first, after contributions
+            elif v in part.losses:
+                segment, m, number = part.losses[v]
+                if (segment, m) != (step.segment, step.microbatch) or step.op != "backward":
+                    why = f"makes a loss that is said to be that of {segment}, microbatch {m}"
+                self.labels[v] = (("forward", segment, number), m)
+                skipped += 1
+            elif (
+                step.op in _BACKWARD
+            ):  # both halves and the whole give the gradient of their input after losses and contributions
                 self.labels[v] = (("dx", step.segment, index - skipped), step.microbatch)
             else:
                 self.labels[v] = ((*label, index), step.microbatch)

@@ -91,6 +91,9 @@ class _PartWriter:
         ]
         groups = {stage: self._groups(self.pipeline.ranges[stage]) for stage in self.stages}
         own = self.pipeline.table[position]
+        self.undivided = frozenset(
+            (stage, m) for stage, kind, m in own if kind == "B" or (kind == "W" and self.pipeline.ranges[stage].start == 0)
+        )
         self.forwards = frozenset(action for action in own if action.kind == "F")
         last = {action.stage: action.microbatch for action in own if action.kind in "BW"}
         copies = {stage: self.pipeline.positions[stage].index(position) for stage in self.stages}
@@ -98,6 +101,7 @@ class _PartWriter:
         self.gradients = Gradients(self.writer, groups, step.precision, step.strategy, last, copies)
         self.copies = copies
         self.contributions: dict[int, tuple[str, str, int]] = {}
+        self.whole_losses: dict[int, tuple[str, int, int]] = {}
         self.contexts: dict[int, list[int]] = {}
         self.inputs: dict[tuple[int, int], list[int]] = {}  # (stage, microbatch) -> x that enters it
         self.outputs: dict[tuple[int, int], list[int]] = {}
@@ -152,7 +156,12 @@ class _PartWriter:
             own = self.pipeline.ranges[action.stage]
             for index in own if action.kind == "F" else reversed(own):
                 code, paths = self.step.codes[index], self.segments[index].paths
-                if action.kind == "F":
+                whole = self._is_whole(index, action.stage, action.microbatch)
+                if whole and action.kind == "F":
+                    continue
+                if whole or action.kind == "F":
+                    if action.kind == "I":
+                        continue
                     reads: Sequence[int] = range(code.traced.num_params)
                 elif own.start == 0 or action.kind == "B":
                     if action.kind == "I":
@@ -211,6 +220,7 @@ class _PartWriter:
             scalars=self.scalars,
             metrics=metrics,
             contributions=self.contributions,
+            losses=self.whole_losses,
             gradients=gradients,
         )
 
@@ -253,6 +263,9 @@ class _PartWriter:
         context, x, saved = self._context(m), self.inputs.pop((stage, m), []), {}
         for index in self.pipeline.ranges[stage]:
             segment, code = self.segments[index], self.step.codes[index]
+            if self._is_whole(index, stage, m):  # it is done when its backward is due
+                saved[index], x = _Saved(x, []), []
+                continue
             operands = [*self.gathers.parameters(segment.paths, m), *x, *context]
             num_x, loss_names = len(code.traced.x_out), code.traced.losses
             names = [*[f"x{index + 1}.{m}"] * num_x, *(f"{name}.{index}.{m}" for name in loss_names)]
@@ -271,10 +284,17 @@ class _PartWriter:
         for index in reversed(self.pipeline.ranges[stage]):
             segment, code, before = self.segments[index], self.step.codes[index], saved.pop(index)
             primals = [*self.gathers.parameters(segment.paths, m), *before.x, *self._context(m)]
-            operands = [*(primals[i] for i in code.reads), *before.kept, *dx, *[self.cotangent] * len(code.traced.losses)]
+            cotangents = [*dx, *[self.cotangent] * len(code.traced.losses)]
             paths = self._leaf_paths(index)
             names = [*(f"d {path}.mb{m}" for path in paths), *[f"dx{index}.{m}"] * len(before.x)]
-            out = self.writer.emit("backward", code.backward, operands, names, segment.name, m)
+            if code.whole is not None and self._is_whole(index, stage, m):
+                losses = [f"{name}.{index}.{m}" for name in code.traced.losses]
+                out = self.writer.emit("backward", code.whole, [*primals, *cotangents], [*losses, *names], segment.name, m)
+                self.losses[m, index], out = out[: len(losses)], out[len(losses) :]
+                self.whole_losses |= {v: (segment.name, m, n) for n, v in enumerate(self.losses[m, index])}
+            else:
+                operands = [*(primals[i] for i in code.reads), *before.kept, *cotangents]
+                out = self.writer.emit("backward", code.backward, operands, names, segment.name, m)
             self._take(stage, index, out[: len(paths)], m)
             dx = out[len(paths) :]
             self.gathers.next_use()
@@ -315,6 +335,10 @@ class _PartWriter:
             out = self.writer.emit("backward_weight", split.weight, operands, names, segment.name, m)
             self._take(stage, index, out, m)
             self.gathers.next_use()
+
+    def _is_whole(self, index: int, stage: int, m: int) -> bool:
+        """Whether a segment's forward and backward are one: it gives losses only, and its backward is not cut in two."""
+        return self.step.codes[index].whole is not None and (stage, m) in self.undivided
 
     def _leaf_paths(self, index: int) -> list[str]:
         return [path for unit in self._units_of(index) for path in unit.paths]

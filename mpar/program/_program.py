@@ -128,6 +128,7 @@ class Part:
     state_in / state_out: parameters then optimizer slots, by path, before and after the step; batch: by (key, microbatch).
     scalars:              values given by the host each step: lr, step.
     contributions:        values that backward segments give as gradients: (parameter path, use, microbatch).
+    losses:               values that they give as losses, where nothing was left to do before: (segment, microbatch, which).
     gradients:            the finished gradient of each parameter, by path.
     """
 
@@ -138,6 +139,7 @@ class Part:
     scalars: list[Leaf]
     metrics: list[Leaf]
     contributions: dict[int, tuple[str, str, int]]
+    losses: dict[int, tuple[str, int, int]]
     gradients: dict[str, int]
 
     def reads(self) -> Iterator[Leaf]:

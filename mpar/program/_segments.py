@@ -19,7 +19,7 @@ from mpar.program._codegen import generate, positions_of
 from mpar.program._fuse import fuse
 from mpar.program._kernels import choose_kernels
 from mpar.program._memory import measure
-from mpar.program._partition import Halves, RecomputePolicy, partition
+from mpar.program._partition import Halves, RecomputePolicy, extract, partition
 from mpar.program._program import CollectiveUse, Kind
 from mpar.program._reuse import reuse_operands
 from mpar.sharding import RankGraph, check, collectives, lower, trace
@@ -73,12 +73,15 @@ class SegmentCode:
 
     forward:  (parameters, x, context) -> (x, losses, kept).
     backward: (its part of those operands, kept, cotangents of x, cotangents of losses) -> gradients of parameters, then of x.
+    whole:    where the forward gives losses only: both at once, (parameters, x, context, cotangents of losses) -> (losses,
+              gradients of parameters, then of x). Nothing is kept between them, and what both need is made once.
     reads:    positions in (parameters, x, context) that the backward reads.
     ranked, recompute, kernels: what it was cut from, and how; `program/_split.py` cuts the backward further.
     """
 
     forward: Code
     backward: Code
+    whole: Code | None
     reads: tuple[int, ...]
     num_kept: int
     traced: TracedSegment
@@ -203,7 +206,16 @@ def compile_segment(
     ranked = lower(traced.logical, mesh, in_specs, wanted, strategy.compute, hints)
     check(ranked)
     forward, backward, reads, num_kept = _codes(name, traced, ranked, recompute, kernels)
-    return SegmentCode(forward, backward, reads, num_kept, traced, name, ranked, recompute, kernels)
+    whole = None if traced.x_out else _whole(name, ranked, kernels)
+    return SegmentCode(forward, backward, whole, reads, num_kept, traced, name, ranked, recompute, kernels)
+
+
+def _whole(name: str, ranked: RankGraph, kernels: Kernels) -> Code:
+    graph = ranked.graph
+    results = list(graph.output_node().args[0])
+    joint = extract(graph, graph.find_nodes(op="placeholder"), results, set(graph.nodes))
+    constants = ranked.logical.constants
+    return make_code(f"{name} whole", joint, constants, list(ranked.in_specs), list(ranked.out_specs), kernels)
 
 
 def cut(traced: TracedSegment, ranked: RankGraph, recompute: RecomputePolicy) -> Halves:

@@ -173,13 +173,15 @@ def _ranges(schedule: Schedule, stages: int, context: Context) -> tuple[range, .
 def stage_costs(ranges: Sequence[range], codes: Sequence[SegmentCode], mesh: Mesh, hardware: Hardware, *, split: bool) -> Costs:
     """Predicted costs of stages. Without `split` nothing runs I or W, which are not compiled then: halves stand for them.
 
-    The first stage's backward is all W: nobody waits for the gradient of its input.
+    The first stage's backward is all W: nobody waits for the gradient of its input. What gives losses only is done whole then.
     """
     forward, whole, first, second, held, left, sent = [], [], [], [], [], [], []
     for own in ranges:
-        forward.append(sum(segment_time(codes[i].forward.kind, mesh, hardware) for i in own))
-        whole.append(sum(segment_time(codes[i].backward.kind, mesh, hardware) for i in own))
-        held.append(sum(_bytes(codes[i].forward.out_values) for i in own))
+        before = [code.forward for code in (codes[i] for i in own) if split or code.whole is None]
+        after = [code.backward if split else code.whole or code.backward for code in (codes[i] for i in own)]
+        forward.append(sum(segment_time(code.kind, mesh, hardware) for code in before))
+        whole.append(sum(segment_time(code.kind, mesh, hardware) for code in after))
+        held.append(sum(_bytes(code.out_values) for code in before))
         deferred = own.start == 0
         halves = [split_segment(codes[i]) for i in own] if split and not deferred else []
         first.append(sum(segment_time(half.input.kind, mesh, hardware) for half in halves) if split else whole[-1] / 2)
