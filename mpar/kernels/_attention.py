@@ -10,15 +10,12 @@ from torch import Tensor
 from mpar.errors import KernelError
 from mpar.kernels._attention_backward import attention_delta, attention_dkdv, attention_dq
 from mpar.kernels._attention_forward import attention_fwd
-from mpar.kernels._attention_support import attention_supports
+from mpar.kernels._attention_support import PADDING, attention_supports
 from mpar.kernels._attention_tiles import tile_ranges
 from mpar.kernels._launch import arch_of, describe, launch, tuned
 from mpar.kernels._table import Tuning
 
 __all__ = ["attention", "attention_bwd"]
-
-PADDING = 128
-"""Rows of lse and delta are padded to a multiple of this, which every tile of queries divides."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +52,6 @@ class _Call:
         return (128, 64) if size == 192 else (size, 0)
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        return self.q.shape[1], self.k.shape[1]
-
-    @property
     def window_size(self) -> int:
         return 0 if self.window is None else min(self.window, 2**30)
 
@@ -77,14 +70,10 @@ class _Call:
 
     def masks(self, entry: Tuning, *, from_keys: bool = False) -> tuple[object, ...]:
         """Ranges, orders and documents, and how far apart the ranges of two batch rows are."""
-        tiles = entry.blocks["BLOCK_M"], entry.blocks["BLOCK_N"]
-        pairs = (self.q_order, self.k_order), (self.q_documents, self.k_documents), self.sizes, tiles
-        orders, documents, sizes, tiles = (pair[::-1] for pair in pairs) if from_keys else pairs
+        queries = self.q_order, self.q_documents, self.q.shape[1], entry.blocks["BLOCK_M"]
+        keys = self.k_order, self.k_documents, self.k.shape[1], entry.blocks["BLOCK_N"]
         ranges = tile_ranges(
-            orders,
-            documents,
-            sizes,
-            tiles,
+            *((keys, queries) if from_keys else (queries, keys)),
             from_keys=from_keys,
             causal=self.causal,
             window=None if self.window is None else self.window_size,
@@ -246,8 +235,9 @@ def _prepare(q, k, v, q_order, k_order, q_documents, k_documents, causal, window
         raise KernelError(
             f"attention of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: {reason}. Use mpar.ops.attention."
         )
-    masks = (None if x is None else x.contiguous() for x in (q_order, k_order, q_documents, k_documents))
-    return _Call(_loadable(q), _loadable(k), _loadable(v), *masks, causal, window, scale, soft_cap)
+    masks = [None if x is None else x.contiguous() for x in (q_order, k_order, q_documents, k_documents)]
+    tensors = _loadable(q), _loadable(k), _loadable(v), masks[0], masks[1], masks[2], masks[3]
+    return _Call(*tensors, causal, window, scale, soft_cap)
 
 
 def _loadable(x: Tensor) -> Tensor:

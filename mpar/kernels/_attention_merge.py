@@ -86,10 +86,11 @@ def merge_attention_bwd(
     """Gradients of both parts and of their log-sum-exps."""
     _check(out_a, lse_a, out_b)
     dout = torch.zeros_like(out_a) if dout is None else dout
-    operands = [None if x is None else x.contiguous() for x in (out_a, lse_a, out_b, lse_b, dout, dlse)]
-    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (out_a, lse_a, out_b, lse_b))
-    _launch_rows(_merge_bwd, "merge_attention_bwd", *operands, *grads)
-    return grads
+    operands = [x.contiguous() for x in (out_a, lse_a, out_b, lse_b, dout)]
+    dlse = None if dlse is None else dlse.contiguous()
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (out_a, lse_a, out_b, lse_b)]
+    _launch_rows(_merge_bwd, "merge_attention_bwd", *operands, dlse, *grads)
+    return grads[0], grads[1], grads[2], grads[3]
 
 
 def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor) -> None:

@@ -5,12 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["attention_supports", "merge_supports"]
+__all__ = ["attention_bwd_workspace", "attention_supports", "merge_supports"]
 
 HEADS = ((64, 64), (128, 128), (256, 256), (192, 128))
 """Head sizes of q and k, and of v: tiles are powers of two, and 192 is 128 and 64."""
 MERGED = (64, 128, 256)
 """Head sizes of partial results that are merged: those of v."""
+PADDING = 128
+"""Rows of lse and delta are padded to a multiple of this, which every tile of queries divides."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -24,6 +26,12 @@ def attention_supports(arch: str, q: Tensor, k: Tensor, v: Tensor, *_: Any, scal
     if not scale > 0:
         return f"scale {scale}: kernels take the maximum before they scale, so it must be positive"
     return None
+
+
+def attention_bwd_workspace(q: Tensor, *others: Any, **params: Any) -> int:
+    """Two numbers in float32 for each row of a head, padded to tiles."""
+    B, S, N = q.shape[:3]
+    return 2 * 4 * B * N * (-(-S // PADDING) * PADDING)
 
 
 def merge_supports(arch: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, *_: Any, **params: Any) -> str | None:

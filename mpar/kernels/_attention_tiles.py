@@ -161,41 +161,38 @@ def _attention_ranges(
     tl.store(ranges + 3, end)
 
 
-def tile_ranges(
-    orders: tuple[Tensor | None, Tensor | None],
-    documents: tuple[Tensor | None, Tensor | None],
-    sizes: tuple[int, int],
-    tiles: tuple[int, int],
-    *,
-    from_keys: bool,
-    causal: bool,
-    window: int | None,
-    on: Tensor,
-    tuning: Tuning,
-) -> Tensor | None:
-    """Ranges of all tiles, (B or 1, number of tiles, 4) int32; None where they follow from the position of the tile.
+Side = tuple[Tensor | None, Tensor | None, int, int]
+"""Orders, documents, number of rows and size of tiles, of the queries or of the keys."""
 
-    Pairs are (this side, the other side): queries and keys, or keys and queries with `from_keys`.
-    """
-    if orders[0] is None and orders[1] is None and documents[0] is None:
+
+def tile_ranges(
+    near: Side, far: Side, *, from_keys: bool, causal: bool, window: int | None, on: Tensor, tuning: Tuning
+) -> Tensor | None:
+    """Ranges of the far side for all tiles of the near one, (B or 1, number of tiles, 4) int32; None where they follow from the
+    position of the tile. The near side has the queries, or with `from_keys` the keys."""
+    (order, documents, size, tile), (far_order, far_documents, far_size, far_tile) = near, far
+    if order is None and far_order is None and documents is None:
         return None
-    num_tiles, num_rows = triton.cdiv(sizes[0], tiles[0]), 1 if documents[0] is None else documents[0].shape[0]
+    num_tiles, num_rows = triton.cdiv(size, tile), 1 if documents is None else documents.shape[0]
     ranges = torch.empty((num_rows, num_tiles, 4), dtype=torch.int32, device=on.device)
     launch(
         _attention_ranges,
         (num_tiles, num_rows),
-        *orders,
-        *documents,
+        order,
+        far_order,
+        documents,
+        far_documents,
         ranges,
-        *sizes,
+        size,
+        far_size,
         num_tiles,
         0 if window is None else window,
-        tiles[1],
+        far_tile,
         on=on,
         tuning=tuning,
         FROM_KEYS=from_keys,
         CAUSAL=causal,
         WINDOW=window is not None,
-        TILE=tiles[0],
+        TILE=tile,
     )
     return ranges

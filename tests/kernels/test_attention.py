@@ -244,6 +244,39 @@ def test_no_keys_or_no_queries(make_tensor):
             assert not any(x.any() for x in gradients[:3]) and gradients[3].tolist() == ([S] if sinks else [])
 
 
+def test_batch_rows_2_31_elements_apart(make_tensor, device, small_tiles):
+    """Offsets of operands are 64 bits wide."""
+    apart = 2**31 + 64
+    memory = torch.empty(apart + 8 * 5120, dtype=torch.bfloat16, device=device)  # of which pages are made where they are touched
+    views = [memory[i * 10240 :].as_strided((2, 80, 1, 64), (apart, 128, 64, 1)) for i in range(4)]
+    views = [view.copy_(make_tensor((2, 80, 1, 64), torch.bfloat16)) for view in views]
+    near = [view.contiguous() for view in views]
+    arguments, params = call(*views[:3])
+    out, lse = FORWARD(*arguments, **params)
+    gradients = BACKWARD(*arguments, out, lse, views[3], None, **params)
+    arguments, params = call(*near[:3])
+    expected = FORWARD(*arguments, **params)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    for actual, wanted in zip(gradients, BACKWARD(*arguments, *expected, near[3], None, **params), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["causal", "full", "window", "documents", "zigzag"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("H", "V"), [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
+def test_production_tiles(H, V, dtype, mask, make_tensor, device):
+    """What the compiler makes of every entry of the table, over many tiles, with caps and sinks on and off."""
+    S = 1500
+    order = torch.cat([torch.arange(0, 750), torch.arange(2250, 3000)]).to(device)
+    ids = torch.stack([_documents(700, 0, 300, 500), _documents(-100, 128, 1172, -100)]).to(device)
+    how = {"full": {"causal": False}, "window": {"window": 300}, "zigzag": {"q_order": order, "k_order": order}}
+    how |= {"documents": {"q_documents": ids, "k_documents": ids}}
+    operands = operands_of(make_tensor, B=2, S=S, M=S, N=4, K=2, H=H, V=V, dtype=dtype, sinks=True)
+    check(make_tensor, operands[:3], **how.get(mask, {}))
+    check(make_tensor, operands, soft_cap=2.0, **how.get(mask, {}))
+
+
 @pytest.mark.parametrize(
     ("sizes", "dtype", "scale", "message"),
     [
