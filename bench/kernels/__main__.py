@@ -8,7 +8,7 @@ from pathlib import Path
 from bench._report import RESULTS
 from bench.kernels import _ledger
 from bench.kernels._compile import compile_all, table
-from bench.kernels._run import run
+from bench.kernels._run import run, write_table
 from bench.kernels._tune import tune
 from bench.kernels._versions import CACHE, VERSIONS, all_versions
 from mpar.kernels import ARCHITECTURES
@@ -28,6 +28,7 @@ def main() -> int:
     offline.add_argument("--jobs", type=int, default=os.cpu_count())
     timed = commands.add_parser("run", help="check every row of the table, and time it beside its peers on a GPU")
     timed.add_argument("--rows", type=_numbers, default=[], metavar="1,2,5", help="numbers in the table; default: all")
+    timed.add_argument("--long", action="store_true", help="the long form: attention in float16, and at many lengths")
     timed.add_argument("--tiny", action="store_true", help="tiny operands on the CPU, in Triton's interpreter, without timing")
     timed.add_argument("--seconds", type=float, default=540.0, help="begin no row after this time")
     timed.add_argument("--share", type=float, default=1.0, help="how much of the usual 200 ms every variant is timed for")
@@ -42,14 +43,26 @@ def main() -> int:
     tuned.add_argument("kernel", help="as in mpar/kernels/table.yaml")
     tuned.add_argument("--only", default="", metavar="NAME", help="cases whose name has this in it")
     tuned.add_argument("--write", action="store_true", help="put the fastest into the table")
+    written = commands.add_parser("table", help="write kernels.md anew from kernels.jsonl")
+    written.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if args.command == "table":
+        write_table(args.out)
+        return 0
     if args.command == "tune":
         return tune(args.kernel, only=args.only, write=args.write)
     if args.command == "versions":
         words = ["--update"] if args.update else []
         return 1 if all_versions(args.triton, cache=args.cache, jobs=args.jobs, compile_words=words) else 0
     if args.command == "run":
-        options = {"tiny": args.tiny, "seconds": args.seconds, "out": args.out, "commit": args.commit, "share": args.share}
+        options = {
+            "long": args.long,
+            "tiny": args.tiny,
+            "seconds": args.seconds,
+            "out": args.out,
+            "commit": args.commit,
+            "share": args.share,
+        }
         return 1 if run(args.rows, **options) else 0
     return _compile(args)
 

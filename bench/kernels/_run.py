@@ -14,7 +14,7 @@ from bench._report import append_lines
 from bench.kernels._report import markdown, sentence
 from bench.kernels._row import Row
 from bench.kernels._server import Server
-from bench.kernels.rows import all_rows
+from bench.kernels.rows import all_rows, long_rows
 
 __all__ = ["run", "write_table"]
 
@@ -26,12 +26,17 @@ SPARE_S = 10.0
 """What ending takes."""
 
 
-def run(numbers: Sequence[int], *, tiny: bool, seconds: float, out: Path, commit: str, share: float) -> int:
-    """Measure rows, or with `tiny` only check them on the CPU. Returns how many went wrong, or were not reached."""
+def run(numbers: Sequence[int], *, long: bool = False, tiny: bool, seconds: float, out: Path, commit: str, share: float) -> int:
+    """Measure rows of the table, or of its long form; with `tiny` only check them on the CPU.
+
+    Returns how many went wrong, or were not reached.
+    """
     started = time.perf_counter()
-    rows = [row for row in all_rows() if not numbers or row.number in numbers]
+    rows = [row for row in (long_rows() if long else all_rows()) if not numbers or row.number in numbers]
     if tiny:
-        rows = list({(row.name, *row.tiny.items()): row for row in rows}.values())  # one of those that differ in size alone
+        rows = list(
+            {(row.name, row.dtype, *row.tiny.items()): row for row in rows}.values()
+        )  # one of those that differ in size alone
         os.environ["TRITON_INTERPRET"] = "1"  # read where Triton is imported, in the process that measures
     server = Server("cpu" if tiny else "cuda")
     wrong = 0
@@ -57,7 +62,9 @@ def write_table(out: Path) -> None:
     path = out / "kernels.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     out.mkdir(parents=True, exist_ok=True)
-    (out / "kernels.md").write_text(markdown(all_rows(), lines), encoding="utf-8")
+    measured = {line["row"] for line in lines}
+    rows = [*all_rows(), *(row for row in long_rows() if row.key in measured)]
+    (out / "kernels.md").write_text(markdown(rows, lines), encoding="utf-8")
 
 
 def _not_reached(row: Row) -> dict[str, Any]:

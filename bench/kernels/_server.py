@@ -9,7 +9,7 @@ from bench._child import Child, ChildFailed
 from bench.kernels import _timing
 from bench.kernels._measure import STICKY, measure
 from bench.kernels._row import Row
-from bench.kernels.rows import all_rows
+from bench.kernels.rows import all_rows, long_rows
 
 __all__ = ["Server"]
 
@@ -64,7 +64,7 @@ def serve(connection: Connection, device: str) -> None:
     """Answer until nobody asks."""
     if device == "cpu":  # Triton's interpreter needs corrections, which the tests have
         importlib.import_module("tests.kernels.interpreter").install()
-    rows = {row.key: row for row in all_rows()}
+    rows = {row.key: row for row in (*all_rows(), *long_rows())}
     while True:
         try:
             question, *rest = connection.recv()

@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from bench._report import RESULTS
 from bench.kernels import _measure
 from bench.kernels._measure import measure
 from bench.kernels._report import markdown, sentence
@@ -27,10 +29,10 @@ from bench.kernels._row import (
 )
 from bench.kernels._run import run, write_table
 from bench.kernels._server import Server
-from bench.kernels.rows import all_rows
+from bench.kernels.rows import all_rows, long_rows
 from tests.bench import stuck
 
-NOT_BUILT = {9, 19, 20, 21, 22, 23, 24}
+NOT_BUILT = {22}
 """Rows whose kernels do not exist yet."""
 
 
@@ -41,8 +43,16 @@ def test_every_row_runs():
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = re.findall(r"^\[\d+ s\] (\d+) .*?: (NOT BUILT)?", done.stdout, re.MULTILINE)
-    assert len(lines) == len({(row.name, *row.tiny.items()) for row in all_rows()}) >= 24
-    assert {int(number) for number, missing in lines if missing} <= NOT_BUILT
+    assert len(lines) == len({(row.name, row.dtype, *row.tiny.items()) for row in all_rows()}) >= 24
+    assert {int(number) for number, missing in lines if missing} == NOT_BUILT
+
+
+def test_the_long_form_runs():
+    """Its rows have names of their own, and float16 agrees with float64 in the interpreter."""
+    assert len({row.key for row in (*all_rows(), *long_rows())}) == len(all_rows()) + len(long_rows())
+    halves = {row.name: row for row in long_rows() if row.dtype == "float16"}
+    assert set(halves) == {"attention fwd", "attention bwd"}
+    assert all(measure(row, "cpu", None, 1.0)["status"] == "ok" for row in halves.values())
 
 
 def test_the_table_is_whole():
@@ -242,6 +252,15 @@ def test_what_was_not_measured_is_said(tmp_path):
     assert "Nothing here has been measured on a GPU yet." in text
     assert text.count("not yet measured") == sum(row.build is not None for row in all_rows())
     assert ": met" not in text and ": missed" not in text
+
+
+def test_results_are_what_was_measured(tmp_path):
+    """The table among the results is made of the lines beside it; `python -m bench.kernels table` does it."""
+    lines = RESULTS / "kernels.jsonl"
+    if lines.exists():
+        shutil.copy(lines, tmp_path)
+    write_table(tmp_path)
+    assert (RESULTS / "kernels.md").read_text() == (tmp_path / "kernels.md").read_text()
 
 
 WITHOUT = """

@@ -3,7 +3,7 @@
 from bench.kernels._row import Row
 from bench.kernels.rows import attention, experts, fp8, gates, losses, merge, norms, optimizer, rope
 
-__all__ = ["all_rows"]
+__all__ = ["all_rows", "long_rows"]
 
 ORDER = (1, 12, 10, 4, 13, 15, 9, 11, 19, 21, 2, 3, 5, 20, 18, 24, 23, 17, 14, 6, 7, 8, 16, 22)
 """By how much a row tells, so that what is left out when time is over tells the least."""
@@ -14,7 +14,12 @@ NOT_BUILT = [
 
 
 def all_rows() -> tuple[Row, ...]:
-    """Every row, the most telling ones first."""
+    """Every row of the table, the most telling ones first."""
     families = (attention, experts, fp8, gates, losses, merge, norms, optimizer, rope)
     rows = [row for family in families for row in family.ROWS] + NOT_BUILT
     return tuple(sorted(rows, key=lambda row: ORDER.index(row.number)))
+
+
+def long_rows() -> tuple[Row, ...]:
+    """Rows of the long form alone: other dtypes and sizes."""
+    return tuple(attention.LONG_ROWS)

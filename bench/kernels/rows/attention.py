@@ -1,5 +1,6 @@
 """Attention: dense, grouped, packed documents, sliding window, two head sizes; forward and backward."""
 
+import dataclasses
 import functools
 import importlib
 import math
@@ -17,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from bench.kernels._row import Built, Row, Setting, Variant, attempt, tflops, times
 from mpar.kernels import implementation
 
-__all__ = ["ROWS"]
+__all__ = ["LONG_ROWS", "ROWS"]
 
 BACKENDS = {"sdpa cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa flash": SDPBackend.FLASH_ATTENTION}
 CHUNK = 512
@@ -82,10 +83,11 @@ def problem(
     V: int | None = None,
     window: int | None = None,
     documents: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Problem:
     """Random operands; `documents` packed one after the other in every row, of lognormal lengths that add up to S."""
-    q, k, v = setting.normal(B, S, N, H), setting.normal(B, S, K, H), setting.normal(B, S, K, V or H)
-    dout = setting.normal(B, S, N, V or H)
+    shapes = (B, S, N, H), (B, S, K, H), (B, S, K, V or H), (B, S, N, V or H)
+    q, k, v, dout = (setting.normal(*shape, dtype=dtype) for shape in shapes)
     packed = _documents(S, documents).to(setting.device).expand(B, S).contiguous() if documents else None
     return Problem(q, k, v, dout, packed, window)
 
@@ -270,6 +272,12 @@ def _documents(total: int, count: int) -> Tensor:
     return torch.repeat_interleave(torch.arange(count, dtype=torch.int32), torch.tensor(lengths))
 
 
+def _half(row: Row) -> Row:
+    """The same in float16."""
+    assert row.build is not None
+    return dataclasses.replace(row, build=functools.partial(row.build, dtype=torch.float16), dtype="float16")
+
+
 TINY = {"B": 1, "S": 40, "N": 2, "K": 1, "H": 64}
 D128 = {"B": 2, "S": 8192, "N": 32, "K": 8, "H": 128}
 LONG = {"B": 1, "S": 16384, "N": 16, "K": 16, "H": 128}
@@ -317,3 +325,23 @@ ROWS = [
         [times("padded sdpa", 1.10)],
     ),
 ]
+
+TOTAL = 16384
+LONG_ROWS = [
+    *(_half(row) for row in ROWS if row.number <= 4),
+    *(
+        Row(
+            number,
+            f"attention {name}",
+            functools.partial(dense, backward=backward),
+            shape,
+            TINY,
+            ROWS[0].bars[:1] if not backward else [],
+        )
+        for S in (1024, 2048, 4096, 8192, 32768)
+        for H, N in ((128, 16), (64, 32))
+        for shape in [{"B": max(1, TOTAL // S), "S": S, "N": N, "K": N, "H": H}]
+        for number, name, backward in ((2, "fwd", False), (4, "bwd", True))
+    ),
+]
+"""The long form: float16, and lengths from 1k to 32k with as many sequences as make 16k tokens."""
