@@ -157,3 +157,28 @@ def test_kernels_refuse_in_words(device):
         kernel("fp8_matmul")(q, scale, q, scale, a_block="row", b_block="row", dtype=torch.float32)
     with pytest.raises(KernelError, match="blocks row by 1x128"):
         kernel("fp8_matmul")(q, scale, q, scale, a_block="row", b_block="1x128", dtype=torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", PAIRS, ids=str)
+def test_products_at_the_size_of_a_model(blocks, make_tensor):
+    """2048 x 4096 x 1536: near the product of what the operands stand for, and the same bits twice."""
+    (x, w), params = (make_tensor((2048, 4096)), make_tensor((1536, 4096))), {"a_block": blocks[0], "b_block": blocks[1]}
+    (a, a_scale), (b, b_scale) = (kernel("quantise_fp8")(m, block=block) for m, block in zip((x, w), blocks, strict=True))
+    wide = [
+        kernel("dequantise_fp8")(q, scale, block=block, dtype=torch.float32).double()
+        for q, scale, block in ((a, a_scale, blocks[0]), (b, b_scale, blocks[1]))
+    ]
+    runs = [kernel("fp8_matmul")(a, a_scale, b, b_scale, **params, dtype=torch.float32) for _ in range(2)]
+    testing.assert_close(runs[0], wide[0] @ wide[1].T, name="y", rtol=2e-3)
+    assert torch.equal(*runs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", BLOCKS)
+def test_quantise_at_the_size_of_a_model(block, make_tensor):
+    """4096 x 8192 and its transpose: what the reference gives, bit for bit."""
+    x = make_tensor((4096, 8192), torch.bfloat16)
+    wanted = implementation("quantise_fp8_both")(x, block=block)
+    for actual, expected in zip(kernel("quantise_fp8_both")(x, block=block), wanted, strict=True):
+        same(actual, expected.cpu(), block)

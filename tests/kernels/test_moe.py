@@ -338,3 +338,41 @@ def test_workspace_is_said():
     x, w, offsets = torch.empty(640, 32, device="meta"), torch.empty(2, 16, 8, device="meta"), torch.empty(2, device="meta")
     assert multiply(x[:, :16], w, offsets, start=0) == 12 * (10 + 4)
     assert multiply(x[:, 1:17], w.transpose(1, 2).contiguous().transpose(1, 2), offsets, start=0) == 12 * (10 + 4) + 640 * 16 * 4
+
+
+@pytest.mark.gpu
+def test_sort_and_carry_at_the_size_of_a_model(make_tensor, device):
+    """16384 tokens to 8 of 128 experts: torch's stable sort gives the same order; two runs give the same bits."""
+    experts = random_route(16384, 8, 128, device)
+    order, inverse, counts, _ = kernel("expert_order")(experts, num_experts=128)
+    assert torch.equal(order.long(), experts.flatten().sort(stable=True).indices)
+    assert torch.equal(counts.long(), torch.bincount(experts.flatten(), minlength=128))
+    x, dy = make_tensor((16384, 2048), torch.bfloat16), make_tensor((16384, 2048), torch.bfloat16)
+    weights = make_tensor((16384, 8))
+    rows = kernel("permute")(x, inverse)
+    assert torch.equal(rows, x[order.long() // 8])
+    y = kernel("unpermute")(rows, inverse, weights)
+    testing.assert_close(y, x.double() * weights.double().sum(1, keepdim=True), name="y")
+    runs = [kernel("unpermute_bwd")(rows, inverse, weights, dy) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    testing.assert_close(runs[0][1], (x.double() * dy.double()).sum(1, keepdim=True).expand(-1, 8), name="dweights", rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grouped_matmul_at_the_size_of_a_model(dtype, make_tensor, device):
+    """32768 rows of 64 experts, some without rows, at every entry of the table: products and gradients, twice the same bits."""
+    _, _, counts, offsets = kernel("expert_order")(random_route(4096, 8, 64, device), num_experts=64)
+    assert int(counts.min()) == 0
+    x, w, dy = (make_tensor(shape, dtype) for shape in ((32768, 1024), (64, 1024, 768), (32768, 768)))
+    ends = offsets.tolist()
+    calls = {
+        "y": lambda: kernel("grouped_matmul")(x, w, offsets, start=0),
+        "dx": lambda: kernel("grouped_matmul")(dy, w.transpose(1, 2), offsets, start=0),
+        "dw": lambda: kernel("grouped_matmul_dw")(x, dy, offsets, start=0, num_experts=64),
+    }
+    expected, pull = testing.vjp(lambda x, w: by_expert(x, w, ends), x.double(), w.double())
+    for (name, call), want in zip(calls.items(), (expected, *pull(dy.double())), strict=True):
+        actual = call()
+        close(actual, want, name)
+        assert torch.equal(actual, call()), name

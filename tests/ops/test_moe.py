@@ -216,7 +216,7 @@ def test_grouped_matmul_without_rows():
 
 
 def test_grouped_matmul_with_sharded_experts(make_tensor, run_sharded):
-    """Each rank multiplies the rows of its experts; the sum over ranks is the whole, and weights' gradients stay where they are."""
+    """Each rank multiplies the rows of its experts; their sum is the whole, and gradients of weights stay where they are."""
     x, w, dy = make_tensor((10, 5), F64), make_tensor((4, 5, 3), F64), make_tensor((10, 3), F64)
     ends = torch.tensor([3, 3, 8, 9])
     (y,), collectives = run_sharded(grouped_matmul_p, "e", {"e": 2}, x, list(w.split(2)), ends, start=0)
@@ -244,3 +244,35 @@ def test_grouped_matmul_refuses_what_does_not_fit():
     x = torch.ones(10, 5, requires_grad=True)
     with pytest.raises(DifferentiationError):
         grouped_matmul_dw_p.bind(x, torch.ones(10, 3), ends, start=0, num_experts=4).sum().backward()
+
+
+def moe(x, router, gate, up, down):
+    """A mixture of three experts for each token."""
+    weights, experts, _ = ops.topk_router(ops.einsum("td,de->te", x, router), k=3)
+    _, inverse, _, offsets = ops.expert_order(experts, num_experts=router.shape[1])
+    rows = ops.permute(x, inverse)
+    hidden = ops.swiglu(ops.grouped_matmul(rows, gate, offsets), ops.grouped_matmul(rows, up, offsets))
+    return ops.unpermute(ops.grouped_matmul(hidden, down, offsets), inverse, weights)
+
+
+def moe_by_tokens(x, router, gate, up, down):
+    """The same token by token, expert by expert."""
+    out = []
+    for token in x:
+        p, experts = torch.softmax(token @ router, 0).topk(3)
+        parts = [(torch.nn.functional.silu(token @ gate[e]) * (token @ up[e])) @ down[e] for e in experts]
+        out.append(sum(weight * part for weight, part in zip(p / p.sum(), parts, strict=True)))
+    return torch.stack(out)
+
+
+def test_a_layer_of_experts_is_the_loop_over_tokens(make_tensor):
+    """All of it together, and every gradient."""
+    shapes = ((13, 8), (8, 7), (7, 8, 6), (7, 8, 6), (7, 6, 8))
+    operands = [make_tensor(shape, F64) for shape in shapes]
+    dy = make_tensor((13, 8), F64)
+    expected, pull = testing.vjp(moe_by_tokens, *operands)
+    y, pull_back = testing.vjp(moe, *operands)
+    testing.assert_close(y, expected, name="y")
+    names = ("dx", "drouter", "dgate", "dup", "ddown")
+    for got, want, name in zip(pull_back(dy), pull(dy), names, strict=True):
+        testing.assert_close(got, want, name=name)
