@@ -282,6 +282,17 @@ def test_grouped_matmul_of_some_experts(start, make_tensor, device):
     close(kernel("grouped_matmul_dw")(x, dy, offsets, start=start, num_experts=2), dw, "dw")
 
 
+def test_what_is_not_finite_stays_with_its_expert(make_tensor, device):
+    """NaN in rows of one expert, of x and of dy, spoils its products and its gradient, and those of no other."""
+    offsets = torch.tensor([3, 9, 20], device=device)
+    x, w, dy = make_tensor((20, 16)), make_tensor((3, 16, 8)), make_tensor((20, 8))
+    x[4], dy[5] = float("nan"), float("inf")
+    y = kernel("grouped_matmul")(x, w, offsets, start=0)
+    assert y.isnan().all(1).nonzero().flatten().tolist() == [4] and y.isnan().any(1).sum() == 1
+    dw = kernel("grouped_matmul_dw")(x, dy, offsets, start=0, num_experts=3)
+    assert dw.isfinite().flatten(1).all(1).tolist() == [True, False, True]
+
+
 def test_grouped_matmul_reads_views(make_tensor, device):
     """Operands that descriptors cannot load are copied: odd offsets, a stride of two, weights with neither dim contiguous."""
     offsets = torch.tensor([3, 9], device=device)
