@@ -2,10 +2,11 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from bench.kernels._facts import Facts
 
 __all__ = ["compile_all", "table"]
 
+Finished = Callable[[dict[str, Any]], None]
 Unit = dict[str, Any]
 """A compilation by names: "case", "arch", "key", and its "hash"."""
 
@@ -35,7 +37,8 @@ def compile_all(
         recorded = _ledger.read(ledger, version)
         units = [unit for plan in plans for unit in plan["units"]]
         todo = [unit for unit in units if not (changed and _same(recorded, unit))]
-        results = _compile_side_by_side(pool, todo, out)
+        finished = functools.partial(_keep, ledger, version) if update else lambda result: None
+        results = _compile_side_by_side(pool, todo, out, finished)
     messages = [line for plan in plans for line in plan["broken"]]
     for arch, plan in zip(archs, plans, strict=True):
         messages += [
@@ -89,32 +92,38 @@ def table(results: Sequence[dict[str, Any]], recorded: dict[str, Any]) -> str:
     return "".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows)
 
 
-def _compile_side_by_side(pool: Any, todo: Sequence[Unit], out: Path | None) -> list[dict[str, Any]]:
+def _compile_side_by_side(pool: Any, todo: Sequence[Unit], out: Path | None, finished: Finished) -> list[dict[str, Any]]:
     """The results of all units. Should a compiler kill its process, which ends the pool, what is left is done one by one."""
     folder = str(out) if out else ""
-    futures = {pool.submit(_worker.compile_unit, unit["case"], unit["arch"], unit["key"], folder): unit for unit in todo}
-    results: dict[tuple[str, str], dict[str, Any]] = {}
+    groups: dict[tuple[str, str], list[Unit]] = {}
+    for unit in todo:
+        groups.setdefault((unit["arch"], unit["hash"]), []).append(unit)
+    results: dict[tuple[str, str], list[dict[str, Any]]] = {}
+
+    def add(group: tuple[str, str], found: list[dict[str, Any]]) -> None:
+        results[group] = found
+        seconds = found[0]["seconds"]
+        sys.stderr.write(f"[{len(results)}/{len(groups)}] {found[0]['key']} {found[0]['arch']} {seconds:.1f} s\n")
+        sys.stderr.flush()
+        for result in found:
+            finished(result)
+
+    futures = {pool.submit(_worker.compile_units, units, folder): group for group, units in groups.items()}
     for future in concurrent.futures.as_completed(futures):
         with contextlib.suppress(BrokenProcessPool):
-            _add(results, future.result(), len(todo))
-    for unit in todo:
-        if (unit["arch"], unit["key"]) not in results:
-            _add(results, _alone(unit, folder), len(todo))
-    return [results[unit["arch"], unit["key"]] for unit in todo]
+            add(futures[future], future.result())
+    for group in groups.keys() - results.keys():
+        add(group, _alone(groups[group], folder))
+    return [result for found in results.values() for result in found]
 
 
-def _alone(unit: Unit, folder: str) -> dict[str, Any]:
+def _alone(units: Sequence[Unit], folder: str) -> list[dict[str, Any]]:
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.submit(_worker.compile_unit, unit["case"], unit["arch"], unit["key"], folder).result()
+            return pool.submit(_worker.compile_units, units, folder).result()
         except BrokenProcessPool:
-            return dict(unit) | {"facts": None, "failures": ["does not compile: the compiler killed its process"], "seconds": 0.0}
-
-
-def _add(results: dict[tuple[str, str], dict[str, Any]], result: dict[str, Any], count: int) -> None:
-    results[result["arch"], result["key"]] = result
-    sys.stderr.write(f"[{len(results)}/{count}] {result['key']} {result['arch']} {result['seconds']:.1f} s\n")
-    sys.stderr.flush()
+            words = "does not compile: the compiler killed its process"
+            return [dict(unit) | {"facts": None, "failures": [words], "seconds": 0.0} for unit in units]
 
 
 def _without_dots(results: Sequence[dict[str, Any]], plans: Sequence[dict[str, Any]]) -> list[str]:
@@ -129,6 +138,13 @@ def _without_dots(results: Sequence[dict[str, Any]], plans: Sequence[dict[str, A
         for (case, arch), dots in by_case.items()
         if case in said and not any(dots) and len(dots) == units.count((case, arch))
     ]
+
+
+def _keep(ledger: Path, version: str, result: dict[str, Any]) -> None:
+    """Write a result that passes to the ledger at once: a run that is broken off goes on with `--changed --update`."""
+    if not result["failures"]:
+        recorded = _ledger.read(ledger, version)
+        _ledger.write(ledger, version, [result], [(arch, key) for arch in recorded for key in recorded[arch]])
 
 
 def _same(recorded: dict[str, Any], unit: dict[str, Any]) -> bool:

@@ -1,12 +1,13 @@
 """Worker: records and compiles in a process of its own, which was started without TRITON_INTERPRET."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from bench.kernels._unit import Unit, entry_names, record, target
 from mpar.errors import KernelError
 from mpar.kernels.offline import Tuning, classes, kernels, tuning
 
-__all__ = ["compile_unit", "compiled_facts", "launch_table", "plan"]
+__all__ = ["compile_units", "compiled_facts", "launch_table", "plan"]
 
 CASES = functools.cache(all_cases)
 
@@ -44,18 +45,25 @@ def plan(arch: str, only: str) -> dict[str, Any]:
     return {"version": triton.__version__, "units": units, "unused": unused, "broken": broken, "matrix": matrix}
 
 
-def compile_unit(case_name: str, arch: str, key: str, out: str) -> dict[str, Any]:
-    """Compile one unit and check it; texts of the compiler go to the folder `out`, unless it is ""."""
+def compile_units(units: Sequence[Mapping[str, str]], out: str) -> list[dict[str, Any]]:
+    """Compile units of one hash, which are one kernel in several cases, and hold it to each case's bars.
+
+    Texts of the compiler go to the folder `out`, unless it is "".
+    """
     started = time.perf_counter()
-    case = next(case for case in CASES() if case.name == case_name)
-    unit = next(unit for unit in _units(case_name, arch) if unit.key == key)
-    result = {"case": case_name, "arch": arch, "key": key, "hash": unit.hash, "facts": None}
+    results = [dict(unit) | {"facts": None, "seconds": 0.0} for unit in units]
+    first = units[0]
     try:
+        unit = next(unit for unit in _units(first["case"], first["arch"]) if unit.key == first["key"])
         facts = compiled_facts(unit, Path(out) if out else None)
     except Exception as error:  # whatever the compiler raises is a finding about this kernel
-        return result | {"failures": [f"does not compile: {_words(error)}"], "seconds": time.perf_counter() - started}
-    seconds = time.perf_counter() - started
-    return result | {"facts": vars(facts), "failures": failures(facts, case, arch, triton.__version__), "seconds": seconds}
+        return [result | {"failures": [f"does not compile: {_words(error)}"]} for result in results]
+    results[0]["seconds"] = time.perf_counter() - started
+    for result in results:
+        case = next(case for case in CASES() if case.name == result["case"])
+        found = failures(facts, case, first["arch"], triton.__version__)
+        result |= {"facts": dataclasses.asdict(facts), "failures": found}
+    return results
 
 
 def compiled_facts(unit: Unit, out: Path | None = None) -> Facts:

@@ -232,14 +232,24 @@ def test_ledger_keeps_what_it_is_told_to(tmp_path):
 
 
 def test_a_compiler_that_crashes_costs_its_kernel_alone(monkeypatch):
-    """The other kernels are compiled, and the line says what happened."""
-    monkeypatch.setattr(_compile._worker, "compile_unit", stuck.compiles_or_ends)
-    units = [{"case": "c", "arch": "sm_90", "key": key, "hash": key} for key in ("a", "crash", "b")]
+    """The other kernels are compiled, those of one hash together, and the line says what happened."""
+    monkeypatch.setattr(_compile._worker, "compile_units", stuck.compiles_or_ends)
+    names = {"a": "1", "crash": "2", "b": "3", "a again": "1"}
+    units = [{"case": "c", "arch": "sm_90", "key": key, "hash": name} for key, name in names.items()]
+    finished: list[str] = []
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        results = _compile._compile_side_by_side(pool, units, None)
-    assert [result["key"] for result in results] == ["a", "crash", "b"]
-    assert [bool(result["failures"]) for result in results] == [False, True, False]
-    assert "killed its process" in results[1]["failures"][0]
+        results = _compile._compile_side_by_side(pool, units, None, lambda result: finished.append(result["key"]))
+    assert sorted(finished) == sorted(names) and finished.index("a again") == finished.index("a") + 1
+    assert {result["key"]: bool(result["failures"]) for result in results} == {key: key == "crash" for key in names}
+
+
+def test_what_passes_is_kept_at_once(tmp_path):
+    """A run that is broken off has written what it had done, and not what failed."""
+    facts = {"registers": 32, "spill_bytes": 0, "shared_bytes": 16}
+    for key, found in (("k1", []), ("k2", ["spills"]), ("k3", [])):
+        result = {"arch": "sm_90", "key": key, "hash": "a", "facts": facts, "failures": found}
+        _compile._keep(tmp_path / "registers.json", "3.9.0", result)
+    assert set(_ledger.read(tmp_path / "registers.json", "3.9.0")["sm_90"]) == {"k1", "k3"}
 
 
 def compiled(*words: str) -> subprocess.CompletedProcess[str]:
