@@ -69,7 +69,7 @@ def test_an_entry_is_replaced_for_a_while():
 
 def test_cases_can_be_made_to_call_something_else():
     """And call the kernels again afterwards."""
-    case = next(case for case in all_cases() if case.kernels == ("swiglu_fwd",))
+    case = next(case for case in all_cases() if case.name == "swiglu_fwd bfloat16")
     seen = []
     with calling(lambda primitive, name: lambda *operands, **params: seen.append((primitive, name, len(operands)))):
         case.run(lambda shape, dtype: None)
@@ -111,8 +111,8 @@ def test_the_fastest_right_candidate_wins(monkeypatch, capsys):
 
 def test_operands_are_made_once():
     """The calls of a case are repeated with the same operands, on the CPU in the interpreter as on a GPU."""
-    case = next(case for case in all_cases() if case.kernels == ("swiglu_fwd",))
-    small = Case("small", case.kernels, lambda make: case.run(lambda shape, dtype: make((3, 40), dtype)))
+    case = next(case for case in all_cases() if case.name == "swiglu_fwd bfloat16")
+    small = Case("small", case.kernels, lambda make: case.run(lambda shape, dtype: make((2, *shape[1:]), dtype)))
     calls = _tune._calls(small, "cpu")
     (first,), (second,) = calls(), calls()
-    assert first.shape == (3, 40) and torch.equal(first, second)
+    assert first.shape[0] == 2 and torch.equal(first, second)
