@@ -66,7 +66,8 @@ def _accumulate_dkdv(
             q_documents = tl.load(q_documents_ptr + batch.to(tl.int64) * num_queries + rows, mask=inside, other=-1)[None, :]
         else:
             q_documents = None
-        seen = visible(q_order[None, :], k_order[:, None], q_documents, k_documents, inside[None, :], window, CAUSAL, WINDOW)
+        everywhere = tl.full([1, 1], 1, tl.int1)  # rows after the last have level +inf, and so p = 0
+        seen = visible(q_order[None, :], k_order[:, None], q_documents, k_documents, everywhere, window, CAUSAL, WINDOW)
         p = tl.where(seen, p, 0.0)
     dout = tile_of(dout_src, batch, head, start, num_queries, num_heads, BLOCK_M, 0, VALUE, VALUE, TMA)
     if OF_V:

@@ -103,7 +103,7 @@ def _documents(*lengths):
     return torch.cat([torch.full((abs(n),), -1 if n < 0 else i, dtype=torch.int32) for i, n in enumerate(lengths)])
 
 
-PACKED = torch.stack([_documents(0, 20, 0, 1, 33, 16, 0), _documents(-5, 30, 25, -10)])
+PACKED = torch.stack([_documents(0, 40, 0, 1, 13, 16, 0), _documents(-5, 30, 25, -10)])
 OTHERS = torch.stack([_documents(0, 5, 0, 50, 15), _documents(0, 10, 40, 20)])
 BOTH = {"q_documents": PACKED, "k_documents": PACKED}
 MASKS = {
