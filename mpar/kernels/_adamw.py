@@ -3,7 +3,8 @@
 Bandwidth-bound: each element is read and written once, 26 bytes with a bfloat16 gradient.
 
 A table on the device says where the tensors are, a second which block of which tensor a program has. Both are made when these
-tensors come for the first time and then kept, so that a steady state copies nothing from the host.
+tensors come for the first time and then kept, so that a steady state copies nothing from the host. While a CUDA graph is recorded
+nothing can be copied from the host: kernels then write the addresses.
 """
 
 import functools
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from mpar.errors import KernelError
 from mpar.kernels._catalogue import updates
-from mpar.kernels._launch import arch_of, launch, tuned
+from mpar.kernels._launch import capturing, launch, tuned
+from mpar.kernels._table import Tuning
 
 __all__ = ["adamw_many"]
 
+NOTE = Tuning({}, num_warps=1)
 COLUMNS = 6
 """Of the table of tensors: addresses of param, gradient, m, v, copy (or 0), and the number of elements."""
 
@@ -31,6 +34,18 @@ def _pointer(table_ptr, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.c
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
+
+
+@triton.jit
+def _note(table_ptr, row, param_ptr, grad_ptr, m_ptr, v_ptr, copy_ptr, size):
+    table_ptr += row * 6
+    tl.store(table_ptr, param_ptr.to(tl.int64))
+    tl.store(table_ptr + 1, grad_ptr.to(tl.int64))
+    tl.store(table_ptr + 2, m_ptr.to(tl.int64))
+    tl.store(table_ptr + 3, v_ptr.to(tl.int64))
+    if copy_ptr is not None:
+        tl.store(table_ptr + 4, copy_ptr.to(tl.int64))
+    tl.store(table_ptr + 5, size)
 
 
 @triton.jit
@@ -127,12 +142,16 @@ def _launch(
     on = columns[0][0]
     entry = tuned("adamw", on)
     sizes = tuple(x.numel() for x in columns[0])
-    if on.device.type == "meta":
-        addresses: tuple[tuple[int, ...], ...] = tuple((0,) * len(sizes) for _ in columns)
-        table, chunks = _tables.__wrapped__(arch_of(on), on.device, addresses, sizes, entry.blocks["BLOCK"])
+    chunks = _chunks(on.device, sizes, entry.blocks["BLOCK"])
+    if capturing(on):
+        table = torch.empty(len(sizes), COLUMNS, dtype=torch.int64, device=on.device)
+        for row, tensors in enumerate(zip(*columns, strict=True)):
+            copy = tensors[4] if len(tensors) > 4 else None
+            launch(_note, (1,), table, row, *tensors[:4], copy, sizes[row], on=on, tuning=NOTE)
+    elif on.device.type == "meta":
+        table = torch.empty(len(sizes), COLUMNS, dtype=torch.int64, device="meta")
     else:
-        addresses = tuple(tuple(x.data_ptr() for x in column) for column in columns)
-        table, chunks = _tables(arch_of(on), on.device, addresses, sizes, entry.blocks["BLOCK"])
+        table = _addresses(on.device, tuple(tuple(x.data_ptr() for x in column) for column in columns), sizes)
     constants = {
         "GRAD": _DTYPES[columns[1][0].dtype],
         "COPY": _DTYPES[columns[4][0].dtype] if len(columns) > 4 else None,
@@ -142,16 +161,19 @@ def _launch(
 
 
 @functools.lru_cache(maxsize=1024)
-def _tables(
-    arch: str, device: torch.device, addresses: Sequence[Sequence[int]], sizes: Sequence[int], block: int
-) -> tuple[Tensor, Tensor]:
-    """`(table of tensors, table of programs)` on `device`: what a program looks up."""
+def _addresses(device: torch.device, addresses: Sequence[Sequence[int]], sizes: Sequence[int]) -> Tensor:
+    """The table of tensors."""
     columns = [*addresses, *([(0,) * len(sizes)] * (COLUMNS - 1 - len(addresses))), sizes]
-    table = torch.tensor(columns, dtype=torch.int64).T.contiguous()
+    return torch.tensor(columns, dtype=torch.int64).T.contiguous().to(device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _chunks(device: torch.device, sizes: Sequence[int], block: int) -> Tensor:
+    """The table of programs: which tensor, and which block of it."""
     counts = torch.tensor([triton.cdiv(size, block) for size in sizes])
     tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     within = torch.arange(len(tensor)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    return table.to(device), torch.stack([tensor, within], 1).to(torch.int32).to(device)
+    return torch.stack([tensor, within], 1).to(torch.int32).to(device)
 
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -16,7 +16,7 @@ from mpar.errors import KernelError
 from mpar.kernels._arch import ARCHITECTURES
 from mpar.kernels._table import Tuning, tuning
 
-__all__ = ["Launch", "Recording", "arch_of", "describe", "interpreting", "launch", "recording", "tuned"]
+__all__ = ["Launch", "Recording", "arch_of", "capturing", "describe", "interpreting", "launch", "recording", "tuned"]
 
 INTERPRETED_ARCH = "sm_90"
 """The chip whose entries the interpreter runs, unless a recording says otherwise."""
@@ -57,6 +57,11 @@ def recording(arch: str) -> Iterator[Recording]:
 def interpreting() -> bool:
     """Whether Triton was told to interpret kernels (TRITON_INTERPRET=1), which works on CPU tensors."""
     return bool(triton.knobs.runtime.interpret)
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being recorded on the current stream of a GPU that `x` is on: nothing may then wait for the host."""
+    return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def arch_of(x: Tensor) -> str:

@@ -131,16 +131,32 @@ def test_tables_are_kept(make_tensor, device):
     """The second step with the same tensors copies nothing to the device; other tensors get tables of their own."""
     state, other = make_state(make_tensor, ((64,), (32,))), make_state(make_tensor, ((64,), (32,)))
     UPDATE(*state, *scalars(device), None, [], **HYPER)
-    misses = _adamw._tables.cache_info().misses
+    misses = _adamw._addresses.cache_info().misses
     UPDATE(*state, *scalars(device), None, [], **HYPER)
-    assert _adamw._tables.cache_info().misses == misses
+    assert _adamw._addresses.cache_info().misses == misses
     UPDATE(*other, *scalars(device), None, [], **HYPER)
-    assert _adamw._tables.cache_info().misses == misses + 1
+    assert _adamw._addresses.cache_info().misses == misses + 1
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_addresses_are_written_by_kernels_in_a_recording(copied, make_tensor, device, monkeypatch):
+    """Where nothing may be copied from the host, the update has the same bits."""
+    state = make_state(make_tensor, SHAPES)
+    copies = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in SHAPES] if copied else []
+    again = [[x.clone() for x in column] for column in (*state, copies)]
+    UPDATE(*state, *scalars(device), None, copies, **HYPER)
+    misses = _adamw._addresses.cache_info().misses
+    monkeypatch.setattr(_adamw, "capturing", lambda x: True)
+    UPDATE(*again[:4], *scalars(device), None, again[4], **HYPER)
+    assert _adamw._addresses.cache_info().misses == misses
+    for column, other in zip((*state, copies), again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(column, other, strict=True))
 
 
 def test_programs_have_every_block_once():
     """The table of programs: each block of each tensor, in order."""
-    table, chunks = _adamw._tables("sm_90", torch.device("cpu"), ((16, 32), (48, 64), (0, 1), (2, 3)), (5, 9), 4)
+    cpu = torch.device("cpu")
+    table, chunks = _adamw._addresses(cpu, ((16, 32), (48, 64), (0, 1), (2, 3)), (5, 9)), _adamw._chunks(cpu, (5, 9), 4)
     assert table.tolist() == [[16, 48, 0, 2, 0, 5], [32, 64, 1, 3, 0, 9]]
     assert chunks.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2]]
 
