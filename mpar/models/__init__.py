@@ -3,6 +3,7 @@
 from mpar.models._architectures import ARCHITECTURES
 from mpar.models._build import build, from_config, from_hf, storage_specs
 from mpar.models._decoder import DecoderConfig, DecoderParams
+from mpar.models._flops import flops_per_token
 from mpar.models._hf_weights import HfReader, hf_tensors, load_params, shard_slices, to_hf
 from mpar.models._llama import LLAMA
 from mpar.models._model import Model
@@ -21,6 +22,7 @@ __all__ = [
     "HfReader",
     "Model",
     "build",
+    "flops_per_token",
     "from_config",
     "from_hf",
     "hf_tensors",

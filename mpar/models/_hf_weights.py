@@ -20,7 +20,7 @@ from mpar.models._model import Model
 from mpar.models._rearrange import Rearrange, parse_rearrange
 from mpar.spec import P, check_spec
 
-__all__ = ["HfReader", "hf_tensors", "load_params", "read_json", "shard_slices", "to_hf"]
+__all__ = ["HfReader", "hf_tensors", "load_params", "read_json", "shard_slices", "stored_leaves", "to_hf"]
 
 MAX_FILE_BYTES = 5 * 10**9
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,7 +37,7 @@ class HfReader:
         self.model, self.folder = model, Path(folder)
         self._files: dict[str, Any] = {}
         self._where = _locate(self.folder)
-        self._leaves = _stored(model)
+        self._leaves = stored_leaves(model)
         problems, self._dtypes = self._compare()
         if problems:
             lines = "\n".join(f"  {problem}" for problem in problems)
@@ -191,7 +191,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _stored(model: Model) -> dict[str, tuple[tuple[int, ...], str, Rearrange, dict[str, int]]]:
+def stored_leaves(model: Model) -> dict[str, tuple[tuple[int, ...], str, Rearrange, dict[str, int]]]:
     """Path of each leaf to its (padded) shape, stored name, transform and stored sizes."""
     found = {}
     for path, leaf in tree.leaves_with_path(model.abstract_params):
@@ -207,7 +207,7 @@ def _stored(model: Model) -> dict[str, tuple[tuple[int, ...], str, Rearrange, di
 
 
 def _written(model: Model, params: Any) -> Iterator[tuple[str, Tensor]]:
-    for path, (shape, name, transform, sizes) in _stored(model).items():
+    for path, (shape, name, transform, sizes) in stored_leaves(model).items():
         leaf = tree.get(params, path)
         if tuple(leaf.shape) != shape:
             raise ShapeError(

@@ -1,19 +1,5 @@
-"""Liger kernels (https://github.com/linkedin/Liger-Kernel), where they are installed."""
+"""Liger kernels, where they are installed; see `bench/_liger.py`."""
 
-import importlib
-import importlib.util
-from typing import Any
+from bench._liger import NOT_INSTALLED, liger
 
 __all__ = ["NOT_INSTALLED", "liger"]
-
-NOT_INSTALLED = "not installed"
-
-
-def liger(module: str, name: str) -> Any | None:
-    """An attribute of a module of `liger_kernel`; None where that is not installed, incomplete, or has none."""
-    if importlib.util.find_spec("liger_kernel") is None:
-        return None
-    try:
-        return getattr(importlib.import_module(f"liger_kernel.{module}"), name, None)
-    except ImportError:  # of something that this part of it needs
-        return None
