@@ -14,6 +14,7 @@ from bench._child import ChildFailed
 from bench._report import RESULTS
 from bench.step import _run
 from bench.step._case import CASES, VARIANTS
+from bench.step._data import token_batches
 from bench.step._ours import Ours
 from bench.step._peer import Peer, missing
 from bench.step._report import bars, markdown, newest
@@ -43,6 +44,13 @@ def test_everybody_trains_the_same_model(case):
     assert ours[8] < ours[0] - 0.02 and len({round(loss, 3) for loss in ours}) > 5
 
 
+def test_labels_are_the_tokens_that_follow():
+    """The last token of a row has none, and rows are not the same."""
+    first, second = token_batches(X4.shrunk(), torch.device("cpu"))[:2]
+    assert torch.equal(first["labels"][:, :-1], first["tokens"][:, 1:]) and (first["labels"][:, -1] == -100).all()
+    assert first["tokens"].shape == (4, 16) and not torch.equal(first["tokens"], second["tokens"])
+
+
 def test_a_tiny_run_goes_through_the_command_line(tmp_path):
     """Processes, blocks, profile: every row that can run on a CPU is ok, and nothing is left that looks like a figure."""
     command = [sys.executable, "-m", "bench.step", "run", "--tiny", "--cases", LLAMA.key, "--profile", "--out", str(tmp_path)]
@@ -70,7 +78,8 @@ def test_ours_needs_no_library_of_the_command_line():
         import torch
         import bench.step._run, bench.step.__main__
         from bench.step._case import CASES, VARIANTS
-        from bench.step._ours import Ours
+        from bench.step._data import token_batches
+from bench.step._ours import Ours
         trainer = Ours(CASES[1].shrunk(), VARIANTS[0], torch.device("cpu"))
         print(float(trainer.step()) > 0, "transformers" in sys.modules)
     """
@@ -141,6 +150,7 @@ def test_blocks_are_taken_in_turn(measure):
     script = {EAGER: [built(48, 49), block(400.0), block(410.0), block(420.0)], PEER: [built(70), *[block(500.0)] * 3]}
     lines, log, folder = measure(script)
     assert [name for name, event in log if event == "block"] == [EAGER, PEER, EAGER, PEER, EAGER, PEER]
+    assert log[-2:] == [(EAGER, "close"), (PEER, "close")]
     line = lines[EAGER]
     assert (line["ms"], line["rounds"], line["calls"]) == (410.0, [400.0, 410.0, 420.0], 15)
     assert line["tokens_per_s"] == pytest.approx(4 * 4096 / 0.41)
@@ -174,9 +184,9 @@ def test_what_does_not_fit_beside_others_is_built_alone(measure):
 def test_who_holds_much_makes_room(measure):
     """Before another is built, those that hold most while they wait are closed, but not the fastest of a side."""
     script = {
-        EAGER: [built(48), *[block(400.0, 25)] * 3],
-        PEER: [built(70), *[block(500.0, 30)] * 3],
-        GRAPH: [built(60), *[block(450.0, 60)] * 3],
+        EAGER: [built(48), *[block(400.0, 10)] * 3],
+        PEER: [built(70), *[block(500.0, 45)] * 3],
+        GRAPH: [built(60), *[block(450.0, 40)] * 3],
         "transformers bf16": [built(60), *[block(480.0, 20)] * 3],
     }
     lines, log, _ = measure(script)
