@@ -60,7 +60,7 @@ def interpreting() -> bool:
 
 
 def capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is being recorded on the current stream of a GPU that `x` is on: nothing may then wait for the host."""
+    """Whether a CUDA graph is being recorded on the current stream of the GPU of `x`: nothing may then wait for the host."""
     return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -116,7 +116,7 @@ def _rms_norm_bwd_wide(
     BLOCK_D: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Rows too wide for registers: block by block, twice; the part of the weight's gradient is in memory, where it begins as 0."""
+    """Rows too wide for registers: block by block, twice; the part of the weight's gradient is in memory and begins as 0."""
     offsets = tl.arange(0, BLOCK_D)
     part = dweight_ptr if weight_ptr is None else dweight_ptr + tl.program_id(0).to(tl.int64) * D
     for step in range(0, M - tl.program_id(0), PROGRAMS):

@@ -149,7 +149,7 @@ def _join_update(graph: fx.Graph, many: Primitive, nodes: list[fx.Node], scalars
     last = max(nodes, key=order.__getitem__)
     with graph.inserting_after(last):
         lists = ([n.args[i] for n in nodes] for i in range(num_lists))
-        left_out = ([] for _ in many.operands[len(nodes[0].args) :])  # lists that only the joined op has
+        left_out: list[list[fx.Node]] = [[] for _ in many.operands[len(nodes[0].args) :]]  # lists that only the joined op has
         joined = graph.call_function(many.op, (*lists, *scalars, *left_out), kwargs)
     joined.meta = {
         "val": many.op(*fx.node.map_arg(joined.args, lambda n: n.meta["val"]), **kwargs),
