@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 from typing import ClassVar
 
 import pytest
@@ -12,13 +13,16 @@ import torch
 
 from bench._child import ChildFailed
 from bench._report import RESULTS
-from bench.step import _run
-from bench.step._case import CASES, VARIANTS
+from bench.step import _ours, _run
+from bench.step._case import CASES, VARIANTS, Case
 from bench.step._data import token_batches
 from bench.step._ours import Ours
 from bench.step._peer import Peer, missing
 from bench.step._report import bars, markdown, newest
 from bench.step._run import run
+from bench.step._worker import _Worker, serve
+from mpar import models
+from mpar.kernels import Kernels
 
 X4, LLAMA = CASES[0], CASES[1]
 EAGER, PEER, GRAPH = "mpar eager", "transformers fp32", "mpar cuda_graph"
@@ -78,8 +82,7 @@ def test_ours_needs_no_library_of_the_command_line():
         import torch
         import bench.step._run, bench.step.__main__
         from bench.step._case import CASES, VARIANTS
-        from bench.step._data import token_batches
-from bench.step._ours import Ours
+        from bench.step._ours import Ours
         trainer = Ours(CASES[1].shrunk(), VARIANTS[0], torch.device("cpu"))
         print(float(trainer.step()) > 0, "transformers" in sys.modules)
     """
@@ -91,6 +94,59 @@ def test_what_cannot_run_says_why():
     """Graphs and Liger need a GPU; a library that is missing is named."""
     assert missing(variant(GRAPH), cpu=True) == "needs a GPU" and not missing(variant(GRAPH), cpu=False)
     assert "liger" in missing(variant("transformers fp32 liger"), cpu=True) and not missing(variant(PEER), cpu=True)
+
+
+def test_a_worker_on_a_gpu(gpu):
+    """Steps are timed from event to event, and the peak is that of steps alone, after those that warm up."""
+    worker = _Worker(LLAMA.shrunk(), variant(EAGER), torch.device("cpu"))
+    worker.cuda = True
+    gpu.peak, gpu.total = 10**9, 7
+    answer = worker.build()
+    assert (answer["peak_bytes"], answer["total_bytes"], len(answer["losses"])) == (0, 7, 7)
+    step = worker.trainer.step
+    worker.trainer.step = lambda: (gpu.takes(500.0)(), step())[1]
+    gpu.allocated = 123
+    block = worker.block(2.2)
+    assert (block["times"], block["held_bytes"]) == ([500.0] * 4, 123) and block["last_loss"] == pytest.approx(5.3, abs=0.3)
+
+
+def test_a_program_that_fits_recomputes_no_more_than_it_must(gpu, monkeypatch):
+    """The first of none, selective and full whose predicted peak fits is taken; if none does, that is an error."""
+    case, seen = Case(LLAMA.model, 4, 128, 1.0, tiny=True), []
+    cuda = types.SimpleNamespace(type="cuda")
+    monkeypatch.setattr(_ours, "kernels_for", lambda mode, device: Kernels(mode))
+    real = _ours.compile_step
+    monkeypatch.setattr(_ours, "compile_step", lambda *args, **more: (seen.append(more["recompute"]), real(*args, **more))[1])
+    model = models.from_config(case.config())
+    program, recompute = _ours._compile(model, case, cuda)
+    need = program.predict().peak_bytes + program.predict().workspace_bytes
+    assert (recompute, seen) == ("none", ["none"])
+    gpu.total = need / _ours.FULL - 1
+    assert _ours._compile(model, case, cuda)[1] in ("selective", "full")
+    gpu.total = 1000
+    with pytest.raises(RuntimeError, match="no program fits"):
+        _ours._compile(model, case, cuda)
+
+
+def test_failures_are_answers():
+    """What a variant raises is said in one line with its place, and the process goes on."""
+    questions = iter([("build",), ("block", 0.0)])
+
+    class Connection:
+        said: ClassVar[list] = []
+
+        def recv(self):
+            try:
+                return next(questions)
+            except StopIteration:
+                raise EOFError from None
+
+        def send(self, answer):
+            self.said.append(answer)
+
+    serve(Connection(), Case("megatron_1b7", 0, 16, 1.0, tiny=True), variant(EAGER), "cpu")
+    (first, build), (_, block) = Connection.said
+    assert first and build["status"] == block["status"] == "failed" and ".py:" in build["error"]
 
 
 class Servant:
