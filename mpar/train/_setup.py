@@ -22,6 +22,7 @@ from mpar.train._config import HardwareConfig, OptimizerConfig, TrainConfig
 __all__ = [
     "batch_shapes",
     "batch_size",
+    "check_device",
     "make_batches",
     "make_evaluation_batches",
     "make_hardware",
@@ -186,6 +187,23 @@ def _schedule(config: OptimizerConfig, steps: int) -> Schedule:
     if config.lr_schedule == "constant":
         return Constant(lr=config.lr, **warmup, **floor)
     return (Linear if config.lr_schedule == "linear" else Cosine)(lr=config.lr, **warmup, **floor)
+
+
+def check_device(config: TrainConfig) -> None:
+    """Raise ConfigError unless the ranks of this node can compute where, and as, the configuration says."""
+    if config.execution == "cuda_graph" and (config.device != "cuda" or make_mesh(config).size > 1):
+        raise ConfigError(
+            f"cannot train with execution=cuda_graph on device={config.device} and {make_mesh(config)}: a step is recorded on "
+            "one GPU. Use execution=eager or inductor, or device=cuda mesh=one."
+        )
+    if config.device != "cuda":
+        return
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", make_mesh(config).size))  # torchrun sets it on every node
+    if torch.cuda.device_count() < local:
+        raise ConfigError(
+            f"cannot train with device=cuda: {local} ranks run on this machine, and torch finds {torch.cuda.device_count()} CUDA "
+            "devices. Use a smaller mesh, more nodes under torchrun, or device=cpu."
+        )
 
 
 def make_kernels(config: TrainConfig) -> Kernels:

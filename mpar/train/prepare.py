@@ -14,6 +14,7 @@ from mpar.train._config import TrainConfig
 from mpar.train._job import Job, write_job
 from mpar.train._setup import (
     batch_shapes,
+    check_device,
     make_batches,
     make_evaluation_batches,
     make_hardware,
@@ -87,6 +88,7 @@ def prepare(config: TrainConfig, resolved: dict[str, Any], folder: Path) -> tupl
 
     Raises MparError of any kind: whatever is wrong with the input is found here, before a rank exists.
     """
+    check_device(config)
     model = make_model(config)
     batches = make_batches(config, model, config.data.cache_dir or folder / "data")
     resume = _resume(config, batches)

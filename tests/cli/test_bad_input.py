@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+import torch
 
 from mpar.cli import _main
 from tests.cli.conftest import SMALL
@@ -58,6 +59,31 @@ def test_world_size_differs_from_the_mesh(capsys, monkeypatch):
         monkeypatch.setitem(os.environ, name, value)
     text = refused(capsys, "train", *SMALL)
     assert "2 ranks: torchrun started 3 processes" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["device=cuda"], "2 ranks run on this machine, and torch finds 0 CUDA devices"),
+        (["execution=cuda_graph"], "recorded on one GPU"),
+        (["execution=graphs"], "execution"),
+        (["kernels=triton"], "kernels=triton was asked for on a CPU"),
+        (["kernels=fast"], "kernels"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_device_that_is_not_there(capsys, tmp_path, monkeypatch, words, told):
+    """What needs a GPU, or names nothing, is refused before a rank starts."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert told in refused(capsys, "train", *SMALL, *words, f"run_dir={tmp_path}/r")
+
+
+def test_kernels_that_do_not_fit(capsys):
+    """A plan with Triton's kernels alone says which op they cannot do, and why."""
+    text = refused(capsys, "plan", *SMALL, "hardware=h200", "kernels=triton")
+    assert "kernels=triton cannot carry out attention on sm_90" in text
+    assert "head sizes" in text
 
 
 def test_label_outside_the_vocabulary(capsys, tmp_path):
