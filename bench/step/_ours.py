@@ -29,13 +29,12 @@ FULL = 0.95
 
 
 class Ours:
-    """Steps of mpar. `about` says how; `predicted_bytes` is the peak that the program predicts."""
+    """Steps of mpar. `about` says how; `predicted` is what the program predicts."""
 
     def __init__(self, case: Case, variant: Variant, device: torch.device) -> None:
         model = models.from_config(case.config(), logits_chunk=LOGITS_CHUNK)
         program, recompute = _compile(model, case, device)
-        prediction = program.predict()
-        self.predicted_bytes = prediction.peak_bytes + prediction.workspace_bytes
+        self.predicted = program.predict("h200").as_dict()
         kernels = describe_kernels(program.info["kernels"], (use for kind in program.kinds.values() for use in kind.kernels))
         self.about = f"recompute {recompute}; {kernels}"
         self._state = initial_state(program, model, device)

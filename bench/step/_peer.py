@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 import importlib.util
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def missing(variant: Variant, *, cpu: bool) -> str:
 class Peer:
     """Steps of transformers. In bfloat16 under autocast with float32 parameters, or with bfloat16 parameters alone."""
 
-    predicted_bytes = None
+    predicted: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, case: Case, variant: Variant, device: torch.device) -> None:
         self._device = device

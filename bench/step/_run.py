@@ -22,6 +22,8 @@ __all__ = ["run"]
 BUILD_S = 240.0
 """What it may take until a variant's first steps are done; torch.compile takes minutes."""
 BLOCK_S, ROUNDS, ANSWER_S = 3.0, 3, 60.0
+TURN_S, PROFILE_S = 5.0, 8.0
+"""What a block takes with the steps before it, and a profile."""
 SPARE_S = 12.0
 """What ending takes, with the last block."""
 PARKED = 0.45
@@ -41,23 +43,25 @@ def run(
     for case in cases:
         given += case.share
         ends = started + (seconds - SPARE_S) * given / share
-        one = _Case(case.shrunk() if tiny else case, facts, started, ends, out, "cpu" if tiny else "cuda")
-        lines += one.run(variants, profile)
+        one = _Case(case.shrunk() if tiny else case, facts, started, ends, out, "cpu" if tiny else "cuda", profile)
+        lines += one.run(variants)
     return lines
 
 
 class _Case:
     """The rows of one case."""
 
-    def __init__(self, case: Case, facts: Mapping[str, Any], started: float, ends: float, out: Path, device: str) -> None:
-        self.case, self.facts, self.out, self.device = case, facts, out, device
+    def __init__(
+        self, case: Case, facts: Mapping[str, Any], started: float, ends: float, out: Path, device: str, profile: bool
+    ) -> None:
+        self.case, self.facts, self.out, self.device, self.profile = case, facts, out, device, profile
         self.started, self.ends, self.total_bytes = started, ends, 0
         self.alive: dict[str, Child] = {}
         self.lines: dict[str, dict[str, Any]] = {}
         self.times: dict[str, Times] = {}
         self.walls: dict[str, list[float]] = {}
 
-    def run(self, variants: Sequence[Variant], profile: bool) -> list[dict[str, Any]]:
+    def run(self, variants: Sequence[Variant]) -> list[dict[str, Any]]:
         """Build each and take its first block; then blocks in turn; then, if asked, a profile of each."""
         try:
             for variant in variants:
@@ -68,7 +72,7 @@ class _Case:
                     self._block(name)
             for name in self.times:
                 self._write(name)
-            if profile:
+            if self.profile:
                 self._profile()
         finally:
             for name in list(self.alive):
@@ -97,7 +101,8 @@ class _Case:
         return self.lines[variant.name]
 
     def _build(self, variant: Variant) -> dict[str, Any]:
-        left = self._left() - BLOCK_S
+        later = TURN_S * (ROUNDS - 1) + (PROFILE_S if self.profile else 0.0)  # that each of them still needs
+        left = self._left() - TURN_S - later * (1 + len(self.alive))
         if left <= 0:
             return {"status": "not reached", "error": "time was over"}
         child = Child(serve, self.case, variant, self.device)

@@ -70,8 +70,8 @@ class _Worker:
         answer = {"about": self.trainer.about, "losses": losses, "built_s": built_s, "torch": torch.__version__}
         if not self.variant.ours:
             answer["transformers"] = importlib.metadata.version("transformers")
-        if self.trainer.predicted_bytes is not None:
-            answer["predicted_bytes"] = self.trainer.predicted_bytes
+        if predicted := self.trainer.predicted:
+            answer |= {"predicted": predicted, "predicted_bytes": predicted["peak_bytes"] + predicted["workspace_bytes"]}
         if self.cuda:
             answer |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
             answer["total_bytes"] = torch.cuda.get_device_properties(self.device).total_memory

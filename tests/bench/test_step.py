@@ -48,6 +48,15 @@ def test_everybody_trains_the_same_model(case):
     assert ours[8] < ours[0] - 0.02 and len({round(loss, 3) for loss in ours}) > 5
 
 
+@pytest.mark.parametrize("case", [X4, LLAMA], ids=lambda case: case.model)
+def test_the_program_for_the_chip_trains_the_same_model(case, monkeypatch):
+    """With the fusions that kernels bring (their calls are carried out by references here) losses are those of the peer."""
+    monkeypatch.setattr(_ours, "kernels_for", lambda mode, device: Kernels(mode, "sm_90"))
+    ours = Ours(case.shrunk(), variant(EAGER), torch.device("cpu"))
+    assert "rope_many" in ours.about and "add_" in ours.about and "linear_cross_entropy_grad" in ours.about
+    assert [float(ours.step()) for _ in range(4)] == pytest.approx(losses(Peer, case, PEER, 4), abs=1e-3)
+
+
 def test_labels_are_the_tokens_that_follow():
     """The last token of a row has none, and rows are not the same."""
     first, second = token_batches(X4.shrunk(), torch.device("cpu"))[:2]
@@ -103,6 +112,7 @@ def test_a_worker_on_a_gpu(gpu):
     gpu.peak, gpu.total = 10**9, 7
     answer = worker.build()
     assert (answer["peak_bytes"], answer["total_bytes"], len(answer["losses"])) == (0, 7, 7)
+    assert answer["predicted_bytes"] > answer["predicted"]["peak_bytes"] > answer["predicted"]["state_bytes"] > 300_000
     step = worker.trainer.step
     worker.trainer.step = lambda: (gpu.takes(500.0)(), step())[1]
     gpu.allocated = 123
@@ -154,6 +164,7 @@ class Servant:
 
     script: ClassVar[dict] = {}
     log: ClassVar[list] = []
+    patience: ClassVar[dict] = {}
 
     def __init__(self, target, case, variant, device):
         self.name = variant.name
@@ -162,6 +173,8 @@ class Servant:
 
     def ask(self, question, timeout_s):
         Servant.log.append((self.name, question[0]))
+        if question[0] == "build":
+            Servant.patience[self.name] = timeout_s
         others = {name for name, event in Servant.log if event == "start"} - {n for n, event in Servant.log if event == "close"}
         if question[0] == "build" and self.name in Servant.script.get("alone", ()) and others - {self.name}:
             return {"status": "out of memory", "error": "tried"}
@@ -255,6 +268,15 @@ def test_time_that_is_over_leaves_rows_out(measure):
     lines, _, folder = measure({EAGER: [], PEER: []}, seconds=0.0)
     assert {line["status"] for line in lines.values()} == {"not reached"}
     assert (folder / "step.md").read_text().count("not reached: time was over") == 2
+
+
+def test_time_is_kept_for_blocks_in_turn(measure):
+    """What is built late may not take the time of the rounds, and of the profiles, of those that stand."""
+    script = {EAGER: [built(48), *[block(400.0)] * 3], PEER: [built(70), *[block(500.0)] * 3]}
+    measure(script, seconds=112.0)
+    assert [Servant.patience[name] for name in (EAGER, PEER)] == pytest.approx([100 - 5 - 10, 100 - 5 - 20], abs=1.0)
+    measure({EAGER: [*script[EAGER], {"kernels": "## a"}], PEER: [*script[PEER], {"kernels": "## b"}]}, 112.0, profile=True)
+    assert Servant.patience[PEER] == pytest.approx(100 - 5 - 20 - 16, abs=1.0)
 
 
 def test_losses_that_are_not_finite_fail_a_row(measure):
