@@ -82,7 +82,7 @@ def _compile(model: Model, case: Case, device: torch.device) -> tuple[Program, s
             hardware=hardware("h200"),
         )
         prediction = program.predict()
-        if prediction.peak_bytes + prediction.workspace_bytes <= limit:
+        if prediction.need_bytes <= limit:
             return program, recompute
     raise RuntimeError(
         f"no program fits: with recompute {recompute} it is predicted to need {format_bytes(prediction.peak_bytes)}"

@@ -74,7 +74,7 @@ EXPLANATION = (
     "One step: forward, backward, clipping, AdamW; masters are float32 unless it says bf16. Times are from a step's start to the",
     "next's, medians of rounds that the variants took in turn. MFU is of 989 TFLOP/s. FLOPs are those of the model's",
     "matrices and of attention, over all pairs of tokens or over the half that a causal mask leaves. The peak is the",
-    "allocator's; predicted is what the program says before it runs, with the largest workspace of an op. Weights and tokens are",
+    "allocator's; predicted is what the program says before it runs, with what ops need while they run. Weights and tokens are",
     "the same for all. There is one GPU: nothing is communicated, as it is where others report speeds of a data-parallel job.",
     "",
     "Bars are about our fastest variant, and the fastest of transformers with float32 masters:",

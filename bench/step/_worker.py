@@ -71,7 +71,7 @@ class _Worker:
         if not self.variant.ours:
             answer["transformers"] = importlib.metadata.version("transformers")
         if predicted := self.trainer.predicted:
-            answer |= {"predicted": predicted, "predicted_bytes": predicted["peak_bytes"] + predicted["workspace_bytes"]}
+            answer |= {"predicted": predicted, "predicted_bytes": predicted["need_bytes"]}
         if self.cuda:
             answer |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
             answer["total_bytes"] = torch.cuda.get_device_properties(self.device).total_memory

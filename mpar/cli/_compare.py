@@ -61,7 +61,7 @@ def _try(config: TrainConfig, name: str, hardware: Hardware, pictures: bool) -> 
         name,
         num_stages=num_stages(program.schedule),
         tokens=batch * program.num_microbatches * length,
-        fits=prediction.peak_bytes + prediction.workspace_bytes <= hardware.memory_bytes,
+        fits=prediction.need_bytes <= hardware.memory_bytes,
         prediction=prediction,
         picture=program.picture(hardware, name) if pictures else None,
     )

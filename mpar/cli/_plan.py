@@ -258,7 +258,7 @@ def _times(config: TrainConfig, program: Program, profiles: list[Hardware]) -> T
     )
     for hardware in profiles:
         prediction = program.predict(hardware)
-        need = prediction.peak_bytes + prediction.workspace_bytes
+        need = prediction.need_bytes
         fits = f"{100 * need / hardware.memory_bytes:.0f} % of {format_bytes(hardware.memory_bytes)}"
         assert prediction.step_s is not None and prediction.compute_s is not None and prediction.communication_s is not None
         peak = hardware.peak_flops_per_s * program.mesh.size * prediction.step_s

@@ -1,7 +1,7 @@
 """Memory: which storages a segment makes and drops, and the exact peak of a program by sweeping over them.
 
 A storage lives while a name refers to it; views share one. The peak is taken right after each op, when its operands are still
-there. What a primitive allocates and frees within one call is its workspace, which is declared apart and not counted here.
+there. What a primitive allocates and frees within one call is its workspace, which it declares; peaks are known with and without.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from mpar.ops._primitive import primitive_of
+from mpar.sharding._cost import workspace_of
 from mpar.torch_private import storage_key
 
 __all__ = ["SegmentMemory", "measure", "sweep"]
@@ -23,6 +24,7 @@ class SegmentMemory:
 
     inputs / outputs: the storage of each operand and result; sizes: bytes of each storage.
     events:           per op, the storages that it makes and those whose last name goes with it.
+    workspaces:       per op, bytes that are there only while it runs.
     idle:             input storages that no op reads.
     """
 
@@ -30,6 +32,7 @@ class SegmentMemory:
     outputs: tuple[int, ...]
     sizes: tuple[int, ...]
     events: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    workspaces: tuple[int, ...]
     idle: tuple[int, ...]
 
 
@@ -74,18 +77,22 @@ def measure(graph: fx.Graph) -> SegmentMemory:
             drops[position].append(storage)
     idle = [storage for storage in dict.fromkeys(inputs) if storage not in last and storage not in results]
     events = tuple((tuple(m), tuple(sorted(d))) for m, d in zip(made, drops, strict=True))
-    return SegmentMemory(tuple(inputs), tuple(results), tuple(sizes), events, tuple(idle))
+    workspaces = tuple(workspace_of(node) for node in calls)
+    return SegmentMemory(tuple(inputs), tuple(results), tuple(sizes), events, workspaces, tuple(idle))
 
 
 @lru_cache(maxsize=4096)
-def sweep(memory: SegmentMemory, donated: frozenset[int]) -> int:
-    """The highest number of bytes above the start while the segment runs; `donated` input storages go when it drops them."""
+def sweep(memory: SegmentMemory, donated: frozenset[int], *, workspace: bool = False) -> int:
+    """The highest number of bytes above the start while the segment runs; `donated` input storages go when it drops them.
+
+    workspace: what ops hold while they run counts too.
+    """
     inputs = set(memory.inputs)
     live = -sum(memory.sizes[storage] for storage in memory.idle if storage in donated)
     peak = 0
-    for made, dropped in memory.events:
+    for (made, dropped), within in zip(memory.events, memory.workspaces, strict=True):
         live += sum(memory.sizes[storage] for storage in made)
-        peak = max(peak, live)
+        peak = max(peak, live + within * workspace)
         live -= sum(memory.sizes[storage] for storage in dropped if storage not in inputs or storage in donated)
     return peak
 

@@ -54,16 +54,18 @@ class Hardware:
 class Prediction:
     """What one step of one rank costs.
 
-    peak_bytes is exact but for the workspace inside single ops, of which `workspace_bytes` is the largest; state_bytes is what
-    lives between steps. FLOPs count what is executed, recomputation included. communication_bytes is what one rank contributes to
-    collectives and sends to other stages. Counts are the most of any rank. step_s is the makespan of all ranks; compute_s and
-    communication_s are the busiest one's; the bubble is the makespan without its time, the span bubble the longest time that a
-    rank idles between its first forward and its last backward.
+    peak_bytes is exact but for the workspace inside single ops, of which `workspace_bytes` is the largest; need_bytes is the peak
+    with each workspace where it is needed and while it is. state_bytes is what lives between steps. FLOPs count what is executed,
+    recomputation included. communication_bytes is what one rank contributes to collectives and sends to other stages. Counts are
+    the most of any rank. step_s is the makespan of all ranks; compute_s and communication_s are the busiest one's; the bubble is
+    the makespan without its time, the span bubble the longest time that a rank idles between its first forward and its last
+    backward.
     """
 
     peak_bytes: int
     state_bytes: int
     workspace_bytes: int
+    need_bytes: int
     flops: int
     communication_bytes: int
     num_collectives: int
@@ -113,6 +115,7 @@ def _predict_part(program: "Program", position: int, hardware: Hardware | None) 
         max((peak for peak, _ in timeline), default=0),
         state,
         max((kind.workspace for kind in kinds), default=0),
+        max((peak for peak, _ in _timeline(program, part, workspace=True)), default=0),
         sum(kind.flops for kind in kinds),
         sum(use.bytes for use in uses) + sum(sent),
         len(uses),
@@ -127,7 +130,7 @@ def memory_timeline(program: "Program", position: int = 0) -> list[tuple[int, in
     return list(_timeline(program, program.parts[position]))
 
 
-def _timeline(program: "Program", part: "Part") -> Iterator[tuple[int, int]]:
+def _timeline(program: "Program", part: "Part", *, workspace: bool = False) -> Iterator[tuple[int, int]]:
     values = program.values
     users: dict[int, int] = {}  # live values of each storage
     sizes: dict[int, int] = {}
@@ -154,7 +157,7 @@ def _timeline(program: "Program", part: "Part") -> Iterator[tuple[int, int]]:
             gone[values[v].storage] += 1
         last = {storage for storage, count in gone.items() if users.get(storage, 0) == count}
         donated = frozenset(local for local, v in zip(memory.inputs, step.inputs, strict=True) if values[v].storage in last)
-        peak = live + sweep(memory, donated)
+        peak = live + sweep(memory, donated, workspace=workspace)
         for local, v in zip(memory.outputs, step.outputs, strict=True):
             if values[v].storage not in users:
                 live += memory.sizes[local]
@@ -224,6 +227,7 @@ _COUNTS = (
     "peak_bytes",
     "state_bytes",
     "workspace_bytes",
+    "need_bytes",
     "flops",
     "communication_bytes",
     "num_collectives",

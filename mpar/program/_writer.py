@@ -249,7 +249,12 @@ def message_kind(name: str, op: str, value: Value) -> Kind:
     """A kind without code: a receipt makes a storage, sending and waiting only keep one."""
     made = op == "recv"
     memory = SegmentMemory(
-        () if made else (0,), (0,) if made else (), (value.bytes,), (((0,), ()),) if made else (), () if made else (0,)
+        inputs=() if made else (0,),
+        outputs=(0,) if made else (),
+        sizes=(value.bytes,),
+        events=(((0,), ()),) if made else (),
+        workspaces=(0,) if made else (),
+        idle=() if made else (0,),
     )
     whole = ((value.shape, value.dtype),)
     return Kind(name, "", {}, (), 0, 0, 0, memory, 0, () if made else whole, whole if made else (), ())

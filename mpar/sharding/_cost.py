@@ -8,21 +8,29 @@ from torch import Tensor, fx
 from mpar.ops._primitive import Cost, primitive_of
 from mpar.sharding import _collectives as collectives
 
-__all__ = ["graph_cost"]
+__all__ = ["graph_cost", "workspace_of"]
 
 
 def graph_cost(graph: fx.Graph) -> Cost:
     """FLOPs and bytes of one run on one rank, and the largest workspace of any op; collectives are priced elsewhere."""
     flops = nbytes = workspace = 0
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
-        if node.target in (*collectives.COLLECTIVES, collectives.shard, collectives.start):
+        if _is_free(node):
             continue
         cost = _node_cost(node)
-        within = node.meta.get("workspace", cost.workspace)  # a kernel's own, where one was chosen
-        flops, nbytes, workspace = flops + cost.flops, nbytes + cost.bytes, max(workspace, within)
+        flops, nbytes, workspace = flops + cost.flops, nbytes + cost.bytes, max(workspace, workspace_of(node))
     return Cost(flops, nbytes, workspace)
+
+
+def workspace_of(node: fx.Node) -> int:
+    """Bytes that an op allocates and frees before it returns: its kernel's, where one was chosen."""
+    return 0 if _is_free(node) else node.meta["workspace"] if "workspace" in node.meta else _node_cost(node).workspace
+
+
+def _is_free(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target is operator.getitem:
+        return True
+    return node.target in (*collectives.COLLECTIVES, collectives.shard, collectives.start)
 
 
 def _node_cost(node: fx.Node) -> Cost:

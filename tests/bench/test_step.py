@@ -129,7 +129,7 @@ def test_a_program_that_fits_recomputes_no_more_than_it_must(gpu, monkeypatch):
     monkeypatch.setattr(_ours, "compile_step", lambda *args, **more: (seen.append(more["recompute"]), real(*args, **more))[1])
     model = models.from_config(case.config())
     program, recompute = _ours._compile(model, case, cuda)
-    need = program.predict().peak_bytes + program.predict().workspace_bytes
+    need = program.predict().need_bytes
     assert (recompute, seen) == ("none", ["none"])
     gpu.total = need / _ours.FULL - 1
     assert _ours._compile(model, case, cuda)[1] in ("selective", "full")

@@ -64,9 +64,9 @@ def train(run, state, steps, device):
 
 @pytest.mark.parametrize("chunk", [None, 8192], ids=["logits", "fused_head"])
 def test_kernels_train_as_references_do(chunk):
-    """Three float32 steps by Triton's kernels on the GPU follow the references on the CPU."""
+    """Three float32 steps on the GPU, by Triton's kernels where they take float32, follow the references on the CPU."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    model, program = make(kernels_for("triton", DEVICE), chunk=chunk)
+    model, program = make(kernels_for("auto", DEVICE), chunk=chunk)
     expected, _ = train(RankRun(program, ALONE, "cpu"), state_of(program, model, "cpu"), 3, "cpu")
     actual, _ = train(program.bind(device=DEVICE), state_of(program, model, DEVICE), 3, DEVICE)
     for ours, theirs in zip(actual, expected, strict=True):
@@ -126,7 +126,7 @@ def test_streams_change_nothing(monkeypatch):
 
 @pytest.mark.parametrize("chunk", [None, 8192], ids=["logits", "fused_head"])
 def test_memory_is_as_predicted(chunk):
-    """The allocator's peak is within 3 % of the prediction, its largest workspace included."""
+    """The allocator's peak is within 3 % of what was predicted to be needed."""
     model, program = make(kernels_for("auto", DEVICE), "bf16", microbatches=1, length=2048, chunk=chunk)
     run, state = program.bind(device=DEVICE), state_of(program, model, DEVICE)
     batch = batch_of(0, DEVICE, 2048)
@@ -138,8 +138,7 @@ def test_memory_is_as_predicted(chunk):
     prediction = program.predict()
     foreign = before - held  # cuBLAS's workspace and what else libraries keep
     measured = torch.cuda.max_memory_allocated() - foreign
-    assert prediction.peak_bytes <= 1.03 * measured
-    assert measured <= 1.03 * (prediction.peak_bytes + prediction.workspace_bytes)
+    assert prediction.need_bytes == pytest.approx(measured, rel=0.03)
 
 
 def test_ops_called_alone_take_kernels(make_model):

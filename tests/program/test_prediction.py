@@ -7,6 +7,7 @@ from mpar.errors import ProgramError
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Program, RankRun, State, batch_rows
+from mpar.program._memory import SegmentMemory, sweep
 from mpar.program._predict import REFERENCE, memory_timeline, message_durations
 from mpar.program._simulate import run_ranks
 from mpar.program._times import step_times
@@ -243,3 +244,25 @@ def test_prediction_adds_up(programs):
     assert found.num_messages == 2 * 16
     residual = 8 * 32 * 4
     assert found.communication_bytes >= 2 * 16 * residual
+
+
+def test_workspaces_count_where_they_are():
+    """What an op needs while it runs adds to what lives then, not to the peak of another op; by hand, storage by storage."""
+    memory = SegmentMemory(
+        inputs=(0,),
+        outputs=(2,),
+        sizes=(10, 40, 5),
+        events=(((1,), (0,)), ((2,), (1,))),  # 1 is made of 0, which goes; 2 of 1, which goes
+        workspaces=(3, 30),
+        idle=(),
+    )
+    given = frozenset({0})
+    assert sweep(memory, given) == 40  # the first op: 40 more than before; the second: 40 - 10 + 5 = 35
+    assert sweep(memory, given, workspace=True) == 65  # the second: 35 + 30; the first: 43
+
+
+def test_need_lies_between_peak_and_sum(make_model):
+    """The need of a step is no less than its peak, no more than that and the largest workspace."""
+    program = compiled(make_model, Mesh(), "ddp", None, count=2)
+    prediction = program.predict()
+    assert prediction.peak_bytes < prediction.need_bytes <= prediction.peak_bytes + prediction.workspace_bytes
