@@ -37,8 +37,7 @@ class _Call:
     @cached_property
     def size_class(self) -> str:
         size, size_v = self.q.shape[3], self.v.shape[3]
-        name = str(size) if size == size_v else f"{size},{size_v}"
-        return f"{name} float32" if self.q.dtype == torch.float32 else name
+        return str(size) if size == size_v else f"{size},{size_v}"
 
     @property
     def tma(self) -> bool:
@@ -64,7 +63,6 @@ class _Call:
             "HEAD": head,
             "REST": rest,
             "VALUE": self.v.shape[3],
-            "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",  # of float32 alone
             "TMA": self.tma,
         }
 

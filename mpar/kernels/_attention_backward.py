@@ -45,16 +45,16 @@ def _accumulate_dkdv(
     dk, dk_rest, dv, k, k_rest, v, q_src, q_rest_src, dout_src, levels_ptr, delta_ptr, batch, head, start,
     k_order, k_documents, q_order_ptr, q_documents_ptr, num_queries, num_heads, window, scale, soft_cap,
     MASKED: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr,
+    SOFT_CAP: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
     TMA: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     rows = start + tl.arange(0, BLOCK_M)
     q = tile_of(q_src, batch, head, start, num_queries, num_heads, BLOCK_M, 0, HEAD, HEAD + REST, TMA)
-    products = tl.dot(k, q.T, input_precision=PRECISION)
+    products = tl.dot(k, q.T)
     q_rest = q
     if REST > 0:
         q_rest = tile_of(q_rest_src, batch, head, start, num_queries, num_heads, BLOCK_M, HEAD, REST, HEAD + REST, TMA)
-        products = tl.dot(k_rest, q_rest.T, products, input_precision=PRECISION)
+        products = tl.dot(k_rest, q_rest.T, products)
     scores, slope, factor = scores_of(products, scale, soft_cap, SOFT_CAP)
     p = tl.exp2(scores * factor - tl.load(levels_ptr + rows)[None, :])
     if MASKED:
@@ -71,16 +71,16 @@ def _accumulate_dkdv(
         p = tl.where(seen, p, 0.0)
     dout = tile_of(dout_src, batch, head, start, num_queries, num_heads, BLOCK_M, 0, VALUE, VALUE, TMA)
     if OF_V:
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dv = tl.dot(p.to(dout.dtype), dout, dv)
     if OF_K:
-        dp = tl.dot(v, dout.T, input_precision=PRECISION)
+        dp = tl.dot(v, dout.T)
         dscores = p * (dp - tl.load(delta_ptr + rows)[None, :])
         if SOFT_CAP:
             dscores *= slope
         dscores = dscores.to(q.dtype)
-        dk = tl.dot(dscores, q, dk, input_precision=PRECISION)
+        dk = tl.dot(dscores, q, dk)
         if REST > 0:
-            dk_rest = tl.dot(dscores, q_rest, dk_rest, input_precision=PRECISION)
+            dk_rest = tl.dot(dscores, q_rest, dk_rest)
     return dk, dk_rest, dv
 
 
@@ -90,7 +90,7 @@ def attention_dkdv(
     ranges_ptr, q_order_ptr, k_order_ptr, q_documents_ptr, k_documents_ptr, range_stride,
     num_queries, num_keys, num_kv_heads, group, num_tiles, padded, window, scale, soft_cap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr,
-    VALUE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    VALUE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`dk_ptr` or `dv_ptr` may be None: heads of 256 leave no registers for both sums at once."""
     OF_K: tl.constexpr = dk_ptr is not None
@@ -120,7 +120,7 @@ def attention_dkdv(
         dk, dk_rest, dv = _accumulate_dkdv(
             dk, dk_rest, dv, k, k_rest, v, q_src, q_rest_src, dout_src, levels_ptr + place, delta_ptr + place,
             batch, head, start, keys, None, q_order_ptr, q_documents_ptr, num_queries, num_heads,
-            window, scale, soft_cap, False, OF_K, OF_V, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_M,
+            window, scale, soft_cap, False, OF_K, OF_V, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, TMA, BLOCK_M,
         )  # fmt: skip
     k_order = keys
     if k_order_ptr is not None:
@@ -135,7 +135,7 @@ def attention_dkdv(
         dk, dk_rest, dv = _accumulate_dkdv(
             dk, dk_rest, dv, k, k_rest, v, q_src, q_rest_src, dout_src, levels_ptr + place, delta_ptr + place,
             batch, head, start, k_order, k_documents, q_order_ptr, q_documents_ptr, num_queries, num_heads,
-            window, scale, soft_cap, True, OF_K, OF_V, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_M,
+            window, scale, soft_cap, True, OF_K, OF_V, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, TMA, BLOCK_M,
         )  # fmt: skip
     where = ((batch.to(tl.int64) * num_keys + keys) * num_kv_heads + kv_head)[:, None]
     if OF_K:
@@ -154,15 +154,15 @@ def _accumulate_dq(
     dq, dq_rest, q, q_rest, dout, level, delta, k_src, k_rest_src, v_src, batch, kv_head, start,
     q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, num_kv_heads, window, scale, soft_cap,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, TMA: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     k = tile_of(k_src, batch, kv_head, start, num_keys, num_kv_heads, BLOCK_N, 0, HEAD, HEAD + REST, TMA)
-    products = tl.dot(q, k.T, input_precision=PRECISION)
+    products = tl.dot(q, k.T)
     k_rest = k
     if REST > 0:
         k_rest = tile_of(k_rest_src, batch, kv_head, start, num_keys, num_kv_heads, BLOCK_N, HEAD, REST, HEAD + REST, TMA)
-        products = tl.dot(q_rest, k_rest.T, products, input_precision=PRECISION)
+        products = tl.dot(q_rest, k_rest.T, products)
     scores, slope, factor = scores_of(products, scale, soft_cap, SOFT_CAP)
     p = tl.exp2(scores * factor - level[:, None])
     if MASKED:
@@ -178,14 +178,14 @@ def _accumulate_dq(
         seen = visible(q_order[:, None], k_order[None, :], q_documents, k_documents, inside[None, :], window, CAUSAL, WINDOW)
         p = tl.where(seen, p, 0.0)
     v = tile_of(v_src, batch, kv_head, start, num_keys, num_kv_heads, BLOCK_N, 0, VALUE, VALUE, TMA)
-    dp = tl.dot(dout, v.T, input_precision=PRECISION)
+    dp = tl.dot(dout, v.T)
     dscores = p * (dp - delta[:, None])
     if SOFT_CAP:
         dscores *= slope
     dscores = dscores.to(k.dtype)
-    dq = tl.dot(dscores, k, dq, input_precision=PRECISION)
+    dq = tl.dot(dscores, k, dq)
     if REST > 0:
-        dq_rest = tl.dot(dscores, k_rest, dq_rest, input_precision=PRECISION)
+        dq_rest = tl.dot(dscores, k_rest, dq_rest)
     return dq, dq_rest
 
 
@@ -195,7 +195,7 @@ def attention_dq(
     ranges_ptr, q_order_ptr, k_order_ptr, q_documents_ptr, k_documents_ptr, range_stride,
     num_queries, num_keys, num_kv_heads, group, num_tiles, padded, window, scale, soft_cap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr,
-    VALUE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    VALUE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
     batch_head, num_heads = tl.program_id(0) // num_tiles, num_kv_heads * group
@@ -236,14 +236,14 @@ def attention_dq(
         dq, dq_rest = _accumulate_dq(
             dq, dq_rest, q, q_rest, dout, level, delta, k_src, k_rest_src, v_src, batch, kv_head, start,
             q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, num_kv_heads, window, scale, soft_cap,
-            False, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_N,
+            False, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, TMA, BLOCK_N,
         )  # fmt: skip
     for edge in tl.range(0, (full_first - first) + (last - full_last), BLOCK_N):
         start = step(edge, first, full_first, full_last)
         dq, dq_rest = _accumulate_dq(
             dq, dq_rest, q, q_rest, dout, level, delta, k_src, k_rest_src, v_src, batch, kv_head, start,
             q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, num_kv_heads, window, scale, soft_cap,
-            True, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_N,
+            True, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, TMA, BLOCK_N,
         )  # fmt: skip
     where = ((batch.to(tl.int64) * num_queries + rows) * num_heads + head)[:, None]
     dq_ptrs = dq_ptr + where * (HEAD + REST) + tl.arange(0, HEAD)[None, :]

@@ -49,14 +49,14 @@ def _accumulate(
     acc, total, top, q, q_rest, k_src, k_rest_src, v_src, batch, kv_head, start,
     q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, num_kv_heads, window, scale, soft_cap,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    HEAD: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, TMA: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     k = tile_of(k_src, batch, kv_head, start, num_keys, num_kv_heads, BLOCK_N, 0, HEAD, HEAD + REST, TMA)
-    products = tl.dot(q, k.T, input_precision=PRECISION)
+    products = tl.dot(q, k.T)
     if REST > 0:
         k_rest = tile_of(k_rest_src, batch, kv_head, start, num_keys, num_kv_heads, BLOCK_N, HEAD, REST, HEAD + REST, TMA)
-        products = tl.dot(q_rest, k_rest.T, products, input_precision=PRECISION)
+        products = tl.dot(q_rest, k_rest.T, products)
     scores, _, factor = scores_of(products, scale, soft_cap, SOFT_CAP)
     if MASKED:
         keys = start + tl.arange(0, BLOCK_N)
@@ -78,7 +78,7 @@ def _accumulate(
     decay = tl.exp2(top - level)
     total = total * decay + tl.sum(p, 1)
     v = tile_of(v_src, batch, kv_head, start, num_keys, num_kv_heads, BLOCK_N, 0, VALUE, VALUE, TMA)
-    acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+    acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
     return acc, total, new_top
 
 
@@ -88,7 +88,7 @@ def attention_fwd(
     ranges_ptr, q_order_ptr, k_order_ptr, q_documents_ptr, k_documents_ptr, range_stride,
     num_queries, num_keys, num_kv_heads, group, num_tiles, window, scale, soft_cap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr,
-    VALUE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    VALUE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # where causal, the last tiles have most to do: they start first
     batch_head, num_heads = tl.program_id(0) // num_tiles, num_kv_heads * group
@@ -127,14 +127,14 @@ def attention_fwd(
         acc, total, top = _accumulate(
             acc, total, top, q, q_rest, k_src, k_rest_src, v_src, batch, kv_head, start,
             q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, num_kv_heads, window, scale, soft_cap,
-            False, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_N,
+            False, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, TMA, BLOCK_N,
         )  # fmt: skip
     for edge in tl.range(0, (full_first - first) + (last - full_last), BLOCK_N):
         start = step(edge, first, full_first, full_last)
         acc, total, top = _accumulate(
             acc, total, top, q, q_rest, k_src, k_rest_src, v_src, batch, kv_head, start,
             q_order, q_documents, k_order_ptr, k_documents_ptr, num_keys, num_kv_heads, window, scale, soft_cap,
-            True, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, PRECISION, TMA, BLOCK_N,
+            True, CAUSAL, WINDOW, SOFT_CAP, HEAD, REST, VALUE, TMA, BLOCK_N,
         )  # fmt: skip
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E

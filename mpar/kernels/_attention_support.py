@@ -13,13 +13,14 @@ MERGED = (64, 128, 256)
 """Head sizes of partial results that are merged: those of v."""
 PADDING = 128
 """Rows of lse and delta are padded to a multiple of this, which every tile of queries divides."""
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float16, torch.bfloat16)
+MERGED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def attention_supports(arch: str, q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float, **params: Any) -> str | None:
     """Why the kernels of attention and of its gradient cannot do this, or None."""
-    if q.dtype not in DTYPES:
-        return f"kernels compute in float32 and take no {q.dtype}"
+    if q.dtype not in DTYPES:  # products of float32 tiles leave no registers, in one pass or in three of tf32
+        return f"{q.dtype}: kernels take {' and '.join(map(str, DTYPES))}"
     if (q.shape[3], v.shape[3]) not in HEADS:
         known = ", ".join(f"{size} and {size_v}" for size, size_v in HEADS)
         return f"head sizes {q.shape[3]} of q and {v.shape[3]} of v: kernels have {known}"
@@ -36,7 +37,7 @@ def attention_bwd_workspace(q: Tensor, *others: Any, **params: Any) -> int:
 
 def merge_supports(arch: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, *_: Any, **params: Any) -> str | None:
     """Why the kernels that merge partial results cannot do this, or None."""
-    wrong = {out_a.dtype, out_b.dtype} - set(DTYPES) | {lse_a.dtype} - {torch.float32}
+    wrong = {out_a.dtype, out_b.dtype} - set(MERGED_DTYPES) | {lse_a.dtype} - {torch.float32}
     if wrong:
         return f"kernels compute in float32 and take no {', '.join(sorted(map(str, wrong)))}"
     size = out_a.shape[3]

@@ -76,7 +76,7 @@ def _merge_bwd(make: Make) -> object:
 
 CASES = [
     *(case for size in HEADS for case in _pair(size, "bfloat16")),
-    *(case for size in HEADS for case in _pair(size, "float32", torch.float32)),
+    *_pair("128", "float16", torch.float16),
     *_pair("128", "documents", documents=True, spills=(12, 24)),  # 6 and 9 accesses: ids of documents in the tiles at the edges
     *_pair("128", "orders", orders=True),
     *_pair("64", "window and sinks", sinks=True, window=128),
