@@ -18,8 +18,13 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def _integers(make: Make, *shape: int) -> Tensor:
-    """Whole numbers without data, or zeros on a GPU: what a kernel does does not depend on them."""
+    """Whole numbers without data, or zeros on a GPU, where what a kernel does does not depend on them."""
     return make(shape, FP32).zero_().to(torch.int32)
+
+
+def _places(make: Make) -> Tensor:
+    """The row of each of the K copies of a token, (T, K): every row once."""
+    return make((T * K,), FP32).argsort().to(torch.int32).view(T, K)
 
 
 def _call(primitive: str, *operands: Any, **params: Any) -> object:
@@ -97,26 +102,24 @@ CASES = [
         Case(
             f"permute {str(dtype).removeprefix('torch.')}",
             ("permute",),
-            lambda make, dtype=dtype: _call("permute", make((T, D), dtype), _integers(make, T, K)),
+            lambda make, dtype=dtype: _call("permute", make((T, D), dtype), _places(make)),
         )
         for dtype in (BF16, FP32)
     ),
     Case(
         "unpermute weighted bfloat16",
         ("unpermute",),
-        lambda make: _call("unpermute", make((T * K, D), BF16), _integers(make, T, K), make((T, K), FP32)),
+        lambda make: _call("unpermute", make((T * K, D), BF16), _places(make), make((T, K), FP32)),
     ),
     Case(
         "unpermute bfloat16",
         ("unpermute",),
-        lambda make: _call("unpermute", make((T * K, D), BF16), _integers(make, T, K), None),
+        lambda make: _call("unpermute", make((T * K, D), BF16), _places(make), None),
     ),
     Case(
         "unpermute_bwd bfloat16",
         ("unpermute_bwd",),
-        lambda make: _call(
-            "unpermute_bwd", make((T * K, D), BF16), _integers(make, T, K), make((T, K), FP32), make((T, D), BF16)
-        ),
+        lambda make: _call("unpermute_bwd", make((T * K, D), BF16), _places(make), make((T, K), FP32), make((T, D), BF16)),
         scalar_loads="place and weight of each of K rows are numbers of their own",
     ),
     *(
