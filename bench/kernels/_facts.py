@@ -12,7 +12,7 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 SERIALIZED = re.compile(r"\bC751\d\b|wgmma\.mma_async instructions are serialized")
 ACCESS = re.compile(r"\btt\.(?:load|store)\b.*: (?:tensor<([\dx]+)x!tt\.ptr<(\w+)>|!tt\.ptr<)")
-DOT = re.compile(r"\btt\.dot(?:_scaled)?\b.*")
+DOT = re.compile(r"\b(?:tt\.dot(?:_scaled)?|ttng\.warp_group_dot) .*")
 BITS = re.compile(r"\d+")
 
 
@@ -76,7 +76,7 @@ def read_ttgir(ttgir: str, num_warps: int, facts: Facts) -> None:
 
 
 def read_ttir(ttir: str, facts: Facts) -> None:
-    """Products of matrices in Triton's dialect."""
+    """Products of matrices in Triton's dialect, or as Gluon writes them in that of the GPU."""
     for line in DOT.findall(ttir):
         facts.dots += 1
         operands = line.rsplit(" : ", 1)[-1].split(" -> ")[0]

@@ -13,6 +13,7 @@ from typing import Any
 
 import triton
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from bench.kernels._case import Case, all_cases
 from bench.kernels._checks import failures
@@ -69,7 +70,8 @@ def compile_units(units: Sequence[Mapping[str, str]], out: str) -> list[dict[str
 def compiled_facts(unit: Unit, out: Path | None = None) -> Facts:
     """Compile, and read what the compiler says."""
     log = io.StringIO()
-    source = ASTSource(unit.kernel, dict(unit.signature), dict(unit.constants), dict(unit.attributes))
+    language = GluonASTSource if unit.kernel.is_gluon() else ASTSource
+    source = language(unit.kernel, dict(unit.signature), dict(unit.constants), dict(unit.attributes))
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         triton.knobs.compilation.always_compile = True  # the log of ptxas is not among what the cache keeps
         triton.knobs.nvidia.dump_ptxas_log = True
@@ -84,14 +86,14 @@ def compiled_facts(unit: Unit, out: Path | None = None) -> Facts:
     read_ptxas(log.getvalue(), facts)
     read_sass(sass, facts)
     read_ttgir(compiled.asm["ttgir"], compiled.metadata.num_warps, facts)
-    read_ttir(compiled.asm["ttir"], facts)
+    read_ttir(compiled.asm["ttgir" if unit.kernel.is_gluon() else "ttir"], facts)  # Gluon begins with Triton's GPU dialect
     if out is not None:
         stem = "".join(c if c.isalnum() or c in "._#" else "_" for c in f"{unit.key}_{unit.arch}_{triton.__version__}")
         out.mkdir(parents=True, exist_ok=True)
         for suffix, text in {
             "ptxas": log.getvalue(),
             "sass": sass,
-            **{k: compiled.asm[k] for k in ("ttir", "ttgir", "ptx")},
+            **{k: compiled.asm[k] for k in ("ttir", "ttgir", "ptx") if k in compiled.asm},
         }.items():
             (out / f"{stem}.{suffix}").write_text(text, encoding="utf-8")
     assert facts.registers, f"ptxas said nothing of registers: {log.getvalue()[:500]}"

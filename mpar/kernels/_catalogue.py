@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpar.kernels._attention_gluon_support import attention_gluon_supports
 from mpar.kernels._attention_support import attention_bwd_workspace, attention_supports, merge_supports
 from mpar.kernels._fp8_support import fp8_matmul_supports, quantise_both_workspace, quantise_supports, quantise_workspace
 from mpar.kernels._head_chunks import backward_workspace, forward_workspace, grad_workspace
@@ -112,9 +113,15 @@ def _grouped(primitive: str, workspace: Callable[..., int]) -> tuple[str, tuple[
     )
 
 
+def _attention() -> tuple[str, tuple[Implementation, ...]]:
+    primitive, (triton,) = _triton("attention", "_attention", attention_supports)
+    gluon = Implementation("gluon", "mpar.kernels._attention_gluon", primitive, attention_gluon_supports, no_workspace)
+    return primitive, (triton, gluon)  # in this order until Gluon's has been measured
+
+
 CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
     [
-        _triton("attention", "_attention", attention_supports),
+        _attention(),
         _triton("attention_bwd", "_attention", attention_supports, attention_bwd_workspace),
         _triton("merge_attention", "_attention_merge", merge_supports),
         _triton("merge_attention_bwd", "_attention_merge", merge_supports),

@@ -1,0 +1,34 @@
+"""Attention forward in Gluon: both head sizes, both dtypes, causal and full."""
+
+import functools
+
+import torch
+
+from bench.kernels._case import Case, Make
+from mpar.kernels import implementation
+
+B, S, N, K = 2, 8192, 32, 8
+
+
+def _forward(make: Make, size: int, dtype: torch.dtype, causal: bool) -> object:
+    q, k, v = make((B, S, N, size), dtype), make((B, S, K, size), dtype), make((B, S, K, size), dtype)
+    masks = (None,) * 5
+    return implementation("attention", "gluon")(q, k, v, *masks, causal=causal, window=None, scale=0.1, soft_cap=None)
+
+
+CASES = [
+    Case(
+        f"attention gluon {size} {'causal' if causal else 'full'} {str(dtype).removeprefix('torch.')}",
+        ("attention_fwd_gluon",),
+        functools.partial(_forward, size=size, dtype=dtype, causal=causal),
+        matrix=True,
+        tma=True,
+        archs=("sm_90",),
+    )
+    for size, dtype, causal in [
+        (64, torch.bfloat16, True),
+        (128, torch.bfloat16, True),
+        (128, torch.bfloat16, False),
+        (128, torch.float16, True),
+    ]
+]
