@@ -4,7 +4,7 @@ A storage lives while a name refers to it; views share one. The peak is taken ri
 there. What a primitive allocates and frees within one call is its workspace, which it declares; peaks are known with and without.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, fx
 
 from mpar.ops._primitive import primitive_of
-from mpar.sharding._cost import workspace_of
 from mpar.torch_private import storage_key
 
 __all__ = ["SegmentMemory", "measure", "sweep"]
@@ -36,8 +35,8 @@ class SegmentMemory:
     idle: tuple[int, ...]
 
 
-def measure(graph: fx.Graph) -> SegmentMemory:
-    """Follow the storages of a rank graph from its values without data."""
+def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int]) -> SegmentMemory:
+    """Follow the storages of a rank graph from its values without data; `workspace(node)` is what an op holds while it runs."""
     numbers: dict[Any, int] = {}
     sizes: list[int] = []
     held: dict[fx.Node, tuple[int, ...]] = {}
@@ -77,7 +76,7 @@ def measure(graph: fx.Graph) -> SegmentMemory:
             drops[position].append(storage)
     idle = [storage for storage in dict.fromkeys(inputs) if storage not in last and storage not in results]
     events = tuple((tuple(m), tuple(sorted(d))) for m, d in zip(made, drops, strict=True))
-    workspaces = tuple(workspace_of(node) for node in calls)
+    workspaces = tuple(map(workspace, calls))
     return SegmentMemory(tuple(inputs), tuple(results), tuple(sizes), events, workspaces, tuple(idle))
 
 

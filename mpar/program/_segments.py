@@ -24,7 +24,7 @@ from mpar.program._program import CollectiveUse, Kind
 from mpar.program._reuse import reuse_operands
 from mpar.sharding import RankGraph, check, collectives, lower, trace
 from mpar.sharding._bucket import bucket
-from mpar.sharding._cost import graph_cost
+from mpar.sharding._cost import graph_cost, workspace_of
 from mpar.sharding._trace import LogicalGraph
 from mpar.spec import P
 from mpar.strategy import Strategy
@@ -302,7 +302,7 @@ def make_code(
         cost.flops,
         cost.bytes,
         cost.workspace,
-        measure(graph),
+        measure(graph, workspace_of),
         len(graph.nodes),
         tuple((tuple(v.shape), v.dtype) for v in ins),
         tuple((tuple(v.shape), v.dtype) for v in outs),

@@ -81,7 +81,7 @@ def test_device_that_is_not_there(capsys, tmp_path, monkeypatch, words, told):
 
 def test_kernels_that_do_not_fit(capsys):
     """A plan with Triton's kernels alone says which op they cannot do, and why."""
-    text = refused(capsys, "plan", *SMALL, "hardware=h200", "kernels=triton")
+    text = refused(capsys, "plan", *SMALL, "hardware=h200", "precision=bf16", "kernels=triton")
     assert "kernels=triton cannot carry out attention on sm_90" in text
     assert "head sizes" in text
 
