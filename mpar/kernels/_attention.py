@@ -13,7 +13,7 @@ from mpar.kernels._attention_forward import attention_fwd
 from mpar.kernels._attention_support import PADDING, attention_supports
 from mpar.kernels._attention_tiles import tile_ranges
 from mpar.kernels._launch import arch_of, describe, launch, tuned
-from mpar.kernels._table import Tuning
+from mpar.kernels._table import Tuning, classes
 
 __all__ = ["attention", "attention_bwd"]
 
@@ -38,6 +38,12 @@ class _Call:
     def size_class(self) -> str:
         size, size_v = self.q.shape[3], self.v.shape[3]
         return str(size) if size == size_v else f"{size},{size_v}"
+
+    def entry(self, kernel: str) -> Tuning:
+        """How to launch `kernel`. Documents and soft caps take registers: where too many, calls with them have a class."""
+        heavy = f"{self.size_class} documents or cap"
+        masked = self.q_documents is not None or self.soft_cap is not None
+        return tuned(kernel, self.q, heavy if masked and heavy in classes(kernel, arch_of(self.q)) else self.size_class)
 
     @property
     def tma(self) -> bool:
@@ -106,7 +112,7 @@ def attention(
     if not lse.numel() or not M:
         lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks.expand(B, S, N))
         return out.zero_(), lse
-    entry = tuned("attention_fwd", q, call.size_class)
+    entry = call.entry("attention_fwd")
     rows, keys = entry.blocks["BLOCK_M"], entry.blocks["BLOCK_N"]
     num_tiles = triton.cdiv(S, rows)
     launch(
@@ -170,7 +176,7 @@ def _levels_and_delta(call: _Call, out: Tensor, lse: Tensor, dout: Tensor, dlse:
 
 def _launch_dkdv(call: _Call, dout: Tensor, levels: Tensor, delta: Tensor, dk: Tensor | None, dv: Tensor | None) -> None:
     (B, S, N, _), (M, K) = call.q.shape, call.k.shape[1:3]
-    entry = tuned("attention_dkdv", call.q, call.size_class)
+    entry = call.entry("attention_dkdv")
     rows, keys = entry.blocks["BLOCK_M"], entry.blocks["BLOCK_N"]
     num_tiles = triton.cdiv(M, keys)
     launch(
@@ -200,7 +206,7 @@ def _launch_dkdv(call: _Call, dout: Tensor, levels: Tensor, delta: Tensor, dk: T
 
 def _launch_dq(call: _Call, dout: Tensor, levels: Tensor, delta: Tensor, dq: Tensor) -> None:
     (B, S, N, _), (M, K) = call.q.shape, call.k.shape[1:3]
-    entry = tuned("attention_dq", call.q, call.size_class)
+    entry = call.entry("attention_dq")
     rows, keys = entry.blocks["BLOCK_M"], entry.blocks["BLOCK_N"]
     num_tiles = triton.cdiv(S, rows)
     launch(
