@@ -160,6 +160,15 @@ def test_head_sizes_with_tiles_of_the_table(arch, H, V, dtype, make_tensor, monk
     check(make_tensor, operands_of(make_tensor, S=150, M=150, N=1, H=H, V=V, dtype=dtype))
 
 
+@pytest.mark.parametrize(("H", "V"), [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_documents_and_a_cap_with_tiles_of_the_table(arch, H, V, make_tensor, device, monkeypatch):
+    """Classes of their own, where the table has them; a document ends within a tile."""
+    monkeypatch.setattr(_launch, "INTERPRETED_ARCH", arch)
+    ids = _documents(40, 0, 61, -9, 40)[None].to(device)
+    check(make_tensor, operands_of(make_tensor, S=150, M=150, H=H, V=V), q_documents=ids, k_documents=ids, soft_cap=2.0)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("N", "K"), [(2, 2), (4, 2), (3, 1)], ids=str)
 def test_groups_of_heads(N, K, causal, make_tensor, small_tiles):
