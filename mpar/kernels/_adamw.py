@@ -36,7 +36,10 @@ def _pointer(table_ptr, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.c
     return pointer
 
 
-@triton.jit
+@triton.jit(  # one variant for each dtype: a graph that is recorded can load no other
+    do_not_specialize=["row", "size"],
+    do_not_specialize_on_alignment=["table_ptr", "param_ptr", "grad_ptr", "m_ptr", "v_ptr", "copy_ptr"],
+)
 def _note(table_ptr, row, param_ptr, grad_ptr, m_ptr, v_ptr, copy_ptr, size):
     table_ptr += row * 6
     tl.store(table_ptr, param_ptr.to(tl.int64))
@@ -152,6 +155,7 @@ def _launch(
         table = torch.empty(len(sizes), COLUMNS, dtype=torch.int64, device="meta")
     else:
         table = _addresses(on.device, tuple(tuple(x.data_ptr() for x in column) for column in columns), sizes)
+        _load_note(on.device, columns[1][0].dtype, columns[4][0].dtype if len(columns) > 4 else None)
     constants = {
         "GRAD": _DTYPES[columns[1][0].dtype],
         "COPY": _DTYPES[columns[4][0].dtype] if len(columns) > 4 else None,
@@ -167,7 +171,15 @@ def _addresses(device: torch.device, addresses: Sequence[Sequence[int]], sizes: 
     return torch.tensor(columns, dtype=torch.int64).T.contiguous().to(device)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache
+def _load_note(device: torch.device, grad: torch.dtype, copy: torch.dtype | None) -> None:
+    """Compile and load what writes addresses, before a graph is recorded that will need it."""
+    table, wide = torch.empty(1, COLUMNS, dtype=torch.int64, device=device), torch.empty(1, device=device)
+    copied = None if copy is None else wide.to(copy)
+    launch(_note, (1,), table, 0, wide, wide.to(grad), wide, wide, copied, 1, on=wide, tuning=NOTE)
+
+
+@functools.cache  # never forgotten: recorded graphs read these tables
 def _chunks(device: torch.device, sizes: Sequence[int], block: int) -> Tensor:
     """The table of programs: which tensor, and which block of it."""
     counts = torch.tensor([triton.cdiv(size, block) for size in sizes])

@@ -39,7 +39,8 @@ def _abstract(x, residual, weight, bias, *, eps):
 @add_layer_norm_p.def_impl
 def _impl(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> tuple[Tensor, Tensor]:
     total = torch.add(x, residual, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
-    return layer_norm_p.op(total, weight, bias, eps=eps), total
+    assert layer_norm_p.impl is not None
+    return layer_norm_p.impl(total, weight, bias, eps=eps), total
 
 
 @add_layer_norm_p.def_vjp_by_ops("total, weight, bias, dy, dtotal -> dx, dresidual, dweight, dbias")

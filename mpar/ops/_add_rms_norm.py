@@ -52,7 +52,8 @@ def _abstract(x, residual, weight, *, eps):
 @add_rms_norm_p.def_impl
 def _impl(x: Tensor, residual: Tensor, weight: Tensor | None, *, eps: float) -> tuple[Tensor, Tensor]:
     total = torch.add(x, residual, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
-    return rms_norm_p.op(total, weight, eps=eps), total
+    assert rms_norm_p.impl is not None
+    return rms_norm_p.impl(total, weight, eps=eps), total
 
 
 @add_rms_norm_p.def_vjp_by_ops("total, weight, dy, dtotal -> dx, dresidual, dweight")

@@ -256,6 +256,7 @@ def _sharded_bwd(emit, logits, labels, lse, dloss, dlse, **params):
 
 
 for _primitive in (cross_entropy_p, cross_entropy_stats_p):
+    _primitive.asks_host = True
     _primitive.def_sharding("... v, ... -> ..., ...", need_replication="v")
     _primitive.def_batching_leading()
     _primitive.def_cost(

@@ -173,7 +173,9 @@ def _cost_bwd(x, head, labels, *_, chunk, **__):
     return Cost(flops=6 * x.numel() * head.shape[1], bytes=2 * (x.nbytes + head.nbytes), workspace=workspace)
 
 
+linear_cross_entropy_grad_p.asks_host = True
 for _primitive in (linear_cross_entropy_p, linear_cross_entropy_stats_p):
+    _primitive.asks_host = True
     _primitive.def_sharding("... d, d v, ... -> ..., ...", need_replication="d v")
     _primitive.def_batching_leading()
     _primitive.def_cost(_cost)

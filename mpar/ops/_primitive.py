@@ -68,6 +68,7 @@ class Primitive:
         self.impl: Callable | None = None
         self.pull_back: Callable | None = None
         self.mutates: tuple[str, ...] = ()
+        self.asks_host = False  # the implementation asks for data on the host
         self.may_grow_pending = False  # a pending sum passes even though the result has more bytes
         self._vjp: _Vjp | None = None
         _LIBRARY.define(f"{name}{_schema(operands, results, params)}")

@@ -4,8 +4,9 @@ A graph reads and writes fixed addresses. State, batch and scalars therefore liv
 state stays where it is, metrics are copied out.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,8 @@ class Replay:
         for scalar, number in zip(self.scalars, numbers, strict=True):
             scalar.fill_(number)
         assert self.replay is not None
-        self.replay()
+        with _on(self.run.device):
+            self.replay()
         metrics = {path: value.clone() for path, value in self.metrics.items()}
         return self.run.end(dict(self.state), metrics, numbers)
 
@@ -71,4 +73,9 @@ class Replay:
                 if leaf.data_ptr() != self.state[path].data_ptr():
                     self.state[path].copy_(leaf)
 
-        self.replay = self.capture(work)
+        with _on(self.run.device):
+            self.replay = self.capture(work)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -9,9 +9,10 @@ from torch import fx
 
 from mpar.errors import ConfigError
 from mpar.kernels import ARCHITECTURES, CATALOGUE, REFERENCE, Kernels, choose
+from mpar.ops import PRIMITIVES
 from mpar.ops._primitive import primitive_of
 
-__all__ = ["KernelUse", "check_device", "choose_kernels", "describe_kernels"]
+__all__ = ["KernelUse", "asking_references", "check_device", "choose_kernels", "describe_kernels"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ def describe_kernels(kernels: Kernels, uses: Iterable[KernelUse]) -> str:
         names += [use.primitive] * (use.primitive not in names)
     parts = [f"{name} {', '.join(calls)}" + (f" ({why})" if why else "") for (name, why), calls in by_name.items()]
     return f"kernels {kernels.mode} {kernels.arch}: " + "; ".join(parts or ["no primitive with a kernel is called"])
+
+
+def asking_references(source: str) -> list[str]:
+    """Primitives whose references generated code calls and which ask for data on the host, which waits for the device."""
+    asking = (name for name, primitive in PRIMITIVES.items() if primitive.asks_host)
+    return [name for name in asking if f"PRIMITIVES[{name!r}]" in source or f"KERNELS[{name!r}, {REFERENCE!r}]" in source]
 
 
 def check_device(kernels: Kernels, device: torch.device) -> None:

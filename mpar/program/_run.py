@@ -8,13 +8,13 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.errors import ConfigError, ProgramError, ShapeError, UnknownNameError
-from mpar.kernels import implementation
+from mpar.kernels import REFERENCE, implementation
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES
 from mpar.program._capture import Replay
 from mpar.program._comm import Comm, Counter, ProcessComm
 from mpar.program._inductor import compiled, opaque
-from mpar.program._kernels import check_device
+from mpar.program._kernels import asking_references, check_device
 from mpar.program._simulate import run_ranks
 from mpar.program._streams import issue_on_streams, plan_streams
 from mpar.shards import assemble, shard
@@ -71,7 +71,8 @@ def load(
 ) -> Callable[[list[Tensor], Comm], tuple[Tensor, ...]]:
     """The function that generated source defines; `primitives` are what it calls, by default what the source says."""
     if primitives is None:
-        primitives = {name: PRIMITIVES[name].op if inductor else implementation(name) for name in PRIMITIVES}
+        called = [name for name in PRIMITIVES if f"[{name!r}" in source]
+        primitives = {name: opaque(name, REFERENCE) if inductor else implementation(name) for name in called}
     names: dict[str, Any] = {
         "torch": torch,
         "PRIMITIVES": primitives,
@@ -346,6 +347,12 @@ def bind(
         raise ConfigError(
             f"cannot bind with execution='cuda_graph' on device {device!s} and {program.mesh}: a step is recorded on one GPU. "
             "Use eager or inductor."
+        )
+    asking = sorted({name for kind in program.kinds.values() for name in asking_references(kind.source)})
+    if execution == "cuda_graph" and asking:
+        raise ConfigError(
+            f"cannot bind with execution='cuda_graph': the references of {', '.join(asking)} look at data on the host, which a "
+            "recording cannot. Use kernels=auto on a chip that has kernels, or execution='eager'."
         )
     if order not in (None, "rank", "library"):
         raise UnknownNameError(f"no order of addition is called {order!r}; there are rank and library")

@@ -64,7 +64,9 @@ class _Planner:
                 waits = [START, *waits]
             last[queue] = line
             self._note(step, queue, line)
-            raw.append((queue, waits, self._give_back(step)))
+            holds = self._give_back(step)
+            waits += [awaited for home, awaited in holds if home == queue]  # it may use the memory itself, before it returns
+            raw.append((queue, waits, [hold for hold in holds if hold[0] != queue]))
         if raw:
             raw[-1][2].extend((HOME, end) for queue, end in last.items() if queue != HOME and self._unseen(HOME, queue, end))
         awaited = {line for _, waits, holds in raw for line in (*waits, *(line for _, line in holds))}

@@ -65,7 +65,6 @@ def train(run, state, steps, device):
 @pytest.mark.parametrize("chunk", [None, 8192], ids=["logits", "fused_head"])
 def test_kernels_train_as_references_do(chunk):
     """Three float32 steps on the GPU, by Triton's kernels where they take float32, follow the references on the CPU."""
-    torch.backends.cuda.matmul.allow_tf32 = False
     model, program = make(kernels_for("auto", DEVICE), chunk=chunk)
     expected, _ = train(RankRun(program, ALONE, "cpu"), state_of(program, model, "cpu"), 3, "cpu")
     actual, _ = train(program.bind(device=DEVICE), state_of(program, model, DEVICE), 3, DEVICE)

@@ -58,6 +58,9 @@ def check(instructions, values, kinds):
         for value in step.outputs:
             for user in users.get(values[value].storage, ()):
                 assert user in before, f"line {line} writes over what line {user} reads"
+        for storage, queues in homes_given_back(step, values, alive, home).items():
+            others = {user for user in users[storage] if issues[user].queue != queue}
+            assert queues != queue or others <= before, f"line {line} may use memory that others still read"
         for where, readers, when in freed:
             assert where != queue or readers <= before, f"line {line} gets memory of line {when} too early"
         for value in (*step.inputs, *step.outputs):
@@ -73,6 +76,17 @@ def check(instructions, values, kinds):
             if not alive[storage]:
                 freed.append((home.pop(storage), users.pop(storage), line))
     return issues
+
+
+def homes_given_back(step, values, alive, home):
+    """The storages that an instruction gives back, and the queue that each was allocated on."""
+    left = {storage: set(names) for storage, names in alive.items()}
+    for value in (*step.inputs, *step.outputs):
+        left.setdefault(values[value].storage, set()).add(value)
+    for value in step.frees:
+        left[values[value].storage].discard(value)
+    touched = {values[value].storage for value in step.frees}
+    return {storage: home[storage] for storage in touched if not left[storage] and storage in home}
 
 
 def random_program(seed):
