@@ -168,7 +168,7 @@ def _levels_and_delta(call: _Call, out: Tensor, lse: Tensor, dout: Tensor, dlse:
     entry = tuned("attention_delta", out, str(size_v))
     padded = triton.cdiv(S, PADDING) * PADDING
     levels, delta = (torch.empty((B, N, padded), dtype=torch.float32, device=out.device) for _ in range(2))
-    grid = (padded // entry.blocks["BLOCK"], B * N)
+    grid = (B * N, padded // entry.blocks["BLOCK"])
     tensors, strides = (out, dout, lse, dlse, levels, delta), dout.stride()[:3]
     launch(attention_delta, grid, *tensors, S, N, padded, *strides, on=out, tuning=entry, VALUE=size_v)
     return levels, delta

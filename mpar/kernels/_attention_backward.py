@@ -21,9 +21,9 @@ def attention_delta(
     dout_stride_B, dout_stride_S, dout_stride_N, VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`delta = rowsum(out * dout) - dlse`, and lse in base 2, +inf for rows that see nothing, (B, N, padded)."""
-    batch_head = tl.program_id(1)
+    batch_head = tl.program_id(0)  # of this dim a grid may have 2**31, of the other 65535
     batch, head = (batch_head // num_heads).to(tl.int64), batch_head % num_heads
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_queries
     features = tl.arange(0, VALUE)[None, :]
     where = (batch * num_queries + rows) * num_heads + head

@@ -78,6 +78,9 @@ def updates(
     **_: Any,
 ) -> str | None:
     """Parameters and moments of float32; gradients and copies of float32, bfloat16 or float16, copies of one dtype."""
+    here = {x.device for x in (*params, *grads, *ms, *vs, *copies, lr, step, scale, skip) if x is not None}
+    if len(here) > 1:
+        return f"tensors are on {', '.join(sorted(map(str, here)))}: a kernel reads one device"
     wide = {x.dtype for x in (*params, *ms, *vs)} - {torch.float32}
     narrow = {x.dtype for x in (*grads, *copies)} - {torch.float32, torch.bfloat16, torch.float16}
     if wide or narrow or len({copy.dtype for copy in copies}) > 1:

@@ -76,7 +76,8 @@ def grouped_mm_supports(
 def loadable(x: Tensor) -> Tensor:
     """`x` itself if descriptors can load it: last dim contiguous, rows and base at multiples of 16 bytes. Else a copy."""
     size = x.element_size()
-    aligned = x.stride(-1) == 1 and all(step * size % 16 == 0 for step in x.stride()[:-1]) and x.storage_offset() * size % 16 == 0
+    steps = all(step and step * size % 16 == 0 for step in x.stride()[:-1])
+    aligned = x.stride(-1) == 1 and steps and x.storage_offset() * size % 16 == 0 and x.data_ptr() % 16 == 0  # 0 without data
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
