@@ -27,6 +27,14 @@ def test_right_kernels_pass(device):
     checked("attention_bwd")(q, k, v, *masks, out, lse, make((2, 20, 4, 64)), None, **params)
 
 
+def test_rounded_logits_pass(device):
+    """Losses of a head in bfloat16 are float32 numbers of rounded logits."""
+    make = make_on(device)
+    params = {"ignore_index": -100, "vocab_size": 104, "start": 0, "label_smoothing": 0.0, "chunk": 6}
+    head, labels, dloss = make((32, 104)) * 32**-0.5, make((6,), torch.int64), make((6,), torch.float32)
+    checked("linear_cross_entropy_grad")(make((6, 32)), head, labels, dloss, **params)
+
+
 def broken(monkeypatch, change):
     """SwiGLU's kernel with `change` of what it gives."""
     real = _choose.implementation

@@ -1,6 +1,9 @@
 """Cross-entropy over the vocabulary of Llama 3, an eighth of it, GPT-2's without padding, and fused with the head."""
 
+import math
+
 import torch
+from torch import Tensor
 
 from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
@@ -22,14 +25,23 @@ def _forward(make: Make, num_columns: int, dtype: torch.dtype, smoothing: float)
 
 
 def _backward(make: Make, num_columns: int, dtype: torch.dtype, smoothing: float) -> object:
-    labels, lse, dloss = (make((NUM_TOKENS,), dtype) for dtype in (torch.int64, torch.float32, torch.float32))
+    labels, dloss = make((NUM_TOKENS,), torch.int64), make((NUM_TOKENS,), torch.float32)
     dlse = make((NUM_TOKENS,), torch.float32) if smoothing else None
     logits, params = make((NUM_TOKENS, num_columns), dtype), _params(num_columns, smoothing)
+    lse = _log_sum_exp(make, logits, params["vocab_size"] / num_columns)
     return implementation("cross_entropy_bwd", "triton")(logits, labels, lse, dloss, dlse, **params)
+
+
+def _log_sum_exp(make: Make, logits: Tensor, num_shards: float) -> Tensor:
+    """Of the whole vocabulary, as if its other shards summed to as much; references of whole rows take it from the logits."""
+    if logits.is_meta:
+        return make(logits.shape[:1], torch.float32)
+    return logits.float().logsumexp(1) + math.log(num_shards)
 
 
 def _fused(make: Make, num_columns: int, dtype: torch.dtype, smoothing: float) -> object:
     x, head = make((NUM_TOKENS, HIDDEN_SIZE), dtype), make((HIDDEN_SIZE, num_columns), dtype)
+    head.mul_(HIDDEN_SIZE**-0.5)  # logits are of size 1
     labels, dloss = make((NUM_TOKENS,), torch.int64), make((NUM_TOKENS,), torch.float32)
     params = _params(num_columns, smoothing) | {"chunk": NUM_TOKENS}
     return implementation("linear_cross_entropy_grad", "triton")(x, head, labels, dloss, **params)
