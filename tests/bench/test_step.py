@@ -13,7 +13,7 @@ import torch
 
 from bench._child import ChildFailed
 from bench._report import RESULTS
-from bench.step import _ours, _run
+from bench.step import _ours, _run, _worker
 from bench.step._case import CASES, VARIANTS, Case
 from bench.step._data import token_batches
 from bench.step._ours import Ours
@@ -118,6 +118,27 @@ def test_a_worker_on_a_gpu(gpu):
     gpu.allocated = 123
     block = worker.block(2.2)
     assert (block["times"], block["held_bytes"]) == ([500.0] * 4, 123) and block["last_loss"] == pytest.approx(5.3, abs=0.3)
+
+
+@pytest.mark.parametrize(("name", "peak"), [(EAGER, 30), (GRAPH, 70)])
+def test_the_peak_of_a_recorded_step_is_that_of_its_recording(gpu, monkeypatch, name, peak):
+    """Replays allocate nothing, so all steps count; others count once they are warm; neither counts what building took."""
+    needs = [50, 70, 0, 0, 0, 0, 0] if name == GRAPH else [50, 70, 30, 30, 30, 30, 30]
+
+    class Trainer:
+        about, predicted = "so", None
+
+        def __init__(self, case, variant, device):
+            gpu.peak = 1000
+
+        def step(self):
+            gpu.peak = max(gpu.peak, needs.pop(0))
+            return torch.tensor(1.0)
+
+    monkeypatch.setattr(_worker, "Ours", Trainer)
+    worker = _Worker(LLAMA.shrunk(), variant(name), torch.device("cpu"))
+    worker.cuda = True
+    assert worker.build()["peak_bytes"] == peak and not needs
 
 
 def test_a_program_that_fits_recomputes_no_more_than_it_must(gpu, monkeypatch):
