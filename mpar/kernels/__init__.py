@@ -1,7 +1,7 @@
 """Kernels: Triton implementations of primitives, chosen by a static table. Only running a kernel needs Triton."""
 
 from mpar.kernels._arch import ARCHITECTURES, Architecture
-from mpar.kernels._catalogue import CATALOGUE, Implementation
+from mpar.kernels._catalogue import CATALOGUE, REFERENCE_WORKSPACE, Implementation
 from mpar.kernels._choose import KERNELS, REFERENCE, Kernels, choose, implementation, kernels_for
 from mpar.kernels._eager import install
 
@@ -10,6 +10,7 @@ __all__ = [
     "CATALOGUE",
     "KERNELS",
     "REFERENCE",
+    "REFERENCE_WORKSPACE",
     "Architecture",
     "Implementation",
     "Kernels",

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["attention_bwd_workspace", "attention_supports", "merge_supports"]
+__all__ = ["attention_bwd_workspace", "attention_supports", "merge_supports", "scores_bwd_workspace", "scores_workspace"]
 
 HEADS = ((64, 64), (128, 128), (256, 256), (192, 128))
 """Head sizes of q and k, and of v: tiles are powers of two, and 192 is 128 and 64."""
@@ -33,6 +33,16 @@ def attention_bwd_workspace(q: Tensor, *others: Any, **params: Any) -> int:
     """Two numbers in float32 for each row of a head, padded to tiles."""
     B, S, N = q.shape[:3]
     return 2 * 4 * B * N * (-(-S // PADDING) * PADDING)
+
+
+def scores_workspace(q: Tensor, k: Tensor, *others: Any, **params: Any) -> int:
+    """What the reference holds on a GPU: scores of one batch row, and exponentials for their log-sum-exp."""
+    return 2 * q.shape[1:3].numel() * k.shape[1] * max(4, q.element_size())
+
+
+def scores_bwd_workspace(q: Tensor, k: Tensor, *others: Any, **params: Any) -> int:
+    """The same for its gradient: scores, probabilities' gradients, and one more while they are multiplied."""
+    return scores_workspace(q, k) * 3 // 2
 
 
 def merge_supports(arch: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, *_: Any, **params: Any) -> str | None:

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from mpar.kernels._attention_gluon_support import attention_gluon_supports
-from mpar.kernels._attention_support import attention_bwd_workspace, attention_supports, merge_supports
+from mpar.kernels._attention_support import (
+    attention_bwd_workspace,
+    attention_supports,
+    merge_supports,
+    scores_bwd_workspace,
+    scores_workspace,
+)
 from mpar.kernels._fp8_support import fp8_matmul_supports, quantise_both_workspace, quantise_supports, quantise_workspace
 from mpar.kernels._head_chunks import backward_workspace, forward_workspace, grad_workspace
 from mpar.kernels._moe_support import (
@@ -26,7 +32,7 @@ from mpar.kernels._moe_support import (
     rows_support,
 )
 
-__all__ = ["CATALOGUE", "Implementation"]
+__all__ = ["CATALOGUE", "REFERENCE_WORKSPACE", "Implementation"]
 
 Supports = Callable[..., str | None]
 """`supports(arch, *operands, **params)`, with operands without data: why the kernel cannot do this, or None if it can."""
@@ -165,3 +171,9 @@ CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
     ]
 )
 """Implementations of each primitive, best first: `kernels=auto` takes the first that supports the call."""
+
+REFERENCE_WORKSPACE: Mapping[str, Callable[..., int]] = {
+    "attention": scores_workspace,
+    "attention_bwd": scores_bwd_workspace,
+}
+"""What references need on a GPU where that is not what they need on a CPU."""

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from mpar.errors import ConfigError
-from mpar.kernels import ARCHITECTURES, CATALOGUE, REFERENCE, Kernels, choose
+from mpar.kernels import ARCHITECTURES, CATALOGUE, REFERENCE, REFERENCE_WORKSPACE, Kernels, choose
 from mpar.ops import PRIMITIVES
 from mpar.ops._primitive import primitive_of
 
@@ -35,7 +35,9 @@ def choose_kernels(graph: fx.Graph, kernels: Kernels) -> tuple[KernelUse, ...]:
         operands, params = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         name, why = choose(kernels, primitive.name, operands, params)
         node.meta["implementation"] = name
-        if name != REFERENCE:
+        if name == REFERENCE and primitive.name in REFERENCE_WORKSPACE:
+            node.meta["workspace"] = REFERENCE_WORKSPACE[primitive.name](*operands, **params)
+        elif name != REFERENCE:
             node.meta["workspace"] = next(i for i in CATALOGUE[primitive.name] if i.name == name).workspace(*operands, **params)
         uses[primitive.name, name, why] += 1
     return tuple(KernelUse(*use, calls) for use, calls in uses.items())

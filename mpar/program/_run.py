@@ -333,7 +333,8 @@ def bind(
     """This process's rank of the program, on the processes that torch.distributed has started.
 
     execution: "eager" calls the generated code; "inductor" compiles it by torch.compile when it is first called; "cuda_graph"
-               records the second step and replays it, on one GPU. The bits of "cuda_graph" are those of "eager".
+               records the second step and replays it, on one GPU. The bits of "cuda_graph" are those of "eager". What Inductor
+               compiled keeps a segment's operands to its end: it needs more memory than is predicted.
 
     order:     "rank" sums in rank order, the simulator's bits (default but on NCCL); "library" leaves sums to the backend.
     transport: for CPU tensors in rank order, "shared" memory or the "backend"; default: shared where all ranks of a group are on

@@ -141,3 +141,14 @@ def test_catalogue_is_whole():
         "reference",
         "triton: kernels compute in float32 and take no torch.float64",
     )
+
+
+def test_references_need_what_they_need_on_a_gpu():
+    """A head size without a kernel: the scores of a row are in memory at once, and the prediction says so."""
+    model = models.from_config(TINY | {"head_dim": 32}, dtype=torch.float32, vocab_multiple=1)
+    need = {}
+    for length in (64, 128):
+        program = compile_step(model, AdamW(lr=1e-2), Mesh(), "ddp", (2, length), kernels=Kernels("auto", "sm_90"))
+        need[length] = program.kinds["layers backward"].workspace
+    scores = {length: 2 * length * length * 4 for length in need}
+    assert need == {length: 3 * size for length, size in scores.items()}
