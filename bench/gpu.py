@@ -2,12 +2,14 @@
 
 Numerics first: every entry of the table of kernels against float64 and against itself, by `pytest -m gpu` where pytest is
 installed, which also runs programs, and by a plain loop where it is not. Then the table of kernels beside peers, then training
-steps beside peers. A part that fails or runs out of time costs the others nothing. Each leaves its files in the folder, and its
-output as <part>.txt.
+steps beside peers. A part that fails or runs out of time costs the others nothing; one that runs out of time is interrupted, so
+that it can say what it has found. Each leaves its files in the folder, and its output, as it comes, in <part>.txt.
 """
 
 import argparse
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,8 +22,10 @@ from bench.kernels._case import all_cases, calling
 from mpar.kernels import kernels_for
 from tests.kernels.checked import checked, make_on
 
-SHARES = {"numerics": 0.3, "kernels": 0.6, "step": 1.0}
+SHARES = {"numerics": 0.45, "kernels": 0.55, "step": 1.0}
 """What a part may take of the time that is then left, in order."""
+GRACE_S, GOODBYE_S = 10.0, 10.0
+"""What a part may take beyond its time, before it is interrupted; and then, to print what it has found before it is killed."""
 
 
 def main() -> int:
@@ -36,6 +40,7 @@ def main() -> int:
     if args.plain:
         return check_table(sys.stdout)
     args.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would the parts
     ends = time.perf_counter() + args.seconds
     failed = [part for part in args.parts if not _run(part, args.out, args.commit, SHARES[part] * (ends - time.perf_counter()))]
     sys.stdout.write(f"failed: {', '.join(failed)}\n" if failed else "all parts passed\n")
@@ -47,15 +52,28 @@ def _run(part: str, out: Path, commit: str, seconds: float) -> bool:
     command, began = _command(part, out, commit, seconds), time.perf_counter()
     log = out / f"{part}.txt"
     with log.open("w", encoding="utf-8") as file:
-        try:
-            code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=seconds + 15).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT) as child:
+            code = _wait(child, seconds + GRACE_S)
+        if code is None:
             file.write(f"\nstopped after {seconds:.0f} s\n")
-    verdict = "passed" if code == 0 else "out of time" if code == -1 else f"exit code {code}"
+    verdict = "passed" if code == 0 else "out of time" if code is None else f"exit code {code}"
     sys.stdout.write(f"{part}: {verdict} in {time.perf_counter() - began:.0f} s, see {log}\n")
     sys.stdout.flush()
     return code == 0
+
+
+def _wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Its exit code; None if it had to be stopped."""
+    try:
+        return child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGINT)
+    try:
+        child.wait(GOODBYE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+    return None
 
 
 def _command(part: str, out: Path, commit: str, seconds: float) -> list[str]:
@@ -63,7 +81,10 @@ def _command(part: str, out: Path, commit: str, seconds: float) -> list[str]:
     if part == "numerics":
         if importlib.util.find_spec("pytest") is None:
             return [*python, "bench.gpu", "--plain", "--out", str(out)]
-        return [*python, "pytest", "-m", "gpu", "-q", "--maxfail=20", "tests/program/test_gpu.py", "tests/kernels"]
+        table = "tests/kernels/test_table.py"
+        others = (str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/kernels").glob("test_*.py")))
+        files = ["tests/program/test_gpu.py", table, *(path for path in others if path != table)]  # in this order
+        return [*python, "pytest", "-m", "gpu", "-vv", "--tb=short", "--maxfail=20", *files]  # a line for each test, at once
     given = ["--seconds", f"{seconds:.0f}", "--out", str(out), *(["--commit", commit] if commit else [])]
     return [*python, f"bench.{part}", "run", *given]
 

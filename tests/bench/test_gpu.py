@@ -1,19 +1,24 @@
 """The one command for a GPU: its parts are started, timed, and reported, whatever they do."""
 
 import io
+import re
 import sys
 
 import pytest
 
 from bench import gpu
+from bench._machine import ROOT
 from bench.kernels._case import Case
 
 
 def test_parts_are_reported(tmp_path, monkeypatch, capsys):
     """A part that passes, one that fails and one that hangs: each has its log and its verdict, and the last ends in time."""
-    scripts = {"numerics": "print('fine')", "kernels": "raise SystemExit(3)", "step": "import time; time.sleep(60)"}
+    said = "print('begun'); time.sleep(60)"
+    interrupted = f"import time\ntry: {said}\nexcept KeyboardInterrupt: print('found so far')"
+    scripts = {"numerics": "print('fine')", "kernels": "raise SystemExit(3)", "step": interrupted}
     monkeypatch.setattr(gpu, "_command", lambda part, *_: [sys.executable, "-c", scripts[part]])
-    monkeypatch.setattr(gpu.subprocess, "run", _impatient(gpu.subprocess.run))
+    monkeypatch.setattr(gpu, "SHARES", gpu.SHARES | {"step": 0.2})
+    monkeypatch.setattr(gpu, "GRACE_S", 0.0)
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "--out", str(tmp_path), "--seconds", "10"])
     assert gpu.main() == 1
     shown = capsys.readouterr().out
@@ -22,12 +27,23 @@ def test_parts_are_reported(tmp_path, monkeypatch, capsys):
     assert "step: out of time" in shown
     assert shown.endswith("failed: kernels, step\n")
     assert (tmp_path / "numerics.txt").read_text() == "fine\n"
-    assert "stopped after" in (tmp_path / "step.txt").read_text()
+    assert re.fullmatch(r"begun\nfound so far\n\nstopped after \d+ s\n", (tmp_path / "step.txt").read_text())
 
 
-def _impatient(run):
-    """`run` that waits two seconds at most."""
-    return lambda *args, timeout, **options: run(*args, timeout=min(timeout, 2), **options)
+def test_a_part_that_does_not_let_itself_be_interrupted_is_killed(tmp_path, monkeypatch):
+    """What it printed stays."""
+    script = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('begun'); time.sleep(60)"
+    monkeypatch.setattr(gpu, "_command", lambda *_: [sys.executable, "-c", script])
+    monkeypatch.setattr(gpu, "GOODBYE_S", 0.2)
+    assert not gpu._run("step", tmp_path, "", 1.0 - gpu.GRACE_S)
+    assert (tmp_path / "step.txt").read_text().startswith("begun\n\nstopped")
+
+
+def test_programs_and_the_table_come_first(tmp_path):
+    """Then the other files of kernels, each once, since pytest may forget the order of files that overlap with a folder."""
+    files = [word for word in gpu._command("numerics", tmp_path, "", 1.0) if word.endswith(".py")]
+    assert files[:2] == ["tests/program/test_gpu.py", "tests/kernels/test_table.py"]
+    assert len(set(files)) == len(files) > 10 and all((ROOT / file).exists() for file in files)
 
 
 @pytest.mark.parametrize("part", gpu.SHARES)
