@@ -2,6 +2,7 @@
 
 import io
 import re
+import signal
 import sys
 
 import pytest
@@ -20,6 +21,7 @@ def test_parts_are_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "SHARES", gpu.SHARES | {"step": 0.2})
     monkeypatch.setattr(gpu, "GRACE_S", 0.0)
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "--out", str(tmp_path), "--seconds", "10"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell's background jobs find it
     assert gpu.main() == 1
     shown = capsys.readouterr().out
     assert "numerics: passed" in shown
