@@ -22,8 +22,10 @@ from bench.kernels._case import all_cases, calling
 from mpar.kernels import kernels_for
 from tests.kernels.checked import checked, make_on
 
-SHARES = {"numerics": 0.45, "kernels": 0.55, "step": 1.0}
-"""What a part may take of the time that is then left, in order."""
+SHARES = {"numerics": 0.45, "kernels": 0.55, "step": 0.85, "gluon": 1.0}
+"""What a part may take of the time that is then left, in order. Kernels in Gluon wait at barriers, and can hang: last."""
+PYTEST = ("pytest", "-m", "gpu", "-vv", "--tb=short", "--maxfail=20")
+"""A line for each test, at once."""
 GRACE_S, GOODBYE_S = 10.0, 10.0
 """What a part may take beyond its time, before it is interrupted; and then, to print what it has found before it is killed."""
 
@@ -78,13 +80,16 @@ def _wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 def _command(part: str, out: Path, commit: str, seconds: float) -> list[str]:
     python = [sys.executable, "-m"]
+    if part == "gluon":
+        files = ["tests/kernels/test_table.py", "tests/kernels/test_attention_gluon.py"]
+        return [*python, *PYTEST, "-k", "gluon", *files]
     if part == "numerics":
         if importlib.util.find_spec("pytest") is None:
             return [*python, "bench.gpu", "--plain", "--out", str(out)]
         table = "tests/kernels/test_table.py"
         others = (str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/kernels").glob("test_*.py")))
         files = ["tests/program/test_gpu.py", table, *(path for path in others if path != table)]  # in this order
-        return [*python, "pytest", "-m", "gpu", "-vv", "--tb=short", "--maxfail=20", *files]  # a line for each test, at once
+        return [*python, *PYTEST, "-k", "not gluon", *files]
     given = ["--seconds", f"{seconds:.0f}", "--out", str(out), *(["--commit", commit] if commit else [])]
     return [*python, f"bench.{part}", "run", *given]
 
@@ -93,6 +98,7 @@ def check_table(out: TextIO, device: str = "cuda") -> int:
     """Every case of the table for the chip that is here; the number that are wrong."""
     arch, wrong = kernels_for("auto", device).arch, 0
     cases = [case for case in all_cases() if not case.archs or arch in case.archs]
+    cases.sort(key=lambda case: "gluon" in case.name)  # barriers of our own can hang: last
     for case in cases:
         try:
             with calling(checked):

@@ -16,7 +16,7 @@ def test_parts_are_reported(tmp_path, monkeypatch, capsys):
     """A part that passes, one that fails and one that hangs: each has its log and its verdict, and the last ends in time."""
     said = "print('begun'); time.sleep(60)"
     interrupted = f"import time\ntry: {said}\nexcept KeyboardInterrupt: print('found so far')"
-    scripts = {"numerics": "print('fine')", "kernels": "raise SystemExit(3)", "step": interrupted}
+    scripts = {"numerics": "print('fine')", "kernels": "raise SystemExit(3)", "step": interrupted, "gluon": "print(1)"}
     monkeypatch.setattr(gpu, "_command", lambda part, *_: [sys.executable, "-c", scripts[part]])
     monkeypatch.setattr(gpu, "SHARES", gpu.SHARES | {"step": 0.2})
     monkeypatch.setattr(gpu, "GRACE_S", 0.0)
