@@ -14,18 +14,27 @@ WIDTHS = {"V128256": 128256, "V16032 of 8": 16032, "V50257": 50257}
 
 def _params(num_columns: int, smoothing: float) -> dict[str, float]:
     vocab_size = 128256 if num_columns == 16032 else num_columns
-    start = 16032 if num_columns == 16032 else 0
-    return {"ignore_index": -100, "vocab_size": vocab_size, "start": start, "label_smoothing": smoothing}
+    return {"ignore_index": -100, "vocab_size": vocab_size, "start": _start(num_columns), "label_smoothing": smoothing}
+
+
+def _start(num_columns: int) -> int:
+    """The first column of the shard, which is the second of eight."""
+    return 16032 if num_columns == 16032 else 0
+
+
+def _labels(make: Make, num_columns: int) -> Tensor:
+    """Labels of which, where the columns are a shard, half are in it."""
+    return make((NUM_TOKENS,), torch.int64) + max(_start(num_columns) - 50, 0)
 
 
 def _forward(make: Make, num_columns: int, dtype: torch.dtype, smoothing: float) -> object:
     name = "cross_entropy_stats" if num_columns == 16032 else "cross_entropy"
-    labels = make((NUM_TOKENS,), torch.int64)
+    labels = _labels(make, num_columns)
     return implementation(name, "triton")(make((NUM_TOKENS, num_columns), dtype), labels, **_params(num_columns, smoothing))
 
 
 def _backward(make: Make, num_columns: int, dtype: torch.dtype, smoothing: float) -> object:
-    labels, dloss = make((NUM_TOKENS,), torch.int64), make((NUM_TOKENS,), torch.float32)
+    labels, dloss = _labels(make, num_columns), make((NUM_TOKENS,), torch.float32)
     dlse = make((NUM_TOKENS,), torch.float32) if smoothing else None
     logits, params = make((NUM_TOKENS, num_columns), dtype), _params(num_columns, smoothing)
     lse = _log_sum_exp(make, logits, params["vocab_size"] / num_columns)
@@ -42,7 +51,7 @@ def _log_sum_exp(make: Make, logits: Tensor, num_shards: float) -> Tensor:
 def _fused(make: Make, num_columns: int, dtype: torch.dtype, smoothing: float) -> object:
     x, head = make((NUM_TOKENS, HIDDEN_SIZE), dtype), make((HIDDEN_SIZE, num_columns), dtype)
     head.mul_(HIDDEN_SIZE**-0.5)  # logits are of size 1
-    labels, dloss = make((NUM_TOKENS,), torch.int64), make((NUM_TOKENS,), torch.float32)
+    labels, dloss = _labels(make, num_columns), make((NUM_TOKENS,), torch.float32)
     params = _params(num_columns, smoothing) | {"chunk": NUM_TOKENS}
     return implementation("linear_cross_entropy_grad", "triton")(x, head, labels, dloss, **params)
 
