@@ -35,7 +35,7 @@ def _few(what: str, number: int, most: int) -> str | None:
 
 def router_supports(arch: str, logits: Tensor, *others: Tensor | None, k: int, **_: Any) -> str | None:
     """Of `topk_router` and its gradient."""
-    return floats(logits, *others) or _few("experts", logits.shape[1], MAX_EXPERTS) or _few("experts per token", k, MAX_CHOSEN)
+    return floats(logits, *others) or _few("experts", logits.shape[-1], MAX_EXPERTS) or _few("experts per token", k, MAX_CHOSEN)
 
 
 def expert_order_supports(arch: str, experts: Tensor, *, num_experts: int) -> str | None:

@@ -163,11 +163,12 @@ def topk_router(
     reason = router_supports(arch_of(logits), logits, bias, k=k)
     if reason is not None:
         raise KernelError(f"topk_router: {reason}")
-    num_tokens, num_experts = logits.shape
+    leading, num_experts = logits.shape[:-1], logits.shape[-1]
+    num_tokens = leading.numel()
     logits, bias = logits.contiguous(), None if bias is None else bias.contiguous()
-    weights = torch.empty((num_tokens, k), dtype=torch.float32, device=logits.device)
-    experts = torch.empty((num_tokens, k), dtype=torch.int32, device=logits.device)
-    scores = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=logits.device)
+    weights = torch.empty((*leading, k), dtype=torch.float32, device=logits.device)
+    experts = torch.empty((*leading, k), dtype=torch.int32, device=logits.device)
+    scores = torch.empty((*leading, num_experts), dtype=torch.float32, device=logits.device)
     blocks = _blocks(num_experts, k, score, normalise, order)
     entry = tuned("topk_router_fwd", logits, str(blocks["BLOCK_E"]))
     if num_tokens:
@@ -203,7 +204,7 @@ def topk_router_bwd(
     reason = router_supports(arch_of(logits), logits, None, k=k)
     if reason is not None:
         raise KernelError(f"topk_router_bwd: {reason}")
-    num_tokens, num_experts = logits.shape
+    num_tokens, num_experts = logits.shape[:-1].numel(), logits.shape[-1]
     operands = [None if x is None else x.contiguous() for x in (logits, experts, scores, dweights, dscores)]
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     blocks = _blocks(num_experts, k, score, normalise, order)

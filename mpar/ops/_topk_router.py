@@ -32,7 +32,7 @@ topk_router_p = Primitive("topk_router", "logits, bias? -> weights, experts, sco
 
 
 def topk_router(
-    logits_TE: Tensor,
+    logits: Tensor,
     bias_E: Tensor | None = None,
     *,
     k: int,
@@ -43,19 +43,20 @@ def topk_router(
     groups_kept: int = 1,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(weights_TK, experts_TK, scores_TE)`: for each token its `k` experts, best first, what each counts, and all scores.
+    """`(weights, experts, scores)` of `logits` (..., E): each token's `k` experts, best first, what each counts, and all scores.
 
-    `scores_TE` is `score` of the logits, over all experts. order pre: the choice is made by scores, the weights are the scores of
-    the chosen; post: the choice is made by logits, the weights are `score` of the chosen logits alone. `bias_E` is added before
-    the choice, not to the weights. With `groups` > 1 the experts are as many groups of neighbours; only the `groups_kept` groups
-    with the largest sums of their two best are chosen from. `normalise` divides the weights by their sum; then `scale` multiplies
-    them. Equal values: the lowest index first. NaN counts as -inf in the choice; a row with a NaN has NaN weights.
+    `weights` and `experts` are (..., k), `scores` (..., E): `score` of the logits, over all experts. order pre: the choice is
+    made by scores, the weights are the scores of the chosen; post: the choice is made by logits, the weights are `score` of the
+    chosen logits alone. `bias_E` is added before the choice, not to the weights. With `groups` > 1 the experts are as many groups
+    of neighbours; only the `groups_kept` groups with the largest sums of their two best are chosen from. `normalise` divides the
+    weights by their sum; then `scale` multiplies them. Equal values: the lowest index first. NaN counts as -inf in the choice; a
+    row with a NaN has NaN weights.
 
     Weights and scores are float32 or wider, experts int32. Gradients flow into the logits from weights and scores.
     Raises ShapeError, DtypeError or ConfigError if operands or numbers do not fit each other.
     """
     params = {"k": k, "score": score, "normalise": normalise, "order": order}
-    return topk_router_p.bind(logits_TE, bias_E, **params, groups=groups, groups_kept=groups_kept, scale=float(scale))
+    return topk_router_p.bind(logits, bias_E, **params, groups=groups, groups_kept=groups_kept, scale=float(scale))
 
 
 def _check_numbers(num_experts: int, k: int, score: str, order: str, groups: int, groups_kept: int) -> None:
@@ -77,82 +78,82 @@ def _check_numbers(num_experts: int, k: int, score: str, order: str, groups: int
 
 @topk_router_p.def_abstract
 def _abstract(logits, bias, *, k, score, normalise, order, groups, groups_kept, scale):
-    if logits.ndim != 2 or (bias is not None and bias.shape != logits.shape[1:]):
+    if logits.ndim < 1 or (bias is not None and bias.shape != logits.shape[-1:]):
         shapes = f"logits are {tuple(logits.shape)}, bias is {None if bias is None else tuple(bias.shape)}"
-        raise ShapeError(f"topk_router: {shapes}; they must be (T, E) and (E,)")
+        raise ShapeError(f"topk_router: {shapes}; they must be (..., E) and (E,)")
     if not logits.is_floating_point() or not (bias is None or bias.is_floating_point()):
         raise DtypeError(f"topk_router: logits are {logits.dtype}, bias is {getattr(bias, 'dtype', None)}; both must be floating")
-    _check_numbers(logits.shape[1], k, score, order, groups, groups_kept)
+    _check_numbers(logits.shape[-1], k, score, order, groups, groups_kept)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    weights = torch.empty((logits.shape[0], k), dtype=wide, device=logits.device)
+    weights = torch.empty((*logits.shape[:-1], k), dtype=wide, device=logits.device)
     return weights, torch.empty_like(weights, dtype=torch.int32), torch.empty(logits.shape, dtype=wide, device=logits.device)
 
 
 @topk_router_p.def_impl
 def _impl(logits, bias, *, k, score, normalise, order, groups, groups_kept, scale):
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).contiguous()
-    scores = torch.softmax(wide, 1) if score == "softmax" else torch.sigmoid(wide)
+    scores = torch.softmax(wide, -1) if score == "softmax" else torch.sigmoid(wide)
     values = scores if order == "pre" else wide
     experts = _choose(values if bias is None else values + bias.to(wide.dtype), k, groups, groups_kept)
     weights = _chosen(wide, scores, experts, score, order)
     if normalise:
-        weights = weights / (weights.sum(1, keepdim=True) + TINY)
-    weights = (weights * scale).masked_fill(wide.isnan().any(1, keepdim=True), torch.nan)
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+    weights = (weights * scale).masked_fill(wide.isnan().any(-1, keepdim=True), torch.nan)
     return weights, experts.to(torch.int32), scores
 
 
-def _choose(values_TE: Tensor, k: int, groups: int, groups_kept: int) -> Tensor:
+def _choose(values: Tensor, k: int, groups: int, groups_kept: int) -> Tensor:
     """Indices of the `k` largest values of each row, from the best groups; of equal ones the lowest first."""
-    values_TE = values_TE.masked_fill(values_TE.isnan(), -torch.inf)
-    by_value_TE = values_TE.sort(dim=1, descending=True, stable=True).indices
+    values = values.masked_fill(values.isnan(), -torch.inf)
+    by_value = values.sort(dim=-1, descending=True, stable=True).indices
     if groups == 1:
-        return by_value_TE[:, :k]
-    size = values_TE.shape[1] // groups
-    merit = values_TE.unflatten(1, (groups, size)).topk(min(2, size), 2).values.sum(2)
-    best = merit.masked_fill(merit.isnan(), -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :groups_kept]
-    left_out = torch.ones_like(merit, dtype=torch.int8).scatter_(1, best, 0).repeat_interleave(size, 1)
-    kept_first = left_out.gather(1, by_value_TE).sort(dim=1, stable=True).indices
-    return by_value_TE.gather(1, kept_first[:, :k])
+        return by_value[..., :k]
+    size = values.shape[-1] // groups
+    merit = values.unflatten(-1, (groups, size)).topk(min(2, size), -1).values.sum(-1)
+    best = merit.masked_fill(merit.isnan(), -torch.inf).sort(dim=-1, descending=True, stable=True).indices[..., :groups_kept]
+    left_out = torch.ones_like(merit, dtype=torch.int8).scatter_(-1, best, 0).repeat_interleave(size, -1)
+    kept_first = left_out.gather(-1, by_value).sort(dim=-1, stable=True).indices
+    return by_value.gather(-1, kept_first[..., :k])
 
 
-def _chosen(wide_TE: Tensor, scores_TE: Tensor, experts_TK: Tensor, score: str, order: str) -> Tensor:
+def _chosen(wide: Tensor, scores: Tensor, experts: Tensor, score: str, order: str) -> Tensor:
     if score == "softmax" and order == "post":
-        return torch.softmax(wide_TE.gather(1, experts_TK), 1)
-    return scores_TE.gather(1, experts_TK)
+        return torch.softmax(wide.gather(-1, experts), -1)
+    return scores.gather(-1, experts)
 
 
 @topk_router_p.def_vjp("logits, experts, scores, dweights, dscores -> dlogits")
 def _vjp(logits, experts, scores, dweights, dscores, *, k, score, normalise, order, groups, groups_kept, scale):
     """Quotient rule for the normalisation, then the derivative of softmax, s (ds - sum(s ds)), or of sigmoid, s (1 - s) ds."""
     experts, dscores = experts.long(), torch.zeros_like(scores) if dscores is None else dscores
-    dchosen = torch.zeros_like(scores[:, :k]) if dweights is None else dweights * scale
+    dchosen = torch.zeros_like(scores[..., :k]) if dweights is None else dweights * scale
     chosen = _chosen(logits.to(scores.dtype), scores, experts, score, order)
     if normalise:
-        total = chosen.sum(1, keepdim=True) + TINY
-        dchosen = (dchosen - (dchosen * chosen).sum(1, keepdim=True) / total) / total
+        total = chosen.sum(-1, keepdim=True) + TINY
+        dchosen = (dchosen - (dchosen * chosen).sum(-1, keepdim=True) / total) / total
     if score == "sigmoid":
-        return (scores * (1 - scores) * dscores.scatter_add(1, experts, dchosen)).to(logits.dtype).contiguous()
+        return (scores * (1 - scores) * dscores.scatter_add(-1, experts, dchosen)).to(logits.dtype).contiguous()
     if order == "pre":
-        return _softmax_slope(scores, dscores.scatter_add(1, experts, dchosen)).to(logits.dtype).contiguous()
-    dlogits = _softmax_slope(scores, dscores).scatter_add(1, experts, _softmax_slope(chosen, dchosen))
+        return _softmax_slope(scores, dscores.scatter_add(-1, experts, dchosen)).to(logits.dtype).contiguous()
+    dlogits = _softmax_slope(scores, dscores).scatter_add(-1, experts, _softmax_slope(chosen, dchosen))
     return dlogits.to(logits.dtype).contiguous()
 
 
 def _softmax_slope(p: Tensor, dp: Tensor) -> Tensor:
-    return p * (dp - (p * dp).sum(1, keepdim=True))
+    return p * (dp - (p * dp).sum(-1, keepdim=True))
 
 
-topk_router_p.def_sharding("t e, e -> t k, t k, t e", need_replication="e k")
-topk_router_p.def_batching_folded()
-topk_router_p.bwd.def_sharding("t e, t k, t e, t k, t e -> t e", need_replication="e k")
-topk_router_p.bwd.def_batching_folded()
+topk_router_p.def_sharding("... e, e -> ... k, ... k, ... e", need_replication="e k")
+topk_router_p.def_batching_leading()
+topk_router_p.bwd.def_sharding("... e, ... k, ... e, ... k, ... e -> ... e", need_replication="e k")
+topk_router_p.bwd.def_batching_leading()
 
 
 @topk_router_p.def_cost
 def _cost(logits, bias, *, k, **_):
-    return Cost(flops=(5 + k) * logits.numel(), bytes=logits.nbytes + 4 * logits.numel() + 8 * k * logits.shape[0])
+    return Cost(flops=(5 + k) * logits.numel(), bytes=logits.nbytes + 4 * logits.numel() + 8 * k * logits.shape[:-1].numel())
 
 
 @topk_router_p.bwd.def_cost
 def _cost_bwd(logits, *_, k, **__):
-    return Cost(flops=(6 + k) * logits.numel(), bytes=2 * logits.nbytes + 8 * logits.numel() + 8 * k * logits.shape[0])
+    return Cost(flops=(6 + k) * logits.numel(), bytes=2 * logits.nbytes + 8 * logits.numel() + 8 * k * logits.shape[:-1].numel())

@@ -49,6 +49,20 @@ VARIANTS = {
 }
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 12), (12,), (2, 0, 12)], ids=str)
+def test_router_keeps_leading_dims(shape, make_tensor, device):
+    """A stack of sequences, one token or none: as its tokens in a row, forward and backward."""
+    logits, params = make_tensor(shape), ROUTER | {"order": "post"}
+    rows = logits.view(-1, 12)
+    results, expected = (kernel("topk_router")(x, None, **params) for x in (logits, rows))
+    for got, want, size in zip(results, expected, (2, 2, 12), strict=True):
+        assert got.shape == (*shape[:-1], size) and torch.equal(got.view(-1, size), want)
+    dweights = make_tensor(results[0].shape)
+    dlogits = kernel("topk_router_bwd")(logits, *results[1:], dweights, None, **params)
+    flat = kernel("topk_router_bwd")(rows, *expected[1:], dweights.view(-1, 2), None, **params)
+    assert dlogits.shape == shape and torch.equal(dlogits.view(-1, 12), flat)
+
+
 def spread_logits(make_tensor, num_tokens, num_experts, dtype):
     """Logits no two of which are near: rounding cannot change the choice."""
     order = make_tensor((num_tokens, num_experts)).argsort(1).double()

@@ -108,6 +108,25 @@ def test_router_sigmoid_of_very_negative_logits_is_no_nan():
     assert weights.tolist() == [[0.0, 0.0]]
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 8), (2, 1, 3, 8), (8,)], ids=str)
+@pytest.mark.parametrize("options", [{"order": "post"}, {"score": "sigmoid", "groups": 4, "groups_kept": 2}], ids=str)
+def test_router_takes_any_leading_dims(shape, options, make_tensor):
+    """Results and gradient of a stack of sequences, or of one token, are those of its tokens in a row."""
+    logits, bias = make_tensor(shape, F64), make_tensor((8,), F64)
+    actual, pull_back = testing.vjp(lambda x: ops.topk_router(x, bias, k=3, **options)[::2], logits)
+    expected, pull = testing.vjp(lambda x: ops.topk_router(x, bias, k=3, **options)[::2], logits.view(-1, 8))
+    experts = ops.topk_router(logits, bias, k=3, **options)[1]
+    assert experts.shape == (*shape[:-1], 3)
+    assert torch.equal(experts.view(-1, 3), ops.topk_router(logits.view(-1, 8), bias, k=3, **options)[1])
+    for got, want, size in zip(actual, expected, (3, 8), strict=True):
+        assert got.shape == (*shape[:-1], size)
+        testing.assert_close(got.view(-1, size), want)
+    cotangents = tuple(make_tensor(got.shape, F64) for got in actual)
+    dlogits = pull_back(cotangents)[0]
+    assert dlogits.shape == shape
+    testing.assert_close(dlogits.view(-1, 8), pull(tuple(dy.view(-1, dy.shape[-1]) for dy in cotangents))[0], name="dlogits")
+
+
 def test_router_batches(make_tensor):
     """vmap over a leading dim gives what each example gives."""
     logits = make_tensor((3, 5, 6), F64)
