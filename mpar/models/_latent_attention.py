@@ -1,0 +1,160 @@
+"""Multi-head latent attention: keys and values come from one small latent per token (DeepSeek-V2, arXiv:2405.04434, sec. 2.1).
+
+A part of each query and key has no position; the rest has RoPE, and its key is the same for all heads ("decoupled", sec. 2.1.3).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mpar import ops
+from mpar.errors import ConfigError
+from mpar.tree import struct
+
+__all__ = ["LATENT_ATTENTION_AXES", "LatentAttention", "LatentAttentionConfig", "latent_attend", "latent_attention_shapes"]
+
+
+@dataclass(frozen=True)
+class LatentAttentionConfig:
+    """Sizes of one layer's attention.
+
+    q_rank:  size of the latent that queries come from, None where they come from x; kv_rank: the same of keys and values.
+    nope_size, rope_size: the parts of a query or key without and with RoPE; v_size: of a value.
+    scale:   what q @ k is multiplied by, None for 1 / sqrt(nope_size + rope_size).
+    interleaved: RoPE turns neighbours (0, 1), (2, 3), ..., not element i with i + rope_size / 2.
+    bias:    the projections down to latents, and the one out, have biases. norm_eps: of the norms of latents.
+    Raises ConfigError with all sizes that cannot be.
+    """
+
+    num_heads: int
+    kv_rank: int
+    nope_size: int
+    rope_size: int
+    v_size: int
+    q_rank: int | None = None
+    scale: float | None = None
+    interleaved: bool = True
+    bias: bool = False
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        names = ("num_heads", "kv_rank", "nope_size", "rope_size", "v_size", "q_rank")
+        sizes = {name: getattr(self, name) for name in names}
+        problems = [f"{name}={size}: must be a positive int" for name, size in sizes.items() if size is not None and size < 1]
+        if self.rope_size % 2:
+            problems.append(f"rope_size={self.rope_size} is odd; RoPE turns pairs")
+        if problems:
+            raise ConfigError("cannot make latent attention:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+    @property
+    def qk_size(self) -> int:
+        """The size of a query or key head."""
+        return self.nope_size + self.rope_size
+
+
+@struct
+class LatentAttention:
+    """Projections. C: the latent of keys and values; L: that of queries, without which `q_DNH` is the only one of queries.
+
+    `kv_a_DC` gives the latent and behind it the key's part with RoPE; `kv_b_CNH` gives each head's key and behind it its value.
+    """
+
+    kv_a_DC: Tensor
+    kv_a_norm_C: Tensor
+    kv_b_CNH: Tensor
+    o_NHD: Tensor
+    q_DNH: Tensor | None = None
+    q_a_DL: Tensor | None = None
+    q_a_norm_L: Tensor | None = None
+    q_b_LNH: Tensor | None = None
+    q_a_bias_L: Tensor | None = None
+    kv_a_bias_C: Tensor | None = None
+    o_bias_D: Tensor | None = None
+
+
+LATENT_ATTENTION_AXES = cast(Any, LatentAttention)(
+    kv_a_DC=("embed", None),
+    kv_a_norm_C=(None,),
+    kv_b_CNH=(None, "heads", "head"),
+    o_NHD=("heads", "head", "embed"),
+    q_DNH=("embed", "heads", "head"),
+    q_a_DL=("embed", None),
+    q_a_norm_L=(None,),
+    q_b_LNH=(None, "heads", "head"),
+    q_a_bias_L=(None,),
+    kv_a_bias_C=(None,),
+    o_bias_D=("embed",),
+)
+
+
+def latent_attention_shapes(config: LatentAttentionConfig, hidden_size: int) -> LatentAttention:
+    """The parameters with a tuple of sizes for each leaf."""
+    D, N, L, C = hidden_size, config.num_heads, config.q_rank, config.kv_rank
+    return cast(Any, LatentAttention)(
+        kv_a_DC=(D, C + config.rope_size),
+        kv_a_norm_C=(C,),
+        kv_b_CNH=(C, N, config.nope_size + config.v_size),
+        o_NHD=(N, config.v_size, D),
+        q_DNH=(D, N, config.qk_size) if L is None else None,
+        q_a_DL=None if L is None else (D, L),
+        q_a_norm_L=None if L is None else (L,),
+        q_b_LNH=None if L is None else (L, N, config.qk_size),
+        q_a_bias_L=(L,) if config.bias and L is not None else None,
+        kv_a_bias_C=(C + config.rope_size,) if config.bias else None,
+        o_bias_D=(D,) if config.bias else None,
+    )
+
+
+def latent_attend(params: LatentAttention, config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+    """Causal attention of `x_BSD` to itself, within a document.
+
+    `context` has the tables cos and sin of `rope_size`; documents (B, S) where rows are packed; order (S,) where they are
+    permuted.
+    """
+    cos, sin, interleaved = context["cos"], context["sin"], config.interleaved
+    q_nope_BSNH, q_rope_BSNH = _queries(params, config, x_BSD).split([config.nope_size, config.rope_size], -1)
+    q_BSNH = torch.cat([q_nope_BSNH, ops.rope(q_rope_BSNH, cos, sin, interleaved=interleaved)], -1)
+
+    latent_BSC = _plus(ops.einsum("bsd,dc->bsc", x_BSD, params.kv_a_DC), params.kv_a_bias_C)
+    latent_BSC, k_rope_BSH = ops.name(latent_BSC, "kv_latent").split([config.kv_rank, config.rope_size], -1)
+    latent_BSC = ops.name(ops.rms_norm(latent_BSC, params.kv_a_norm_C, eps=config.norm_eps), "kv_norm")
+    kv_BSNH = ops.einsum("bsc,cnh->bsnh", latent_BSC, params.kv_b_CNH)
+    k_nope_BSNH, v_BSNH = kv_BSNH.split([config.nope_size, config.v_size], -1)
+    k_rope_BS1H = ops.rope(k_rope_BSH[:, :, None], cos, sin, interleaved=interleaved)
+    k_BSNH = torch.cat([k_nope_BSNH, k_rope_BS1H.expand(-1, -1, config.num_heads, -1)], -1)
+
+    q_BSNH = ops.constrain(ops.name(q_BSNH, "q_rope"), ("batch", "attend_seq", "attend_heads", "head"))
+    k_BSNH = ops.constrain(ops.name(k_BSNH, "k_rope"), ("batch", "attend_kv_seq", "attend_kv_heads", "head"))
+    v_BSNH = ops.constrain(ops.name(v_BSNH, "v"), ("batch", "attend_kv_seq", "attend_kv_heads", "head"))
+    order_S, documents_BS = context.get("order"), context.get("documents")
+    out_BSNH, _ = ops.attention(
+        q_BSNH,
+        k_BSNH,
+        v_BSNH,
+        q_order=order_S,
+        k_order=order_S,
+        q_documents=documents_BS,
+        k_documents=documents_BS,
+        causal=True,
+        scale=config.qk_size**-0.5 if config.scale is None else config.scale,
+    )
+    out_BSNH = ops.name(ops.constrain(out_BSNH, ("batch", "seq", "heads", "head")), "attn")
+    out_BSD = ops.constrain(ops.einsum("bsnh,nhd->bsd", out_BSNH, params.o_NHD), ("batch", "residual_seq", "embed"))
+    return ops.name(_plus(out_BSD, params.o_bias_D), "attn_out")
+
+
+def _queries(params: LatentAttention, config: LatentAttentionConfig, x_BSD: Tensor) -> Tensor:
+    """Both parts, (B, S, N, nope_size + rope_size)."""
+    if params.q_DNH is not None:
+        return ops.name(ops.einsum("bsd,dnh->bsnh", x_BSD, params.q_DNH), "q")
+    assert params.q_a_DL is not None and params.q_b_LNH is not None
+    latent_BSL = ops.name(_plus(ops.einsum("bsd,dl->bsl", x_BSD, params.q_a_DL), params.q_a_bias_L), "q_latent")
+    latent_BSL = ops.name(ops.rms_norm(latent_BSL, params.q_a_norm_L, eps=config.norm_eps), "q_norm")
+    return ops.name(ops.einsum("bsl,lnh->bsnh", latent_BSL, params.q_b_LNH), "q")
+
+
+def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias
