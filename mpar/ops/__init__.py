@@ -4,6 +4,7 @@ from mpar.ops._adamw import adamw, adamw_many
 from mpar.ops._add_layer_norm import add_layer_norm
 from mpar.ops._add_rms_norm import add_rms_norm
 from mpar.ops._attention import attention
+from mpar.ops._causal_conv1d import causal_conv1d
 from mpar.ops._constrain import constrain, name
 from mpar.ops._cross_entropy import cross_entropy
 from mpar.ops._einsum import einsum
@@ -20,6 +21,7 @@ from mpar.ops._random import Key, dropout, fold_in, fold_key, random_normal, ran
 from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope, rope_many
 from mpar.ops._sgd import sgd, sgd_many
+from mpar.ops._ssd_scan import ssd_scan
 from mpar.ops._sum_squares import sum_squares
 from mpar.ops._swiglu import swiglu
 from mpar.ops._topk_router import topk_router
@@ -33,6 +35,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "causal_conv1d",
     "constrain",
     "cross_entropy",
     "dequantise_fp8",
@@ -59,6 +62,7 @@ __all__ = [
     "rope_many",
     "sgd",
     "sgd_many",
+    "ssd_scan",
     "sum_squares",
     "swiglu",
     "topk_router",

@@ -1,0 +1,256 @@
+"""State-space scan with scalar decay, in chunks: the SSD layer of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060, section 6).
+
+Within a chunk of Q tokens the recurrence is a masked matrix, between chunks a state is passed on: work grows as S * Q, not S**2,
+and all of it is products of matrices.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpar.errors import ConfigError, DtypeError, ShapeError
+from mpar.ops._primitive import Cost, Primitive
+
+__all__ = ["ssd_scan"]
+
+ssd_scan_p = Primitive("ssd_scan", "x, dt, a, b, c, d?, state?, documents? -> y, final", chunk="int")
+
+
+def ssd_scan(
+    x_BSNH: Tensor,
+    dt_BSN: Tensor,
+    a_N: Tensor,
+    b_BSGK: Tensor,
+    c_BSGK: Tensor,
+    d_N: Tensor | None = None,
+    *,
+    state_BNHK: Tensor | None = None,
+    documents_BS: Tensor | None = None,
+    chunk: int = 256,
+) -> tuple[Tensor, Tensor]:
+    """`(y_BSNH, final_BNHK)` of the recurrence over tokens t, for each head n, whose group is g = n // (N / G):
+
+        state[t] = exp(dt[t] a) state[t - 1] + dt[t] x[t] b[t]^T       y[t] = state[t] c[t] + d x[t]
+
+    K is the size of the state, `dt_BSN` comes after softplus and limits, and `a_N` is negative. `state_BNHK` is the state before
+    the first token (default 0), `final_BNHK` that after the last one. Where `documents_BS` changes from one token to the next,
+    the state begins again at 0; `state_BNHK` belongs to the document of the first token. `chunk` is Q and no part of the meaning.
+    Sums are float32 or wider, as is the final state; `y_BSNH` has the dtype of `x_BSNH`. Documents get no gradient.
+    Raises ShapeError or DtypeError if the operands do not fit each other, ConfigError if `chunk` is not positive.
+    """
+    return ssd_scan_p.bind(x_BSNH, dt_BSN, a_N, b_BSGK, c_BSGK, d_N, state_BNHK, documents_BS, chunk=chunk)
+
+
+@ssd_scan_p.def_abstract
+def _abstract(x, dt, a, b, c, d, state, documents, *, chunk):
+    given = {"x": x, "dt": dt, "a": a, "b": b, "c": c, "d": d, "state": state, "documents": documents}
+    given = {name: operand for name, operand in given.items() if operand is not None}
+    shapes = "ssd_scan of " + ", ".join(f"{name} {tuple(operand.shape)}" for name, operand in given.items())
+    if x.ndim != 4 or b.ndim != 4:
+        raise ShapeError(f"{shapes}: x must be (B, S, N, H) and b (B, S, G, K)")
+    (B, S, N, H), (G, K) = x.shape, b.shape[2:]
+    expected = {"dt": (B, S, N), "a": (N,), "b": (B, S, G, K), "c": (B, S, G, K), "d": (N,), "state": (B, N, H, K)}
+    expected["documents"] = (B, S)
+    problems = [
+        f"{name} must be {expected[name]}"
+        for name, operand in given.items()
+        if tuple(operand.shape) != expected.get(name, x.shape)
+    ]
+    if not G or N % G:
+        problems.append(f"{G} groups do not divide {N} heads")
+    if problems:
+        raise ShapeError(f"{shapes}:\n" + "\n".join(problems))
+    wrong = {name: operand.dtype for name, operand in given.items() if name != "documents" and not operand.is_floating_point()}
+    if wrong:
+        raise DtypeError(f"{shapes}: these must be floating: {wrong}")
+    if documents is not None and documents.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(f"{shapes}: documents must be int32 or int64, not {documents.dtype}")
+    if chunk < 1:
+        raise ConfigError(f"{shapes}: chunk is {chunk}, must be a positive number of tokens")
+    final = torch.empty((B, N, H, K), dtype=_wide(x, dt, a, b, c, d, state), device=x.device)
+    return torch.empty((B, S, N, H), dtype=x.dtype, device=x.device), final
+
+
+def _wide(*operands: Tensor | None) -> torch.dtype:
+    wide = torch.float32
+    for operand in operands:
+        wide = wide if operand is None else torch.promote_types(wide, operand.dtype)
+    return wide
+
+
+class _Chunk(NamedTuple):
+    """The operands of Q tokens, wide, heads as G groups of R, and how much is left of one token, or of a state, at another.
+
+    `log` sums dt a over the tokens so far; `runs` numbers runs of equal documents. `from_start` is what is left of the state
+    before the chunk at each token, `to_end` of each token after the chunk, `across` of the state before at the end.
+    """
+
+    x_BQGRH: Tensor
+    dt_BQGR: Tensor
+    b_BQGK: Tensor
+    c_BQGK: Tensor
+    log_BQGR: Tensor
+    runs_BQ: Tensor | None
+    from_start_BQGR: Tensor
+    to_end_BQGR: Tensor
+    across_BGR: Tensor
+
+    def within_BGRQP(self) -> Tensor:
+        """What is left of token p at token q."""
+        log_BGRQ = self.log_BQGR.permute(0, 2, 3, 1)
+        size = log_BGRQ.shape[3]
+        visible = torch.ones(size, size, dtype=torch.bool, device=log_BGRQ.device).tril_()
+        if self.runs_BQ is not None:
+            visible = (visible & (self.runs_BQ[:, :, None] == self.runs_BQ[:, None, :]))[:, None, None]
+        return (log_BGRQ[..., :, None] - log_BGRQ[..., None, :]).masked_fill_(~visible, -torch.inf).exp_()
+
+    def scores_BGQP(self) -> Tensor:
+        """c b of all pairs of tokens."""
+        return torch.einsum("bqgk,bpgk->bgqp", self.c_BQGK, self.b_BQGK)
+
+    def next_state(self, state_BGRHK: Tensor) -> Tensor:
+        """The state after the chunk."""
+        scaled_BQGRH = self.x_BQGRH * (self.dt_BQGR * self.to_end_BQGR).unsqueeze(-1)
+        added_BGRHK = torch.einsum("bqgrh,bqgk->bgrhk", scaled_BQGRH, self.b_BQGK)
+        return added_BGRHK.addcmul_(state_BGRHK, self.across_BGR[..., None, None])
+
+
+def _slices(size: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, size)) for start in range(0, size, chunk)]
+
+
+def _runs(documents: Tensor | None) -> Tensor | None:
+    """Which run of equal documents each token is in, counted from 0."""
+    if documents is None:
+        return None
+    changes_BS = torch.zeros(documents.shape, dtype=torch.int64, device=documents.device)
+    changes_BS[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return changes_BS.cumsum(1)
+
+
+def _chunk(x, dt, a, b, c, runs, rows: slice, wide: torch.dtype) -> _Chunk:
+    groups = (b.shape[2], x.shape[2] // b.shape[2])
+    dt_BQGR = dt[:, rows].to(wide).unflatten(2, groups)
+    log_BQGR = (dt_BQGR * a.to(wide).view(groups)).cumsum(1)
+    from_start, to_end, across = log_BQGR.exp(), (log_BQGR[:, -1:] - log_BQGR).exp_(), log_BQGR[:, -1].exp()
+    runs_BQ = None if runs is None else runs[:, rows]
+    if runs_BQ is not None:
+        before_B1 = runs[:, max(rows.start - 1, 0), None]
+        from_start *= (runs_BQ == before_B1)[:, :, None, None]
+        to_end *= (runs_BQ == runs_BQ[:, -1:])[:, :, None, None]
+        across = across * (runs_BQ[:, -1:] == before_B1)[:, :, None]
+    x_BQGRH = x[:, rows].to(wide).unflatten(2, groups)
+    return _Chunk(x_BQGRH, dt_BQGR, b[:, rows].to(wide), c[:, rows].to(wide), log_BQGR, runs_BQ, from_start, to_end, across)
+
+
+def _first_state(x: Tensor, b: Tensor, state: Tensor | None, wide: torch.dtype) -> Tensor:
+    (B, _, N, H), (G, K) = x.shape, b.shape[2:]
+    whole = x.new_zeros((B, N, H, K), dtype=wide) if state is None else state.to(wide)
+    return whole.unflatten(1, (G, N // G))
+
+
+@ssd_scan_p.def_impl
+def _impl(x, dt, a, b, c, d, state, documents, *, chunk):
+    wide, runs = _wide(x, dt, a, b, c, d, state), _runs(documents)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    left = _first_state(x, b, state, wide)
+    for rows in _slices(x.shape[1], chunk):
+        part = _chunk(x, dt, a, b, c, runs, rows, wide)
+        weights_BGRQP = part.within_BGRQP().mul_(part.scores_BGQP().unsqueeze(2))
+        y_BQGRH = torch.einsum("bgrqp,bpgrh->bqgrh", weights_BGRQP, part.x_BQGRH * part.dt_BQGR.unsqueeze(-1))
+        old_BQGRH = torch.einsum("bqgk,bgrhk->bqgrh", part.c_BQGK, left)
+        y_BQNH = y_BQGRH.addcmul(old_BQGRH, part.from_start_BQGR.unsqueeze(-1)).flatten(2, 3)
+        y[:, rows] = y_BQNH if d is None else y_BQNH + x[:, rows].to(wide) * d.to(wide).unsqueeze(-1)
+        left = part.next_state(left)
+    return y, left.flatten(1, 2).clone(memory_format=torch.contiguous_format)
+
+
+@ssd_scan_p.def_vjp("x, dt, a, b, c, d, state, documents, dy, dfinal -> dx, ddt, da, db, dc, dd, dstate")
+def _vjp(x, dt, a, b, c, d, state, documents, dy, dfinal, *, chunk):
+    """Chunks from last to first, with the states before each of them computed again."""
+    wide, runs, groups = _wide(x, dt, a, b, c, d, state), _runs(documents), (b.shape[2], x.shape[2] // b.shape[2])
+    dx, ddt, db, dc = (torch.empty(like.shape, dtype=like.dtype, device=like.device) for like in (x, dt, b, c))
+    da_GR, all_rows = a.new_zeros(groups, dtype=wide), _slices(x.shape[1], chunk)
+    states = [_first_state(x, b, state, wide)]
+    for rows in all_rows[:-1]:
+        states.append(_chunk(x, dt, a, b, c, runs, rows, wide).next_state(states[-1]))
+    dleft = _first_state(x, b, dfinal, wide)
+    for rows in reversed(all_rows):
+        part = _chunk(x, dt, a, b, c, runs, rows, wide)
+        dy_BQGRH = torch.zeros_like(part.x_BQGRH) if dy is None else dy[:, rows].to(wide).unflatten(2, groups)
+        du, db_BQGK, dc_BQGK, dlog, dleft = _chunk_backward(part, states.pop(), dy_BQGRH, dleft)
+        dstep = dlog.flip(1).cumsum(1).flip(1)  # of dt a, which every later sum holds
+        ddt[:, rows] = (dstep * a.to(wide).view(groups)).add_((du * part.x_BQGRH).sum(-1)).flatten(2, 3)
+        da_GR += (dstep * part.dt_BQGR).sum((0, 1))
+        dx_BQGRH = du * part.dt_BQGR.unsqueeze(-1)
+        if d is not None:
+            dx_BQGRH.addcmul_(dy_BQGRH, d.to(wide).view(*groups, 1))
+        dx[:, rows], db[:, rows], dc[:, rows] = dx_BQGRH.flatten(2, 3), db_BQGK, dc_BQGK
+    dd = x.new_empty(0) if d is None else _skip_gradient(x, dy, d)
+    dstate = x.new_empty(0) if state is None else dleft.flatten(1, 2).to(state.dtype, memory_format=torch.contiguous_format)
+    return dx, ddt, da_GR.flatten().to(a.dtype), db, dc, dd, dstate
+
+
+def _chunk_backward(part: _Chunk, left, dy, dnext) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of u = dt x, b, c, the sums of dt a, and the state `left` before; `dnext` is that of the state after."""
+    u = part.x_BQGRH * part.dt_BQGR.unsqueeze(-1)
+    within, scores = part.within_BGRQP(), part.scores_BGQP()
+    dwithin = torch.einsum("bqgrh,bpgrh->bgrqp", dy, u).mul_(within)  # times within: the gradient of its logarithm, or of scores
+    dscores_BGQP = dwithin.sum(2)
+    du = torch.einsum("bgrqp,bqgrh->bpgrh", within.mul_(scores.unsqueeze(2)), dy)
+    dlog_BGRQP = dwithin.mul_(scores.unsqueeze(2))
+    dlog = (dlog_BGRQP.sum(4) - dlog_BGRQP.sum(3)).permute(0, 3, 1, 2).contiguous()
+    db = torch.einsum("bgqp,bqgk->bpgk", dscores_BGQP, part.c_BQGK)
+    dc = torch.einsum("bgqp,bpgk->bqgk", dscores_BGQP, part.b_BQGK)
+
+    dy = dy * part.from_start_BQGR.unsqueeze(-1)  # through the state before the chunk
+    dc += torch.einsum("bqgrh,bgrhk->bqgk", dy, left)
+    dlog += (dy * torch.einsum("bqgk,bgrhk->bqgrh", part.c_BQGK, left)).sum(-1)
+    dleft = torch.einsum("bqgrh,bqgk->bgrhk", dy, part.c_BQGK)
+
+    kept = u * part.to_end_BQGR.unsqueeze(-1)  # through the state after it
+    from_next = torch.einsum("bqgk,bgrhk->bqgrh", part.b_BQGK, dnext)
+    db += torch.einsum("bqgrh,bgrhk->bqgk", kept, dnext)
+    slope_BQGR = (kept * from_next).sum(-1)
+    dlog -= slope_BQGR
+    dlog[:, -1] += slope_BQGR.sum(1) + part.across_BGR * (dnext * left).sum((3, 4))
+    du.addcmul_(from_next, part.to_end_BQGR.unsqueeze(-1))
+    dleft.addcmul_(dnext, part.across_BGR[..., None, None])
+    return du, db, dc, dlog, dleft
+
+
+def _skip_gradient(x: Tensor, dy: Tensor | None, d: Tensor) -> Tensor:
+    if dy is None:
+        return torch.zeros(d.shape, dtype=d.dtype, device=d.device)
+    wide = _wide(x, dy, d)
+    return torch.einsum("bsnh,bsnh->n", x.to(wide), dy.to(wide)).to(d.dtype)
+
+
+_OPERANDS = "b s (g r) h, b s (g r), (g r), b s g k, b s g k, (g r), b (g r) h k, b s"
+ssd_scan_p.def_sharding(f"{_OPERANDS} -> b s (g r) h, b (g r) h k", need_replication="s h k")
+ssd_scan_p.bwd.def_sharding(
+    f"{_OPERANDS}, b s (g r) h, b (g r) h k -> b s (g r) h, b s (g r), (g r), b s g k, b s g k, (g r), b (g r) h k",
+    need_replication="s h k",
+)
+ssd_scan_p.def_batching_folded()
+ssd_scan_p.bwd.def_batching_loop()  # the gradients of a and d sum over dim 0, so that the batch cannot be folded into it
+
+
+@ssd_scan_p.def_cost
+def _cost(x, dt, a, b, c, d, state, documents, *, chunk):
+    (B, S, N, H), (G, K), Q = x.shape, b.shape[2:], min(chunk, x.shape[1])
+    size = _wide(x, dt, a, b, c, d, state).itemsize
+    flops = 2 * B * S * (G * Q * K + N * Q * H + 2 * N * H * K)
+    workspace = size * B * (Q * Q * (2 * N + G) + Q * (5 * N * H + 2 * G * K) + 3 * N * H * K)
+    return Cost(flops=flops, bytes=2 * x.nbytes + dt.nbytes + b.nbytes + c.nbytes + B * N * H * K * size, workspace=workspace)
+
+
+@ssd_scan_p.bwd.def_cost
+def _cost_bwd(x, dt, a, b, c, d, state, documents, dy, dfinal, *, chunk):
+    (B, S, N, H), (G, K), Q = x.shape, b.shape[2:], min(chunk, x.shape[1])
+    size = _wide(x, dt, a, b, c, d, state).itemsize
+    flops = 2 * B * S * (3 * G * Q * K + 2 * N * Q * H + 6 * N * H * K)
+    states = -(-S // max(Q, 1)) * N * H * K
+    workspace = size * B * (Q * Q * (3 * N + 2 * G) + Q * (8 * N * H + 4 * G * K) + states + 3 * N * H * K)
+    return Cost(flops=flops, bytes=3 * x.nbytes + 2 * (dt.nbytes + b.nbytes + c.nbytes), workspace=workspace)
