@@ -9,9 +9,11 @@ from mpar.ops._constrain import constrain, name
 from mpar.ops._cross_entropy import cross_entropy
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
+from mpar.ops._expert_counts import expert_counts
 from mpar.ops._geglu import geglu
 from mpar.ops._grouped_matmul import grouped_matmul
 from mpar.ops._layer_norm import layer_norm
+from mpar.ops._limit_capacity import limit_capacity
 from mpar.ops._linear_cross_entropy import linear_cross_entropy
 from mpar.ops._merge_attention import merge_attention
 from mpar.ops._permute import expert_order, permute, unpermute
@@ -21,6 +23,7 @@ from mpar.ops._random import Key, dropout, fold_in, fold_key, random_normal, ran
 from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope, rope_many
 from mpar.ops._sgd import sgd, sgd_many
+from mpar.ops._sinkhorn import sinkhorn
 from mpar.ops._ssd_scan import ssd_scan
 from mpar.ops._sum_squares import sum_squares
 from mpar.ops._swiglu import swiglu
@@ -42,6 +45,7 @@ __all__ = [
     "dropout",
     "einsum",
     "embedding",
+    "expert_counts",
     "expert_order",
     "fold_in",
     "fold_key",
@@ -49,6 +53,7 @@ __all__ = [
     "geglu",
     "grouped_matmul",
     "layer_norm",
+    "limit_capacity",
     "linear_cross_entropy",
     "merge_attention",
     "name",
@@ -62,6 +67,7 @@ __all__ = [
     "rope_many",
     "sgd",
     "sgd_many",
+    "sinkhorn",
     "ssd_scan",
     "sum_squares",
     "swiglu",

@@ -1,0 +1,48 @@
+"""Expert counts: how many slots name each expert, the load that balancing looks at."""
+
+import torch
+from torch import Tensor
+
+from mpar.errors import ConfigError, DtypeError, ShapeError
+from mpar.ops._primitive import Cost, Primitive
+
+__all__ = ["expert_counts"]
+
+expert_counts_p = Primitive("expert_counts", "experts -> counts", num_experts="int")
+
+
+def expert_counts(experts: Tensor, *, num_experts: int) -> Tensor:
+    """`counts_E`, int32: how many slots of `experts` (..., K) name each of the experts 0 .. `num_experts` - 1.
+
+    Ids outside, such as the -1 of a slot that was dropped, count nowhere. There is no gradient.
+    Raises ShapeError if `experts` has no dims or 2**31 slots, DtypeError if not int32 or int64, ConfigError if `num_experts` < 1.
+    """
+    return expert_counts_p.bind(experts, num_experts=num_experts)
+
+
+@expert_counts_p.def_abstract
+def _abstract(experts, *, num_experts):
+    if experts.ndim < 1 or experts.numel() >= 2**31:
+        raise ShapeError(f"expert_counts: experts are {tuple(experts.shape)}; they must be (..., K), fewer than 2**31")
+    if experts.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(f"expert_counts: experts are {experts.dtype}, must be int32 or int64")
+    if num_experts < 1:
+        raise ConfigError(f"expert_counts: num_experts is {num_experts}, must be positive")
+    return torch.empty(num_experts, dtype=torch.int32, device=experts.device)
+
+
+@expert_counts_p.def_impl
+def _impl(experts, *, num_experts):
+    ids = experts.flatten().long()
+    exists = ((ids >= 0) & (ids < num_experts)).int()
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=experts.device)
+    return counts.scatter_add_(0, ids.clamp(0, num_experts - 1), exists)
+
+
+expert_counts_p.def_sharding("... k -> e", need_replication="e")  # counts of parts of the tokens add up
+expert_counts_p.def_batching_loop()
+
+
+@expert_counts_p.def_cost
+def _cost(experts, *, num_experts):
+    return Cost(flops=0, bytes=experts.nbytes + 4 * num_experts, workspace=22 * experts.numel())

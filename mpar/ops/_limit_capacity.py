@@ -1,0 +1,69 @@
+"""Limit of capacity: an expert takes so many tokens and no more; those that it weighs least are dropped.
+
+Lepikhin et al. 2020, arXiv:2006.16668, has the limit by position; here the weights decide, over all tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from mpar.errors import ConfigError, DtypeError, ShapeError
+from mpar.ops._primitive import Cost, Primitive
+
+__all__ = ["limit_capacity"]
+
+limit_capacity_p = Primitive("limit_capacity", "experts, weights, order? -> kept", num_experts="int", capacity="int")
+
+
+def limit_capacity(experts: Tensor, weights: Tensor, order_S: Tensor | None = None, *, num_experts: int, capacity: int) -> Tensor:
+    """`experts` (..., S, K) as int32, with -1 for slots that their expert has no room for.
+
+    Each expert keeps those `capacity` slots of the whole input that have the largest `weights` (..., S, K). Of equal weights the
+    lowest original index comes first: slots are compared by their leading dims, then by `order_S[s]` (else s), then by k. So
+    tokens may be stored in any order, and the same are dropped. NaN is the largest: it is kept, and shows. Ids outside [0, E),
+    such as -1, become -1 and take no room. There is no gradient.
+    Raises ShapeError, DtypeError or ConfigError if operands or numbers do not fit each other.
+    """
+    params = {"num_experts": num_experts, "capacity": capacity}
+    if 2 <= experts.ndim != 3 and experts.shape == weights.shape:
+        rows = (experts.shape[:-2].numel(), *experts.shape[-2:])
+        return limit_capacity_p.bind(experts.reshape(rows), weights.reshape(rows), order_S, **params).view(experts.shape)
+    return limit_capacity_p.bind(experts, weights, order_S, **params)
+
+
+@limit_capacity_p.def_abstract
+def _abstract(experts, weights, order, *, num_experts, capacity):
+    shapes = f"limit_capacity: experts are {tuple(experts.shape)}, weights {tuple(weights.shape)}"
+    shapes += "" if order is None else f", order {tuple(order.shape)}"
+    if experts.ndim != 3 or weights.shape != experts.shape or (order is not None and order.shape != experts.shape[1:2]):
+        raise ShapeError(f"{shapes}; they must be (..., S, K), (..., S, K) and (S,)")
+    integers = {name: x.dtype for name, x in (("experts", experts), ("order", order)) if x is not None}
+    wrong = {name: dtype for name, dtype in integers.items() if dtype not in (torch.int32, torch.int64)}
+    if wrong or not weights.is_floating_point():
+        raise DtypeError(f"{shapes}: {wrong or weights.dtype}; weights must be floating, the others int32 or int64")
+    if num_experts < 1 or capacity < 1:
+        raise ConfigError(f"limit_capacity: num_experts is {num_experts}, capacity {capacity}; both must be positive")
+    return torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
+
+
+@limit_capacity_p.def_impl
+def _impl(experts, weights, order, *, num_experts, capacity):
+    slots = torch.arange(experts.numel(), device=experts.device).view(experts.shape)
+    if order is not None:
+        slots = slots[:, order.sort(stable=True).indices]
+    slots = slots.flatten()  # in their original order; two stable sorts make it: by expert, then by weight, then this
+    slots = slots[weights.flatten()[slots].sort(descending=True, stable=True).indices]
+    ids = experts.flatten().long()
+    ids = ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts)
+    ids, by_expert = ids[slots].sort(stable=True)
+    rank = torch.arange(ids.numel(), device=ids.device) - torch.searchsorted(ids, ids)
+    kept = ids.masked_fill((rank >= capacity) | (ids == num_experts), -1).int()
+    return torch.empty_like(kept).scatter_(0, slots[by_expert], kept).view(experts.shape)
+
+
+limit_capacity_p.def_sharding("b s k, b s k, s -> b s k", need_replication="b s k")  # all tokens compete
+limit_capacity_p.def_batching_loop()
+
+
+@limit_capacity_p.def_cost
+def _cost(experts, weights, order, **_):
+    return Cost(flops=0, bytes=experts.nbytes + weights.nbytes + 4 * experts.numel(), workspace=80 * experts.numel())

@@ -1,0 +1,74 @@
+"""Sinkhorn: a matrix of tokens and experts scaled until every token, and every expert, has the same total.
+
+Sinkhorn and Knopp 1967, Pacific Journal of Mathematics 21; to route tokens: Clark et al. 2022, arXiv:2202.01169.
+"""
+
+import torch
+from torch import Tensor
+
+from mpar.errors import ConfigError, DtypeError, ShapeError
+from mpar.ops._primitive import Cost, Primitive
+
+__all__ = ["sinkhorn"]
+
+EPS = 1e-8
+"""Added to the totals that are divided by: they may underflow to zero."""
+
+sinkhorn_p = Primitive("sinkhorn", "logits -> scaled", tolerance="float", max_iterations="int")
+sinkhorn_p.asks_host = True
+
+
+def sinkhorn(logits: Tensor, *, tolerance: float = 1e-4, max_iterations: int = 100) -> Tensor:
+    """exp(`logits`) (..., E), scaled over all T tokens and E experts: rows have total 1 / T, columns 1 / E; float32 or wider.
+
+    Rows and columns are scaled by turns until the factors of the columns change by `tolerance` or less on average, or
+    `max_iterations` times. The columns come last: theirs are the exact totals. exp is taken as it is: logits above 88 overflow
+    float32, and the result shows it as NaN. There is no gradient.
+    Raises ShapeError if `logits` has no dims, DtypeError if it is not floating, ConfigError if a number is not positive.
+    """
+    params = {"tolerance": float(tolerance), "max_iterations": max_iterations}
+    if 1 <= logits.ndim != 3:
+        rows = (1, logits.shape[:-1].numel(), logits.shape[-1])
+        return sinkhorn_p.bind(logits.reshape(rows), **params).view(logits.shape)
+    return sinkhorn_p.bind(logits, **params)
+
+
+@sinkhorn_p.def_abstract
+def _abstract(logits, *, tolerance, max_iterations):
+    if logits.ndim != 3 or not logits.shape[-1]:
+        raise ShapeError(f"sinkhorn: logits are {tuple(logits.shape)}; they must be (..., E) with E > 0")
+    if not logits.is_floating_point():
+        raise DtypeError(f"sinkhorn: logits are {logits.dtype}, must be floating")
+    if not tolerance > 0 or max_iterations < 1:
+        numbers = f"tolerance is {tolerance}, max_iterations {max_iterations}"
+        raise ConfigError(f"sinkhorn: {numbers}; both must be positive")
+    return torch.empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+
+
+@sinkhorn_p.def_impl
+def _impl(logits, *, tolerance, max_iterations):
+    cost_TE = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1).exp()
+    num_tokens, num_experts = cost_TE.shape
+    if not num_tokens:
+        return cost_TE.view(logits.shape)
+    columns_E = cost_TE.new_ones(num_experts)
+    for _ in range(max_iterations):
+        rows_T = 1 / num_tokens / (cost_TE @ columns_E + EPS)
+        before_E, columns_E = columns_E, 1 / num_experts / (rows_T @ cost_TE + EPS)
+        if not (columns_E - before_E).abs().mean() > tolerance:  # NaN ends it too
+            break
+    return cost_TE.mul_(columns_E).mul_(rows_T.unsqueeze(1)).view(logits.shape)
+
+
+sinkhorn_p.def_sharding("b s e -> b s e", need_replication="b s e")  # totals run over all tokens and all experts
+sinkhorn_p.def_batching_loop()
+
+
+@sinkhorn_p.def_cost
+def _cost(logits, *, max_iterations, **_):
+    """As if it took a tenth of the iterations that it may."""
+    wide = torch.promote_types(logits.dtype, torch.float32).itemsize
+    flops = (4 * -(-max_iterations // 10) + 3) * logits.numel()
+    copy = 0 if logits.element_size() == wide else wide * logits.numel()
+    workspace = copy + wide * (4 * logits.shape[:2].numel() + 6 * logits.shape[2])
+    return Cost(flops=flops, bytes=logits.nbytes + wide * logits.numel(), workspace=workspace)
