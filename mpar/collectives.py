@@ -15,12 +15,17 @@ def fold(parts: Sequence[Tensor], op: str = "sum") -> Tensor:
     return functools.reduce(torch.add if op == "sum" else torch.maximum, parts)
 
 
-def combine(kind: str, parts: Sequence[Tensor], **how: Any) -> list[Tensor]:
+def combine(kind: str, parts: Sequence[Any], **how: Any) -> list[Any]:
     """The results on the ranks of a group, in its order, of the collective `kind` on `parts`; new tensors, contiguous.
 
-    all_gather(dim), reduce_scatter(dim), all_reduce(op), all_to_all(src, dst).
+    all_gather(dim), reduce_scatter(dim), all_reduce(op), all_to_all(src, dst); of those that are posted, a part is all operands of a
+    rank, and a result a tuple: shift, exchange_rows(num_rows).
     """
     n = len(parts)
+    if kind == "shift":
+        return [tuple(x.clone() for x in parts[rank - 1][0]) for rank in range(n)]
+    if kind == "exchange_rows":
+        return _exchange_rows(parts, **how)
     if kind == "all_gather":
         return [torch.cat(list(parts), how["dim"]) for _ in parts]
     if kind == "reduce_scatter":
@@ -32,3 +37,16 @@ def combine(kind: str, parts: Sequence[Tensor], **how: Any) -> list[Tensor]:
     assert kind == "all_to_all", kind
     chunks = [part.chunk(n, how["dst"]) for part in parts]
     return [torch.cat([chunk[rank] for chunk in chunks], how["src"]) for rank in range(n)]
+
+
+def _exchange_rows(parts: Sequence[Any], *, num_rows: int | None) -> list[tuple[Tensor]]:
+    cut = [x[: int(sent.sum())].split(sent.tolist()) for (x,), sent, _ in parts]
+    out = []
+    for rank, ((x,), _, received) in enumerate(parts):
+        rows = [pieces[rank] for pieces in cut]
+        assert [len(piece) for piece in rows] == received.tolist(), "ranks disagree about the rows that they exchange"
+        total = sum(len(piece) for piece in rows)
+        if num_rows is not None:
+            rows.append(x.new_zeros(num_rows - total, *x.shape[1:]))
+        out.append((torch.cat(rows),))
+    return out

@@ -7,6 +7,7 @@ from mpar.ops._attention import attention
 from mpar.ops._causal_conv1d import causal_conv1d
 from mpar.ops._constrain import constrain, name
 from mpar.ops._cross_entropy import cross_entropy
+from mpar.ops._dispatch import combine, dispatch
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
 from mpar.ops._expert_counts import expert_counts
@@ -38,10 +39,12 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "combine",
     "causal_conv1d",
     "constrain",
     "cross_entropy",
     "dequantise_fp8",
+    "dispatch",
     "dropout",
     "einsum",
     "embedding",

@@ -85,21 +85,16 @@ def _impl_dw(x, dy, offsets, *, start, num_experts):
     return dw
 
 
-# offsets count rows of all groups, so rows (r) and offsets (g) are whole; of the experts (e) each shard may hold some
-grouped_matmul_p.def_sharding("r d, e d f, g -> r f", need_replication="r g", linear="x w")
+# Rows that are sharded are those of `dispatch`: a rank has the rows of its own experts, and offsets speak of these alone.
+grouped_matmul_p.def_sharding("r d, e d f, e -> r f", follows="e:r", as_is="offsets", ragged="r:offsets", linear="x w")
 grouped_matmul_p.def_batching_loop()
-grouped_matmul_dw_p.def_sharding("r d, r f, g -> e d f", need_replication="r g", linear="x dy")
+grouped_matmul_dw_p.def_sharding("r d, r f, e -> e d f", follows="e:r", as_is="offsets", ragged="r:offsets", linear="x dy")
 grouped_matmul_dw_p.def_batching_loop()
-
-
-@grouped_matmul_p.def_sharded("e")
-def _sharded(emit, x, w, offsets, *, start):
-    return emit.pending(emit(grouped_matmul_p, x, w, offsets, start=emit.start))
 
 
 @grouped_matmul_dw_p.def_sharded("e")
 def _sharded_dw(emit, x, dy, offsets, *, start, num_experts):
-    return emit(grouped_matmul_dw_p, x, dy, offsets, start=emit.start, num_experts=emit.extent_of("e"))
+    return emit(grouped_matmul_dw_p, x, dy, offsets, start=start, num_experts=emit.extent_of("e"))
 
 
 @grouped_matmul_p.def_cost

@@ -36,12 +36,18 @@ class ShardingRule:
 
     A factor that no result has is summed over: sharding it leaves a pending sum. `need_replication` factors are gathered.
     `linear` names the operands in each of which alone the op is linear (a pending sum may pass through it).
+    `follows` maps a factor to one that leads it: it is sharded where its operands are, over axes that shard its leader; keys
+    follow queries, experts follow rows. `as_is` operands are taken as they are placed: they speak of a rank's own part.
+    `ragged` maps a factor to the operand that says which axes may shard it.
     """
 
     operands: tuple[tuple, ...]
     results: tuple[tuple, ...]
     need_replication: frozenset[str]
     linear: frozenset[str]
+    follows: tuple[tuple[str, str], ...] = ()
+    as_is: frozenset[str] = frozenset()
+    ragged: tuple[tuple[str, str], ...] = ()
 
 
 class Primitive:
@@ -61,6 +67,7 @@ class Primitive:
         self.takes_lists = "[]" in operands  # for programs: neither differentiated nor batched
         self.bwd: Any = None  # a Primitive once def_vjp has run, which type checkers cannot know
         self.sharded: dict[str, Callable] = {}
+        self.lowered: Callable | None = None
         self.sharding: ShardingRule | Callable[..., ShardingRule] | None = None
         self.cost: Callable[..., Cost] | None = None
         self.batching: Callable | None = None
@@ -141,9 +148,12 @@ class Primitive:
 
         return register
 
-    def def_sharding(self, rule: str, *, need_replication: str = "", linear: str = "") -> None:
-        """State the factors of every dim, such as `"... d, d -> ... d"`; the rule of an operand that is None is skipped."""
-        self.sharding = self._check_rule(parse_sharding(rule, need_replication=need_replication, linear=linear))
+    def def_sharding(self, rule: str, **extras: str) -> None:
+        """State the factors of every dim, such as `"... d, d -> ... d"`; the rule of an operand that is None is skipped.
+
+        extras: what `parse_sharding` takes: need_replication, linear, follows, as_is, ragged.
+        """
+        self.sharding = self._check_rule(parse_sharding(rule, **extras))
 
     def def_sharding_from(self, fn: Callable[..., ShardingRule]) -> Callable[..., ShardingRule]:
         """`fn(**params) -> ShardingRule` for an op whose dims depend on its parameters, such as einsum."""
@@ -161,13 +171,21 @@ class Primitive:
         return rule
 
     def def_sharded(self, factor: str) -> Callable[[Callable], Callable]:
-        """`fn(emit, *operands, **params)` is the local program when `factor` is sharded (`sharding/_emit.py` has `emit`)."""
+        """`fn(emit, *operands, **params)` is the local program when `factor` is sharded (`sharding/_emit.py` has `emit`).
+
+        Of several such factors that are sharded, the one that was defined first decides.
+        """
 
         def register(fn: Callable) -> Callable:
             self.sharded[factor] = fn
             return fn
 
         return register
+
+    def def_lowered(self, fn: Callable) -> Callable:
+        """`fn(emit, *operands, **params)` is the local program always, on one rank too: the op is a name for several."""
+        self.lowered = fn
+        return fn
 
     def def_cost(self, fn: Callable[..., Cost]) -> Callable[..., Cost]:
         """`fn(*operands, **params) -> Cost` from operands without data."""
@@ -374,12 +392,23 @@ def _schema(operands: str, results: str, params: dict[str, str]) -> str:
     return f"({arguments}) -> {f'({right})' if ',' in right else right}"
 
 
-def parse_sharding(rule: str, *, need_replication: str = "", linear: str = "") -> ShardingRule:
-    """The rule written as `"b s d, d f -> b s f"`, one entry per operand and result."""
+def parse_sharding(
+    rule: str, *, need_replication: str = "", linear: str = "", follows: str = "", as_is: str = "", ragged: str = ""
+) -> ShardingRule:
+    """The rule written as `"b s d, d f -> b s f"`, one entry per operand and result; `_` is a dim without factors.
+
+    Words are separated by blanks; `follows` and `ragged` are written as `"m:s"`.
+    """
     operands, results = (tuple(_parse_dims(part) for part in side.split(",")) for side in rule.split("->"))
-    return ShardingRule(operands, results, frozenset(need_replication.split()), frozenset(linear.split()))
+    words = (frozenset(text.split()) for text in (need_replication, linear))
+    return ShardingRule(operands, results, *words, _pairs(follows), frozenset(as_is.split()), _pairs(ragged))
+
+
+def _pairs(text: str) -> tuple[tuple[str, str], ...]:
+    return tuple((left, right) for left, _, right in (word.partition(":") for word in text.split()))
 
 
 def _parse_dims(part: str) -> tuple[tuple[str, ...], ...]:
     """`"b s (k g) h"` -> `(("b",), ("s",), ("k", "g"), ("h",))`; `"..."` stays a dim of its own until the rank is known."""
-    return tuple(tuple(group.split()) if group else (name,) for group, name in re.findall(r"\(([^)]*)\)|(\S+)", part))
+    found = re.findall(r"\(([^)]*)\)|(\S+)", part)
+    return tuple(tuple(group.split()) if group else () if name == "_" else (name,) for group, name in found)

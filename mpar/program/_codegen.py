@@ -85,7 +85,7 @@ def _expression(node: fx.Node, names: dict[fx.Node, str], functions: dict[str, s
     if node.target is collectives.shard:
         length = node.meta["val"].shape[node.kwargs["dim"]]
         return f"{names[node.args[0]]}.narrow({node.kwargs['dim']}, comm.index({node.kwargs['axes']!r}) * {length}, {length})"
-    if node.target in collectives.COLLECTIVES:
+    if node.target in (*collectives.COLLECTIVES, collectives.arrived):
         return call(f"comm.{node.target.__name__}", node.args, dict(node.kwargs))
     primitive = primitive_of(node.target)
     if primitive is None:

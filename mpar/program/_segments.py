@@ -318,15 +318,15 @@ def _collective_uses(graph: fx.Graph) -> list[CollectiveUse]:
     uses = []
     for node in graph.nodes:
         if node.target in collectives.COLLECTIVES:
-            sent = [n.meta["val"] for n in (node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]])]
+            num_tensors = len(node.args[0]) if isinstance(node.args[0], (list, tuple)) else 1
             how = node.kwargs
             uses.append(
                 CollectiveUse(
                     node.target.__name__,
                     how["axes"],
                     how["size"],
-                    sum(v.nbytes for v in sent),
-                    len(sent),
+                    collectives.bytes_of(node),
+                    num_tensors,
                     node.meta.get("line", ""),
                 )
             )

@@ -27,7 +27,7 @@ def bucket(graph: fx.Graph) -> dict[str, int]:
     position = {node: index for index, node in enumerate(graph.nodes)}
     groups: list[list[fx.Node]] = []
     for node in graph.nodes:
-        if node.target not in collectives.COLLECTIVES or node.target is collectives.all_to_all:
+        if node.target not in (collectives.all_gather, collectives.reduce_scatter, collectives.all_reduce):
             continue
         for group in groups:
             if _key(group[0]) == _key(node) and position[node.args[0]] < min(_first_use(n, position) for n in group):

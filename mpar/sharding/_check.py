@@ -69,6 +69,8 @@ class _AxisCheck:
             specs = [parts.get(index) for index in range(len(value))]
         else:
             specs = [node.meta.get("spec")]
+        if node.meta.get("opaque") and all(spec is None for spec in specs):
+            return
         if node.op == "call_function" and all(spec is None for spec in specs):  # inside a primitive's local program
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             try:
@@ -98,6 +100,8 @@ class _AxisCheck:
         _fail(self.ranked, node, f"on mesh axis {self.axis!r} {why}")
 
     def infer(self, node: fx.Node) -> Any:
+        if node.meta.get("opaque"):
+            return self.opaque(node)
         if node.target is operator.getitem:
             types = self.types[node.args[0]]
             now = types[node.args[1]] if isinstance(types, list) else types
@@ -133,9 +137,11 @@ class _AxisCheck:
         if "V" in types or "V" in params:
             return self.varying(node, rule, types)
         factor, partial = None, False
+        types = ["R" if i in rule.as_is else now for i, now in enumerate(types)]
         for operand, now, dims in zip(rule.operands, types, rule.factors, strict=True):
             if isinstance(now, int):
                 names = dims[now]
+                names = tuple(rule.follows.get(name, name) for name in names)
                 if not names:
                     self.fail(
                         node, f"operand %{operand.name} is sharded along dim {now}, which the op does not treat independently"
@@ -168,15 +174,25 @@ class _AxisCheck:
             self.fail(node, f"is sharded along factor {factor}, across which it works")
         if primitive and factor in primitive.sharded:
             self.fail(node, f"is sharded along factor {factor}, and not told which part this rank holds")
-        for operand, now, dims in zip(rule.operands, types, rule.factors, strict=True):
+        following = {name for name, leader in rule.follows.items() if leader == factor}
+        for i, (operand, now, dims) in enumerate(zip(rule.operands, types, rule.factors, strict=True)):
             has = any(factor in names for names in dims)
-            if has != isinstance(now, int):
+            may = any(following & set(names) for names in dims) or i in rule.as_is
+            if has != isinstance(now, int) and not may:
                 self.fail(node, f"factor {factor} is sharded, yet operand %{operand.name} is {_text(now)}")
+        along = {factor} | {name for name in following if self.axis in self.followed(name, rule)}
         results = []
         for dims in rule.results:
-            at = [i for i, names in enumerate(dims) if factor in names]
+            at = [i for i, names in enumerate(dims) if along & set(names)]
             results.append(at[0] if at else "P")
         return results if isinstance(node.meta["val"], (tuple, list)) else results[0]
+
+    def followed(self, name: str, rule: NodeRule) -> tuple[str, ...]:
+        """The axes that shard a factor which follows another one."""
+        for operand, dims in zip(rule.operands, rule.factors, strict=True):
+            if (name,) in dims and operand.meta.get("spec") is not None:
+                return operand.meta["spec"].dim(dims.index((name,)))
+        return ()
 
     def pending(self, node: fx.Node, rule: NodeRule, types: list) -> Any:
         pending = [i for i, now in enumerate(types) if now == "P"]
@@ -193,6 +209,12 @@ class _AxisCheck:
         if isinstance(node.meta["val"], (tuple, list)):
             return ["V"] * len(rule.results)
         return self.claim(node)
+
+    def opaque(self, node: fx.Node) -> Type:
+        """What a local program makes of replicated values alone, without its rank's position, is replicated; else its claim."""
+        moved = self.axis in node.kwargs.get("axes", ())
+        same = all(self.types[operand] == "R" for operand in node.all_input_nodes) or self.axis in node.meta.get("same", ())
+        return "R" if same and not moved else self.claim(node)
 
     def claim(self, node: fx.Node) -> Type:
         """The type of a value that ranks compute differently: sharded or pending by its author's word, never replicated."""

@@ -30,7 +30,7 @@ def workspace_of(node: fx.Node) -> int:
 def _is_free(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target is operator.getitem:
         return True
-    return node.target in (*collectives.COLLECTIVES, collectives.shard, collectives.start)
+    return node.target in (*collectives.COLLECTIVES, collectives.arrived, collectives.shard, collectives.start)
 
 
 def _node_cost(node: fx.Node) -> Cost:

@@ -26,7 +26,7 @@ class Collective:
 def collectives_of(ranked: RankGraph) -> list[Collective]:
     """The collectives of a rank graph in order."""
     return [
-        Collective(node.target.__name__, node.kwargs["axes"], node.args[0].meta["val"].nbytes, node.meta["line"])
+        Collective(node.target.__name__, node.kwargs["axes"], collectives.bytes_of(node), node.meta["line"])
         for node in ranked.graph.nodes
         if node.target in collectives.COLLECTIVES
     ]

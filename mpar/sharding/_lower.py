@@ -7,7 +7,7 @@ node is lowered correctly whatever its operands' specs are, so the choice of spe
 import itertools
 import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -269,13 +269,15 @@ class _Lowering:
         self.follow_hints(node, rule, specs, axes_of)
         passed = self.pass_partial(node, rule, specs, axes_of)
         locals_ = []
-        for operand, spec, dims in zip(rule.operands, specs, rule.factors, strict=True):
+        for i, (operand, spec, dims) in enumerate(zip(rule.operands, specs, rule.factors, strict=True)):
             target = P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(set(spec.partial) & passed))
-            locals_.append(self.redistribute(operand, target))
+            locals_.append(self.redistribute(operand, spec if i in rule.as_is else target))
         result_specs = []
         for dims in rule.results:  # a factor that this result has not was summed over
-            summed = {axis for factor, axes in axes_of.items() if not _appears(factor, dims) for axis in axes}
-            result_specs.append(P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(summed | passed)))
+            here = self.dims_of(dims, axes_of)
+            kept = {axis for axes in here for axis in axes}
+            summed = {axis for factor, axes in axes_of.items() if not _appears(factor, dims) for axis in axes} - kept
+            result_specs.append(P(*here, partial=self.mesh.ordered(summed | passed)))
         self.finish(node, rule, locals_, axes_of, result_specs)
 
     def finish(self, node: fx.Node, rule: NodeRule, locals_: list[fx.Node], axes_of: dict, result_specs: list[P]) -> None:
@@ -288,16 +290,11 @@ class _Lowering:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: next(remaining))
         primitive = primitive_of(node.target)
         active = [factor for factor in (primitive.sharded if primitive else ()) if axes_of.get(factor)]
-        if active:
-            assert primitive is not None
-            emit = Emit(self, rule, axes_of, active[0])
-            out = primitive.sharded[active[0]](emit, *args, **kwargs)
+        if primitive is not None and (active or primitive.lowered is not None):
+            emit = Emit(self, rule, axes_of, active[0] if active else "")
+            out = (primitive.lowered or primitive.sharded[active[0]])(emit, *args, **kwargs)
             given = list(out) if isinstance(out, (tuple, list)) else [out]
-            pieces = []
-            for item, spec in zip(given, result_specs, strict=True):
-                pending = isinstance(item, _Pending)
-                kept = set(spec.partial) - set(emit.axes) | (set(emit.axes) if pending else set())
-                pieces.append((item.value if pending else item, P(*spec.dims, partial=self.mesh.ordered(kept))))
+            pieces = [self.piece(item, spec, emit.axes) for item, spec in zip(given, result_specs, strict=True)]
         else:
             if rule.localise is not None:
                 args, kwargs = rule.localise(args, kwargs, shapes)
@@ -312,17 +309,27 @@ class _Lowering:
         else:
             self.define(node, *pieces[0])
 
+    def piece(self, item: Any, spec: P, axes: tuple[str, ...]) -> tuple[fx.Node, P]:
+        """A result of a local program and where it is: where it says, else by its factors; a sum over `axes` if it says so."""
+        if isinstance(item, _Placed):
+            return item.value, item.spec
+        pending = isinstance(item, _Pending)
+        kept = set(spec.partial) - set(axes) | (set(axes) if pending else set())
+        return item.value if pending else item, P(*spec.dims, partial=self.mesh.ordered(kept))
+
     def choose(self, rule: NodeRule, specs: list[P]) -> dict[str, tuple[str, ...]]:
-        """The mesh axes of each factor: the larger operand's wish comes first, then the order of operands."""
+        """The mesh axes of each factor: operands that stay as they are come first, then the larger one's wish, then their order."""
         axes_of: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
-        order = sorted(range(len(specs)), key=lambda i: (-rule.operands[i].meta["val"].nbytes, i))
+        order = sorted(range(len(specs)), key=lambda i: (i not in rule.as_is, -rule.operands[i].meta["val"].nbytes, i))
+        whole = {*rule.replicate, *rule.follows}
+        whole |= {name for name, i in rule.ragged.items() if not specs[i].axes}
         for i in order:
             for dim, names in enumerate(rule.factors[i]):
                 remaining = list(specs[i].dim(dim))
                 for name in names:
                     taken: tuple[str, ...] = ()
-                    while remaining and name not in rule.replicate:
+                    while remaining and name not in whole:
                         wider = (*taken, remaining[0])
                         if remaining[0] in used and axes_of.get(name, ())[: len(wider)] != wider:
                             break
@@ -335,7 +342,16 @@ class _Lowering:
                         used.update(taken)
                     if taken != axes_of.get(name, ()) or self.mesh.axis_size(taken) != rule.sizes[name]:
                         break  # minor factors stay whole: the shard of this dim would not be contiguous
+        for name, leader in rule.follows.items():
+            axes = self.followed(name, rule, specs)
+            if axes and set(axes) <= set(axes_of.get(leader, ())):
+                axes_of[name] = axes
         return self.contiguous(rule, axes_of)
+
+    def followed(self, name: str, rule: NodeRule, specs: list[P]) -> tuple[str, ...]:
+        """The axes by which the first operand that has the following factor `name` is sharded along it; one taken as it is first."""
+        order = sorted(range(len(specs)), key=lambda i: (i not in rule.as_is, i))
+        return next((specs[i].dim(rule.factors[i].index((name,))) for i in order if (name,) in rule.factors[i]), ())
 
     def contiguous(self, rule: NodeRule, axes_of: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         """`axes_of` without factors whose shards would not be contiguous in some dim: one that is major there stays whole."""
@@ -401,17 +417,86 @@ class _Pending:
     value: fx.Node
 
 
+@dataclass(frozen=True)
+class _Placed:
+    value: fx.Node
+    spec: P
+
+
 class Emit:
     """What `def_sharded` functions write their local program with; operands and results are local nodes."""
 
     def __init__(self, lowering: _Lowering, rule: NodeRule, axes_of: dict[str, tuple[str, ...]], factor: str) -> None:
         self._lowering, self._rule, self._axes_of = lowering, rule, axes_of
-        self.axes = axes_of[factor]
+        self.axes = axes_of.get(factor, ())
         self._factor = factor
+        self._opaque = False
 
     def __call__(self, op: Any, /, *operands: Any, **params: Any) -> fx.Node:
         """Add a local node: a Primitive, or an overload of a torch op."""
-        return self._lowering.emit(op.op if isinstance(op, Primitive) else op, operands, params)
+        node = self._lowering.emit(op.op if isinstance(op, Primitive) else op, operands, params)
+        if self._opaque:
+            node.meta["opaque"] = True
+        return node
+
+    def opaque(self) -> None:
+        """From here on, what nodes compute cannot be told from factors: their types are those that the program claims."""
+        self._opaque = True
+
+    def same(self, value: fx.Node, axes: Iterable[str]) -> fx.Node:
+        """The program's word that `value` is the same along `axes`, though its operands are not: it reads them for another one."""
+        value.meta["same"] = tuple(axes)
+        return value
+
+    def axes_of(self, *factors: str) -> tuple[str, ...]:
+        """The mesh axes that shard any of these factors, in mesh order."""
+        return self.ordered(axis for factor in factors for axis in self._axes_of.get(factor, ()))
+
+    def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """`axes` in mesh order."""
+        return self._lowering.mesh.ordered(set(axes))
+
+    def table(self, name: str) -> tuple[str, ...]:
+        """The mesh axes that the strategy gives to a logical axis, in mesh order; none if it has no rule for it."""
+        return self.ordered(self._lowering.table.get(name, ()))
+
+    def shape(self, value: fx.Node) -> tuple[int, ...]:
+        """The local shape of an operand."""
+        return tuple(value.meta["val"].shape)
+
+    def partial(self, value: fx.Node) -> tuple[str, ...]:
+        """The mesh axes over which an operand is a pending sum."""
+        return value.meta["spec"].partial
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        """The number of ranks that differ along `axes`."""
+        return self._lowering.mesh.axis_size(axes)
+
+    def coordinate(self, axes: tuple[str, ...]) -> fx.Node | int:
+        """This rank's position among those that differ along `axes`."""
+        return self._lowering.start(axes, 1)
+
+    def placed(self, value: fx.Node, *dims: tuple[str, ...], partial: Iterable[str] = ()) -> _Placed:
+        """A result that lies by `P(*dims, partial=...)`, whatever its factors say."""
+        return _Placed(value, P(*dims, partial=self.ordered(partial)))
+
+    def shift(self, values: Sequence[fx.Node], axes: tuple[str, ...]) -> fx.Node:
+        """Post `values` to the next rank along `axes`, and buffers for those of the rank before; `arrived` waits for them."""
+        return self(collectives.shift, list(values), axes=axes, size=self.size(axes))
+
+    def exchange_rows(
+        self, rows: fx.Node, sent: fx.Node, received: fx.Node, axes: tuple[str, ...], num_rows: int | None
+    ) -> fx.Node:
+        """Post rows to the ranks along `axes`: `sent` and `received` (ranks,) say how many go to each and come from each.
+
+        With `num_rows` the result is filled up with zeros to this many; `arrived` waits for it.
+        """
+        return self(collectives.exchange_rows, [rows], sent, received, axes=axes, size=self.size(axes), num_rows=num_rows)
+
+    def arrived(self, posted: fx.Node, sent: Sequence[fx.Node]) -> list[fx.Node]:
+        """What has come, once it is there; only then may `sent` be given away."""
+        whole = self(collectives.arrived, posted, list(sent))
+        return [self.getitem(whole, index) for index in range(len(sent))]
 
     @property
     def start(self) -> fx.Node | int:
@@ -435,6 +520,10 @@ class Emit:
         """The sum or maximum over the ranks that share the factor."""
         size = self._lowering.mesh.axis_size(self.axes)
         return self(collectives.all_reduce, value, axes=self.axes, op=op, size=size)
+
+    def all_to_all(self, value: fx.Node, axes: tuple[str, ...], *, src: int, dst: int) -> fx.Node:
+        """From sharded along dim `src` to sharded along dim `dst`."""
+        return self(collectives.all_to_all, value, axes=axes, src=src, dst=dst, size=self.size(axes))
 
     def pending(self, value: fx.Node) -> _Pending:
         """Mark a result as a sum over the ranks that share the factor, not carried out yet."""

@@ -33,6 +33,7 @@ class NodeRule:
     linear:     operands in each of which alone the op is linear; `jointly`: linear in all of them together (a sum).
     localise:   (args, kwargs, local result shapes) -> (args, kwargs): writes local sizes into arguments that hold sizes.
     known:      False for the fall-back.
+    follows, as_is, ragged: as in `ShardingRule`, operands by number.
     """
 
     operands: list[fx.Node]
@@ -44,6 +45,9 @@ class NodeRule:
     jointly: bool = False
     localise: Callable[[tuple, dict, list[tuple[int, ...]]], tuple[tuple, dict]] | None = None
     known: bool = True
+    follows: dict[str, str] = field(default_factory=dict)
+    as_is: set[int] = field(default_factory=set)
+    ragged: dict[str, int] = field(default_factory=dict)
 
 
 def rule_of(node: fx.Node) -> NodeRule:
@@ -77,6 +81,7 @@ def _primitive_rule(node: fx.Node, primitive: Primitive) -> NodeRule:
     operands: list[fx.Node] = []
     factors: list[Factors] = []
     linear: set[int] = set()
+    at: dict[str, int] = {}
     leading = _num_leading((*rule.operands, *rule.results), ranks)
     sizes: dict[str, int] = {}
     for name, argument, dims in zip(primitive.operands, node.args, rule.operands, strict=True):
@@ -85,6 +90,7 @@ def _primitive_rule(node: fx.Node, primitive: Primitive) -> NodeRule:
                 continue
             if name in rule.linear:
                 linear.add(len(operands))
+            at[name] = len(operands)
             operands.append(item)
             factors.append(_without_broadcasts(_expanded(dims, leading), shape_of(item), sizes))
     results = []
@@ -97,8 +103,18 @@ def _primitive_rule(node: fx.Node, primitive: Primitive) -> NodeRule:
     if len(values) > len(rule.results):  # a list of results, each like the first
         results = [_without_broadcasts(_expanded(rule.results[0], leading), tuple(v.shape), sizes) for v in values]
     _solve_composites(factors, [shape_of(operand) for operand in operands], sizes)
-    replicate = set(rule.need_replication) - set(primitive.sharded)
-    return NodeRule(operands, factors, results, sizes, replicate, linear)
+    follows = dict(rule.follows)
+    return NodeRule(
+        operands,
+        factors,
+        results,
+        sizes,
+        set(rule.need_replication) - set(primitive.sharded) - set(follows),
+        linear,
+        follows=follows,
+        as_is={at[name] for name in rule.as_is},
+        ragged={factor: at[name] for factor, name in rule.ragged},
+    )
 
 
 def _num_dims(argument: Any) -> int | None:
@@ -392,5 +408,10 @@ RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     aten.eye.default: _source,
     aten._to_copy.default: _pointwise,
     aten.clone.default: _pointwise,
+    aten.empty_like.default: _pointwise,
+    aten.fill.Scalar: _pointwise,
+    aten.zeros_like.default: _pointwise,
+    aten.ones_like.default: _pointwise,
+    aten.new_empty.default: _source,
     operator.getitem: _source,
 }

@@ -48,6 +48,10 @@ def run_lockstep(
             env[node] = [constants[node.target]] * mesh.size
         elif node.op == "output":
             return [env[result] for result in node.args[0]]
+        elif node.target in collectives.POSTED:
+            env[node] = _post(node, env, mesh)
+        elif node.target is collectives.arrived:
+            env[node] = env[node.args[0]]
         elif node.target in collectives.COLLECTIVES:
             axes = node.kwargs["axes"]
             how = {key: value for key, value in node.kwargs.items() if key not in ("axes", "size")}
@@ -76,6 +80,17 @@ def run_lockstep(
             if not remaining[used]:
                 del env[used]
     raise AssertionError("graph without output")
+
+
+def _post(node: fx.Node, env: dict[fx.Node, list[Any]], mesh: Mesh) -> list[Any]:
+    """What `arrived` gives on every rank."""
+    out: list[Any] = [None] * mesh.size
+    for group in mesh.groups(node.kwargs["axes"]):
+        operands = [fx.node.map_arg(node.args, lambda n, rank=rank: env[n][rank]) for rank in group]
+        how = {key: value for key, value in node.kwargs.items() if key not in ("axes", "size")}
+        for rank, result in zip(group, combine(node.target.__name__, operands, **how), strict=True):
+            out[rank] = result
+    return out
 
 
 def implementation(target: Callable) -> Callable:
