@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
+from mpar.ops._attention_ring import attend_on_rank, attend_on_rank_bwd, ring, ring_bwd
+from mpar.ops import _attention_blocks
+from mpar.ops._attention_blocks import ROWS, visible
 from mpar.ops._primitive import Cost, Primitive
-from mpar.torch_private import flash_attention_cpu, flash_attention_cpu_backward
 
 __all__ = ["attention"]
 
@@ -114,13 +116,10 @@ def _impl(q, k, v, q_order, k_order, q_documents, k_documents, sinks, *, causal,
     elif q.device.type != "cpu" or soft_cap is not None:
         out, lse = _plain(q, k, v, _visible(q, k, *masks, causal, window), scale, soft_cap)
     else:
-        visible, aligned = _hidden(q, k, *masks, causal, window)
         size = max(q.shape[3], v.shape[3])
         q1, k1, v1 = (_heads_first(x, size) for x in (q, k, v))
-        out, lse = flash_attention_cpu(q1, k1, v1, 0.0, aligned, attn_mask=_bias(visible, q.dtype), scale=scale)
+        out, lse = _attention_blocks.forward(q1, k1, v1, _attention_blocks.Masks(*masks, causal, window), scale)
         out, lse = out.transpose(1, 2)[..., : v.shape[3]].contiguous(), lse.transpose(1, 2).contiguous()
-        if visible is not None:
-            lse.masked_fill_(~visible.any(-1).unsqueeze(-1), -torch.inf)
     return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
 
 
@@ -144,9 +143,8 @@ def _vjp(q, k, v, q_order, k_order, q_documents, k_documents, sinks, out, lse, d
     if dlse is not None:
         dout1[..., -1] = 1.0
         out1[..., -1] = -dlse.transpose(1, 2)
-    visible, aligned = _hidden(q, k, *masks, causal, window)
-    bias = _bias(visible, q.dtype)
-    grads = flash_attention_cpu_backward(dout1, q1, k1, v1, out1, lse.transpose(1, 2), 0.0, aligned, attn_mask=bias, scale=scale)
+    hiding = _attention_blocks.Masks(*masks, causal, window)
+    grads = _attention_blocks.backward(dout1, q1, k1, v1, out1, lse.transpose(1, 2), hiding, scale)
     grads = (grad.transpose(1, 2)[..., : x.shape[3]].contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
     return *grads, dsinks
 
@@ -173,28 +171,7 @@ def _visible(q, k, q_order, k_order, q_documents, k_documents, causal, window) -
     """Which query sees which key, (B or 1, S, M)."""
     q_order = torch.arange(q.shape[1], device=q.device) if q_order is None else q_order
     k_order = torch.arange(k.shape[1], device=q.device) if k_order is None else k_order
-    distance = q_order.unsqueeze(1) - k_order
-    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    if window is not None:
-        visible &= distance < window
-    if q_documents is None:
-        return visible.unsqueeze(0)
-    documents = q_documents.unsqueeze(2)
-    return visible & (documents == k_documents.unsqueeze(1)) & (documents != -1)
-
-
-def _hidden(q, k, q_order, k_order, q_documents, k_documents, causal, window) -> tuple[Tensor | None, bool]:
-    """`(visible, aligned)` for the kernel: `aligned` lets it skip the keys after the row; a mask only where needed."""
-    aligned = causal and q_order is None and k_order is None
-    if aligned == causal and window is None and q_documents is None:
-        return None, aligned
-    return _visible(q, k, q_order, k_order, q_documents, k_documents, causal, window), aligned
-
-
-def _bias(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if visible is None:
-        return None
-    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf).unsqueeze(1)
+    return visible(q_order, k_order, q_documents, k_documents, causal, window)
 
 
 def _heads_first(x: Tensor, size: int) -> Tensor:
@@ -251,13 +228,20 @@ def _probabilities(scores_KGSM: Tensor, lse_KGS: Tensor) -> Tensor:
 
 
 attention_p.def_sharding(
-    "b s (k g) h, b m k h, b m k h', s, m, b s, b m, (k g) -> b s (k g) h', b s (k g)", need_replication="s m h h'"
+    "b s (k g) h, b m k h, b m k h', s, m, b s, b m, (k g) -> b s (k g) h', b s (k g)",
+    need_replication="s m h h'",
+    follows="m:s",
 )
 attention_p.bwd.def_sharding(
     "b s (k g) h, b m k h, b m k h', s, m, b s, b m, (k g), b s (k g) h', b s (k g), b s (k g) h', b s (k g)"
     " -> b s (k g) h, b m k h, b m k h', (k g)",
     need_replication="s m h h'",
+    follows="m:s",
 )
+attention_p.def_sharded("m")(ring(attention_p))
+attention_p.def_sharded("s")(attend_on_rank(attention_p))
+attention_p.bwd.def_sharded("m")(ring_bwd(attention_p.bwd))
+attention_p.bwd.def_sharded("s")(attend_on_rank_bwd(attention_p.bwd))
 attention_p.def_batching_folded()
 attention_p.bwd.def_batching_loop()  # the gradient of sinks sums over dim 0, so that the batch cannot be folded into it
 

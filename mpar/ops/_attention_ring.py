@@ -1,0 +1,119 @@
+"""Attention of a rank whose queries are a part of the sequence: of whole keys, or of keys that go round the ranks in a ring.
+
+Ring attention (Liu et al. 2023, arXiv:2310.01889): each rank attends to the block of keys and values that it has while the next
+one is on its way; partial results are merged by their log-sum-exp. Backward, the gradients of a block travel with it, one step
+behind, and are at home after the last one: n - 1 messages of blocks and n - 1 of gradients on n ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpar.ops._merge_attention import merge_attention_p
+
+__all__ = ["attend_on_rank", "attend_on_rank_bwd", "ring", "ring_bwd"]
+
+aten = torch.ops.aten
+
+
+def _orders(emit: Any, q: Any, k: Any, q_order: Any, k_order: Any) -> tuple[Any, Any]:
+    """Original indices of this rank's queries and keys; where there are none given, those of contiguous shards."""
+    pairs = ((q, "s", q_order), (k, "m", k_order))
+    return tuple(_order(emit, emit.shape(x)[1], factor) if order is None else order for x, factor, order in pairs)  # type: ignore
+
+
+def _order(emit: Any, length: int, factor: str) -> Any:
+    local = emit(aten.arange.default, length, dtype=torch.int64, device=torch.device("cpu"), pin_memory=False)
+    return emit(aten.add.Tensor, local, emit.start_of(factor))
+
+
+def attend_on_rank(op: Any) -> Callable:
+    """The local program of attention `op`, queries sharded and keys whole."""
+
+    def program(emit: Any, q: Any, k: Any, v: Any, q_order: Any, k_order: Any, *rest: Any, **params: Any) -> tuple:
+        emit.opaque()
+        both = emit(op, q, k, v, *_orders(emit, q, k, q_order, k_order), *rest, **params)
+        return emit.getitem(both, 0), emit.getitem(both, 1)
+
+    return program
+
+
+def attend_on_rank_bwd(op: Any) -> Callable:
+    """The same for the gradient: those of whole keys and values are parts of a sum over the queries."""
+
+    def program(emit: Any, q: Any, k: Any, v: Any, q_order: Any, k_order: Any, *rest: Any, **params: Any) -> tuple:
+        emit.opaque()
+        grads = emit(op, q, k, v, *_orders(emit, q, k, q_order, k_order), *rest, **params)
+        dq, *others = (emit.getitem(grads, i) for i in range(4))
+        return dq, *(emit.pending(grad) for grad in others)
+
+    return program
+
+
+def ring(op: Any) -> Callable:
+    """The local program of attention `op`, queries and keys sharded."""
+
+    def program(
+        emit: Any, q: Any, k: Any, v: Any, q_order: Any, k_order: Any, q_docs: Any, k_docs: Any, sinks: Any, **params: Any
+    ) -> tuple:
+        emit.opaque()
+        axes, (q_order, k_order) = emit.axes_of("m"), _orders(emit, q, k, q_order, k_order)
+        block = [k, v, k_order] if k_docs is None else [k, v, k_order, k_docs]
+        out = lse = None
+        for step in range(emit.size(axes)):
+            coming = emit.shift(block, axes) if step + 1 < emit.size(axes) else None
+            k, v, k_order, *docs = block
+            both = emit(op, q, k, v, q_order, k_order, q_docs, *(docs or [None]), None if step else sinks, **params)
+            part = emit.getitem(both, 0), emit.getitem(both, 1)
+            if out is not None:
+                merged = emit(merge_attention_p, out, lse, *part)
+                part = emit.getitem(merged, 0), emit.getitem(merged, 1)
+            out, lse = part
+            block = emit.arrived(coming, block) if coming is not None else block
+        return out, lse
+
+    return program
+
+
+def ring_bwd(op: Any) -> Callable:
+    """The local program of the gradient of attention `op`, queries and keys sharded."""
+
+    def program(
+        emit: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        q_order: Any,
+        k_order: Any,
+        q_docs: Any,
+        k_docs: Any,
+        sinks: Any,
+        *results: Any,
+        **params: Any,
+    ) -> tuple:
+        emit.opaque()
+        axes, (q_order, k_order) = emit.axes_of("m"), _orders(emit, q, k, q_order, k_order)
+        block = [k, v, k_order] if k_docs is None else [k, v, k_order, k_docs]
+        own: list[Any] = []
+        travelling: Any = None  # gradients of the block before the one at hand, on their way to the next rank
+        dq = dsinks = sent = None
+        for step in range(emit.size(axes)):
+            coming = emit.shift(block, axes) if step + 1 < emit.size(axes) else None
+            k, v, k_order, *docs = block
+            grads = emit(op, q, k, v, q_order, k_order, q_docs, *(docs or [None]), None if step else sinks, *results, **params)
+            part, *of_block = (emit.getitem(grads, i) for i in range(3))
+            dq = part if dq is None else emit(aten.add.Tensor, dq, part)
+            if step == 0:
+                own, dsinks = of_block, emit.getitem(grads, 3)
+            else:
+                if travelling is not None:
+                    so_far = emit.arrived(travelling, sent)
+                    of_block = [emit(aten.add.Tensor, a, b) for a, b in zip(so_far, of_block, strict=True)]
+                travelling, sent = emit.shift(of_block, axes), of_block
+            block = emit.arrived(coming, block) if coming is not None else block
+        home = emit.arrived(travelling, sent)
+        dk, dv = (emit(aten.add.Tensor, a, b) for a, b in zip(own, home, strict=True))
+        return dq, dk, dv, emit.pending(dsinks)
+
+    return program
