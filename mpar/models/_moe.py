@@ -1,0 +1,401 @@
+"""Mixture of experts: a router chooses a few feed-forward layers for each token (Shazeer et al. 2017, arXiv:1701.06538).
+
+Losses that balance the load: Switch (Fedus et al. 2021, arXiv:2101.03961, eq. 4-6), per sequence (DeepSeek-AI 2024,
+arXiv:2412.19437, eq. 17-20), of the router's logits (Zoph et al. 2022, arXiv:2202.08906, eq. 5); without a loss: a bias that
+moves the choice after each step (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from mpar import ops
+from mpar.errors import ConfigError, UnknownNameError
+from mpar.models._feed_forward import ACTIVATIONS, FEED_FORWARD_AXES, FeedForward, feed_forward
+from mpar.ops._topk_router import Order, Score
+from mpar.tree import struct
+
+__all__ = [
+    "MOE_AXES",
+    "ROUTER_OPTIONS",
+    "Moe",
+    "MoeConfig",
+    "moe",
+    "moe_shapes",
+    "router_logits",
+    "updated_choice_bias",
+    "with_router_options",
+]
+
+RouterKind = Literal["topk", "sinkhorn", "balanced"]
+TINY = 1e-20
+"""Added to sums of scores that something is divided by."""
+
+TOKENS = ("moe_batch", "moe_seq", "embed")
+ROUTER_OPTIONS = ("kind", "grouped", "capacity_factor", "aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss", "bias_rate")
+"""What training chooses and no checkpoint tells: the fields that `with_router_options` sets."""
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Everything that the mathematics of the layer depends on.
+
+    score, order, normalise, groups, groups_kept, scale: see `ops.topk_router`.
+    mlp_size:        of each expert; `activation` is a key of ACTIVATIONS. mlp_bias: experts have biases.
+    clamp:           None, or the limit L of gate * sigmoid(clamp_alpha * gate) * (up + 1), with gate <= L and -L <= up <= L.
+    shared_size:     of the layer that sees every token (None: there is none); shared_gate: times sigmoid(x @ w).
+    router_bias:     the logits have a bias. choice_bias: the choice has one that the weights do not have; it gets no gradient
+                     but moves by `bias_rate` after each step.
+    kind:            "topk"; "sinkhorn": in training the choice is made from logits that are balanced over the microbatch;
+                     "balanced": slot i = token * top_k + k goes to expert i mod num_experts, for benchmarks.
+    capacity_factor: None, or an expert takes ceil(factor * tokens * top_k / num_experts) slots of a microbatch, by weight.
+    aux_loss ...:    coefficients of the side losses, 0 for none.
+    grouped:         False computes one expert after the other on all tokens: a reference.
+    Raises ConfigError with everything that does not fit.
+    """
+
+    num_experts: int
+    top_k: int
+    mlp_size: int
+    activation: str = "silu"
+    mlp_bias: bool = False
+    clamp: float | None = None
+    clamp_alpha: float = 1.702
+    score: Score = "softmax"
+    order: Order = "pre"
+    normalise: bool = True
+    groups: int = 1
+    groups_kept: int = 1
+    scale: float = 1.0
+    router_bias: bool = False
+    choice_bias: bool = False
+    shared_size: int | None = None
+    shared_gate: bool = False
+    kind: RouterKind = "topk"
+    grouped: bool = True
+    capacity_factor: float | None = None
+    aux_loss: float = 0.0
+    seq_aux_loss: float = 0.0
+    global_aux_loss: float = 0.0
+    z_loss: float = 0.0
+    bias_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        problems = _problems(self)
+        if problems:
+            raise ConfigError("cannot make a layer of experts:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def _problems(config: MoeConfig) -> list[str]:
+    experts, found = config.num_experts, []
+    sizes = {name: getattr(config, name) for name in ("num_experts", "top_k", "mlp_size", "shared_size")}
+    found += [f"{name}={size}: must be a positive int" for name, size in sizes.items() if size is not None and size < 1]
+    if config.top_k > experts:
+        found.append(f"top_k={config.top_k} is more than num_experts={experts}")
+    if config.groups < 1 or experts % config.groups:
+        found.append(f"groups={config.groups} does not divide num_experts={experts}")
+    elif not 1 <= config.groups_kept <= config.groups or config.groups_kept * (experts // config.groups) < config.top_k:
+        held = f"{config.groups_kept} of {config.groups} groups of {experts // config.groups} experts"
+        found.append(f"groups_kept={config.groups_kept}: {held} do not hold top_k={config.top_k}")
+    choices = {
+        "activation": tuple(ACTIVATIONS),
+        "score": get_args(Score),
+        "order": get_args(Order),
+        "kind": get_args(RouterKind),
+    }
+    for name, known in choices.items():
+        if getattr(config, name) not in known:
+            found.append(f"{name}={getattr(config, name)!r}: there are {', '.join(known)}")
+    for name in ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss", "bias_rate"):
+        value = getattr(config, name)
+        if not _is_number(value) or value < 0:
+            found.append(f"{name}={value!r}: must be a number >= 0")
+    for name in ("capacity_factor", "clamp"):
+        value = getattr(config, name)
+        if value is not None and not (_is_number(value) and value > 0):
+            found.append(f"{name}={value!r}: must be a number > 0, or None")
+    if not isinstance(config.grouped, bool):
+        found.append(f"grouped={config.grouped!r}: must be True or False")
+    if config.shared_gate and config.shared_size is None:
+        found.append("shared_gate=True needs shared_size")
+    if config.bias_rate and not config.choice_bias:
+        found.append(
+            f"bias_rate={config.bias_rate} moves a bias of the choice, which this model does not have (choice_bias=False)"
+        )
+    if config.kind != "topk" and (config.choice_bias or config.groups > 1):
+        found.append(f"kind={config.kind!r} does not use the bias of the choice and groups: choose kind='topk'")
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def with_router_options(config: MoeConfig, options: Mapping[str, Any]) -> MoeConfig:
+    """The same layer with `options`, of ROUTER_OPTIONS. Raises UnknownNameError with all others, or ConfigError."""
+    unknown = sorted(set(options) - set(ROUTER_OPTIONS))
+    if unknown:
+        raise UnknownNameError(f"cannot set router options {unknown}: there are {', '.join(sorted(ROUTER_OPTIONS))}")
+    return dataclasses.replace(config, **options)
+
+
+@struct
+class Moe:
+    """The router's matrix, the experts' matrices, the shared layer; what a config does not ask for is None."""
+
+    router_DE: Tensor
+    gate_EDF: Tensor
+    up_EDF: Tensor
+    down_EFD: Tensor
+    router_bias_E: Tensor | None = None
+    choice_bias_E: Tensor | None = None
+    gate_bias_EF: Tensor | None = None
+    up_bias_EF: Tensor | None = None
+    down_bias_ED: Tensor | None = None
+    shared: FeedForward | None = None
+    shared_gate_D1: Tensor | None = None
+
+
+MOE_AXES = cast(Any, Moe)(
+    router_DE=("embed", None),
+    gate_EDF=("expert", "embed", "expert_mlp"),
+    up_EDF=("expert", "embed", "expert_mlp"),
+    down_EFD=("expert", "expert_mlp", "embed"),
+    router_bias_E=(None,),
+    choice_bias_E=(None,),
+    gate_bias_EF=("expert", "expert_mlp"),
+    up_bias_EF=("expert", "expert_mlp"),
+    down_bias_ED=("expert", "embed"),
+    shared=FEED_FORWARD_AXES,
+    shared_gate_D1=("embed", None),
+)
+
+
+def moe_shapes(config: MoeConfig, hidden_size: int) -> Moe:
+    """The parameters with a tuple of sizes for each leaf."""
+    E, D, F, S = config.num_experts, hidden_size, config.mlp_size, config.shared_size
+    shared = None if S is None else cast(Any, FeedForward)(gate_DF=(D, S), up_DF=(D, S), down_FD=(S, D))
+    return cast(Any, Moe)(
+        router_DE=(D, E),
+        gate_EDF=(E, D, F),
+        up_EDF=(E, D, F),
+        down_EFD=(E, F, D),
+        router_bias_E=(E,) if config.router_bias else None,
+        choice_bias_E=(E,) if config.choice_bias else None,
+        gate_bias_EF=(E, F) if config.mlp_bias else None,
+        up_bias_EF=(E, F) if config.mlp_bias else None,
+        down_bias_ED=(E, D) if config.mlp_bias else None,
+        shared=shared,
+        shared_gate_D1=(D, 1) if config.shared_gate else None,
+    )
+
+
+def moe(
+    params: Moe, config: MoeConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """`(y_BSD, losses, metrics)`. Tokens of document -1 (padding) go to no expert and count in no loss.
+
+    losses:  side losses times their coefficient and times context["weight"], which all losses of a batch are divided by; none
+             where the context has no weight. aux_loss is E * sum over experts of (slots / tokens) * (mean score), as in
+             transformers, for one layer; seq_aux_loss the mean over rows of the same, divided by top_k; z_loss the mean square
+             of the logits' log-sum-exp. Scores are normalised to sum 1. global_aux_loss is aux_loss over the whole step.
+    metrics: expert_counts (E,): the slots that chose each expert; with a capacity dropped (): the slots that did not fit.
+    """
+    tokens_BSD = ops.constrain(x_BSD, TOKENS)
+    logits_BSE = router_logits(params, tokens_BSD)
+    weights_BSK, experts_BSK, scores_BSE = _route(params, config, logits_BSE, context)
+    documents_BS = context.get("documents")
+    routed_BS = None if documents_BS is None else documents_BS != -1
+    if routed_BS is not None:
+        experts_BSK = experts_BSK.masked_fill(~routed_BS[..., None], -1)
+    counts_E = ops.expert_counts(experts_BSK, num_experts=config.num_experts)
+    metrics = {"expert_counts": counts_E}
+    losses: dict[str, Tensor] = {}
+    if "weight" in context:
+        losses = _losses(config, logits_BSE, scores_BSE, experts_BSK, counts_E, routed_BS, context["weight"])
+    if config.capacity_factor is not None:
+        kept_BSK = ops.limit_capacity(
+            experts_BSK,
+            weights_BSK,
+            context.get("order"),
+            num_experts=config.num_experts,
+            capacity=_capacity(config, x_BSD.shape[0] * x_BSD.shape[1]),
+        )
+        metrics["dropped"] = (experts_BSK != kept_BSK).sum()
+        experts_BSK = kept_BSK
+    apply = _grouped if config.grouped else _sequential
+    y_BSD, shared_BSD = apply(params, config, tokens_BSD, x_BSD, experts_BSK, weights_BSK)
+    y_BSD = ops.constrain(y_BSD, ("batch", "residual_seq", "embed"))
+    return ops.name(y_BSD if shared_BSD is None else y_BSD + shared_BSD, "mlp_out"), losses, metrics
+
+
+def router_logits(params: Moe, x_BSD: Tensor) -> Tensor:
+    """Logits (B, S, E) in float32 or wider."""
+    wide = torch.promote_types(x_BSD.dtype, torch.float32)
+    logits_BSE = ops.einsum("bsd,de->bse", x_BSD.to(wide), params.router_DE.to(wide))
+    if params.router_bias_E is not None:
+        logits_BSE = logits_BSE + params.router_bias_E.to(wide)
+    return ops.name(logits_BSE, "router_logits")
+
+
+def updated_choice_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
+    """The bias after a step in which `counts_E` slots chose each expert: up by `rate` where they are fewer than the mean."""
+    counts_E = counts_E.to(torch.float64)
+    return bias_E + rate * torch.sign(counts_E.mean() - counts_E).to(bias_E.dtype)
+
+
+def _capacity(config: MoeConfig, num_tokens: int) -> int:
+    """Slots of an expert in a microbatch."""
+    assert config.capacity_factor is not None
+    return math.ceil(num_tokens * config.top_k / config.num_experts * config.capacity_factor)
+
+
+def _route(params: Moe, config: MoeConfig, logits_BSE: Tensor, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """`(weights_BSK, experts_BSK, scores_BSE)`."""
+    training = "weight" in context  # what balances over a batch may see later tokens: generation must not
+    if config.kind == "topk" or (config.kind == "sinkhorn" and not training):
+        return ops.topk_router(
+            logits_BSE,
+            params.choice_bias_E,
+            k=config.top_k,
+            score=config.score,
+            normalise=config.normalise,
+            order=config.order,
+            groups=config.groups,
+            groups_kept=config.groups_kept,
+            scale=config.scale,
+        )
+    scores_BSE = torch.softmax(logits_BSE, -1) if config.score == "softmax" else torch.sigmoid(logits_BSE)
+    if config.kind == "balanced":
+        experts_BSK = _balanced(config, logits_BSE, context.get("order"))
+    else:
+        below_BSE = logits_BSE - logits_BSE.amax(-1, keepdim=True)  # changes nothing but that exp cannot overflow
+        _, experts_BSK, _ = ops.topk_router(ops.sinkhorn(below_BSE), k=config.top_k, order="post")
+    return _weights(config, logits_BSE, scores_BSE, experts_BSK), experts_BSK, scores_BSE
+
+
+def _balanced(config: MoeConfig, logits_BSE: Tensor, order_S: Tensor | None) -> Tensor:
+    """Slot i to expert i mod E, counted by the tokens' places before any permutation: (B, S, K)."""
+    (B, S, E), K, device = logits_BSE.shape, config.top_k, logits_BSE.device
+    order_S = torch.arange(S, device=device) if order_S is None else order_S
+    token_BS = torch.arange(B, device=device)[:, None] * S + order_S
+    slots_BSK = token_BS[..., None] * K + torch.arange(K, device=device)
+    return (slots_BSK % E).to(torch.int32)
+
+
+def _weights(config: MoeConfig, logits_BSE: Tensor, scores_BSE: Tensor, experts_BSK: Tensor) -> Tensor:
+    """What `ops.topk_router` would weigh these experts."""
+    alone = config.score == "softmax" and config.order == "post"
+    chosen_BSKE = _one_hot(experts_BSK, config.num_experts)
+    values_BSE = logits_BSE if alone else scores_BSE
+    weights_BSK = torch.where(chosen_BSKE, values_BSE[:, :, None], 0.0).sum(-1)
+    if alone:
+        weights_BSK = torch.softmax(weights_BSK, -1)
+    if config.normalise:
+        weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + TINY)
+    return weights_BSK * config.scale
+
+
+def _one_hot(experts_BSK: Tensor, num_experts: int) -> Tensor:
+    return experts_BSK[..., None] == torch.arange(num_experts, device=experts_BSK.device)
+
+
+def _losses(
+    config: MoeConfig,
+    logits_BSE: Tensor,
+    scores_BSE: Tensor,
+    experts_BSK: Tensor,
+    counts_E: Tensor,
+    routed_BS: Tensor | None,
+    weight: Tensor,
+) -> dict[str, Tensor]:
+    """The side losses that `config` asks for. Tokens enter by plain sums only, which a sharded batch leaves pending."""
+    (B, S, E), wide = scores_BSE.shape, scores_BSE.dtype
+    shares_BSE = scores_BSE
+    if config.score != "softmax":
+        shares_BSE = scores_BSE / (scores_BSE.sum(-1, keepdim=True) + TINY)
+    square_BS = torch.logsumexp(logits_BSE, -1).square()
+    num_tokens_B: Tensor | int = S
+    num_tokens: Tensor | int = B * S
+    if routed_BS is not None:
+        shares_BSE, square_BS = shares_BSE * routed_BS[..., None], square_BS * routed_BS
+        num_tokens_B = routed_BS.to(wide).sum(1, keepdim=True).clamp(min=1.0)
+        num_tokens = routed_BS.to(wide).sum().clamp(min=1.0)
+    losses: dict[str, Tensor] = {}
+    if config.aux_loss or config.global_aux_loss:
+        load_E, mean_E = counts_E.to(wide) / num_tokens, shares_BSE.sum((0, 1)) / num_tokens
+        balance = E * (load_E * mean_E).sum()
+        losses |= {"aux_loss": config.aux_loss * balance} if config.aux_loss else {}
+        losses |= {"global_aux_loss": config.global_aux_loss * balance} if config.global_aux_loss else {}
+    if config.seq_aux_loss:
+        counts_BE = _one_hot(experts_BSK, E).to(wide).sum((1, 2))
+        load_BE, mean_BE = counts_BE / num_tokens_B, shares_BSE.sum(1) / num_tokens_B
+        losses["seq_aux_loss"] = config.seq_aux_loss * (load_BE * mean_BE).sum() * E / (config.top_k * B)
+    if config.z_loss:
+        losses["z_loss"] = config.z_loss * square_BS.sum() / num_tokens
+    return {name: loss * weight for name, loss in losses.items()}
+
+
+def _grouped(
+    params: Moe, config: MoeConfig, tokens_BSD: Tensor, x_BSD: Tensor, experts_BSK: Tensor, weights_BSK: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """`(y_BSD of the experts, y_BSD of the shared layer)`: rows sorted by expert, one grouped product for each matrix."""
+    rows_RD, offsets_E, inverse_BSK, arrivals_E = ops.dispatch(tokens_BSD, experts_BSK, num_experts=config.num_experts)
+    shared_BSD = _shared(params, config, x_BSD)  # here: it has time to run while rows are on their way
+    gate_RF = ops.name(_grouped_linear(rows_RD, params.gate_EDF, params.gate_bias_EF, offsets_E), "gate")
+    up_RF = ops.name(_grouped_linear(rows_RD, params.up_EDF, params.up_bias_EF, offsets_E), "up")
+    hidden_RF = ops.name(_activated(config, gate_RF, up_RF), "mlp_act")
+    rows_RD = _grouped_linear(hidden_RF, params.down_EFD, params.down_bias_ED, offsets_E)
+    return ops.combine(rows_RD, inverse_BSK, arrivals_E, weights_BSK), shared_BSD
+
+
+def _grouped_linear(rows_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, offsets_E: Tensor) -> Tensor:
+    y_RF = ops.grouped_matmul(rows_RD, weight_EDF, offsets_E)
+    if bias_EF is None:
+        return y_RF
+    ones_R1 = torch.ones_like(rows_RD[:, :1])  # a product, so that whatever places rows and experts places the bias too
+    return y_RF + ops.grouped_matmul(ones_R1, bias_EF[:, None], offsets_E)
+
+
+def _sequential(
+    params: Moe, config: MoeConfig, tokens_BSD: Tensor, x_BSD: Tensor, experts_BSK: Tensor, weights_BSK: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The same as `_grouped`: every expert on every token, weighted by zero where it was not chosen."""
+
+    def linear(x: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, e: int) -> Tensor:
+        y = ops.einsum("bsd,df->bsf", x, weight_EDF[e])
+        return y if bias_EF is None else y + bias_EF[e]
+
+    total_BSD: Tensor | None = None
+    for e in range(config.num_experts):
+        gate_BSF = linear(tokens_BSD, params.gate_EDF, params.gate_bias_EF, e)
+        up_BSF = linear(tokens_BSD, params.up_EDF, params.up_bias_EF, e)
+        y_BSD = linear(_activated(config, gate_BSF, up_BSF), params.down_EFD, params.down_bias_ED, e)
+        weight_BS1 = torch.where(experts_BSK == e, weights_BSK, 0.0).sum(-1, keepdim=True)
+        y_BSD = y_BSD.to(weight_BS1.dtype) * weight_BS1
+        total_BSD = y_BSD if total_BSD is None else total_BSD + y_BSD
+    assert total_BSD is not None
+    return total_BSD.to(x_BSD.dtype), _shared(params, config, x_BSD)
+
+
+def _activated(config: MoeConfig, gate: Tensor, up: Tensor) -> Tensor:
+    if config.clamp is None:
+        return ACTIVATIONS[config.activation][0](gate, up)
+    gate, up = gate.clamp(max=config.clamp), up.clamp(min=-config.clamp, max=config.clamp)
+    return (up + 1) * (gate * torch.sigmoid(config.clamp_alpha * gate))
+
+
+def _shared(params: Moe, config: MoeConfig, x_BSD: Tensor) -> Tensor | None:
+    if params.shared is None:
+        return None
+    x_BSD = ops.constrain(x_BSD, ("batch", "seq", "embed"))
+    y_BSD = feed_forward(params.shared, x_BSD, activation=config.activation)
+    if params.shared_gate_D1 is None:
+        return y_BSD
+    gate_BS1 = torch.sigmoid(ops.einsum("bsd,de->bse", x_BSD, params.shared_gate_D1))
+    return y_BSD * ops.constrain(gate_BS1, ("batch", "residual_seq", None))
