@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._attention_ring import attend_on_rank, attend_on_rank_bwd, ring, ring_bwd
 from mpar.ops import _attention_blocks
-from mpar.ops._attention_blocks import ROWS, visible
+from mpar.ops._attention_ring import attend_on_rank, attend_on_rank_bwd, ring, ring_bwd
 from mpar.ops._primitive import Cost, Primitive
 
 __all__ = ["attention"]
@@ -171,7 +170,7 @@ def _visible(q, k, q_order, k_order, q_documents, k_documents, causal, window) -
     """Which query sees which key, (B or 1, S, M)."""
     q_order = torch.arange(q.shape[1], device=q.device) if q_order is None else q_order
     k_order = torch.arange(k.shape[1], device=q.device) if k_order is None else k_order
-    return visible(q_order, k_order, q_documents, k_documents, causal, window)
+    return _attention_blocks.visible(q_order, k_order, q_documents, k_documents, causal, window)
 
 
 def _heads_first(x: Tensor, size: int) -> Tensor:
@@ -251,7 +250,9 @@ def _cost(q, k, v, q_order, k_order, q_documents, k_documents, sinks, *, causal,
     out_bytes = q.shape[:3].numel() * v.shape[3] * q.element_size()
     flops = 2 * _pairs(q, k, causal) * (q.shape[3] + v.shape[3])
     padded = 0 if q.shape[3] == v.shape[3] else q.nbytes + k.nbytes + v.nbytes + out_bytes
-    workspace = padded + _mask_bytes(q, k, q_order, q_documents, window) + _score_bytes(q, k, soft_cap)
+    workspace = padded + _mask_bytes(q, k, q_order, k_order, q_documents, window, soft_cap) + _score_bytes(q, k, soft_cap)
+    if not q_order is k_order is q_documents is window is None:  # the merge of blocks: sums, a part, a wide copy of it
+        workspace += 3 * q.shape[:3].numel() * (max(q.shape[3], v.shape[3]) + 2) * _wide(q).itemsize
     return Cost(flops=flops, bytes=q.nbytes + k.nbytes + v.nbytes + out_bytes, workspace=workspace)
 
 
@@ -262,7 +263,11 @@ def _cost_bwd(
     moved = 2 * (q.nbytes + k.nbytes + v.nbytes + out.nbytes)
     flops = 2 * _pairs(q, k, causal) * (3 * q.shape[3] + 2 * v.shape[3])
     padded = 0 if dlse is None and q.shape[3] == v.shape[3] else moved
-    workspace = padded + _mask_bytes(q, k, q_order, q_documents, window) + 2 * _score_bytes(q, k, soft_cap)
+    masks = _mask_bytes(q, k, q_order, k_order, q_documents, window, soft_cap)
+    workspace = padded + masks + 2 * _score_bytes(q, k, soft_cap)
+    if not q_order is k_order is q_documents is window is None:  # gradients are summed over blocks
+        elements = (q.shape[:3].numel() + 2 * k.shape[:3].numel()) * (max(q.shape[3], v.shape[3]) + 1)
+        workspace += elements * (_wide(q).itemsize + 2 * q.element_size())
     return Cost(flops=flops, bytes=moved, workspace=workspace)
 
 
@@ -271,12 +276,16 @@ def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
     return q.shape[:3].numel() * k.shape[1] // (2 if causal else 1)
 
 
-def _mask_bytes(q: Tensor, k: Tensor, q_order: Tensor | None, q_documents: Tensor | None, window: int | None) -> int:
-    """The mask of all pairs, where one is made: distances, booleans, and a bias in the dtype of `q`."""
-    if q_order is None and q_documents is None and window is None:
+def _mask_bytes(q, k, q_order, k_order, q_documents, window: int | None, soft_cap: float | None) -> int:
+    """The mask that is made at once, if one is: distances, booleans, and a bias in the dtype of `q`."""
+    if q_order is k_order is q_documents is window is None:
         return 0
-    pairs = q.shape[1] * k.shape[1]
-    return 8 * pairs + (1 if q_documents is None else q.shape[0]) * pairs * (3 + q.element_size())
+    rows, keys = q.shape[1], k.shape[1]
+    if soft_cap is None:  # by blocks; a window alone hides all but a band
+        alone = q_order is k_order is q_documents is None
+        rows = min(rows, _attention_blocks.ROWS if alone else _attention_blocks.mask_rows(keys))
+        keys = min(keys, _attention_blocks.ROWS) if alone else keys
+    return rows * keys * (8 + (1 if q_documents is None else q.shape[0]) * (3 + q.element_size()))
 
 
 def _score_bytes(q: Tensor, k: Tensor, soft_cap: float | None) -> int:

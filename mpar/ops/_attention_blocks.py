@@ -1,0 +1,200 @@
+"""Attention on the CPU by blocks of queries and keys: what no query sees is not computed, and masks are of few rows at a time.
+
+Orders that come in few runs, as when ranks hold an early and a late part of a sequence each (Llama 3, arXiv:2407.21783), are cut
+where they jump. Between two runs everything is visible, nothing, a triangle or a band. What blocks give for the same queries is
+merged by its log-sum-exps, in the order of the blocks.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpar.torch_private import flash_attention_cpu, flash_attention_cpu_backward
+
+__all__ = ["ROWS", "Block", "Masks", "backward", "blocks_of", "forward", "mask_rows", "visible"]
+
+ROWS = 1024
+"""The most queries that a mask is made for at once."""
+MASK_PAIRS = 2**24
+"""The most pairs that a mask has, unless few rows have more."""
+SHORT_RUN = 64
+"""Runs shorter than this on average, and more pairs of them than MANY_PAIRS, are not worth a call of the kernel each."""
+MANY_PAIRS = 1024
+
+
+class Block(NamedTuple):
+    """Queries and keys that the kernel takes together. `aligned`: of the keys, query i of the block sees those up to i."""
+
+    rows: slice
+    keys: slice
+    aligned: bool
+    masked: bool
+
+
+class Masks(NamedTuple):
+    """What says which query sees which key; see `attention`."""
+
+    q_order: Tensor | None
+    k_order: Tensor | None
+    q_documents: Tensor | None
+    k_documents: Tensor | None
+    causal: bool
+    window: int | None
+
+
+class _Run(NamedTuple):
+    """Neighbours at `at` and after, whose order is `first`, `first` + 1, ... up to before `end`."""
+
+    at: int
+    first: int
+    end: int
+
+    def part(self, first: int, end: int) -> "_Run":
+        first, end = max(first, self.first), min(end, self.end)
+        return _Run(self.at + first - self.first, first, max(first, end))
+
+    def pieces(self, size: int) -> list["_Run"]:
+        return [self.part(first, first + size) for first in range(self.first, self.end, size)]
+
+    @property
+    def place(self) -> slice:
+        return slice(self.at, self.at + self.end - self.first)
+
+
+def mask_rows(num_keys: int) -> int:
+    """Queries of a mask over so many keys."""
+    return max(SHORT_RUN, min(ROWS, MASK_PAIRS // max(1, num_keys)))
+
+
+def visible(q_order: Tensor, k_order: Tensor, q_documents, k_documents, causal: bool, window: int | None) -> Tensor:
+    """Which query sees which key, (B or 1, S, M)."""
+    distance = q_order.unsqueeze(1) - k_order
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        seen &= distance < window
+    if q_documents is None:
+        return seen.unsqueeze(0)
+    documents = q_documents.unsqueeze(2)
+    return seen & (documents == k_documents.unsqueeze(1)) & (documents != -1)
+
+
+def blocks_of(num_queries: int, num_keys: int, masks: Masks) -> list[Block]:
+    """The blocks that hold every visible pair, each once; pairs that are in none are hidden."""
+    documents = masks.q_documents is not None
+    if not masks.causal and masks.window is None:
+        whole = _Run(0, 0, num_queries)
+        pieces = whole.pieces(mask_rows(num_keys)) if documents else [whole]
+        return [Block(piece.place, slice(0, num_keys), False, documents) for piece in pieces]
+    q_runs, k_runs = _runs(masks.q_order, num_queries), _runs(masks.k_order, num_keys)
+    if _scattered(q_runs, num_queries) or _scattered(k_runs, num_keys) or len(q_runs) * len(k_runs) > MANY_PAIRS:
+        pieces = _Run(0, 0, num_queries).pieces(mask_rows(num_keys))
+        return [Block(piece.place, slice(0, num_keys), False, True) for piece in pieces]
+    if documents:
+        q_runs = [piece for run in q_runs for piece in run.pieces(mask_rows(num_keys))]
+    blocks = [block for q_run in q_runs for k_run in k_runs for block in _cut(q_run, k_run, masks.causal, masks.window)]
+    return [block._replace(masked=block.masked or documents) for block in blocks]
+
+
+def _scattered(runs: list[_Run], size: int) -> bool:
+    return len(runs) > 1 and size < SHORT_RUN * len(runs)
+
+
+def _runs(order: Tensor | None, size: int) -> list[_Run]:
+    if order is None:
+        return [_Run(0, 0, size)]
+    jumps = (order.diff() != 1).nonzero().flatten() + 1
+    starts = [0, *jumps.tolist()]
+    sizes = (b - a for a, b in zip(starts, [*starts[1:], size], strict=True))
+    return [_Run(at, first, first + n) for at, first, n in zip(starts, order[starts].tolist(), sizes, strict=True)]
+
+
+def _cut(q: _Run, k: _Run, causal: bool, window: int | None) -> Iterator[Block]:
+    """Blocks with the visible pairs of two runs."""
+    k = k.part(k.first if window is None else q.first - window + 1, q.end if causal else k.end)
+    if k.first == k.end:
+        return
+    if window is not None and q.end - k.first > window:  # the last query does not see the first key
+        size = min(ROWS, max(window, 2 * SHORT_RUN))
+        if q.end - q.first > size:
+            for piece in q.pieces(size):
+                yield from _cut(piece, k, causal, window)
+            return
+        edge = q.end - window
+        yield Block(q.place, k.part(k.first, edge).place, False, True)
+        yield from _cut(q, k.part(edge, k.end), causal, window)
+    elif not causal or k.end <= q.first + 1:
+        yield Block(q.place, k.place, False, False)
+    else:
+        before = k.part(k.first, q.first)
+        if before.first < before.end:
+            yield Block(q.place, before.place, False, False)
+        start = max(q.first, k.first)
+        yield Block(q.part(start, q.end).place, k.part(start, k.end).place, True, False)
+
+
+def _mask(block: Block, q: Tensor, k: Tensor, masks: Masks) -> tuple[Tensor | None, Tensor | None]:
+    """`(seen, bias)` of a block that needs them, (B or 1, rows, keys) and with a dim for heads."""
+    if not block.masked:
+        return None, None
+    q_order = torch.arange(q.shape[2]) if masks.q_order is None else masks.q_order
+    k_order = torch.arange(k.shape[2]) if masks.k_order is None else masks.k_order
+    documents: tuple = (None, None)
+    if masks.q_documents is not None and masks.k_documents is not None:
+        documents = masks.q_documents[:, block.rows], masks.k_documents[:, block.keys]
+    seen = visible(q_order[block.rows], k_order[block.keys], *documents, masks.causal, masks.window)
+    return seen, torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf).unsqueeze(1)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks, scale: float) -> tuple[Tensor, Tensor]:
+    """`(out_BNSH, lse_BNS)` of operands with heads first, all of one head size."""
+    blocks = blocks_of(q.shape[2], k.shape[2], masks)
+    if len(blocks) == 1 and blocks[0].rows == slice(0, q.shape[2]):
+        return _one_forward(blocks[0], q, k, v, masks, scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = _heads_last_zeros(q, wide)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide)
+    for block in blocks:
+        out_b, lse_b = _one_forward(block, q, k, v, masks, scale)
+        out_a, lse_a = out[:, :, block.rows], lse[:, :, block.rows]
+        total = torch.logaddexp(lse_a, lse_b)
+        level = total.masked_fill(total == -torch.inf, 0.0)
+        out_a.mul_(torch.exp(lse_a - level).unsqueeze(-1)).addcmul_(out_b.to(wide), torch.exp(lse_b - level).unsqueeze(-1))
+        lse_a.copy_(total)
+    return out.to(q.dtype), lse
+
+
+def _one_forward(block: Block, q: Tensor, k: Tensor, v: Tensor, masks: Masks, scale: float) -> tuple[Tensor, Tensor]:
+    seen, bias = _mask(block, q, k, masks)
+    q, k, v = q[:, :, block.rows], k[:, :, block.keys], v[:, :, block.keys]
+    out, lse = flash_attention_cpu(q, k, v, 0.0, block.aligned, attn_mask=bias, scale=scale)
+    if seen is not None:
+        lse.masked_fill_(~seen.any(-1).unsqueeze(1), -torch.inf)
+    return out, lse
+
+
+def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masks: Masks, scale: float) -> list[Tensor]:
+    """`[dq, dk, dv]` like q, k, v; `out` and `lse` are over all keys, `lse` is inf where a query sees none."""
+    blocks = blocks_of(q.shape[2], k.shape[2], masks)
+    if len(blocks) == 1 and blocks[0][:2] == (slice(0, q.shape[2]), slice(0, k.shape[2])):
+        return list(_one_backward(blocks[0], dout, q, k, v, out, lse, masks, scale))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = (_heads_last_zeros(x, wide) for x in (q, k, v))
+    for block in blocks:
+        parts = _one_backward(block, dout, q, k, v, out, lse, masks, scale)
+        for total, part, place in zip((dq, dk, dv), parts, (block.rows, block.keys, block.keys), strict=True):
+            total[:, :, place] += part
+    return [grad.to(q.dtype) for grad in (dq, dk, dv)]
+
+
+def _one_backward(block: Block, dout, q, k, v, out, lse, masks: Masks, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    _, bias = _mask(block, q, k, masks)
+    dout, q, out, lse = (x[:, :, block.rows] for x in (dout, q, out, lse))
+    k, v = k[:, :, block.keys], v[:, :, block.keys]
+    return flash_attention_cpu_backward(dout, q, k, v, out, lse, 0.0, block.aligned, attn_mask=bias, scale=scale)
+
+
+def _heads_last_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros of the shape of `x`, (B, N, S, H), stored as (B, S, N, H)."""
+    return torch.zeros_like(x.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format).transpose(1, 2)
