@@ -31,15 +31,16 @@ def _without_nan(values):
 
 @triton.jit
 def _in_best_groups(
-    values_TE, experts_TE, NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_KEPT: tl.constexpr, NONE: tl.constexpr
-):
-    """Whether an expert is in one of the groups with the largest sums of their two best."""
+    values_TE, experts_TE, NUM_EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_KEPT: tl.constexpr,
+    GROUP_BEST: tl.constexpr, NONE: tl.constexpr,
+):  # fmt: skip
+    """Whether an expert is in one of the groups with the largest sums of their one or two best."""
     group_TE = experts_TE // (NUM_EXPERTS // GROUPS)
     merit_TE = tl.full(values_TE.shape, float("-inf"), tl.float32)
     for group in range(GROUPS):
         members_TE = group_TE == group
         merit_T = tl.max(tl.where(members_TE, values_TE, float("-inf")), 1)
-        if NUM_EXPERTS > GROUPS:
+        if NUM_EXPERTS > GROUPS and GROUP_BEST == 2:
             others_TE = members_TE & (experts_TE != _best(values_TE, members_TE, experts_TE, NONE)[:, None])
             merit_T += tl.max(tl.where(others_TE, values_TE, float("-inf")), 1)
         merit_TE = tl.where(members_TE, _without_nan(merit_T)[:, None], merit_TE)
@@ -64,8 +65,8 @@ def _softmax(x_TC, inside_TC):
 def _topk_router_fwd(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, scores_ptr, num_tokens, scale,
     NUM_EXPERTS: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr, POST: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_KEPT: tl.constexpr, TINY: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_KEPT: tl.constexpr, GROUP_BEST: tl.constexpr, TINY: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     rows_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts_1E, slots_1K = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
@@ -83,7 +84,8 @@ def _topk_router_fwd(
     values_TE = _without_nan(values_TE)
     candidates_TE = experts_TE < NUM_EXPERTS
     if GROUPS > 1:
-        candidates_TE = _in_best_groups(values_TE, experts_TE, NUM_EXPERTS, GROUPS, GROUPS_KEPT, BLOCK_E) & candidates_TE
+        kept_TE = _in_best_groups(values_TE, experts_TE, NUM_EXPERTS, GROUPS, GROUPS_KEPT, GROUP_BEST, BLOCK_E)
+        candidates_TE = kept_TE & candidates_TE
     base_TE = logits_TE if POST and not SIGMOID else scores_TE
     weights_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     chosen_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
@@ -157,6 +159,7 @@ def topk_router(
     order: str,
     groups: int,
     groups_kept: int,
+    group_best: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weights, experts and scores; see `mpar.ops.topk_router`."""
@@ -180,6 +183,7 @@ def topk_router(
             tuning=entry,
             GROUPS=groups,
             GROUPS_KEPT=groups_kept,
+            GROUP_BEST=group_best,
             **blocks,
         )
     return weights, experts, scores
@@ -198,6 +202,7 @@ def topk_router_bwd(
     order: str,
     groups: int,
     groups_kept: int,
+    group_best: int,
     scale: float,
 ) -> Tensor:
     """The gradient of the logits."""

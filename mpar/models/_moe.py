@@ -45,7 +45,7 @@ ROUTER_OPTIONS = ("kind", "grouped", "capacity_factor", "aux_loss", "seq_aux_los
 class MoeConfig:
     """Everything that the mathematics of the layer depends on.
 
-    score, order, normalise, groups, groups_kept, scale: see `ops.topk_router`.
+    score, order, normalise, groups, groups_kept, group_best, scale: see `ops.topk_router`.
     mlp_size:        of each expert; `activation` is a key of ACTIVATIONS. mlp_bias: experts have biases.
     clamp:           None, or the limit L of gate * sigmoid(clamp_alpha * gate) * (up + 1), with gate <= L and -L <= up <= L.
     shared_size:     of the layer that sees every token (None: there is none); shared_gate: times sigmoid(x @ w).
@@ -71,6 +71,7 @@ class MoeConfig:
     normalise: bool = True
     groups: int = 1
     groups_kept: int = 1
+    group_best: int = 2
     scale: float = 1.0
     router_bias: bool = False
     choice_bias: bool = False
@@ -102,6 +103,8 @@ def _problems(config: MoeConfig) -> list[str]:
     elif not 1 <= config.groups_kept <= config.groups or config.groups_kept * (experts // config.groups) < config.top_k:
         held = f"{config.groups_kept} of {config.groups} groups of {experts // config.groups} experts"
         found.append(f"groups_kept={config.groups_kept}: {held} do not hold top_k={config.top_k}")
+    if config.group_best not in (1, 2):
+        found.append(f"group_best={config.group_best}: it is 1 or 2")
     choices = {
         "activation": tuple(ACTIVATIONS),
         "score": get_args(Score),
@@ -268,6 +271,7 @@ def _route(params: Moe, config: MoeConfig, logits_BSE: Tensor, context: Mapping[
             order=config.order,
             groups=config.groups,
             groups_kept=config.groups_kept,
+            group_best=config.group_best,
             scale=config.scale,
         )
     scores_BSE = torch.softmax(logits_BSE, -1) if config.score == "softmax" else torch.sigmoid(logits_BSE)

@@ -26,6 +26,7 @@ _PARAMS = {
     "order": "str",
     "groups": "int",
     "groups_kept": "int",
+    "group_best": "int",
     "scale": "float",
 }
 topk_router_p = Primitive("topk_router", "logits, bias? -> weights, experts, scores", **_PARAMS)
@@ -41,6 +42,7 @@ def topk_router(
     order: Order = "pre",
     groups: int = 1,
     groups_kept: int = 1,
+    group_best: int = 2,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(weights, experts, scores)` of `logits` (..., E): each token's `k` experts, best first, what each counts, and all scores.
@@ -48,18 +50,18 @@ def topk_router(
     `weights` and `experts` are (..., k), `scores` (..., E): `score` of the logits, over all experts. order pre: the choice is
     made by scores, the weights are the scores of the chosen; post: the choice is made by logits, the weights are `score` of the
     chosen logits alone. `bias_E` is added before the choice, not to the weights. With `groups` > 1 the experts are as many groups
-    of neighbours; only the `groups_kept` groups with the largest sums of their two best are chosen from. `normalise` divides the
-    weights by their sum; then `scale` multiplies them. Equal values: the lowest index first. NaN counts as -inf in the choice; a
-    row with a NaN has NaN weights.
+    of neighbours; only the `groups_kept` groups with the largest sums of their `group_best` best (1 or 2) are chosen from.
+    `normalise` divides the weights by their sum; then `scale` multiplies them. Equal values: the lowest index first. NaN counts
+    as -inf in the choice; a row with a NaN has NaN weights.
 
     Weights and scores are float32 or wider, experts int32. Gradients flow into the logits from weights and scores.
     Raises ShapeError, DtypeError or ConfigError if operands or numbers do not fit each other.
     """
-    params = {"k": k, "score": score, "normalise": normalise, "order": order}
+    params = {"k": k, "score": score, "normalise": normalise, "order": order, "group_best": group_best}
     return topk_router_p.bind(logits, bias_E, **params, groups=groups, groups_kept=groups_kept, scale=float(scale))
 
 
-def _check_numbers(num_experts: int, k: int, score: str, order: str, groups: int, groups_kept: int) -> None:
+def _check_numbers(num_experts: int, k: int, score: str, order: str, groups: int, groups_kept: int, group_best: int) -> None:
     problems = []
     if not 1 <= k <= num_experts:
         problems.append(f"k is {k}, there are {num_experts} experts: 1 <= k <= {num_experts} is needed")
@@ -72,29 +74,31 @@ def _check_numbers(num_experts: int, k: int, score: str, order: str, groups: int
     elif not 1 <= groups_kept <= groups or groups_kept * (num_experts // groups) < k:
         held = f"{groups_kept} of {groups} groups of {num_experts // groups} experts"
         problems.append(f"groups_kept is {groups_kept}: {held} do not hold k = {k}")
+    if group_best not in (1, 2):
+        problems.append(f"group_best is {group_best}; it is 1 or 2")
     if problems:
         raise ConfigError("topk_router:\n" + "\n".join(problems))
 
 
 @topk_router_p.def_abstract
-def _abstract(logits, bias, *, k, score, normalise, order, groups, groups_kept, scale):
+def _abstract(logits, bias, *, k, score, normalise, order, groups, groups_kept, group_best, scale):
     if logits.ndim < 1 or (bias is not None and bias.shape != logits.shape[-1:]):
         shapes = f"logits are {tuple(logits.shape)}, bias is {None if bias is None else tuple(bias.shape)}"
         raise ShapeError(f"topk_router: {shapes}; they must be (..., E) and (E,)")
     if not logits.is_floating_point() or not (bias is None or bias.is_floating_point()):
         raise DtypeError(f"topk_router: logits are {logits.dtype}, bias is {getattr(bias, 'dtype', None)}; both must be floating")
-    _check_numbers(logits.shape[-1], k, score, order, groups, groups_kept)
+    _check_numbers(logits.shape[-1], k, score, order, groups, groups_kept, group_best)
     wide = torch.promote_types(logits.dtype, torch.float32)
     weights = torch.empty((*logits.shape[:-1], k), dtype=wide, device=logits.device)
     return weights, torch.empty_like(weights, dtype=torch.int32), torch.empty(logits.shape, dtype=wide, device=logits.device)
 
 
 @topk_router_p.def_impl
-def _impl(logits, bias, *, k, score, normalise, order, groups, groups_kept, scale):
+def _impl(logits, bias, *, k, score, normalise, order, groups, groups_kept, group_best, scale):
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).contiguous()
     scores = torch.softmax(wide, -1) if score == "softmax" else torch.sigmoid(wide)
     values = scores if order == "pre" else wide
-    experts = _choose(values if bias is None else values + bias.to(wide.dtype), k, groups, groups_kept)
+    experts = _choose(values if bias is None else values + bias.to(wide.dtype), k, groups, groups_kept, group_best)
     weights = _chosen(wide, scores, experts, score, order)
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
@@ -102,14 +106,14 @@ def _impl(logits, bias, *, k, score, normalise, order, groups, groups_kept, scal
     return weights, experts.to(torch.int32), scores
 
 
-def _choose(values: Tensor, k: int, groups: int, groups_kept: int) -> Tensor:
+def _choose(values: Tensor, k: int, groups: int, groups_kept: int, group_best: int) -> Tensor:
     """Indices of the `k` largest values of each row, from the best groups; of equal ones the lowest first."""
     values = values.masked_fill(values.isnan(), -torch.inf)
     by_value = values.sort(dim=-1, descending=True, stable=True).indices
     if groups == 1:
         return by_value[..., :k]
     size = values.shape[-1] // groups
-    merit = values.unflatten(-1, (groups, size)).topk(min(2, size), -1).values.sum(-1)
+    merit = values.unflatten(-1, (groups, size)).topk(min(group_best, size), -1).values.sum(-1)
     best = merit.masked_fill(merit.isnan(), -torch.inf).sort(dim=-1, descending=True, stable=True).indices[..., :groups_kept]
     left_out = torch.ones_like(merit, dtype=torch.int8).scatter_(-1, best, 0).repeat_interleave(size, -1)
     kept_first = left_out.gather(-1, by_value).sort(dim=-1, stable=True).indices
@@ -123,7 +127,7 @@ def _chosen(wide: Tensor, scores: Tensor, experts: Tensor, score: str, order: st
 
 
 @topk_router_p.def_vjp("logits, experts, scores, dweights, dscores -> dlogits")
-def _vjp(logits, experts, scores, dweights, dscores, *, k, score, normalise, order, groups, groups_kept, scale):
+def _vjp(logits, experts, scores, dweights, dscores, *, k, score, normalise, order, groups, groups_kept, group_best, scale):
     """Quotient rule for the normalisation, then the derivative of softmax, s (ds - sum(s ds)), or of sigmoid, s (1 - s) ds."""
     experts, dscores = experts.long(), torch.zeros_like(scores) if dscores is None else dscores
     dchosen = torch.zeros_like(scores[..., :k]) if dweights is None else dweights * scale

@@ -19,7 +19,7 @@ def kernel(primitive):
     return implementation(primitive, "triton")
 
 
-def route(logits, bias, *, k, score, normalise, order, groups, groups_kept, scale):
+def route(logits, bias, *, k, score, normalise, order, groups, groups_kept, group_best, scale):
     """One token at a time, by sorting; differentiable in the logits."""
     weights, experts = [], []
     scores = torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, 1)
@@ -27,7 +27,7 @@ def route(logits, bias, *, k, score, normalise, order, groups, groups_kept, scal
         value = (score_row if order == "pre" else row).detach()
         value = (value if bias is None else value + bias).tolist()
         size = len(value) // groups
-        merit = [sum(sorted(value[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
+        merit = [sum(sorted(value[g * size : (g + 1) * size])[-group_best:]) for g in range(groups)]
         best = sorted(range(groups), key=lambda g: (-merit[g], g))[:groups_kept]
         chosen = sorted((e for e in range(len(value)) if e // size in best), key=lambda e: (-value[e], e))[:k]
         raw = torch.softmax(row[chosen], 0) if score == "softmax" and order == "post" else score_row[chosen]
@@ -36,13 +36,17 @@ def route(logits, bias, *, k, score, normalise, order, groups, groups_kept, scal
     return torch.stack(weights), torch.tensor(experts), scores
 
 
-ROUTER = {"k": 2, "score": "softmax", "normalise": True, "order": "pre", "groups": 1, "groups_kept": 1, "scale": 1.0}
+ROUTER = {"k": 2, "score": "softmax", "normalise": True, "order": "pre", "groups": 1, "groups_kept": 1} | {
+    "group_best": 2,
+    "scale": 1.0,
+}
 VARIANTS = {
     "mixtral": (8, False, {"order": "post"}),
     "qwen3": (128, False, {"k": 8}),
     "qwen2": (60, False, {"k": 4, "normalise": False}),
     "llama4": (16, False, {"k": 1, "score": "sigmoid", "normalise": False, "order": "post"}),
     "deepseek-v3": (256, True, {"k": 8, "score": "sigmoid", "groups": 8, "groups_kept": 4, "scale": 2.5}),
+    "deepseek-v2": (16, True, {"k": 6, "normalise": False, "groups": 4, "groups_kept": 2, "group_best": 1, "scale": 16.0}),
     "groups of one": (6, True, {"k": 3, "order": "post", "groups": 6, "groups_kept": 4}),
     "one expert": (1, False, {"k": 1}),
     "all": (12, False, {"k": 12, "scale": 0.5}),

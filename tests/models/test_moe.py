@@ -87,6 +87,19 @@ REFERENCES = {
         ),
         dataclasses.replace(BASE, normalise=False, shared_size=2 * F, scale=1.7),
     ),
+    "deepseek_v2_groups": (
+        lambda: deepseek_v2.DeepseekV2Moe(
+            deepseek_v2.DeepseekV2Config(
+                n_routed_experts=E,
+                moe_intermediate_size=F,
+                n_shared_experts=1,
+                topk_method="group_limited_greedy",
+                **GROUPS,
+                **COMMON,
+            )
+        ),
+        dataclasses.replace(BASE, normalise=False, shared_size=F, groups=4, groups_kept=2, group_best=1),
+    ),
     "deepseek_v3": (
         lambda: deepseek_v3.DeepseekV3MoE(
             deepseek_v3.DeepseekV3Config(n_routed_experts=E, moe_intermediate_size=F, n_shared_experts=1, **GROUPS, **COMMON)

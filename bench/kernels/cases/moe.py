@@ -11,7 +11,10 @@ from mpar.kernels._grouped_matmul import zero_rest
 from mpar.kernels._launch import launch, tuned
 
 T, D, F, E, K = 16384, 2048, 1536, 128, 8
-ROUTER = {"k": K, "score": "softmax", "normalise": True, "order": "pre", "groups": 1, "groups_kept": 1, "scale": 1.0}
+ROUTER = {"k": K, "score": "softmax", "normalise": True, "order": "pre", "groups": 1, "groups_kept": 1} | {
+    "group_best": 2,
+    "scale": 1.0,
+}
 GROUPED = ROUTER | {"score": "sigmoid", "groups": 8, "groups_kept": 4, "scale": 2.5}
 SCALARS = "a program reads and writes a few numbers per token"
 BF16, FP32 = torch.bfloat16, torch.float32

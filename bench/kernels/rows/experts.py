@@ -15,7 +15,7 @@ from mpar.kernels import implementation
 __all__ = ["ROWS"]
 
 CHECKED = 256
-ROUTER = {"score": "softmax", "normalise": True, "order": "pre", "groups": 1, "groups_kept": 1, "scale": 1.0}
+ROUTER = {"score": "softmax", "normalise": True, "order": "pre", "groups": 1, "groups_kept": 1} | {"group_best": 2, "scale": 1.0}
 
 
 def route(setting: Setting, *, T: int, E: int, k: int) -> Built:
