@@ -70,8 +70,11 @@ def local_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
     return tuple(size // mesh.axis_size(spec.dim(index)) for index, size in enumerate(shape))
 
 
-def check_spec(name: str, shape: tuple[int, ...], spec: Any, mesh: Mesh) -> list[str]:
-    """What is wrong with placing a tensor of `shape` by `spec` on `mesh`, a line each; empty if nothing is."""
+def check_spec(name: str, shape: tuple[int, ...], spec: Any, mesh: Mesh, *, any_order: bool = False) -> list[str]:
+    """What is wrong with placing a tensor of `shape` by `spec` on `mesh`, a line each; empty if nothing is.
+
+    any_order: the axes of a dim need not be in mesh order: values inside a program.
+    """
     if not isinstance(spec, P):
         return [f"{name} {tuple(shape)}: {spec!r} is not a spec; write P(...)"]
     problems = []
@@ -82,7 +85,7 @@ def check_spec(name: str, shape: tuple[int, ...], spec: Any, mesh: Mesh) -> list
         problems.append(f"{name} {tuple(shape)} by {spec}: the spec has {len(spec.dims)} dims, the tensor {len(shape)}")
     for index, (size, axes) in enumerate(zip(shape, spec.padded(len(shape)), strict=True)):
         order = tuple(axis for axis in mesh.axes if axis in axes)
-        if not unknown and axes != order:
+        if not unknown and axes != order and not any_order:
             problems.append(f"{name} {tuple(shape)} by {spec}: dim {index} must name its axes in mesh order, {order}")
         if size % mesh.axis_size(axes):
             problems.append(

@@ -12,21 +12,27 @@ from mpar.errors import ShardingError, UnknownNameError
 from mpar.mesh import Mesh
 from mpar.spec import P, check_spec
 
-__all__ = ["PRESETS", "AxisTable", "Strategy", "preset", "spec_from_axes"]
+__all__ = ["PRESETS", "AxisTable", "Strategy", "dim_sizes", "preset", "spec_from_axes"]
 
 AxisTable = Mapping[str, tuple[str, ...]]
 
 _COMPUTE: dict[str, tuple[str, ...]] = {
     "batch": ("dp", "fsdp"),
-    "seq": (),
-    "residual_seq": (),
+    "seq": ("cp",),
+    "residual_seq": ("cp",),
     "embed": (),
     "heads": (),
     "kv_heads": (),
     "head": (),
     "mlp": (),
     "vocab": (),
+    "moe_batch": ("dp", "fsdp"),
+    "moe_seq": ("cp",),
+    "expert": (),
+    "expert_mlp": (),
 }
+KEEP_ORDER = ("attend_heads", "attend_kv_heads")
+"""Rows whose axes shard in the order in which they stand, not in that of the mesh: the last of them share a part of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,15 @@ class Strategy:
                    reduced once. None: "each" where gradient storage is sharded, else "last".
     gather:        "drop": gathered parameters are dropped after forward and gathered again for backward; "keep": gathered once.
     partial_ok:    logical axes of which an axis may shard only its largest outer part that divides, and replicate the rest.
+
+    What follows is made into rows of `compute` for a model and a mesh, see `mpar/arrange.py`:
+
+    context_parallel: how attention divides a sequence that the mesh shards: auto | ring | all_gather | all_to_all |
+                      all_to_all+ring; None: as the rows attend_* of `compute` say. ulysses_size: ranks of an all-to-all.
+    sequence:         auto | zigzag | contiguous: which positions a rank has.
+    expert_parallel:  ranks over which the experts of a layer are spread; expert_axes: mesh axes for it, first come first taken.
+    dispatcher:       all_to_all: rows travel to the rank of their expert; all_gather: every such rank gets all tokens.
+    expert_tensor_parallel: whether the inside of an expert is sharded as that of other feed-forward layers is.
     """
 
     name: str
@@ -48,8 +63,15 @@ class Strategy:
     grad_storage: AxisTable = field(default_factory=dict)
     opt_storage: AxisTable = field(default_factory=dict)
     reduce: str | None = None
-    partial_ok: tuple[str, ...] = ("kv_heads",)
+    partial_ok: tuple[str, ...] = ("kv_heads", "attend_kv_heads")
     gather: str = "drop"
+    context_parallel: str | None = "auto"
+    ulysses_size: int | None = None
+    sequence: str = "auto"
+    expert_parallel: int = 1
+    expert_axes: tuple[str, ...] = ()
+    dispatcher: str = "all_to_all"
+    expert_tensor_parallel: bool = True
 
     def __post_init__(self) -> None:
         if self.reduce not in (None, "each", "last"):
@@ -65,7 +87,8 @@ class Strategy:
 
     def __hash__(self) -> int:
         tables = (self.compute, self.param_storage, self.grad_storage, self.opt_storage)
-        return hash((self.name, self.reduce, self.gather, *(tuple(sorted(table.items())) for table in tables)))
+        words = (self.name, self.reduce, self.gather, self.context_parallel, self.sequence, self.expert_parallel, self.dispatcher)
+        return hash((*words, *(tuple(sorted(table.items())) for table in tables)))
 
     @property
     def reduces_each(self) -> bool:
@@ -87,26 +110,30 @@ class Strategy:
             dims.append(mesh.ordered({*dim, *extra}))
         return P(*dims)
 
-    def refine(self, mesh: Mesh, shapes: Any, axes: Any) -> tuple["Strategy", Mesh]:
-        """Split mesh axes so that every `partial_ok` dim of the tensors with these shapes is sharded as far as it divides.
+    def refine(self, mesh: Mesh, sizes: Mapping[str, int]) -> tuple["Strategy", Mesh]:
+        """Split mesh axes so that every `partial_ok` dim, of these sizes by logical name, is sharded as far as it divides.
 
         With 2 kv heads on tp=4 the mesh becomes tp_outer=2, tp_inner=2: kv heads are sharded over the outer half.
         """
         strategy = self
-        names = [names for _, names in tree.leaves_with_path(axes, is_leaf=_is_axes)]
-        for leaf, logical in zip(tree.leaves(shapes), names, strict=True):
-            for size, name in zip(leaf.shape, logical, strict=True):
-                wanted = strategy.compute.get(name, ()) if name in self.partial_ok else ()
-                for axis in wanted:
-                    outer = math.gcd(size, mesh.axis_size(axis))
-                    if outer == mesh.axis_size(axis):
-                        continue
-                    if outer > 1:
-                        mesh = mesh.split(axis, outer)
-                        strategy = strategy._renamed(axis, (f"{axis}_outer", f"{axis}_inner"))
-                    kept = (f"{axis}_outer",) if outer > 1 else ()
-                    strategy = replace(strategy, compute={**strategy.compute, name: kept})
+        for name in (name for name in self.partial_ok if name in sizes):
+            left, kept = sizes[name], []
+            for axis in strategy.compute.get(name, ()):
+                size, outer = mesh.axis_size(axis), math.gcd(left, mesh.axis_size(axis))
+                if 1 < outer < size:
+                    strategy, mesh = strategy.split(mesh, axis, outer)
+                if outer > 1:
+                    kept.append(axis if outer == size else f"{axis}_outer")
+                left //= outer
+                if outer < size:
+                    break  # what is minor would shard what is whole
+            if len(kept) < len(strategy.compute.get(name, ())):
+                strategy = replace(strategy, compute={**strategy.compute, name: tuple(kept)})
         return strategy, mesh
+
+    def split(self, mesh: Mesh, axis: str, outer: int) -> tuple["Strategy", Mesh]:
+        """Split a mesh axis into `<axis>_outer`, of size `outer`, and `<axis>_inner`; rules that name it name both."""
+        return self._renamed(axis, (f"{axis}_outer", f"{axis}_inner")), mesh.split(axis, outer)
 
     def _renamed(self, axis: str, parts: tuple[str, ...]) -> "Strategy":
         def table(old: AxisTable) -> AxisTable:
@@ -175,9 +202,19 @@ def spec_from_axes(axes: Sequence[str | None], table: AxisTable, mesh: Mesh) -> 
     dims = []
     for axis in axes:
         wanted = () if axis is None else mesh.ordered({a for a in table[axis] if a not in used})
+        if axis in KEEP_ORDER:
+            wanted = tuple(a for a in table[axis] if a in wanted)
         used.update(wanted)
         dims.append(wanted)
     return P(*dims)
+
+
+def dim_sizes(shapes: Any, axes: Any) -> dict[str, int]:
+    """The size of every logical axis in a tree of parameters; those of "attend_heads" and "attend_kv_heads" are the heads'."""
+    names = [logical for _, logical in tree.leaves_with_path(axes, is_leaf=_is_axes)]
+    leaves = zip(tree.leaves(shapes), names, strict=True)
+    sizes = {name: size for leaf, logical in leaves for size, name in zip(leaf.shape, logical, strict=True) if name}
+    return sizes | {f"attend_{name}": sizes[name] for name in ("heads", "kv_heads") if name in sizes}
 
 
 def _is_axes(x: Any) -> bool:
@@ -198,8 +235,8 @@ def _presets() -> dict[str, Strategy]:
         "zero3": (sharded, sharded, sharded),
     }
     zero["hsdp"] = zero["zero3"]  # the same tables: `dp` replicates wherever it is larger than 1
-    tensor = {axis: ("tp",) for axis in ("heads", "kv_heads", "mlp", "vocab")}
-    tables = {"": _COMPUTE, "tp": _COMPUTE | tensor, "tp_sp": _COMPUTE | tensor | {"residual_seq": ("tp",)}}
+    tensor = {axis: ("tp",) for axis in ("heads", "kv_heads", "mlp", "vocab", "expert_mlp")}
+    tables = {"": _COMPUTE, "tp": _COMPUTE | tensor, "tp_sp": _COMPUTE | tensor | {"residual_seq": ("cp", "tp")}}
     out = {}
     for data, storage in zero.items():
         for model, compute in tables.items():

@@ -17,6 +17,7 @@ VALUES = (
     "mesh",
     "spec",
     "strategy",
+    "arrange",
     "precision",
     "shards",
     "chain",

@@ -8,7 +8,7 @@ import torch
 from mpar.errors import ShardingError, UnknownNameError
 from mpar.mesh import Mesh
 from mpar.spec import P
-from mpar.strategy import preset
+from mpar.strategy import dim_sizes, preset
 
 MESH = Mesh(dp=2, fsdp=4, tp=2)
 GATE = ("embed", "mlp")
@@ -53,7 +53,7 @@ def test_sequence_parallel_shards_the_residual_stream_only():
 def test_fewer_kv_heads_than_tp(num_kv_heads, kept, sizes):
     """kv heads are sharded over the largest outer part of tp that divides them."""
     k_DKH = torch.empty(8, num_kv_heads, 4, device="meta")
-    strategy, mesh = preset("tp").refine(Mesh(tp=4), (k_DKH,), (("embed", "kv_heads", "head"),))
+    strategy, mesh = preset("tp").refine(Mesh(tp=4), dim_sizes((k_DKH,), (("embed", "kv_heads", "head"),)))
     assert strategy.compute["kv_heads"] == kept and dict(mesh.sizes) == sizes
 
 

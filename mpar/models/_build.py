@@ -9,6 +9,7 @@ import torch
 
 import mpar
 from mpar import tree
+from mpar.arrange import arrange
 from mpar.errors import ConfigError, ShardingError
 from mpar.mesh import Mesh
 from mpar.models._hf_weights import HfReader, load_params, read_json
@@ -97,7 +98,7 @@ def from_hf(
 def storage_specs(model: Model, mesh: Mesh, strategy: Strategy) -> tuple[Any, Mesh]:
     """`(specs, mesh)`: the tree of P by which `strategy` stores the parameters; the mesh with the axes that it split."""
     shapes, axes = model.abstract_params, model.param_axes
-    strategy, mesh = strategy.refine(mesh, shapes, axes)
+    strategy, mesh = arrange(strategy, mesh, shapes, axes)
     paths, structure = tree.paths(shapes), tree.flatten(shapes)[1]
     return tree.unflatten(structure, [strategy.storage_spec(tree.get(axes, path), "param", mesh) for path in paths]), mesh
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mpar import tree
+from mpar.arrange import arrange, check_sequence, num_order_parts
 from mpar.chain import Chain, Segment
 from mpar.errors import ConfigError, ShapeError
 from mpar.kernels import Kernels
@@ -113,8 +114,9 @@ def _compile(
 ) -> Program:
     public_mesh, (bucket_bytes, prefetch_bytes) = mesh, bytes_
     strategy = preset(strategy) if isinstance(strategy, str) else strategy
+    strategy, mesh = arrange(strategy, mesh, model.abstract_params, model.param_axes)
     batch = _microbatch_values(model, batch_shape, num_microbatches)
-    strategy, mesh = strategy.refine(mesh, model.abstract_params, model.param_axes)
+    order_parts = _order_sequence(model, strategy, mesh, batch)
     shapes = {key: (tuple(value.shape), model.batch_axes[key]) for key, value in batch.items()}
     strategy.check(mesh, model.abstract_params, model.param_axes, shapes)
     numbers = make_precision(precision)
@@ -157,6 +159,7 @@ def _compile(
         parts=[write_part(step, position) for position in range(mesh.axis_size("pp"))],
         num_microbatches=num_microbatches,
         schedule=[list(own) for own in pipeline.table],
+        order_parts=order_parts,
         info={
             "optimizer": optimizer,
             "public_mesh": public_mesh,
@@ -191,6 +194,18 @@ def _microbatch_values(model: Chain, batch_shape: BatchShape, num_microbatches: 
         key: torch.empty((shape[0] // num_microbatches, *shape[1:]), dtype=dtype, device="meta")
         for key, (shape, dtype) in batch_shape.items()
     }
+
+
+def _order_sequence(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor]) -> int:
+    """In how many parts sequences are dealt out to the ranks that share them; their order becomes an entry of the batch."""
+    lengths = {x.shape[1] for x in batch.values()}
+    for length in lengths:
+        check_sequence(strategy, mesh, length)
+    if "order" not in model.batch_axes or mesh.axis_size(strategy.compute.get("seq", ())) == 1:
+        return 1
+    (length,) = lengths
+    batch["order"] = torch.empty(length, dtype=torch.int64, device="meta")
+    return num_order_parts(strategy, mesh)
 
 
 def _compile_segments(

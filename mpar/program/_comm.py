@@ -8,6 +8,7 @@ Two transports for rank order, with the same bits. "shared": memory that the ran
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from mpar.program._channels import Channels, Message
 from mpar.program._shared_mail import MAIL_BYTES
 from mpar.program._shared_memory import SharedGroup, connect
 
-__all__ = ["Comm", "Counter", "ProcessComm"]
+__all__ = ["Comm", "Counter", "Posted", "ProcessComm"]
 
 
 class Comm(Protocol):
@@ -36,9 +37,23 @@ class Comm(Protocol):
     ) -> Tensor | list[Tensor]: ...
     def all_reduce(self, x: Tensor | list[Tensor], *, axes: tuple[str, ...], op: str, size: int) -> Tensor | list[Tensor]: ...
     def all_to_all(self, x: Tensor, *, axes: tuple[str, ...], src: int, dst: int, size: int) -> Tensor: ...
+    def shift(self, xs: list[Tensor], *, axes: tuple[str, ...], size: int) -> "Posted": ...
+    def exchange_rows(
+        self, xs: list[Tensor], sent: Tensor, received: Tensor, *, axes: tuple[str, ...], size: int, num_rows: int | None
+    ) -> "Posted": ...
+    def arrived(self, posted: "Posted", sent: list[Tensor]) -> tuple[Tensor, ...]: ...
     def send(self, x: Tensor, *, peer: int, message: int, kind: str) -> None: ...
     def receive(self, buffer: Tensor, *, peer: int, message: int, kind: str) -> None: ...
     def wait(self, message: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Posted:
+    """Messages on their way: what they will fill, what has to be waited for, and what must stay as it is until then."""
+
+    values: tuple[Tensor, ...]
+    works: Sequence[dist.Work]
+    sent: Sequence[Tensor]
 
 
 class Counter:
@@ -80,6 +95,7 @@ class ProcessComm:
         self.mesh, self.rank, self.order, self.counter = mesh, rank, order, counter
         self._index: dict[tuple[str, ...], int] = {("pp",): mesh.index(rank, ("pp",))}
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._tags: dict[tuple[str, ...], int] = {}
         for axes in sorted(set(uses)):
             self._index[axes] = mesh.index(rank, axes)
             for members in mesh.groups(axes):
@@ -187,6 +203,38 @@ class ProcessComm:
         chunks = chunks.contiguous()
         received = self._exchange(chunks.view(size, -1), axes).view(chunks.shape)
         return _joined(received, src)
+
+    def shift(self, xs, *, axes, size):
+        """Post `xs` to the next rank along `axes`, and buffers for what the one before has."""
+        self._count("shift", axes, xs)
+        group, members = self._groups[axes], self.mesh.group(self.rank, axes)
+        following, before = members[(self._index[axes] + 1) % size], members[self._index[axes] - 1]
+        sent = [x.contiguous() for x in xs]
+        values = tuple(torch.empty_like(x) for x in sent)
+        ops = []
+        for x, value in zip(sent, values, strict=True):
+            self._tags[axes] = tag = self._tags.get(axes, 0) + 1
+            ops += [dist.P2POp(dist.isend, x, following, group, tag), dist.P2POp(dist.irecv, value, before, group, tag)]
+        return Posted(values, dist.batch_isend_irecv(ops), sent)
+
+    def exchange_rows(self, xs, sent, received, *, axes, size, num_rows):
+        """Post rows of `xs[0]` to every rank of the group: the first `sent[0]` to the first, and so on."""
+        leaving, coming = sent.tolist(), received.tolist()
+        rows = xs[0][: sum(leaving)].contiguous()
+        self._count("exchange_rows", axes, [rows])
+        shape = (sum(coming) if num_rows is None else num_rows, *rows.shape[1:])
+        value = rows.new_empty(shape)
+        value[sum(coming) :] = 0
+        work = dist.all_to_all_single(
+            value[: sum(coming)], rows, coming, leaving, group=self._groups[axes], async_op=True
+        )
+        return Posted((value,), [work], [rows])
+
+    def arrived(self, posted, sent):
+        """Wait for what was posted."""
+        for work in posted.works:
+            work.wait()
+        return posted.values
 
     def send(self, x, *, peer, message, kind):
         """Post a message to the rank at position `peer` along pp; `x` must stay as it is until `wait`."""

@@ -136,7 +136,8 @@ class _PartWriter:
         for key, x in step.batch.items():
             spec, storage = step.strategy.compute_spec(step.model.batch_axes[key], step.mesh), self.writer.storage()
             for m, values in enumerate(by_microbatch):
-                leaves.append(self.writer.leaf(f"{key}.{m}", x, spec, storage))
+                if x.ndim > 1 or m == 0:  # the order of positions is that of all microbatches
+                    leaves.append(self.writer.leaf(f"{key}.{m}", x, spec, storage))
                 values.append(leaves[-1].value)
         assert all(local_shape(leaf.shape, leaf.spec, step.mesh) == self.writer.values[leaf.value].shape for leaf in leaves)
         return leaves, by_microbatch

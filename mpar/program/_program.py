@@ -154,6 +154,7 @@ class Program:
     """One training step of every rank. The mesh is refined: an axis may be split into `<axis>_outer` and `<axis>_inner`.
 
     values: of all parts, numbered through. parts: by position along pp. schedule: per position along pp its actions, in order.
+    order_parts: in how many parts a sequence is dealt out to the ranks that share it, see `mpar.arrange.sequence_order`.
     """
 
     mesh: Mesh
@@ -162,6 +163,7 @@ class Program:
     parts: list[Part]
     num_microbatches: int
     schedule: list[list[Action]]
+    order_parts: int = 1
     info: dict[str, Any] = field(default_factory=dict)
 
     def position(self, rank: int) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mpar import tree
+from mpar.arrange import sequence_order
 from mpar.errors import ConfigError, ProgramError, ShapeError, UnknownNameError
 from mpar.kernels import REFERENCE, implementation
 from mpar.mesh import Mesh
@@ -220,6 +221,8 @@ class RankRun:
 
     def _rows(self, leaf: "Leaf", batch: Mapping[str, Tensor]) -> Tensor:
         microbatch, rows = int(leaf.path.rpartition(".")[2]), self.program.values[leaf.value].shape[0]
+        if batch[_key(leaf)].ndim == 1:
+            return batch[_key(leaf)]
         return batch[_key(leaf)][microbatch * rows : (microbatch + 1) * rows]
 
 
@@ -233,7 +236,7 @@ def _local(program: "Program", leaf: "Leaf") -> Expected:
 
 
 def _all_microbatches(program: "Program", dtype: torch.dtype, shape: tuple[int, ...]) -> Expected:
-    return dtype, (shape[0] * program.num_microbatches, *shape[1:])
+    return dtype, (shape[0] * program.num_microbatches, *shape[1:]) if len(shape) > 1 else shape
 
 
 def _check(what: str, expected: Mapping[str, Expected], given: Mapping[str, Tensor]) -> None:
@@ -278,15 +281,21 @@ def init_state(program: "Program", params: Any, rank: int | None = None) -> Stat
 
 
 def batch_rows(program: "Program", batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """The rows of a global batch (microbatches one after the other) that `rank` works on.
+    """The rows of a global batch (microbatches one after the other) that `rank` works on, and of these its positions.
 
-    Raises ShapeError, listing all offenders, if the batch is not what the program was compiled for.
+    Where ranks share a sequence, "order" says which positions it has. Raises ShapeError, listing all offenders, if the batch is not what the program was compiled for.
     """
     first = {_key(leaf): leaf for leaf in program.batch if leaf.path.endswith(".0")}
+    if "order" in first and "order" not in batch:
+        order = sequence_order(first["order"].shape[0], program.order_parts)
+        batch = {key: x if program.order_parts == 1 else x[:, order] for key, x in batch.items()} | {"order": order}
     _check("this batch", {key: _all_microbatches(program, leaf.dtype, leaf.shape) for key, leaf in first.items()}, batch)
     out = {}
     for key, leaf in first.items():
         rows = leaf.shape[0]
+        if len(leaf.shape) == 1:
+            out[key] = shard(batch[key], leaf.spec, program.mesh, rank)
+            continue
         parts = [
             shard(batch[key][m * rows : (m + 1) * rows], leaf.spec, program.mesh, rank) for m in range(program.num_microbatches)
         ]

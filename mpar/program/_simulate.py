@@ -44,6 +44,18 @@ class LockstepComm:
         """From sharded along `src` to sharded along `dst`."""
         return self._meet("all_to_all", x, axes, src=src, dst=dst)
 
+    def shift(self, xs, *, axes, size):
+        """What the rank before this one has; simulated ranks wait here, not in `arrived`."""
+        return self._meet("shift", (xs,), axes)
+
+    def exchange_rows(self, xs, sent, received, *, axes, size, num_rows):
+        """Rows from every rank of the group."""
+        return self._meet("exchange_rows", (xs, sent, received), axes, num_rows=num_rows)
+
+    def arrived(self, posted, sent):
+        """What was posted."""
+        return posted
+
     def send(self, x: Tensor, *, peer: int, message: int, kind: str) -> None:
         """Post a message to the rank at position `peer` along pp."""
         self.hall.post(message, self.rank, self._peer(peer), sent=x)

@@ -233,7 +233,7 @@ class _Lowering:
     def constrain(self, node: fx.Node) -> None:
         source, axes = node.args[0], decode_axes(node.kwargs["axes"])
         spec = normalise(axes, self.mesh) if isinstance(axes, P) else spec_from_axes(axes, self.table, self.mesh)
-        problems = check_spec(f"{source.name} {axes}", shape_of(source), spec, self.mesh)
+        problems = check_spec(f"{source.name} {axes}", shape_of(source), spec, self.mesh, any_order=True)
         if problems:
             where = f" at {source_line(node)}" if source_line(node) else ""
             raise ShardingError(f"cannot place a value{where}:\n  " + "\n  ".join(problems) + f"\nmesh: {self.mesh}")
@@ -249,7 +249,7 @@ class _Lowering:
         dims = []
         for dim in range(rank):
             free = tuple(axis for axis in now.dim(dim) if axis not in decided)
-            dims.append(self.mesh.ordered({*source.dim(dim), *free}))
+            dims.append(self.mesh.ordered({*source.dim(dim), *free}) if free else source.dim(dim))
         spec = P(*dims, partial=tuple(axis for axis in now.partial if axis not in decided))
         local = self.redistribute(cotangent, spec)
         self.alias(node, cotangent, local, spec)

@@ -64,7 +64,13 @@ def plan(source: P, target: P, rank: int, mesh: Mesh) -> list[Step]:
         surplus = dims[dim][common:]
         if not surplus:
             continue
-        other = next((d for d in range(rank) if d != dim and goal[d] == (*dims[d], *surplus)), None)
+        target = _receiver(dims, goal, dim, surplus)
+        if target is not None and target[1] < len(surplus):  # only its major part is wanted elsewhere: the minor part goes first
+            minor = surplus[target[1] :]
+            surplus = surplus[: target[1]]
+            dims[dim] = (*dims[dim][:common], *surplus)
+            step("all_gather", minor, dim)
+        other = None if target is None else target[0]
         dims[dim] = dims[dim][:common]
         if other is not None:
             dims[other] = goal[other]
@@ -74,6 +80,15 @@ def plan(source: P, target: P, rank: int, mesh: Mesh) -> list[Step]:
     narrow()
     assert tuple(dims) == goal, (source, target, dims)
     return steps
+
+
+def _receiver(dims: list, goal: tuple, dim: int, surplus: tuple[str, ...]) -> tuple[int, int] | None:
+    """The dim that wants the surplus axes of `dim`, or as many of the first ones as it wants, and how many."""
+    for count in range(len(surplus), 0, -1):
+        for other in range(len(dims)):
+            if other != dim and goal[other] == (*dims[other], *surplus[:count]):
+                return other, count
+    return None
 
 
 def plan_bytes(steps: list[Step], global_bytes: int, mesh: Mesh) -> int:

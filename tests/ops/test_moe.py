@@ -234,18 +234,6 @@ def test_grouped_matmul_without_rows():
     assert y.shape == (0, 4) and not w.grad.any()
 
 
-def test_grouped_matmul_with_sharded_experts(make_tensor, run_sharded):
-    """Each rank multiplies the rows of its experts; their sum is the whole, and gradients of weights stay where they are."""
-    x, w, dy = make_tensor((10, 5), F64), make_tensor((4, 5, 3), F64), make_tensor((10, 3), F64)
-    ends = torch.tensor([3, 3, 8, 9])
-    (y,), collectives = run_sharded(grouped_matmul_p, "e", {"e": 2}, x, list(w.split(2)), ends, start=0)
-    testing.assert_close(y[0], by_expert(x, w, ends.tolist()))
-    assert collectives == []
-    _, pull = testing.vjp(lambda w: by_expert(x, w, ends.tolist()), w)
-    (dw,), _ = run_sharded(grouped_matmul_dw_p, "e", {"e": 2}, [x, x], dy, ends, start=0, num_experts=4)
-    testing.assert_close(torch.cat(list(dw)), pull(dy)[0], name="dw")
-
-
 @pytest.mark.parametrize("ends", [[3, 2, 9, 9], [1, 2, 3, 11], [-1, 2, 3, 4]], ids=str)
 def test_grouped_matmul_refuses_offsets_that_are_no_ends(ends):
     """Ends that fall, exceed the rows or are negative."""

@@ -187,7 +187,7 @@ def compile_chain(name, strategy_name, recompute, number, chunk=None):
     """(model, refined mesh, (segment, its code, dtypes of its parameters) of each, context's code, specs of its operands)."""
     config = {**CONFIG, **MODELS[name]}
     model = models.from_config(config, dtype=torch.float32, vocab_multiple=8, logits_chunk=chunk)
-    strategy, mesh = preset(strategy_name).refine(mesh_of(strategy_name), model.abstract_params, model.param_axes)
+    strategy, mesh = arrange(preset(strategy_name), mesh_of(strategy_name), model.abstract_params, model.param_axes)
     numbers = precision(number)
     units = make_units(model, strategy, mesh, numbers)
     batch = tree.map_leaves(meta, a_batch())

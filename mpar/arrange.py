@@ -1,0 +1,185 @@
+"""Arrange: what a strategy asks of long sequences and of experts becomes rows of its table, and mesh axes that are split for it.
+
+Attention over a sequence that is sharded (context parallelism) is a matter of where queries, keys and values are while it runs:
+
+    ring             queries and keys by sequence: keys go round the ranks (arXiv:2310.01889)
+    all_gather       queries by sequence, keys whole
+    all_to_all       everything by heads, the sequence whole (Ulysses, arXiv:2309.14509)
+    all_to_all+ring  by heads within groups of ranks, by sequence between them
+
+Experts are spread over axes that shard tokens too, or over axes along which tokens are the same; both are rows of the table.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar.errors import ConfigError, ShapeError
+from mpar.mesh import Mesh
+from mpar.strategy import AxisTable, Strategy, dim_sizes
+
+__all__ = ["CONTEXT_PARALLEL", "DISPATCHERS", "arrange", "check_sequence", "num_order_parts", "sequence_order"]
+
+CONTEXT_PARALLEL = ("ring", "all_gather", "all_to_all", "all_to_all+ring")
+DISPATCHERS = ("all_to_all", "all_gather")
+
+
+def arrange(strategy: Strategy, mesh: Mesh, shapes: Any, axes: Any) -> tuple[Strategy, Mesh]:
+    """The strategy with rows for attention and experts, and the mesh with the axes that they, or too few kv heads, split.
+
+    shapes, axes: the model's parameters without data, and their logical axes. Raises ConfigError for what cannot be arranged.
+    """
+    sizes = dim_sizes(shapes, axes)
+    strategy, mesh = _arrange_experts(strategy, mesh, sizes)
+    strategy, mesh = _arrange_attention(strategy, mesh, sizes)
+    return strategy.refine(mesh, sizes)
+
+
+def _arrange_attention(strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int]) -> tuple[Strategy, Mesh]:
+    table, method = strategy.compute, strategy.context_parallel
+    context, heads, kv_heads = (_present(table.get(name, ()), mesh) for name in ("seq", "heads", "kv_heads"))
+    if method is None and "attend_seq" in table:
+        return strategy, mesh
+    num_ranks = mesh.axis_size(context)
+    if num_ranks == 1 or method in (None, "auto", "ring", "all_gather"):
+        keys = context if method != "all_gather" else ()
+        rows: AxisTable = {
+            "attend_seq": context,
+            "attend_kv_seq": keys,
+            "attend_heads": heads,
+            "attend_kv_heads": kv_heads,
+        }
+        return replace(strategy, compute={**table, **rows}), mesh
+    if method not in CONTEXT_PARALLEL:
+        raise ConfigError(
+            f"strategy {strategy.name!r}: context_parallel is {method!r}; there are auto, {', '.join(CONTEXT_PARALLEL)}"
+        )
+    return _by_heads(strategy, mesh, context, _num_by_heads(strategy, mesh, num_ranks, sizes.get("heads", 1)))
+
+
+def _num_by_heads(strategy: Strategy, mesh: Mesh, num_ranks: int, num_heads: int) -> int:
+    """Ranks that share a part of the sequence by heads."""
+    tensor = mesh.axis_size(_present(strategy.compute["heads"], mesh))
+    most = math.gcd(num_heads // tensor, num_ranks)
+    wanted = strategy.ulysses_size
+    if wanted is None:
+        wanted = most // 2 if strategy.context_parallel == "all_to_all+ring" and most == num_ranks and most > 2 else most
+    if wanted < 2 or most % wanted:
+        raise ConfigError(
+            f"strategy {strategy.name!r}: cannot divide attention by heads among {wanted if wanted > 1 else num_ranks} of the "
+            f"{num_ranks} ranks that share a sequence: {num_heads} heads on {tensor} tensor parallel ranks are "
+            f"{num_heads // tensor} on each, so that at most {most} can.\n"
+            "Use context_parallel=ring or all_gather, a smaller cp or tp, or a ulysses_size that divides."
+        )
+    return wanted
+
+
+def _by_heads(strategy: Strategy, mesh: Mesh, context: tuple[str, ...], count: int) -> tuple[Strategy, Mesh]:
+    if mesh.axis_size(context) == count:
+        outer, inner = (), context
+    elif len(context) == 1:
+        (axis,) = context
+        strategy, mesh = strategy.split(mesh, axis, mesh.axis_size(axis) // count)
+        outer, inner = (f"{axis}_outer",), (f"{axis}_inner",)
+    else:
+        raise ConfigError(
+            f"strategy {strategy.name!r}: the sequence is sharded over {context}; to divide it by heads among {count} ranks it "
+            "must be sharded over one mesh axis"
+        )
+    table = strategy.compute
+    rows: AxisTable = {
+        "attend_seq": outer,
+        "attend_kv_seq": outer,
+        "attend_heads": (*_present(table["heads"], mesh), *inner),
+        "attend_kv_heads": (*_present(table["kv_heads"], mesh), *inner),
+    }
+    return replace(strategy, compute={**table, **rows}), mesh
+
+
+def _arrange_experts(strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int]) -> tuple[Strategy, Mesh]:
+    table = strategy.compute
+    if "expert" not in sizes:
+        return strategy, mesh
+    num_experts, wanted = sizes["expert"], strategy.expert_parallel
+    if strategy.dispatcher not in DISPATCHERS:
+        raise ConfigError(f"strategy {strategy.name!r}: dispatcher is {strategy.dispatcher!r}; there are {', '.join(DISPATCHERS)}")
+    if num_experts % wanted:
+        raise ConfigError(
+            f"strategy {strategy.name!r}: {num_experts} experts cannot be spread evenly over expert_parallel={wanted} ranks; "
+            f"use a divisor of {num_experts}"
+        )
+    if wanted > 1:
+        strategy, mesh, axes = _fold(strategy, mesh, wanted)
+    else:
+        axes = _present(table.get("expert", ()), mesh)
+    table = strategy.compute
+    inner = () if set(axes) & set(table["mlp"]) or not strategy.expert_tensor_parallel else table["mlp"]
+    tokens = {"moe_batch": table["batch"], "moe_seq": table["seq"] if inner else table["residual_seq"]}
+    if strategy.dispatcher == "all_gather":
+        tokens = {name: tuple(axis for axis in own if axis not in axes) for name, own in tokens.items()}
+    return replace(strategy, compute={**table, **tokens, "expert": axes, "expert_mlp": inner}), mesh
+
+
+def _fold(strategy: Strategy, mesh: Mesh, wanted: int) -> tuple[Strategy, Mesh, tuple[str, ...]]:
+    """Axes with `wanted` ranks for the experts, innermost first, tensor parallel ones last; the last one taken may be split."""
+    named = strategy.expert_axes
+    order = named or sorted(
+        (axis for axis in reversed(mesh.axes) if axis != "pp"), key=lambda axis: axis in strategy.compute["mlp"]
+    )
+    left, axes = wanted, []
+    for axis in order:
+        part = math.gcd(left, mesh.axis_size(axis))
+        if part == 1:
+            continue
+        if part < mesh.axis_size(axis):
+            strategy, mesh = strategy.split(mesh, axis, mesh.axis_size(axis) // part)
+            axis = f"{axis}_inner"
+        axes.append(axis)
+        left //= part
+    if left > 1:
+        raise ConfigError(
+            f"strategy {strategy.name!r}: {mesh} cannot hold expert_parallel={wanted}: axes {list(order)} leave a factor of {left}.\n"
+            "Use a divisor of their sizes, other mesh sizes, or other expert_axes."
+        )
+    return strategy, mesh, mesh.ordered(set(axes))
+
+
+def _present(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
+
+
+def num_order_parts(strategy: Strategy, mesh: Mesh) -> int:
+    """In how many parts a sequence is dealt out so that each rank has early and late positions; 1 leaves it as it is.
+
+    Of a causal mask the last positions see most: rank i of n gets parts i and 2 n - 1 - i, and all work the same (zigzag).
+    """
+    if strategy.sequence not in ("auto", "zigzag", "contiguous"):
+        raise ConfigError(f"strategy {strategy.name!r}: sequence is {strategy.sequence!r}; there are auto, zigzag and contiguous")
+    ranks = mesh.axis_size(strategy.compute.get("attend_seq", ()))
+    return 2 * ranks if ranks > 1 and strategy.sequence != "contiguous" else 1
+
+
+def sequence_order(length: int, num_parts: int) -> Tensor:
+    """The original index (length,) int64 of each position of a sequence that is dealt out in `num_parts`: 0, last, 1, ..."""
+    parts = torch.arange(length).view(num_parts, -1)
+    dealt = [i // 2 if i % 2 == 0 else num_parts - 1 - i // 2 for i in range(num_parts)]
+    return parts[dealt].flatten() if num_parts > 1 else torch.arange(length)
+
+
+def check_sequence(strategy: Strategy, mesh: Mesh, length: int) -> None:
+    """Raise ShapeError, with the lengths that would do, unless ranks get equal parts of a sequence."""
+    ranks = mesh.axis_size(tuple({*strategy.compute.get("seq", ()), *strategy.compute.get("residual_seq", ())}))
+    parts = math.lcm(ranks, num_order_parts(strategy, mesh))
+    if length % parts:
+        longer = -(-length // parts) * parts
+        how = f"{ranks} ranks share a sequence" + (", in two parts each" if parts > ranks else "")
+        raise ShapeError(
+            f"strategy {strategy.name!r} on {mesh} cannot divide a sequence of {length} positions: {how}, so that its length must "
+            f"be a multiple of {parts}.\nUse {longer} ({longer - length} positions of padding)"
+            + (f" or {length // parts * parts}." if length > parts else ".")
+        )
