@@ -91,6 +91,14 @@ def test_narrow_operands_are_widened(dtype, rtol, make_tensor):
         testing.assert_close(actual, wanted, rtol=rtol)
 
 
+def test_sums_of_narrow_operands_are_wide(make_tensor):
+    """With every operand in bfloat16 the final state is float32, and as exact as float32 is on those operands."""
+    values = operands(make_tensor, 13, 2, torch.bfloat16)
+    _, final = scan(*values)
+    assert final.dtype == torch.float32
+    testing.assert_close(final, recurrence(*(x.double() for x in values))[1])
+
+
 def test_a_row_goes_on_from_its_state(make_tensor):
     """Two scans, the second from the final state of the first, are one scan."""
     x, dt, a, b, c, d, state = operands(make_tensor, 13, 2)
