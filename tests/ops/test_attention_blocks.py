@@ -1,0 +1,240 @@
+"""Attention by blocks on the CPU: the formula in float64, what is worked on, and how much memory masks take."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpar import ops, testing
+from mpar.ops import _attention_blocks as blocks
+from mpar.ops._attention import attention_p
+
+F64 = torch.float64
+
+
+def zigzag(num_ranks: int, size: int) -> list[Tensor]:
+    """What each rank holds of 0 .. size - 1: chunk i from the front and chunk i from the back."""
+    chunks = torch.arange(size).chunk(2 * num_ranks)
+    return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(num_ranks)]
+
+
+def visible(q_order, k_order, *, causal=True, window=None, q_documents=None, k_documents=None):
+    """Pair by pair, by the words of `attention`."""
+    seen = torch.ones(1, len(q_order), len(k_order), dtype=torch.bool)
+    if causal:
+        seen = seen & (k_order[None, :] <= q_order[:, None])
+    if window is not None:
+        seen = seen & (q_order[:, None] - k_order[None, :] < window)
+    if q_documents is not None:
+        seen = seen & (q_documents[:, :, None] == k_documents[:, None, :]) & (q_documents[:, :, None] >= 0)
+    return seen
+
+
+def formula(q, k, v, seen):
+    """Softmax over what is seen, for all pairs at once; a row that sees nothing gives 0 and -inf."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bsnh,bmnh->bsnm", q, k) / math.sqrt(q.shape[3])
+    weights = torch.exp(scores) * seen.unsqueeze(2)
+    blind = ~seen.any(-1).unsqueeze(2)
+    total = weights.sum(-1).masked_fill(blind, 1.0)
+    return torch.einsum("bsnm,bmnh->bsnh", weights / total.unsqueeze(-1), v), total.log().masked_fill(blind, -math.inf)
+
+
+PARTS = zigzag(4, 512)
+GATHERED = torch.cat(PARTS)
+SHUFFLED = torch.randperm(512, generator=torch.Generator().manual_seed(0))
+RUNS = {
+    "first rank of all": (PARTS[0], GATHERED),
+    "last rank of all": (PARTS[3], GATHERED),
+    "another rank's keys": (PARTS[1], PARTS[2]),
+    "own keys": (PARTS[2], PARTS[2]),
+    "keys start before": (torch.arange(300) + 50, torch.arange(500)),
+    "keys start after": (torch.arange(500), torch.arange(300) + 50),
+    "no key seen": (torch.arange(100), torch.arange(90) + 200),
+    "scattered": (SHUFFLED, GATHERED),
+    "not given": (None, None),
+}
+HIDING = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 150},
+    "one key": {"window": 1},
+    "window, full": {"window": 40, "causal": False},
+}
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("hiding", HIDING.values(), ids=HIDING.keys())
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS.keys())
+def test_blocks_are_the_formula(runs, hiding, documents, make_tensor):
+    """Output, lse and gradients of both, whatever runs the orders have and whatever hides."""
+    S, M = (512 if order is None else len(order) for order in runs)
+    q, k, v = (make_tensor(shape, F64, requires_grad=True) for shape in ((2, S, 2, 4), (2, M, 1, 4), (2, M, 1, 3)))
+    masks = dict(hiding)
+    if documents:
+        generator = torch.Generator().manual_seed(1)
+        masks |= {f"{x}_documents": torch.randint(-1, 3, (2, n), generator=generator) for x, n in (("q", S), ("k", M))}
+    out, lse = ops.attention(q, k, v, q_order=runs[0], k_order=runs[1], **masks)
+    q_order, k_order = (torch.arange(512) if order is None else order for order in runs)
+    seen = visible(q_order, k_order, **masks)
+    expected_out, expected_lse = formula(q, k, v, seen)
+    testing.assert_close(out, expected_out, name="out")
+    blind = ~seen.any(-1, keepdim=True).expand(lse.shape)
+    assert torch.equal(lse == -math.inf, blind)
+    testing.assert_close(lse.masked_fill(blind, 0.0), expected_lse.masked_fill(blind, 0.0), name="lse")
+    dout, dlse = make_tensor(out.shape, F64), make_tensor(lse.shape, F64)
+    losses = ((o * dout).sum() + (s.masked_fill(blind, 0.0) * dlse).sum() for o, s in ((out, lse), (expected_out, expected_lse)))
+    actual, expected = (torch.autograd.grad(loss, (q, k, v)) for loss in losses)
+    for name, a, e in zip("qkv", actual, expected, strict=True):
+        testing.assert_close(a, e, name=f"d{name}")
+
+
+def joined(generator: torch.Generator, num_runs: int) -> Tensor:
+    """Runs of 64 to 99 in a random order, with gaps between their values or without."""
+    starts = torch.randperm(num_runs, generator=generator) * 99
+    return torch.cat([start + torch.arange(int(torch.randint(64, 100, (), generator=generator))) for start in starts])
+
+
+def check_blocks(q_order, k_order, causal, window):
+    found = torch.zeros(len(q_order), len(k_order), dtype=torch.int)
+    seen = visible(q_order, k_order, causal=causal, window=window)[0]
+    masks = blocks.Masks(q_order, k_order, None, None, causal, window)
+    for block in blocks.blocks_of(len(q_order), len(k_order), masks):
+        part = seen[block.rows, block.keys].int()
+        inside = torch.ones_like(part).tril() if block.aligned else torch.ones_like(part)
+        found[block.rows, block.keys] += part if block.masked else inside
+    assert torch.equal(found, seen.int())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_visible_pair_of_many_runs_is_in_one_block(seed):
+    """Blocks do not overlap; those without a mask have visible pairs only, and none is left out."""
+    generator = torch.Generator().manual_seed(seed)
+    q_order, k_order = joined(generator, 1 + seed % 4), joined(generator, 4 - seed % 4)
+    check_blocks(q_order, k_order, bool(seed % 3), (None, 1, 70, 130, 400)[seed % 5])
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 4])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_every_visible_pair_of_two_runs_is_in_one_block(causal, window):
+    """The same for runs of few that lie to each other in every way."""
+    for num_queries, num_keys, start in itertools.product((1, 2, 5), (1, 2, 5), range(-7, 8)):
+        check_blocks(10 + start + torch.arange(num_queries), 10 + torch.arange(num_keys), causal, window)
+
+
+class _Work:
+    """Stands for a kernel and counts the pairs of a query and a key that it is given."""
+
+    def __init__(self, kernel, operand):
+        self.kernel, self.operand, self.pairs, self.masked = kernel, operand, 0, 0
+
+    def __call__(self, *operands, attn_mask, scale):
+        q, k, aligned = operands[self.operand], operands[self.operand + 1], operands[-1]
+        rows, keys = q.shape[2], k.shape[2]
+        self.pairs += sum(min(i + 1, keys) for i in range(rows)) if aligned else rows * keys
+        self.masked = max(self.masked, 0 if attn_mask is None else attn_mask[0].numel())
+        return self.kernel(*operands, attn_mask=attn_mask, scale=scale)
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Counts of the forward and of the backward kernel."""
+    counts = _Work(blocks.flash_attention_cpu, 0), _Work(blocks.flash_attention_cpu_backward, 1)
+    monkeypatch.setattr(blocks, "flash_attention_cpu", counts[0])
+    monkeypatch.setattr(blocks, "flash_attention_cpu_backward", counts[1])
+    return counts
+
+
+def attend(make_tensor, S, M, **masks):
+    q, k, v = (make_tensor((1, n, 1, 4), requires_grad=True) for n in (S, M, M))
+    ops.attention(q, k, v, **masks)[0].sum().backward()
+
+
+def test_ranks_of_a_zigzag_work_equally(work, make_tensor):
+    """Every rank works on half of its pairs, forward and backward, and no mask is made."""
+    pairs = []
+    for order in PARTS:
+        before = [kernel.pairs for kernel in work]
+        attend(make_tensor, 128, 512, q_order=order, k_order=GATHERED)
+        pairs.append([kernel.pairs - b for kernel, b in zip(work, before, strict=True)])
+    assert all(abs(count / (128 * 512 / 2) - 1) < 0.01 for counts in pairs for count in counts), pairs
+    assert work[0].masked == work[1].masked == 0
+
+
+def test_steps_of_a_ring_work_equally(work, make_tensor):
+    """Over the keys of one rank at a time too: half of the pairs of all steps together."""
+    for order in PARTS:
+        before = work[0].pairs
+        for keys in PARTS:
+            attend(make_tensor, 128, 128, q_order=order, k_order=keys)
+        assert abs((work[0].pairs - before) / (128 * 512 / 2) - 1) < 0.01
+
+
+@pytest.mark.parametrize(("window", "most"), [(64, 4.5), (300, 2.1), (2000, 1.6)], ids=str)
+def test_what_a_window_hides_is_not_computed(window, most, work, make_tensor):
+    """Without orders too: the pairs are a small multiple of those that are seen, and masks are of some blocks only."""
+    attend(make_tensor, 5000, 5000, window=window)
+    seen = sum(min(i + 1, window) for i in range(5000))
+    for kernel in work:
+        assert seen <= kernel.pairs < most * seen
+        assert 0 < kernel.masked <= blocks.ROWS**2
+
+
+class _Storages(TorchDispatchMode):
+    """The largest storage that an op has made, and the most that were alive after one, in bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.largest, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        before = {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in before:
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return out
+
+
+LONG = 20_000
+CASES = {
+    "runs": {"q_order": torch.arange(LONG).roll(LONG // 2)},
+    "scattered": {"q_order": torch.arange(LONG).flip(0)},
+    "window": {"window": 100},
+    "documents": {"q_documents": torch.zeros(1, LONG).long(), "k_documents": torch.zeros(1, 600).long()},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_no_mask_of_all_pairs_is_made(case, dtype, make_tensor):
+    """Nothing as large as a byte for each pair; and no more is alive than results and the workspace that is said."""
+    masks = {"q_order": None, "k_order": None, "q_documents": None, "k_documents": None, "window": None} | CASES[case]
+    window = masks.pop("window")
+    q, k, v = (make_tensor((1, n, 1, 2), dtype) for n in (LONG, 600, 600))
+    params = {"causal": True, "window": window, "scale": 1.0, "soft_cap": None}
+    operands = (q, k, v, *masks.values(), None)
+    with _Storages() as forward:
+        out, lse = attention_p.impl(*operands, **params)
+    operands_bwd = (*operands, out, lse, out, torch.ones_like(lse))
+    with _Storages() as backward:
+        attention_p.bwd.impl(*operands_bwd, **params)
+    assert max(forward.largest, backward.largest) < LONG * 600
+    assert forward.peak <= attention_p.cost(*operands, **params).workspace + out.nbytes + lse.nbytes
+    assert backward.peak <= attention_p.bwd.cost(*operands_bwd, **params).workspace + q.nbytes + k.nbytes + v.nbytes
+
+
+def test_merges_have_a_fixed_order(make_tensor):
+    """The same bits in two runs, in a dtype that rounds."""
+    q, k, v = (make_tensor((1, n, 2, 8), torch.bfloat16) for n in (128, 512, 512))
+    runs = [ops.attention(q, k, v, q_order=PARTS[1], k_order=GATHERED) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    expected, _ = formula(*(x.double() for x in (q, k, v)), visible(PARTS[1], GATHERED))
+    testing.assert_close(runs[0][0], expected)
