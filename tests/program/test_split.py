@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mpar import Mesh, models, testing, tree
+from mpar.arrange import arrange
 from mpar.chain import Segment
 from mpar.ops import constrain
 from mpar.precision import precision
