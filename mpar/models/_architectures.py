@@ -1,16 +1,74 @@
-"""Architecture: what tells one Hugging Face model type from another; the table of those that are known."""
+"""Architecture: what tells one Hugging Face model type from another; the table of those that are known.
+
+To add one, declare an `Architecture` in a module of its own: a map of config keys, a map of weight names (see `_hf_weights.py`),
+and `settings`, which puts layers together from parts. Its parity with transformers is tested once it has variants in the table
+of tests/models/variants.py.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpar.errors import ConfigError, UnknownNameError
-from mpar.models._decoder import DecoderConfig
+from mpar.models._attention import AttentionConfig
+from mpar.models._decoder import DecoderConfig, LayerConfig
+from mpar.models._feed_forward import MlpConfig
 from mpar.models._hf_config import Key, read_config, read_rope
+from mpar.models._norm import NormConfig
+from mpar.models._rope import MAIN, Rope
 
-__all__ = ["ARCHITECTURES", "Architecture", "architecture", "decoder_config"]
+__all__ = ["ARCHITECTURES", "Architecture", "Plain", "Ropes", "architecture", "decoder_config", "no_rope", "one_rope", "windowed"]
 
 ARCHITECTURES: dict[str, "Architecture"] = {}
+Ropes = tuple[tuple[str, Rope], ...]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The parts of the plain decoder, as far as the common keys tell: what an architecture's settings start from.
+
+    `attention` and `mlp` are None for an architecture without the keys that they need.
+    """
+
+    attention: AttentionConfig
+    mlp: MlpConfig
+    norm: NormConfig
+    num_layers: int
+
+    def change(
+        self,
+        attention: Mapping[str, Any] | None = None,
+        mlp: Mapping[str, Any] | None = None,
+        norm: Mapping[str, Any] | None = None,
+    ) -> "Plain":
+        """The same with other fields of its parts."""
+        return replace(
+            self,
+            attention=replace(self.attention, **attention or {}),
+            mlp=replace(self.mlp, **mlp or {}),
+            norm=replace(self.norm, **norm or {}),
+        )
+
+    def stack(self, mixers: Sequence[Any] | None = None, mlps: Sequence[Any] | None = None, norms: str = "pre") -> dict[str, Any]:
+        """The fields `layers` and `norm` of DecoderConfig: one config of a mixer and an mlp per layer, by default those here."""
+        mixers, mlps = mixers or (self.attention,) * self.num_layers, mlps or (self.mlp,) * self.num_layers
+        pairs = zip(mixers, mlps, strict=True)
+        return {"layers": tuple(LayerConfig(mixer, mlp, self.norm, norms) for mixer, mlp in pairs), "norm": self.norm}  # type: ignore[arg-type]
+
+
+def windowed(attention: AttentionConfig, windows: Sequence[int | None]) -> tuple[AttentionConfig, ...]:
+    """One attention per layer, the same but for its window."""
+    return tuple(replace(attention, window=window) for window in windows)
+
+
+def one_rope(title: str, values: Mapping[str, Any], head_size: int, ignore: Sequence[str]) -> Ropes:
+    """The one rotation that a config describes."""
+    return ((MAIN, read_rope(title, values, head_size, ignore)),)
+
+
+def no_rope(title: str, values: Mapping[str, Any], head_size: int, ignore: Sequence[str]) -> Ropes:
+    """No rotation."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -18,8 +76,11 @@ class Architecture:
     """One model type.
 
     hf_class: the class in transformers.        keys: what its config may hold.
-    settings: `fn(title, values) -> dict` gives the fields of DecoderConfig in which it differs from the plain decoder.
+    settings: `fn(title, values, plain) -> dict` gives layers, norm and what else of DecoderConfig is not the plain decoder's;
+              it starts from `plain.stack()`.
     names:    path of a leaf -> (name of the stored tensor, transform); `{i}` is the layer.
+    words:    common key -> the key by which its configs call it.
+    ropes:    `fn(title, values, head_size, ignore)` gives the rotations by name.
     norm_eps: the key of the norms' eps.
     absent:   names that old or tied checkpoints may hold and that carry nothing.
     """
@@ -27,8 +88,10 @@ class Architecture:
     name: str
     hf_class: str
     keys: Mapping[str, Key]
-    settings: Callable[[str, Mapping[str, Any]], dict[str, Any]]
+    settings: Callable[[str, Mapping[str, Any], Plain], dict[str, Any]]
     names: Mapping[str, tuple[str, str]]
+    words: Mapping[str, str] = field(default_factory=dict)
+    ropes: Callable[[str, Mapping[str, Any], int, Sequence[str]], Ropes] = one_rope
     norm_eps: str = "rms_norm_eps"
     absent: tuple[str, ...] = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
 
@@ -51,36 +114,44 @@ def decoder_config(raw: Mapping[str, Any], ignore: Sequence[str], vocab_multiple
     found = architecture(raw)
     title = f"the config of a {found.name}"
     values = read_config(title, raw, found.keys, ignore)
-    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"] or values["num_attention_heads"]
-    head_size = values["head_dim"] or values["hidden_size"] // heads
-    problems = []
-    if heads % kv_heads:
-        problems.append(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
-    if not values["head_dim"] and values["hidden_size"] % heads:
-        problems.append(
-            f"hidden_size={values['hidden_size']} is not a multiple of num_attention_heads={heads}, and head_dim is not given"
-        )
-    if head_size % 2:
-        problems.append(f"head_dim={head_size} is odd; RoPE turns pairs")
+    values |= {word: values[own] for word, own in found.words.items()}
+    heads, head_size = None, 0
+    problems: list[str] = []
+    if "num_attention_heads" in values:
+        heads, head_size, problems = _heads(values, found.words)
     for name, value in (("vocab_multiple", vocab_multiple), ("logits_chunk", logits_chunk)):
         if value is not None and value < 1:
             problems.append(f"{name}={value}: must be a positive int")
     if problems:
         raise ConfigError(f"cannot read {title}:\n" + "\n".join(f"  {problem}" for problem in problems))
-    plain = {
+    has_mlp = "intermediate_size" in values
+    plain = Plain(
+        attention=heads,  # type: ignore[arg-type]
+        mlp=MlpConfig(values["intermediate_size"], values["hidden_act"]) if has_mlp else None,  # type: ignore[arg-type]
+        norm=NormConfig(eps=values[found.norm_eps]),
+        num_layers=values["num_hidden_layers"],
+    )
+    common = {
         "vocab_size": values["vocab_size"],
         "hidden_size": values["hidden_size"],
-        "mlp_size": values["intermediate_size"],
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_size": head_size,
-        "windows": (None,) * values["num_hidden_layers"],
-        "rope": read_rope(title, values, head_size, ignore),
-        "activation": values["hidden_act"],
-        "norm_eps": values[found.norm_eps],
+        "ropes": found.ropes(title, values, head_size, ignore),
         "initializer_range": values["initializer_range"],
         "tied": values["tie_word_embeddings"],
         "vocab_multiple": vocab_multiple,
         "logits_chunk": logits_chunk,
     }
-    return DecoderConfig(**(plain | found.settings(title, values)))
+    return DecoderConfig(**(common | found.settings(title, values, plain)))
+
+
+def _heads(values: Mapping[str, Any], words: Mapping[str, str]) -> tuple[AttentionConfig, int, list[str]]:
+    """The plain attention, its head size, and what is wrong with the sizes."""
+    heads = values["num_attention_heads"]
+    kv_heads, given = values.get("num_key_value_heads") or heads, values.get("head_dim")
+    size, size_key, heads_key = values["hidden_size"], *(words.get(w, w) for w in ("hidden_size", "num_attention_heads"))
+    problems = []
+    if heads % kv_heads:
+        problems.append(f"{heads_key}={heads} is not a multiple of num_key_value_heads={kv_heads}")
+    if not given and size % heads:
+        problems.append(f"{size_key}={size} is not a multiple of {heads_key}={heads}, and head_dim is not given")
+    head_size = given or size // heads
+    return AttentionConfig(heads, kv_heads, head_size, norm=NormConfig(eps=values.get("rms_norm_eps", 1e-6))), head_size, problems

@@ -1,19 +1,48 @@
-"""Grouped-query attention with RoPE (Ainslie et al. 2023, arXiv:2305.13245): parameters, their logical axes, the function."""
+"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): its config, parameters, logical axes, function."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor
 
 from mpar import ops
+from mpar.models._norm import NormConfig, normalise
+from mpar.models._rope import MAIN, table_keys
 from mpar.tree import struct
 
-__all__ = ["ATTENTION_AXES", "Attention", "attend"]
+__all__ = ["ATTENTION_AXES", "Attention", "AttentionConfig", "attend", "attention_shapes"]
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Sizes and kinds of one layer's attention.
+
+    window:   positions that a token sees, itself with them; None for all.
+    qk_norm:  RMS norms of queries and keys before RoPE: of each head ("head"), or over all heads ("width"); `norm` has their eps.
+    soft_cap: bound of the scores (Gemma 2, arXiv:2408.00118, section 2). sinks: each head has a score that takes no value.
+    scale:    what q @ k is multiplied by, None for 1 / sqrt(head_size).
+    rope:     which of the model's RoPE tables turns queries and keys; None for none.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    window: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: Literal["head", "width"] | None = None
+    norm: NormConfig = NormConfig()  # noqa: RUF009 (it is frozen)
+    soft_cap: float | None = None
+    sinks: bool = False
+    scale: float | None = None
+    rope: str | None = MAIN
 
 
 @struct
 class Attention:
-    """Projections, with optional biases and optional RMS norms of each query and key head."""
+    """Projections; biases, norms and sinks where the config asks for them. C: all features of all heads, N * H or K * H."""
 
     q_DNH: Tensor
     k_DKH: Tensor
@@ -25,6 +54,9 @@ class Attention:
     o_bias_D: Tensor | None = None
     q_norm_H: Tensor | None = None
     k_norm_H: Tensor | None = None
+    q_norm_C: Tensor | None = None
+    k_norm_C: Tensor | None = None
+    sinks_N: Tensor | None = None
 
 
 ATTENTION_AXES = cast(Any, Attention)(
@@ -38,28 +70,63 @@ ATTENTION_AXES = cast(Any, Attention)(
     o_bias_D=("embed",),
     q_norm_H=("head",),
     k_norm_H=("head",),
+    q_norm_C=(None,),
+    k_norm_C=(None,),
+    sinks_N=("heads",),
 )
 
 
-def attend(params: Attention, x_BSD: Tensor, context: Mapping[str, Tensor], *, window: int | None, norm_eps: float) -> Tensor:
-    """Causal attention of `x_BSD` to itself, within a document and, if given, within `window` positions.
+def attention_shapes(config: AttentionConfig, hidden_size: int) -> Attention:
+    """The parameters with a tuple of sizes for each leaf."""
+    D, N, K, H = hidden_size, config.num_heads, config.num_kv_heads, config.head_size
+    qkv, heads, width = config.qkv_bias, config.qk_norm == "head", config.qk_norm == "width"
+    return cast(Any, Attention)(
+        q_DNH=(D, N, H),
+        k_DKH=(D, K, H),
+        v_DKH=(D, K, H),
+        o_NHD=(N, H, D),
+        q_bias_NH=(N, H) if qkv else None,
+        k_bias_KH=(K, H) if qkv else None,
+        v_bias_KH=(K, H) if qkv else None,
+        o_bias_D=(D,) if config.o_bias else None,
+        q_norm_H=(H,) if heads else None,
+        k_norm_H=(H,) if heads else None,
+        q_norm_C=(N * H,) if width else None,
+        k_norm_C=(K * H,) if width else None,
+        sinks_N=(N,) if config.sinks else None,
+    )
 
-    `context` has the tables cos and sin, and documents (B, S) where rows are packed.
+
+def attend(params: Attention, config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+    """Causal attention of `x_BSD` to itself, within a document and, if given, within a window.
+
+    `context` has the RoPE tables; documents (B, S) where rows are packed; order (S,) where they are permuted.
     """
     q_BSNH = _heads(x_BSD, params.q_DNH, params.q_bias_NH, "q")
     k_BSKH = _heads(x_BSD, params.k_DKH, params.k_bias_KH, "k")
     v_BSKH = _heads(x_BSD, params.v_DKH, params.v_bias_KH, "v")
-    if params.q_norm_H is not None:
-        q_BSNH = ops.name(ops.rms_norm(q_BSNH, params.q_norm_H, eps=norm_eps), "q_norm")
-    if params.k_norm_H is not None:
-        k_BSKH = ops.name(ops.rms_norm(k_BSKH, params.k_norm_H, eps=norm_eps), "k_norm")
-    q_BSNH = ops.name(ops.rope(q_BSNH, context["cos"], context["sin"]), "q_rope")
-    k_BSKH = ops.name(ops.rope(k_BSKH, context["cos"], context["sin"]), "k_rope")
-    documents_BS = context.get("documents")
+    q_BSNH = _normed(q_BSNH, config, params.q_norm_H, params.q_norm_C, "q_norm")
+    k_BSKH = _normed(k_BSKH, config, params.k_norm_H, params.k_norm_C, "k_norm")
+    if config.rope is not None:
+        cos, sin = (context[key] for key in table_keys(config.rope))
+        q_BSNH = ops.name(ops.rope(q_BSNH, cos, sin), "q_rope")
+        k_BSKH = ops.name(ops.rope(k_BSKH, cos, sin), "k_rope")
+    order_S, documents_BS = context.get("order"), context.get("documents")
     out_BSNH, _ = ops.attention(
-        q_BSNH, k_BSKH, v_BSKH, q_documents=documents_BS, k_documents=documents_BS, causal=True, window=window
+        ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head")),
+        ops.constrain(k_BSKH, ("batch", "attend_kv_seq", "attend_kv_heads", "head")),
+        ops.constrain(v_BSKH, ("batch", "attend_kv_seq", "attend_kv_heads", "head")),
+        q_order=order_S,
+        k_order=order_S,
+        q_documents=documents_BS,
+        k_documents=documents_BS,
+        sinks=params.sinks_N,
+        causal=True,
+        window=config.window,
+        scale=config.scale,
+        soft_cap=config.soft_cap,
     )
-    out_BSNH = ops.name(out_BSNH, "attn")
+    out_BSNH = ops.name(ops.constrain(out_BSNH, ("batch", "seq", "heads", "head")), "attn")
     out_BSD = ops.constrain(ops.einsum("bsnh,nhd->bsd", out_BSNH, params.o_NHD), ("batch", "residual_seq", "embed"))
     if params.o_bias_D is not None:
         out_BSD = out_BSD + params.o_bias_D
@@ -69,3 +136,16 @@ def attend(params: Attention, x_BSD: Tensor, context: Mapping[str, Tensor], *, w
 def _heads(x_BSD: Tensor, weight_DNH: Tensor, bias_NH: Tensor | None, label: str) -> Tensor:
     y_BSNH = ops.einsum("bsd,dnh->bsnh", x_BSD, weight_DNH)
     return ops.name(y_BSNH if bias_NH is None else y_BSNH + bias_NH, label)
+
+
+def _normed(x_BSNH: Tensor, config: AttentionConfig, head_H: Tensor | None, width_C: Tensor | None, label: str) -> Tensor:
+    if head_H is not None:
+        return normalise(config.norm, x_BSNH, head_H, None, label)
+    if width_C is None:
+        return x_BSNH
+    assert config.norm.kind == "rms_norm" and not config.norm.offset
+    wide_BSNH = x_BSNH.to(torch.promote_types(x_BSNH.dtype, torch.float32))
+    total_BS = ops.einsum("bsnh,bsnh->bs", wide_BSNH, wide_BSNH)  # a sum over heads, which may be on several ranks
+    rstd_BS = torch.rsqrt(total_BS / width_C.numel() + config.norm.eps)
+    y_BSNH = wide_BSNH * rstd_BS[..., None, None] * width_C.unflatten(0, x_BSNH.shape[2:])
+    return ops.name(y_BSNH.to(x_BSNH.dtype), label)

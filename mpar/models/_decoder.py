@@ -1,21 +1,28 @@
-"""The decoder-only transformer: embedding, pre-norm blocks of attention and feed-forward layer, final norm and head.
+"""The decoder-only transformer: embedding, layers of a mixer and a feed-forward layer, final norm and head.
 
-Llama, Qwen2, Qwen3 and Starcoder2 are this function with different configurations
-(Touvron et al. 2023, arXiv:2302.13971, section 2.2).
+Every model here is this function with another configuration (Touvron et al. 2023, arXiv:2302.13971, section 2.2, is the plain
+one); what its layers are made of is said in `_parts.py`.
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from mpar import ops
 from mpar.chain import Segment
-from mpar.models._attention import ATTENTION_AXES, Attention, attend
-from mpar.models._feed_forward import FEED_FORWARD_AXES, FeedForward, feed_forward
+from mpar.errors import ConfigError
+from mpar.models._attention import AttentionConfig
+from mpar.models._feed_forward import MlpConfig
+from mpar.models._latent_attention import LatentAttentionConfig
+from mpar.models._mamba import MambaConfig
+from mpar.models._moe import MoeConfig
+from mpar.models._norm import NormConfig, normalise
+from mpar.models._parts import apply_part, part_of
 from mpar.models._rope import Rope
 from mpar.tree import map_leaves, struct
 
@@ -26,6 +33,7 @@ __all__ = [
     "Embed",
     "Head",
     "HeadSegment",
+    "LayerConfig",
     "axes",
     "head_segment",
     "meta_params",
@@ -38,40 +46,70 @@ BLOCK = ("batch", "seq", "embed")
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
-    """Everything that the mathematics depends on. `windows` has one entry per layer: positions seen, or None for all.
+class LayerConfig:
+    """One layer: its mixer of tokens, its feed-forward layer (None: it has none), and its norms.
 
-    `vocab_multiple`: the vocabulary is padded inside to a multiple of it. `logits_chunk`: None makes the logits at once,
-    a number computes the loss from that many tokens at a time without keeping them. `norm`: "rms_norm" | "layer_norm", of
-    blocks and head; the norms of single heads (`qk_norm`) are always RMS norms. `gated`: see `FeedForward`.
+    norms: where they stand: "pre", x + f(norm(x)); "post", x + norm(f(x)) (OLMo 2, arXiv:2501.00656, section 3.2); or "both".
+    """
+
+    mixer: AttentionConfig | LatentAttentionConfig | MambaConfig
+    mlp: MlpConfig | MoeConfig | None
+    norm: NormConfig = NormConfig()  # noqa: RUF009 (it is frozen)
+    norms: Literal["pre", "post", "both"] = "pre"
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The configs of its parts, in order."""
+        return (self.mixer,) if self.mlp is None else (self.mixer, self.mlp)
+
+    @property
+    def side_losses(self) -> bool:
+        """Whether a part has losses of its own, which need the batch's total token weight."""
+        return any(getattr(part, "side_losses", False) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Everything that the mathematics depends on.
+
+    norm:            of the head. ropes: the rotations by name; mixers say which they use.
+    embed_scale:     what embeddings are multiplied by, rounded to their dtype (Gemma: sqrt(hidden_size)).
+    num_positions:   rows of a learned embedding of positions, None for none.
+    logits_soft_cap: bound of the logits (Gemma 2, arXiv:2408.00118, section 2).
+    vocab_multiple:  the vocabulary is padded inside to a multiple of it.
+    logits_chunk:    None makes the logits at once, a number computes the loss from that many tokens at a time without keeping
+                     them.
     """
 
     vocab_size: int
     hidden_size: int
-    mlp_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    windows: tuple[int | None, ...]
-    rope: Rope
-    activation: str = "silu"
-    gated: bool = True
-    norm: str = "rms_norm"
-    norm_bias: bool = False
-    norm_eps: float = 1e-6
+    layers: tuple[LayerConfig, ...]
+    norm: NormConfig = NormConfig()  # noqa: RUF009 (it is frozen)
+    ropes: tuple[tuple[str, Rope], ...] = ()
     initializer_range: float = 0.02
     tied: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
+    embed_scale: float | None = None
+    num_positions: int | None = None
+    logits_soft_cap: float | None = None
     vocab_multiple: int = 128
     logits_chunk: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.logits_chunk is not None and self.logits_soft_cap is not None:
+            raise ConfigError(
+                f"cannot compute the loss from logits_chunk={self.logits_chunk} tokens at a time: this model bounds its logits "
+                f"(soft cap {self.logits_soft_cap}), which the loss in chunks does not do. Use logits_chunk=None."
+            )
+
     @property
     def num_layers(self) -> int:
-        """The number of blocks."""
-        return len(self.windows)
+        """The number of layers."""
+        return len(self.layers)
+
+    @property
+    def side_losses(self) -> bool:
+        """Whether any layer has losses of its own."""
+        return any(layer.side_losses for layer in self.layers)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -81,21 +119,27 @@ class DecoderConfig:
 
 @struct
 class Embed:
-    """The embedding of tokens; a row for each id, zero rows for padding."""
+    """The embedding of tokens; a row for each id, zero rows for padding. And that of positions, if they are learned."""
 
     table_VD: Tensor
+    positions_SD: Tensor | None = None
 
 
 @struct
 class Block:
-    """One layer."""
+    """One layer. Its mixer is in the field that its part names; norms before and after each part are there where they stand."""
 
-    attn_norm_D: Tensor
-    attention: Attention
-    mlp_norm_D: Tensor
-    mlp: FeedForward
+    attn_norm_D: Tensor | None = None
+    attention: Any = None
+    mlp_norm_D: Tensor | None = None
+    mlp: Any = None
     attn_norm_bias_D: Tensor | None = None
     mlp_norm_bias_D: Tensor | None = None
+    attn_post_norm_D: Tensor | None = None
+    mlp_post_norm_D: Tensor | None = None
+    attn_post_norm_bias_D: Tensor | None = None
+    mlp_post_norm_bias_D: Tensor | None = None
+    mamba: Any = None
 
 
 @struct
@@ -116,64 +160,50 @@ class DecoderParams:
     head: Head
 
 
+def _norm_leaves(layer: LayerConfig, value: Any) -> dict[str, Any]:
+    """`value` at every gain and bias that the norms of a layer have."""
+    found = {}
+    for label in ("attn", "mlp")[: len(layer.parts)]:
+        for place, name in (("pre", f"{label}_norm"), ("post", f"{label}_post_norm")):
+            if layer.norms in (place, "both"):
+                found[f"{name}_D"] = value
+                if layer.norm.bias:
+                    found[f"{name}_bias_D"] = value
+    return found
+
+
+@functools.cache
+def _block_shapes(layer: LayerConfig, hidden_size: int) -> Block:
+    parts = {part_of(part).field: part_of(part).shapes(part, hidden_size) for part in layer.parts}
+    return Block(**parts, **_norm_leaves(layer, (hidden_size,)))
+
+
+@functools.cache
+def _block_axes(layer: LayerConfig) -> Block:
+    parts = {part_of(part).field: _where_present(part_of(part).axes, part_of(part).shapes(part, 1)) for part in layer.parts}
+    return Block(**parts, **_norm_leaves(layer, ("embed",)))
+
+
 def shapes(config: DecoderConfig) -> DecoderParams:
     """The parameter tree with a tuple of sizes for each leaf."""
-    D, F, V = config.hidden_size, config.mlp_size, config.padded_vocab_size
-    N, K, H = config.num_heads, config.num_kv_heads, config.head_size
-    qkv, qk, mlp = config.qkv_bias, config.qk_norm, config.mlp_bias
-    attention = cast(Any, Attention)(
-        q_DNH=(D, N, H),
-        k_DKH=(D, K, H),
-        v_DKH=(D, K, H),
-        o_NHD=(N, H, D),
-        q_bias_NH=(N, H) if qkv else None,
-        k_bias_KH=(K, H) if qkv else None,
-        v_bias_KH=(K, H) if qkv else None,
-        o_bias_D=(D,) if config.o_bias else None,
-        q_norm_H=(H,) if qk else None,
-        k_norm_H=(H,) if qk else None,
-    )
-    feed_forward = cast(Any, FeedForward)(
-        gate_DF=(D, F) if config.gated else None,
-        up_DF=(D, F),
-        down_FD=(F, D),
-        gate_bias_F=(F,) if mlp and config.gated else None,
-        up_bias_F=(F,) if mlp else None,
-        down_bias_D=(D,) if mlp else None,
-    )
-    bias = (D,) if config.norm_bias else None
-    block = cast(Any, Block)(
-        attn_norm_D=(D,),
-        attention=attention,
-        mlp_norm_D=(D,),
-        mlp=feed_forward,
-        attn_norm_bias_D=bias,
-        mlp_norm_bias_D=bias,
-    )
+    D, V, S = config.hidden_size, config.padded_vocab_size, config.num_positions
+    embed = cast(Any, Embed)(table_VD=(V, D), positions_SD=None if S is None else (S, D))
+    bias = (D,) if config.norm.bias else None
     head = cast(Any, Head)(norm_D=(D,), head_DV=None if config.tied else (D, V), norm_bias_D=bias)
-    return cast(Any, DecoderParams)(embed=cast(Any, Embed)(table_VD=(V, D)), layers=(block,) * config.num_layers, head=head)
+    return cast(Any, DecoderParams)(embed=embed, layers=tuple(_block_shapes(layer, D) for layer in config.layers), head=head)
 
 
-AXES = {
-    "embed": cast(Any, Embed)(table_VD=("vocab", "embed")),
-    "block": cast(Any, Block)(
-        attn_norm_D=("embed",),
-        attention=ATTENTION_AXES,
-        mlp_norm_D=("embed",),
-        mlp=FEED_FORWARD_AXES,
-        attn_norm_bias_D=("embed",),
-        mlp_norm_bias_D=("embed",),
-    ),
-    "head": cast(Any, Head)(norm_D=("embed",), head_DV=("embed", "vocab"), norm_bias_D=("embed",)),
-}
+_EMBED_AXES = cast(Any, Embed)(table_VD=("vocab", "embed"), positions_SD=(None, "embed"))
+_HEAD_AXES = cast(Any, Head)(norm_D=("embed",), head_DV=("embed", "vocab"), norm_bias_D=("embed",))
 
 
 def axes(config: DecoderConfig) -> DecoderParams:
     """The parameter tree with the logical axes of each leaf."""
     like = shapes(config)
-    block = _where_present(AXES["block"], like.layers[0])
     return cast(Any, DecoderParams)(
-        embed=AXES["embed"], layers=(block,) * config.num_layers, head=_where_present(AXES["head"], like.head)
+        embed=_where_present(_EMBED_AXES, like.embed),
+        layers=tuple(_block_axes(layer) for layer in config.layers),
+        head=_where_present(_HEAD_AXES, like.head),
     )
 
 
@@ -188,41 +218,55 @@ def _where_present(full: Any, like: Any) -> Any:
 class EmbedSegment:
     """Tokens to the residual stream."""
 
+    scale: float | None = None
+
     def __call__(self, params: tuple[Embed], x: None, context: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """`x` is None; gives (B, S, D)."""
         (embed,) = params
-        return ops.constrain(ops.embedding(context["tokens"], embed.table_VD), RESIDUAL), {}
+        y_BSD = ops.constrain(ops.embedding(context["tokens"], embed.table_VD), RESIDUAL)
+        if self.scale is not None:
+            y_BSD = y_BSD * _rounded(self.scale, y_BSD.dtype)
+        if embed.positions_SD is not None:
+            positions = context["positions"]
+            batch = None if positions.shape[0] == 1 else RESIDUAL[0]
+            y_BSD = y_BSD + ops.constrain(ops.embedding(positions, embed.positions_SD), (batch, *RESIDUAL[1:]))
+        return y_BSD, {}
 
 
 @dataclass(frozen=True)
 class BlockSegment:
     """One layer; equal settings are one kind to the compiler."""
 
-    activation: str
-    norm: str
-    norm_eps: float
-    window: int | None
+    layer: LayerConfig
 
-    def __call__(self, params: tuple[Block], x: Tensor, context: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """(B, S, D) to (B, S, D)."""
+    def __call__(self, params: tuple[Block], x: Tensor, context: Mapping[str, Tensor]) -> tuple:
+        """(B, S, D) to `((B, S, D), losses)`, or `((B, S, D), losses, metrics)` if a part has metrics."""
         (block,) = params
-        normed = self._normed(x, block.attn_norm_D, block.attn_norm_bias_D, "attn_norm")
-        x = x + attend(block.attention, normed, context, window=self.window, norm_eps=self.norm_eps)
-        normed = self._normed(x, block.mlp_norm_D, block.mlp_norm_bias_D, "mlp_norm")
-        return x + feed_forward(block.mlp, normed, activation=self.activation), {}
-
-    def _normed(self, x: Tensor, weight_D: Tensor, bias_D: Tensor | None, label: str) -> Tensor:
-        return _normalise(self.norm, x, weight_D, bias_D, self.norm_eps, label)
+        layer = self.layer
+        losses: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor] = {}
+        for label, config in zip(("attn", "mlp"), layer.parts, strict=False):
+            gain_D, bias_D = getattr(block, f"{label}_norm_D"), getattr(block, f"{label}_norm_bias_D")
+            normed = x if gain_D is None else normalise(layer.norm, x, gain_D, bias_D, f"{label}_norm")
+            normed = ops.constrain(normed, BLOCK)
+            y, more_losses, more_metrics = apply_part(getattr(block, part_of(config).field), config, normed, context)
+            gain_D, bias_D = getattr(block, f"{label}_post_norm_D"), getattr(block, f"{label}_post_norm_bias_D")
+            if gain_D is not None:
+                y = ops.constrain(normalise(layer.norm, y, gain_D, bias_D, f"{label}_post_norm"), RESIDUAL)
+            x = x + y
+            losses |= more_losses
+            metrics |= more_metrics
+        return (x, losses, metrics) if metrics else (x, losses)
 
 
 @dataclass(frozen=True)
 class HeadSegment:
     """Final norm, output matrix, cross-entropy."""
 
-    norm: str
-    norm_eps: float
+    norm: NormConfig
     vocab_size: int
     logits_chunk: int | None
+    soft_cap: float | None = None
 
     def __call__(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> tuple[None, dict[str, Tensor]]:
         """(B, S, D) to the sum of the losses of its tokens."""
@@ -244,20 +288,22 @@ class HeadSegment:
         """(B, S, D) to logits over the padded vocabulary."""
         normed = self._normed(params, x)
         if params[0].head_DV is None:
-            return ops.name(ops.einsum("bsd,vd->bsv", normed, params[1].table_VD), "logits")
-        return ops.name(ops.einsum("bsd,dv->bsv", normed, params[0].head_DV), "logits")
+            logits_BSV = ops.einsum("bsd,vd->bsv", normed, params[1].table_VD)
+        else:
+            logits_BSV = ops.einsum("bsd,dv->bsv", normed, params[0].head_DV)
+        if self.soft_cap is not None:
+            logits_BSV = (logits_BSV / self.soft_cap).tanh() * self.soft_cap
+        return ops.name(logits_BSV, "logits")
 
     def _normed(self, params: tuple, x: Tensor) -> Tensor:
-        return _normalise(self.norm, x, params[0].norm_D, params[0].norm_bias_D, self.norm_eps, "final_norm")
+        return ops.constrain(normalise(self.norm, x, params[0].norm_D, params[0].norm_bias_D, "final_norm"), BLOCK)
 
 
-def _normalise(kind: str, x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float, label: str) -> Tensor:
-    if kind == "layer_norm":
-        y = ops.layer_norm(x, weight_D, bias_D, eps=eps)
-    else:
-        assert kind == "rms_norm" and bias_D is None
-        y = ops.rms_norm(x, weight_D, eps=eps)
-    return ops.constrain(ops.name(y, label), BLOCK)
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """`value` as `dtype` holds it."""
+    fraction, exponent = math.frexp(value)
+    bits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    return math.ldexp(round(math.ldexp(fraction, bits)), exponent - bits)
 
 
 def _matrix_DV(params: tuple) -> Tensor:
@@ -266,16 +312,16 @@ def _matrix_DV(params: tuple) -> Tensor:
 
 def head_segment(config: DecoderConfig) -> HeadSegment:
     """The last function of the chain, which also gives logits."""
-    return HeadSegment(config.norm, config.norm_eps, config.vocab_size, config.logits_chunk)
+    return HeadSegment(config.norm, config.vocab_size, config.logits_chunk, config.logits_soft_cap)
 
 
 @functools.cache
 def segments(config: DecoderConfig) -> tuple[Segment, ...]:
     """The chain; equal layers share one function object."""
-    blocks = {window: BlockSegment(config.activation, config.norm, config.norm_eps, window) for window in config.windows}
+    blocks = {layer: BlockSegment(layer) for layer in config.layers}
     return (
-        Segment("embed", EmbedSegment(), ("embed",), RESIDUAL),
-        *(Segment(f"layers.{i}", blocks[w], (f"layers.{i}",), RESIDUAL) for i, w in enumerate(config.windows)),
+        Segment("embed", EmbedSegment(config.embed_scale), ("embed",), RESIDUAL),
+        *(Segment(f"layers.{i}", blocks[layer], (f"layers.{i}",), RESIDUAL) for i, layer in enumerate(config.layers)),
         Segment("head", head_segment(config), ("head", "embed") if config.tied else ("head",)),
     )
 

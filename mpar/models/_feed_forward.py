@@ -1,7 +1,8 @@
 """Feed-forward layers: gated, SwiGLU and GEGLU (Shazeer 2020, arXiv:2002.05202, eq. 6), and plain, with one matrix up."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,17 @@ from torch import Tensor
 from mpar import ops
 from mpar.tree import struct
 
-__all__ = ["ACTIVATIONS", "FEED_FORWARD_AXES", "FeedForward", "feed_forward"]
+__all__ = ["ACTIVATIONS", "FEED_FORWARD_AXES", "FeedForward", "MlpConfig", "feed_forward", "mlp", "mlp_shapes"]
+
+
+@dataclass(frozen=True)
+class MlpConfig:
+    """size: of the hidden features. activation: a key of ACTIVATIONS. gated: see `FeedForward`. bias: of all its matrices."""
+
+    size: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
 
 
 @struct
@@ -44,6 +55,24 @@ ACTIVATIONS: dict[str, Activation] = {
     ),
 }
 """Name of the activation, as Hugging Face writes it, to `(fn(gate, up), fn(up))`."""
+
+
+def mlp_shapes(config: MlpConfig, hidden_size: int) -> FeedForward:
+    """The parameters with a tuple of sizes for each leaf."""
+    D, F = hidden_size, config.size
+    return cast(Any, FeedForward)(
+        gate_DF=(D, F) if config.gated else None,
+        up_DF=(D, F),
+        down_FD=(F, D),
+        gate_bias_F=(F,) if config.bias and config.gated else None,
+        up_bias_F=(F,) if config.bias else None,
+        down_bias_D=(D,) if config.bias else None,
+    )
+
+
+def mlp(params: FeedForward, config: MlpConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+    """The layer applied to `x_BSD`."""
+    return feed_forward(params, x_BSD, activation=config.activation)
 
 
 def feed_forward(params: FeedForward, x_BSD: Tensor, *, activation: str) -> Tensor:

@@ -2,6 +2,8 @@
 
 from mpar import tree
 from mpar.models._model import Model
+from mpar.models._moe import MoeConfig
+from mpar.models._parts import part_of
 
 __all__ = ["flops_per_token"]
 
@@ -9,15 +11,22 @@ __all__ = ["flops_per_token"]
 def flops_per_token(model: Model, seq_len: int, *, causal: bool) -> float:
     """FLOPs of the model for one token, forward and backward, recomputation left out (PaLM, arXiv:2204.02311, appendix B).
 
-        6 N + 12 L n h s       N: weights that a token is multiplied with: all matrices, the head (tied or not), not the lookup
-                               in the embedding; L layers, n heads of size h, s = seq_len
+        6 N + 6 P s            N: weights that a token is multiplied with: all matrices, of experts those that it is sent to, the
+                               head (tied or not), not the lookup in the embedding; P: multiplications per pair of tokens, 2 n h
+                               in a layer of n heads of size h; s = seq_len
+
     With `causal` the second term, of attention, is halved: a token sees half of the others on average. Documents packed into a
-    sequence see less of each other, which neither convention counts.
+    sequence see less of each other, and windows too, which neither convention counts; nor do they count scans.
     """
     config = model.config
-    paths = tree.leaves_with_path(model.abstract_params)
-    stored = {path: leaf.numel() for path, leaf in paths if path.startswith("layers.") and leaf.ndim > 1}
-    matrices = sum(count for path, count in stored.items() if "bias" not in path)  # those of heads have two dims
-    weights = matrices + config.vocab_size * config.hidden_size
-    attention = 12 * config.num_layers * config.num_heads * config.head_size * seq_len
+    weights = float(config.vocab_size * config.hidden_size)
+    for path, leaf in tree.leaves_with_path(model.abstract_params):
+        _, _, inside = path.partition("layers.")
+        if not inside or leaf.ndim < 2 or "bias" in path:  # biases of heads have two dims
+            continue
+        axes = tree.get(model.param_axes, path)
+        layer = config.layers[int(inside.partition(".")[0])]
+        share = layer.mlp.top_k / layer.mlp.num_experts if axes[0] == "expert" and isinstance(layer.mlp, MoeConfig) else 1.0
+        weights += leaf.numel() * share
+    attention = 6.0 * seq_len * sum(part_of(part).pairs(part) for layer in config.layers for part in layer.parts)
     return 6 * weights + (attention / 2 if causal else attention)

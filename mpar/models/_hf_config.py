@@ -146,6 +146,8 @@ def read_rope(title: str, values: Mapping[str, Any], head_size: int, ignore: Seq
             problems.append(f"rope_parameters.{key}={value!r}: must be a positive number")
     if given.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         problems.append(f"rope_parameters.partial_rotary_factor={given['partial_rotary_factor']!r}: only 1.0 is implemented")
+    if head_size % 2:
+        problems.append(f"head_dim={head_size} is odd; RoPE turns pairs")
     if not problems and kind == "dynamic" and head_size <= 2:
         problems.append("RoPE type 'dynamic' needs head_dim > 2")
     if problems:

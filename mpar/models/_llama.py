@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mpar.models._architectures import Architecture
+from mpar.models._architectures import Architecture, Plain
 from mpar.models._hf_config import COMMON_KEYS, Key
 
 __all__ = ["LLAMA", "LLAMA_NAMES"]
@@ -32,9 +32,9 @@ LLAMA_NAMES = {
 }
 
 
-def _settings(title: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
     bias = values["attention_bias"]
-    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": values["mlp_bias"]}
+    return plain.change(attention={"qkv_bias": bias, "o_bias": bias}, mlp={"bias": values["mlp_bias"]}).stack()
 
 
 LLAMA = Architecture(

@@ -16,12 +16,14 @@ from mpar.errors import ConfigError, DataError, DtypeError, ShapeError
 from mpar.models import _decoder as decoder
 from mpar.models._architectures import ARCHITECTURES, Architecture, decoder_config
 from mpar.models._decoder import DecoderConfig, DecoderParams
-from mpar.models._rope import rope_tables
+from mpar.models._parts import Update, part_of
+from mpar.models._rope import rope_tables, table_keys
 
 __all__ = ["Model", "make_model"]
 
 Batch = dict[str, Tensor]
 BATCH_KEYS = ("tokens", "labels", "positions", "documents", "token_weights")
+ORDER = "order"
 IGNORE_INDEX = -100
 INIT_BLOCK = 1 << 22
 """Elements that are drawn at once."""
@@ -63,13 +65,29 @@ class Model:
 
     @property
     def batch_axes(self) -> dict[str, Axes]:
-        """Every batch key that it reads, all (B, S); positions, documents and token_weights are optional."""
-        return dict.fromkeys(BATCH_KEYS, ("batch", "seq"))
+        """Every batch key that it reads: order (S,), all others (B, S); all but tokens and labels are optional."""
+        return {**dict.fromkeys(BATCH_KEYS, ("batch", "seq")), ORDER: ("seq",)}
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """Embedding, blocks, head."""
         return decoder.segments(self.config)
+
+    @property
+    def updates(self) -> dict[str, Update]:
+        """Path of each parameter without gradient -> (metric, `fn(parameter, total)`), which gives it after a step."""
+        found = {}
+        for i, layer in enumerate(self.config.layers):
+            for config in layer.parts:
+                part = part_of(config)
+                for leaf, (metric, fn) in part.updates(config).items():
+                    found[f"layers.{i}.{part.field}.{leaf}"] = (f"layers.{i}.{metric}", fn)
+        return found
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest row that it can take, or None if there is no bound: where positions are learned, there is one."""
+        return self.config.num_positions
 
     def with_dtype(self, dtype: torch.dtype) -> "Model":
         """The same model with parameters of another dtype."""
@@ -80,15 +98,27 @@ class Model:
         return replace(self, config=replace(self.config, logits_chunk=chunk))
 
     def context(self, batch: Batch) -> dict[str, Tensor]:
-        """What segments read: tokens, RoPE tables cos and sin, and of labels, documents, token_weights those in `batch`.
+        """What segments read: tokens, RoPE tables, and of labels, documents, token_weights, order those in `batch`.
 
-        Tables are (1, S, R/2); with positions in `batch` (B, S, R/2). Raises DataError, ShapeError or DtypeError.
+        Tables are (1, S, R/2); with positions in `batch` (B, S, R/2). `order` (S,) says which position of the row each place
+        holds, where the row is permuted. positions are there only for models that learn them. weight, which side losses are
+        multiplied by, is there if a layer has such losses and the batch has labels.
+        Raises DataError, ShapeError or DtypeError.
         """
-        _check(batch)
+        _check(batch, self.max_positions)
+        tokens, positions, order = batch["tokens"], batch.get("positions"), batch.get(ORDER)
+        context = {key: value for key, value in batch.items() if key != "positions"}
         tables_dtype = torch.promote_types(self.dtype, torch.float32)
-        cos, sin = rope_tables(self.config.rope, batch["tokens"], batch.get("positions"), tables_dtype)
-        given = {key: value for key, value in batch.items() if key != "positions"}
-        return {**given, "cos": cos, "sin": sin}
+        for name, rope in self.config.ropes:
+            tables = rope_tables(rope, tokens, positions, tables_dtype, order)
+            context |= zip(table_keys(name), tables, strict=True)
+        if self.config.num_positions is not None:
+            if positions is None:
+                positions = (torch.arange(tokens.shape[1], device=tokens.device) if order is None else order)[None]
+            context["positions"] = positions
+        if self.config.side_losses and "labels" in batch:
+            context["weight"] = self.weight(batch)
+        return context
 
     def weight(self, batch: Batch) -> Tensor:
         """The sum of the token_weights (default 1) of the tokens whose label is not -100: a scalar, float32 or wider."""
@@ -137,11 +167,14 @@ class Model:
         shape, names = tree.get(decoder.shapes(self.config), path), tree.get(self.param_axes, path)
         bounds = [range(size)[part] for size, part in zip(shape, slices or [slice(None)] * len(shape), strict=True)]
         sizes = [len(bound) for bound in bounds]
+        own = self._part_leaf(seed, path, bounds)
+        if own is not None:
+            return own
         field = path.rpartition(".")[2]
         if "bias" in field:
             return torch.zeros(sizes, dtype=self.dtype)
         if "norm" in field:
-            return torch.ones(sizes, dtype=self.dtype)
+            return torch.full(sizes, self.config.norm.first_gain, dtype=self.dtype)
         values = _normal(ops.fold_key(seed, path), bounds, self.dtype).mul_(self.config.initializer_range)
         if "vocab" in names:
             dim = names.index("vocab")
@@ -149,6 +182,17 @@ class Model:
             real = real.reshape([-1 if d == dim else 1 for d in range(len(sizes))])
             values.masked_fill_(~real, 0.0)
         return values
+
+    def _part_leaf(self, seed: int, path: str, bounds: list[range]) -> Tensor | None:
+        """A fresh leaf if its part says how it starts."""
+        keys = path.split(".")
+        if keys[0] != "layers":
+            return None
+        for config in self.config.layers[int(keys[1])].parts:
+            part = part_of(config)
+            if part.field == keys[2] and part.init is not None:
+                return part.init(config, ".".join(keys[3:]), ops.fold_key(seed, path), bounds, self.dtype)
+        return None
 
     @functools.cached_property
     def hf_config(self) -> dict[str, Any]:
@@ -191,20 +235,25 @@ def _fold(segments: Sequence[Segment], params: DecoderParams, context: dict[str,
     x: Any = None
     total: dict[str, Tensor] = {}
     for segment in segments:
-        x, losses = segment.fn(_subtrees(segment, params), x, context)
+        x, losses, *_ = segment.fn(_subtrees(segment, params), x, context)
         for name, value in losses.items():
             total[name] = total[name] + value if name in total else value
     return x, total
 
 
-def _check(batch: Batch) -> None:
-    unknown = sorted(set(batch) - set(BATCH_KEYS))
+def _check(batch: Batch, max_positions: int | None) -> None:
+    known = (*BATCH_KEYS, ORDER)
+    unknown = sorted(set(batch) - set(known))
     if unknown or "tokens" not in batch:
-        raise DataError(f"cannot read a batch with {sorted(batch)}: it needs tokens and may have {', '.join(BATCH_KEYS[1:])}")
+        raise DataError(f"cannot read a batch with {sorted(batch)}: it needs tokens and may have {', '.join(known[1:])}")
     shape = tuple(batch["tokens"].shape)
-    wrong = {key: tuple(value.shape) for key, value in batch.items() if tuple(value.shape) != shape}
+    wrong = {key: tuple(x.shape) for key, x in batch.items() if tuple(x.shape) != (shape[1:] if key == ORDER else shape)}
     if len(shape) != 2 or wrong:
-        raise ShapeError(f"cannot read a batch with tokens {shape} and {wrong or 'nothing else'}: all must have one shape (B, S)")
+        raise ShapeError(
+            f"cannot read a batch with tokens {shape} and {wrong or 'nothing else'}: order must be (S,), all others (B, S)"
+        )
     floats = {key: value.dtype for key, value in batch.items() if key != "token_weights" and value.is_floating_point()}
     if floats:
         raise DtypeError(f"cannot read a batch with {floats}: these must be integers")
+    if max_positions is not None and "positions" not in batch and shape[1] > max_positions:
+        raise ShapeError(f"cannot read rows of {shape[1]} tokens: this model has learned {max_positions} positions")

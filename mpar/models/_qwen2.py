@@ -3,15 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mpar.models._architectures import Architecture
+from mpar.models._architectures import Architecture, Plain, windowed
 from mpar.models._hf_config import COMMON_KEYS, WINDOW_KEYS, Key, read_windows
 from mpar.models._llama import LLAMA_NAMES
 
 __all__ = ["QWEN2"]
 
 
-def _settings(title: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {"qkv_bias": True, "windows": read_windows(title, values)}
+def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
+    plain = plain.change(attention={"qkv_bias": True})
+    return plain.stack(windowed(plain.attention, read_windows(title, values)))
 
 
 QWEN2 = Architecture(

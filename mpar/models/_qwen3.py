@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mpar.models._architectures import Architecture
+from mpar.models._architectures import Architecture, Plain, windowed
 from mpar.models._hf_config import COMMON_KEYS, WINDOW_KEYS, Key, read_windows
 from mpar.models._llama import LLAMA_NAMES
 
@@ -16,9 +16,10 @@ QWEN3_NAMES = {
 }
 
 
-def _settings(title: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
     bias = values["attention_bias"]
-    return {"qkv_bias": bias, "o_bias": bias, "qk_norm": True, "windows": read_windows(title, values)}
+    plain = plain.change(attention={"qkv_bias": bias, "o_bias": bias, "qk_norm": "head"})
+    return plain.stack(windowed(plain.attention, read_windows(title, values)))
 
 
 QWEN3 = Architecture(

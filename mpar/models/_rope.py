@@ -10,7 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["DynamicRope", "LinearRope", "Llama3Rope", "Rope", "YarnRope", "rope_tables"]
+__all__ = ["MAIN", "DynamicRope", "LinearRope", "Llama3Rope", "Rope", "YarnRope", "rope_tables", "table_keys"]
+
+MAIN = "main"
+"""The name of a model's only rotation, or of the first of several."""
 
 
 @dataclass(frozen=True)
@@ -117,17 +120,26 @@ def _frequencies(rope: Rope, num_positions: int) -> tuple[float, ...]:
     return tuple(rope.frequencies(num_positions))
 
 
-def rope_tables(rope: Rope, tokens_BS: Tensor, positions_BS: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def table_keys(name: str) -> tuple[str, str]:
+    """Under which keys the context has cos and sin of the rotation `name`."""
+    return ("cos", "sin") if name == MAIN else (f"cos_{name}", f"sin_{name}")
+
+
+def rope_tables(
+    rope: Rope, tokens_BS: Tensor, positions_BS: Tensor | None, dtype: torch.dtype, order_S: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`(cos, sin)`, each (1, S, R/2) for rows that start at position 0, or (B, S, R/2) at given positions (B, S).
 
-    `dtype` is that of the angles and of the tables: float32 or wider.
+    `order_S` is a permutation of 0, ..., S - 1: which position each place of such rows holds. `dtype` is that of the angles and
+    of the tables: float32 or wider.
     """
-    if positions_BS is not None and isinstance(rope, DynamicRope):
+    num_positions = tokens_BS.shape[1]
+    if positions_BS is not None and hasattr(rope, "frequencies_at"):
         frequencies = rope.frequencies_at(positions_BS, dtype)
     else:
-        frequencies = torch.tensor(list(_frequencies(rope, tokens_BS.shape[1])), dtype=dtype, device=tokens_BS.device)
+        frequencies = torch.tensor(list(_frequencies(rope, num_positions)), dtype=dtype, device=tokens_BS.device)
     if positions_BS is None:
-        positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
+        positions_BS = (torch.arange(num_positions, device=tokens_BS.device) if order_S is None else order_S)[None]
     angles = positions_BS[..., None].to(dtype) * frequencies
     cos, sin = angles.cos(), angles.sin()
     if rope.attention_factor != 1.0:

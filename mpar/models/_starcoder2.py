@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mpar.models._architectures import Architecture
+from mpar.models._architectures import Architecture, Plain
 from mpar.models._hf_config import COMMON_KEYS, Key
 from mpar.models._llama import LLAMA_NAMES
 
@@ -23,17 +23,13 @@ STARCODER2_NAMES = {
 NO_DROPOUT = Key((int, float), 0.0, accepted=(0,))
 
 
-def _settings(title: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
     bias = values["use_bias"]
-    return {
-        "gated": False,
-        "norm": "layer_norm",
-        "norm_bias": True,  # whatever use_bias says
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "mlp_bias": bias,
-        "windows": (values["sliding_window"],) * values["num_hidden_layers"],
-    }
+    return plain.change(
+        attention={"qkv_bias": bias, "o_bias": bias, "window": values["sliding_window"]},
+        mlp={"gated": False, "bias": bias},
+        norm={"kind": "layer_norm", "bias": True},  # whatever use_bias says
+    ).stack()
 
 
 STARCODER2 = Architecture(

@@ -130,7 +130,7 @@ def test_null_and_missing_sizes_mean_what_transformers_makes_of_them(kind):
     """No key and value heads: as many as query heads; no head_dim: hidden_size / heads, or 128 for Qwen3."""
     config = {**BASE, "num_key_value_heads": None}
     reference = getattr(transformers, f"{CLASSES[kind]}Config")(**config)
-    ours = models.build(kind, config).config
+    ours = models.build(kind, config).config.layers[0].mixer
     assert ours.num_kv_heads == reference.num_key_value_heads == 4
     assert ours.head_size == getattr(reference, "head_dim", 32 // 4)
 
@@ -139,6 +139,7 @@ def test_defaults_of_starcoder2_are_those_of_transformers():
     """What a config leaves out is what transformers fills in, from the key and value heads to the tied embedding."""
     given = {key: value for key, value in BASE.items() if key != "num_key_value_heads"}
     reference, ours = transformers.Starcoder2Config(**given), models.build("starcoder2", given).config
-    assert (ours.num_kv_heads, ours.activation) == (reference.num_key_value_heads, reference.hidden_act)
-    assert (ours.norm_eps, ours.initializer_range) == (reference.norm_epsilon, reference.initializer_range)
-    assert (ours.tied, ours.qkv_bias, ours.windows[0]) == (reference.tie_word_embeddings, reference.use_bias, None)
+    layer = ours.layers[0]
+    assert (layer.mixer.num_kv_heads, layer.mlp.activation) == (reference.num_key_value_heads, reference.hidden_act)
+    assert (layer.norm.eps, ours.initializer_range) == (reference.norm_epsilon, reference.initializer_range)
+    assert (ours.tied, layer.mixer.qkv_bias, layer.mixer.window) == (reference.tie_word_embeddings, reference.use_bias, None)

@@ -290,8 +290,8 @@ def test_what_a_block_holds_for_w(recompute):
     """
     model, _, segments, *_ = compile_chain("llama", "ddp", recompute, None)
     code = segments[1][1]
-    rows, c = B // 2 * S, model.config
-    D, F, Q, K = c.hidden_size, c.mlp_size, c.num_heads * c.head_size, c.num_kv_heads * c.head_size
+    rows, D, c = B // 2 * S, model.config.hidden_size, model.config.layers[0]
+    F, Q, K = c.mlp.size, c.mixer.num_heads * c.mixer.head_size, c.mixer.num_kv_heads * c.mixer.head_size
     operands = 2 * D + Q + F  # normed twice, attention's result, the activation
     gradients = 2 * F + Q + 2 * K + 2 * D  # of gate, up, q, k, v, and of both results that the residual stream takes
     assert held(code) == 4 * (rows * (operands + gradients) + 2 * D)
