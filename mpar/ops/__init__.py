@@ -17,6 +17,7 @@ from mpar.ops._layer_norm import layer_norm
 from mpar.ops._limit_capacity import limit_capacity
 from mpar.ops._linear_cross_entropy import linear_cross_entropy
 from mpar.ops._merge_attention import merge_attention
+from mpar.ops._mlp_tiled import mlp_tiled
 from mpar.ops._permute import expert_order, permute, unpermute
 from mpar.ops._primitive import PRIMITIVES
 from mpar.ops._quantise_fp8 import dequantise_fp8, fp8_matmul, quantise_fp8, quantise_fp8_both
@@ -59,6 +60,7 @@ __all__ = [
     "limit_capacity",
     "linear_cross_entropy",
     "merge_attention",
+    "mlp_tiled",
     "name",
     "permute",
     "quantise_fp8",

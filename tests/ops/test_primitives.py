@@ -57,6 +57,8 @@ def _calls(x):
         ops.causal_conv1d(x(2, 3, 6), x(6, 4), x(6), state_BTC=x(2, 3, 6), documents_BS=torch.zeros(2, 3).long()),
         ops.swiglu(x(2, 3), x(3, 2).T),
         ops.geglu(x(2, 3), x(3, 2).T),
+        ops.mlp_tiled(x(2, 3, 4), x(4, 6), x(4, 6), x(6, 4), activation="gelu", chunk=4),
+        ops.mlp_tiled(x(3, 4), None, x(4, 6), x(6, 4), chunk=4),
         _widen.widen_p.bind(x(2, 3), dtype=torch.float64),
         ops.cross_entropy(x(2, 3, 7), LABELS)[0],
         *_cross_entropy.cross_entropy_stats_p.bind(x(2, 3, 7).detach(), LABELS, **params),
