@@ -15,6 +15,10 @@ from mpar.tree import struct
 __all__ = ["MAMBA_AXES", "Mamba", "MambaConfig", "MambaState", "init_mamba_leaf", "mamba", "mamba_shapes", "mamba_step"]
 
 
+HEADS = ("batch", "attend_seq", "attend_heads", "head")  # where attention over the same heads would have queries, and keys
+GROUPS = ("batch", "attend_kv_seq", "attend_kv_heads", None)
+
+
 @dataclass(frozen=True)
 class MambaConfig:
     """Sizes of one mixer.
@@ -191,9 +195,10 @@ def _run(
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
     """The output, the inputs of the convolution, and the final state of the scan."""
     z_BSNH = _project(x_BSD, params.z_DNH, params.z_bias_NH, "z")
-    x_BSNH = _project(x_BSD, params.x_DNH, params.x_bias_NH, "x")
-    b_BSGK = _project(x_BSD, params.b_DGK, params.b_bias_GK, "b")
-    c_BSGK = _project(x_BSD, params.c_DGK, params.c_bias_GK, "c")
+    x_BSNH = ops.constrain(_project(x_BSD, params.x_DNH, params.x_bias_NH, "x"), HEADS)
+    b_BSGK = ops.constrain(_project(x_BSD, params.b_DGK, params.b_bias_GK, "b"), GROUPS)
+    c_BSGK = ops.constrain(_project(x_BSD, params.c_DGK, params.c_bias_GK, "c"), GROUPS)
+    dt_BSN = ops.constrain(_steps(params, config, x_BSD), HEADS[:3])
     inputs = x_BSNH, b_BSGK, c_BSGK
     old_x, old_b, old_c, old_BNHK = _parts(state)
     x_BSNH = _convolve(x_BSNH, params.conv_x_NHW, params.conv_x_bias_NH, old_x, documents_BS, "x_conv")
@@ -201,7 +206,7 @@ def _run(
     c_BSGK = _convolve(c_BSGK, params.conv_c_GKW, params.conv_c_bias_GK, old_c, documents_BS, "c_conv")
     y_BSNH, final_BNHK = ops.ssd_scan(
         x_BSNH,
-        _steps(params, config, x_BSD),
+        dt_BSN,
         -_wide(params.a_log_N).exp(),
         b_BSGK,
         c_BSGK,
@@ -210,7 +215,8 @@ def _run(
         documents_BS=documents_BS,
         chunk=config.chunk,
     )
-    y_BSNH = _gated_norm(ops.name(y_BSNH, "scan"), z_BSNH, params.norm_C, config)
+    y_BSNH = ops.name(ops.constrain(y_BSNH, ("batch", "seq", "heads", "head")), "scan")
+    y_BSNH = _gated_norm(y_BSNH, z_BSNH, params.norm_C, config)
     out_BSD = ops.constrain(ops.einsum("bsnh,nhd->bsd", y_BSNH, params.out_NHD), ("batch", "residual_seq", "embed"))
     if params.out_bias_D is not None:
         out_BSD = out_BSD + params.out_bias_D

@@ -114,10 +114,10 @@ causal_conv1d_p.bwd.def_batching_loop()  # the gradients of weight and bias sum 
 @causal_conv1d_p.def_cost
 def _cost(x, weight, bias, state, documents):
     size = x.numel() * _wide(x, weight, bias, state).itemsize
-    return Cost(flops=2 * weight.shape[-1] * x.numel(), bytes=2 * x.nbytes + weight.nbytes, workspace=4 * size)
+    return Cost(flops=2 * weight.shape[-1] * x.numel(), bytes=2 * x.nbytes + weight.nbytes, workspace=3 * size)
 
 
 @causal_conv1d_p.bwd.def_cost
 def _cost_bwd(x, weight, bias, state, documents, dy):
     size = x.numel() * _wide(x, weight, bias, state, dy).itemsize
-    return Cost(flops=4 * weight.shape[-1] * x.numel(), bytes=3 * x.nbytes + 2 * weight.nbytes, workspace=6 * size)
+    return Cost(flops=4 * weight.shape[-1] * x.numel(), bytes=3 * x.nbytes + 2 * weight.nbytes, workspace=5 * size)

@@ -242,7 +242,7 @@ def _cost(x, dt, a, b, c, d, state, documents, *, chunk):
     (B, S, N, H), (G, K), Q = x.shape, b.shape[2:], min(chunk, x.shape[1])
     size = _wide(x, dt, a, b, c, d, state).itemsize
     flops = 2 * B * S * (G * Q * K + N * Q * H + 2 * N * H * K)
-    workspace = size * B * (Q * Q * (2 * N + G) + Q * (5 * N * H + 2 * G * K) + 3 * N * H * K)
+    workspace = size * B * (Q * Q * (2 * N + G) + Q * (6 * N * H + 3 * G * K) + 3 * N * H * K)
     return Cost(flops=flops, bytes=2 * x.nbytes + dt.nbytes + b.nbytes + c.nbytes + B * N * H * K * size, workspace=workspace)
 
 
@@ -252,5 +252,5 @@ def _cost_bwd(x, dt, a, b, c, d, state, documents, dy, dfinal, *, chunk):
     size = _wide(x, dt, a, b, c, d, state).itemsize
     flops = 2 * B * S * (3 * G * Q * K + 2 * N * Q * H + 6 * N * H * K)
     states = -(-S // max(Q, 1)) * N * H * K
-    workspace = size * B * (Q * Q * (3 * N + 2 * G) + Q * (8 * N * H + 4 * G * K) + states + 3 * N * H * K)
+    workspace = size * B * (Q * Q * (3 * N + 2 * G) + Q * (10 * N * H + 6 * G * K) + states + 3 * N * H * K)
     return Cost(flops=flops, bytes=3 * x.nbytes + 2 * (dt.nbytes + b.nbytes + c.nbytes), workspace=workspace)

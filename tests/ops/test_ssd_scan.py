@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpar import Mesh, P, jit, ops, testing
 from mpar.errors import ConfigError, DtypeError, ShapeError
+from mpar.ops._causal_conv1d import causal_conv1d_p
+from mpar.ops._ssd_scan import ssd_scan_p
 
 B, N, H, K = 2, 4, 3, 5
 F64 = torch.float64
@@ -285,3 +289,47 @@ def test_bad_convolutions_are_refused(change, error):
     values = {"x": torch.zeros(B, 5, 6), "weight": torch.zeros(6, 4)}
     with pytest.raises(error, match="causal_conv1d of x"):
         conv(**{**values, **change})
+
+
+WORKSPACES = {
+    "scan": (ssd_scan_p, {"chunk": 64}),
+    "scan backward": (ssd_scan_p.bwd, {"chunk": 64}),
+    "convolution": (causal_conv1d_p, {}),
+    "convolution backward": (causal_conv1d_p.bwd, {}),
+}
+
+
+class _Peak(TorchDispatchMode):
+    """The most bytes that storages made under it had together after any op."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in filter(torch.is_tensor, out if isinstance(out, (tuple, list)) else (out,)):
+            storage = x.untyped_storage()
+            self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.storages = {key: pair for key, pair in self.storages.items() if not pair[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", WORKSPACES)
+def test_workspace_is_a_bound(case, dtype, make_tensor):
+    """What an implementation holds beside operands and results is at most what its cost says, and at least half of it."""
+    primitive, params = WORKSPACES[case]
+    shapes = [(2, 256, 8, 32), (2, 256, 8), (8,), (2, 256, 2, 32), (2, 256, 2, 32), (8,)]
+    if "convolution" in case:
+        shapes = [(2, 256, 300), (300, 4), (300,)]
+    values = [*(make_tensor(shape, dtype) for shape in shapes), None, torch.zeros(2, 256).long()]
+    if "backward" in case:
+        values += [make_tensor(shapes[0], dtype)] + [None] * ("scan" in case)
+    with torch.no_grad(), _Peak() as mode:
+        copies = [None if x is None else x.clone() for x in values]
+        results = primitive.impl(*copies, **params)
+    held = sum(x.nbytes for x in (*values, *(results if isinstance(results, tuple) else (results,))) if x is not None)
+    workspace = primitive.cost(*values, **params).workspace
+    assert 0.5 * workspace <= mode.peak - held <= workspace, (mode.peak - held, workspace)
