@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mpar import ops, testing
+from mpar import Mesh, P, jit, ops, testing
 from mpar.errors import ConfigError, DifferentiationError, DtypeError, ShapeError
 
 F64 = torch.float64
@@ -166,3 +166,49 @@ def test_sinkhorn_refuses_what_does_not_fit():
         ops.sinkhorn(torch.zeros(2, 3).long())
     with pytest.raises(ConfigError, match=r"tolerance is 0\.0, max_iterations 0"):
         ops.sinkhorn(torch.zeros(2, 3), tolerance=0.0, max_iterations=0)
+
+
+SPECS = {"sequences": P("x"), "positions": P(None, "x"), "both": P("x", "y")}
+
+
+def on_ranks(fn, *operands, specs):
+    """What `fn` gives on the ranks of a mesh of 2 x 2, and the kinds of its collectives."""
+    lowered = jit(fn, mesh=Mesh(x=2, y=2), in_specs=specs).lower(*operands)
+    return lowered.simulate(*operands), {collective.op for collective in lowered.collectives()}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_counts_of_ranks_add_up(spec):
+    """Ranks count their own tokens; nothing but the counts travels."""
+    experts = torch.randint(-1, 5, (2, 4, 3), generator=torch.Generator().manual_seed(5))
+    counts, kinds = on_ranks(lambda e: ops.expert_counts(e, num_experts=5), experts, specs=(spec,))
+    assert counts.tolist() == [(experts == e).sum() for e in range(5)]
+    assert kinds == {"all_reduce"}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_capacity_is_of_the_tokens_of_all_ranks(spec):
+    """Slots compete across ranks."""
+    generator = torch.Generator().manual_seed(6)
+    experts, weights = torch.randint(0, 3, (2, 8, 2), generator=generator), torch.rand(2, 8, 2, generator=generator)
+    fn = lambda e, w, order: ops.limit_capacity(e, w, order, num_experts=3, capacity=3)  # noqa: E731
+    kept, _ = on_ranks(fn, experts, weights, ORDER, specs=(spec, spec, P(*spec.dims[1:2])))
+    assert torch.equal(kept, limited(experts, weights, ORDER, 3, 3).int())
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_sinkhorn_is_of_the_tokens_of_all_ranks(spec, make_tensor):
+    """Totals run across ranks."""
+    logits = make_tensor((2, 4, 3), F64)
+    scaled_logits, _ = on_ranks(ops.sinkhorn, logits, specs=(spec,))
+    testing.assert_close(scaled_logits, ops.sinkhorn(logits))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_routers_of_ranks_need_no_exchange(spec, make_tensor):
+    """Tokens are routed where they are."""
+    logits = make_tensor((2, 4, 6), F64)
+    (weights, experts), kinds = on_ranks(lambda x: ops.topk_router(x, k=2)[:2], logits, specs=(spec,))
+    expected = ops.topk_router(logits, k=2)
+    testing.assert_close(weights, expected[0])
+    assert torch.equal(experts, expected[1]) and not kinds

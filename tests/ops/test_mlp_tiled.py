@@ -111,7 +111,7 @@ class _Storages(TorchDispatchMode):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_nothing_has_the_size_of_all_hidden_values(activation, gated, dtype, make_tensor):
     """The largest storage is a tile or an operand; what is alive is no more than results and the workspace that is said."""
-    S, D, hidden, chunk = 2000, 4, 64, 50
+    S, D, hidden, chunk = 1000, 2, 256, 50
     x, up, down, *gate = operands_of(make_tensor, (S, D), hidden, gated, dtype)
     operands, params = (x, gate[0] if gated else None, up, down), {"activation": activation, "chunk": chunk}
     with _Storages() as forward:
