@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mpar import ops
 from mpar.errors import ConfigError
+from mpar.models._rope import MAIN, table_keys
 from mpar.tree import struct
 
 __all__ = ["LATENT_ATTENTION_AXES", "LatentAttention", "LatentAttentionConfig", "latent_attend", "latent_attention_shapes"]
@@ -26,6 +27,7 @@ class LatentAttentionConfig:
     scale:   what q @ k is multiplied by, None for 1 / sqrt(nope_size + rope_size).
     interleaved: RoPE turns neighbours (0, 1), (2, 3), ..., not element i with i + rope_size / 2.
     bias:    the projections down to latents, and the one out, have biases. norm_eps: of the norms of latents.
+    rope:    which of the model's RoPE tables turns the parts of `rope_size`.
     Raises ConfigError with all sizes that cannot be.
     """
 
@@ -39,6 +41,7 @@ class LatentAttentionConfig:
     interleaved: bool = True
     bias: bool = False
     norm_eps: float = 1e-6
+    rope: str = MAIN
 
     def __post_init__(self) -> None:
         names = ("num_heads", "kv_rank", "nope_size", "rope_size", "v_size", "q_rank")
@@ -111,10 +114,9 @@ def latent_attention_shapes(config: LatentAttentionConfig, hidden_size: int) -> 
 def latent_attend(params: LatentAttention, config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
     """Causal attention of `x_BSD` to itself, within a document.
 
-    `context` has the tables cos and sin of `rope_size`; documents (B, S) where rows are packed; order (S,) where they are
-    permuted.
+    `context` has the RoPE tables; documents (B, S) where rows are packed; order (S,) where they are permuted.
     """
-    cos, sin, interleaved = context["cos"], context["sin"], config.interleaved
+    (cos, sin), interleaved = (context[key] for key in table_keys(config.rope)), config.interleaved
     q_nope_BSNH, q_rope_BSNH = _queries(params, config, x_BSD).split([config.nope_size, config.rope_size], -1)
     q_BSNH = torch.cat([q_nope_BSNH, ops.rope(q_rope_BSNH, cos, sin, interleaved=interleaved)], -1)
 

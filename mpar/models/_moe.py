@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mpar import ops
 from mpar.errors import ConfigError, UnknownNameError
-from mpar.models._feed_forward import ACTIVATIONS, FEED_FORWARD_AXES, FeedForward, feed_forward
+from mpar.models._feed_forward import ACTIVATIONS, FEED_FORWARD_AXES, FeedForward, MlpConfig, mlp, mlp_shapes
 from mpar.ops._topk_router import Order, Score
 from mpar.tree import struct
 
@@ -37,7 +37,8 @@ TINY = 1e-20
 """Added to sums of scores that something is divided by."""
 
 TOKENS = ("moe_batch", "moe_seq", "embed")
-ROUTER_OPTIONS = ("kind", "grouped", "capacity_factor", "aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss", "bias_rate")
+SIDE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
+ROUTER_OPTIONS = ("kind", "grouped", "capacity_factor", "bias_rate", *SIDE_LOSSES)
 """What training chooses and no checkpoint tells: the fields that `with_router_options` sets."""
 
 
@@ -48,7 +49,7 @@ class MoeConfig:
     score, order, normalise, groups, groups_kept, group_best, scale: see `ops.topk_router`.
     mlp_size:        of each expert; `activation` is a key of ACTIVATIONS. mlp_bias: experts have biases.
     clamp:           None, or the limit L of gate * sigmoid(clamp_alpha * gate) * (up + 1), with gate <= L and -L <= up <= L.
-    shared_size:     of the layer that sees every token (None: there is none); shared_gate: times sigmoid(x @ w).
+    shared:          the layer that sees every token (None: there is none); shared_gate: times sigmoid(x @ w).
     router_bias:     the logits have a bias. choice_bias: the choice has one that the weights do not have; it gets no gradient
                      but moves by `bias_rate` after each step.
     kind:            "topk"; "sinkhorn": in training the choice is made from logits that are balanced over the microbatch;
@@ -75,7 +76,7 @@ class MoeConfig:
     scale: float = 1.0
     router_bias: bool = False
     choice_bias: bool = False
-    shared_size: int | None = None
+    shared: MlpConfig | None = None
     shared_gate: bool = False
     kind: RouterKind = "topk"
     grouped: bool = True
@@ -91,11 +92,16 @@ class MoeConfig:
         if problems:
             raise ConfigError("cannot make a layer of experts:\n" + "\n".join(f"  {problem}" for problem in problems))
 
+    @property
+    def side_losses(self) -> bool:
+        """Whether training differs from generation: losses beside the main one, or a choice that looks at the whole batch."""
+        return self.kind == "sinkhorn" or any(getattr(self, name) for name in SIDE_LOSSES)
+
 
 def _problems(config: MoeConfig) -> list[str]:
     experts, found = config.num_experts, []
-    sizes = {name: getattr(config, name) for name in ("num_experts", "top_k", "mlp_size", "shared_size")}
-    found += [f"{name}={size}: must be a positive int" for name, size in sizes.items() if size is not None and size < 1]
+    sizes = {name: getattr(config, name) for name in ("num_experts", "top_k", "mlp_size")}
+    found += [f"{name}={size}: must be a positive int" for name, size in sizes.items() if size < 1]
     if config.top_k > experts:
         found.append(f"top_k={config.top_k} is more than num_experts={experts}")
     if config.groups < 1 or experts % config.groups:
@@ -114,7 +120,7 @@ def _problems(config: MoeConfig) -> list[str]:
     for name, known in choices.items():
         if getattr(config, name) not in known:
             found.append(f"{name}={getattr(config, name)!r}: there are {', '.join(known)}")
-    for name in ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss", "bias_rate"):
+    for name in (*SIDE_LOSSES, "bias_rate"):
         value = getattr(config, name)
         if not _is_number(value) or value < 0:
             found.append(f"{name}={value!r}: must be a number >= 0")
@@ -124,8 +130,8 @@ def _problems(config: MoeConfig) -> list[str]:
             found.append(f"{name}={value!r}: must be a number > 0, or None")
     if not isinstance(config.grouped, bool):
         found.append(f"grouped={config.grouped!r}: must be True or False")
-    if config.shared_gate and config.shared_size is None:
-        found.append("shared_gate=True needs shared_size")
+    if config.shared_gate and config.shared is None:
+        found.append("shared_gate=True needs a shared layer")
     if config.bias_rate and not config.choice_bias:
         found.append(
             f"bias_rate={config.bias_rate} moves a bias of the choice, which this model does not have (choice_bias=False)"
@@ -181,8 +187,7 @@ MOE_AXES = cast(Any, Moe)(
 
 def moe_shapes(config: MoeConfig, hidden_size: int) -> Moe:
     """The parameters with a tuple of sizes for each leaf."""
-    E, D, F, S = config.num_experts, hidden_size, config.mlp_size, config.shared_size
-    shared = None if S is None else cast(Any, FeedForward)(gate_DF=(D, S), up_DF=(D, S), down_FD=(S, D))
+    E, D, F = config.num_experts, hidden_size, config.mlp_size
     return cast(Any, Moe)(
         router_DE=(D, E),
         gate_EDF=(E, D, F),
@@ -193,7 +198,7 @@ def moe_shapes(config: MoeConfig, hidden_size: int) -> Moe:
         gate_bias_EF=(E, F) if config.mlp_bias else None,
         up_bias_EF=(E, F) if config.mlp_bias else None,
         down_bias_ED=(E, D) if config.mlp_bias else None,
-        shared=shared,
+        shared=None if config.shared is None else mlp_shapes(config.shared, D),
         shared_gate_D1=(D, 1) if config.shared_gate else None,
     )
 
@@ -232,7 +237,7 @@ def moe(
         metrics["dropped"] = (experts_BSK != kept_BSK).sum()
         experts_BSK = kept_BSK
     apply = _grouped if config.grouped else _sequential
-    y_BSD, shared_BSD = apply(params, config, tokens_BSD, x_BSD, experts_BSK, weights_BSK)
+    y_BSD, shared_BSD = apply(params, config, tokens_BSD, x_BSD, experts_BSK, weights_BSK, context)
     y_BSD = ops.constrain(y_BSD, ("batch", "residual_seq", "embed"))
     return ops.name(y_BSD if shared_BSD is None else y_BSD + shared_BSD, "mlp_out"), losses, metrics
 
@@ -346,11 +351,17 @@ def _losses(
 
 
 def _grouped(
-    params: Moe, config: MoeConfig, tokens_BSD: Tensor, x_BSD: Tensor, experts_BSK: Tensor, weights_BSK: Tensor
+    params: Moe,
+    config: MoeConfig,
+    tokens_BSD: Tensor,
+    x_BSD: Tensor,
+    experts_BSK: Tensor,
+    weights_BSK: Tensor,
+    context: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor | None]:
     """`(y_BSD of the experts, y_BSD of the shared layer)`: rows sorted by expert, one grouped product for each matrix."""
     rows_RD, offsets_E, inverse_BSK, arrivals_E = ops.dispatch(tokens_BSD, experts_BSK, num_experts=config.num_experts)
-    shared_BSD = _shared(params, config, x_BSD)  # here: it has time to run while rows are on their way
+    shared_BSD = _shared(params, config, x_BSD, context)  # here: it has time to run while rows are on their way
     gate_RF = ops.name(_grouped_linear(rows_RD, params.gate_EDF, params.gate_bias_EF, offsets_E), "gate")
     up_RF = ops.name(_grouped_linear(rows_RD, params.up_EDF, params.up_bias_EF, offsets_E), "up")
     hidden_RF = ops.name(_activated(config, gate_RF, up_RF), "mlp_act")
@@ -367,7 +378,13 @@ def _grouped_linear(rows_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None,
 
 
 def _sequential(
-    params: Moe, config: MoeConfig, tokens_BSD: Tensor, x_BSD: Tensor, experts_BSK: Tensor, weights_BSK: Tensor
+    params: Moe,
+    config: MoeConfig,
+    tokens_BSD: Tensor,
+    x_BSD: Tensor,
+    experts_BSK: Tensor,
+    weights_BSK: Tensor,
+    context: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor | None]:
     """The same as `_grouped`: every expert on every token, weighted by zero where it was not chosen."""
 
@@ -384,7 +401,7 @@ def _sequential(
         y_BSD = y_BSD.to(weight_BS1.dtype) * weight_BS1
         total_BSD = y_BSD if total_BSD is None else total_BSD + y_BSD
     assert total_BSD is not None
-    return total_BSD.to(x_BSD.dtype), _shared(params, config, x_BSD)
+    return total_BSD.to(x_BSD.dtype), _shared(params, config, x_BSD, context)
 
 
 def _activated(config: MoeConfig, gate: Tensor, up: Tensor) -> Tensor:
@@ -394,11 +411,11 @@ def _activated(config: MoeConfig, gate: Tensor, up: Tensor) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(config.clamp_alpha * gate))
 
 
-def _shared(params: Moe, config: MoeConfig, x_BSD: Tensor) -> Tensor | None:
-    if params.shared is None:
+def _shared(params: Moe, config: MoeConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor | None:
+    if params.shared is None or config.shared is None:
         return None
     x_BSD = ops.constrain(x_BSD, ("batch", "seq", "embed"))
-    y_BSD = feed_forward(params.shared, x_BSD, activation=config.activation)
+    y_BSD = mlp(params.shared, config.shared, x_BSD, context)
     if params.shared_gate_D1 is None:
         return y_BSD
     gate_BS1 = torch.sigmoid(ops.einsum("bsd,de->bse", x_BSD, params.shared_gate_D1))

@@ -15,12 +15,12 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from mpar import testing, tree
 from mpar.errors import ConfigError, UnknownNameError
-from mpar.models._feed_forward import FeedForward
+from mpar.models._feed_forward import FeedForward, MlpConfig
 from mpar.models._moe import Moe, MoeConfig, moe, moe_shapes, router_logits, updated_choice_bias, with_router_options
 
 B, S, D, E, K, F = 2, 9, 10, 8, 3, 7
 BASE = MoeConfig(num_experts=E, top_k=K, mlp_size=F)
-FULL = dataclasses.replace(BASE, mlp_bias=True, router_bias=True, choice_bias=True, shared_size=6, shared_gate=True)
+FULL = dataclasses.replace(BASE, mlp_bias=True, router_bias=True, choice_bias=True, shared=MlpConfig(6), shared_gate=True)
 WEIGHT = torch.tensor(5.0, dtype=torch.float64)
 LOSSES = {"aux_loss": 0.3, "seq_aux_loss": 0.7, "z_loss": 0.2, "global_aux_loss": 0.5}
 
@@ -71,7 +71,7 @@ REFERENCES = {
         lambda: qwen2_moe.Qwen2MoeSparseMoeBlock(
             qwen2_moe.Qwen2MoeConfig(num_experts=E, moe_intermediate_size=F, shared_expert_intermediate_size=6, **COMMON)
         ),
-        dataclasses.replace(BASE, normalise=False, shared_size=6, shared_gate=True),
+        dataclasses.replace(BASE, normalise=False, shared=MlpConfig(6), shared_gate=True),
     ),
     "qwen3_moe": (
         lambda: qwen3_moe.Qwen3MoeSparseMoeBlock(
@@ -85,7 +85,7 @@ REFERENCES = {
                 n_routed_experts=E, moe_intermediate_size=F, n_shared_experts=2, routed_scaling_factor=1.7, **COMMON
             )
         ),
-        dataclasses.replace(BASE, normalise=False, shared_size=2 * F, scale=1.7),
+        dataclasses.replace(BASE, normalise=False, shared=MlpConfig(2 * F), scale=1.7),
     ),
     "deepseek_v2_groups": (
         lambda: deepseek_v2.DeepseekV2Moe(
@@ -98,13 +98,13 @@ REFERENCES = {
                 **COMMON,
             )
         ),
-        dataclasses.replace(BASE, normalise=False, shared_size=F, groups=4, groups_kept=2, group_best=1),
+        dataclasses.replace(BASE, normalise=False, shared=MlpConfig(F), groups=4, groups_kept=2, group_best=1),
     ),
     "deepseek_v3": (
         lambda: deepseek_v3.DeepseekV3MoE(
             deepseek_v3.DeepseekV3Config(n_routed_experts=E, moe_intermediate_size=F, n_shared_experts=1, **GROUPS, **COMMON)
         ),
-        dataclasses.replace(BASE, score="sigmoid", groups=4, groups_kept=2, scale=2.5, choice_bias=True, shared_size=F),
+        dataclasses.replace(BASE, score="sigmoid", groups=4, groups_kept=2, scale=2.5, choice_bias=True, shared=MlpConfig(F)),
     ),
     "gpt_oss": (
         lambda: gpt_oss.GptOssMLP(gpt_oss.GptOssConfig(num_local_experts=E, intermediate_size=F, swiglu_limit=1.5, **COMMON)),
@@ -431,7 +431,7 @@ def test_unknown_router_options_are_all_listed():
         ({"aux_loss": -1}, "aux_loss=-1: must be a number >= 0"),
         ({"bias_rate": 1e-3}, "bias_rate=0.001 moves a bias"),
         ({"kind": "sinkhorn", "choice_bias": True}, "kind='sinkhorn' does not use the bias"),
-        ({"shared_gate": True}, "shared_gate=True needs shared_size"),
+        ({"shared_gate": True}, "shared_gate=True needs a shared layer"),
         ({"top_k": 20, "groups": 3, "order": "both", "z_loss": float("nan")}, "(?s)top_k=20.*groups=3.*order='both'.*z_loss=nan"),
     ],
     ids=str,
