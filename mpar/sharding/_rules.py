@@ -406,6 +406,7 @@ RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     aten.full.default: _source,
     aten.scalar_tensor.default: _source,
     aten.eye.default: _source,
+    aten.softplus_backward.default: _pointwise,  # which torch does not tag as such
     aten._to_copy.default: _pointwise,
     aten.clone.default: _pointwise,
     aten.empty_like.default: _pointwise,
