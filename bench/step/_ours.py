@@ -59,9 +59,10 @@ def initial_state(program: Program, model: Model, device: torch.device) -> State
         if kind != "params":
             leaves[leaf.path] = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
             continue
-        shape, name, transform, sizes = stored[path]
-        whole = first_weights(name, transform.stored_shape(sizes), deviation, device)
-        leaves[leaf.path] = transform.read(whole.__getitem__, sizes, [(0, size) for size in shape]).to(leaf.dtype)
+        made = stored[path]
+        whole = {name: first_weights(name, made.stored_shape, deviation, device) for name in made.names}
+        bounds = [(0, size) for size in made.shape]
+        leaves[leaf.path] = made.read(lambda name, block, whole=whole: whole[name][block], bounds).to(leaf.dtype)
     return State(leaves)
 
 

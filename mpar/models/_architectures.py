@@ -78,7 +78,8 @@ class Architecture:
     hf_class: the class in transformers.        keys: what its config may hold.
     settings: `fn(title, values, plain) -> dict` gives layers, norm and what else of DecoderConfig is not the plain decoder's;
               it starts from `plain.stack()`.
-    names:    path of a leaf -> (name of the stored tensor, transform); `{i}` is the layer.
+    names:    path of a leaf -> (name of the stored tensor, transform), as in `_weight_map.py`.
+    base:     what the names of the decoder begin with; checkpoints of the decoder without head may lack it.
     words:    common key -> the key by which its configs call it.
     ropes:    `fn(title, values, head_size, ignore)` gives the rotations by name.
     norm_eps: the key of the norms' eps.
@@ -92,6 +93,7 @@ class Architecture:
     names: Mapping[str, tuple[str, str]]
     words: Mapping[str, str] = field(default_factory=dict)
     ropes: Callable[[str, Mapping[str, Any], int, Sequence[str]], Ropes] = one_rope
+    base: str = "model."
     norm_eps: str = "rms_norm_eps"
     absent: tuple[str, ...] = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
 

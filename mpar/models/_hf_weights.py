@@ -1,9 +1,12 @@
-"""Hugging Face weights: reading any slice of any leaf from sharded safetensors, and writing a folder that transformers loads."""
+"""Hugging Face weights: reading any slice of any leaf from sharded safetensors, and writing a folder that transformers loads.
+
+Which stored tensors a leaf is made of is in the `names` of its architecture; `_weight_map.py` says what can be written there.
+"""
 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +20,7 @@ from mpar import tree
 from mpar.errors import CheckpointError, ShapeError, ShardingError
 from mpar.mesh import Mesh
 from mpar.models._model import Model
-from mpar.models._rearrange import Rearrange, parse_rearrange
+from mpar.models._weight_map import StoredLeaf, map_leaves_to_stored
 from mpar.spec import P, check_spec
 
 __all__ = ["HfReader", "hf_tensors", "load_params", "read_json", "shard_slices", "stored_leaves", "to_hf"]
@@ -36,7 +39,7 @@ class HfReader:
     def __init__(self, model: Model, folder: str | os.PathLike[str]) -> None:
         self.model, self.folder = model, Path(folder)
         self._files: dict[str, Any] = {}
-        self._where = _locate(self.folder)
+        self._where, self._base_less = _with_base(_locate(self.folder), model)
         self._leaves = stored_leaves(model)
         problems, self._dtypes = self._compare()
         if problems:
@@ -63,13 +66,16 @@ class HfReader:
 
         Padding rows are zero. The dtype is that of the stored tensor.
         """
-        shape, name, transform, sizes = self._leaves[path]
+        leaf = self._leaves[path]
+        shape = leaf.shape
         parts = [slice(None)] * len(shape) if slices is None else slices
         if len(parts) != len(shape) or any(part.step not in (None, 1) for part in parts):
             raise ShapeError(f"cannot read {path} {shape} by {tuple(parts)}: give one slice without a step for each dim")
         bounds = [part.indices(size)[:2] for size, part in zip(shape, parts, strict=True)]
-        stored = self._open(self._where[name]).get_slice(name)
-        return transform.read(lambda block: stored[block], sizes, [(start, max(start, stop)) for start, stop in bounds])
+        return leaf.read(lambda name, block: self._slice(name)[block], [(start, max(start, stop)) for start, stop in bounds])
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self._where[name]).get_slice(self._base_less.get(name, name))
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -80,7 +86,7 @@ class HfReader:
         return self._files[file]
 
     def _compare(self) -> tuple[list[str], dict[str, torch.dtype]]:
-        expected = {name: transform.stored_shape(sizes) for _, name, transform, sizes in self._leaves.values()}
+        expected = {name: leaf.stored_shape for leaf in self._leaves.values() for name in leaf.names}
         problems = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in self._where]
         absent = _absent(self.model)
         problems += [f"unexpected: {name}" for name in self._where if name not in expected and not absent.fullmatch(name)]
@@ -92,10 +98,10 @@ class HfReader:
             file = self._where[name]
             if file not in held:
                 held[file] = frozenset(self._open(file).keys())
-            if name not in held[file]:
+            if self._base_less.get(name, name) not in held[file]:
                 problems.append(f"missing: {name} is not in {file}, where the index says it is")
                 continue
-            stored = self._open(file).get_slice(name)
+            stored = self._slice(name)
             if tuple(stored.get_shape()) != shape:
                 problems.append(f"shape: {name} is {tuple(stored.get_shape())}, the config asks for {shape}")
             if stored.get_dtype() not in _DTYPES:
@@ -149,7 +155,16 @@ def hf_tensors(model: Model, params: Any) -> dict[str, Tensor]:
 
     A tied embedding appears once, under the embedding's name. Raises ShapeError if a leaf is not whole.
     """
-    return dict(_written(model, params))
+    tensors: dict[str, Tensor] = {}
+    for path, stored in stored_leaves(model).items():
+        leaf = tree.get(params, path)
+        if tuple(leaf.shape) != stored.shape:
+            raise ShapeError(
+                f"cannot write {path} as {stored.names[0]}: it is {tuple(leaf.shape)}, the model's is {stored.shape}; "
+                "gather shards first"
+            )
+        stored.write(leaf, tensors)
+    return tensors
 
 
 def to_hf(model: Model, params: Any, path: str | os.PathLike[str], max_file_bytes: int = MAX_FILE_BYTES) -> None:
@@ -191,29 +206,10 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def stored_leaves(model: Model) -> dict[str, tuple[tuple[int, ...], str, Rearrange, dict[str, int]]]:
-    """Path of each leaf to its (padded) shape, stored name, transform and stored sizes."""
-    found = {}
-    for path, leaf in tree.leaves_with_path(model.abstract_params):
-        index = re.search(r"\.(\d+)\.", path)
-        pattern = path if index is None else path.replace(index[0], ".{i}.", 1)
-        name, text = model.architecture.names[pattern]
-        transform, shape = parse_rearrange(text), tuple(leaf.shape)
-        sizes = dict(zip(transform.leaf, shape, strict=True))
-        if "v" in sizes:
-            sizes["v"] = model.vocab_size
-        found[path] = (shape, name if index is None else name.replace("{i}", index[1]), transform, sizes)
-    return found
-
-
-def _written(model: Model, params: Any) -> Iterator[tuple[str, Tensor]]:
-    for path, (shape, name, transform, sizes) in stored_leaves(model).items():
-        leaf = tree.get(params, path)
-        if tuple(leaf.shape) != shape:
-            raise ShapeError(
-                f"cannot write {path} as {name}: it is {tuple(leaf.shape)}, the model's is {shape}; gather shards first"
-            )
-        yield name, transform.write(leaf, sizes)
+def stored_leaves(model: Model) -> dict[str, StoredLeaf]:
+    """Path of each leaf to where it is stored."""
+    shapes = {path: tuple(leaf.shape) for path, leaf in tree.leaves_with_path(model.abstract_params)}
+    return map_leaves_to_stored(model.architecture.names, shapes, model.vocab_size)
 
 
 def _absent(model: Model) -> re.Pattern[str]:
@@ -222,6 +218,15 @@ def _absent(model: Model) -> re.Pattern[str]:
     if model.config.tied:
         names.append(re.escape(model.architecture.names["head.head_DV"][0]))
     return re.compile("|".join(names))
+
+
+def _with_base(where: dict[str, str], model: Model) -> tuple[dict[str, str], dict[str, str]]:
+    """`where` by full names; and full name -> name in the file, for a bare decoder's checkpoint, whose names lack their base."""
+    base, head = model.architecture.base, model.architecture.names["head.head_DV"][0]
+    if any(name.startswith(base) for name in where):
+        return where, {}
+    stored = {name if name == head else base + name: name for name in where}
+    return {name: where[old] for name, old in stored.items()}, stored
 
 
 def _locate(folder: Path) -> dict[str, str]:

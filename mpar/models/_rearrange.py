@@ -1,7 +1,10 @@
 """Rearrange: `"(n h) d -> d n h"` says how a stored tensor (left) becomes a leaf (right); both directions come from it.
 
-A dim on the left is a name or, in brackets, several names that were merged, the first varying slowest. The right has each
-name once. Reading asks for the blocks that a slice of the leaf needs and for nothing else.
+A dim on the left is a name or, in brackets, several names that were merged, the first varying slowest; a 1 is a dim of size 1
+that the leaf does not have. The right has each name once. Several leaves may be parts of one stored tensor:
+    `+(n h) d -> d n h`    the leaf is a slice of this dim, in which all the parts stand one after the other;
+    `e d (f +) -> e d f`   the leaf has one index of this factor, which has as many as there are parts: here they alternate.
+Reading asks for the blocks that a slice of the leaf needs and for nothing else.
 """
 
 import functools
@@ -15,33 +18,72 @@ from torch import Tensor
 
 from mpar.errors import ConfigError
 
-__all__ = ["Rearrange", "parse_rearrange"]
+__all__ = ["WHOLE", "Place", "Rearrange", "parse_rearrange"]
 
 Bounds = tuple[int, int]
+PART, ONE = "+", "1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which part of a stored tensor a leaf is: the `index`-th of `count`, from `offset` on in a joined dim of size `total`."""
+
+    index: int = 0
+    count: int = 1
+    offset: int = 0
+    total: int | None = None
+
+
+WHOLE = Place()
 
 
 @dataclass(frozen=True)
 class Rearrange:
-    """A parsed transform. `sizes` maps a name to its stored size, which the leaf may exceed by zeros at the end (padding)."""
+    """A parsed transform; `joined` is the stored dim with a plus before it.
+
+    `sizes` maps a name to its stored size, which the leaf may exceed by zeros at the end (padding).
+    """
 
     stored: tuple[tuple[str, ...], ...]
     leaf: tuple[str, ...]
+    joined: int | None = None
 
-    def stored_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of the stored tensor."""
+    @property
+    def is_part(self) -> bool:
+        """Whether the stored tensor has other parts too."""
+        return self.joined is not None or any(PART in names for names in self.stored)
+
+    def part_shape(self, sizes: Mapping[str, int], place: Place = WHOLE) -> tuple[int, ...]:
+        """The shape of the stored tensor, but of a joined dim that of the leaf's slice."""
+        sizes = {**sizes, PART: place.count, ONE: 1}
         return tuple(math.prod(sizes[name] for name in names) for names in self.stored)
 
-    def read(self, fetch: Callable[[tuple[slice, ...]], Tensor], sizes: Mapping[str, int], bounds: Sequence[Bounds]) -> Tensor:
+    def stored_shape(self, sizes: Mapping[str, int], place: Place = WHOLE) -> tuple[int, ...]:
+        """The shape of the stored tensor."""
+        shape = self.part_shape(sizes, place)
+        return tuple(place.total or size if dim == self.joined else size for dim, size in enumerate(shape))
+
+    def read(
+        self,
+        fetch: Callable[[tuple[slice, ...]], Tensor],
+        sizes: Mapping[str, int],
+        bounds: Sequence[Bounds],
+        place: Place = WHOLE,
+    ) -> Tensor:
         """The part of the leaf within `bounds` (start and stop of each of its dims), contiguous.
 
         `fetch` gives a block of the stored tensor; the blocks asked for are disjoint and hold no element that is not used.
         """
+        sizes = {**sizes, PART: place.count, ONE: 1}
         inside = {
             name: (min(start, sizes[name]), min(stop, sizes[name])) for name, (start, stop) in zip(self.leaf, bounds, strict=True)
         }
+        inside |= {PART: (place.index, place.index + 1), ONE: (0, 1)}
         runs = [_runs([inside[n] for n in names], [sizes[n] for n in names]) for names in self.stored]
+        if self.joined is not None:
+            runs[self.joined] = [(start + place.offset, stop + place.offset) for start, stop in runs[self.joined]]
         block = _gather(fetch, runs, ())
-        order = [name for names in self.stored for name in names]
+        order = self._order()
         block = block.reshape([inside[name][1] - inside[name][0] for name in order])
         block = block.permute([order.index(name) for name in self.leaf])
         shape = [stop - start for start, stop in bounds]
@@ -52,25 +94,47 @@ class Rearrange:
         return block.clone(memory_format=torch.contiguous_format)  # never a view of the mapped file
 
     def write(self, leaf: Tensor, sizes: Mapping[str, int]) -> Tensor:
-        """The stored tensor of a whole leaf, contiguous and without padding."""
-        cut = leaf[tuple(slice(0, sizes[name]) for name in self.leaf)]
-        order = [name for names in self.stored for name in names]
-        return cut.permute([self.leaf.index(name) for name in order]).reshape(self.stored_shape(sizes)).contiguous()
+        """The stored tensor of a whole leaf that is all of it, contiguous and without padding."""
+        return self._unpadded(leaf, sizes).reshape(self.stored_shape(sizes)).contiguous()
+
+    def write_part(self, stored: Tensor, leaf: Tensor, sizes: Mapping[str, int], place: Place) -> None:
+        """Copy a whole leaf to its place in the stored tensor."""
+        known = {**sizes, PART: place.count, ONE: 1}
+        if self.joined is not None:
+            stored = stored.narrow(self.joined, place.offset, self.part_shape(sizes, place)[self.joined])
+        names = [name for dim in self.stored for name in dim]
+        for dim in reversed(range(len(self.stored))):
+            stored = stored.unflatten(dim, [known[name] for name in self.stored[dim]])
+        stored = stored[tuple(place.index if name == PART else 0 if name == ONE else slice(None) for name in names)]
+        stored.copy_(self._unpadded(leaf, sizes))
+
+    def _order(self) -> list[str]:
+        """The names of the stored tensor that the leaf has too, in the stored order."""
+        return [name for names in self.stored for name in names if name not in (PART, ONE)]
+
+    def _unpadded(self, leaf: Tensor, sizes: Mapping[str, int]) -> Tensor:
+        """The leaf without padding, its dims in the stored order."""
+        return leaf[tuple(slice(0, sizes[name]) for name in self.leaf)].permute([self.leaf.index(n) for n in self._order()])
 
 
 @functools.cache
 def parse_rearrange(text: str) -> Rearrange:
     """Parse `"(n h) d -> d n h"`. Raises ConfigError if it is not of this form, or the sides do not have the same names."""
-    form = r"\s*(?:(?:\w+|\([\w\s]+\))\s+)*->(?:\s+\w+)*\s*"
+    form = r"\s*(?:\+?(?:\w+|\([\w\s+]+\))\s+)*->(?:\s+\w+)*\s*"
     if not re.fullmatch(form, text):
         raise ConfigError(f"cannot parse transform {text!r}: write it as '(n h) d -> d n h', with names on the right")
     left, right = text.split("->")
-    stored = tuple(tuple(group.split()) if group else (name,) for group, name in re.findall(r"\(([^)]*)\)|(\w+)", left))
+    dims = re.findall(r"(\+?)(?:\(([^)]*)\)|(\w+))", left)
+    stored = tuple(tuple(group.split()) if group else (name,) for _, group, name in dims)
+    joined = [dim for dim, (plus, *_) in enumerate(dims) if plus]
     leaf = tuple(right.split())
-    names = [name for dim in stored for name in dim]
+    every = [name for dim in stored for name in dim]
+    names = [name for name in every if name not in (PART, ONE)]
     if sorted(names) != sorted(set(leaf)) or len(leaf) != len(set(leaf)) or not all(stored):
         raise ConfigError(f"cannot use transform {text!r}: each name must be once on the left and once on the right")
-    return Rearrange(stored, leaf)
+    if len(joined) + every.count(PART) > 1 or any(PART in name and name != PART for name in every):
+        raise ConfigError(f"cannot use transform {text!r}: one plus, before a dim or by itself within brackets")
+    return Rearrange(stored, leaf, joined[0] if joined else None)
 
 
 def _runs(bounds: Sequence[Bounds], sizes: Sequence[int]) -> list[Bounds]:
