@@ -3,19 +3,31 @@
 from mpar.models._architectures import ARCHITECTURES
 from mpar.models._build import build, from_config, from_hf, storage_specs
 from mpar.models._decoder import DecoderConfig, DecoderParams
+from mpar.models._deepseek_v2 import DEEPSEEK_V2
+from mpar.models._deepseek_v3 import DEEPSEEK_V3
 from mpar.models._flops import flops_per_token
+from mpar.models._gpt_oss import GPT_OSS
 from mpar.models._hf_weights import HfReader, hf_tensors, load_params, shard_slices, to_hf
 from mpar.models._llama import LLAMA
+from mpar.models._mixtral import MIXTRAL
 from mpar.models._model import Model
 from mpar.models._qwen2 import QWEN2
+from mpar.models._qwen2_moe import QWEN2_MOE
 from mpar.models._qwen3 import QWEN3
+from mpar.models._qwen3_moe import QWEN3_MOE
 from mpar.models._starcoder2 import STARCODER2
 
 __all__ = [
     "ARCHITECTURES",
+    "DEEPSEEK_V2",
+    "DEEPSEEK_V3",
+    "GPT_OSS",
     "LLAMA",
+    "MIXTRAL",
     "QWEN2",
+    "QWEN2_MOE",
     "QWEN3",
+    "QWEN3_MOE",
     "STARCODER2",
     "DecoderConfig",
     "DecoderParams",
