@@ -6,12 +6,11 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpar import ops, testing
 from mpar.ops import _attention_blocks as blocks
 from mpar.ops._attention import attention_p
+from tests.ops.storages import Storages
 
 F64 = torch.float64
 
@@ -184,25 +183,6 @@ def test_what_a_window_hides_is_not_computed(window, most, work, make_tensor):
         assert 0 < kernel.masked <= blocks.ROWS**2
 
 
-class _Storages(TorchDispatchMode):
-    """The largest storage that an op has made, and the most that were alive after one, in bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.largest, self.peak = {}, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        before = {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in torch.utils._pytree.tree_leaves(out):
-            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in before:
-                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                self.largest = max(self.largest, storage.nbytes())
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
-        return out
-
-
 LONG = 20_000
 CASES = {
     "runs": {"q_order": torch.arange(LONG).roll(LONG // 2)},
@@ -221,10 +201,10 @@ def test_no_mask_of_all_pairs_is_made(case, dtype, make_tensor):
     q, k, v = (make_tensor((1, n, 1, 2), dtype) for n in (LONG, 600, 600))
     params = {"causal": True, "window": window, "scale": 1.0, "soft_cap": None}
     operands = (q, k, v, *masks.values(), None)
-    with _Storages() as forward:
+    with Storages() as forward:
         out, lse = attention_p.impl(*operands, **params)
     operands_bwd = (*operands, out, lse, out, torch.ones_like(lse))
-    with _Storages() as backward:
+    with Storages() as backward:
         attention_p.bwd.impl(*operands_bwd, **params)
     assert max(forward.largest, backward.largest) < LONG * 600
     assert forward.peak <= attention_p.cost(*operands, **params).workspace + out.nbytes + lse.nbytes

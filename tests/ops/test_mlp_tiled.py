@@ -4,13 +4,11 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpar import Mesh, P, jit, ops, testing, value_and_grad
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.ops._mlp_tiled import mlp_tiled_p
+from tests.ops.storages import Storages
 
 F64 = torch.float64
 ACTIVATIONS = {
@@ -87,25 +85,6 @@ def test_gradients_of_weights_are_summed_in_float32(make_tensor):
         testing.assert_close(got, want)
 
 
-class _Storages(TorchDispatchMode):
-    """The largest storage that an op has made, and the most that were alive after one, in bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.largest, self.peak = {}, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        before = {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in torch.utils._pytree.tree_leaves(out):
-            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in before:
-                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                self.largest = max(self.largest, storage.nbytes())
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
-        return out
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -114,9 +93,9 @@ def test_nothing_has_the_size_of_all_hidden_values(activation, gated, dtype, mak
     S, D, hidden, chunk = 1000, 2, 256, 50
     x, up, down, *gate = operands_of(make_tensor, (S, D), hidden, gated, dtype)
     operands, params = (x, gate[0] if gated else None, up, down), {"activation": activation, "chunk": chunk}
-    with _Storages() as forward:
+    with Storages() as forward:
         y = mlp_tiled_p.impl(*operands, **params)
-    with _Storages() as backward:
+    with Storages() as backward:
         grads = mlp_tiled_p.bwd.impl(*operands, x, **params)
     for mode, primitive, results, more in ((forward, mlp_tiled_p, [y], ()), (backward, mlp_tiled_p.bwd, grads, (x,))):
         assert chunk * hidden * x.element_size() <= mode.largest <= 4 * max(chunk * hidden, S * D)
