@@ -9,6 +9,7 @@ from mpar.models._flops import flops_per_token
 from mpar.models._gpt_oss import GPT_OSS
 from mpar.models._hf_weights import HfReader, hf_tensors, load_params, shard_slices, to_hf
 from mpar.models._llama import LLAMA
+from mpar.models._mamba2 import MAMBA2
 from mpar.models._mixtral import MIXTRAL
 from mpar.models._model import Model
 from mpar.models._qwen2 import QWEN2
@@ -23,6 +24,7 @@ __all__ = [
     "DEEPSEEK_V3",
     "GPT_OSS",
     "LLAMA",
+    "MAMBA2",
     "MIXTRAL",
     "QWEN2",
     "QWEN2_MOE",

@@ -63,6 +63,11 @@ class LayerConfig:
         return (self.mixer,) if self.mlp is None else (self.mixer, self.mlp)
 
     @property
+    def sequential(self) -> bool:
+        """Whether its mixer goes from token to token, and cannot take them in another order."""
+        return isinstance(self.mixer, MambaConfig)
+
+    @property
     def side_losses(self) -> bool:
         """Whether a part has losses of its own, which need the batch's total token weight."""
         return any(getattr(part, "side_losses", False) for part in self.parts)

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from mpar import ops
+from mpar.chain import Axes
 from mpar.errors import ConfigError
 from mpar.tree import struct
 
 __all__ = ["MAMBA_AXES", "Mamba", "MambaConfig", "MambaState", "init_mamba_leaf", "mamba", "mamba_shapes", "mamba_step"]
 
 
-HEADS = ("batch", "attend_seq", "attend_heads", "head")  # where attention over the same heads would have queries, and keys
-GROUPS = ("batch", "attend_kv_seq", "attend_kv_heads", None)
+HEADS: Axes = ("batch", "attend_seq", "attend_heads", "head")  # where attention over the same heads would have queries, and keys
+GROUPS: Axes = ("batch", "attend_kv_seq", "attend_kv_heads", None)
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class MambaConfig:
     chunk:      tokens that are worked on at once; no part of the function.
     dt_limits:  the step, after softplus, is kept within them; None is no limit.
     dt_range, dt_floor: steps that fresh parameters begin with: log-uniform in the range, at least the floor.
+    out_scale:  what the fresh projection out is multiplied by: where layers are many, residuals begin small.
     bias, conv_bias: whether the projections in and out, and the convolution, have biases.
     Raises ConfigError with all sizes that cannot be.
     """
@@ -44,6 +46,7 @@ class MambaConfig:
     bias: bool = False
     conv_bias: bool = True
     norm_eps: float = 1e-5
+    out_scale: float = 1.0
 
     def __post_init__(self) -> None:
         names = ("num_heads", "head_size", "num_groups", "state_size", "conv_width", "chunk")
@@ -160,11 +163,11 @@ def mamba_shapes(config: MambaConfig, hidden_size: int) -> Mamba:
 def mamba(params: Mamba, config: MambaConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
     """The layer applied to `x_BSD`; `context` has documents (B, S) where rows are packed: each begins without a past.
 
-    Raises ConfigError where the context says that tokens are not in their own order.
+    Raises ConfigError if the context has an order: tokens that are permuted cannot be scanned.
     """
     if "order" in context:
         raise ConfigError(
-            "cannot scan a sequence whose tokens are permuted: mamba layers need it in its own order.\n"
+            "cannot scan a sequence whose tokens are permuted: mamba layers need the sequence in its own order.\n"
             "Use strategy.sequence=contiguous, or no context parallelism."
         )
     return _run(params, config, x_BSD, context.get("documents"), None)[0]
@@ -201,16 +204,16 @@ def _run(
     dt_BSN = ops.constrain(_steps(params, config, x_BSD), HEADS[:3])
     inputs = x_BSNH, b_BSGK, c_BSGK
     old_x, old_b, old_c, old_BNHK = _parts(state)
-    x_BSNH = _convolve(x_BSNH, params.conv_x_NHW, params.conv_x_bias_NH, old_x, documents_BS, "x_conv")
-    b_BSGK = _convolve(b_BSGK, params.conv_b_GKW, params.conv_b_bias_GK, old_b, documents_BS, "b_conv")
-    c_BSGK = _convolve(c_BSGK, params.conv_c_GKW, params.conv_c_bias_GK, old_c, documents_BS, "c_conv")
+    x_BSNH = _convolve(x_BSNH, params.conv_x_NHW, params.conv_x_bias_NH, HEADS, old_x, documents_BS, "x_conv")
+    b_BSGK = _convolve(b_BSGK, params.conv_b_GKW, params.conv_b_bias_GK, GROUPS, old_b, documents_BS, "b_conv")
+    c_BSGK = _convolve(c_BSGK, params.conv_c_GKW, params.conv_c_bias_GK, GROUPS, old_c, documents_BS, "c_conv")
     y_BSNH, final_BNHK = ops.ssd_scan(
         x_BSNH,
         dt_BSN,
-        -_wide(params.a_log_N).exp(),
+        -_wide(ops.constrain(params.a_log_N, HEADS[2:3])).exp(),
         b_BSGK,
         c_BSGK,
-        params.skip_N,
+        ops.constrain(params.skip_N, HEADS[2:3]),
         state_BNHK=old_BNHK,
         documents_BS=documents_BS,
         chunk=config.chunk,
@@ -233,8 +236,10 @@ def _project(x_BSD: Tensor, weight_DNH: Tensor, bias_NH: Tensor | None, label: s
 
 
 def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, documents_BS: Tensor | None, label: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, axes: Axes, before: Tensor | None, documents_BS: Tensor | None, label: str
 ) -> Tensor:
+    """`axes` of x; weight and bias go where its channels are."""
+    weight, bias = ops.constrain(weight, (*axes[2:], None)), None if bias is None else ops.constrain(bias, axes[2:])
     y = ops.causal_conv1d(x, weight, bias, state_BTC=before, documents_BS=documents_BS)
     return ops.name(torch.nn.functional.silu(y), label)
 
@@ -278,6 +283,7 @@ def init_mamba_leaf(config: MambaConfig, field: str, key: ops.Key, bounds: list[
         dt = (ops.random_uniform(key, sizes, starts=starts).double() * (high - low) + low).exp().clamp(min=config.dt_floor)
         return (dt + torch.log(-torch.expm1(-dt))).to(dtype)  # the inverse of softplus
     if field in ("conv_x_NHW", "conv_b_GKW", "conv_c_GKW", "out_NHD"):
-        terms = config.num_heads * config.head_size if field == "out_NHD" else config.conv_width
-        return ((2 * ops.random_uniform(key, sizes, starts=starts).double() - 1) / math.sqrt(terms)).to(dtype)
+        inner = config.num_heads * config.head_size
+        bound = config.out_scale / math.sqrt(inner) if field == "out_NHD" else 1 / math.sqrt(config.conv_width)
+        return ((2 * ops.random_uniform(key, sizes, starts=starts).double() - 1) * bound).to(dtype)
     return None

@@ -65,8 +65,12 @@ class Model:
 
     @property
     def batch_axes(self) -> dict[str, Axes]:
-        """Every batch key that it reads: order (S,), all others (B, S); all but tokens and labels are optional."""
-        return {**dict.fromkeys(BATCH_KEYS, ("batch", "seq")), ORDER: ("seq",)}
+        """Every batch key that it reads: order (S,), all others (B, S); all but tokens and labels are optional.
+
+        Without order, positions stay in their own order however many ranks share them: sequential layers can do no other.
+        """
+        rows: dict[str, Axes] = dict.fromkeys(BATCH_KEYS, ("batch", "seq"))
+        return rows if any(layer.sequential for layer in self.config.layers) else {**rows, ORDER: ("seq",)}
 
     @property
     def segments(self) -> tuple[Segment, ...]:
