@@ -14,6 +14,7 @@ from mpar.models._attention import AttentionConfig
 from mpar.models._decoder import DecoderConfig, LayerConfig
 from mpar.models._feed_forward import MlpConfig
 from mpar.models._hf_config import Key, read_config, read_rope
+from mpar.models._moe import MoeConfig, with_router_options
 from mpar.models._norm import NormConfig
 from mpar.models._rope import MAIN, Rope
 
@@ -111,8 +112,17 @@ def architecture(raw: Mapping[str, Any]) -> Architecture:
     return found
 
 
-def decoder_config(raw: Mapping[str, Any], ignore: Sequence[str], vocab_multiple: int, logits_chunk: int | None) -> DecoderConfig:
-    """The mathematics that a Hugging Face config describes. Raises ConfigError with everything that is wrong with it."""
+def decoder_config(
+    raw: Mapping[str, Any],
+    ignore: Sequence[str],
+    vocab_multiple: int,
+    logits_chunk: int | None,
+    router: Mapping[str, Any] | None = None,
+) -> DecoderConfig:
+    """The mathematics that a Hugging Face config describes; `router` has options of `with_router_options` for all its routers.
+
+    Raises ConfigError with everything that is wrong with it.
+    """
     found = architecture(raw)
     title = f"the config of a {found.name}"
     values = read_config(title, raw, found.keys, ignore)
@@ -142,7 +152,19 @@ def decoder_config(raw: Mapping[str, Any], ignore: Sequence[str], vocab_multiple
         "vocab_multiple": vocab_multiple,
         "logits_chunk": logits_chunk,
     }
-    return DecoderConfig(**(common | found.settings(title, values, plain)))
+    config = DecoderConfig(**(common | found.settings(title, values, plain)))
+    return _routed(title, config, router) if router else config
+
+
+def _routed(title: str, config: DecoderConfig, router: Mapping[str, Any]) -> DecoderConfig:
+    """`config` with the options `router` in every layer of experts."""
+    if not any(isinstance(layer.mlp, MoeConfig) for layer in config.layers):
+        raise ConfigError(f"cannot read {title}: router={dict(router)} is for layers of experts, and this model has none")
+    layers = [
+        replace(layer, mlp=with_router_options(layer.mlp, router)) if isinstance(layer.mlp, MoeConfig) else layer
+        for layer in config.layers
+    ]
+    return replace(config, layers=tuple(layers))
 
 
 def _heads(values: Mapping[str, Any], words: Mapping[str, str]) -> tuple[AttentionConfig, int, list[str]]:

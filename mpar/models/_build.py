@@ -29,17 +29,19 @@ def build(
     dtype: torch.dtype = torch.float32,
     vocab_multiple: int = 128,
     logits_chunk: int | None = None,
+    router: Mapping[str, Any] | None = None,
 ) -> Model:
-    """A model of `architecture` ("llama", "qwen2", "qwen3", "starcoder2") with a config in Hugging Face's words.
+    """A model of `architecture`, a key of ARCHITECTURES, with a config in Hugging Face's words.
 
-    Raises UnknownNameError for an unknown architecture, ConfigError with everything that is wrong with `config`.
+    `router` has options for the routers of experts, which no config.json has: see `with_router_options`.
+    Raises UnknownNameError for an unknown architecture or option, ConfigError with everything that is wrong with `config`.
     """
     if config.get("model_type", architecture) != architecture:
         raise ConfigError(
             f"cannot build a {architecture} from a config of model_type={config['model_type']!r}; drop one of the two"
         )
     raw = {"model_type": architecture, **config}
-    return make_model(raw, ignore=ignore, dtype=dtype, vocab_multiple=vocab_multiple, logits_chunk=logits_chunk)
+    return make_model(raw, ignore=ignore, dtype=dtype, vocab_multiple=vocab_multiple, logits_chunk=logits_chunk, router=router)
 
 
 def from_config(
@@ -49,14 +51,22 @@ def from_config(
     dtype: torch.dtype = torch.float32,
     vocab_multiple: int = 128,
     logits_chunk: int | None = None,
+    router: Mapping[str, Any] | None = None,
 ) -> Model:
     """The model that a Hugging Face config describes: a dict, a config.json, or a folder with one.
 
-    `ignore` names keys that are unknown here and known to change nothing. Raises as `build`, and CheckpointError for a bad file.
+    `ignore` names keys that are unknown here and known to change nothing; `router` is as in `build`.
+    Raises as `build`, and CheckpointError for a bad file.
     """
     raw, generation = _read(config)
     return make_model(
-        raw, ignore=ignore, dtype=dtype, vocab_multiple=vocab_multiple, logits_chunk=logits_chunk, generation=generation
+        raw,
+        ignore=ignore,
+        dtype=dtype,
+        vocab_multiple=vocab_multiple,
+        logits_chunk=logits_chunk,
+        router=router,
+        generation=generation,
     )
 
 
@@ -70,6 +80,7 @@ def from_hf(
     ignore: Sequence[str] = (),
     vocab_multiple: int = 128,
     logits_chunk: int | None = None,
+    router: Mapping[str, Any] | None = None,
 ) -> tuple[Model, Any]:
     """`(model, params)` from a folder with config.json and safetensors; `dtype` is by default that of the stored tensors.
 
@@ -80,7 +91,7 @@ def from_hf(
     """
     if (mesh is None) != (strategy is None):
         raise ShardingError("cannot load shards: mesh and strategy come together; pass both, or neither for whole parameters")
-    model = from_config(path, ignore=ignore, vocab_multiple=vocab_multiple, logits_chunk=logits_chunk)
+    model = from_config(path, ignore=ignore, vocab_multiple=vocab_multiple, logits_chunk=logits_chunk, router=router)
     if dtype is None:
         with HfReader(model, path) as reader:
             dtype = reader.dtype

@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -211,12 +211,13 @@ def make_model(
     dtype: torch.dtype = torch.float32,
     vocab_multiple: int = 128,
     logits_chunk: int | None = None,
+    router: Mapping[str, Any] | None = None,
     generation: dict[str, Any] | None = None,
 ) -> Model:
     """The model that the Hugging Face config `raw` describes. Raises ConfigError with everything that is wrong with it."""
     if not dtype.is_floating_point:
         raise ConfigError(f"cannot make a model with parameters of {dtype}: choose a floating dtype")
-    config = decoder_config(raw, ignore, vocab_multiple, logits_chunk)
+    config = decoder_config(raw, ignore, vocab_multiple, logits_chunk, router)
     return Model(raw["model_type"], config, dtype, json.dumps(raw), None if generation is None else json.dumps(generation))
 
 
