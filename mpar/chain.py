@@ -1,6 +1,8 @@
 """Chain: what a model is to the compiler. A list of segments over one parameter tree, and the logical axes of its values.
 
-A segment is a pure function `fn(params, x, context) -> (x, losses)`. Equal layers share one `fn` object and are compiled once.
+A segment is a pure function `fn(params, x, context) -> (x, losses[, metrics])`. Equal layers share one `fn` object and are
+compiled once. A chain may have a property `updates`, parameter path -> (metric, fn): these parameters follow no gradient, a step
+sets them to `fn(parameter, metric)`. The metric is named `<segment>.<name>`; `fn` must be hashable.
 """
 
 from collections.abc import Callable
@@ -21,13 +23,14 @@ class Segment:
 
     fn:        `fn(params, x, context) -> (x, losses)`; `params` is a tuple of the subtrees at `paths`; `x` is what the segment
                before gave (the first gets None); `losses` maps a name to a scalar that training minimises ("loss" is the sum
-               over tokens; others are side losses). It must be hashable: segments with equal `fn` and shapes are one kind.
+               over tokens; others are side losses, reported under their names). A third result maps names to tensors that are
+               added over microbatches and reported. It must be hashable: segments with equal `fn` and shapes are one kind.
     paths:     where its parameters are in the tree: `("layers.3",)`, or `("head", "embed.table_VD")` for a tied head.
     out_axes:  logical axes of the leaves of the `x` that it returns.
     """
 
     name: str
-    fn: Callable[[tuple, Any, Any], tuple[Any, dict[str, Tensor]]]
+    fn: Callable[[tuple, Any, Any], tuple]
     paths: tuple[str, ...]
     out_axes: Any = field(default=None)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from mpar import tree
 from mpar.chain import Chain
 from mpar.mesh import Mesh
+from mpar.ops import constrain
 from mpar.precision import Precision
 from mpar.program._exchange import SharedUses, exchange_gradients
 from mpar.program._gathers import Gathers, Gradients, Use, use_name
@@ -109,6 +110,7 @@ class _PartWriter:
         self.input_gradients: dict[tuple[int, int], list[int]] = {}
         self.saved: dict[tuple[int, int], dict[int, _Saved]] = {}
         self.losses: dict[tuple[int, int], list[int]] = {}  # (microbatch, segment) -> its losses
+        self.sums: dict[int, list[int]] = {}  # segment -> its metrics, added over microbatches
         self.messages: dict[int, list[int]] = {}
 
     def _state(self) -> tuple[list[Leaf], dict[str, list[int]], dict[str, list[list[int]]]]:
@@ -193,7 +195,9 @@ class _PartWriter:
                 self._transfer(item)
             else:
                 self._act(item)
+        reported = self._finish_metrics()
         metrics = [*self._finish(), self.writer.metric("weight", total)]
+        metrics += [self.writer.metric(name, value) for name, value in reported.items()]
         if step.optimizer is None:
             return self._part(self.state_in, metrics, {})
         finished = self._totals()
@@ -201,8 +205,9 @@ class _PartWriter:
         owned = {path for path, unit in self.units.items() if self._holders(unit)[0] == self.position}
         dtype = _widest([step.precision.grad_dtype(leaf.dtype) for unit in step.units.values() for _, leaf in unit.leaves])
         norm, scale = write_norm(self.writer, step.optimizer, list(step.units.values()), owned, finished, dtype)
+        set_from = {path: (reported[name], fn) for path, (name, fn) in getattr(step.model, "updates", {}).items()}
         new = write_updates(
-            self.writer, step.optimizer, list(self.units.values()), self.params, finished, self.slots, lr, number, scale
+            self.writer, step.optimizer, list(self.units.values()), self.params, finished, self.slots, lr, number, scale, set_from
         )
         metrics.append(self.writer.metric("grad_norm", norm))
         state_out = [Leaf(leaf.path, new[leaf.path], leaf.shape, leaf.dtype, leaf.spec) for leaf in self.state_in]
@@ -267,13 +272,14 @@ class _PartWriter:
             if self._is_whole(index, stage, m):  # it is done when its backward is due
                 saved[index], x = _Saved(x, []), []
                 continue
-            operands = [*self.gathers.parameters(segment.paths, m), *x, *context]
-            num_x, loss_names = len(code.traced.x_out), code.traced.losses
-            names = [*[f"x{index + 1}.{m}"] * num_x, *(f"{name}.{index}.{m}" for name in loss_names)]
+            operands, x_in = [*self.gathers.parameters(segment.paths, m), *x, *context], x
+            num_x = len(code.traced.x_out)
+            names = [*[f"x{index + 1}.{m}"] * num_x, *self._reported(index, m)]
             names += [f"r{index}.{m}.{i}" for i in range(code.num_kept)]
             out = self.writer.emit("forward", code.forward, operands, names, segment.name, m)
-            saved[index] = _Saved(x, out[num_x + len(loss_names) :])
-            x, self.losses[m, index] = out[:num_x], out[num_x : num_x + len(loss_names)]
+            x, reported, kept = out[:num_x], out[num_x : code.traced.num_results], out[code.traced.num_results :]
+            saved[index] = _Saved(x_in, kept)
+            self._report(index, m, reported)
             self.gathers.next_use()
         self.saved[stage, m] = saved
         self.outputs[stage, m] = x
@@ -289,9 +295,10 @@ class _PartWriter:
             paths = self._leaf_paths(index)
             names = [*(f"d {path}.mb{m}" for path in paths), *[f"dx{index}.{m}"] * len(before.x)]
             if code.whole is not None and self._is_whole(index, stage, m):
-                losses = [f"{name}.{index}.{m}" for name in code.traced.losses]
-                out = self.writer.emit("backward", code.whole, [*primals, *cotangents], [*losses, *names], segment.name, m)
-                self.losses[m, index], out = out[: len(losses)], out[len(losses) :]
+                reported = self._reported(index, m)
+                out = self.writer.emit("backward", code.whole, [*primals, *cotangents], [*reported, *names], segment.name, m)
+                self._report(index, m, out[: len(reported)])
+                out = out[len(reported) :]
                 self.whole_losses |= {v: (segment.name, m, n) for n, v in enumerate(self.losses[m, index])}
             else:
                 operands = [*(primals[i] for i in code.reads), *before.kept, *cotangents]
@@ -336,6 +343,20 @@ class _PartWriter:
             out = self.writer.emit("backward_weight", split.weight, operands, names, segment.name, m)
             self._take(stage, index, out, m)
             self.gathers.next_use()
+
+    def _reported(self, index: int, m: int) -> list[str]:
+        """Names of a segment's losses and metrics."""
+        traced = self.step.codes[index].traced
+        return [f"{name}.{index}.{m}" for name in (*traced.losses, *traced.metrics)]
+
+    def _report(self, index: int, m: int, values: list[int]) -> None:
+        """Take a segment's losses, and add its metrics to those of other microbatches."""
+        num_losses, name = len(self.step.codes[index].traced.losses), self.segments[index].name
+        self.losses[m, index], metrics = values[:num_losses], values[num_losses:]
+        if metrics and index in self.sums:
+            names = [f"{metric}.{index}" for metric in self.step.codes[index].traced.metrics]
+            metrics = self.writer.add(self.sums[index], metrics, names, name, m)
+        self.sums[index] = metrics
 
     def _is_whole(self, index: int, stage: int, m: int) -> bool:
         """Whether a segment's forward and backward are one: it gives losses only, and its backward is not cut in two."""
@@ -400,14 +421,48 @@ class _PartWriter:
         dtype = _widest([loss.dtype for loss in given])
         vector = self.writer.spread("all losses", values, [[entry] for entry in mine], order, dtype, op="finish")
 
-        def finish(losses: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
-            parts = losses.reshape(count, -1).sum(1) * cotangent
-            return parts.sum(), parts
+        columns = [name for code in step.codes for name in code.traced.losses]
+        kinds = sorted(set(columns), key=lambda name: (name != "loss", name))
 
-        operands = [vector, self.cotangent]
-        code = self.writer.function("finish", finish, self.writer.globals(operands), self.writer.specs(operands), [P(), P()])
-        loss, parts = self.writer.emit("finish", code, operands, ["loss", "microbatch_losses"])
-        return [self.writer.metric("loss", loss), self.writer.metric("microbatch_losses", parts)]
+        def finish(losses: Tensor, cotangent: Tensor) -> list[Tensor]:
+            table, out = losses.reshape(count, -1), []
+            for kind in kinds:
+                own = [i for i, name in enumerate(columns) if name == kind]
+                parts = (table if len(kinds) == 1 else torch.stack([table[:, i] for i in own], 1)).sum(1) * cotangent
+                out += [parts.sum(), *([parts] if kind == "loss" else [])]
+            return out
+
+        operands, names = [vector, self.cotangent], ["loss", "microbatch_losses", *kinds[1:]]
+        specs = self.writer.specs(operands)
+        code = self.writer.function("finish", finish, self.writer.globals(operands), specs, [P()] * len(names))
+        values = self.writer.emit("finish", code, operands, names)
+        return [self.writer.metric(name, value) for name, value in zip(names, values, strict=True)]
+
+    def _finish_metrics(self) -> dict[str, int]:
+        """What segments report besides losses, over all microbatches, by `<segment>.<metric>`: the same on all positions along pp."""
+        shapes = {
+            (index, n): (f"{self.segments[index].name}.{name}", code.forward.out_values[len(code.traced.x_out) + n])
+            for index, code in enumerate(self.step.codes)
+            for n, name in enumerate(code.traced.metrics, len(code.traced.losses))
+        }
+        if not shapes:
+            return {}
+        order = [(*key, i) for key, (_, x) in shapes.items() for i in range(x.numel())]
+        first = {index: len(self.step.codes[index].traced.losses) for index, _ in shapes}
+        mine = {(i, n): v for i, values in self.sums.items() if i in first for n, v in enumerate(values, first[i])}
+        places = [[(*key, i) for i in range(shapes[key][1].numel())] for key in mine]
+        vector = self.writer.spread("all metrics", list(mine.values()), places, order, torch.float64, op="finish")
+
+        def cut(vector: Tensor) -> list[Tensor]:
+            whole = constrain(vector, P())
+            pieces = whole.split([x.numel() for _, x in shapes.values()])
+            return [piece.reshape(x.shape).to(x.dtype) for piece, (_, x) in zip(pieces, shapes.values(), strict=True)]
+
+        names = [name for name, _ in shapes.values()]
+        code = self.writer.function(
+            "metrics", cut, tuple(self.writer.globals([vector])), self.writer.specs([vector]), [P()] * len(names)
+        )
+        return dict(zip(names, self.writer.emit("finish", code, [vector], names), strict=True))
 
     def _holders(self, unit: Unit) -> list[int]:
         """Positions along pp that hold the unit, in the order of its uses."""

@@ -56,24 +56,30 @@ class Code:
 
 @dataclass(frozen=True)
 class TracedSegment:
-    """The joint graph of a segment: (parameters, x, context, cotangents) to (x, losses, gradients of parameters and x)."""
+    """The joint graph of a segment: (parameters, x, context, cotangents) to (x, losses, metrics, gradients of parameters and x)."""
 
     logical: LogicalGraph
     x_out: tuple[Tensor, ...]
     x_structure: Any
     losses: tuple[str, ...]
+    metrics: tuple[str, ...]
     num_params: int
     num_x: int
     num_context: int
+
+    @property
+    def num_results(self) -> int:
+        """Results of the forward that its neighbours read."""
+        return len(self.x_out) + len(self.losses) + len(self.metrics)
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentCode:
     """A segment compiled for a mesh.
 
-    forward:  (parameters, x, context) -> (x, losses, kept).
+    forward:  (parameters, x, context) -> (x, losses, metrics, kept).
     backward: (its part of those operands, kept, cotangents of x, cotangents of losses) -> gradients of parameters, then of x.
-    whole:    where the forward gives losses only: both at once, (parameters, x, context, cotangents of losses) -> (losses,
+    whole:    where the forward gives losses only: both at once, (parameters, x, context, cotangents of losses) -> (losses, metrics,
               gradients of parameters, then of x). Nothing is kept between them, and what both need is made once.
     reads:    positions in (parameters, x, context) that the backward reads.
     ranked, recompute, kernels: what it was cut from, and how; `program/_split.py` cuts the backward further.
@@ -131,44 +137,44 @@ def _trace_joint(
     metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in key]
     params, x, context = metas[:num_params], metas[num_params : num_params + num_x], metas[num_params + num_x :]
 
-    def call(params: Sequence[Tensor], x: Sequence[Tensor], context: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        out, losses = fn(
-            tree.unflatten(param_structure, params),
-            None if first else tree.unflatten(x_structure, x),
-            tree.unflatten(context_structure, context),
-        )
-        return tree.leaves(() if out is None else out), [losses[name] for name in sorted(losses)]
-
     probe: dict[str, Any] = {}
 
-    def shapes(params: Any, x: Any, context: Any) -> list[Tensor]:
-        out, losses = fn(
+    def call(params: Sequence[Tensor], x: Sequence[Tensor], context: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Leaves of x and losses; metrics."""
+        out, losses, *metrics = fn(
             tree.unflatten(param_structure, params),
             None if first else tree.unflatten(x_structure, x),
             tree.unflatten(context_structure, context),
         )
-        probe["structure"] = tree.flatten(() if out is None else out)[1]
-        probe["losses"] = tuple(sorted(losses))
-        return [*tree.leaves(() if out is None else out), *(losses[name] for name in sorted(losses))]
+        reported = metrics[0] if metrics else {}
+        leaves, probe["structure"] = tree.flatten(() if out is None else out)
+        probe["losses"], probe["metrics"] = tuple(sorted(losses)), tuple(sorted(reported))
+        return [*leaves, *(losses[name] for name in sorted(losses))], [reported[name] for name in sorted(reported)]
+
+    def shapes(params: Any, x: Any, context: Any) -> list[Tensor]:
+        differentiable, metrics = call(params, x, context)
+        return [*differentiable, *metrics]
 
     values = [torch.empty_like(n.meta["val"], device="meta") for n in trace(shapes, (params, x, context)).results]
-    num_out = len(values) - len(probe["losses"])
+    num_metrics = len(probe["metrics"])
+    num_out = len(values) - len(probe["losses"]) - num_metrics
 
     def joint(params: Any, x: Any, context: Any, cotangents: Any) -> list[Tensor]:
         moves = [leaf.is_floating_point() for leaf in x]
 
         def differentiable(params: Sequence[Tensor], moving: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-            out, losses = call(params, _fill(moves, moving, x), context)
-            return _floating([*out, *losses]), [*out, *losses]
+            out, metrics = call(params, _fill(moves, moving, x), context)
+            return _floating(out), [*out, *(metric.detach() for metric in metrics)]
 
         _, pull, *aux = torch.func.vjp(differentiable, params, list(itertools.compress(x, moves)), has_aux=True)
         d_params, d_moving = pull(_floating(cotangents))
         wide = [_widened(d, dtype) for d, dtype in zip(d_params, grad_dtypes, strict=True)]
         return [*aux[0], *wide, *_fill(moves, d_moving, [torch.zeros_like(leaf) for leaf in x])]
 
-    cotangents = [torch.empty_like(value) for value in values]
+    cotangents = [torch.empty_like(value) for value in values[: len(values) - num_metrics]]
     logical = trace(joint, (params, x, context, cotangents))
-    return TracedSegment(logical, tuple(values[:num_out]), probe["structure"], probe["losses"], num_params, num_x, len(context))
+    names = probe["losses"], probe["metrics"]
+    return TracedSegment(logical, tuple(values[:num_out]), probe["structure"], *names, num_params, num_x, len(context))
 
 
 def _floating(values: Sequence[Tensor]) -> list[Tensor]:
@@ -201,8 +207,8 @@ def compile_segment(
     num_losses = len(traced.losses)
     cotangent_specs = [*out_specs, *[P()] * num_losses]
     in_specs = [*param_specs, *x_specs, *context_specs, *cotangent_specs]
-    wanted = [*out_specs, *[None] * (num_losses + traced.num_params), *x_specs]
-    hints = [*[None] * (len(out_specs) + num_losses), *param_specs]
+    wanted = [*out_specs, *[None] * (num_losses + len(traced.metrics) + traced.num_params), *x_specs]
+    hints = [*[None] * traced.num_results, *param_specs]
     ranked = lower(traced.logical, mesh, in_specs, wanted, strategy.compute, hints)
     check(ranked)
     forward, backward, reads, num_kept = _codes(name, traced, ranked, recompute, kernels)
@@ -221,7 +227,7 @@ def _whole(name: str, ranked: RankGraph, kernels: Kernels) -> Code:
 def cut(traced: TracedSegment, ranked: RankGraph, recompute: RecomputePolicy) -> Halves:
     """A checked rank graph in two, fresh at each call: making code of the halves changes them."""
     num_primals = traced.num_params + traced.num_x + traced.num_context
-    num_results = len(traced.x_out) + len(traced.losses)
+    num_results = traced.num_results
     return partition(ranked.graph, traced.num_params, traced.num_x, num_primals, num_results, recompute)
 
 
@@ -230,7 +236,7 @@ def _codes(
 ) -> tuple[Code, Code, tuple[int, ...], int]:
     halves = cut(traced, ranked, recompute)
     num_primals = traced.num_params + traced.num_x + traced.num_context
-    num_results = len(traced.x_out) + len(traced.losses)
+    num_results = traced.num_results
     constants = ranked.logical.constants
     kept_specs = specs_of(halves.kept)
     specs = list(ranked.in_specs)

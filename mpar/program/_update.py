@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,16 +56,19 @@ def write_updates(
     lr: int,
     step: int,
     scale: int,
+    set_from: Mapping[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]],
 ) -> dict[str, int]:
-    """The new state by path, unit by unit."""
+    """The new state by path, unit by unit. Parameters in `set_from` follow no gradient: they become `fn(parameter, value)`."""
     owned = _overwritable(
         writer, [v for unit in units for v in grads[unit.path]], [v for unit in units for v in params[unit.path]]
     )
     new: dict[str, int] = {}
     for unit in units:
         columns = slots[unit.path]
-        code = _update_code(writer, optimizer, unit, grads[unit.path], owned)
+        rules = {i: set_from[path] for i, path in enumerate(unit.paths) if path in set_from}
+        code = _update_code(writer, optimizer, unit, grads[unit.path], owned, rules)
         inputs = [*params[unit.path], *grads[unit.path], *(v for column in columns for v in column), lr, step, scale]
+        inputs += [value for value, _ in rules.values()]
         names = [*(f"params.{p}" for p in unit.paths), *(f"opt.{slot}.{p}" for slot in optimizer.slots for p in unit.paths)]
         new |= dict(zip(names, writer.emit("update", code, inputs, names, unit.path), strict=True))
     return new
@@ -90,26 +93,36 @@ def _square_code(writer: Writer, grads: list[int]) -> Code:
     return writer.function("squares", squares, (writer.globals(grads),), specs, None)
 
 
-def _update_code(writer: Writer, optimizer: Any, unit: Unit, grads: list[int], owned: bool) -> Code:
-    """The optimizer's rule for every parameter of `unit`, on the specs at which it and its state are stored."""
+def _update_code(
+    writer: Writer, optimizer: Any, unit: Unit, grads: list[int], owned: bool, rules: Mapping[int, tuple[int, Callable]]
+) -> Code:
+    """The optimizer's rule for every parameter of `unit`, on the specs at which it and its state are stored.
+
+    rules: by position, the parameters that are set from a value by a function of their own; their slots stay as they are.
+    """
     decays = tuple(optimizer.decays(path, axes) for path, axes in zip(unit.paths, unit.axes, strict=True))
     num_slots = len(optimizer.slots)
 
-    def update(params: list, grads: list, slots: list, lr: Tensor, step: Tensor, scale: Tensor) -> list[Tensor]:
-        results = [
-            optimizer.update_leaf(p, g, tuple(column[i] for column in slots), lr, step, scale, decays=decays[i])
-            for i, (p, g) in enumerate(zip(params, grads, strict=True))
-        ]
+    def update(params: list, grads: list, slots: list, lr: Tensor, step: Tensor, scale: Tensor, given: list) -> list[Tensor]:
+        values, results = dict(zip(rules, given, strict=True)), []
+        for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+            own = tuple(column[i] for column in slots)
+            if i in rules:
+                results.append((rules[i][1](p, values[i]), own))
+            else:
+                results.append(optimizer.update_leaf(p, g, own, lr, step, scale, decays=decays[i]))
         return [new for new, _ in results] + [own[slot] for slot in range(num_slots) for _, own in results]
 
     leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for _, leaf in unit.leaves]
     scalars = [torch.empty((), dtype=torch.float64, device="meta")] * 3
-    specs = [*unit.storage, *writer.specs(grads), *unit.opt * num_slots, P(), P(), P()]
+    given = [value for value, _ in rules.values()]
+    specs = [*unit.storage, *writer.specs(grads), *unit.opt * num_slots, P(), P(), P(), *writer.specs(given)]
     mask = "".join("-d"[decay] for decay in decays)
     name = f"update {unit.path.split('.')[0]}" + (f" [{mask}]" if len(set(decays)) > 1 or not all(decays) else "")
-    args = (leaves, writer.globals(grads), [leaves] * num_slots, *scalars)
+    args = (leaves, writer.globals(grads), [leaves] * num_slots, *scalars, writer.globals(given))
     targets = [*unit.storage, *unit.opt * num_slots]
-    return writer.function(name, update, args, specs, targets, passes=(join_updates,) if owned else ())
+    variant = tuple((i, fn) for i, (_, fn) in rules.items())
+    return writer.function(name, update, args, specs, targets, variant, passes=(join_updates,) if owned else ())
 
 
 def _overwritable(writer: Writer, grads: Sequence[int], params: Sequence[int]) -> bool:
