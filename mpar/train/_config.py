@@ -38,6 +38,7 @@ class ModelConfig:
     ignore: tuple[str, ...] = key("keys of config.json that mpar does not know and that change nothing", default=())
     vocab_multiple: int = key("the vocabulary is padded to a multiple of this", default=128)
     logits_chunk: int | None = key("tokens whose logits are made at once; null makes all", default=None)
+    router: dict[str, Any] | None = key("routers of experts: capacity_factor, losses, the rate of their bias, ...", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,7 @@ def make_model(config: TrainConfig) -> Model:
         dtype=torch.float32,
         vocab_multiple=group.vocab_multiple,
         logits_chunk=group.logits_chunk,
+        router=group.router,
     )
 
 
