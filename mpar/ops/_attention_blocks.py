@@ -140,10 +140,10 @@ def _mask(block: Block, q: Tensor, k: Tensor, masks: Masks) -> tuple[Tensor | No
         return None, None
     q_order = torch.arange(q.shape[2]) if masks.q_order is None else masks.q_order
     k_order = torch.arange(k.shape[2]) if masks.k_order is None else masks.k_order
-    documents: tuple = (None, None)
-    if masks.q_documents is not None and masks.k_documents is not None:
-        documents = masks.q_documents[:, block.rows], masks.k_documents[:, block.keys]
-    seen = visible(q_order[block.rows], k_order[block.keys], *documents, masks.causal, masks.window)
+    q_documents, k_documents = masks.q_documents, masks.k_documents
+    if q_documents is not None and k_documents is not None:
+        q_documents, k_documents = q_documents[:, block.rows], k_documents[:, block.keys]
+    seen = visible(q_order[block.rows], k_order[block.keys], q_documents, k_documents, masks.causal, masks.window)
     return seen, torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf).unsqueeze(1)
 
 
