@@ -1,4 +1,4 @@
-"""Generation in its plainest form: the whole row through the model for each new token."""
+"""Generation in its plainest form: the whole row through the model for each new token, or from state to state."""
 
 from collections.abc import Sequence
 
@@ -41,12 +41,18 @@ def generate(
         raise DataError(f"cannot generate: the prompt has ids {outside[:8]}, the vocabulary {model.vocab_size} tokens")
     done_B = torch.zeros(tokens_BS.shape[0], dtype=torch.bool, device=tokens_BS.device)
     eos = torch.tensor(list(eos_ids), dtype=tokens_BS.dtype, device=tokens_BS.device)
+    state, steps, unread_BS = None, model.config.has_steps, tokens_BS
     with torch.no_grad():
         for step in range(max_new_tokens):
-            logits_BV = model.apply(params, tokens_BS)[:, -1]
+            if steps:
+                logits_BSV, state = model.step(params, unread_BS, state)
+            else:
+                logits_BSV = model.apply(params, tokens_BS)
+            logits_BV = logits_BSV[:, -1]
             chosen_B = _choose(logits_BV, temperature, seed, step).to(tokens_BS.dtype)
             chosen_B = torch.where(done_B, tokens_BS[:, -1], chosen_B)
-            tokens_BS = torch.cat([tokens_BS, chosen_B[:, None]], dim=1)
+            unread_BS = chosen_B[:, None]
+            tokens_BS = torch.cat([tokens_BS, unread_BS], dim=1)
             done_B = done_B | torch.isin(chosen_B, eos)
             if bool(done_B.all()):
                 break

@@ -6,7 +6,7 @@ one); what its layers are made of is said in `_parts.py`.
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -115,6 +115,11 @@ class DecoderConfig:
     def side_losses(self) -> bool:
         """Whether any layer has losses of its own."""
         return any(layer.side_losses for layer in self.layers)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether every layer can go on from a state: no layer looks at all tokens before."""
+        return self.num_positions is None and all(part_of(layer.mixer).step is not None for layer in self.layers)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -246,22 +251,46 @@ class BlockSegment:
 
     def __call__(self, params: tuple[Block], x: Tensor, context: Mapping[str, Tensor]) -> tuple:
         """(B, S, D) to `((B, S, D), losses)`, or `((B, S, D), losses, metrics)` if a part has metrics."""
-        (block,) = params
-        layer = self.layer
         losses: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
+
+        def apply(own: Any, config: Any, normed: Tensor) -> Tensor:
+            y, more_losses, more_metrics = apply_part(own, config, normed, context)
+            losses.update(more_losses)
+            metrics.update(more_metrics)
+            return y
+
+        x = self._residual(params[0], x, apply)
+        return (x, losses, metrics) if metrics else (x, losses)
+
+    def step(self, params: tuple[Block], x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """(B, S, D) of the tokens that follow those of `state` (None: the first of all) to (B, S, D) and the state after them."""
+        left = state
+
+        def apply(own: Any, config: Any, normed: Tensor) -> Tensor:
+            nonlocal left
+            part = part_of(config)
+            if part.step is None:
+                return apply_part(own, config, normed, {})[0]
+            y, left = part.step(own, config, normed, left)
+            return y
+
+        x = self._residual(params[0], x, apply)
+        return x, left
+
+    def _residual(self, block: Block, x: Tensor, apply: Callable[[Any, Any, Tensor], Tensor]) -> Tensor:
+        """`x` and what its parts add to it; `apply(parameters, config, normed x)` runs a part."""
+        layer = self.layer
         for label, config in zip(("attn", "mlp"), layer.parts, strict=False):
             gain_D, bias_D = getattr(block, f"{label}_norm_D"), getattr(block, f"{label}_norm_bias_D")
             normed = x if gain_D is None else normalise(layer.norm, x, gain_D, bias_D, f"{label}_norm")
             normed = ops.constrain(normed, BLOCK)
-            y, more_losses, more_metrics = apply_part(getattr(block, part_of(config).field), config, normed, context)
+            y = apply(getattr(block, part_of(config).field), config, normed)
             gain_D, bias_D = getattr(block, f"{label}_post_norm_D"), getattr(block, f"{label}_post_norm_bias_D")
             if gain_D is not None:
                 y = ops.constrain(normalise(layer.norm, y, gain_D, bias_D, f"{label}_post_norm"), RESIDUAL)
             x = x + y
-            losses |= more_losses
-            metrics |= more_metrics
-        return (x, losses, metrics) if metrics else (x, losses)
+        return x
 
 
 @dataclass(frozen=True)

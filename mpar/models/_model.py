@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -146,6 +146,22 @@ class Model:
         *body, last = self.segments
         x, _ = _fold(body, params, context)
         return decoder.head_segment(self.config).logits(_subtrees(last, params), x)[..., : self.vocab_size]
+
+    def step(self, params: DecoderParams, tokens_BS: Tensor, state: tuple | None = None) -> tuple[Tensor, tuple]:
+        """Logits (B, S, vocab_size) of the tokens that follow those of `state` (None: the first of all), and the state after.
+
+        The state is a pytree with one entry for each layer, of a size that does not grow.
+        Raises ConfigError if a layer has no such state: attention looks at all tokens before.
+        """
+        if not self.config.has_steps:
+            raise ConfigError(f"cannot go on from a state: layers of this {self.name} model look at all tokens before; use apply")
+        first, *blocks, last = self.segments
+        x, _ = _fold([first], params, {"tokens": tokens_BS})
+        after = []
+        for segment, before in zip(blocks, state or (None,) * len(blocks), strict=True):
+            x, new = cast(decoder.BlockSegment, segment.fn).step(_subtrees(segment, params), x, before)
+            after.append(new)
+        return decoder.head_segment(self.config).logits(_subtrees(last, params), x)[..., : self.vocab_size], tuple(after)
 
     def loss(self, params: DecoderParams, batch: Batch) -> tuple[Tensor, Tensor]:
         """`(sum of token_weight * cross-entropy in nats, weight)`; the mean loss is their quotient.

@@ -20,7 +20,7 @@ from torch import Tensor
 from mpar.models._attention import ATTENTION_AXES, AttentionConfig, attend, attention_shapes
 from mpar.models._feed_forward import FEED_FORWARD_AXES, MlpConfig, mlp, mlp_shapes
 from mpar.models._latent_attention import LATENT_ATTENTION_AXES, LatentAttentionConfig, latent_attend, latent_attention_shapes
-from mpar.models._mamba import MAMBA_AXES, MambaConfig, init_mamba_leaf, mamba, mamba_shapes
+from mpar.models._mamba import MAMBA_AXES, MambaConfig, init_mamba_leaf, mamba, mamba_shapes, mamba_step
 from mpar.models._moe import MOE_AXES, MoeConfig, moe, moe_shapes, updated_choice_bias
 
 __all__ = ["PARTS", "Part", "Update", "apply_part", "part_of"]
@@ -51,6 +51,8 @@ class Part:
     field:    where its parameters are in those of a layer.
     pairs:    `fn(config)`: multiplications of a query with a key and of a weight with a value, per pair of tokens.
     updates:  `fn(config)`: leaf without gradient -> (metric, `fn(leaf, total of the metric)`, which gives it after a step).
+    step:     `fn(params, config, x_BSD, state)` -> `(y_BSD, state)` goes on where the tokens of `state` ended (None: at the first
+              of all); None for mixers that have no state of a size that does not grow.
     init:     `fn(config, leaf, key, bounds, dtype)`: the part within `bounds` (a range for each dim) of a fresh leaf, or None
               where it starts as its name says. Every element depends on `key` and its global index alone.
     """
@@ -61,6 +63,7 @@ class Part:
     field: str
     pairs: Callable[[Any], int] = _nothing
     updates: Callable[[Any], dict[str, Update]] = _no_updates
+    step: Callable[[Any, Any, Tensor, Any], tuple[Tensor, Any]] | None = None
     init: Callable[[Any, str, tuple[int, int], list[range], torch.dtype], Tensor | None] | None = None
 
 
@@ -75,7 +78,7 @@ PARTS: dict[type, Part] = {
         "attention",
         pairs=lambda config: config.num_heads * (config.qk_size + config.v_size),
     ),
-    MambaConfig: Part(mamba_shapes, MAMBA_AXES, mamba, "mamba", init=init_mamba_leaf),
+    MambaConfig: Part(mamba_shapes, MAMBA_AXES, mamba, "mamba", step=mamba_step, init=init_mamba_leaf),
     MoeConfig: Part(moe_shapes, MOE_AXES, moe, "mlp", updates=_moe_updates),
     MlpConfig: Part(mlp_shapes, FEED_FORWARD_AXES, mlp, "mlp"),
 }
