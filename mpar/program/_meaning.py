@@ -82,6 +82,7 @@ class _Meaning:
         self.sent: dict[int, int] = {}
         self.alike: dict[tuple[str, str], tuple[Hashable, ...]] = {}
         self.losses: Counter[Label] = Counter()
+        self.metrics: Counter[Label] = Counter()
         self.squared: Counter[str] = Counter()
         self.squares: list[list[Label]] = [[] for _ in program.parts]
         self.order = {name: index for index, name in enumerate(program.info["stage_of"])}
@@ -96,7 +97,7 @@ class _Meaning:
                 self.labels[leaf.value] = (leaf.path, -1)
             for leaf in part.batch:
                 key, _, microbatch = leaf.path.rpartition(".")
-                self.labels[leaf.value] = (key, int(microbatch))
+                self.labels[leaf.value] = (key, int(microbatch) if len(leaf.shape) > 1 else -1)
 
     def follow(self, position: int, line: int, step: "Instruction") -> None:
         """Check what an instruction reads and label what it makes."""
@@ -129,6 +130,8 @@ class _Meaning:
             why = None if found == [self.fold(ones)] else "does not read the sum of the weights of all microbatches"
         elif step.op == "finish":
             label, why = self.check_finish(found)
+        elif step.op == "metrics":
+            label, why = self.check_metrics(found)
         elif step.op == "norm":
             label, why = self.check_norm(position, step.inputs, found)
         elif step.op == "update":
@@ -181,6 +184,23 @@ class _Meaning:
         good = found == [(("losses", 0), -1), (("weight", "", 1), -1)]
         return ("finish",), None if good else f"reads {', '.join(map(_say, found))}, not losses, nor their vector and the weight"
 
+    def check_metrics(self, found: Sequence[Label]) -> tuple[tuple, str | None]:
+        """The metrics of a part, each added over its microbatches; or the vector of all."""
+        if found == [(("all metrics", 0), -1)]:
+            return ("metrics",), None
+        terms = [term for label in found for term in self.terms(label)]
+        if not all(isinstance(what, tuple) and what[0] == "forward" for what, _ in terms):
+            return ("all metrics",), f"reads {', '.join(map(_say, found))}, not metrics nor their vector"
+        self.metrics.update(terms)
+        mixed = any(len({what for what, _ in self.terms(label)}) > 1 for label in found)
+        return ("all metrics",), "adds metrics of one segment to those of another" if mixed else None
+
+    def terms(self, label: Label) -> list[Label]:
+        """What a sum is made of, from left to right."""
+        if label not in self.operands:
+            return [label]
+        return [term for part in self.operands[label] for term in self.terms(part)]
+
     def check_norm(self, position: int, values: Sequence[int], found: Sequence[Label]) -> tuple[tuple, str | None]:
         """Gradients of a unit; or all square sums of a part, in order; or the vector of all."""
         finished = self.finished[position]
@@ -210,7 +230,8 @@ class _Meaning:
         return first
 
     def check_update(self, position: int, step: "Instruction", found: Sequence[Label]) -> str | None:
-        """Operands are parameters, their gradients, slots, then scalars; results are parameters and slots."""
+        """Operands are parameters, their gradients, slots, scalars, then metrics; results are parameters and slots."""
+        found = [label for label in found if not (isinstance(label[0], tuple) and label[0][0] == "metrics")]
         results, gradients = self.results[position], self.program.parts[position].gradients
         new = [results.get(v, "") for v in step.outputs]
         num = len(found) - NUM_SCALARS - len(new)
@@ -232,6 +253,8 @@ class _Meaning:
         segments = {what for what, _ in self.losses}
         if self.losses != Counter({(what, m): 1 for what in segments for m in range(program.num_microbatches)}):
             raise ProgramError("invalid program: the loss is not made of the losses of each microbatch, each once")
+        if any(count != 1 for count in self.metrics.values()):
+            raise ProgramError("invalid program: metrics of a microbatch are added more than once")
         uneven = sorted(path for path in {path for own in self.paths for path in own} if self.squared[path] != 1)
         if uneven:
             raise ProgramError(f"invalid program: the norm does not read the gradients of {uneven} once each")

@@ -451,7 +451,7 @@ class _PartWriter:
         first = {index: len(self.step.codes[index].traced.losses) for index, _ in shapes}
         mine = {(i, n): v for i, values in self.sums.items() if i in first for n, v in enumerate(values, first[i])}
         places = [[(*key, i) for i in range(shapes[key][1].numel())] for key in mine]
-        vector = self.writer.spread("all metrics", list(mine.values()), places, order, torch.float64, op="finish")
+        vector = self.writer.spread("all metrics", list(mine.values()), places, order, torch.float64, op="metrics")
 
         def cut(vector: Tensor) -> list[Tensor]:
             whole = constrain(vector, P())
@@ -462,7 +462,7 @@ class _PartWriter:
         code = self.writer.function(
             "metrics", cut, tuple(self.writer.globals([vector])), self.writer.specs([vector]), [P()] * len(names)
         )
-        return dict(zip(names, self.writer.emit("finish", code, [vector], names), strict=True))
+        return dict(zip(names, self.writer.emit("metrics", code, [vector], names), strict=True))
 
     def _holders(self, unit: Unit) -> list[int]:
         """Positions along pp that hold the unit, in the order of its uses."""
