@@ -37,6 +37,7 @@ TINY = 1e-20
 """Added to sums of scores that something is divided by."""
 
 TOKENS = ("moe_batch", "moe_seq", "embed")
+RESIDUAL = ("batch", "residual_seq", "embed")
 SIDE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 ROUTER_OPTIONS = ("kind", "grouped", "capacity_factor", "bias_rate", *SIDE_LOSSES)
 """What training chooses and no checkpoint tells: the fields that `with_router_options` sets."""
@@ -238,7 +239,6 @@ def moe(
         experts_BSK = kept_BSK
     apply = _grouped if config.grouped else _sequential
     y_BSD, shared_BSD = apply(params, config, tokens_BSD, x_BSD, experts_BSK, weights_BSK, context)
-    y_BSD = ops.constrain(y_BSD, ("batch", "residual_seq", "embed"))
     return ops.name(y_BSD if shared_BSD is None else y_BSD + shared_BSD, "mlp_out"), losses, metrics
 
 
@@ -365,15 +365,24 @@ def _grouped(
     gate_RF = ops.name(_grouped_linear(rows_RD, params.gate_EDF, params.gate_bias_EF, offsets_E), "gate")
     up_RF = ops.name(_grouped_linear(rows_RD, params.up_EDF, params.up_bias_EF, offsets_E), "up")
     hidden_RF = ops.name(_activated(config, gate_RF, up_RF), "mlp_act")
-    rows_RD = _grouped_linear(hidden_RF, params.down_EFD, params.down_bias_ED, offsets_E)
-    return ops.combine(rows_RD, inverse_BSK, arrivals_E, weights_BSK), shared_BSD
+    rows_RD = ops.grouped_matmul(hidden_RF, params.down_EFD, offsets_E)
+    y_BSD = ops.constrain(ops.combine(rows_RD, inverse_BSK, arrivals_E, weights_BSK), RESIDUAL)
+    if params.down_bias_ED is None:
+        return y_BSD, shared_BSD
+    # the biases of tokens, not of rows: rows may be parts of a sum, and biases would need them summed
+    chosen_BSKE = _one_hot(experts_BSK, config.num_experts)
+    weights_BSE = torch.where(chosen_BSKE, weights_BSK[..., None], 0.0).sum(2).to(x_BSD.dtype)
+    bias_BSD = ops.einsum("bse,ed->bsd", weights_BSE, params.down_bias_ED)
+    return y_BSD + ops.constrain(bias_BSD, RESIDUAL), shared_BSD
 
 
 def _grouped_linear(rows_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, offsets_E: Tensor) -> Tensor:
     y_RF = ops.grouped_matmul(rows_RD, weight_EDF, offsets_E)
     if bias_EF is None:
         return y_RF
-    ones_R1 = torch.ones_like(rows_RD[:, :1])  # a product, so that whatever places rows and experts places the bias too
+    # a product, so that whatever places rows and experts places the bias too; of as many ones as there are rows on this rank
+    first_R1 = rows_RD[:, :1]
+    ones_R1 = (first_R1 == first_R1).to(rows_RD.dtype)
     return y_RF + ops.grouped_matmul(ones_R1, bias_EF[:, None], offsets_E)
 
 
@@ -401,7 +410,7 @@ def _sequential(
         y_BSD = y_BSD.to(weight_BS1.dtype) * weight_BS1
         total_BSD = y_BSD if total_BSD is None else total_BSD + y_BSD
     assert total_BSD is not None
-    return total_BSD.to(x_BSD.dtype), _shared(params, config, x_BSD, context)
+    return ops.constrain(total_BSD.to(x_BSD.dtype), RESIDUAL), _shared(params, config, x_BSD, context)
 
 
 def _activated(config: MoeConfig, gate: Tensor, up: Tensor) -> Tensor:
