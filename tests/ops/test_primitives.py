@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpar import ops
-from mpar.ops import _constrain, _cross_entropy, _linear_cross_entropy, _widen
+from mpar.ops import _constrain, _cross_entropy, _linear_cross_entropy, _rows, _widen
 from mpar.ops._primitive import PRIMITIVES, primitive_of
 
 LABELS, IDS = torch.tensor([[0, 3, -100], [2, 6, 1]]), torch.tensor([[0, 4, 4], [1, 0, 4]])
@@ -22,6 +22,27 @@ def _quantised(x: Tensor, block: str) -> list[Tensor]:
     q, scale = ops.quantise_fp8(x, block=block)
     product = ops.fp8_matmul(q, scale, q, scale, a_block=block, b_block=block)
     return [*ops.quantise_fp8_both(x, block=block), ops.dequantise_fp8(q, scale, block=block), product]
+
+
+def _dispatched(x) -> list[Tensor]:
+    rows, *where = ops.dispatch(x(2, 2, 6), EXPERTS.view(2, 2, 2), num_experts=3)
+    inverse, traffic = where[1:]
+    return [rows, *where, ops.combine(rows, inverse, traffic, x(2, 2, 2)), ops.combine(x(8, 6), inverse, traffic)]
+
+
+def _moved_rows(x) -> list[Tensor]:
+    """Abstract rules speak of the rows that there are when loads are even: so many there are here."""
+    order, _, counts, offsets = ops.expert_order(EXPERTS, num_experts=3)
+    tokens, rows = x(4, 6).detach(), x(8, 6).detach()
+    own = {"num_experts": 4, "sizes": [2, 2], "exchanged": [True, False], "mine": 1}
+    return [
+        _rows.own_experts_p.bind(EXPERTS, **own),
+        _rows.take_rows_p.bind(tokens, order, offsets, num_rows=int(offsets[-1])),
+        _rows.head_rows_p.bind(rows, counts, num_rows=int(counts.sum())),
+        _rows.pad_rows_p.bind(tokens, num_rows=7),
+        _rows.group_rows_p.bind(rows, torch.tensor([[1, 2], [3, 2]]), back=False),
+        _rows.group_rows_p.bind(rows, torch.tensor([[1, 2], [3, 2]]), back=True),
+    ]
 
 
 def _calls(x):
@@ -87,6 +108,8 @@ def _calls(x):
         ops.permute(x(4, 6), INVERSE),
         ops.unpermute(x(8, 6), INVERSE, x(4, 2)),
         ops.unpermute(x(8, 6), INVERSE),
+        *_dispatched(x),
+        *_moved_rows(x),
         ops.grouped_matmul(x(8, 6), x(3, 5, 6).transpose(1, 2), torch.tensor([2, 2, 7])),
         *(y for block in ("tensor", "row", "1x128", "128x128") for y in _quantised(x(3, 5).detach(), block)),
     ]
