@@ -39,6 +39,11 @@ def generate(
     outside = tokens_BS[(tokens_BS < 0) | (tokens_BS >= model.vocab_size)].unique().tolist()
     if outside:
         raise DataError(f"cannot generate: the prompt has ids {outside[:8]}, the vocabulary {model.vocab_size} tokens")
+    if model.max_positions is not None and tokens_BS.shape[1] + max_new_tokens - 1 > model.max_positions:
+        raise ConfigError(
+            f"cannot generate {max_new_tokens} tokens after {tokens_BS.shape[1]}: this model has learned "
+            f"{model.max_positions} positions"
+        )
     done_B = torch.zeros(tokens_BS.shape[0], dtype=torch.bool, device=tokens_BS.device)
     eos = torch.tensor(list(eos_ids), dtype=tokens_BS.dtype, device=tokens_BS.device)
     state, steps, unread_BS = None, model.config.has_steps, tokens_BS

@@ -6,12 +6,18 @@ from mpar.models._decoder import DecoderConfig, DecoderParams
 from mpar.models._deepseek_v2 import DEEPSEEK_V2
 from mpar.models._deepseek_v3 import DEEPSEEK_V3
 from mpar.models._flops import flops_per_token
+from mpar.models._gemma2 import GEMMA2
+from mpar.models._gemma3 import GEMMA3
+from mpar.models._gpt2 import GPT2
 from mpar.models._gpt_oss import GPT_OSS
 from mpar.models._hf_weights import HfReader, hf_tensors, load_params, shard_slices, to_hf
 from mpar.models._llama import LLAMA
 from mpar.models._mamba2 import MAMBA2
+from mpar.models._mistral import MISTRAL
 from mpar.models._mixtral import MIXTRAL
 from mpar.models._model import Model
+from mpar.models._olmo2 import OLMO2
+from mpar.models._phi3 import PHI3
 from mpar.models._qwen2 import QWEN2
 from mpar.models._qwen2_moe import QWEN2_MOE
 from mpar.models._qwen3 import QWEN3
@@ -22,10 +28,16 @@ __all__ = [
     "ARCHITECTURES",
     "DEEPSEEK_V2",
     "DEEPSEEK_V3",
+    "GEMMA2",
+    "GEMMA3",
+    "GPT2",
     "GPT_OSS",
     "LLAMA",
     "MAMBA2",
+    "MISTRAL",
     "MIXTRAL",
+    "OLMO2",
+    "PHI3",
     "QWEN2",
     "QWEN2_MOE",
     "QWEN3",

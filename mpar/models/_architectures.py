@@ -13,7 +13,8 @@ from mpar.errors import ConfigError, UnknownNameError
 from mpar.models._attention import AttentionConfig
 from mpar.models._decoder import DecoderConfig, LayerConfig
 from mpar.models._feed_forward import MlpConfig
-from mpar.models._hf_config import Key, read_config, read_rope
+from mpar.models._hf_config import IGNORED_KEYS, Key, read_config
+from mpar.models._hf_rope import read_rope
 from mpar.models._moe import MoeConfig, with_router_options
 from mpar.models._norm import NormConfig
 from mpar.models._rope import MAIN, Rope
@@ -45,9 +46,9 @@ class Plain:
         """The same with other fields of its parts."""
         return replace(
             self,
-            attention=replace(self.attention, **attention or {}),
-            mlp=replace(self.mlp, **mlp or {}),
-            norm=replace(self.norm, **norm or {}),
+            attention=replace(self.attention, **attention) if attention else self.attention,
+            mlp=replace(self.mlp, **mlp) if mlp else self.mlp,
+            norm=replace(self.norm, **norm) if norm else self.norm,
         )
 
     def stack(self, mixers: Sequence[Any] | None = None, mlps: Sequence[Any] | None = None, norms: str = "pre") -> dict[str, Any]:
@@ -81,6 +82,7 @@ class Architecture:
               it starts from `plain.stack()`.
     names:    path of a leaf -> (name of the stored tensor, transform), as in `_weight_map.py`.
     base:     what the names of the decoder begin with; checkpoints of the decoder without head may lack it.
+    ignored:  keys that its configs have and that are not read, with the reason.
     words:    common key -> the key by which its configs call it.
     ropes:    `fn(title, values, head_size, ignore)` gives the rotations by name.
     norm_eps: the key of the norms' eps.
@@ -92,6 +94,7 @@ class Architecture:
     keys: Mapping[str, Key]
     settings: Callable[[str, Mapping[str, Any], Plain], dict[str, Any]]
     names: Mapping[str, tuple[str, str]]
+    ignored: Mapping[str, str] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)
     ropes: Callable[[str, Mapping[str, Any], int, Sequence[str]], Ropes] = one_rope
     base: str = "model."
@@ -125,7 +128,7 @@ def decoder_config(
     """
     found = architecture(raw)
     title = f"the config of a {found.name}"
-    values = read_config(title, raw, found.keys, ignore)
+    values = read_config(title, raw, found.keys, ignore, {**IGNORED_KEYS, **found.ignored})
     values |= {word: values[own] for word, own in found.words.items()}
     heads, head_size = None, 0
     problems: list[str] = []

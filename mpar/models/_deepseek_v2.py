@@ -8,7 +8,8 @@ from mpar.errors import ConfigError
 from mpar.models._architectures import Architecture, Plain, Ropes
 from mpar.models._expert_keys import expert_names
 from mpar.models._feed_forward import MlpConfig
-from mpar.models._hf_config import COMMON_KEYS, Key, read_rope
+from mpar.models._hf_config import COMMON_KEYS, Key
+from mpar.models._hf_rope import read_rope
 from mpar.models._latent_attention import LatentAttentionConfig
 from mpar.models._llama import LLAMA_NAMES
 from mpar.models._moe import MoeConfig

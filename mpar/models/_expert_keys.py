@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpar.errors import ConfigError
-from mpar.models._hf_config import Key, read_rope
+from mpar.models._hf_config import Key
+from mpar.models._hf_rope import read_rope
 from mpar.models._rope import MAIN, Rope
 
 __all__ = ["EXPERT_KEYS", "aux_loss", "expert_names", "num_experts", "rope_with_theta", "sparse_layers"]

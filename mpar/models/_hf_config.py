@@ -7,9 +7,19 @@ from typing import Any
 
 from mpar.errors import ConfigError
 from mpar.models._feed_forward import ACTIVATIONS
-from mpar.models._rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 
-__all__ = ["COMMON_KEYS", "IGNORED_KEYS", "REQUIRED", "WINDOW_KEYS", "Key", "read_config", "read_rope", "read_windows"]
+__all__ = [
+    "COMMON_KEYS",
+    "IGNORED_KEYS",
+    "REQUIRED",
+    "WINDOW_KEYS",
+    "Key",
+    "is_number",
+    "read_config",
+    "read_windows",
+    "refusal",
+    "windows_of",
+]
 
 REQUIRED = object()
 NUMBER = (int, float)
@@ -80,27 +90,23 @@ IGNORED_KEYS = {
     **dict.fromkeys(("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty"), _GENERATION),
     **dict.fromkeys(("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"), _GENERATION),
     **dict.fromkeys(("num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"), _GENERATION),
+    "cache_implementation": _GENERATION,
+    "auto_map": "names code that came with the checkpoint; ours is used",
     **dict.fromkeys(("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"), _GENERATION),
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), _GENERATION),
 }
 """Key to the reason why it is not read."""
 
-_ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": (
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
-        "mscale", "mscale_all_dim", "truncate",
-    ),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}  # fmt: skip
 
+def read_config(
+    title: str, raw: Mapping[str, Any], keys: Mapping[str, Key], ignore: Sequence[str], ignored: Mapping[str, str] = IGNORED_KEYS
+) -> dict[str, Any]:
+    """The values of `keys`, defaults filled in; keys of `ignored` and `ignore` are not looked at.
 
-def read_config(title: str, raw: Mapping[str, Any], keys: Mapping[str, Key], ignore: Sequence[str]) -> dict[str, Any]:
-    """The values of `keys`, defaults filled in. Raises ConfigError with every unknown key and unusable value of `raw`."""
+    Raises ConfigError with every unknown key and unusable value of `raw`.
+    """
     problems = []
-    unknown = sorted(key for key in raw if key not in keys and key not in IGNORED_KEYS and key not in ignore)
+    unknown = sorted(key for key in raw if key not in keys and key not in ignored and key not in ignore)
     if unknown:
         problems.append(f"unknown keys: {', '.join(f'{key}={raw[key]!r}' for key in unknown)}")
     values = {}
@@ -115,44 +121,8 @@ def read_config(title: str, raw: Mapping[str, Any], keys: Mapping[str, Key], ign
             accepted = ", ".join(repr(item) for item in key.accepted if item is not None)
             problems.append(f"{name}={value!r}: only {accepted} {'is' if ',' not in accepted else 'are'} implemented")
     if problems:
-        raise ConfigError(_message(title, problems, unknown))
+        raise ConfigError(refusal(title, problems, unknown))
     return values
-
-
-def read_rope(title: str, values: Mapping[str, Any], head_size: int, ignore: Sequence[str]) -> Rope:
-    """The rotation that rope_parameters (transformers 5) or rope_theta and rope_scaling (before) describe.
-
-    Raises ConfigError if the two layouts disagree, and for anything in them that is not implemented.
-    """
-    theta, given = _one_layout(title, values)
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in _ROPE_KEYS:
-        raise ConfigError(f"cannot read {title}: RoPE type {kind!r} is not implemented; known types: {', '.join(_ROPE_KEYS)}")
-    allowed = (*_ROPE_KEYS[kind], "rope_type", "type", "rope_theta", "partial_rotary_factor")
-    unknown = sorted(key for key in given if key not in allowed and f"rope_parameters.{key}" not in ignore)
-    problems = [
-        f"unknown keys for RoPE type {kind!r}: {', '.join(f'rope_parameters.{key}={given[key]!r}' for key in unknown)}"
-    ] * bool(unknown)
-    needed = {
-        "linear": ("factor",),
-        "dynamic": ("factor",),
-        "yarn": (),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    }
-    problems += [f"rope_parameters.{key} is missing" for key in needed.get(kind, ()) if given.get(key) is None]
-    for key, value in given.items():
-        number = _is_number(value) and value > 0
-        if key in _ROPE_KEYS[kind] and key != "truncate" and value is not None and not number:
-            problems.append(f"rope_parameters.{key}={value!r}: must be a positive number")
-    if given.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        problems.append(f"rope_parameters.partial_rotary_factor={given['partial_rotary_factor']!r}: only 1.0 is implemented")
-    if head_size % 2:
-        problems.append(f"head_dim={head_size} is odd; RoPE turns pairs")
-    if not problems and kind == "dynamic" and head_size <= 2:
-        problems.append("RoPE type 'dynamic' needs head_dim > 2")
-    if problems:
-        raise ConfigError(_message(title, problems, [f"rope_parameters.{key}" for key in unknown]))
-    return _make_rope(kind, given, theta, head_size, values)
 
 
 def read_windows(title: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -160,74 +130,28 @@ def read_windows(title: str, values: Mapping[str, Any]) -> tuple[int | None, ...
 
     Raises ConfigError if layer_types does not fit the number of layers or names what is not implemented.
     """
-    num_layers, window = values["num_hidden_layers"], values["sliding_window"] if values["use_sliding_window"] else None
-    kinds = values["layer_types"]
-    if kinds is None:
-        return tuple(window if i >= values["max_window_layers"] else None for i in range(num_layers))
+    window = values["sliding_window"] if values["use_sliding_window"] else None
+    if values["layer_types"] is None:
+        return tuple(window if i >= values["max_window_layers"] else None for i in range(values["num_hidden_layers"]))
+    return windows_of(title, values, values["layer_types"])
+
+
+def windows_of(title: str, values: Mapping[str, Any], kinds: Sequence[str]) -> tuple[int | None, ...]:
+    """Per layer the sliding window or None, from the `kinds` of all layers. Raises ConfigError as `read_windows` does."""
+    num_layers, window = values["num_hidden_layers"], values["sliding_window"]
+    used = values.get("use_sliding_window", True)
     problems = []
     if len(kinds) != num_layers:
         problems.append(f"layer_types has {len(kinds)} entries, num_hidden_layers is {num_layers}")
     strange = sorted({repr(kind) for kind in kinds if kind not in ("full_attention", "sliding_attention")})
     if strange:
         problems.append(f"layer_types has {', '.join(strange)}: only 'full_attention' and 'sliding_attention' are implemented")
-    if "sliding_attention" in kinds and window is None:
-        problems.append(
-            "layer_types has sliding layers, but "
-            f"use_sliding_window={values['use_sliding_window']}, sliding_window={values['sliding_window']}"
-        )
+    if "sliding_attention" in kinds and (window is None or not used):
+        switch = f"use_sliding_window={used}, " if "use_sliding_window" in values else ""
+        problems.append(f"layer_types has sliding layers, but {switch}sliding_window={window}")
     if problems:
-        raise ConfigError(_message(title, problems, ()))
+        raise ConfigError(refusal(title, problems))
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _one_layout(title: str, values: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-    old, new = values["rope_scaling"], values["rope_parameters"]
-    if old and new:
-        disagree = {key: (old[key], new[key]) for key in old if key in new and old[key] != new[key]}
-        if disagree:
-            raise ConfigError(
-                f"cannot read {title}: rope_scaling and rope_parameters disagree: {disagree}.\nRemove one of the two layouts."
-            )
-    given = {**(old or {}), **(new or {})}
-    inner, outer = given.get("rope_theta"), values["rope_theta"]
-    if inner is not None and outer is not None and inner != outer:
-        raise ConfigError(
-            f"cannot read {title}: rope_theta={outer} and rope_parameters.rope_theta={inner} disagree.\nRemove one."
-        )
-    theta = inner if inner is not None else outer if outer is not None else 10_000.0
-    if not _is_number(theta) or theta <= 0:
-        raise ConfigError(f"cannot read {title}: rope_theta={theta!r}: must be a positive number")
-    return float(theta), given
-
-
-def _make_rope(kind: str, given: Mapping[str, Any], theta: float, size: int, values: Mapping[str, Any]) -> Rope:
-    max_positions = values["max_position_embeddings"]
-    original = values["original_max_position_embeddings"] or given.get("original_max_position_embeddings") or max_positions
-    if kind == "linear":
-        return LinearRope(theta, size, float(given["factor"]))
-    if kind == "dynamic":
-        return DynamicRope(theta, size, float(given["factor"]), max_positions)
-    if kind == "llama3":
-        return Llama3Rope(theta, size, given["factor"], given["low_freq_factor"], given["high_freq_factor"], original)
-    if kind == "yarn":
-        factor = given.get("factor") or max_positions / original
-        fast, slow = given.get("beta_fast") or 32.0, given.get("beta_slow") or 1.0
-        truncate = given.get("truncate", True)
-        return YarnRope(theta, size, float(factor), original, _yarn_attention_factor(given, factor), fast, slow, bool(truncate))
-    return Rope(theta, size)
-
-
-def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
-    """0.1 m ln(factor) + 1 with m = 1 (arXiv:2309.00071, eq. 22), or the quotient of two such."""
-
-    def grown(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return grown(given["mscale"]) / grown(given["mscale_all_dim"])
-    return grown(1.0)
 
 
 def _has_kind(value: Any, key: Key) -> bool:
@@ -241,7 +165,8 @@ def _has_kind(value: Any, key: Key) -> bool:
     return fits and not (key.positive and value <= 0)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite number."""
     return isinstance(value, NUMBER) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -250,7 +175,8 @@ def _kinds(key: Key) -> str:
     return f"{'a positive ' if key.positive else ''}{kinds}{' or null' if key.nullable else ''}"
 
 
-def _message(title: str, problems: Sequence[str], unknown: Sequence[str]) -> str:
+def refusal(title: str, problems: Sequence[str], unknown: Sequence[str] = ()) -> str:
+    """The text of an error with all `problems`, and what to do about unknown keys."""
     lines = "\n".join(f"  {problem}" for problem in problems)
     names = ", ".join(repr(key) for key in unknown)
     way_out = f"\nIf the unknown keys do not change what the model computes, pass ignore=({names},)." if unknown else ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MAIN", "DynamicRope", "LinearRope", "Llama3Rope", "Rope", "YarnRope", "rope_tables", "table_keys"]
+__all__ = ["MAIN", "DynamicRope", "LinearRope", "Llama3Rope", "LongRope", "Rope", "YarnRope", "rope_tables", "table_keys"]
 
 MAIN = "main"
 """The name of a model's only rotation, or of the first of several."""
@@ -113,6 +113,30 @@ class Llama3Rope(Rope):
             return frequency / self.factor
         smooth = (turns - self.low_factor) / (self.high_factor - self.low_factor)
         return (1 - smooth) * frequency / self.factor + smooth * frequency
+
+
+@dataclass(frozen=True)
+class LongRope(Rope):
+    """Each pair's wavelength times its own factor: one set for rows of up to `original_positions`, one for longer ones.
+
+    Ding et al. 2024, arXiv:2402.13753, section 3. cos and sin are multiplied by `attention_factor`.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_positions: int
+    attention_factor: float = 1.0
+
+    def frequencies(self, num_positions: int) -> list[float]:
+        """See `Rope`."""
+        factors = self.long if num_positions > self.original_positions else self.short
+        return [frequency / factor for frequency, factor in zip(super().frequencies(num_positions), factors, strict=True)]
+
+    def frequencies_at(self, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same for positions known at run time only: the row counts as one longer than its last position."""
+        lengths = (self.original_positions, self.original_positions + 1)
+        short, long = (torch.tensor(self.frequencies(n), dtype=dtype, device=positions_BS.device) for n in lengths)
+        return torch.where(positions_BS.amax() + 1 > self.original_positions, long, short)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import transformers
 from mpar import models, tree
 from mpar.errors import ConfigError, DataError
 from mpar.infer import generate
+from tests.models.variants import KINDS, VARIANTS
 
 CONFIG = {
     "vocab_size": 13,
@@ -29,15 +30,17 @@ def tiny():
     return model, model.init(0)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "starcoder2"])
-def test_greedy_equals_transformers(kind, tmp_path):
-    """At temperature 0 the tokens are those of transformers' greedy generation."""
-    model = models.build(kind, CONFIG)
+@pytest.mark.parametrize("variant", [*KINDS, "gemma2_caps", "gemma3", "phi3_long"])
+def test_greedy_equals_transformers(variant, tmp_path):
+    """At temperature 0 the tokens are those of transformers' greedy generation, past windows and switches of RoPE."""
+    kind, changes = VARIANTS.get(variant, (variant, {}))
+    model = models.build(kind, {**KINDS[kind].base, **changes, "initializer_range": 0.4, "tie_word_embeddings": False})
     params = model.init(0)
     models.to_hf(model, params, tmp_path / "out")
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    expected = reference.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=12, do_sample=False)
-    assert torch.equal(generate(model, params, PROMPT, 12), expected)
+    expected = reference.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=18, do_sample=False)
+    assert torch.equal(generate(model, params, PROMPT, 18), expected)
+    assert len(expected.unique()) > 8
 
 
 def test_sampling_follows_the_distribution(tiny):
@@ -82,6 +85,15 @@ def test_a_row_that_ended_is_filled_with_its_end(tiny):
         assert (row[length:] == end).all()
     alone = generate(model, params, PROMPT[:1], 12, temperature=3.0, seed=5, eos_ids=(end,))
     assert alone.shape[1] == 3 + int((free[0, 3:] == end).nonzero()[0]) + 1
+
+
+def test_more_tokens_than_positions_are_refused():
+    """Where positions are learned, the prompt and what follows must fit; no token is generated before that is known."""
+    model = models.build("gpt2", {**KINDS["gpt2"].base, "n_positions": 8})
+    params = model.init(0)
+    assert generate(model, params, PROMPT, 6).shape == (2, 9)  # the last token is not read
+    with pytest.raises(ConfigError, match=r"cannot generate 7 tokens after 3.*8 positions"):
+        generate(model, params, PROMPT, 7)
 
 
 @pytest.mark.parametrize(

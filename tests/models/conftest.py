@@ -1,19 +1,12 @@
 """Tiny random models of transformers, the reference for ours."""
 
+import re
+
 import pytest
 import torch
 import transformers
 
-BASE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "starcoder2": "Starcoder2"}
+from tests.models.variants import KINDS
 
 
 @pytest.fixture(scope="session")
@@ -21,14 +14,13 @@ def make_reference():
     """`fn(kind, **config)` gives a transformers model in float32 with every parameter drawn, gains and biases too."""
 
     def make(kind, **config):
-        head = {"head_dim": 8} if kind == "qwen3" else {}
-        settings = getattr(transformers, f"{CLASSES[kind]}Config")(**{**BASE, **head, **config})
+        settings = KINDS[kind].make_config(**config)
         settings._attn_implementation = "eager"
         generator = torch.Generator().manual_seed(0)
-        model = getattr(transformers, f"{CLASSES[kind]}ForCausalLM")(settings).eval()
+        model = getattr(transformers, KINDS[kind].model)(settings).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                centre, width = (1.0, 0.3) if name.endswith("norm.weight") else (0.0, 0.2)
+                centre, width = (1.0, 0.3) if re.search(r"(norm|\.ln_\w)\.weight$", name) else (0.0, 0.2)
                 parameter.copy_(centre + width * torch.randn(parameter.shape, generator=generator))
         return model
 

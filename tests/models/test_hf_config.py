@@ -6,32 +6,26 @@ import transformers
 from mpar import models
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.models._hf_config import IGNORED_KEYS
+from tests.models.variants import BASE, GPT2, KINDS
 
-BASE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "starcoder2": "Starcoder2"}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_key_that_transformers_writes_is_known(kind):
     """The fullest config that transformers can write has no key that is unknown here."""
-    config = getattr(transformers, f"{CLASSES[kind]}Config")(**BASE).to_dict()
-    config["architectures"] = [f"{CLASSES[kind]}ForCausalLM"]
+    config = KINDS[kind].make_config().to_dict()
+    config["architectures"] = [KINDS[kind].model]
     assert models.from_config(config).name == kind
 
 
 def test_every_ignored_key_has_a_reason():
     """The table of ignored keys says why, and names no key that an architecture reads."""
-    assert all(len(reason) > 10 for reason in IGNORED_KEYS.values())
-    assert not any(key in IGNORED_KEYS for architecture in models.ARCHITECTURES.values() for key in architecture.keys)
+    for architecture in models.ARCHITECTURES.values():
+        ignored = {**IGNORED_KEYS, **architecture.ignored}
+        assert all(len(reason) > 10 for reason in ignored.values())
+        assert not set(ignored) & set(architecture.keys)
 
 
 def test_unknown_keys_are_listed_with_the_way_out():
@@ -63,7 +57,7 @@ def test_unknown_keys_are_listed_with_the_way_out():
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ("llama", {"num_attention_heads": 6, "num_key_value_heads": 6}, "hidden_size=32 is not a multiple"),
         ("llama", {"head_dim": 7}, "head_dim=7 is odd"),
-        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope'.*default, linear, dynamic, yarn, llama3"),
+        ("llama", {"rope_parameters": {"rope_type": "mrope"}}, "'mrope'.*default, linear, dynamic, yarn, longrope, llama3"),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 1}}, "rope_parameters.beta_fast=1"),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "rope_parameters.factor='2'"),
@@ -82,12 +76,61 @@ def test_unknown_keys_are_listed_with_the_way_out():
         ("starcoder2", {"norm_type": "rms_norm"}, "norm_type='rms_norm': only 'layer_norm' is"),
         ("starcoder2", {"sliding_window": 0}, "sliding_window=0"),
         ("starcoder2", {"num_key_value_heads": None}, "num_key_value_heads=None"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
+            "rope_parameters.long_factor is missing",
+        ),
+        ("llama", {"rope_parameters": {**LONG, "long_factor": [1.0, 2.0]}}, "long_factor has 2 entries, 4 pairs turn"),
+        ("llama", {"rope_parameters": {**LONG, "short_factor": [1.0, 2.0, 3.0, "4"]}}, "short_factor=.*list of positive numbers"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: only 1.0 is"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 1.5}}, r"partial_rotary_factor=1.5: must be a number in \(0, 1\]"),
+        ("phi3", {"partial_rotary_factor": 0.4}, "head_dim=3 is odd"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0"),
+        ("gemma2", {"layer_types": ["sliding_attention"]}, "layer_types has 1 entries"),
+        ("gemma2", {"sliding_window": None}, "layer_types has sliding layers, but sliding_window=None"),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping=0.0"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_type='default': there are full_attention and"),
+        (
+            "gemma3_text",
+            {"rope_local_base_freq": 3.0, "rope_parameters": {"sliding_attention": {"rope_theta": 2.0}}},
+            "=3.0.*=2.0",
+        ),
+        ("olmo2", {"clip_qkv": 8.0}, "unknown keys: clip_qkv"),
     ],
 )
 def test_values_that_are_not_implemented_are_refused_by_name(kind, change, text):
     """Each value outside what is implemented raises ConfigError with the key, the value and what would do."""
     with pytest.raises(ConfigError, match=f"(?s){text}"):
         models.build(kind, {**BASE, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"n_embd": 30}, "n_embd=30 is not a multiple of n_head=4"),
+        ({"hidden_size": 32}, "unknown keys: hidden_size"),
+        ({"activation_function": "relu"}, "activation_function='relu'"),
+        ({"add_cross_attention": True}, "add_cross_attention=True"),
+        ({"n_layer": 0}, "n_layer=0"),
+    ],
+)
+def test_values_are_refused_in_the_words_of_the_config(change, text):
+    """A config with its own words for sizes is refused in those."""
+    with pytest.raises(ConfigError, match=text):
+        models.build("gpt2", {**GPT2, **change})
+
+
+def test_chunked_loss_is_refused_for_capped_logits():
+    """The loss from chunks of tokens does not bound logits: asking for both is an error, and not another function."""
+    model = models.build("gemma2", {**BASE, "head_dim": 8})
+    with pytest.raises(ConfigError, match=r"(?s)logits_chunk=8.*soft cap 30.0.*logits_chunk=None"):
+        model.with_logits_chunk(8)
+    with pytest.raises(ConfigError, match="logits_chunk=4"):
+        models.build("gemma2", {**BASE, "head_dim": 8}, logits_chunk=4)
 
 
 def test_all_problems_are_in_one_error():
@@ -100,7 +143,7 @@ def test_all_problems_are_in_one_error():
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "mamba"},
+        {"model_type": "rwkv"},
         {},
         {"model_type": ["llama"]},
         {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
@@ -129,7 +172,7 @@ def test_bad_options_are_refused(option, value):
 def test_null_and_missing_sizes_mean_what_transformers_makes_of_them(kind):
     """No key and value heads: as many as query heads; no head_dim: hidden_size / heads, or 128 for Qwen3."""
     config = {**BASE, "num_key_value_heads": None}
-    reference = getattr(transformers, f"{CLASSES[kind]}Config")(**config)
+    reference = getattr(transformers, KINDS[kind].config)(**config)
     ours = models.build(kind, config).config.layers[0].mixer
     assert ours.num_kv_heads == reference.num_key_value_heads == 4
     assert ours.head_size == getattr(reference, "head_dim", 32 // 4)

@@ -1,11 +1,15 @@
 """The model as a function: packing, padding, weights, vocabulary padding, initialisation, errors of batches."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from mpar import models, testing, tree
 from mpar.errors import ConfigError, DataError, DtypeError, ShapeError
-from mpar.models import _model
+from mpar.models import _decoder, _model
+from mpar.models._moe import MoeConfig
+from tests.models.variants import KINDS, VARIANTS
 
 CONFIG = {
     "vocab_size": 150,
@@ -18,7 +22,6 @@ CONFIG = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
-KINDS = ["llama", "qwen2", "qwen3", "starcoder2"]
 
 
 def made(kind="qwen3", **options):
@@ -27,16 +30,22 @@ def made(kind="qwen3", **options):
     return model, model.init(3)
 
 
-def tokens_of(shape, seed=0):
+def made_tiny(kind, **changes):
+    """(model, params) in float64 of the tiny config that is compared with transformers."""
+    model = models.build(kind, {**KINDS[kind].base, "initializer_range": 0.3, **changes}, dtype=torch.float64)
+    return model, model.init(3)
+
+
+def tokens_of(shape, seed=0, high=CONFIG["vocab_size"]):
     """Random ids."""
-    return torch.randint(CONFIG["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_documents_equal_separate_rows(kind):
     """Documents packed in one row, positions restarted by the data, give the logits of rows of their own; padding is inert."""
-    model, params = made(kind)
-    sizes, row = (5, 9, 4), tokens_of((1, 21))
+    model, params = made_tiny(kind)
+    sizes, row = (5, 9, 4), tokens_of((1, 21), high=61)
     documents = torch.tensor([[i for i, size in enumerate(sizes) for _ in range(size)] + [-1] * 3])
     positions = torch.tensor([[p for size in sizes for p in range(size)] + [0] * 3])
     packed = model.apply(params, row, positions=positions, documents=documents)
@@ -49,6 +58,48 @@ def test_packed_documents_equal_separate_rows(kind):
     other[:, -3:] = 0
     assert torch.equal(model.apply(params, other, positions=positions, documents=documents)[:, :-3], packed[:, :-3])
     assert torch.isfinite(packed).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_permuted_rows_have_the_same_losses(variant):
+    """With `order`, tokens may be stored in any order: each one's loss is what it was, windows, positions and all."""
+    kind, changes = VARIANTS[variant]
+    model, params = made_tiny(kind, **changes)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(5))
+    batch = {"tokens": tokens_of((2, 24), high=61), "labels": tokens_of((2, 24), 1, high=61), "token_weights": torch.rand(2, 24)}
+    expected, _ = model.loss(params, batch)
+    permuted = {key: value[:, order] for key, value in batch.items()}
+    testing.assert_close(model.loss(params, {**permuted, "order": order})[0], expected, name="loss", rtol=1e-10)
+    assert abs(model.loss(params, permuted)[0] / expected - 1) > 1e-4
+
+
+def test_rows_longer_than_learned_positions_are_refused():
+    """GPT-2 takes rows of up to n_positions, and no longer ones; positions of the data's choice are not counted."""
+    model, params = made_tiny("gpt2", n_positions=8)
+    assert torch.isfinite(model.apply(params, tokens_of((1, 8), high=61))).all()
+    with pytest.raises(ShapeError, match=r"rows of 9 tokens.*8 positions"):
+        model.apply(params, tokens_of((1, 9), high=61))
+    model.apply(params, tokens_of((1, 9), high=61), positions=torch.zeros(1, 9, dtype=torch.long))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [1.0, 32.0**0.5, 3072**0.5, 3584**0.5, 59.75, 0.1, 55.5])
+def test_scales_are_rounded_as_the_dtype_does(value, dtype):
+    """The scale of embeddings is the number that the dtype holds, ties to even."""
+    assert _decoder._rounded(value, dtype) == torch.tensor(value, dtype=torch.float64).to(dtype).item()
+
+
+def test_side_losses_get_the_weight_of_the_batch():
+    """context has `weight`, the batch's total, where a layer has losses of its own and the batch has labels; else not."""
+    model, _ = made()
+    batch = {"tokens": tokens_of((2, 7)), "labels": tokens_of((2, 7), 1), "token_weights": torch.rand(2, 7)}
+    assert "weight" not in model.context(batch)
+    layers = model.config.layers
+    sparse = dataclasses.replace(layers[-1], mlp=MoeConfig(num_experts=4, top_k=2, mlp_size=8, aux_loss=0.1))
+    config = dataclasses.replace(model.config, layers=(*layers[:-1], sparse))
+    model = dataclasses.replace(model, config=config)
+    testing.assert_close(model.context(batch)["weight"], batch["token_weights"].double().sum())
+    assert "weight" not in model.context({"tokens": batch["tokens"]})
 
 
 def test_window_limits_what_is_seen():
@@ -112,11 +163,14 @@ def test_equal_layers_are_one_function():
     assert len({segment.fn for segment in windows.segments}) == 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_axes_fit_the_parameters(kind):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_axes_fit_the_parameters(variant):
     """Every leaf has one axis name per dim, at the same path."""
-    model = models.build(kind, {**CONFIG, "attention_bias": True} if kind in ("llama", "qwen3") else CONFIG)
-    axes = tree.leaves_with_path(model.param_axes, is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], str))
+    kind, changes = VARIANTS[variant]
+    model = models.build(kind, {**KINDS[kind].base, **changes})
+    axes = tree.leaves_with_path(
+        model.param_axes, is_leaf=lambda x: isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
+    )
     shapes = [(path, leaf.ndim) for path, leaf in tree.leaves_with_path(model.abstract_params)]
     assert [(path, len(names)) for path, names in axes] == shapes
 
@@ -135,6 +189,14 @@ def test_init_follows_the_config():
     assert not torch.equal(block.mlp.gate_DF, block.mlp.up_DF)
     assert not torch.equal(block.mlp.gate_DF, params.layers[0].mlp.gate_DF)
     assert not torch.equal(block.mlp.gate_DF, model.init(4).layers[1].mlp.gate_DF)
+
+
+def test_fresh_gains_are_one_with_their_offset():
+    """Gemma stores what gains exceed one by: zero at first, in layers, heads and the head of the model."""
+    params = made_tiny("gemma3_text")[1]
+    gains = [leaf for path, leaf in tree.leaves_with_path(params) if "norm" in path]
+    assert len(gains) == 2 * 6 + 1
+    assert not any(gain.any() for gain in gains)
 
 
 def test_biases_of_norms_start_at_zero():

@@ -1,0 +1,180 @@
+"""Tiny configs of every architecture, and the variants in which it is compared with transformers.
+
+To test a new architecture, add a line to KINDS and its variants to VARIANTS: parity of logits and gradients, both layouts of the
+config, import and export, greedy generation, packed documents and what else is said of all models is then tested by itself.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import transformers
+
+BASE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One architecture of transformers: the names of its classes, and a tiny config in its own words.
+
+    rotates: whether configs describe a RoPE, which older versions wrote differently. tolerance: of gradients, relative.
+    """
+
+    config: str
+    model: str
+    base: dict[str, Any] = field(default_factory=lambda: BASE)
+    rotates: bool = True
+
+    def make_config(self, **changes: Any) -> Any:
+        """The config of transformers."""
+        return getattr(transformers, self.config)(**{**self.base, **changes})
+
+
+def _kind(name: str, **base: Any) -> Kind:
+    no_padding = {"pad_token_id": None}  # else transformers gives the row of this id no gradient
+    return Kind(f"{name}Config", f"{name}ForCausalLM", {**BASE, **no_padding, **base})
+
+
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+KINDS = {
+    "gemma2": _kind("Gemma2", head_dim=8, query_pre_attn_scalar=8, sliding_window=5),
+    "gemma3_text": Kind(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            **BASE,
+            "pad_token_id": None,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gpt2": Kind("GPT2Config", "GPT2LMHeadModel", GPT2, rotates=False),
+    "llama": _kind("Llama"),
+    "mistral": _kind("Mistral", sliding_window=5),
+    "olmo2": _kind("Olmo2"),
+    "phi3": _kind("Phi3", original_max_position_embeddings=16),
+    "qwen2": _kind("Qwen2"),
+    "qwen3": _kind("Qwen3", head_dim=8),
+    "starcoder2": _kind("Starcoder2"),
+}
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.3, 1.7, 2.0], "long_factor": [1.0, 2.5, 6.0, 11.0], "rope_theta": 100.0}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_multi_query": ("llama", {"num_key_value_heads": 1}),
+    "llama_multi_head": ("llama", {"num_key_value_heads": 4}),
+    "llama_tied": ("llama", {"tie_word_embeddings": True}),
+    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_head_dim": ("llama", {"head_dim": 12}),
+    "llama_gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama_gelu_tanh": ("llama", {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-2}),
+    "llama_vocab_128": ("llama", {"vocab_size": 128}),
+    "llama_theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama_linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0}}),
+    "llama_dynamic_short": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}}),
+    "llama_dynamic_long": (
+        "llama",
+        {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}},
+    ),
+    "llama_yarn": ("llama", {"rope_parameters": {**YARN, "rope_theta": 1000.0}}),
+    "llama_yarn_factor": (
+        "llama",
+        {
+            "head_dim": 32,
+            "rope_parameters": {**YARN, "attention_factor": 0.7, "beta_fast": 1.5, "truncate": False, "rope_theta": 100.0},
+        },
+    ),
+    "llama_yarn_mscale": ("llama", {"rope_parameters": {**YARN, "mscale": 1.3, "mscale_all_dim": 0.6, "rope_theta": 1000.0}}),
+    "llama_31": ("llama", {"head_dim": 16, "rope_parameters": {**LLAMA3, "rope_theta": 100.0}}),
+    "llama_longrope": ("llama", {"rope_parameters": {**LONG, "factor": 3.0, "original_max_position_embeddings": 30}}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2_windows": ("qwen2", {**WINDOWS, "max_window_layers": 1}),
+    "qwen2_layer_types": ("qwen2", {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"]}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_head_dim": ("qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
+    "qwen3_bias": ("qwen3", {"attention_bias": True}),
+    "qwen3_windows": ("qwen3", {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"]}),
+    "qwen3_yarn": ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 1000.0}}),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2_untied": ("starcoder2", {"tie_word_embeddings": False, "norm_epsilon": 1e-2}),
+    "starcoder2_no_biases": ("starcoder2", {"use_bias": False, "num_key_value_heads": 4}),
+    "starcoder2_window": ("starcoder2", {"sliding_window": 5}),
+    "starcoder2_silu": ("starcoder2", {"hidden_act": "silu"}),
+    "starcoder2_gelu": ("starcoder2", {"hidden_act": "gelu"}),
+    "mistral": ("mistral", {}),
+    "mistral_no_window": ("mistral", {"sliding_window": None, "head_dim": 12, "num_key_value_heads": 1}),
+    "gemma2": ("gemma2", {}),
+    "gemma2_untied_biases": ("gemma2", {"tie_word_embeddings": False, "attention_bias": True, "num_hidden_layers": 3}),
+    "gemma2_caps": ("gemma2", {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 20}),
+    "gemma2_no_caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "rms_norm_eps": 1e-2}),
+    "gemma2_full_first": ("gemma2", {"layer_types": ["full_attention", "sliding_attention"], "hidden_activation": "silu"}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3_pattern": ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 2, "num_hidden_layers": 3}),
+    "gemma3_wide": ("gemma3_text", {"sliding_window": 64}),
+    "gemma3_caps": ("gemma3_text", {"final_logit_softcapping": 3.0, "attention_bias": True, "query_pre_attn_scalar": 20}),
+    "gemma3_ropes": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            }
+        },
+    ),
+    "gpt2": ("gpt2", {}),
+    "gpt2_untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 40, "layer_norm_epsilon": 1e-2}),
+    "gpt2_scales": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "activation_function": "gelu"}),
+    "gpt2_no_scale": ("gpt2", {"scale_attn_weights": False, "reorder_and_upcast_attn": True}),
+    "phi3": ("phi3", {}),
+    "phi3_multi_head": ("phi3", {"num_key_value_heads": 4, "tie_word_embeddings": True, "sliding_window": 5}),
+    "phi3_partial": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}),
+    "phi3_long": ("phi3", {"rope_parameters": LONG}),
+    "phi3_short": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 40}),
+    "phi3_long_partial": (
+        "phi3",
+        {
+            "hidden_size": 64,
+            "rope_parameters": {**LONG, "partial_rotary_factor": 0.5, "attention_factor": 1.2},
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2_multi_head": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}),
+    "olmo2_eps": ("olmo2", {"rms_norm_eps": 1e-1, "num_key_value_heads": 1}),
+}
+"""Name to kind and changes of its tiny config."""
+
+
+def old_layout(config: dict[str, Any]) -> dict[str, Any]:
+    """A config of transformers 5 as version 4 wrote it: rope_theta, rope_scaling, and for Gemma 3 rope_local_base_freq."""
+    config = dict(config)
+    rope = config.pop("rope_parameters")
+    config["torch_dtype"] = config.pop("dtype", None)
+    if "sliding_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    rope = dict(rope)
+    config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = {"type": kind, **rope} if kind != "default" else None
+    return config
