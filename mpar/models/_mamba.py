@@ -197,10 +197,11 @@ def _run(
     params: Mamba, config: MambaConfig, x_BSD: Tensor, documents_BS: Tensor | None, state: MambaState | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
     """The output, the inputs of the convolution, and the final state of the scan."""
-    z_BSNH = _project(x_BSD, params.z_DNH, params.z_bias_NH, "z")
-    x_BSNH = ops.constrain(_project(x_BSD, params.x_DNH, params.x_bias_NH, "x"), HEADS)
+    # those of groups first: the gradients of the others, sums over heads on all ranks, are then added up before they are reduced
     b_BSGK = ops.constrain(_project(x_BSD, params.b_DGK, params.b_bias_GK, "b"), GROUPS)
     c_BSGK = ops.constrain(_project(x_BSD, params.c_DGK, params.c_bias_GK, "c"), GROUPS)
+    z_BSNH = _project(x_BSD, params.z_DNH, params.z_bias_NH, "z")
+    x_BSNH = ops.constrain(_project(x_BSD, params.x_DNH, params.x_bias_NH, "x"), HEADS)
     dt_BSN = ops.constrain(_steps(params, config, x_BSD), HEADS[:3])
     inputs = x_BSNH, b_BSGK, c_BSGK
     old_x, old_b, old_c, old_BNHK = _parts(state)
