@@ -89,11 +89,12 @@ def test_step_is_exact(case, packed):
 
 
 def test_heads_travel_only_as_sums():
-    """With the heads of one group on two ranks, a layer forward sums squares and the output; backward the gradients of the squares,
-    of b and c, which both ranks have, and once that of its input."""
+    """With the heads of one group on two ranks a layer adds up, forward, squares and its output; backward, gradients of squares,
+    of b and c, which both ranks have, and once that of its input.
+    """
     model, _, _ = problem({"n_groups": 1}, False)
     program = compile_step(model, Recorder(), Mesh(tp=2), preset("tp"), (B, S))
-    inside = [use for use in program.collectives() if "_mamba.py" in use.line]
+    inside = [use for use in program.collectives() if "models/_mamba.py" in use.line]
     tokens = B * S * 8  # of one float64 each
     forward, backward = [tokens, tokens * 16], [tokens, tokens * 6, tokens * 6, tokens * 16]
     assert {use.op for use in program.collectives()} == {"all_reduce"}
