@@ -60,7 +60,7 @@ def test_packed_documents_equal_separate_rows(kind):
     assert torch.isfinite(packed).all()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name, (kind, _) in VARIANTS.items() if kind != "mamba2"])  # which goes by order
 def test_permuted_rows_have_the_same_losses(variant):
     """With `order`, tokens may be stored in any order: each one's loss is what it was, windows, positions and all."""
     kind, changes = VARIANTS[variant]

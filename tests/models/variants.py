@@ -43,6 +43,16 @@ def _kind(name: str, **base: Any) -> Kind:
 
 
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+MAMBA2 = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "head_dim": 16,
+    "state_size": 6,
+    "n_groups": 2,
+    "chunk_size": 8,
+}
 KINDS = {
     "gemma2": _kind("Gemma2", head_dim=8, query_pre_attn_scalar=8, sliding_window=5),
     "gemma3_text": Kind(
@@ -59,6 +69,7 @@ KINDS = {
     ),
     "gpt2": Kind("GPT2Config", "GPT2LMHeadModel", GPT2, rotates=False),
     "llama": _kind("Llama"),
+    "mamba2": Kind("Mamba2Config", "Mamba2ForCausalLM", MAMBA2, rotates=False),
     "mistral": _kind("Mistral", sliding_window=5),
     "olmo2": _kind("Olmo2"),
     "phi3": _kind("Phi3", original_max_position_embeddings=16),
@@ -120,6 +131,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2_window": ("starcoder2", {"sliding_window": 5}),
     "starcoder2_silu": ("starcoder2", {"hidden_act": "silu"}),
     "starcoder2_gelu": ("starcoder2", {"hidden_act": "gelu"}),
+    "mamba2": ("mamba2", {}),
+    "mamba2_tied_one_group": ("mamba2", {"tie_word_embeddings": True, "n_groups": 1, "chunk_size": 256}),
+    "mamba2_biases": ("mamba2", {"use_bias": True, "use_conv_bias": False, "conv_kernel": 2}),
+    "mamba2_limits": ("mamba2", {"time_step_limit": (0.2, 1.5), "layer_norm_epsilon": 1e-2, "expand": 3, "num_heads": 6}),
     "mistral": ("mistral", {}),
     "mistral_no_window": ("mistral", {"sliding_window": None, "head_dim": 12, "num_key_value_heads": 1}),
     "gemma2": ("gemma2", {}),
