@@ -87,6 +87,7 @@ class Architecture:
     ropes:    `fn(title, values, head_size, ignore)` gives the rotations by name.
     norm_eps: the key of the norms' eps.
     absent:   names that old or tied checkpoints may hold and that carry nothing.
+    layers_behind: whether checkpoints may have layers behind the last one, which carry nothing here.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Architecture:
     base: str = "model."
     norm_eps: str = "rms_norm_eps"
     absent: tuple[str, ...] = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
+    layers_behind: bool = False
 
     def __post_init__(self) -> None:
         ARCHITECTURES[self.name] = self

@@ -15,7 +15,15 @@ from mpar.models._llama import LLAMA_NAMES
 from mpar.models._moe import MoeConfig
 from mpar.models._rope import MAIN
 
-__all__ = ["DEEPSEEK_KEYS", "DEEPSEEK_NAMES", "DEEPSEEK_V2", "check_deepseek", "latent_attention", "latent_rope"]
+__all__ = [
+    "DEEPSEEK_IGNORED",
+    "DEEPSEEK_KEYS",
+    "DEEPSEEK_NAMES",
+    "DEEPSEEK_V2",
+    "check_deepseek",
+    "latent_attention",
+    "latent_rope",
+]
 
 _ATTENTION, _MLP = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
 DEEPSEEK_NAMES = {
@@ -41,8 +49,6 @@ DEEPSEEK_NAMES = {
     "layers.{i}.mlp.shared.down_bias_D": (f"{_MLP}.shared_experts.down_proj.bias", "d -> d"),
 }
 
-_SIZE = {"positive": True}
-_LOSS = "a loss of the first release, which transformers does not compute"
 DEEPSEEK_KEYS = {
     **COMMON_KEYS,
     "num_key_value_heads": Key((int,), None, nullable=True, positive=True),
@@ -61,10 +67,12 @@ DEEPSEEK_KEYS = {
     "moe_intermediate_size": Key((int,), positive=True),
     "routed_scaling_factor": Key((int, float), 1.0),
     "moe_layer_freq": Key((int,), 1, accepted=(1,)),
-    "output_router_logits": Key((bool,), False),  # no loss follows from it in these models
-    "aux_loss_alpha": Key((int, float), 0.0),  # transformers has no loss of this name: router={"seq_aux_loss": ...} is one
-    "seq_aux": Key((bool,), True),  # says which loss aux_loss_alpha belongs to
-    "ep_size": Key((int,), 1),  # how the first release spread experts over ranks
+}
+DEEPSEEK_IGNORED = {
+    "output_router_logits": "chooses what transformers returns; no loss follows from it in these models",
+    "aux_loss_alpha": "transformers has no loss of this name; router={'seq_aux_loss': ...} asks for one",
+    "seq_aux": "says which loss aux_loss_alpha belongs to",
+    "ep_size": "how the first release spread experts over ranks",
 }
 
 
@@ -145,5 +153,6 @@ DEEPSEEK_V2 = Architecture(
     },
     settings=_settings,
     names=DEEPSEEK_NAMES,
+    ignored=DEEPSEEK_IGNORED,
     ropes=latent_rope,
 )

@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpar.models._architectures import Architecture, Plain
-from mpar.models._deepseek_v2 import DEEPSEEK_KEYS, DEEPSEEK_NAMES, check_deepseek, latent_attention, latent_rope
+from mpar.models._deepseek_v2 import (
+    DEEPSEEK_IGNORED,
+    DEEPSEEK_KEYS,
+    DEEPSEEK_NAMES,
+    check_deepseek,
+    latent_attention,
+    latent_rope,
+)
 from mpar.models._feed_forward import MlpConfig
 from mpar.models._hf_config import Key
 from mpar.models._moe import MoeConfig
@@ -49,12 +56,16 @@ DEEPSEEK_V3 = Architecture(
         "rope_interleave": Key((bool,), True, nullable=True),
         "topk_method": Key((str,), "noaux_tc", accepted=("noaux_tc",)),
         "scoring_func": Key((str,), "sigmoid", accepted=("sigmoid",)),
-        "num_nextn_predict_layers": Key((int,), 1),  # layers behind the last one that predict further tokens: left out
     },
     settings=_settings,
     names={
         **DEEPSEEK_NAMES,
         "layers.{i}.mlp.choice_bias_E": ("model.layers.{i}.mlp.gate.e_score_correction_bias", "e -> e"),
     },
+    ignored={
+        **DEEPSEEK_IGNORED,
+        "num_nextn_predict_layers": "layers behind the last one, which predict further tokens; transformers leaves them out too",
+    },
     ropes=latent_rope,
+    layers_behind=True,
 )

@@ -45,10 +45,7 @@ def rope_with_theta(theta: float) -> Callable[[str, Mapping[str, Any], int, Sequ
     """The one rotation that a config describes, with its own default of rope_theta."""
 
     def ropes(title: str, values: Mapping[str, Any], head_size: int, ignore: Sequence[str]) -> tuple[tuple[str, Rope], ...]:
-        given = (values["rope_scaling"] or {}) | (values["rope_parameters"] or {})
-        if values["rope_theta"] is None and given.get("rope_theta") is None:
-            values = {**values, "rope_theta": theta}
-        return ((MAIN, read_rope(title, values, head_size, ignore)),)
+        return ((MAIN, read_rope(title, values, head_size, ignore, theta=theta)),)
 
     return ropes
 

@@ -80,10 +80,12 @@ GPT_OSS = Architecture(
         "num_experts_per_tok": Key((int,), 4, positive=True),
         "swiglu_alpha": Key((int, float), 1.702, positive=True),
         "swiglu_limit": Key((int, float), 7.0, positive=True),
-        "experts_per_token": Key((int,), None, nullable=True),  # an older name; num_experts_per_tok is beside it
-        "initial_context_length": Key((int,), None, nullable=True),  # original_max_position_embeddings of the rotation
     },
     settings=_settings,
     names=GPT_OSS_NAMES,
+    ignored={
+        "experts_per_token": "an older name, which transformers does not read; num_experts_per_tok stands beside it",
+        "initial_context_length": "what original_max_position_embeddings of the rotation says",
+    },
     ropes=_ropes,
 )

@@ -217,6 +217,9 @@ def _absent(model: Model) -> re.Pattern[str]:
     names = [re.escape(name).replace(r"\{i\}", r"\d+") for name in model.architecture.absent]
     if model.config.tied:
         names.append(re.escape(model.architecture.names["head.head_DV"][0]))
+    if model.architecture.layers_behind:
+        ours = "|".join(str(i) for i in range(model.config.num_layers))
+        names.append(rf"{re.escape(model.architecture.base)}layers\.(?!(?:{ours})\.)\d+\..*")
     return re.compile("|".join(names))
 
 

@@ -46,8 +46,8 @@ QWEN3_MOE = Architecture(
         "attention_bias": Key((bool,), False),
         "use_sliding_window": Key((bool,), False),
         "sliding_window": Key((int,), 4096, nullable=True, positive=True),
-        "max_window_layers": Key((int,), None, nullable=True),  # in published configs; transformers does not read it
     },
     settings=_settings,
     names=QWEN3_MOE_NAMES,
+    ignored={"max_window_layers": "published configs have it; transformers does not read it, all layers slide or none"},
 )

@@ -22,6 +22,9 @@ def make_reference():
             for name, parameter in model.named_parameters():
                 centre, width = (1.0, 0.3) if re.search(r"(norm|\.ln_\w)\.weight$", name) else (0.0, 0.2)
                 parameter.copy_(centre + width * torch.randn(parameter.shape, generator=generator))
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
         return model
 
     return make

@@ -42,6 +42,19 @@ def _kind(name: str, **base: Any) -> Kind:
     return Kind(f"{name}Config", f"{name}ForCausalLM", {**BASE, **no_padding, **base})
 
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+}
+SPARSE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MAMBA2 = {
     "vocab_size": 61,
@@ -54,6 +67,8 @@ MAMBA2 = {
     "chunk_size": 8,
 }
 KINDS = {
+    "deepseek_v2": _kind("DeepseekV2", **LATENT),
+    "deepseek_v3": _kind("DeepseekV3", **LATENT, n_group=4, topk_group=2),
     "gemma2": _kind("Gemma2", head_dim=8, query_pre_attn_scalar=8, sliding_window=5),
     "gemma3_text": Kind(
         "Gemma3TextConfig",
@@ -68,13 +83,17 @@ KINDS = {
         },
     ),
     "gpt2": Kind("GPT2Config", "GPT2LMHeadModel", GPT2, rotates=False),
+    "gpt_oss": _kind("GptOss", head_dim=8, sliding_window=5, num_local_experts=4, num_experts_per_tok=2),
     "llama": _kind("Llama"),
     "mamba2": Kind("Mamba2Config", "Mamba2ForCausalLM", MAMBA2, rotates=False),
     "mistral": _kind("Mistral", sliding_window=5),
+    "mixtral": _kind("Mixtral", num_local_experts=4),
     "olmo2": _kind("Olmo2"),
     "phi3": _kind("Phi3", original_max_position_embeddings=16),
     "qwen2": _kind("Qwen2"),
+    "qwen2_moe": _kind("Qwen2Moe", **SPARSE, shared_expert_intermediate_size=24),
     "qwen3": _kind("Qwen3", head_dim=8),
+    "qwen3_moe": _kind("Qwen3Moe", **SPARSE, head_dim=8),
     "starcoder2": _kind("Starcoder2"),
 }
 
@@ -87,6 +106,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2, "rope_theta": 100.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.3, 1.7, 2.0], "long_factor": [1.0, 2.5, 6.0, 11.0], "rope_theta": 100.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -141,6 +161,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2_untied_biases": ("gemma2", {"tie_word_embeddings": False, "attention_bias": True, "num_hidden_layers": 3}),
     "gemma2_caps": ("gemma2", {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 20}),
     "gemma2_no_caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "rms_norm_eps": 1e-2}),
+    "gemma2_uncapped_logits": ("gemma2", {"attn_logit_softcapping": 1.5, "final_logit_softcapping": None}),
     "gemma2_full_first": ("gemma2", {"layer_types": ["full_attention", "sliding_attention"], "hidden_activation": "silu"}),
     "gemma3": ("gemma3_text", {}),
     "gemma3_pattern": ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 2, "num_hidden_layers": 3}),
@@ -174,6 +195,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "olmo2_multi_head": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}),
     "olmo2_eps": ("olmo2", {"rms_norm_eps": 1e-1, "num_key_value_heads": 1}),
+    "mixtral": ("mixtral", {}),
+    "mixtral_window": ("mixtral", {"sliding_window": 5, "num_experts_per_tok": 3, "head_dim": 12, "hidden_act": "gelu"}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe_some": (
+        "qwen2_moe",
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "qwen2_moe_windows": ("qwen2_moe", {**WINDOWS, "mlp_only_layers": [0], "num_hidden_layers": 3, "max_window_layers": 2}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe_some": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True, "attention_bias": True}),
+    "qwen3_moe_windows": ("qwen3_moe", {**WINDOWS, "tie_word_embeddings": True}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2_groups": (
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 3.0, "mlp_bias": True},
+    ),
+    "deepseek_v2_no_q_latent": ("deepseek_v2", {"q_lora_rank": None, "attention_bias": True, "rope_parameters": MSCALE}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3_yarn": ("deepseek_v3", {"rope_parameters": MSCALE, "first_k_dense_replace": 0, "n_shared_experts": 2}),
+    "deepseek_v3_halves": ("deepseek_v3", {"rope_interleave": False, "norm_topk_prob": False, "attention_bias": True}),
+    "deepseek_v3_no_groups": ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}),
+    "gpt_oss": ("gpt_oss", {"rope_parameters": {**YARN, "truncate": False, "rope_theta": 1000.0}}),
+    "gpt_oss_no_biases": ("gpt_oss", {"attention_bias": False, "swiglu_limit": 0.7, "swiglu_alpha": 1.2}),
+    "gpt_oss_full_first": ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"], "num_experts_per_tok": 1}),
 }
 """Name to kind and changes of its tiny config."""
 
