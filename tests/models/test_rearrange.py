@@ -73,7 +73,21 @@ def test_write_is_the_inverse_of_read(case):
 
 
 @pytest.mark.parametrize(
-    "text", ["a b", "a -> b", "a b -> a", "a a -> a", "(a b -> a b", "a -> (a)", "(a (b c)) -> a b c", "() a -> a"]
+    "text",
+    [
+        "a b",
+        "a -> b",
+        "a b -> a",
+        "a a -> a",
+        "(a b -> a b",
+        "a -> (a)",
+        "(a (b c)) -> a b c",
+        "() a -> a",
+        "+a +b -> a b",
+        "+a (b +) -> a b",
+        "(a+ b) -> a b",
+        "a 1 -> a 1",
+    ],
 )
 def test_bad_transforms_are_refused(text):
     """What is no transform raises ConfigError that quotes it."""

@@ -6,6 +6,7 @@ import torch
 from mpar import Mesh, State, models, testing, tree
 from mpar.optim import AdamW
 from mpar.program.compiler import compile_step
+from tests.models import variants
 
 B, S = 8, 8
 BASE = {
@@ -33,15 +34,19 @@ VARIANTS = {
     "qwen3": {"model_type": "qwen3", "head_dim": 4},
     "qwen3_one_kv_head": {"model_type": "qwen3", "head_dim": 4, "num_key_value_heads": 1, "attention_bias": True},
 }  # fmt: skip
+CONFIGS = {name: {**BASE, **changes} for name, changes in VARIANTS.items()}
+for _name in ("mistral", "gemma2", "gemma2_uncapped_logits", "gemma3", "gpt2", "gpt2_untied", "phi3_long_partial", "olmo2"):
+    _kind, _changes = variants.VARIANTS[_name]
+    CONFIGS[_name] = {"model_type": _kind, **variants.KINDS[_kind].base, **_changes}
+CASES = [(name, None) for name in CONFIGS] + [(name, 8) for name in (*VARIANTS, "gemma3", "gpt2")]
 MESHES = {"zero3_tp_sp": Mesh(dp=1, fsdp=2, tp=4), "zero1_tp": Mesh(dp=2, fsdp=2, tp=2), "tp": Mesh(dp=2, fsdp=1, tp=4)}
 
 
-@pytest.mark.parametrize("chunk", [None, 8], ids=["logits", "chunked"])
 @pytest.mark.parametrize("strategy", MESHES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "chunk"), CASES)
 def test_step_equals_one_rank(variant, strategy, chunk):
     """No op falls back to replication, and a simulated step gives the loss and gradient norm of the model itself."""
-    model = models.from_config({**BASE, **VARIANTS[variant]}, dtype=torch.float64, vocab_multiple=8, logits_chunk=chunk)
+    model = models.from_config(CONFIGS[variant], dtype=torch.float64, vocab_multiple=8, logits_chunk=chunk)
     generator = torch.Generator().manual_seed(1)
     params = tree.map_leaves(
         lambda leaf: 0.3 * torch.randn(leaf.shape, generator=generator, dtype=torch.float64) + (leaf.ndim == 1),
