@@ -13,7 +13,6 @@ Experts are spread over axes that shard tokens too, or over axes along which tok
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-
 from typing import Any
 
 import torch
@@ -81,7 +80,8 @@ def _num_by_heads(strategy: Strategy, mesh: Mesh, num_ranks: int, num_heads: int
 
 def _by_heads(strategy: Strategy, mesh: Mesh, context: tuple[str, ...], count: int) -> tuple[Strategy, Mesh]:
     if mesh.axis_size(context) == count:
-        outer, inner = (), context
+        outer: tuple[str, ...] = ()
+        inner = context
     elif len(context) == 1:
         (axis,) = context
         strategy, mesh = strategy.split(mesh, axis, mesh.axis_size(axis) // count)
@@ -104,10 +104,16 @@ def _by_heads(strategy: Strategy, mesh: Mesh, context: tuple[str, ...], count: i
 def _arrange_experts(strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int]) -> tuple[Strategy, Mesh]:
     table = strategy.compute
     if "expert" not in sizes:
+        if strategy.expert_parallel > 1:
+            raise ConfigError(
+                f"strategy {strategy.name!r}: expert_parallel={strategy.expert_parallel} is for layers of experts, and this "
+                "model has none"
+            )
         return strategy, mesh
     num_experts, wanted = sizes["expert"], strategy.expert_parallel
     if strategy.dispatcher not in DISPATCHERS:
-        raise ConfigError(f"strategy {strategy.name!r}: dispatcher is {strategy.dispatcher!r}; there are {', '.join(DISPATCHERS)}")
+        known = ", ".join(DISPATCHERS)
+        raise ConfigError(f"strategy {strategy.name!r}: dispatcher is {strategy.dispatcher!r}; there are {known}")
     if num_experts % wanted:
         raise ConfigError(
             f"strategy {strategy.name!r}: {num_experts} experts cannot be spread evenly over expert_parallel={wanted} ranks; "
@@ -143,8 +149,8 @@ def _fold(strategy: Strategy, mesh: Mesh, wanted: int) -> tuple[Strategy, Mesh, 
         left //= part
     if left > 1:
         raise ConfigError(
-            f"strategy {strategy.name!r}: {mesh} cannot hold expert_parallel={wanted}: axes {list(order)} leave a factor of {left}.\n"
-            "Use a divisor of their sizes, other mesh sizes, or other expert_axes."
+            f"strategy {strategy.name!r}: {mesh} cannot hold expert_parallel={wanted}: axes {list(order)} leave a factor of "
+            f"{left}.\nUse a divisor of their sizes, other mesh sizes, or other expert_axes."
         )
     return strategy, mesh, mesh.ordered(set(axes))
 
@@ -179,7 +185,7 @@ def check_sequence(strategy: Strategy, mesh: Mesh, length: int) -> None:
         longer = -(-length // parts) * parts
         how = f"{ranks} ranks share a sequence" + (", in two parts each" if parts > ranks else "")
         raise ShapeError(
-            f"strategy {strategy.name!r} on {mesh} cannot divide a sequence of {length} positions: {how}, so that its length must "
-            f"be a multiple of {parts}.\nUse {longer} ({longer - length} positions of padding)"
+            f"strategy {strategy.name!r} on {mesh} cannot divide a sequence of {length} positions: {how}, so that its length "
+            f"must be a multiple of {parts}.\nUse {longer} ({longer - length} positions of padding)"
             + (f" or {length // parts * parts}." if length > parts else ".")
         )

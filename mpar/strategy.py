@@ -32,7 +32,7 @@ _COMPUTE: dict[str, tuple[str, ...]] = {
     "expert_mlp": (),
 }
 KEEP_ORDER = ("attend_heads", "attend_kv_heads")
-"""Rows whose axes shard in the order in which they stand, not in that of the mesh: the last of them share a part of a sequence."""
+"""Rows whose axes shard in the order in which they stand, not in that of the mesh: the last share a part of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def _is_rest(axis: str, mesh: Mesh) -> bool:
 
 
 def _presets() -> dict[str, Strategy]:
-    sharded: AxisTable = {"embed": ("fsdp",)}
+    sharded: AxisTable = {"embed": ("fsdp", "cp")}  # ranks that share a sequence use the same parameters
     zero = {
         "ddp": ({}, {}, {}),
         "zero1": ({}, {}, sharded),

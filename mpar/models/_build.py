@@ -29,11 +29,13 @@ def build(
     dtype: torch.dtype = torch.float32,
     vocab_multiple: int = 128,
     logits_chunk: int | None = None,
+    mlp_chunk: int | None = None,
     router: Mapping[str, Any] | None = None,
 ) -> Model:
     """A model of `architecture`, a key of ARCHITECTURES, with a config in Hugging Face's words.
 
-    `router` has options for the routers of experts, which no config.json has: see `with_router_options`.
+    `router` has options for the routers of experts, which no config.json has: see `with_router_options`. `logits_chunk` and
+    `mlp_chunk` are tokens whose logits, and whose feed-forward layers, are computed at once; None is all.
     Raises UnknownNameError for an unknown architecture or option, ConfigError with everything that is wrong with `config`.
     """
     if config.get("model_type", architecture) != architecture:
@@ -41,7 +43,15 @@ def build(
             f"cannot build a {architecture} from a config of model_type={config['model_type']!r}; drop one of the two"
         )
     raw = {"model_type": architecture, **config}
-    return make_model(raw, ignore=ignore, dtype=dtype, vocab_multiple=vocab_multiple, logits_chunk=logits_chunk, router=router)
+    return make_model(
+        raw,
+        ignore=ignore,
+        dtype=dtype,
+        vocab_multiple=vocab_multiple,
+        logits_chunk=logits_chunk,
+        mlp_chunk=mlp_chunk,
+        router=router,
+    )
 
 
 def from_config(
@@ -51,6 +61,7 @@ def from_config(
     dtype: torch.dtype = torch.float32,
     vocab_multiple: int = 128,
     logits_chunk: int | None = None,
+    mlp_chunk: int | None = None,
     router: Mapping[str, Any] | None = None,
 ) -> Model:
     """The model that a Hugging Face config describes: a dict, a config.json, or a folder with one.
@@ -65,6 +76,7 @@ def from_config(
         dtype=dtype,
         vocab_multiple=vocab_multiple,
         logits_chunk=logits_chunk,
+        mlp_chunk=mlp_chunk,
         router=router,
         generation=generation,
     )
@@ -80,6 +92,7 @@ def from_hf(
     ignore: Sequence[str] = (),
     vocab_multiple: int = 128,
     logits_chunk: int | None = None,
+    mlp_chunk: int | None = None,
     router: Mapping[str, Any] | None = None,
 ) -> tuple[Model, Any]:
     """`(model, params)` from a folder with config.json and safetensors; `dtype` is by default that of the stored tensors.
@@ -91,7 +104,9 @@ def from_hf(
     """
     if (mesh is None) != (strategy is None):
         raise ShardingError("cannot load shards: mesh and strategy come together; pass both, or neither for whole parameters")
-    model = from_config(path, ignore=ignore, vocab_multiple=vocab_multiple, logits_chunk=logits_chunk, router=router)
+    model = from_config(
+        path, ignore=ignore, vocab_multiple=vocab_multiple, logits_chunk=logits_chunk, mlp_chunk=mlp_chunk, router=router
+    )
     if dtype is None:
         with HfReader(model, path) as reader:
             dtype = reader.dtype

@@ -7,7 +7,7 @@ one); what its layers are made of is said in `_parts.py`.
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -39,6 +39,7 @@ __all__ = [
     "meta_params",
     "segments",
     "shapes",
+    "with_mlp_chunk",
 ]
 
 RESIDUAL = ("batch", "residual_seq", "embed")
@@ -358,6 +359,21 @@ def segments(config: DecoderConfig) -> tuple[Segment, ...]:
         *(Segment(f"layers.{i}", blocks[layer], (f"layers.{i}",), RESIDUAL) for i, layer in enumerate(config.layers)),
         Segment("head", head_segment(config), ("head", "embed") if config.tied else ("head",)),
     )
+
+
+def with_mlp_chunk(config: DecoderConfig, chunk: int | None) -> DecoderConfig:
+    """The same with feed-forward layers, shared experts too, that take `chunk` tokens at a time. Raises ConfigError."""
+    layers = tuple(replace(layer, mlp=_with_chunk(layer.mlp, chunk)) for layer in config.layers)
+    layered = [layer.mlp.shared if isinstance(layer.mlp, MoeConfig) else layer.mlp for layer in layers]
+    if chunk is not None and not any(layered):
+        raise ConfigError(f"cannot use mlp_chunk={chunk}: this model has no feed-forward layer that every token goes through")
+    return replace(config, layers=layers)
+
+
+def _with_chunk(mlp: Any, chunk: int | None) -> Any:
+    if isinstance(mlp, MoeConfig):
+        return replace(mlp, shared=_with_chunk(mlp.shared, chunk))
+    return None if mlp is None else replace(mlp, chunk=chunk)
 
 
 def meta_params(config: DecoderConfig, dtype: torch.dtype) -> DecoderParams:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from mpar import ops
+from mpar.errors import ConfigError
+from mpar.ops._mlp_tiled import Activation
 from mpar.tree import struct
 
 __all__ = ["ACTIVATIONS", "FEED_FORWARD_AXES", "FeedForward", "MlpConfig", "feed_forward", "mlp", "mlp_shapes"]
@@ -16,12 +18,23 @@ __all__ = ["ACTIVATIONS", "FEED_FORWARD_AXES", "FeedForward", "MlpConfig", "feed
 
 @dataclass(frozen=True)
 class MlpConfig:
-    """size: of the hidden features. activation: a key of ACTIVATIONS. gated: see `FeedForward`. bias: of all its matrices."""
+    """What the layer is.
+
+    size: of the hidden features. activation: a key of ACTIVATIONS. gated: see `FeedForward`. bias: of all its matrices.
+    chunk: None computes all tokens at once; a number computes that many at a time and keeps no hidden features of them.
+    Raises ConfigError if chunk is not positive, or there are biases, which layers in chunks do not have.
+    """
 
     size: int
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk is not None and (self.chunk < 1 or self.bias):
+            reason = "must be a positive int" if self.chunk < 1 else "this model's feed-forward layers have biases; use null"
+            raise ConfigError(f"cannot compute feed-forward layers with mlp_chunk={self.chunk} tokens at a time: {reason}")
 
 
 @struct
@@ -45,8 +58,8 @@ FEED_FORWARD_AXES = cast(Any, FeedForward)(
     down_bias_D=("embed",),
 )
 
-Activation = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]
-ACTIVATIONS: dict[str, Activation] = {
+Activate = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]
+ACTIVATIONS: dict[str, Activate] = {
     "silu": (ops.swiglu, torch.nn.functional.silu),
     "gelu": (functools.partial(ops.geglu, approximate="none"), functools.partial(torch.nn.functional.gelu, approximate="none")),
     "gelu_pytorch_tanh": (
@@ -72,7 +85,11 @@ def mlp_shapes(config: MlpConfig, hidden_size: int) -> FeedForward:
 
 def mlp(params: FeedForward, config: MlpConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
     """The layer applied to `x_BSD`."""
-    return feed_forward(params, x_BSD, activation=config.activation)
+    if config.chunk is None:
+        return feed_forward(params, x_BSD, activation=config.activation)
+    matrices = params.gate_DF, params.up_DF, params.down_FD
+    out_BSD = ops.mlp_tiled(x_BSD, *matrices, activation=cast(Activation, config.activation), chunk=config.chunk)
+    return ops.name(ops.constrain(out_BSD, ("batch", "residual_seq", "embed")), "mlp_out")
 
 
 def feed_forward(params: FeedForward, x_BSD: Tensor, *, activation: str) -> Tensor:

@@ -101,6 +101,13 @@ class Model:
         """The same model whose loss is computed from `chunk` tokens at a time, or from all logits at once (None)."""
         return replace(self, config=replace(self.config, logits_chunk=chunk))
 
+    def with_mlp_chunk(self, chunk: int | None) -> "Model":
+        """The same model whose feed-forward layers, shared experts too, take `chunk` tokens at a time, or all at once (None).
+
+        Raises ConfigError where they cannot: they have biases, or there are none.
+        """
+        return replace(self, config=decoder.with_mlp_chunk(self.config, chunk))
+
     def context(self, batch: Batch) -> dict[str, Tensor]:
         """What segments read: tokens, RoPE tables, and of labels, documents, token_weights, order those in `batch`.
 
@@ -227,6 +234,7 @@ def make_model(
     dtype: torch.dtype = torch.float32,
     vocab_multiple: int = 128,
     logits_chunk: int | None = None,
+    mlp_chunk: int | None = None,
     router: Mapping[str, Any] | None = None,
     generation: dict[str, Any] | None = None,
 ) -> Model:
@@ -234,7 +242,8 @@ def make_model(
     if not dtype.is_floating_point:
         raise ConfigError(f"cannot make a model with parameters of {dtype}: choose a floating dtype")
     config = decoder_config(raw, ignore, vocab_multiple, logits_chunk, router)
-    return Model(raw["model_type"], config, dtype, json.dumps(raw), None if generation is None else json.dumps(generation))
+    model = Model(raw["model_type"], config, dtype, json.dumps(raw), None if generation is None else json.dumps(generation))
+    return model if mlp_chunk is None else model.with_mlp_chunk(mlp_chunk)
 
 
 def _normal(key: tuple[int, int], bounds: Sequence[range], dtype: torch.dtype) -> Tensor:

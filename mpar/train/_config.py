@@ -38,6 +38,7 @@ class ModelConfig:
     ignore: tuple[str, ...] = key("keys of config.json that mpar does not know and that change nothing", default=())
     vocab_multiple: int = key("the vocabulary is padded to a multiple of this", default=128)
     logits_chunk: int | None = key("tokens whose logits are made at once; null makes all", default=None)
+    mlp_chunk: int | None = key("tokens whose feed-forward layers are computed at once; null: all", default=None)
     router: dict[str, Any] | None = key("routers of experts: capacity_factor, losses, the rate of their bias, ...", default=None)
 
 
@@ -77,15 +78,31 @@ class MeshConfig:
     pp: int = key("ranks that a pipeline is made of; each has schedule.num_chunks stages", default=1)
     dp: int = key("replicas that share no storage", default=1)
     fsdp: int = key("data parallel ranks over which ZeRO shards storage", default=1)
+    cp: int = key("ranks that share a sequence, and ZeRO's storage", default=1)
     tp: int = key("tensor parallel ranks, which talk most", default=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """Which tensors are sharded over which mesh axes."""
+    """Which tensors are sharded over which mesh axes; null is the preset's."""
 
     name: str = key("a preset: `ls conf/strategy`")
     reduce: Literal["each", "last"] | None = key("reduce gradients every microbatch or once; null: by the preset", default=None)
+    context_parallel: Literal["auto", "ring", "all_gather", "all_to_all", "all_to_all+ring"] | None = key(
+        "how attention divides a sequence that ranks of cp share", default=None
+    )
+    ulysses_size: int | None = key(
+        "all_to_all: ranks that share a part of a sequence by heads; null: as many as can", default=None
+    )
+    sequence: Literal["auto", "zigzag", "contiguous"] | None = key(
+        "positions that a rank of cp has: zigzag is an early and a late part, auto zigzag where the model can", default=None
+    )
+    expert_parallel: int | None = key("ranks over which the experts of a layer are spread; null: none", default=None)
+    expert_axes: tuple[str, ...] | None = key("mesh axes for it, first come first taken; null: the innermost", default=None)
+    dispatcher: Literal["all_to_all", "all_gather"] | None = key(
+        "all_to_all: tokens travel to the ranks of their experts; all_gather: all of these get every token", default=None
+    )
+    expert_tensor_parallel: bool | None = key("tp shards the inside of experts, too, where it holds none", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 
 from mpar import models
 from mpar.data import Batches, DataConfig, Tokenizer, byte_tokenizer, load_dataset
-from mpar.errors import ConfigError
+from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
 from mpar.models import Model
@@ -47,9 +47,16 @@ def make_mesh(config: TrainConfig) -> Mesh:
 
 
 def make_strategy(config: TrainConfig) -> Strategy:
-    """The preset, with `reduce` as asked for."""
-    strategy = preset(config.strategy.name)
-    return strategy if config.strategy.reduce is None else replace(strategy, reduce=config.strategy.reduce)
+    """The preset, changed as asked for. Raises ConfigError or UnknownNameError for what no mesh could do."""
+    asked = {name: value for name, value in asdict(config.strategy).items() if name != "name" and value is not None}
+    axes = [axis for axis in asdict(config.mesh) if axis != "pp"]
+    unknown = [axis for axis in asked.get("expert_axes", ()) if axis not in axes]
+    if unknown:
+        raise UnknownNameError(f"strategy.expert_axes={list(asked['expert_axes'])} has {unknown}: experts can be over {axes}")
+    small = [f"strategy.{name}={asked[name]}" for name in ("expert_parallel", "ulysses_size") if asked.get(name, 1) < 1]
+    if small:
+        raise ConfigError(f"cannot use {', '.join(small)}: a number of ranks is at least 1")
+    return replace(preset(config.strategy.name), **asked)
 
 
 def make_model(config: TrainConfig) -> Model:
@@ -68,6 +75,7 @@ def make_model(config: TrainConfig) -> Model:
         dtype=torch.float32,
         vocab_multiple=group.vocab_multiple,
         logits_chunk=group.logits_chunk,
+        mlp_chunk=group.mlp_chunk,
         router=group.router,
     )
 
