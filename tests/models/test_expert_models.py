@@ -133,6 +133,14 @@ def test_defaults_are_those_of_transformers(kind):
     assert models.build(kind, given).config == models.from_config(written).config
 
 
+def test_windows_that_are_not_listed_alternate():
+    """Without layer_types Qwen2-MoE slides in every other layer below max_window_layers, as in transformers."""
+    given = {**KINDS["qwen2_moe"].base, "num_hidden_layers": 6, "max_window_layers": 4, "use_sliding_window": True}
+    kinds = transformers.Qwen2MoeConfig(**given, sliding_window=5).layer_types
+    layers = built("qwen2_moe", **given, sliding_window=5).config.layers
+    assert [layer.mixer.window for layer in layers] == [5 if kind == "sliding_attention" else None for kind in kinds]
+
+
 def test_router_options_reach_every_layer_of_experts():
     """Options set the fields of all routers, in layers with experts alone; the dense first layer stays."""
     options = {"capacity_factor": 1.5, "z_loss": 1e-3, "bias_rate": 1e-3, "seq_aux_loss": 1e-4}
