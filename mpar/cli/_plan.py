@@ -1,5 +1,6 @@
 """`mpar plan`: compile, verify and predict a run; print its program, collectives, memory, and time on each hardware profile."""
 
+import itertools
 import math
 import re
 import resource
@@ -17,6 +18,7 @@ from rich.table import Table
 from mpar.cli._bind import bind
 from mpar.cli._compare import check_names, comparison, try_schedules
 from mpar.cli._compose import compose_config, conf_dir, describe_config
+from mpar.cli._placement import placement, slow_axes
 from mpar.cli._screen import say, say_aside
 from mpar.cli._timeline import check_suffix, write_pictures
 from mpar.errors import ConfigError
@@ -31,6 +33,7 @@ from mpar.train import (
     make_hardware,
     make_mesh,
     make_model,
+    make_strategy,
     num_microbatches,
 )
 from mpar.train.prepare import compile_program
@@ -159,7 +162,8 @@ def _write(file: str, text: str) -> None:
 def _overview(config: TrainConfig, program: Program, hardware: Hardware) -> str:
     parameters = sum(math.prod(leaf.shape) for leaf in program.state_in if leaf.path.startswith("params."))
     batch, length = program.info["batch"]["tokens"]
-    prediction = program.predict()
+    prediction, model, strategy = program.predict(), make_model(config), make_strategy(config)
+    rows = batch * program.num_microbatches
     fallbacks = ", ".join(program.info["fallbacks"]) or "none"
     return "\n".join(
         [
@@ -167,13 +171,15 @@ def _overview(config: TrainConfig, program: Program, hardware: Hardware) -> str:
             f"mesh        {program.info['public_mesh']}, {program.mesh.size:,} ranks",
             f"strategy    {config.strategy.name}, gradients reduced {_REDUCED[program.info['reduce']]}; {config.precision.name}; "
             f"recompute {config.recompute.kind}",
-            f"batch       {batch * program.num_microbatches:,} sequences of {length:,} positions in {program.num_microbatches} "
+            f"batch       {rows:,} sequence{'s' * (rows > 1)} of {length:,} positions in {program.num_microbatches} "
             f"microbatch{'es' * (program.num_microbatches > 1)}",
+            *placement(model, strategy, program, config.plan.rank),
             f"program     {len(program.instructions):,} instructions of {len(program.kinds)} kinds, verified; "
             f"{sum(kind.num_nodes for kind in program.kinds.values()):,} graph nodes; replicated fallbacks: {fallbacks}",
             f"a rank      {format_bytes(prediction.state_bytes)} of state, peak {format_bytes(prediction.peak_bytes)}, "
             f"workspace of one op up to {format_bytes(prediction.workspace_bytes)}",
             *_pipeline(program, hardware),
+            *(f"warning     {line}" for line in slow_axes(strategy, program.info["public_mesh"], model, hardware)),
             "",
         ]
     )
@@ -201,8 +207,15 @@ _REDUCED = {"each": "every microbatch", "last": "after the last microbatch"}
 
 
 def _narrow(line: str) -> str:
-    """A line without operands and frees, and with the first result only, for a screen."""
-    return _RESULTS.sub(lambda m: f"{m[1]}{m[2]}, ... = ", _OPERANDS.sub("", line))
+    """A line without operands and frees, with the first result only and equal collectives counted, for a screen."""
+    parts = _RESULTS.sub(lambda m: f"{m[1]}{m[2]}, ... = ", _OPERANDS.sub("", line)).split("   ")
+    return "   ".join(_counted(part) for part in parts)
+
+
+def _counted(part: str) -> str:
+    """`7 x shift cp 1.0 MiB` for seven of them in a row."""
+    runs = [(use, len(list(same))) for use, same in itertools.groupby(part.split("; "))]
+    return "; ".join(use if count == 1 else f"{count} x {use}" for use, count in runs)
 
 
 def _shortened(lines: list[str], most: int) -> list[str]:

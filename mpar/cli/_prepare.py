@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpar.cli._placement import slow_axes
 from mpar.cli._worker import write_failure
 from mpar.program import Hardware, Program, describe_kernels, format_bytes
 from mpar.schedules import num_stages
-from mpar.train import Job, TrainConfig, make_hardware
+from mpar.train import Job, TrainConfig, make_hardware, make_model, make_strategy
 from mpar.train.prepare import prepare
 
 __all__ = ["REQUEST", "PreparedJob", "main", "prepare_job"]
@@ -38,7 +39,8 @@ def prepare_job(config: TrainConfig, resolved: dict[str, Any], folder: Path) -> 
         f"data: {report}\n"
         f"program: {len(program.instructions)} instructions, {prediction.num_collectives} collectives a step, "
         f"{format_bytes(prediction.communication_bytes)} sent by a rank, peak {format_bytes(prediction.peak_bytes)} predicted\n"
-        f"{_pipeline_line(program, make_hardware(config.hardware))}{_kernels_line(program)}run_dir: {config.run_dir}"
+        f"{_pipeline_line(program, make_hardware(config.hardware))}{_kernels_line(program)}{_warnings(config, program)}"
+        f"run_dir: {config.run_dir}"
     )
     return PreparedJob(job, summary)
 
@@ -47,6 +49,12 @@ def _kernels_line(program: Program) -> str:
     """A line on what carries out the primitives, where kernels were asked for or could have been."""
     line = describe_kernels(program.info["kernels"], (use for kind in program.kinds.values() for use in kind.kernels))
     return f"{line}\n" if line else ""
+
+
+def _warnings(config: TrainConfig, program: Program) -> str:
+    """A line on each group of ranks that talks much over slow links."""
+    own = slow_axes(make_strategy(config), program.info["public_mesh"], make_model(config), make_hardware(config.hardware))
+    return "".join(f"warning: {line}\n" for line in own)
 
 
 def _pipeline_line(program: Program, hardware: Hardware) -> str:

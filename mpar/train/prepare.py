@@ -7,9 +7,11 @@ from typing import Any
 from mpar import checkpoint
 from mpar.data import Batches, LoadReport
 from mpar.errors import CheckpointError, ConfigError
+from mpar.models import Model
 from mpar.program import Program
 from mpar.program.compiler import Schedule, compile_eval, compile_step, policy
 from mpar.schedules import Action, from_table, layout_letters
+from mpar.strategy import Strategy
 from mpar.train._config import TrainConfig
 from mpar.train._job import Job, write_job
 from mpar.train._setup import (
@@ -34,12 +36,13 @@ def compile_program(config: TrainConfig) -> Program:
     """The program that the configuration describes; needs no data and no weights. Raises MparError."""
     if config.steps < 1:
         raise ConfigError(f"cannot train for steps={config.steps}: it must be at least 1")
-    recompute = config.recompute
+    model, strategy, recompute = make_model(config), make_strategy(config), config.recompute
+    _check_scans(model, strategy, config.mesh.cp)
     return compile_step(
-        make_model(config),
+        model,
         make_optimizer(config.optimizer, config.steps),
         make_mesh(config),
-        make_strategy(config),
+        strategy,
         batch_shapes(config),
         schedule=make_schedule(config),
         num_microbatches=num_microbatches(config),
@@ -48,6 +51,20 @@ def compile_program(config: TrainConfig) -> Program:
         hardware=make_hardware(config.hardware),
         kernels=make_kernels(config),
     )
+
+
+def _check_scans(model: Model, strategy: Strategy, num_ranks: int) -> None:
+    """Raise ConfigError if layers that go from token to token are to have a sequence in parts."""
+    if num_ranks == 1 or not any(layer.sequential for layer in model.config.layers):
+        return
+    wrong = ["sequence=zigzag"] * (strategy.sequence == "zigzag")
+    wrong += [f"context_parallel={strategy.context_parallel}"] * ("ring" in (strategy.context_parallel or ""))
+    if wrong:
+        raise ConfigError(
+            f"cannot use {' and '.join(f'strategy.{word}' for word in wrong)} with this {model.name} model: its layers scan a "
+            "sequence from the first token to the last, and need it whole and in order.\n"
+            "Use context_parallel=all_to_all, which gives every rank some heads, or all_gather, and sequence=auto or contiguous."
+        )
 
 
 def compile_evaluation(config: TrainConfig, program: Program) -> Program:

@@ -1,0 +1,95 @@
+"""Where sequences and experts lie, in words: what `mpar plan` says of them, and what is slow on the hardware at hand."""
+
+import itertools
+import math
+
+from mpar.arrange import arrange, sequence_order
+from mpar.mesh import Mesh
+from mpar.models import Model
+from mpar.program import Hardware, Program
+from mpar.strategy import Strategy, dim_sizes
+
+__all__ = ["placement", "slow_axes"]
+
+_TALKS = {"tp": "every layer", "cp": "every attention"}
+
+
+def placement(model: Model, strategy: Strategy, program: Program, rank: int) -> list[str]:
+    """A line each on the sequence, the experts, and storage rules that are not used, where there is something to say."""
+    mesh = program.info["public_mesh"]
+    strategy, mesh = arrange(strategy, mesh, model.abstract_params, model.param_axes)
+    sizes = dim_sizes(model.abstract_params, model.param_axes)
+    lines = _sequence(model, strategy, mesh, program, rank)
+    return [*lines, *_experts(strategy, mesh, sizes["expert"], rank)] if "expert" in sizes else lines
+
+
+def slow_axes(strategy: Strategy, mesh: Mesh, model: Model, hardware: Hardware) -> list[str]:
+    """A warning for each group of ranks that talks much and does not lie within a node of `hardware`."""
+    arranged, refined = arrange(strategy, mesh, model.abstract_params, model.param_axes)
+    groups: dict[str, tuple[Mesh, tuple[str, ...], str]] = {axis: (mesh, (axis,), what) for axis, what in _TALKS.items()}
+    axes = refined.ordered(set(arranged.compute["expert"]))
+    if axes and "expert" in dim_sizes(model.abstract_params, model.param_axes):
+        groups["expert_parallel"] = (refined, axes, "every layer of experts")
+    found = []
+    node = hardware.ranks_per_node
+    for name, (where, own, what) in groups.items():
+        if where.rank({axis: where.axis_size(axis) - 1 for axis in own}) >= node:
+            found.append(
+                f"{name} of {where.axis_size(own)} ranks crosses nodes, of {node} ranks each on {hardware.name}: {what} waits for "
+                "links between nodes"
+            )
+    return found
+
+
+def _sequence(model: Model, strategy: Strategy, mesh: Mesh, program: Program, rank: int) -> list[str]:
+    axes = mesh.ordered(set(strategy.compute["seq"]))
+    if not axes:
+        return []
+    length, ranks = program.info["batch"]["tokens"][1], mesh.axis_size(axes)
+    own = length // ranks
+    start = mesh.index(rank, axes) * own
+    places = sequence_order(length, program.order_parts)[start : start + own]
+    ends = [-1, *(places.diff() != 1).nonzero().flatten().tolist(), own - 1]
+    runs = [f"{places[a + 1]:,} to {places[b]:,}" for a, b in itertools.pairwise(ends)]
+    how = "zigzag: " if program.order_parts > 1 else ""
+    return [
+        f"sequence    over {' x '.join(axes)}, {ranks} ranks; {_method(model, strategy, mesh)}; "
+        f"rank {rank} has {own:,} positions, {how}{' and '.join(runs)}"
+    ]
+
+
+def _method(model: Model, strategy: Strategy, mesh: Mesh) -> str:
+    """How layers see the whole sequence, by where the table puts queries and keys."""
+    ranks, queries, keys = (mesh.axis_size(strategy.compute[row]) for row in ("seq", "attend_seq", "attend_kv_seq"))
+    if queries == 1:
+        return "all_to_all: whole, by heads"
+    if any(layer.sequential for layer in model.config.layers):
+        return "gathered where tokens are scanned"
+    if queries < ranks:
+        return f"all_to_all among {ranks // queries}, {'ring' if keys > 1 else 'all_gather'} between {queries}"
+    return "ring" if keys > 1 else "all_gather"
+
+
+def _experts(strategy: Strategy, mesh: Mesh, num_experts: int, rank: int) -> list[str]:
+    axes = mesh.ordered(set(strategy.compute["expert"]))
+    inner = mesh.ordered(set(strategy.compute["expert_mlp"]))
+    shared = f", inside over {' x '.join(inner)}" if inner else ""
+    if not axes:
+        return [f"experts     {num_experts}, all on every rank{shared}"]
+    own = num_experts // mesh.axis_size(axes)
+    first = mesh.index(rank, axes) * own
+    held = f"{first} to {first + own - 1}" if own > 1 else f"{first}"
+    lines = [
+        f"experts     {num_experts} over {' x '.join(axes)}, {mesh.axis_size(axes)} ranks{shared}; rank {rank} has {held}; "
+        f"tokens go there by {strategy.dispatcher}"
+    ]
+    tables = (strategy.param_storage, strategy.grad_storage, strategy.opt_storage)
+    rules = {axis for table in tables for own_axes in table.values() for axis in own_axes}
+    unused = [axis for axis in axes if axis in rules]
+    if unused:
+        left = [axis for axis in mesh.ordered(rules) if axis not in axes]
+        rest = f"shared by {math.prod(mesh.axis_size(axis) for axis in left)} ranks of {' x '.join(left)}" if left else "whole"
+        lines.append(
+            f"storage     of an expert is {rest}: the rule for {' x '.join(unused)} is spent on which experts a rank has"
+        )
+    return lines
