@@ -5,13 +5,14 @@ with messages to other stages between them; gradient reduction after the last us
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpar import tree
-from mpar.arrange import arrange, check_sequence, num_order_parts
+from mpar.arrange import CONTEXT_PARALLEL, arrange, check_sequence, num_order_parts
 from mpar.chain import Chain, Segment
 from mpar.errors import ConfigError, ShapeError
 from mpar.kernels import Kernels
@@ -19,9 +20,9 @@ from mpar.mesh import Mesh
 from mpar.precision import Precision, precision
 from mpar.program._part import Step, write_part
 from mpar.program._partition import RecomputePolicy, policy
-from mpar.program._predict import REFERENCE, Hardware
+from mpar.program._predict import REFERENCE, Hardware, segment_time
 from mpar.program._program import Program
-from mpar.program._segments import SegmentCode, compile_function, compile_segment, trace_segment
+from mpar.program._segments import Code, SegmentCode, compile_function, compile_segment, trace_segment
 from mpar.program._stages import Schedule, make_pipeline
 from mpar.program._units import Unit, make_units
 from mpar.program._writer import Writer, like
@@ -114,22 +115,12 @@ def _compile(
 ) -> Program:
     public_mesh, (bucket_bytes, prefetch_bytes) = mesh, bytes_
     strategy = preset(strategy) if isinstance(strategy, str) else strategy
-    strategy, mesh = arrange(strategy, mesh, model.abstract_params, model.param_axes)
     batch = _microbatch_values(model, batch_shape, num_microbatches)
-    order_parts = _order_sequence(model, strategy, mesh, batch)
-    shapes = {key: (tuple(value.shape), model.batch_axes[key]) for key, value in batch.items()}
-    strategy.check(mesh, model.abstract_params, model.param_axes, shapes)
     numbers = make_precision(precision)
     kernels = kernels or Kernels(arch=hardware.arch if hardware else None)
-    writer = Writer(mesh, strategy.compute, kernels)
-    units = make_units(model, strategy, mesh, numbers)
-    specs = [strategy.compute_spec(model.batch_axes[key], mesh) for key in batch]
-    how: dict[str, Any] = {"table": strategy.compute, "kernels": kernels}
-    context = compile_function("context", model.context, (batch,), mesh, specs, resolve=True, **how)
-    weight = compile_function("weight", model.weight, (batch,), mesh, specs, **how)
-    codes, boundary = _compile_segments(
-        model, strategy, mesh, numbers, recompute, kernels, units, writer.global_results(context), context.out_specs
-    )
+    placed = _place(model, strategy, mesh, batch, numbers, recompute, kernels, hardware or REFERENCE)
+    strategy, mesh, batch = placed.strategy, placed.mesh, placed.batch
+    writer, units, codes = placed.writer, placed.units, placed.codes
     names = [segment.name for segment in model.segments]
     pipeline = make_pipeline(
         schedule, mesh, num_microbatches, names, codes, hardware or REFERENCE, backward=optimizer is not None
@@ -146,10 +137,10 @@ def _compile(
         prefetch_bytes=prefetch_bytes,
         writer=writer,
         units=units,
-        context_code=context,
-        weight_code=weight,
+        context_code=placed.context,
+        weight_code=placed.weight,
         codes=codes,
-        boundary=boundary,
+        boundary=placed.boundary,
         pipeline=pipeline,
     )
     program = Program(
@@ -159,11 +150,12 @@ def _compile(
         parts=[write_part(step, position) for position in range(mesh.axis_size("pp"))],
         num_microbatches=num_microbatches,
         schedule=[list(own) for own in pipeline.table],
-        order_parts=order_parts,
+        order_parts=placed.order_parts,
         info={
             "optimizer": optimizer,
             "public_mesh": public_mesh,
             "strategy": strategy.name,
+            "context_parallel": strategy.context_parallel if mesh.axis_size(strategy.compute.get("seq", ())) > 1 else None,
             "reduce": "each" if strategy.reduces_each else "last",
             "batch": {key: tuple(value.shape) for key, value in batch.items()},
             "recompute": recompute.kind,
@@ -175,6 +167,78 @@ def _compile(
     )
     program.verify()
     return program
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A model on a mesh: the strategy and mesh as they were arranged for it, and all of its code."""
+
+    strategy: Strategy
+    mesh: Mesh
+    batch: dict[str, Tensor]
+    order_parts: int
+    writer: Writer
+    units: dict[str, Unit]
+    context: Code
+    weight: Code
+    codes: list[SegmentCode]
+    boundary: list[list[tuple[Tensor, P]]]
+
+
+def _place(
+    model: Chain,
+    strategy: Strategy,
+    mesh: Mesh,
+    batch: dict[str, Tensor],
+    precision: Precision,
+    recompute: RecomputePolicy,
+    kernels: Kernels,
+    hardware: Hardware,
+) -> _Placed:
+    """Compile the segments; of several ways to divide attention (context_parallel "auto") the one with the least predicted time."""
+    how = (mesh, batch, precision, recompute, kernels)
+    shared = mesh.axis_size(strategy.compute.get("seq", ())) > 1
+    if strategy.context_parallel != "auto" or not shared:
+        return _place_as_said(model, strategy, *how)
+    found = []
+    for method in CONTEXT_PARALLEL:
+        try:
+            found.append(_place_as_said(model, replace(strategy, context_parallel=method), *how))
+        except ConfigError:
+            if method == CONTEXT_PARALLEL[0]:
+                raise  # what is wrong is not this way
+
+    def time(placed: _Placed) -> float:
+        kinds = (kind for code in placed.codes for kind in (code.forward.kind, code.backward.kind))
+        return sum(segment_time(kind, placed.mesh, hardware) for kind in kinds)
+
+    return min(found, key=time)
+
+
+def _place_as_said(
+    model: Chain,
+    strategy: Strategy,
+    mesh: Mesh,
+    batch: dict[str, Tensor],
+    precision: Precision,
+    recompute: RecomputePolicy,
+    kernels: Kernels,
+) -> _Placed:
+    strategy, mesh = arrange(strategy, mesh, model.abstract_params, model.param_axes)
+    batch = dict(batch)
+    order_parts = _order_sequence(model, strategy, mesh, batch)
+    shapes = {key: (tuple(value.shape), model.batch_axes[key]) for key, value in batch.items()}
+    strategy.check(mesh, model.abstract_params, model.param_axes, shapes)
+    writer = Writer(mesh, strategy.compute, kernels)
+    units = make_units(model, strategy, mesh, precision)
+    specs = [strategy.compute_spec(model.batch_axes[key], mesh) for key in batch]
+    how: dict[str, Any] = {"table": strategy.compute, "kernels": kernels}
+    context = compile_function("context", model.context, (batch,), mesh, specs, resolve=True, **how)
+    weight = compile_function("weight", model.weight, (batch,), mesh, specs, **how)
+    codes, boundary = _compile_segments(
+        model, strategy, mesh, precision, recompute, kernels, units, writer.global_results(context), context.out_specs
+    )
+    return _Placed(strategy, mesh, batch, order_parts, writer, units, context, weight, codes, boundary)
 
 
 def _microbatch_values(model: Chain, batch_shape: BatchShape, num_microbatches: int) -> dict[str, Tensor]:

@@ -35,22 +35,28 @@ class SegmentMemory:
     idle: tuple[int, ...]
 
 
-def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int]) -> SegmentMemory:
-    """Follow the storages of a rank graph from its values without data; `workspace(node)` is what an op holds while it runs."""
+def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int], *, most: bool = False) -> SegmentMemory:
+    """Follow the storages of a rank graph from its values without data; `workspace(node)` is what an op holds while it runs.
+
+    most: ragged values have as many rows as they can; else as many as they have on average.
+    """
     numbers: dict[Any, int] = {}
     sizes: list[int] = []
     held: dict[fx.Node, tuple[int, ...]] = {}
 
+    times = 1
+
     def number(key: Any, nbytes: int) -> int:
         if key not in numbers:
             numbers[key] = len(sizes)
-            sizes.append(nbytes)
+            sizes.append(nbytes * times)
         return numbers[key]
 
     order = [node for node in graph.nodes if node.op in ("placeholder", "call_function", "get_attr")]
     inputs = []
     for node in order:
         if node.op == "placeholder":
+            times = node.meta.get("ragged", 1) if most else 1
             held[node] = _storages(node.meta["val"], number)
             inputs.append(held[node][0])
     constants = {node for node in order if node.op == "get_attr"}
@@ -58,7 +64,7 @@ def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int]) -> SegmentMemo
     made: list[list[int]] = []
     calls = [node for node in order if node.op == "call_function"]
     for position, node in enumerate(calls):
-        before = len(sizes)
+        before, times = len(sizes), node.meta.get("ragged", 1) if most else 1
         reused = _reused(node, held)
         if reused is not None:
             numbers |= dict(zip((storage_key(v) for v in _tensors(node.meta["val"])), reused, strict=True))

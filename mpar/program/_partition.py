@@ -91,12 +91,17 @@ def partition(
     graph: fx.Graph, num_params: int, num_inputs: int, num_primals: int, num_results: int, recompute: RecomputePolicy
 ) -> Halves:
     """Cut a joint graph. Its placeholders are parameters, inputs, context (`num_primals` in all), then cotangents; its outputs
-    are `num_results` results of the forward, then gradients."""
+    are `num_results` results of the forward, then gradients.
+
+    What only gradients need is left to the backward, even if it depends on no cotangent: keys that go round a second time.
+    """
     placeholders = graph.find_nodes(op="placeholder")
     outputs = list(graph.output_node().args[0])
     results, gradients = outputs[:num_results], outputs[num_results:]
     cotangents = set(placeholders[num_primals:])
+    early = _ancestors(results)
     late = descendants(graph, cotangents)
+    late |= {node for node in graph.nodes if node.op == "call_function" and producer(node) not in early}
     free = computed_from(graph, set(placeholders[:num_params])) | computed_from(
         graph, set(placeholders[num_params + num_inputs : num_primals])
     )

@@ -55,7 +55,8 @@ class Prediction:
     """What one step of one rank costs.
 
     peak_bytes is exact but for the workspace inside single ops, of which `workspace_bytes` is the largest; need_bytes is the peak
-    with each workspace where it is needed and while it is. state_bytes is what lives between steps. FLOPs count what is executed,
+    with each workspace where it is needed and while it is; most_bytes is that where a router sends all rows to one rank, which is
+    more only if rows travel between ranks. state_bytes is what lives between steps. FLOPs count what is executed,
     recomputation included. communication_bytes is what one rank contributes to collectives and sends to other stages. Counts are
     the most of any rank. step_s is the makespan of all ranks; compute_s and communication_s are the busiest one's; the bubble is
     the makespan without its time, the span bubble the longest time that a rank idles between its first forward and its last
@@ -66,6 +67,7 @@ class Prediction:
     state_bytes: int
     workspace_bytes: int
     need_bytes: int
+    most_bytes: int
     flops: int
     communication_bytes: int
     num_collectives: int
@@ -116,6 +118,7 @@ def _predict_part(program: "Program", position: int, hardware: Hardware | None) 
         state,
         max((kind.workspace for kind in kinds), default=0),
         max((peak for peak, _ in _timeline(program, part, workspace=True)), default=0),
+        max((peak for peak, _ in _timeline(program, part, workspace=True, most=True)), default=0),
         sum(kind.flops for kind in kinds),
         sum(use.bytes for use in uses) + sum(sent),
         len(uses),
@@ -130,7 +133,9 @@ def memory_timeline(program: "Program", position: int = 0) -> list[tuple[int, in
     return list(_timeline(program, program.parts[position]))
 
 
-def _timeline(program: "Program", part: "Part", *, workspace: bool = False) -> Iterator[tuple[int, int]]:
+def _timeline(
+    program: "Program", part: "Part", *, workspace: bool = False, most: bool = False
+) -> Iterator[tuple[int, int]]:
     values = program.values
     users: dict[int, int] = {}  # live values of each storage
     sizes: dict[int, int] = {}
@@ -150,7 +155,8 @@ def _timeline(program: "Program", part: "Part", *, workspace: bool = False) -> I
     constants = sum(t.nbytes for name in used for t in program.kinds[name].constants.values())
     live = constants + sum(sizes[storage] for storage in users)
     for step in part.instructions:
-        memory = program.kinds[step.kind].memory
+        kind = program.kinds[step.kind]
+        memory = kind.most if most and kind.most is not None else kind.memory
         frees = set(step.frees)
         gone = {values[v].storage: 0 for v in frees}
         for v in frees:
@@ -173,12 +179,18 @@ def _timeline(program: "Program", part: "Part", *, workspace: bool = False) -> I
 
 
 def segment_time(kind: "Kind", mesh: Mesh, hardware: Hardware) -> float:
-    """Seconds of a segment: the larger of arithmetic and memory traffic, then its collectives, one after the other."""
+    """Seconds of a segment: the larger of arithmetic and memory traffic, then what its collectives take beyond what hides them."""
     dtypes = (dtype for _, dtype in kind.operands if dtype.is_floating_point)
     narrow = min(dtypes, key=lambda d: d.itemsize, default=torch.float32)
     rate = hardware.flops_per_s.get(str(narrow).removeprefix("torch."), max(hardware.flops_per_s.values()))
     local = max(kind.flops / rate, kind.bytes / hardware.memory_bytes_per_s) + hardware.launch_s
-    return local + sum(_collective_time(mesh, use, hardware) for use in kind.collectives)
+    return local + sum(_exposed_time(mesh, use, hardware, rate) for use in kind.collectives)
+
+
+def _exposed_time(mesh: Mesh, use: "CollectiveUse", hardware: Hardware, rate: float) -> float:
+    """Seconds of a collective that nothing hides."""
+    hidden = max(use.hidden_flops / rate, use.hidden_bytes / hardware.memory_bytes_per_s)
+    return max(0.0, _collective_time(mesh, use, hardware) - hidden)
 
 
 def instruction_durations(program: "Program", hardware: Hardware, position: int | None = None) -> list[list[float]]:
@@ -206,6 +218,8 @@ def _collective_time(mesh: Mesh, use: "CollectiveUse", hardware: Hardware) -> fl
     """Ring costs: (n - 1) / n of the whole message through one rank's link; twice that for an all_reduce."""
     rate, latency = _link(hardware, crosses=_crosses_nodes(mesh, use.axes, hardware.ranks_per_node))
     n = use.size
+    if use.op == "shift":
+        return latency + use.bytes / rate
     whole = use.bytes * n if use.op == "all_gather" else use.bytes
     passes = 2 if use.op == "all_reduce" else 1
     return latency + passes * whole * (n - 1) / n / rate
@@ -228,6 +242,7 @@ _COUNTS = (
     "state_bytes",
     "workspace_bytes",
     "need_bytes",
+    "most_bytes",
     "flops",
     "communication_bytes",
     "num_collectives",

@@ -50,7 +50,11 @@ class Value:
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """One collective inside a segment: what one rank contributes, the ranks in a group, the line of the model that caused it."""
+    """One collective inside a segment: what one rank contributes, the ranks in a group, the line of the model that caused it.
+
+    hidden_flops, hidden_bytes: what is computed while a posted one is on its way. ragged: how it is divided among ranks, and so what
+    arrives, is known at run time.
+    """
 
     op: str
     axes: tuple[str, ...]
@@ -58,6 +62,9 @@ class CollectiveUse:
     bytes: int
     tensors: int
     line: str
+    hidden_flops: int = 0
+    hidden_bytes: int = 0
+    ragged: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class Kind:
     positions:  mesh axes along which the code asks for its rank's position.
     kernels:    what carries out its calls of primitives that have kernels.
     memory:     how storages come and go, for predicting memory: see `program/_memory.py`.
+    most:       the same where all rows come to one rank, if how many come is known at run time only.
     """
 
     name: str
@@ -85,6 +93,7 @@ class Kind:
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     positions: tuple[tuple[str, ...], ...]
     kernels: tuple[KernelUse, ...] = ()
+    most: Any = None
 
 
 @dataclass(frozen=True)

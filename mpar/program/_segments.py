@@ -25,6 +25,8 @@ from mpar.program._reuse import reuse_operands
 from mpar.sharding import RankGraph, check, collectives, lower, trace
 from mpar.sharding._bucket import bucket
 from mpar.sharding._cost import graph_cost, workspace_of
+from mpar.sharding._overlap import hidden_cost, overlap_posted
+from mpar.sharding._ragged import mark_ragged
 from mpar.sharding._trace import LogicalGraph
 from mpar.spec import P
 from mpar.strategy import Strategy
@@ -211,6 +213,7 @@ def compile_segment(
     hints = [*[None] * traced.num_results, *param_specs]
     ranked = lower(traced.logical, mesh, in_specs, wanted, strategy.compute, hints)
     check(ranked)
+    mark_ragged(ranked.graph)
     forward, backward, reads, num_kept = _codes(name, traced, ranked, recompute, kernels)
     whole = None if traced.x_out else _whole(name, ranked, kernels)
     return SegmentCode(forward, backward, whole, reads, num_kept, traced, name, ranked, recompute, kernels)
@@ -293,6 +296,7 @@ def make_code(
 ) -> Code:
     """Compile a checked rank graph, which the last passes change."""
     bucket(graph)
+    overlap_posted(graph)
     fuse(graph, kernels)
     reuse_operands(graph)
     uses = choose_kernels(graph, kernels)
@@ -314,10 +318,18 @@ def make_code(
         tuple((tuple(v.shape), v.dtype) for v in outs),
         positions_of(graph),
         uses,
+        measure(graph, workspace_of, most=True) if any("ragged" in node.meta for node in graph.nodes) else None,
     )
     if len(outs) != len(out_specs) or len(ins) != len(in_specs):
         raise ProgramError(f"segment {name}: {len(outs)} results for {len(out_specs)} specs")
     return Code(kind, ins, tuple(in_specs), outs, tuple(out_specs))
+
+
+def _hidden(node: fx.Node) -> tuple[int, int]:
+    if node.target not in collectives.POSTED:
+        return 0, 0
+    cost = hidden_cost(node)
+    return cost.flops, cost.bytes
 
 
 def _collective_uses(graph: fx.Graph) -> list[CollectiveUse]:
@@ -334,6 +346,8 @@ def _collective_uses(graph: fx.Graph) -> list[CollectiveUse]:
                     collectives.bytes_of(node),
                     num_tensors,
                     node.meta.get("line", ""),
+                    *_hidden(node),
+                    node.target is collectives.exchange_rows,
                 )
             )
     return uses

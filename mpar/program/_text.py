@@ -7,7 +7,7 @@ from mpar.program._predict import Hardware, instruction_durations, memory_timeli
 from mpar.program._times import step_times
 
 if TYPE_CHECKING:
-    from mpar.program._program import Instruction, Program
+    from mpar.program._program import CollectiveUse, Instruction, Program
 
 __all__ = ["format_bytes", "format_time", "text"]
 
@@ -48,7 +48,7 @@ def _line(program: "Program", number: int, step: "Instruction", live: int, time_
     parts = [f"{number:04d} {step.queue:8} {made}{what} ({operands})"]
     uses = program.kinds[step.kind].collectives
     if uses:
-        parts.append("; ".join(f"{use.op} {'x'.join(use.axes)} {format_bytes(use.bytes)}" for use in uses))
+        parts.append("; ".join(_collective(use) for use in uses))
     if step.op in ("send", "recv"):
         parts.append(format_bytes(names[(step.inputs or step.outputs)[0]].bytes))
     if step.frees:
@@ -57,6 +57,14 @@ def _line(program: "Program", number: int, step: "Instruction", live: int, time_
     if time_s is not None:
         parts.append(format_time(time_s))
     return "   ".join(parts)
+
+
+def _collective(use: "CollectiveUse") -> str:
+    """What one rank contributes; rows that a router sends are said to be so many on average and at most."""
+    sent = format_bytes(use.bytes)
+    if use.ragged:
+        sent += f", arriving on average, at most {format_bytes(use.bytes * use.size)}"
+    return f"{use.op} {'x'.join(use.axes)} {sent}"
 
 
 def _names(names: list[str], most: int = 4) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from mpar.ops._primitive import Cost, primitive_of
 from mpar.sharding import _collectives as collectives
 
-__all__ = ["graph_cost", "workspace_of"]
+__all__ = ["graph_cost", "node_cost", "workspace_of"]
 
 
 def graph_cost(graph: fx.Graph) -> Cost:
@@ -17,14 +17,14 @@ def graph_cost(graph: fx.Graph) -> Cost:
     for node in graph.nodes:
         if _is_free(node):
             continue
-        cost = _node_cost(node)
+        cost = node_cost(node)
         flops, nbytes, workspace = flops + cost.flops, nbytes + cost.bytes, max(workspace, workspace_of(node))
     return Cost(flops, nbytes, workspace)
 
 
 def workspace_of(node: fx.Node) -> int:
     """Bytes that an op allocates and frees before it returns: its kernel's, where one was chosen."""
-    return 0 if _is_free(node) else node.meta["workspace"] if "workspace" in node.meta else _node_cost(node).workspace
+    return 0 if _is_free(node) else node.meta["workspace"] if "workspace" in node.meta else node_cost(node).workspace
 
 
 def _is_free(node: fx.Node) -> bool:
@@ -33,7 +33,10 @@ def _is_free(node: fx.Node) -> bool:
     return node.target in (*collectives.COLLECTIVES, collectives.arrived, collectives.shard, collectives.start)
 
 
-def _node_cost(node: fx.Node) -> Cost:
+def node_cost(node: fx.Node) -> Cost:
+    """What a node costs; nothing if it is a collective or takes no work."""
+    if _is_free(node):
+        return Cost(0, 0)
     primitive = primitive_of(node.target)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     if primitive is not None and primitive.cost is not None:

@@ -1,0 +1,57 @@
+"""Overlap: what a posted message does not wait for is computed before its arrival is; and how much work that is."""
+
+import operator
+
+from torch import fx
+
+from mpar.ops._primitive import Cost, primitive_of
+from mpar.sharding import _collectives as collectives
+from mpar.sharding._cost import node_cost
+from mpar.sharding._pass import graph_pass
+
+__all__ = ["hidden_cost", "overlap_posted"]
+
+
+@graph_pass
+def overlap_posted(graph: fx.Graph) -> dict[str, int]:
+    """Move what does not depend on an arrival before it, up to the first product that does.
+
+    before:  %p = exchange_rows(%x); %a = arrived(%p); %s = einsum(shared expert); %g = grouped_matmul(%a)
+    after:   %p = exchange_rows(%x); %s = einsum(shared expert); %a = arrived(%p); %g = grouped_matmul(%a)
+    """
+    moved = 0
+    for arrival in [node for node in graph.nodes if node.target is collectives.arrived]:
+        waiting, free = {arrival}, []
+        node = arrival.next
+        while node.op != "output":
+            if any(used in waiting for used in node.all_input_nodes):
+                waiting.add(node)
+                if _is_heavy(node) or node.target in collectives.COLLECTIVES:
+                    break
+            else:
+                free.append(node)
+            node = node.next
+        if not any(_is_heavy(other) for other in free):
+            continue  # nothing worth the memory of having it early
+        for other in free:
+            arrival.prepend(other)
+        moved += len(free)
+    return {"nodes_moved": moved}
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    """Whether a node multiplies matrices."""
+    primitive = primitive_of(node.target)
+    return primitive is not None and primitive.name.split("_bwd")[0].removesuffix("_dw") in ("einsum", "attention", "grouped_matmul")
+
+
+def hidden_cost(post: fx.Node) -> Cost:
+    """What is computed between a posted message and its arrival."""
+    flops = nbytes = 0
+    node = post.next
+    while node.op != "output" and not (node.target is collectives.arrived and node.args[0] is post):
+        if node.op == "call_function" and node.target is not operator.getitem:
+            cost = node_cost(node)
+            flops, nbytes = flops + cost.flops, nbytes + cost.bytes
+        node = node.next
+    return Cost(flops, nbytes)
