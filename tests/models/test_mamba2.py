@@ -212,7 +212,13 @@ def test_every_key_of_transformers_is_known(make_folder):
 
 
 def test_sequences_keep_their_order():
-    """The model reads no order, so that no strategy permutes its sequences."""
+    """A model with mamba layers, be there others too, reads no order, so that no strategy permutes its sequences."""
     model = models.build("mamba2", BASE)
     assert "order" not in model.batch_axes
     assert dataclasses.replace(model, dtype=torch.float64).batch_axes["tokens"] == ("batch", "seq")
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = models.build("llama", {**sizes, "max_position_embeddings": 32})
+    layers = (*model.config.layers, *llama.config.layers)
+    mixed = dataclasses.replace(model, config=dataclasses.replace(model.config, layers=layers, ropes=llama.config.ropes))
+    assert "order" not in mixed.batch_axes and "order" in llama.batch_axes
+    assert mixed.apply(mixed.init(0), TOKENS).shape == (2, 21, 61)
