@@ -148,4 +148,4 @@ def _cost_combine(rows, inverse, traffic, weights):
 
 @combine_bwd_p.def_cost
 def _cost_combine_bwd(back, inverse, traffic, weights, dy):
-    return Cost(flops=3 * back.numel(), bytes=2 * back.nbytes + dy.nbytes + 3 * inverse.nbytes, workspace=12 * dy.numel())
+    return Cost(flops=3 * back.numel(), bytes=2 * back.nbytes + dy.nbytes + 3 * inverse.nbytes, workspace=8 * back.numel())

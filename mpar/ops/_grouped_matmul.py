@@ -54,8 +54,10 @@ def _ranges(offsets: Tensor, num_rows: int, start: int, num_experts: int) -> lis
 
 @grouped_matmul_p.def_impl
 def _impl(x, w, offsets, *, start):
-    y = torch.zeros((x.shape[0], w.shape[2]), dtype=x.dtype, device=x.device)
-    for expert, rows in enumerate(_ranges(offsets, x.shape[0], start, w.shape[0])):
+    ranges = _ranges(offsets, x.shape[0], start, w.shape[0])
+    y = torch.empty((x.shape[0], w.shape[2]), dtype=x.dtype, device=x.device)
+    y[: ranges[0].start], y[ranges[-1].stop :] = 0, 0
+    for expert, rows in enumerate(ranges):
         if rows.stop > rows.start:
             torch.mm(x[rows], w[expert], out=y[rows])
     return y
@@ -78,10 +80,12 @@ def _abstract_dw(x, dy, offsets, *, start, num_experts):
 
 @grouped_matmul_dw_p.def_impl
 def _impl_dw(x, dy, offsets, *, start, num_experts):
-    dw = torch.zeros((num_experts, x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)
+    dw = torch.empty((num_experts, x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)
     for expert, rows in enumerate(_ranges(offsets, x.shape[0], start, num_experts)):
         if rows.stop > rows.start:
             torch.mm(x[rows].T, dy[rows], out=dw[expert])
+        else:
+            dw[expert] = 0
     return dw
 
 

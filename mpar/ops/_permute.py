@@ -4,6 +4,7 @@
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
@@ -87,8 +88,13 @@ def _abstract_permute(x, inverse):
 
 @permute_p.def_impl
 def _impl_permute(x, inverse):
-    rows = torch.zeros((inverse.numel(), x.shape[1]), dtype=x.dtype, device=x.device)
-    return rows.index_copy_(0, inverse.flatten().long(), x.repeat_interleave(inverse.shape[1], 0))
+    return x.index_select(0, _slots(inverse) // inverse.shape[1])
+
+
+def _slots(inverse):
+    """The slot of each row: token * K + k."""
+    places = inverse.flatten().long()
+    return torch.zeros_like(places).scatter_(0, places, torch.arange(places.numel(), device=places.device))
 
 
 @permute_p.def_vjp_by_ops("inverse, drows -> dx")
@@ -122,6 +128,8 @@ def _wide(*tensors: Tensor | None) -> torch.dtype:
 @unpermute_p.def_impl
 def _impl_unpermute(rows, inverse, weights):
     wide = _wide(rows, weights)
+    if rows.dtype == wide and (weights is None or weights.dtype == wide):
+        return F.embedding_bag(inverse, rows, per_sample_weights=weights, mode="sum")  # the loop below without its temporaries
     y = torch.zeros((inverse.shape[0], rows.shape[1]), dtype=wide, device=rows.device)
     for k, places in enumerate(inverse.long().unbind(1)):
         row = rows.index_select(0, places).to(wide)
@@ -148,12 +156,11 @@ def _abstract_unpermute_bwd(rows, inverse, weights, dy):
 @unpermute_bwd_p.def_impl
 def _impl_unpermute_bwd(rows, inverse, weights, dy):
     """drows[inverse[t, k]] = weights[t, k] dy[t];  dweights[t, k] = <dy[t], rows[inverse[t, k]]>."""
-    wide = _wide(rows, weights)
-    dy, drows, columns = dy.to(wide), torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device), []
-    for k, places in enumerate(inverse.long().unbind(1)):
-        columns.append((rows.index_select(0, places).to(wide) * dy).sum(1))
-        drows.index_copy_(0, places, (weights[:, k, None].to(wide) * dy).to(rows.dtype))
-    return drows, torch.stack(columns, 1).to(weights.dtype)
+    wide, slots = _wide(rows, weights), _slots(inverse)
+    drows = dy.to(wide).index_select(0, slots // inverse.shape[1])
+    dweights = (rows * drows).sum(1)[inverse.long()]
+    drows.mul_(weights.flatten()[slots, None])
+    return drows.to(rows.dtype), dweights.to(weights.dtype)
 
 
 expert_order_p.def_sharding("t k -> r, t k, e, e", need_replication="t k r e")  # a row's place depends on all slots
@@ -173,7 +180,7 @@ def _cost_order(experts, *, num_experts):
 
 @permute_p.def_cost
 def _cost_permute(x, inverse):
-    return Cost(flops=0, bytes=x.nbytes * (1 + inverse.shape[1]) + inverse.nbytes)
+    return Cost(flops=0, bytes=x.nbytes * (1 + inverse.shape[1]) + inverse.nbytes, workspace=16 * inverse.numel())
 
 
 @unpermute_p.def_cost
@@ -184,4 +191,4 @@ def _cost_unpermute(rows, inverse, weights):
 
 @unpermute_bwd_p.def_cost
 def _cost_unpermute_bwd(rows, inverse, weights, dy):
-    return Cost(flops=3 * rows.numel(), bytes=2 * rows.nbytes + dy.nbytes + 3 * inverse.nbytes, workspace=12 * dy.numel())
+    return Cost(flops=3 * rows.numel(), bytes=2 * rows.nbytes + dy.nbytes + 3 * inverse.nbytes, workspace=8 * rows.numel())

@@ -37,7 +37,8 @@ def _impl(gate: Tensor, up: Tensor) -> Tensor:
 @swiglu_p.def_vjp("gate, up, dy -> dgate, dup")
 def _vjp(gate, up, dy):
     gate, dy = gate.contiguous(), dy.contiguous()
-    return torch.ops.aten.silu_backward(dy * up, gate).contiguous(), F.silu(gate).mul_(dy)
+    dgate = dy * up.contiguous()
+    return torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate), F.silu(gate).mul_(dy)
 
 
 swiglu_p.def_sharding("..., ... -> ...", linear="up")
@@ -45,4 +46,4 @@ swiglu_p.bwd.def_sharding("..., ..., ... -> ..., ...", linear="dy")
 swiglu_p.def_batching_leading()
 swiglu_p.bwd.def_batching_leading()
 swiglu_p.def_cost(lambda gate, up: Cost(flops=5 * gate.numel(), bytes=3 * gate.nbytes))
-swiglu_p.bwd.def_cost(lambda gate, up, dy: Cost(flops=12 * gate.numel(), bytes=5 * gate.nbytes, workspace=gate.nbytes))
+swiglu_p.bwd.def_cost(lambda gate, up, dy: Cost(flops=12 * gate.numel(), bytes=5 * gate.nbytes))
