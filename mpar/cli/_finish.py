@@ -1,4 +1,4 @@
-"""What a finished run leaves: the HF folder, the picture of the loss, and answers. Also `python -m mpar.cli._finish FOLDER`."""
+"""What a finished run leaves: the HF folder, pictures, answers. Also `python -m mpar.cli._finish FOLDER`."""
 
 import sys
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from mpar import checkpoint
 from mpar.cli._screen import say
 from mpar.errors import CheckpointError
 from mpar.train import TrainConfig, make_mesh, make_model, make_tokenizer, num_threads, read_job, read_metrics
-from mpar.train.curve import draw_loss
+from mpar.train.curve import draw_experts, draw_loss
 from mpar.train.export import answer, export_hf
 
 __all__ = ["finish", "main"]
 
 
 def finish(config: TrainConfig) -> None:
-    """Export the last checkpoint of the run, draw its loss, ask the questions of the task; print what came of it."""
+    """Export the last checkpoint of the run, draw its loss and experts, ask the questions of the task; print what came of it."""
     torch.set_num_threads(num_threads(config, make_mesh(config).size))
     run_dir = Path(str(config.run_dir))
     newest = checkpoint.latest(run_dir / "checkpoints")
@@ -25,17 +25,20 @@ def finish(config: TrainConfig) -> None:
         raise CheckpointError(f"cannot export {run_dir}: it holds no complete checkpoint")
     folder = export_hf(make_model(config), make_tokenizer(config), newest, run_dir / "hf")
     records = read_metrics(run_dir / "metrics.jsonl")
-    lines = []
+    lines, pictures = [], {"loss curve": run_dir / "loss.png"}
     if records:
         draw_loss(records, run_dir / "loss.png", f"{config.model.name}, {config.strategy.name}")
         first, last = records[0], records[-1]
         lines.append(f"loss {first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at step {last['step']}")
+        experts = draw_experts(records, run_dir / "experts.png", f"{config.model.name}, {config.strategy.name}")
+        if experts is not None:
+            pictures["expert load"] = experts
+            dropped = f", {100 * last['dropped']:.1f} % dropped" if last["dropped"] else ""
+            lines.append(f"experts: the busiest of a layer has {last['max_load']:.2f} times the mean load{dropped}")
         if "eval_loss" in last:
             lines.append(f"evaluation: loss {last['eval_loss']:.4f}, perplexity {last['perplexity']:,.4g}")
     lines += _conversation(folder, config.task.chat, config.task.max_new_tokens) if config.task.kind == "sft" else []
-    lines += [
-        f"{what:12} {path}" for what, path in (("checkpoint", newest), ("model", folder), ("loss curve", run_dir / "loss.png"))
-    ]
+    lines += [f"{what:12} {path}" for what, path in ({"checkpoint": newest, "model": folder} | pictures).items()]
     say("\n".join(lines))
 
 

@@ -35,8 +35,8 @@ def slow_axes(strategy: Strategy, mesh: Mesh, model: Model, hardware: Hardware) 
     for name, (where, own, what) in groups.items():
         if where.rank({axis: where.axis_size(axis) - 1 for axis in own}) >= node:
             found.append(
-                f"{name} of {where.axis_size(own)} ranks crosses nodes, of {node} ranks each on {hardware.name}: {what} waits for "
-                "links between nodes"
+                f"{name} of {where.axis_size(own)} ranks crosses nodes, of {node} ranks each on {hardware.name}: {what} waits "
+                "for links between nodes"
             )
     return found
 

@@ -52,13 +52,13 @@ class StepProgress:
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(),
-            TextColumn("loss {task.fields[loss]}{task.fields[held_out]}  {task.fields[rate]} tokens/s"),
+            TextColumn("loss {task.fields[loss]}{task.fields[more]}{task.fields[held_out]}  {task.fields[rate]} tokens/s"),
             TimeRemainingColumn(),
             TextColumn("left"),
             console=self._console,
             disable=not self._live,
         )
-        self._task = self._bar.add_task("train", total=last, completed=first, loss="-", held_out="", rate="-")
+        self._task = self._bar.add_task("train", total=last, completed=first, loss="-", more="", held_out="", rate="-")
 
     def __enter__(self) -> "StepProgress":
         self._bar.start()
@@ -69,14 +69,22 @@ class StepProgress:
 
     def __call__(self, record: StepRecord) -> None:
         """Show one more step."""
-        loss, rate = f"{record.loss:.4f}", f"{record.tokens_per_s:,.0f}"
+        loss, more, rate = f"{record.loss:.4f}", _of_experts(record), f"{record.tokens_per_s:,.0f}"
         if record.eval_loss is not None:
             self._held_out = f"  eval {record.eval_loss:.4f}"
-        self._bar.update(self._task, completed=record.step, loss=loss, held_out=self._held_out, rate=rate)
+        self._bar.update(self._task, completed=record.step, loss=loss, more=more, held_out=self._held_out, rate=rate)
         stride = max(1, (self._last - self._first) // 10)
         at_times = record.step % stride == 0 or record.step in (self._first + 1, self._last) or record.eval_loss is not None
         if self._shown and not self._live and at_times:
             held_out = "" if record.eval_loss is None else self._held_out
             mean_s = (time.monotonic() - self._began) / (record.step - self._first)
             left = (self._last - record.step) * mean_s
-            say_aside(f"step {record.step}/{self._last}  loss {loss}{held_out}  {rate} tokens/s  {left:.0f} s left")
+            say_aside(f"step {record.step}/{self._last}  loss {loss}{more}{held_out}  {rate} tokens/s  {left:.0f} s left")
+
+
+def _of_experts(record: StepRecord) -> str:
+    """Side losses, and where there are experts the load of the busiest one and what did not fit."""
+    words = [f"{name} {value:.4g}" for name, value in record.side_losses.items()]
+    if record.expert_load:
+        words += [f"max load {record.max_load:.2f}", *([f"dropped {100 * record.dropped:.1f} %"] if record.dropped else [])]
+    return "".join(f"  {word}" for word in words)

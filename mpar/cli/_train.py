@@ -25,7 +25,7 @@ __all__ = ["main"]
 _HELP = """usage: mpar train [group=choice] [key=value] ... [-m]
 
 Starts one process for each rank of the mesh on this machine; under torchrun it is one of torchrun's processes.
-Leaves in run_dir: config.yaml, program.txt, metrics.jsonl, checkpoints/, loss.png, hf/, tensorboard/.
+Leaves in run_dir: config.yaml, program.txt, metrics.jsonl, checkpoints/, loss.png, experts.png, hf/, tensorboard/.
 -m, --multirun: values with commas are a sweep; each job trains in a folder of its own below runs/."""
 
 

@@ -3,6 +3,7 @@
 
 from mpar.train._config import HardwareConfig, PlanConfig, TrainConfig
 from mpar.train._evaluation import Evaluation
+from mpar.train._experts import ExpertLoad, expert_load, side_losses
 from mpar.train._job import Job, read_job, write_job
 from mpar.train._loop import Rank, run_steps, start
 from mpar.train._metrics import MetricsFile, StepRecord, flops_per_token, read_metrics, tensorboard_writer
@@ -23,6 +24,7 @@ from mpar.train._watch import Place, Watch, describe_place, read_place
 
 __all__ = [
     "Evaluation",
+    "ExpertLoad",
     "HardwareConfig",
     "Job",
     "MetricsFile",
@@ -34,6 +36,7 @@ __all__ = [
     "TrainConfig",
     "Watch",
     "describe_place",
+    "expert_load",
     "flops_per_token",
     "fresh_state",
     "load_params",
@@ -54,6 +57,7 @@ __all__ = [
     "resume_from",
     "run_steps",
     "save_state",
+    "side_losses",
     "start",
     "tensorboard_writer",
     "write_job",

@@ -16,6 +16,7 @@ from mpar.models import Model
 from mpar.program import Program, RankRun, Replay, State, batch_rows
 from mpar.train._config import TrainConfig
 from mpar.train._evaluation import Evaluation
+from mpar.train._experts import expert_load, side_losses
 from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
 from mpar.train._state import Position, check_data, fresh_state, load_state, save_state
 from mpar.train._watch import Watch
@@ -93,6 +94,8 @@ def run_steps(rank: Rank, state: State, position: Position, on_step: Callable[[S
                 communication_bytes=communication,
                 eval_loss=eval_loss,
                 perplexity=None if eval_loss is None else math.exp(min(eval_loss, _LARGEST_EXPONENT)),
+                side_losses=side_losses(metrics),
+                expert_load=expert_load(metrics),
             )
         )
         every = config.checkpoint.every

@@ -4,13 +4,15 @@ import importlib
 import importlib.util
 import json
 import resource
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from mpar.models import flops_per_token
+from mpar.train._experts import ExpertLoad
 
 __all__ = [
     "MetricsFile",
@@ -33,6 +35,7 @@ class StepRecord:
                      VmHWM; CUDA: the allocator's peak), which takes in what the libraries occupy.
     communication_bytes: what this rank gave to collectives and sent to other stages, counted at the transport.
     eval_loss, perplexity: mean loss on the data of `evaluation` after the step, and its exponential; None: not evaluated then.
+    side_losses: what was added to the loss, each summed over layers; `loss` is without them. expert_load: of layers with experts.
     """
 
     step: int
@@ -50,10 +53,29 @@ class StepRecord:
     communication_bytes: int
     eval_loss: float | None = None
     perplexity: float | None = None
+    side_losses: Mapping[str, float] = field(default_factory=dict)
+    expert_load: Mapping[str, ExpertLoad] = field(default_factory=dict)
+
+    @property
+    def max_load(self) -> float:
+        """That of the layer where it is highest."""
+        return max(load.max_load for load in self.expert_load.values())
+
+    @property
+    def dropped(self) -> float:
+        """The part of the slots of all layers that was dropped."""
+        slots = sum(load.slots for load in self.expert_load.values())
+        return sum(load.dropped * load.slots for load in self.expert_load.values()) / max(slots, 1)
 
     def numbers(self) -> dict[str, float]:
-        """What there is, by name."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """What there is, by name; what is of one layer as `max_load/layers.3`."""
+        own = [f.name for f in fields(self) if f.name not in ("side_losses", "expert_load")]
+        numbers = {name: getattr(self, name) for name in own if getattr(self, name) is not None} | dict(self.side_losses)
+        if self.expert_load:
+            numbers |= {"max_load": self.max_load, "dropped": self.dropped}
+        for layer, load in self.expert_load.items():
+            numbers |= {f"{name}/{layer}": getattr(load, name) for name in ("max_load", "entropy", "dropped")}
+        return numbers
 
 
 def peak_memory_bytes(device: torch.device) -> int:

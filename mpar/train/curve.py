@@ -1,4 +1,4 @@
-"""The picture of a run: its loss over steps."""
+"""Pictures of a run: its loss over steps; the load of its experts over layers and steps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,7 +7,13 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-__all__ = ["draw_loss"]
+__all__ = ["draw_experts", "draw_loss"]
+
+_PANELS = {
+    "max_load": ("max / mean load of an expert", 1.0, None),
+    "entropy": ("entropy, 1 is even", 0.0, 1.0),
+    "dropped": ("dropped", 0.0, None),
+}
 
 
 def draw_loss(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
@@ -28,5 +34,29 @@ def draw_loss(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> P
     rates = axes.twinx()
     rates.plot(steps, [record["lr"] for record in records], color="tab:orange", alpha=0.6, linewidth=1)
     rates.set_ylabel("learning rate", color="tab:orange")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def draw_experts(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path | None:
+    """Write a PNG with a line for each layer of experts and a column for each step: load of the busiest expert, entropy of all,
+    and, if any were, slots that were dropped. Without experts in the records there is none."""
+    layers = [name.removeprefix("max_load/") for name in records[-1] if name.startswith("max_load/")]
+    records = [record for record in records if all(f"max_load/{layer}" in record for layer in layers)]
+    if not layers:
+        return None
+    panels = [name for name in _PANELS if name != "dropped" or any(record["dropped"] for record in records)]
+    figure = Figure(figsize=(7, (1.2 + 0.16 * len(layers)) * len(panels) + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    steps = [record["step"] for record in records]
+    for name, axes in zip(panels, figure.subplots(len(panels), squeeze=False)[:, 0], strict=True):
+        label, low, high = _PANELS[name]
+        values = [[record[f"{name}/{layer}"] for record in records] for layer in layers]
+        extent = (steps[0] - 0.5, steps[-1] + 0.5, len(layers) - 0.5, -0.5)
+        image = axes.imshow(values, aspect="auto", interpolation="nearest", extent=extent, vmin=low, vmax=high, cmap="viridis")
+        axes.set_yticks(range(len(layers)), layers, fontsize=6)
+        axes.set(title=label, xlabel="step")
+        figure.colorbar(image, ax=axes)
     figure.savefig(path, dpi=120)
     return path

@@ -1,11 +1,24 @@
 """Records of steps."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
+import torch
 
 from mpar import models
-from mpar.train import MetricsFile, StepRecord, flops_per_token, read_metrics, tensorboard_writer
+from mpar.train import (
+    ExpertLoad,
+    MetricsFile,
+    StepRecord,
+    expert_load,
+    flops_per_token,
+    read_metrics,
+    side_losses,
+    tensorboard_writer,
+)
+from mpar.train.curve import draw_experts
 
 CONFIG = {
     "model_type": "llama",
@@ -80,3 +93,58 @@ def test_tensorboard_is_optional(tmp_path, monkeypatch):
     assert list((tmp_path / "events").glob("events.*"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert tensorboard_writer(tmp_path / "none") is None
+
+
+METRICS = {
+    "loss": torch.tensor(2.0),
+    "microbatch_losses": torch.tensor([2.0]),
+    "weight": torch.tensor(16.0),
+    "grad_norm": torch.tensor(1.0),
+    "lr": torch.tensor(0.1),
+    "aux_loss": torch.tensor(0.25),
+    "layers.1.expert_counts": torch.tensor([6, 2, 0, 0], dtype=torch.int32),
+    "layers.1.dropped": torch.tensor(2),
+    "layers.3.expert_counts": torch.tensor([6, 6, 6, 6], dtype=torch.int32),
+}
+
+
+def test_load_of_experts():
+    """Of 8 slots, 6 and 2 on two of four experts, 2 dropped; and of equal shares."""
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
+    loads = expert_load(METRICS)
+    assert loads == {
+        "layers.1": ExpertLoad(3.0, pytest.approx(entropy), 0.25, 8),
+        "layers.3": ExpertLoad(1.0, pytest.approx(1.0), 0.0, 24),
+    }
+
+
+def test_side_losses_are_what_is_no_other_number():
+    """Names of the step's own numbers and those of segments are none."""
+    assert side_losses(METRICS) == {"aux_loss": 0.25}
+
+
+def experts_record(step: int) -> StepRecord:
+    return StepRecord(
+        step, 2.0, 1.0, 1e-3, 1, 1.0, 1.0, 1.0, 1.0, 1.0, 1, 1, 1, None, None, {"aux_loss": 0.25}, expert_load(METRICS)
+    )
+
+
+def test_records_of_experts():
+    """Numbers are flat: the layer with the highest load, the dropped part of all slots, and each layer by its name."""
+    numbers = experts_record(1).numbers()
+    assert numbers["aux_loss"] == 0.25
+    assert numbers["max_load"] == 3.0
+    assert numbers["dropped"] == pytest.approx(2 / 32)
+    assert numbers["max_load/layers.3"] == 1.0
+    assert numbers["dropped/layers.1"] == 0.25
+    assert "entropy/layers.3" in numbers
+    assert "max_load" not in record(1).numbers()
+
+
+def test_picture_of_experts(tmp_path):
+    """There is one where records have experts, and none where they have not."""
+    assert draw_experts([record(1).numbers()], tmp_path / "none.png", "x") is None
+    path = draw_experts([experts_record(step).numbers() for step in (1, 2)], tmp_path / "experts.png", "x")
+    assert path is not None
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert not (tmp_path / "none.png").exists()
