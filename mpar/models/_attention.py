@@ -12,7 +12,15 @@ from mpar.models._norm import NormConfig, normalise
 from mpar.models._rope import MAIN, table_keys
 from mpar.tree import struct
 
-__all__ = ["ATTENTION_AXES", "Attention", "AttentionConfig", "attend", "attention_shapes"]
+__all__ = [
+    "ATTENTION_AXES",
+    "Attention",
+    "AttentionConfig",
+    "AttentionState",
+    "attend",
+    "attend_step",
+    "attention_shapes",
+]
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,15 @@ ATTENTION_AXES = cast(Any, Attention)(
 )
 
 
+@struct
+class AttentionState:
+    """Keys, turned, and values of the tokens so far that later ones can see, and which positions those are."""
+
+    k_BMKH: Tensor
+    v_BMKH: Tensor
+    order_M: Tensor
+
+
 def attention_shapes(config: AttentionConfig, hidden_size: int) -> Attention:
     """The parameters with a tuple of sizes for each leaf."""
     D, N, K, H = hidden_size, config.num_heads, config.num_kv_heads, config.head_size
@@ -102,15 +119,7 @@ def attend(params: Attention, config: AttentionConfig, x_BSD: Tensor, context: M
 
     `context` has the RoPE tables; documents (B, S) where rows are packed; order (S,) where they are permuted.
     """
-    q_BSNH = _heads(x_BSD, params.q_DNH, params.q_bias_NH, "q")
-    k_BSKH = _heads(x_BSD, params.k_DKH, params.k_bias_KH, "k")
-    v_BSKH = _heads(x_BSD, params.v_DKH, params.v_bias_KH, "v")
-    q_BSNH = _normed(q_BSNH, config, params.q_norm_H, params.q_norm_C, "q_norm")
-    k_BSKH = _normed(k_BSKH, config, params.k_norm_H, params.k_norm_C, "k_norm")
-    if config.rope is not None:
-        cos, sin = (context[key] for key in table_keys(config.rope))
-        q_BSNH = ops.name(ops.rope(q_BSNH, cos, sin), "q_rope")
-        k_BSKH = ops.name(ops.rope(k_BSKH, cos, sin), "k_rope")
+    q_BSNH, k_BSKH, v_BSKH = _projected(params, config, x_BSD, context)
     order_S, documents_BS = context.get("order"), context.get("documents")
     out_BSNH, _ = ops.attention(
         ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head")),
@@ -126,7 +135,57 @@ def attend(params: Attention, config: AttentionConfig, x_BSD: Tensor, context: M
         scale=config.scale,
         soft_cap=config.soft_cap,
     )
-    out_BSNH = ops.name(ops.constrain(out_BSNH, ("batch", "seq", "heads", "head")), "attn")
+    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head")))
+
+
+def attend_step(
+    params: Attention, config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor], state: AttentionState | None
+) -> tuple[Tensor, AttentionState]:
+    """The same for the tokens that follow those of `state` (None: the first of all), and the state after them.
+
+    `context` has order (S,), their positions, and the RoPE tables at these. With a window the state is of no more tokens than
+    the next one sees.
+    """
+    q_BSNH, k_BMKH, v_BMKH = _projected(params, config, x_BSD, context)
+    order_M = context["order"]
+    if state is not None:
+        k_BMKH, v_BMKH = torch.cat([state.k_BMKH, k_BMKH], 1), torch.cat([state.v_BMKH, v_BMKH], 1)
+        order_M = torch.cat([state.order_M, order_M])
+    out_BSNH, _ = ops.attention(
+        q_BSNH,
+        k_BMKH,
+        v_BMKH,
+        q_order=context["order"],
+        k_order=order_M,
+        sinks=params.sinks_N,
+        causal=True,
+        window=config.window,
+        scale=config.scale,
+        soft_cap=config.soft_cap,
+    )
+    first = 0 if config.window is None else max(0, order_M.shape[0] - config.window + 1)
+    return _merged(params, out_BSNH), cast(Any, AttentionState)(k_BMKH[:, first:], v_BMKH[:, first:], order_M[first:])
+
+
+def _projected(
+    params: Attention, config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, normed and turned, and values."""
+    q_BSNH = _heads(x_BSD, params.q_DNH, params.q_bias_NH, "q")
+    k_BSKH = _heads(x_BSD, params.k_DKH, params.k_bias_KH, "k")
+    v_BSKH = _heads(x_BSD, params.v_DKH, params.v_bias_KH, "v")
+    q_BSNH = _normed(q_BSNH, config, params.q_norm_H, params.q_norm_C, "q_norm")
+    k_BSKH = _normed(k_BSKH, config, params.k_norm_H, params.k_norm_C, "k_norm")
+    if config.rope is not None:
+        cos, sin = (context[key] for key in table_keys(config.rope))
+        q_BSNH = ops.name(ops.rope(q_BSNH, cos, sin), "q_rope")
+        k_BSKH = ops.name(ops.rope(k_BSKH, cos, sin), "k_rope")
+    return q_BSNH, k_BSKH, v_BSKH
+
+
+def _merged(params: Attention, out_BSNH: Tensor) -> Tensor:
+    """The projection out of all heads."""
+    out_BSNH = ops.name(out_BSNH, "attn")
     out_BSD = ops.constrain(ops.einsum("bsnh,nhd->bsd", out_BSNH, params.o_NHD), ("batch", "residual_seq", "embed"))
     if params.o_bias_D is not None:
         out_BSD = out_BSD + params.o_bias_D

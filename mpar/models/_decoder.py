@@ -23,7 +23,7 @@ from mpar.models._mamba import MambaConfig
 from mpar.models._moe import MoeConfig
 from mpar.models._norm import NormConfig, normalise
 from mpar.models._parts import apply_part, part_of
-from mpar.models._rope import Rope
+from mpar.models._rope import Rope, depends_on_length
 from mpar.tree import map_leaves, struct
 
 __all__ = [
@@ -119,8 +119,9 @@ class DecoderConfig:
 
     @property
     def has_steps(self) -> bool:
-        """Whether every layer can go on from a state: no layer looks at all tokens before."""
-        return self.num_positions is None and all(part_of(layer.mixer).step is not None for layer in self.layers)
+        """Whether every layer can go on from a state, and no rotation of earlier tokens changes as the row grows."""
+        fixed = not any(depends_on_length(rope) for _, rope in self.ropes)
+        return fixed and all(part_of(layer.mixer).step is not None for layer in self.layers)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -264,7 +265,7 @@ class BlockSegment:
         x = self._residual(params[0], x, apply)
         return (x, losses, metrics) if metrics else (x, losses)
 
-    def step(self, params: tuple[Block], x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def step(self, params: tuple[Block], x: Tensor, context: Mapping[str, Tensor], state: Any) -> tuple[Tensor, Any]:
         """(B, S, D) of the tokens that follow those of `state` (None: the first of all) to (B, S, D) and the state after them."""
         left = state
 
@@ -272,8 +273,8 @@ class BlockSegment:
             nonlocal left
             part = part_of(config)
             if part.step is None:
-                return apply_part(own, config, normed, {})[0]
-            y, left = part.step(own, config, normed, left)
+                return apply_part(own, config, normed, context)[0]
+            y, left = part.step(own, config, normed, context, left)
             return y
 
         x = self._residual(params[0], x, apply)

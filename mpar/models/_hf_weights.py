@@ -225,10 +225,10 @@ def _absent(model: Model) -> re.Pattern[str]:
 
 def _with_base(where: dict[str, str], model: Model) -> tuple[dict[str, str], dict[str, str]]:
     """`where` by full names; and full name -> name in the file, for a bare decoder's checkpoint, whose names lack their base."""
-    base, head = model.architecture.base, model.architecture.names["head.head_DV"][0]
+    base = model.architecture.base
     if any(name.startswith(base) for name in where):
         return where, {}
-    stored = {name if name == head else base + name: name for name in where}
+    stored = {base + name: name for name in where}
     return {name: where[old] for name, old in stored.items()}, stored
 
 

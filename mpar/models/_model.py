@@ -157,18 +157,23 @@ class Model:
     def step(self, params: DecoderParams, tokens_BS: Tensor, state: tuple | None = None) -> tuple[Tensor, tuple]:
         """Logits (B, S, vocab_size) of the tokens that follow those of `state` (None: the first of all), and the state after.
 
-        The state is a pytree with one entry for each layer, of a size that does not grow.
-        Raises ConfigError if a layer has no such state: attention looks at all tokens before.
+        The state is how many tokens there were, and an entry for each layer: keys and values of those that later tokens can see,
+        or the state of a scan, of a size that does not grow.
+        Raises ConfigError if a layer needs the whole row, or a rotation changes with the length of the row.
         """
         if not self.config.has_steps:
-            raise ConfigError(f"cannot go on from a state: layers of this {self.name} model look at all tokens before; use apply")
+            raise ConfigError(f"cannot go on from a state: this {self.name} model needs the whole row for each token; use apply")
         first, *blocks, last = self.segments
-        x, _ = _fold([first], params, {"tokens": tokens_BS})
+        start, layers = state or (0, (None,) * len(blocks))
+        order = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
+        context = self.context({"tokens": tokens_BS, "positions": order.expand(tokens_BS.shape)}) | {ORDER: order}
+        x, _ = _fold([first], params, context)
         after = []
-        for segment, before in zip(blocks, state or (None,) * len(blocks), strict=True):
-            x, new = cast(decoder.BlockSegment, segment.fn).step(_subtrees(segment, params), x, before)
+        for segment, before in zip(blocks, layers, strict=True):
+            x, new = cast(decoder.BlockSegment, segment.fn).step(_subtrees(segment, params), x, context, before)
             after.append(new)
-        return decoder.head_segment(self.config).logits(_subtrees(last, params), x)[..., : self.vocab_size], tuple(after)
+        logits = decoder.head_segment(self.config).logits(_subtrees(last, params), x)[..., : self.vocab_size]
+        return logits, (start + tokens_BS.shape[1], tuple(after))
 
     def loss(self, params: DecoderParams, batch: Batch) -> tuple[Tensor, Tensor]:
         """`(sum of token_weight * cross-entropy in nats, weight)`; the mean loss is their quotient.

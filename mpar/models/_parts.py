@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpar.models._attention import ATTENTION_AXES, AttentionConfig, attend, attention_shapes
+from mpar.models._attention import ATTENTION_AXES, AttentionConfig, attend, attend_step, attention_shapes
 from mpar.models._feed_forward import FEED_FORWARD_AXES, MlpConfig, mlp, mlp_shapes
 from mpar.models._latent_attention import LATENT_ATTENTION_AXES, LatentAttentionConfig, latent_attend, latent_attention_shapes
-from mpar.models._mamba import MAMBA_AXES, MambaConfig, init_mamba_leaf, mamba, mamba_shapes, mamba_step
+from mpar.models._mamba import MAMBA_AXES, Mamba, MambaConfig, MambaState, init_mamba_leaf, mamba, mamba_shapes, mamba_step
 from mpar.models._moe import MOE_AXES, MoeConfig, moe, moe_shapes, updated_choice_bias
 
 __all__ = ["PARTS", "Part", "Update", "apply_part", "part_of"]
@@ -43,6 +43,12 @@ def _moe_updates(config: MoeConfig) -> dict[str, Update]:
     return {"choice_bias_E": ("expert_counts", functools.partial(updated_choice_bias, rate=config.bias_rate))}
 
 
+def _mamba_step(
+    params: Mamba, config: MambaConfig, x_BSD: Tensor, context: Mapping[str, Tensor], state: MambaState | None
+) -> tuple[Tensor, MambaState]:
+    return mamba_step(params, config, x_BSD, state)  # no positions
+
+
 @dataclass(frozen=True)
 class Part:
     """What a decoder needs to know of one kind of part.
@@ -51,8 +57,9 @@ class Part:
     field:    where its parameters are in those of a layer.
     pairs:    `fn(config)`: multiplications of a query with a key and of a weight with a value, per pair of tokens.
     updates:  `fn(config)`: leaf without gradient -> (metric, `fn(leaf, total of the metric)`, which gives it after a step).
-    step:     `fn(params, config, x_BSD, state)` -> `(y_BSD, state)` goes on where the tokens of `state` ended (None: at the first
-              of all); None for mixers that have no state of a size that does not grow.
+    step:     `fn(params, config, x_BSD, context, state)` -> `(y_BSD, state)` goes on where the tokens of `state` ended (None: at
+              the first of all); context has order (S,), the positions of the tokens, and RoPE tables at these. None for mixers
+              that need the whole row.
     init:     `fn(config, leaf, key, bounds, dtype)`: the part within `bounds` (a range for each dim) of a fresh leaf, or None
               where it starts as its name says. Every element depends on `key` and its global index alone.
     """
@@ -63,13 +70,18 @@ class Part:
     field: str
     pairs: Callable[[Any], int] = _nothing
     updates: Callable[[Any], dict[str, Update]] = _no_updates
-    step: Callable[[Any, Any, Tensor, Any], tuple[Tensor, Any]] | None = None
+    step: Callable[[Any, Any, Tensor, Mapping[str, Tensor], Any], tuple[Tensor, Any]] | None = None
     init: Callable[[Any, str, tuple[int, int], list[range], torch.dtype], Tensor | None] | None = None
 
 
 PARTS: dict[type, Part] = {
     AttentionConfig: Part(
-        attention_shapes, ATTENTION_AXES, attend, "attention", pairs=lambda config: 2 * config.num_heads * config.head_size
+        attention_shapes,
+        ATTENTION_AXES,
+        attend,
+        "attention",
+        pairs=lambda config: 2 * config.num_heads * config.head_size,
+        step=attend_step,
     ),
     LatentAttentionConfig: Part(
         latent_attention_shapes,
@@ -78,7 +90,7 @@ PARTS: dict[type, Part] = {
         "attention",
         pairs=lambda config: config.num_heads * (config.qk_size + config.v_size),
     ),
-    MambaConfig: Part(mamba_shapes, MAMBA_AXES, mamba, "mamba", step=mamba_step, init=init_mamba_leaf),
+    MambaConfig: Part(mamba_shapes, MAMBA_AXES, mamba, "mamba", step=_mamba_step, init=init_mamba_leaf),
     MoeConfig: Part(moe_shapes, MOE_AXES, moe, "mlp", updates=_moe_updates),
     MlpConfig: Part(mlp_shapes, FEED_FORWARD_AXES, mlp, "mlp"),
 }

@@ -10,7 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MAIN", "DynamicRope", "LinearRope", "Llama3Rope", "LongRope", "Rope", "YarnRope", "rope_tables", "table_keys"]
+__all__ = [
+    "MAIN",
+    "DynamicRope",
+    "LinearRope",
+    "Llama3Rope",
+    "LongRope",
+    "Rope",
+    "YarnRope",
+    "depends_on_length",
+    "rope_tables",
+    "table_keys",
+]
 
 MAIN = "main"
 """The name of a model's only rotation, or of the first of several."""
@@ -144,6 +155,11 @@ def _frequencies(rope: Rope, num_positions: int) -> tuple[float, ...]:
     return tuple(rope.frequencies(num_positions))
 
 
+def depends_on_length(rope: Rope) -> bool:
+    """Whether a position turns otherwise in longer rows."""
+    return isinstance(rope, (DynamicRope, LongRope))
+
+
 def table_keys(name: str) -> tuple[str, str]:
     """Under which keys the context has cos and sin of the rotation `name`."""
     return ("cos", "sin") if name == MAIN else (f"cos_{name}", f"sin_{name}")
@@ -158,7 +174,7 @@ def rope_tables(
     of the tables: float32 or wider.
     """
     num_positions = tokens_BS.shape[1]
-    if positions_BS is not None and hasattr(rope, "frequencies_at"):
+    if positions_BS is not None and isinstance(rope, (DynamicRope, LongRope)):
         frequencies = rope.frequencies_at(positions_BS, dtype)
     else:
         frequencies = torch.tensor(list(_frequencies(rope, num_positions)), dtype=dtype, device=tokens_BS.device)

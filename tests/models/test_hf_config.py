@@ -178,6 +178,29 @@ def test_null_and_missing_sizes_mean_what_transformers_makes_of_them(kind):
     assert ours.head_size == getattr(reference, "head_dim", 32 // 4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("gemma2", {}), ("gemma3_text", {"layer_types": None}), ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 3})],
+)
+def test_patterns_of_windows_are_those_of_transformers(kind, changes):
+    """A config that does not list the kinds of its layers means the list that transformers makes."""
+    changes = {**changes, "num_hidden_layers": 7}
+    reference, ours = KINDS[kind].make_config(**changes), models.build(kind, {**KINDS[kind].base, **changes}).config
+    windows = [{"sliding_attention": 5, "full_attention": None}[kind] for kind in reference.layer_types]
+    assert [layer.mixer.window for layer in ours.layers] == windows
+    assert len(set(windows)) == 2
+
+
+def test_rotations_of_gemma3_have_the_defaults_of_transformers():
+    """Without a word on RoPE, layers with windows have one theta, those without another."""
+    ours = models.build("gemma3_text", KINDS["gemma3_text"].base).config
+    reference = KINDS["gemma3_text"].make_config().rope_parameters
+    thetas = {name: rope.theta for name, rope in ours.ropes}
+    assert thetas["main"] == reference["full_attention"]["rope_theta"]
+    assert thetas["local"] == reference["sliding_attention"]["rope_theta"]
+    assert [layer.mixer.rope for layer in ours.layers] == ["local", "main"]
+
+
 def test_defaults_of_starcoder2_are_those_of_transformers():
     """What a config leaves out is what transformers fills in, from the key and value heads to the tied embedding."""
     given = {key: value for key, value in BASE.items() if key != "num_key_value_heads"}

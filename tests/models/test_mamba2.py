@@ -125,11 +125,12 @@ def test_generation_reads_each_token_once(make_folder, monkeypatch):
     assert sizes == [5, 1, 1, 1]
 
 
-def test_models_that_see_all_tokens_have_no_steps():
-    """Attention has no state of a fixed size: `step` says so."""
+def test_models_that_need_the_whole_row_have_no_steps():
+    """Where rotations of all tokens change with the length of the row, `step` says so."""
     sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 61}
-    model = models.build("llama", {**sizes, "max_position_embeddings": 8})
-    with pytest.raises(ConfigError, match="look at all tokens before"):
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    model = models.build("llama", {**sizes, "max_position_embeddings": 8, "rope_parameters": rope})
+    with pytest.raises(ConfigError, match="needs the whole row"):
         model.step(model.init(0), TOKENS)
 
 

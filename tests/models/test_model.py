@@ -73,6 +73,33 @@ def test_permuted_rows_have_the_same_losses(variant):
     assert abs(model.loss(params, permuted)[0] / expected - 1) > 1e-4
 
 
+STEPPING = [
+    name for name, (kind, changes) in VARIANTS.items() if models.build(kind, {**KINDS[kind].base, **changes}).config.has_steps
+]
+
+
+@pytest.mark.parametrize("variant", STEPPING)
+def test_steps_give_the_logits_of_the_whole(variant):
+    """Pieces of a row from state to state give the logits of the row at once: windows, caps, sinks, rotations, positions."""
+    kind, changes = VARIANTS[variant]
+    model, params = made_tiny(kind, **changes)
+    row, state, parts = tokens_of((2, 24), high=61), None, []
+    for piece in row.split([9, 1, 1, 6, 1, 6], 1):
+        logits, state = model.step(params, piece, state)
+        parts.append(logits)
+    testing.assert_close(torch.cat(parts, 1), model.apply(params, row), rtol=1e-10)
+
+
+def test_states_of_windows_do_not_grow():
+    """A layer with a window keeps the keys that the next token sees; one without keeps all."""
+    model, params = made_tiny("gemma3_text")
+    _, (count, (local, full)) = model.step(params, tokens_of((2, 12), high=61))
+    assert count == 12
+    assert local.k_BMKH.shape[1] == local.v_BMKH.shape[1] == 4  # with itself the next one sees 5
+    assert local.order_M.tolist() == [8, 9, 10, 11]
+    assert full.k_BMKH.shape[1] == 12
+
+
 def test_rows_longer_than_learned_positions_are_refused():
     """GPT-2 takes rows of up to n_positions, and no longer ones; positions of the data's choice are not counted."""
     model, params = made_tiny("gpt2", n_positions=8)
