@@ -89,6 +89,16 @@ class Model:
         return found
 
     @property
+    def whole_step(self) -> str | None:
+        """Why a step of it must be one microbatch, and what else to do; None if it may be cut."""
+        if not any(getattr(part, "global_aux_loss", 0) for layer in self.config.layers for part in layer.parts):
+            return None
+        return (
+            "global_aux_loss is of the loads of the whole step, which are not known before the first backward.\n"
+            "Use num_microbatches=1, or aux_loss, which is of the loads of each microbatch."
+        )
+
+    @property
     def max_positions(self) -> int | None:
         """The longest row that it can take, or None if there is no bound: where positions are learned, there is one."""
         return self.config.num_positions

@@ -254,6 +254,9 @@ def _microbatch_values(model: Chain, batch_shape: BatchShape, num_microbatches: 
     rows = {key: shape[0] for key, shape in shapes.items()}
     if not isinstance(num_microbatches, int) or num_microbatches < 1 or any(n % num_microbatches for n in rows.values()):
         raise ShapeError(f"cannot cut a batch of {rows} rows into {num_microbatches} equal microbatches")
+    whole = getattr(model, "whole_step", None)
+    if num_microbatches > 1 and whole is not None:
+        raise ConfigError(f"cannot cut a step into {num_microbatches} microbatches: {whole}")
     return {
         key: torch.empty((shape[0] // num_microbatches, *shape[1:]), dtype=dtype, device="meta")
         for key, (shape, dtype) in batch_shape.items()

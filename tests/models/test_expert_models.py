@@ -13,8 +13,11 @@ import yaml
 from mpar import models, testing, tree
 from mpar.errors import CheckpointError, ConfigError, UnknownNameError
 from mpar.infer import generate
+from mpar.mesh import Mesh
 from mpar.models import _moe
 from mpar.models._moe import MoeConfig
+from mpar.optim import AdamW
+from mpar.program.compiler import compile_step
 from tests.models.variants import KINDS, VARIANTS
 
 SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
@@ -230,6 +233,14 @@ def test_the_bias_of_the_choice_is_updated_from_counts():
     assert metric == "layers.2.expert_counts"
     assert update(torch.zeros(4), torch.tensor([0, 1, 2, 1])).tolist() == [0.5, 0.0, -0.5, 0.0]
     assert not built("qwen3_moe").updates
+
+
+def test_a_loss_of_the_whole_step_is_not_cut_into_microbatches():
+    """With global_aux_loss a step is one microbatch; more are refused, with the loss that would do."""
+    model = built("qwen3_moe", router={"global_aux_loss": 0.1})
+    assert compile_step(model, AdamW(lr=1e-3), Mesh(dp=1), "ddp", (4, 8)).num_microbatches == 1
+    with pytest.raises(ConfigError, match=r"(?s)cannot cut a step into 2 microbatches: global_aux_loss .*aux_loss, which is of"):
+        compile_step(model, AdamW(lr=1e-3), Mesh(dp=1), "ddp", (4, 8), num_microbatches=2)
 
 
 @pytest.mark.parametrize("kind", SPARSE)
