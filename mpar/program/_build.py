@@ -135,6 +135,7 @@ def _compile(
         num_microbatches=num_microbatches,
         bucket_bytes=bucket_bytes,
         prefetch_bytes=prefetch_bytes,
+        offload=recompute.offload,
         writer=writer,
         units=units,
         context_code=placed.context,

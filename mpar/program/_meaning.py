@@ -109,6 +109,8 @@ class _Meaning:
             half = len(step.outputs)
             for a, b, out in zip(step.inputs[:half], step.inputs[half:], step.outputs, strict=True):
                 self.labels[out] = self.add(self.labels[a], self.labels[b])
+        elif step.op in ("offload", "fetch"):
+            self.labels[step.outputs[0]] = self.labels[step.inputs[0]]
         elif step.op in ("gather", "reduce"):  # result by result
             for v, out in zip(step.inputs, step.outputs, strict=True):
                 self.labels[out] = ((step.op, self.labels[v][0]), self.labels[v][1])

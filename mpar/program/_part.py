@@ -47,6 +47,7 @@ class Step:
     num_microbatches: int
     bucket_bytes: int
     prefetch_bytes: int
+    offload: bool
     writer: Writer
     units: dict[str, Unit]
     context_code: Code
@@ -74,6 +75,7 @@ class _Saved:
     kept: list[int]
     dy: list[int] | None = None
     crossing: list[int] | None = None
+    away: bool = False  # in the memory of the host
 
 
 class _PartWriter:
@@ -278,7 +280,7 @@ class _PartWriter:
             names += [f"r{index}.{m}.{i}" for i in range(code.num_kept)]
             out = self.writer.emit("forward", code.forward, operands, names, segment.name, m)
             x, reported, kept = out[:num_x], out[num_x : code.traced.num_results], out[code.traced.num_results :]
-            saved[index] = _Saved(x_in, kept)
+            saved[index] = self._offloaded(_Saved(x_in, kept), segment.name, m)
             self._report(index, m, reported)
             self.gathers.next_use()
         self.saved[stage, m] = saved
@@ -286,10 +288,32 @@ class _PartWriter:
         if self._is_here(stage + 1, m):
             self.inputs[stage + 1, m] = x
 
+    def _offloaded(self, saved: _Saved, segment: str, m: int) -> _Saved:
+        """What waits for the backward, in the memory of the host if the policy says so."""
+        if not self.step.offload:
+            return saved
+        x, kept = ([self.writer.carry("offload", v, segment, m) for v in own] for own in (saved.x, saved.kept))
+        return _Saved(x, kept, away=True)
+
+    def _fetch(self, stage: int, m: int, index: int) -> None:
+        """Bring back what a segment left, if it is away."""
+        saved = self.saved[stage, m].get(index)
+        if saved is not None and saved.away:
+            name = self.segments[index].name
+            saved.x, saved.kept = ([self.writer.carry("fetch", v, name, m) for v in own] for own in (saved.x, saved.kept))
+            saved.away = False
+
+    def _before(self, stage: int, m: int, index: int) -> _Saved:
+        """What a segment's forward left for its backward; that of the segment whose turn is next is on its way then."""
+        for due in (index, index - 1):
+            self._fetch(stage, m, due)
+        return self.saved[stage, m][index]
+
     def _backward(self, stage: int, m: int) -> None:
-        dx, saved = self.cotangents.pop((stage, m), []), self.saved.pop((stage, m))
+        dx = self.cotangents.pop((stage, m), [])
         for index in reversed(self.pipeline.ranges[stage]):
-            segment, code, before = self.segments[index], self.step.codes[index], saved.pop(index)
+            segment, code, before = self.segments[index], self.step.codes[index], self._before(stage, m, index)
+            del self.saved[stage, m][index]
             primals = [*self.gathers.parameters(segment.paths, m), *before.x, *self._context(m)]
             cotangents = [*dx, *[self.cotangent] * len(code.traced.losses)]
             paths = self._leaf_paths(index)
@@ -311,7 +335,7 @@ class _PartWriter:
     def _backward_input(self, stage: int, m: int) -> None:
         dx = self.cotangents.pop((stage, m), [])
         for index in reversed(self.pipeline.ranges[stage]):
-            segment, code, before = self.segments[index], self.step.codes[index], self.saved[stage, m][index]
+            segment, code, before = self.segments[index], self.step.codes[index], self._before(stage, m, index)
             split = split_segment(code)
             primals = [*self.gathers.parameters(segment.paths, m), *before.x, *self._context(m)]
             before.dy = [*dx, *[self.cotangent] * len(code.traced.losses)]

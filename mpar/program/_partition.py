@@ -53,14 +53,16 @@ class RecomputePolicy:
     kind:   none | full | selective | budget
     names:  for selective: primitives, collectives, labels of `ops.name`, and the classes "pointwise" and "cast".
     budget: for budget: bytes that one segment may keep on a rank.
+    offload: what segments keep, their inputs too, waits for the backward in the memory of the host.
     """
 
     kind: str = "none"
     names: frozenset[str] = CHEAP
     budget: int = 0
+    offload: bool = False
 
 
-def policy(kind: str | None, names: Sequence[str] | None = None, budget: int = 0) -> RecomputePolicy:
+def policy(kind: str | None, names: Sequence[str] | None = None, budget: int = 0, *, offload: bool = False) -> RecomputePolicy:
     """A policy by name.
 
     Raises UnknownNameError for another kind than none, full, selective or budget, ConfigError for a negative budget.
@@ -70,7 +72,7 @@ def policy(kind: str | None, names: Sequence[str] | None = None, budget: int = 0
         raise UnknownNameError(f"no recompute policy is called {kind!r}; there are {', '.join(kinds)}")
     if budget < 0:
         raise ConfigError(f"a recompute budget of {budget} bytes: it must not be negative")
-    return RecomputePolicy(kind or "none", CHEAP if names is None else frozenset(names), budget)
+    return RecomputePolicy(kind or "none", CHEAP if names is None else frozenset(names), budget, offload)
 
 
 @dataclass(frozen=True)

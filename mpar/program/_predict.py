@@ -11,7 +11,7 @@ from mpar.program._memory import sweep
 from mpar.program._times import step_times
 
 if TYPE_CHECKING:
-    from mpar.program._program import CollectiveUse, Kind, Part, Program
+    from mpar.program._program import CollectiveUse, Instruction, Kind, Part, Program
 
 __all__ = [
     "REFERENCE",
@@ -31,6 +31,7 @@ class Hardware:
 
     flops_per_s:       by dtype name ("float32", "bfloat16").
     memory_bytes_per_s, launch_s: bandwidth of device memory, fixed time of one segment.
+    host_bytes_per_s:  between a device and the memory of its host.
     link_bytes_per_s, link_latency_s: one rank's share within a node; cross_*: between nodes of `ranks_per_node` ranks.
     memory_bytes:      of one device.
     arch:              its chip, for which kernels are chosen, such as "sm_90"; None is a CPU.
@@ -48,6 +49,7 @@ class Hardware:
     launch_s: float = 0.0
     peak_flops_per_s: float = 0.0
     arch: str | None = None
+    host_bytes_per_s: float = 5e10
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Prediction:
 
     peak_bytes is exact but for the workspace inside single ops, of which `workspace_bytes` is the largest; need_bytes is the peak
     with each workspace where it is needed and while it is; most_bytes is that where a router sends all rows to one rank, which is
-    more only if rows travel between ranks. state_bytes is what lives between steps. FLOPs count what is executed,
+    more only if rows travel between ranks. host_bytes is the most that waits in the memory of the host. state_bytes is what lives between steps. FLOPs count what is executed,
     recomputation included. communication_bytes is what one rank contributes to collectives and sends to other stages. Counts are
     the most of any rank. step_s is the makespan of all ranks; compute_s and communication_s are the busiest one's; the bubble is
     the makespan without its time, the span bubble the longest time that a rank idles between its first forward and its last
@@ -68,6 +70,7 @@ class Prediction:
     workspace_bytes: int
     need_bytes: int
     most_bytes: int
+    host_bytes: int
     flops: int
     communication_bytes: int
     num_collectives: int
@@ -119,12 +122,23 @@ def _predict_part(program: "Program", position: int, hardware: Hardware | None) 
         max((kind.workspace for kind in kinds), default=0),
         max((peak for peak, _ in _timeline(program, part, workspace=True)), default=0),
         max((peak for peak, _ in _timeline(program, part, workspace=True, most=True)), default=0),
+        _host_bytes(program, part),
         sum(kind.flops for kind in kinds),
         sum(use.bytes for use in uses) + sum(sent),
         len(uses),
         len(sent),
         **times,
     )
+
+
+def _host_bytes(program: "Program", part: "Part") -> int:
+    """The most bytes that are in the memory of the host at once."""
+    now = most = 0
+    for step in part.instructions:
+        if step.op in ("offload", "fetch"):
+            now += program.values[step.inputs[0]].bytes * (1 if step.op == "offload" else -1)
+            most = max(most, now)
+    return most
 
 
 def memory_timeline(program: "Program", position: int = 0) -> list[tuple[int, int]]:
@@ -198,7 +212,13 @@ def instruction_durations(program: "Program", hardware: Hardware, position: int 
     itself does."""
     cache = {name: segment_time(kind, program.mesh, hardware) if kind.source else 0.0 for name, kind in program.kinds.items()}
     parts = program.parts if position is None else [program.parts[position]]
-    return [[cache[step.kind] for step in part.instructions] for part in parts]
+
+    def seconds(step: "Instruction") -> float:
+        if step.op in ("offload", "fetch"):  # as if nothing overlapped with it: an upper bound
+            return program.values[step.inputs[0]].bytes / hardware.host_bytes_per_s
+        return cache[step.kind]
+
+    return [[seconds(step) for step in part.instructions] for part in parts]
 
 
 def message_durations(program: "Program", hardware: Hardware) -> dict[int, float]:
@@ -243,6 +263,7 @@ _COUNTS = (
     "workspace_bytes",
     "need_bytes",
     "most_bytes",
+    "host_bytes",
     "flops",
     "communication_bytes",
     "num_collectives",

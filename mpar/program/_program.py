@@ -100,8 +100,8 @@ class Kind:
 class Instruction:
     """One step of the program: `outputs = kind(inputs)`, then `frees` are gone.
 
-    op is one of context, weight, forward, backward, backward_input, backward_weight, gather, reduce, accumulate, send, recv,
-    wait, losses, finish, metrics, norm, update. `segment` says where in the chain, `microbatch` which one (-1: all of them).
+    op is one of context, weight, forward, backward, backward_input, backward_weight, gather, reduce, accumulate, offload, fetch, send,
+    recv, wait, losses, finish, metrics, norm, update. `segment` says where in the chain, `microbatch` which one (-1: all of them).
 
     send and recv only post a message, whose number is the same at both ends; `peer` is the other end's position along pp. A sent
     value stays whole, and a received one may not be read, until the `wait` of the message.

@@ -80,11 +80,20 @@ def load(
         "KERNELS": _Kernels(primitives, device, opaque if inductor else implementation),
         "CONSTANTS": {key: value.to(device) for key, value in constants.items()},
         "DEVICE": device,
+        "TO_HOST": _to_host,
+        "TO_DEVICE": lambda x: x.to(device, non_blocking=True),
         "inf": float("inf"),
         "nan": float("nan"),
     }
     exec(compile(source, f"<segment {name}>", "exec"), names)
     return compiled(source, names["run"]) if inductor else names["run"]
+
+
+def _to_host(x: Tensor) -> Tensor:
+    """A copy in memory of the host that a device reaches by itself; a tensor of the host is there already."""
+    if x.device.type == "cpu":
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 class _Kernels(dict[tuple[str, str], Callable]):

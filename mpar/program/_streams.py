@@ -20,6 +20,8 @@ __all__ = ["HOME", "START", "Issue", "issue_on_streams", "plan_streams"]
 
 HOME = "compute"
 """The queue that is the caller's stream: state and batch come on it, results leave on it."""
+HOST = "host"
+"""The queue on which values go to the memory of the host and come back."""
 START = -1
 """The event before the first instruction."""
 
@@ -42,7 +44,9 @@ def plan_streams(instructions: Sequence["Instruction"], values: Sequence["Value"
 
     What only computes, such as a cast that on more ranks would be a gather, stays on the caller's stream.
     """
-    own = [step.queue if step.message >= 0 or kinds[step.kind].collectives else HOME for step in instructions]
+    own = [
+        step.queue if step.message >= 0 or step.queue == HOST or kinds[step.kind].collectives else HOME for step in instructions
+    ]
     return _Planner(values).plan(instructions, own)
 
 

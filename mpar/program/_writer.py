@@ -132,6 +132,16 @@ class Writer:
             self.kinds[name] = message_kind(name, op, v)
         self.instructions.append(Instruction(op, name, inputs, outputs, (), segment, microbatch, queue, message, peer))
 
+    def carry(self, op: str, value: int, segment: str, microbatch: int) -> int:
+        """A copy of `value` in the memory of the host ("offload"), or of the device again ("fetch")."""
+        v = self.values[value]
+        name = f"{op} {str(v.dtype).removeprefix('torch.')} {'x'.join(map(str, v.shape)) or 'scalar'}"
+        if name not in self.kinds:
+            self.kinds[name] = carry_kind(name, op, v)
+        copy = self.value(v.name, torch.empty(v.shape, dtype=v.dtype, device="meta"), v.spec)
+        self.instructions.append(Instruction(op, name, (value,), (copy,), (), segment, microbatch, "host"))
+        return copy
+
     def _register(self, code: Code) -> str:
         """The name of the code's kind, a new one when another code has it."""
         name, number = code.kind.name, 2
@@ -258,6 +268,15 @@ def message_kind(name: str, op: str, value: Value) -> Kind:
     )
     whole = ((value.shape, value.dtype),)
     return Kind(name, "", {}, (), 0, 0, 0, memory, 0, () if made else whole, whole if made else (), ())
+
+
+def carry_kind(name: str, op: str, value: Value) -> Kind:
+    """A kind that carries a value to the host, where it takes nothing of the device's memory, or back."""
+    held, made = (value.bytes, 0) if op == "offload" else (0, value.bytes)
+    memory = SegmentMemory(inputs=(0,), outputs=(1,), sizes=(held, made), events=(((1,), (0,)),), workspaces=(0,), idle=())
+    source = f"def run(args, comm):\n    (x,) = args\n    args.clear()\n    return ({'TO_HOST' if op == 'offload' else 'TO_DEVICE'}(x),)\n"
+    whole = ((value.shape, value.dtype),)
+    return Kind(name, source, {}, (), 0, 0, 0, memory, 0, whole, whole, ())
 
 
 def like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

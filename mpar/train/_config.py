@@ -155,6 +155,7 @@ class RecomputeConfig:
     kind: Literal["none", "full", "selective", "budget"] = key("the policy")
     names: tuple[str, ...] | None = key("selective: what is computed again; null: norms, activations, casts", default=None)
     budget: int = key("budget: bytes that one segment may keep on a rank", default=0)
+    offload: bool = key("what is kept waits for the backward in the memory of the host", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ def compile_program(config: TrainConfig) -> Program:
         schedule=make_schedule(config),
         num_microbatches=num_microbatches(config),
         precision=config.precision.name,
-        recompute=policy(recompute.kind, recompute.names, recompute.budget),
+        recompute=policy(recompute.kind, recompute.names, recompute.budget, offload=recompute.offload),
         hardware=make_hardware(config.hardware),
         kernels=make_kernels(config),
     )
