@@ -99,3 +99,14 @@ def test_heads_travel_only_as_sums():
     forward, backward = [tokens, tokens * 16], [tokens, tokens * 6, tokens * 6, tokens * 16]
     assert {use.op for use in program.collectives()} == {"all_reduce"}
     assert [use.bytes for use in inside] == [*forward, *forward, *backward, *backward]
+
+
+def test_a_sequence_is_exchanged_for_heads():
+    """With all_to_all a layer exchanges x, b, c and the steps before the scan and its output after it, and the same backward."""
+    model, _, _ = problem({}, False)
+    strategy = dataclasses.replace(preset("ddp"), context_parallel="all_to_all")
+    program = compile_step(model, Recorder(), Mesh(cp=2), strategy, (B, S))
+    inside = [(use.op, use.bytes) for use in program.collectives() if "models/_mamba.py" in use.line]
+    tokens = B * S // 2 * 8  # of a rank, one float64 each
+    forward = [("all_to_all", tokens * size) for size in (12, 12, 32, 4, 32)]
+    assert inside == [*forward, *forward, *forward[::-1], *forward[::-1]]
