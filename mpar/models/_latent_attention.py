@@ -15,7 +15,15 @@ from mpar.errors import ConfigError
 from mpar.models._rope import MAIN, table_keys
 from mpar.tree import struct
 
-__all__ = ["LATENT_ATTENTION_AXES", "LatentAttention", "LatentAttentionConfig", "latent_attend", "latent_attention_shapes"]
+__all__ = [
+    "LATENT_ATTENTION_AXES",
+    "LatentAttention",
+    "LatentAttentionConfig",
+    "LatentState",
+    "latent_attend",
+    "latent_attention_shapes",
+    "latent_step",
+]
 
 
 @dataclass(frozen=True)
@@ -111,51 +119,108 @@ def latent_attention_shapes(config: LatentAttentionConfig, hidden_size: int) -> 
     )
 
 
+@struct
+class LatentState:
+    """Of each token so far the latent and the turned part of the key, which is all that keys and values are made of."""
+
+    latent_BMC: Tensor
+    k_rope_BMH: Tensor
+    order_M: Tensor
+
+
 def latent_attend(params: LatentAttention, config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
     """Causal attention of `x_BSD` to itself, within a document.
 
     `context` has the RoPE tables; documents (B, S) where rows are packed; order (S,) where they are permuted.
     """
-    (cos, sin), interleaved = (context[key] for key in table_keys(config.rope)), config.interleaved
-    q_nope_BSNH, q_rope_BSNH = _queries(params, config, x_BSD).split([config.nope_size, config.rope_size], -1)
-    q_BSNH = torch.cat([q_nope_BSNH, ops.rope(q_rope_BSNH, cos, sin, interleaved=interleaved)], -1)
-
-    latent_BSC = _plus(ops.einsum("bsd,dc->bsc", x_BSD, params.kv_a_DC), params.kv_a_bias_C)
-    latent_BSC, k_rope_BSH = ops.name(latent_BSC, "kv_latent").split([config.kv_rank, config.rope_size], -1)
-    latent_BSC = ops.name(ops.rms_norm(latent_BSC, params.kv_a_norm_C, eps=config.norm_eps), "kv_norm")
-    kv_BSNH = ops.einsum("bsc,cnh->bsnh", latent_BSC, params.kv_b_CNH)
-    k_nope_BSNH, v_BSNH = kv_BSNH.split([config.nope_size, config.v_size], -1)
-    k_rope_BS1H = ops.rope(k_rope_BSH[:, :, None], cos, sin, interleaved=interleaved)
-    k_BSNH = torch.cat([k_nope_BSNH, k_rope_BS1H.expand(-1, -1, config.num_heads, -1)], -1)
-
-    q_BSNH = ops.constrain(ops.name(q_BSNH, "q_rope"), ("batch", "attend_seq", "attend_heads", "head"))
-    k_BSNH = ops.constrain(ops.name(k_BSNH, "k_rope"), ("batch", "attend_kv_seq", "attend_kv_heads", "head"))
-    v_BSNH = ops.constrain(ops.name(v_BSNH, "v"), ("batch", "attend_kv_seq", "attend_kv_heads", "head"))
+    q_nope_BSNH, q_rope_BSNH = _queries(params, config, x_BSD, context)
+    latent_BSC, k_rope_BSH = _latents(params, config, x_BSD, context)
+    k_nope_BSNH, v_BSNH = ops.einsum("bsc,cnh->bsnh", latent_BSC, params.kv_b_CNH).split([config.nope_size, config.v_size], -1)
+    q_BSNH = torch.cat([q_nope_BSNH, q_rope_BSNH], -1)
+    k_BSNH = torch.cat([k_nope_BSNH, k_rope_BSH[:, :, None].expand(-1, -1, config.num_heads, -1)], -1)
     order_S, documents_BS = context.get("order"), context.get("documents")
     out_BSNH, _ = ops.attention(
-        q_BSNH,
-        k_BSNH,
-        v_BSNH,
+        ops.constrain(ops.name(q_BSNH, "q_rope"), ("batch", "attend_seq", "attend_heads", "head")),
+        ops.constrain(ops.name(k_BSNH, "k_rope"), ("batch", "attend_kv_seq", "attend_kv_heads", "head")),
+        ops.constrain(ops.name(v_BSNH, "v"), ("batch", "attend_kv_seq", "attend_kv_heads", "head")),
         q_order=order_S,
         k_order=order_S,
         q_documents=documents_BS,
         k_documents=documents_BS,
         causal=True,
-        scale=config.qk_size**-0.5 if config.scale is None else config.scale,
+        scale=_scale(config),
     )
-    out_BSNH = ops.name(ops.constrain(out_BSNH, ("batch", "seq", "heads", "head")), "attn")
+    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head")))
+
+
+def latent_step(
+    params: LatentAttention,
+    config: LatentAttentionConfig,
+    x_BSD: Tensor,
+    context: Mapping[str, Tensor],
+    state: LatentState | None,
+) -> tuple[Tensor, LatentState]:
+    """The same for the tokens that follow those of `state` (None: the first of all), and the state after them.
+
+    Queries come down to the latent instead of latents up to keys and values (sec. 2.1.2): the heads attend to the state itself.
+    `context` has order (S,), the tokens' positions, and the RoPE tables at these.
+    """
+    q_nope_BSNH, q_rope_BSNH = _queries(params, config, x_BSD, context)
+    latent_BMC, k_rope_BMH = _latents(params, config, x_BSD, context)
+    order_M = context["order"]
+    if state is not None:
+        latent_BMC = torch.cat([state.latent_BMC, latent_BMC], 1)
+        k_rope_BMH = torch.cat([state.k_rope_BMH, k_rope_BMH], 1)
+        order_M = torch.cat([state.order_M, order_M])
+    up_CNH, out_CNH = params.kv_b_CNH.split([config.nope_size, config.v_size], -1)
+    q_BSNC = torch.cat([ops.einsum("bsnh,cnh->bsnc", q_nope_BSNH, up_CNH), q_rope_BSNH], -1)
+    k_BM1C = torch.cat([latent_BMC, k_rope_BMH], -1)[:, :, None]
+    mixed_BSNC, _ = ops.attention(
+        q_BSNC, k_BM1C, latent_BMC[:, :, None], q_order=context["order"], k_order=order_M, causal=True, scale=_scale(config)
+    )
+    out_BSNH = ops.einsum("bsnc,cnh->bsnh", mixed_BSNC, out_CNH)
+    return _merged(params, out_BSNH), cast(Any, LatentState)(latent_BMC, k_rope_BMH, order_M)
+
+
+def _queries(
+    params: LatentAttention, config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The parts without and with RoPE, the latter turned."""
+    if params.q_DNH is not None:
+        q_BSNH = ops.einsum("bsd,dnh->bsnh", x_BSD, params.q_DNH)
+    else:
+        assert params.q_a_DL is not None and params.q_b_LNH is not None
+        latent_BSL = ops.name(_plus(ops.einsum("bsd,dl->bsl", x_BSD, params.q_a_DL), params.q_a_bias_L), "q_latent")
+        latent_BSL = ops.name(ops.rms_norm(latent_BSL, params.q_a_norm_L, eps=config.norm_eps), "q_norm")
+        q_BSNH = ops.einsum("bsl,lnh->bsnh", latent_BSL, params.q_b_LNH)
+    nope_BSNH, rope_BSNH = ops.name(q_BSNH, "q").split([config.nope_size, config.rope_size], -1)
+    return nope_BSNH, _turned(config, rope_BSNH, context)
+
+
+def _latents(
+    params: LatentAttention, config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The normed latent of keys and values, and the part of the key with RoPE, turned, that all heads share."""
+    both_BSC = ops.name(_plus(ops.einsum("bsd,dc->bsc", x_BSD, params.kv_a_DC), params.kv_a_bias_C), "kv_latent")
+    latent_BSC, rope_BSH = both_BSC.split([config.kv_rank, config.rope_size], -1)
+    latent_BSC = ops.name(ops.rms_norm(latent_BSC, params.kv_a_norm_C, eps=config.norm_eps), "kv_norm")
+    return latent_BSC, _turned(config, rope_BSH[:, :, None], context)[:, :, 0]
+
+
+def _turned(config: LatentAttentionConfig, x_BSNH: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+    cos, sin = (context[key] for key in table_keys(config.rope))
+    return ops.rope(x_BSNH, cos, sin, interleaved=config.interleaved)
+
+
+def _scale(config: LatentAttentionConfig) -> float:
+    return config.qk_size**-0.5 if config.scale is None else config.scale
+
+
+def _merged(params: LatentAttention, out_BSNH: Tensor) -> Tensor:
+    """The projection out of all heads."""
+    out_BSNH = ops.name(out_BSNH, "attn")
     out_BSD = ops.constrain(ops.einsum("bsnh,nhd->bsd", out_BSNH, params.o_NHD), ("batch", "residual_seq", "embed"))
     return ops.name(_plus(out_BSD, params.o_bias_D), "attn_out")
-
-
-def _queries(params: LatentAttention, config: LatentAttentionConfig, x_BSD: Tensor) -> Tensor:
-    """Both parts, (B, S, N, nope_size + rope_size)."""
-    if params.q_DNH is not None:
-        return ops.name(ops.einsum("bsd,dnh->bsnh", x_BSD, params.q_DNH), "q")
-    assert params.q_a_DL is not None and params.q_b_LNH is not None
-    latent_BSL = ops.name(_plus(ops.einsum("bsd,dl->bsl", x_BSD, params.q_a_DL), params.q_a_bias_L), "q_latent")
-    latent_BSL = ops.name(ops.rms_norm(latent_BSL, params.q_a_norm_L, eps=config.norm_eps), "q_norm")
-    return ops.name(ops.einsum("bsl,lnh->bsnh", latent_BSL, params.q_b_LNH), "q")
 
 
 def _plus(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -53,9 +53,11 @@ class MoeConfig:
     shared:          the layer that sees every token (None: there is none); shared_gate: times sigmoid(x @ w).
     router_bias:     the logits have a bias. choice_bias: the choice has one that the weights do not have; it gets no gradient
                      but moves by `bias_rate` after each step.
-    kind:            "topk"; "sinkhorn": in training the choice is made from logits that are balanced over the microbatch;
-                     "balanced": slot i = token * top_k + k goes to expert i mod num_experts, for benchmarks.
+    kind:            "topk"; "sinkhorn": the choice is made from logits that are balanced over the microbatch; "balanced": slot
+                     i = token * top_k + k goes to expert i mod num_experts, for benchmarks.
     capacity_factor: None, or an expert takes ceil(factor * tokens * top_k / num_experts) slots of a microbatch, by weight.
+                     This and both kinds look at all tokens of a batch: they are for batches with labels. In generation, where a
+                     token must not depend on others, all routers are "topk" and nothing is dropped.
     aux_loss ...:    coefficients of the side losses, 0 for none.
     grouped:         False computes one expert after the other on all tokens: a reference.
     Raises ConfigError with everything that does not fit.
@@ -95,8 +97,9 @@ class MoeConfig:
 
     @property
     def side_losses(self) -> bool:
-        """Whether training differs from generation: losses beside the main one, or a choice that looks at the whole batch."""
-        return self.kind == "sinkhorn" or any(getattr(self, name) for name in SIDE_LOSSES)
+        """Whether it needs context["weight"]: for losses beside the main one, or to know a batch with labels from generation."""
+        looks = self.kind != "topk" or self.capacity_factor is not None
+        return looks or any(getattr(self, name) for name in SIDE_LOSSES)
 
 
 def _problems(config: MoeConfig) -> list[str]:
@@ -227,7 +230,7 @@ def moe(
     losses: dict[str, Tensor] = {}
     if "weight" in context:
         losses = _losses(config, logits_BSE, scores_BSE, experts_BSK, counts_E, routed_BS, context["weight"])
-    if config.capacity_factor is not None:
+    if config.capacity_factor is not None and "weight" in context:
         kept_BSK = ops.limit_capacity(
             experts_BSK,
             weights_BSK,
@@ -265,8 +268,7 @@ def _capacity(config: MoeConfig, num_tokens: int) -> int:
 
 def _route(params: Moe, config: MoeConfig, logits_BSE: Tensor, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """`(weights_BSK, experts_BSK, scores_BSE)`."""
-    training = "weight" in context  # what balances over a batch may see later tokens: generation must not
-    if config.kind == "topk" or (config.kind == "sinkhorn" and not training):
+    if config.kind == "topk" or "weight" not in context:
         return ops.topk_router(
             logits_BSE,
             params.choice_bias_E,

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from mpar.models._attention import ATTENTION_AXES, AttentionConfig, attend, attend_step, attention_shapes
 from mpar.models._feed_forward import FEED_FORWARD_AXES, MlpConfig, mlp, mlp_shapes
-from mpar.models._latent_attention import LATENT_ATTENTION_AXES, LatentAttentionConfig, latent_attend, latent_attention_shapes
+from mpar.models._latent_attention import (
+    LATENT_ATTENTION_AXES,
+    LatentAttentionConfig,
+    latent_attend,
+    latent_attention_shapes,
+    latent_step,
+)
 from mpar.models._mamba import MAMBA_AXES, Mamba, MambaConfig, MambaState, init_mamba_leaf, mamba, mamba_shapes, mamba_step
 from mpar.models._moe import MOE_AXES, MoeConfig, moe, moe_shapes, updated_choice_bias
 
@@ -89,6 +95,7 @@ PARTS: dict[type, Part] = {
         latent_attend,
         "attention",
         pairs=lambda config: config.num_heads * (config.qk_size + config.v_size),
+        step=latent_step,
     ),
     MambaConfig: Part(mamba_shapes, MAMBA_AXES, mamba, "mamba", step=_mamba_step, init=init_mamba_leaf),
     MoeConfig: Part(moe_shapes, MOE_AXES, moe, "mlp", updates=_moe_updates),

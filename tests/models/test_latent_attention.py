@@ -9,7 +9,13 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from mpar import testing
 from mpar.errors import ConfigError
-from mpar.models._latent_attention import LatentAttention, LatentAttentionConfig, latent_attend, latent_attention_shapes
+from mpar.models._latent_attention import (
+    LatentAttention,
+    LatentAttentionConfig,
+    latent_attend,
+    latent_attention_shapes,
+    latent_step,
+)
 
 SIZES = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 CONFIG = LatentAttentionConfig(num_heads=3, kv_rank=12, nope_size=6, rope_size=4, v_size=5, q_rank=10)
@@ -162,6 +168,17 @@ def test_documents_see_themselves_only():
     changed[0, 1] += 1
     difference = (latent_attend(params, CONFIG, x, context) - latent_attend(params, CONFIG, changed, context)).abs().amax(-1)[0]
     assert (difference > 0).nonzero().flatten().tolist() == [1, 2, 3]
+
+
+def test_steps_give_the_rows_of_the_whole_from_latents_alone():
+    """Pieces of a row, each going on from the state before, give the whole; the state is a latent and a key part each."""
+    params, x = drawn(CONFIG), normal(B, S, D, seed=9)
+    expected, state, rows = latent_attend(params, CONFIG, x, tables_of(torch.arange(S))), None, []
+    for piece in torch.arange(S).split([4, 1, 3, 1]):
+        row, state = latent_step(params, CONFIG, x[:, piece], {**tables_of(piece), "order": piece}, state)
+        rows.append(row)
+    testing.assert_close(torch.cat(rows, 1), expected)
+    assert (state.latent_BMC.shape, state.k_rope_BMH.shape) == ((B, S, 12), (B, S, 4))
 
 
 def test_bad_sizes_are_all_listed():
