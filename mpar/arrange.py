@@ -67,13 +67,14 @@ def _num_by_heads(strategy: Strategy, mesh: Mesh, num_ranks: int, num_heads: int
     most = math.gcd(num_heads // tensor, num_ranks)
     wanted = strategy.ulysses_size
     if wanted is None:
-        wanted = most // 2 if strategy.context_parallel == "all_to_all+ring" and most == num_ranks and most > 2 else most
+        two_levels = strategy.context_parallel == "all_to_all+ring"
+        wanted = (most // 2 if most == num_ranks and most > 2 else most) if two_levels else num_ranks
     if wanted < 2 or most % wanted:
         raise ConfigError(
             f"strategy {strategy.name!r}: cannot divide attention by heads among {wanted if wanted > 1 else num_ranks} of the "
             f"{num_ranks} ranks that share a sequence: {num_heads} heads on {tensor} tensor parallel ranks are "
             f"{num_heads // tensor} on each, so that at most {most} can.\n"
-            "Use context_parallel=ring or all_gather, a smaller cp or tp, or a ulysses_size that divides."
+            "Use context_parallel=ring, all_gather or all_to_all+ring, a smaller cp or tp, or a ulysses_size that divides."
         )
     return wanted
 

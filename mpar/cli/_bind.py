@@ -81,7 +81,9 @@ def _convert(hint: Any, value: Any, path: str, unknown: list[str], wrong: list[s
         ok, converted = _try(option, value)
         if ok:
             return converted
-    wrong.append(f"{path}={value!r}: must be {_describe(hint)}")
+    words = [word for option in _options(hint) if get_origin(option) is Literal for word in get_args(option)]
+    near = f"; did you mean {nearest(value, words)}?" if words and isinstance(value, str) else ""
+    wrong.append(f"{path}={value!r}: must be {_describe(hint)}{near}")
     return None
 
 

@@ -124,9 +124,7 @@ def test_side_losses_are_what_is_no_other_number():
 
 
 def experts_record(step: int) -> StepRecord:
-    return StepRecord(
-        step, 2.0, 1.0, 1e-3, 1, 1.0, 1.0, 1.0, 1.0, 1.0, 1, 1, 1, None, None, {"aux_loss": 0.25}, expert_load(METRICS)
-    )
+    return replace(record(step), side_losses={"aux_loss": 0.25}, expert_load=expert_load(METRICS))
 
 
 def test_records_of_experts():
