@@ -175,7 +175,10 @@ class Model:
             raise ConfigError(f"cannot go on from a state: this {self.name} model needs the whole row for each token; use apply")
         first, *blocks, last = self.segments
         start, layers = state or (0, (None,) * len(blocks))
-        order = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
+        end = start + tokens_BS.shape[1]
+        if self.max_positions is not None and end > self.max_positions:
+            raise ShapeError(f"cannot go on to {end} tokens: this model has learned {self.max_positions} positions")
+        order = torch.arange(start, end, device=tokens_BS.device)
         context = self.context({"tokens": tokens_BS, "positions": order.expand(tokens_BS.shape)}) | {ORDER: order}
         x, _ = _fold([first], params, context)
         after = []
@@ -183,7 +186,7 @@ class Model:
             x, new = cast(decoder.BlockSegment, segment.fn).step(_subtrees(segment, params), x, context, before)
             after.append(new)
         logits = decoder.head_segment(self.config).logits(_subtrees(last, params), x)[..., : self.vocab_size]
-        return logits, (start + tokens_BS.shape[1], tuple(after))
+        return logits, (end, tuple(after))
 
     def loss(self, params: DecoderParams, batch: Batch) -> tuple[Tensor, Tensor]:
         """`(sum of token_weight * cross-entropy in nats, weight)`; the mean loss is their quotient.
@@ -300,5 +303,9 @@ def _check(batch: Batch, max_positions: int | None) -> None:
     floats = {key: value.dtype for key, value in batch.items() if key != "token_weights" and value.is_floating_point()}
     if floats:
         raise DtypeError(f"cannot read a batch with {floats}: these must be integers")
-    if max_positions is not None and "positions" not in batch and shape[1] > max_positions:
-        raise ShapeError(f"cannot read rows of {shape[1]} tokens: this model has learned {max_positions} positions")
+    if (
+        max_positions is not None and shape[1] > max_positions
+    ):  # given positions too go up to there: what they are is not looked at
+        raise ShapeError(
+            f"cannot read rows of {shape[1]} tokens: this model has learned {max_positions} positions; use shorter rows"
+        )

@@ -101,12 +101,16 @@ def test_states_of_windows_do_not_grow():
 
 
 def test_rows_longer_than_learned_positions_are_refused():
-    """GPT-2 takes rows of up to n_positions, and no longer ones; positions of the data's choice are not counted."""
+    """GPT-2 takes rows of up to n_positions, and no longer ones, whose later tokens would silently have no position."""
     model, params = made_tiny("gpt2", n_positions=8)
     assert torch.isfinite(model.apply(params, tokens_of((1, 8), high=61))).all()
     with pytest.raises(ShapeError, match=r"rows of 9 tokens.*8 positions"):
         model.apply(params, tokens_of((1, 9), high=61))
-    model.apply(params, tokens_of((1, 9), high=61), positions=torch.zeros(1, 9, dtype=torch.long))
+    with pytest.raises(ShapeError, match="use shorter rows"):
+        model.apply(params, tokens_of((1, 9), high=61), positions=torch.arange(9)[None])
+    _, state = model.step(params, tokens_of((1, 8), high=61))
+    with pytest.raises(ShapeError, match="go on to 9 tokens"):
+        model.step(params, tokens_of((1, 1), high=61), state)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
