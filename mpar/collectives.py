@@ -18,8 +18,8 @@ def fold(parts: Sequence[Tensor], op: str = "sum") -> Tensor:
 def combine(kind: str, parts: Sequence[Any], **how: Any) -> list[Any]:
     """The results on the ranks of a group, in its order, of the collective `kind` on `parts`; new tensors, contiguous.
 
-    all_gather(dim), reduce_scatter(dim), all_reduce(op), all_to_all(src, dst); of those that are posted, a part is all operands of a
-    rank, and a result a tuple: shift, exchange_rows(num_rows).
+    all_gather(dim), reduce_scatter(dim), all_reduce(op), all_to_all(src, dst). Of those that are posted, shift and
+    exchange_rows(num_rows), a part is all operands of a rank, and a result a tuple.
     """
     n = len(parts)
     if kind == "shift":

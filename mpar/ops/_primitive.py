@@ -400,8 +400,8 @@ def parse_sharding(
     Words are separated by blanks; `follows` and `ragged` are written as `"m:s"`.
     """
     operands, results = (tuple(_parse_dims(part) for part in side.split(",")) for side in rule.split("->"))
-    words = (frozenset(text.split()) for text in (need_replication, linear))
-    return ShardingRule(operands, results, *words, _pairs(follows), frozenset(as_is.split()), _pairs(ragged))
+    whole, once = frozenset(need_replication.split()), frozenset(linear.split())
+    return ShardingRule(operands, results, whole, once, _pairs(follows), frozenset(as_is.split()), _pairs(ragged))
 
 
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:

@@ -196,7 +196,7 @@ def _place(
     kernels: Kernels,
     hardware: Hardware,
 ) -> _Placed:
-    """Compile the segments; of several ways to divide attention (context_parallel "auto") the one with the least predicted time."""
+    """Compile the segments; of the ways to divide attention (context_parallel "auto") the one with the least predicted time."""
     how = (mesh, batch, precision, recompute, kernels)
     shared = mesh.axis_size(strategy.compute.get("seq", ())) > 1
     if strategy.context_parallel != "auto" or not shared:

@@ -225,9 +225,7 @@ class ProcessComm:
         shape = (sum(coming) if num_rows is None else num_rows, *rows.shape[1:])
         value = rows.new_empty(shape)
         value[sum(coming) :] = 0
-        work = dist.all_to_all_single(
-            value[: sum(coming)], rows, coming, leaving, group=self._groups[axes], async_op=True
-        )
+        work = dist.all_to_all_single(value[: sum(coming)], rows, coming, leaving, group=self._groups[axes], async_op=True)
         return Posted((value,), [work], [rows])
 
     def arrived(self, posted, sent):

@@ -58,8 +58,8 @@ class Prediction:
 
     peak_bytes is exact but for the workspace inside single ops, of which `workspace_bytes` is the largest; need_bytes is the peak
     with each workspace where it is needed and while it is; most_bytes is that where a router sends all rows to one rank, which is
-    more only if rows travel between ranks. host_bytes is the most that waits in the memory of the host. state_bytes is what lives between steps. FLOPs count what is executed,
-    recomputation included. communication_bytes is what one rank contributes to collectives and sends to other stages. Counts are
+    more only if rows travel between ranks. host_bytes is the most that waits in the memory of the host, state_bytes what lives
+    between steps. FLOPs count what is executed, recomputation included. communication_bytes is what one rank contributes to collectives and sends to other stages. Counts are
     the most of any rank. step_s is the makespan of all ranks; compute_s and communication_s are the busiest one's; the bubble is
     the makespan without its time, the span bubble the longest time that a rank idles between its first forward and its last
     backward.
@@ -147,9 +147,7 @@ def memory_timeline(program: "Program", position: int = 0) -> list[tuple[int, in
     return list(_timeline(program, program.parts[position]))
 
 
-def _timeline(
-    program: "Program", part: "Part", *, workspace: bool = False, most: bool = False
-) -> Iterator[tuple[int, int]]:
+def _timeline(program: "Program", part: "Part", *, workspace: bool = False, most: bool = False) -> Iterator[tuple[int, int]]:
     values = program.values
     users: dict[int, int] = {}  # live values of each storage
     sizes: dict[int, int] = {}
@@ -193,7 +191,7 @@ def _timeline(
 
 
 def segment_time(kind: "Kind", mesh: Mesh, hardware: Hardware) -> float:
-    """Seconds of a segment: the larger of arithmetic and memory traffic, then what its collectives take beyond what hides them."""
+    """Seconds of a segment: the larger of arithmetic and memory traffic, then what of its collectives nothing hides."""
     dtypes = (dtype for _, dtype in kind.operands if dtype.is_floating_point)
     narrow = min(dtypes, key=lambda d: d.itemsize, default=torch.float32)
     rate = hardware.flops_per_s.get(str(narrow).removeprefix("torch."), max(hardware.flops_per_s.values()))

@@ -52,8 +52,8 @@ class Value:
 class CollectiveUse:
     """One collective inside a segment: what one rank contributes, the ranks in a group, the line of the model that caused it.
 
-    hidden_flops, hidden_bytes: what is computed while a posted one is on its way. ragged: how it is divided among ranks, and so what
-    arrives, is known at run time.
+    hidden_flops, hidden_bytes: what is computed while a posted one is on its way. ragged: how it is divided among ranks, and so
+    what arrives, is known at run time.
     """
 
     op: str
@@ -100,8 +100,8 @@ class Kind:
 class Instruction:
     """One step of the program: `outputs = kind(inputs)`, then `frees` are gone.
 
-    op is one of context, weight, forward, backward, backward_input, backward_weight, gather, reduce, accumulate, offload, fetch, send,
-    recv, wait, losses, finish, metrics, norm, update. `segment` says where in the chain, `microbatch` which one (-1: all of them).
+    op is one of context, weight, forward, backward, backward_input, backward_weight, gather, reduce, accumulate, offload, fetch,
+    send, recv, wait, losses, finish, metrics, norm, update. `segment` says where in the chain, `microbatch` which one (-1: all).
 
     send and recv only post a message, whose number is the same at both ends; `peer` is the other end's position along pp. A sent
     value stays whole, and a received one may not be read, until the `wait` of the message.

@@ -292,7 +292,8 @@ def init_state(program: "Program", params: Any, rank: int | None = None) -> Stat
 def batch_rows(program: "Program", batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     """The rows of a global batch (microbatches one after the other) that `rank` works on, and of these its positions.
 
-    Where ranks share a sequence, "order" says which positions it has. Raises ShapeError, listing all offenders, if the batch is not what the program was compiled for.
+    Where ranks share a sequence, "order" says which positions it has. Raises ShapeError, listing all offenders, if the batch is
+    not what the program was compiled for.
     """
     first = {_key(leaf): leaf for leaf in program.batch if leaf.path.endswith(".0")}
     if "order" in first and "order" not in batch:

@@ -58,7 +58,7 @@ class Code:
 
 @dataclass(frozen=True)
 class TracedSegment:
-    """The joint graph of a segment: (parameters, x, context, cotangents) to (x, losses, metrics, gradients of parameters and x)."""
+    """The joint graph of a segment, (parameters, x, context, cotangents) to (x, losses, metrics, gradients of parameters, of x)."""
 
     logical: LogicalGraph
     x_out: tuple[Tensor, ...]
@@ -81,8 +81,8 @@ class SegmentCode:
 
     forward:  (parameters, x, context) -> (x, losses, metrics, kept).
     backward: (its part of those operands, kept, cotangents of x, cotangents of losses) -> gradients of parameters, then of x.
-    whole:    where the forward gives losses only: both at once, (parameters, x, context, cotangents of losses) -> (losses, metrics,
-              gradients of parameters, then of x). Nothing is kept between them, and what both need is made once.
+    whole:    where the forward gives losses only: both at once, (parameters, x, context, cotangents of losses) -> (losses,
+              metrics, gradients of parameters, then of x). Nothing is kept between them, and what both need is made once.
     reads:    positions in (parameters, x, context) that the backward reads.
     ranked, recompute, kernels: what it was cut from, and how; `program/_split.py` cuts the backward further.
     """

@@ -274,7 +274,8 @@ def carry_kind(name: str, op: str, value: Value) -> Kind:
     """A kind that carries a value to the host, where it takes nothing of the device's memory, or back."""
     held, made = (value.bytes, 0) if op == "offload" else (0, value.bytes)
     memory = SegmentMemory(inputs=(0,), outputs=(1,), sizes=(held, made), events=(((1,), (0,)),), workspaces=(0,), idle=())
-    source = f"def run(args, comm):\n    (x,) = args\n    args.clear()\n    return ({'TO_HOST' if op == 'offload' else 'TO_DEVICE'}(x),)\n"
+    there = "TO_HOST" if op == "offload" else "TO_DEVICE"
+    source = f"def run(args, comm):\n    (x,) = args\n    args.clear()\n    return ({there}(x),)\n"
     whole = ((value.shape, value.dtype),)
     return Kind(name, source, {}, (), 0, 0, 0, memory, 0, whole, whole, ())
 

@@ -318,7 +318,7 @@ class _Lowering:
         return item.value if pending else item, P(*spec.dims, partial=self.mesh.ordered(kept))
 
     def choose(self, rule: NodeRule, specs: list[P]) -> dict[str, tuple[str, ...]]:
-        """The mesh axes of each factor: operands that stay as they are come first, then the larger one's wish, then their order."""
+        """The mesh axes of each factor: operands that stay as they are come first, then the larger one's wish, then order."""
         axes_of: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
         order = sorted(range(len(specs)), key=lambda i: (i not in rule.as_is, -rule.operands[i].meta["val"].nbytes, i))
@@ -349,7 +349,7 @@ class _Lowering:
         return self.contiguous(rule, axes_of)
 
     def followed(self, name: str, rule: NodeRule, specs: list[P]) -> tuple[str, ...]:
-        """The axes by which the first operand that has the following factor `name` is sharded along it; one taken as it is first."""
+        """The axes by which an operand with the following factor `name` is sharded along it: one taken as it is, or the first."""
         order = sorted(range(len(specs)), key=lambda i: (i not in rule.as_is, i))
         return next((specs[i].dim(rule.factors[i].index((name,))) for i in order if (name,) in rule.factors[i]), ())
 
@@ -444,7 +444,7 @@ class Emit:
         self._opaque = True
 
     def same(self, value: fx.Node, axes: Iterable[str]) -> fx.Node:
-        """The program's word that `value` is the same along `axes`, though its operands are not: it reads them for another one."""
+        """The program's word that `value` is the same along `axes`, though operands are not: they matter to another result."""
         value.meta["same"] = tuple(axes)
         return value
 

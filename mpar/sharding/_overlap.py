@@ -11,6 +11,8 @@ from mpar.sharding._pass import graph_pass
 
 __all__ = ["hidden_cost", "overlap_posted"]
 
+PRODUCTS = ("einsum", "attention", "grouped_matmul", "mlp_tiled")
+
 
 @graph_pass
 def overlap_posted(graph: fx.Graph) -> dict[str, int]:
@@ -42,7 +44,7 @@ def overlap_posted(graph: fx.Graph) -> dict[str, int]:
 def _is_heavy(node: fx.Node) -> bool:
     """Whether a node multiplies matrices."""
     primitive = primitive_of(node.target)
-    return primitive is not None and primitive.name.split("_bwd")[0].removesuffix("_dw") in ("einsum", "attention", "grouped_matmul")
+    return primitive is not None and primitive.name.removesuffix("_bwd").removesuffix("_dw") in PRODUCTS
 
 
 def hidden_cost(post: fx.Node) -> Cost:

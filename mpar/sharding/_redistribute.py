@@ -64,13 +64,13 @@ def plan(source: P, target: P, rank: int, mesh: Mesh) -> list[Step]:
         surplus = dims[dim][common:]
         if not surplus:
             continue
-        target = _receiver(dims, goal, dim, surplus)
-        if target is not None and target[1] < len(surplus):  # only its major part is wanted elsewhere: the minor part goes first
-            minor = surplus[target[1] :]
-            surplus = surplus[: target[1]]
+        wanted = _receiver(dims, goal, dim, surplus)
+        if wanted is not None and wanted[1] < len(surplus):  # only its major part is wanted elsewhere: the minor part goes first
+            minor = surplus[wanted[1] :]
+            surplus = surplus[: wanted[1]]
             dims[dim] = (*dims[dim][:common], *surplus)
             step("all_gather", minor, dim)
-        other = None if target is None else target[0]
+        other = None if wanted is None else wanted[0]
         dims[dim] = dims[dim][:common]
         if other is not None:
             dims[other] = goal[other]
