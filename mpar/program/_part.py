@@ -463,7 +463,7 @@ class _PartWriter:
         return [self.writer.metric(name, value) for name, value in zip(names, values, strict=True)]
 
     def _finish_metrics(self) -> dict[str, int]:
-        """What segments report besides losses, added over microbatches, by `<segment>.<metric>`; all positions along pp have it."""
+        """What segments report besides losses, added over microbatches, by `<segment>.<metric>`, at every position."""
         shapes = {
             (index, n): (f"{self.segments[index].name}.{name}", code.forward.out_values[len(code.traced.x_out) + n])
             for index, code in enumerate(self.step.codes)

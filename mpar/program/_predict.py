@@ -59,8 +59,8 @@ class Prediction:
     peak_bytes is exact but for the workspace inside single ops, of which `workspace_bytes` is the largest; need_bytes is the peak
     with each workspace where it is needed and while it is; most_bytes is that where a router sends all rows to one rank, which is
     more only if rows travel between ranks. host_bytes is the most that waits in the memory of the host, state_bytes what lives
-    between steps. FLOPs count what is executed, recomputation included. communication_bytes is what one rank contributes to collectives and sends to other stages. Counts are
-    the most of any rank. step_s is the makespan of all ranks; compute_s and communication_s are the busiest one's; the bubble is
+    between steps. FLOPs count what is executed, recomputation included. communication_bytes is what one rank contributes to
+    collectives and sends to other stages. Counts are the most of any rank. step_s is the makespan of all ranks; compute_s and communication_s are the busiest one's; the bubble is
     the makespan without its time, the span bubble the longest time that a rank idles between its first forward and its last
     backward.
     """

@@ -58,7 +58,7 @@ class Code:
 
 @dataclass(frozen=True)
 class TracedSegment:
-    """The joint graph of a segment, (parameters, x, context, cotangents) to (x, losses, metrics, gradients of parameters, of x)."""
+    """The joint graph: (parameters, x, context, cotangents) to (x, losses, metrics, gradients of parameters and x)."""
 
     logical: LogicalGraph
     x_out: tuple[Tensor, ...]
