@@ -60,7 +60,8 @@ class Prediction:
     with each workspace where it is needed and while it is; most_bytes is that where a router sends all rows to one rank, which is
     more only if rows travel between ranks. host_bytes is the most that waits in the memory of the host, state_bytes what lives
     between steps. FLOPs count what is executed, recomputation included. communication_bytes is what one rank contributes to
-    collectives and sends to other stages. Counts are the most of any rank. step_s is the makespan of all ranks; compute_s and communication_s are the busiest one's; the bubble is
+    collectives and sends to other stages. Counts are the most of any rank. step_s is the makespan of all ranks; compute_s and
+    communication_s are the busiest one's; the bubble is
     the makespan without its time, the span bubble the longest time that a rank idles between its first forward and its last
     backward.
     """
