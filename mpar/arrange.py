@@ -42,6 +42,10 @@ def arrange(strategy: Strategy, mesh: Mesh, shapes: Any, axes: Any) -> tuple[Str
 def _arrange_attention(strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int]) -> tuple[Strategy, Mesh]:
     table, method = strategy.compute, strategy.context_parallel
     context, heads, kv_heads = (_present(table.get(name, ()), mesh) for name in ("seq", "heads", "kv_heads"))
+    if method not in (None, "auto", *CONTEXT_PARALLEL):
+        raise ConfigError(
+            f"strategy {strategy.name!r}: context_parallel is {method!r}; there are auto, {', '.join(CONTEXT_PARALLEL)}"
+        )
     if method is None and "attend_seq" in table:
         return strategy, mesh
     num_ranks = mesh.axis_size(context)
@@ -54,29 +58,37 @@ def _arrange_attention(strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int])
             "attend_kv_heads": kv_heads,
         }
         return replace(strategy, compute={**table, **rows}), mesh
-    if method not in CONTEXT_PARALLEL:
-        raise ConfigError(
-            f"strategy {strategy.name!r}: context_parallel is {method!r}; there are auto, {', '.join(CONTEXT_PARALLEL)}"
-        )
-    return _by_heads(strategy, mesh, context, _num_by_heads(strategy, mesh, num_ranks, sizes.get("heads", 1)))
+    num_heads = sizes.get("heads", 1)
+    count = _num_by_heads(strategy, mesh, num_ranks, num_heads, sizes.get("kv_heads", num_heads))
+    return _by_heads(strategy, mesh, context, count)
 
 
-def _num_by_heads(strategy: Strategy, mesh: Mesh, num_ranks: int, num_heads: int) -> int:
-    """Ranks that share a part of the sequence by heads."""
+def _num_by_heads(strategy: Strategy, mesh: Mesh, num_ranks: int, num_heads: int, num_kv_heads: int) -> int:
+    """Ranks that share a part of the sequence by heads.
+
+    A rank's query heads are neighbours. They read kv heads of its own if one number of parts divides the other; else some would
+    share a kv head with another rank's, which no sharding of both can say.
+    """
     tensor = mesh.axis_size(_present(strategy.compute["heads"], mesh))
-    most = math.gcd(num_heads // tensor, num_ranks)
+    common = math.gcd(num_heads // tensor, num_ranks)
+    counts = [n for n in range(2, common + 1) if common % n == 0 and _one_divides_other(tensor * n, num_kv_heads)]
     wanted = strategy.ulysses_size
     if wanted is None:
-        two_levels = strategy.context_parallel == "all_to_all+ring"
-        wanted = (most // 2 if most == num_ranks and most > 2 else most) if two_levels else num_ranks
-    if wanted < 2 or most % wanted:
+        smaller = [n for n in counts if n < num_ranks]  # the rest is a ring
+        two_levels = strategy.context_parallel == "all_to_all+ring" and counts
+        wanted = (smaller or counts)[-1] if two_levels else num_ranks
+    if wanted not in counts:
         raise ConfigError(
-            f"strategy {strategy.name!r}: cannot divide attention by heads among {wanted if wanted > 1 else num_ranks} of the "
+            f"strategy {strategy.name!r}: cannot divide attention by heads among {wanted} of the "
             f"{num_ranks} ranks that share a sequence: {num_heads} heads on {tensor} tensor parallel ranks are "
-            f"{num_heads // tensor} on each, so that at most {most} can.\n"
+            f"{num_heads // tensor} on each, of {num_kv_heads} kv heads in all, so that at most {(counts or [1])[-1]} can.\n"
             "Use context_parallel=ring, all_gather or all_to_all+ring, a smaller cp or tp, or a ulysses_size that divides."
         )
     return wanted
+
+
+def _one_divides_other(a: int, b: int) -> bool:
+    return a % b == 0 or b % a == 0
 
 
 def _by_heads(strategy: Strategy, mesh: Mesh, context: tuple[str, ...], count: int) -> tuple[Strategy, Mesh]:
@@ -115,7 +127,7 @@ def _arrange_experts(strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int]) -
     if strategy.dispatcher not in DISPATCHERS:
         known = ", ".join(DISPATCHERS)
         raise ConfigError(f"strategy {strategy.name!r}: dispatcher is {strategy.dispatcher!r}; there are {known}")
-    if num_experts % wanted:
+    if wanted < 1 or num_experts % wanted:
         raise ConfigError(
             f"strategy {strategy.name!r}: {num_experts} experts cannot be spread evenly over expert_parallel={wanted} ranks; "
             f"use a divisor of {num_experts}"
@@ -135,6 +147,12 @@ def _arrange_experts(strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int]) -
 def _fold(strategy: Strategy, mesh: Mesh, wanted: int) -> tuple[Strategy, Mesh, tuple[str, ...]]:
     """Axes with `wanted` ranks for the experts, innermost first, tensor parallel ones last; the last one taken may be split."""
     named = strategy.expert_axes
+    known = {*mesh.axes, *(axis for axes in strategy.compute.values() for axis in axes)} - {"pp"}
+    if not known.issuperset(named) or len(set(named)) < len(named):
+        raise ConfigError(
+            f"strategy {strategy.name!r}: expert_axes are {list(named)}; experts can be over each of {sorted(known)} once.\n"
+            "Name some of them, or none."
+        )
     order = named or sorted(
         (axis for axis in reversed(mesh.axes) if axis != "pp"), key=lambda axis: axis in strategy.compute["mlp"]
     )
