@@ -53,6 +53,7 @@ def launch(num_ranks: int, module: str, args: Sequence[str], *, timeout_s: float
         for file in (outs[0], *errs):
             file.seek(0)
             texts.append(file.read())
+        for file in (*outs, *errs):
             file.close()
         if failed is not None:
             raise RankFailed(f"rank {failed} of {module} {' '.join(args)} failed:\n{texts[1 + failed][-3000:]}")

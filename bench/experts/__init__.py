@@ -1,0 +1,1 @@
+"""Training steps whose experts are spread over ranks, beside torch: `python -m bench.experts gloo --ranks 4`."""
