@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 from mpar.arrange import arrange, sequence_order
 from mpar.mesh import Mesh
@@ -16,10 +17,12 @@ _TALKS = {"tp": "every layer", "cp": "every attention"}
 
 def placement(model: Model, strategy: Strategy, program: Program, rank: int) -> list[str]:
     """A line each on the sequence, the experts, and storage rules that are not used, where there is something to say."""
-    mesh = program.info["public_mesh"]
+    mesh, chosen = program.info["public_mesh"], program.info["context_parallel"]
+    by_time = ", by predicted time" if strategy.context_parallel == "auto" else ""
+    strategy = replace(strategy, context_parallel=chosen or strategy.context_parallel)
     strategy, mesh = arrange(strategy, mesh, model.abstract_params, model.param_axes)
     sizes = dim_sizes(model.abstract_params, model.param_axes)
-    lines = _sequence(model, strategy, mesh, program, rank)
+    lines = _sequence(strategy, mesh, program, rank, _method(model, strategy, mesh) + by_time)
     return [*lines, *_experts(strategy, mesh, sizes["expert"], rank)] if "expert" in sizes else lines
 
 
@@ -41,7 +44,7 @@ def slow_axes(strategy: Strategy, mesh: Mesh, model: Model, hardware: Hardware) 
     return found
 
 
-def _sequence(model: Model, strategy: Strategy, mesh: Mesh, program: Program, rank: int) -> list[str]:
+def _sequence(strategy: Strategy, mesh: Mesh, program: Program, rank: int, method: str) -> list[str]:
     axes = mesh.ordered(set(strategy.compute["seq"]))
     if not axes:
         return []
@@ -53,7 +56,7 @@ def _sequence(model: Model, strategy: Strategy, mesh: Mesh, program: Program, ra
     runs = [f"{places[a + 1]:,} to {places[b]:,}" for a, b in itertools.pairwise(ends)]
     how = "zigzag: " if program.order_parts > 1 else ""
     return [
-        f"sequence    over {' x '.join(axes)}, {ranks} ranks; {_method(model, strategy, mesh)}; "
+        f"sequence    over {' x '.join(axes)}, {ranks} ranks; {method}; "
         f"rank {rank} has {own:,} positions, {how}{' and '.join(runs)}"
     ]
 

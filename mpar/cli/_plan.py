@@ -22,7 +22,7 @@ from mpar.cli._placement import placement, slow_axes
 from mpar.cli._screen import say, say_aside
 from mpar.cli._timeline import check_suffix, write_pictures
 from mpar.errors import ConfigError
-from mpar.program import Hardware, Program, format_bytes, format_time
+from mpar.program import Hardware, Prediction, Program, format_bytes, format_time
 from mpar.program.compiler import diff
 from mpar.schedules import num_stages
 from mpar.train import (
@@ -177,11 +177,21 @@ def _overview(config: TrainConfig, program: Program, hardware: Hardware) -> str:
             f"program     {len(program.instructions):,} instructions of {len(program.kinds)} kinds, verified; "
             f"{sum(kind.num_nodes for kind in program.kinds.values()):,} graph nodes; replicated fallbacks: {fallbacks}",
             f"a rank      {format_bytes(prediction.state_bytes)} of state, peak {format_bytes(prediction.peak_bytes)}, "
-            f"workspace of one op up to {format_bytes(prediction.workspace_bytes)}",
+            f"workspace of one op up to {format_bytes(prediction.workspace_bytes)}{_at_most(prediction)}",
             *_pipeline(program, hardware),
             *(f"warning     {line}" for line in slow_axes(strategy, program.info["public_mesh"], model, hardware)),
             "",
         ]
+    )
+
+
+def _at_most(prediction: Prediction) -> str:
+    """What a rank needs if a router sends it all rows, where that is more."""
+    if prediction.most_bytes <= prediction.need_bytes:
+        return ""
+    return (
+        f";\n            {format_bytes(prediction.need_bytes)} with both where tokens are spread evenly over experts, "
+        f"{format_bytes(prediction.most_bytes)} where all go to one rank"
     )
 
 

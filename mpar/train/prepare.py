@@ -1,6 +1,7 @@
 """Prepare: what is done once, before ranks start: check, read the data, compile. Ranks do not import it."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,14 @@ def _check_scans(model: Model, strategy: Strategy, num_ranks: int) -> None:
 
 def compile_evaluation(config: TrainConfig, program: Program) -> Program:
     """The program of the forwards of `program`, which was compiled for the same configuration: in its order, on its stages."""
+    strategy, chosen = make_strategy(config), program.info["context_parallel"]
+    if chosen is not None:  # what is found by time for forwards alone might store parameters elsewhere
+        strategy = replace(strategy, context_parallel=chosen)
     forwards = [[action for action in own if action.kind == "F"] for own in program.schedule]
     return compile_eval(
         make_model(config),
         make_mesh(config),
-        make_strategy(config),
+        strategy,
         batch_shapes(config),
         schedule=Schedule("forwards", layout=layout_letters(program.info["stage_of"]), table=forwards),
         num_microbatches=num_microbatches(config),

@@ -116,3 +116,61 @@ def test_diff(capsys, tmp_path):
     assert "more lines" not in whole
     assert _main.main(["plan", *PIPELINE, "diff=[mesh.ppp=4]"]) == 1
     assert "did you mean mesh.pp?" in capsys.readouterr().err
+
+
+MOE = ["model=tiny_qwen3_moe", "strategy=zero3", "mesh.tp=1", "lines=4", "data.seq_len=128"]
+
+
+def test_where_sequences_and_experts_lie(capsys):
+    """Of the rank that is asked for: its positions, zigzag, and its experts; and what of the storage they take the place of."""
+    how = ["mesh.fsdp=2", "mesh.cp=4", "strategy.expert_parallel=4", "strategy.context_parallel=all_to_all+ring"]
+    assert _main.main(["plan", *MOE, *how, "rank=6"]) == 0  # fsdp=1, cp=2
+    text = capsys.readouterr().out
+    assert re.search(r"sequence +over cp_outer x cp_inner, 4 ranks; all_to_all among 2, ring between 2; rank 6 has 32 pos", text)
+    assert "32 positions, zigzag: 32 to 63" in text  # of the parts 0, 3, 1, 2 the third
+    assert re.search(r"experts +8 over cp_outer x cp_inner, 4 ranks; rank 6 has 4 to 5; tokens go there by all_to_all", text)
+    assert re.search(r"storage +of an expert is shared by 2 ranks of fsdp: the rule for cp_outer x cp_inner is spent", text)
+    assert re.search(r"where tokens are spread evenly over experts, [\d.]+ \w+ where all go to one rank", text)
+    assert "warning" not in text
+
+
+def test_equal_collectives_are_counted(capsys):
+    """Three messages of a ring on four ranks are one word on the screen, and three in the file."""
+    assert _main.main(["plan", *MOE, "mesh.cp=4", "strategy.context_parallel=ring", "lines=99"]) == 0
+    assert re.search(r"forward layers.0 mb0 .*3 x shift cp [\d.]+ KiB", capsys.readouterr().out)
+
+
+def test_what_time_decided_is_told(capsys):
+    """`auto` says what it came to; what was asked for says no more than that."""
+    for how, told in ((["strategy.context_parallel=ring"], r"ring; rank"), ([], r"\w+, by predicted time; rank")):
+        assert _main.main(["plan", *MOE, "mesh.cp=2", *how]) == 0
+        assert re.search(rf"sequence +over cp, 2 ranks; {told} 0 has 64 positions", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("how", "group"),
+    [
+        (["mesh.cp=4"], "cp of 4 ranks"),
+        (["mesh.tp=4", "strategy=zero3_tp"], "tp of 4 ranks"),
+        (["mesh.fsdp=4", "strategy.expert_parallel=4"], "expert_parallel of 4 ranks"),
+    ],
+    ids=["cp", "tp", "experts"],
+)
+def test_ranks_that_talk_much_across_nodes(how, group, capsys):
+    """Nodes of two ranks are warned of; nodes of four are not."""
+    assert _main.main(["plan", *MOE, *how, "hardware.ranks_per_node=2"]) == 0
+    assert re.search(rf"warning +{group} crosses nodes, of 2 ranks each on cpu", capsys.readouterr().out)
+    assert _main.main(["plan", *MOE, *how, "hardware.ranks_per_node=4"]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_million_tokens_are_planned(capsys):
+    """Llama 3 8B on one sequence of 1,048,576 tokens fits 8 ranks of 141 GB; without tiles of logits it needs much more."""
+    assert _main.main(["plan", "experiment=llama3_8b_1m", "lines=2"]) == 0
+    text = capsys.readouterr().out
+    assert "1 sequence of 1,048,576 positions" in text
+    assert re.search(r"│ h200 +│ \d\d % of 131.3 GiB", text)
+    peak = float(re.search(r"peak ([\d.]+) GiB,", text)[1])
+    assert _main.main(["plan", "experiment=llama3_8b_1m", "lines=2", "model.logits_chunk=null"]) == 0
+    whole = float(re.search(r"peak ([\d.]+) GiB,", capsys.readouterr().out)[1])
+    assert whole - peak > 30  # 131,072 x 128,256 logits in bfloat16 are 31.3 GiB
