@@ -16,6 +16,7 @@ from mpar.models._mamba2 import MAMBA2
 from mpar.models._mistral import MISTRAL
 from mpar.models._mixtral import MIXTRAL
 from mpar.models._model import Model
+from mpar.models._multi_token import with_next_tokens
 from mpar.models._olmo2 import OLMO2
 from mpar.models._phi3 import PHI3
 from mpar.models._qwen2 import QWEN2
@@ -56,4 +57,5 @@ __all__ = [
     "shard_slices",
     "storage_specs",
     "to_hf",
+    "with_next_tokens",
 ]

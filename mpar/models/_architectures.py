@@ -16,6 +16,7 @@ from mpar.models._feed_forward import MlpConfig
 from mpar.models._hf_config import IGNORED_KEYS, Key, read_config
 from mpar.models._hf_rope import read_rope
 from mpar.models._moe import MoeConfig, with_router_options
+from mpar.models._multi_token import MultiTokenConfig
 from mpar.models._norm import NormConfig
 from mpar.models._rope import MAIN, Rope
 
@@ -87,7 +88,7 @@ class Architecture:
     ropes:    `fn(title, values, head_size, ignore)` gives the rotations by name.
     norm_eps: the key of the norms' eps.
     absent:   names that old or tied checkpoints may hold and that carry nothing.
-    layers_behind: whether checkpoints may have layers behind the last one, which carry nothing here.
+    layers_behind: whether checkpoints may have layers behind the last one, for further tokens; the first may be asked for.
     """
 
     name: str
@@ -123,8 +124,10 @@ def decoder_config(
     vocab_multiple: int,
     logits_chunk: int | None,
     router: Mapping[str, Any] | None = None,
+    further_weight: float | None = None,
 ) -> DecoderConfig:
     """The mathematics that a Hugging Face config describes; `router` has options of `with_router_options` for all its routers.
+    With `further_weight` one more layer, like the last, learns the token after the next, its loss times this.
 
     Raises ConfigError with everything that is wrong with it.
     """
@@ -158,7 +161,12 @@ def decoder_config(
         "logits_chunk": logits_chunk,
     }
     config = DecoderConfig(**(common | found.settings(title, values, plain)))
-    return _routed(title, config, router) if router else config
+    config = _routed(title, config, router) if router else config
+    if further_weight is None:
+        return config
+    if not found.layers_behind:
+        raise ConfigError(f"cannot read {title}: further_weight={further_weight}, but this model has no layer for further tokens")
+    return replace(config, multi_token=MultiTokenConfig(config.layers[-1], further_weight))
 
 
 def _routed(title: str, config: DecoderConfig, router: Mapping[str, Any]) -> DecoderConfig:

@@ -21,6 +21,7 @@ from mpar.models._feed_forward import MlpConfig
 from mpar.models._latent_attention import LatentAttentionConfig
 from mpar.models._mamba import MambaConfig
 from mpar.models._moe import MoeConfig
+from mpar.models._multi_token import MultiToken, MultiTokenConfig, multi_token_axes, multi_token_shapes
 from mpar.models._norm import NormConfig, normalise
 from mpar.models._parts import apply_part, part_of
 from mpar.models._rope import Rope, depends_on_length
@@ -83,6 +84,7 @@ class DecoderConfig:
     num_positions:   rows of a learned embedding of positions, None for none.
     logits_soft_cap: bound of the logits (Gemma 2, arXiv:2408.00118, section 2).
     vocab_multiple:  the vocabulary is padded inside to a multiple of it.
+    multi_token:     the layer that learns the token after the next, None for none.
     logits_chunk:    None makes the logits at once, a number computes the loss from that many tokens at a time without keeping
                      them.
     """
@@ -97,6 +99,7 @@ class DecoderConfig:
     embed_scale: float | None = None
     num_positions: int | None = None
     logits_soft_cap: float | None = None
+    multi_token: MultiTokenConfig | None = None
     vocab_multiple: int = 128
     logits_chunk: int | None = None
 
@@ -115,7 +118,8 @@ class DecoderConfig:
     @property
     def side_losses(self) -> bool:
         """Whether any layer has losses of its own."""
-        return any(layer.side_losses for layer in self.layers)
+        further = () if self.multi_token is None else (self.multi_token.layer,)
+        return any(layer.side_losses for layer in (*self.layers, *further))
 
     @property
     def has_steps(self) -> bool:
@@ -170,6 +174,7 @@ class DecoderParams:
     embed: Embed
     layers: tuple[Block, ...]
     head: Head
+    further: MultiToken | None = None
 
 
 def _norm_leaves(layer: LayerConfig, value: Any) -> dict[str, Any]:
@@ -202,7 +207,9 @@ def shapes(config: DecoderConfig) -> DecoderParams:
     embed = cast(Any, Embed)(table_VD=(V, D), positions_SD=None if S is None else (S, D))
     bias = (D,) if config.norm.bias else None
     head = cast(Any, Head)(norm_D=(D,), head_DV=None if config.tied else (D, V), norm_bias_D=bias)
-    return cast(Any, DecoderParams)(embed=embed, layers=tuple(_block_shapes(layer, D) for layer in config.layers), head=head)
+    layers = tuple(_block_shapes(layer, D) for layer in config.layers)
+    further = None if config.multi_token is None else multi_token_shapes(D, _block_shapes(config.multi_token.layer, D))
+    return cast(Any, DecoderParams)(embed=embed, layers=layers, head=head, further=further)
 
 
 _EMBED_AXES = cast(Any, Embed)(table_VD=("vocab", "embed"), positions_SD=(None, "embed"))
@@ -216,6 +223,7 @@ def axes(config: DecoderConfig) -> DecoderParams:
         embed=_where_present(_EMBED_AXES, like.embed),
         layers=tuple(_block_axes(layer) for layer in config.layers),
         head=_where_present(_HEAD_AXES, like.head),
+        further=None if config.multi_token is None else multi_token_axes(_block_axes(config.multi_token.layer)),
     )
 
 
@@ -335,6 +343,36 @@ class HeadSegment:
         return ops.constrain(normalise(self.norm, x, params[0].norm_D, params[0].norm_bias_D, "final_norm"), BLOCK)
 
 
+@dataclass(frozen=True)
+class FurtherSegment:
+    """The loss of the token after the next, beside the residual stream, which it hands on as it is."""
+
+    block: BlockSegment
+    head: HeadSegment
+    weight: float
+
+    def __call__(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> tuple:
+        """(B, S, D) to `((B, S, D), losses)`, with metrics if the layer has some; without next_labels there is nothing to do."""
+        if "next_labels" not in context:
+            return x, {}
+        y_BSD, embed, own_head = self.hidden(params, x, context), params[1], params[2]
+        y_BSD, losses, *metrics = self.block((params[0].block,), y_BSD, context)
+        further = {"labels": context["next_labels"]}
+        head = cast(Any, Head)(norm_D=params[0].norm_D, head_DV=own_head.head_DV)
+        return x, {**losses, "further_loss": self.weight * self.head((head, embed), y_BSD, further)[1]["loss"]}, *metrics
+
+    def hidden(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """What the further layer reads: the normed output of the decoder and the next token, joined."""
+        own, embed, head = params
+        norm = self.head.norm
+        next_BSD = ops.constrain(ops.embedding(context["next_tokens"], embed.table_VD), RESIDUAL)
+        x = normalise(norm, x, head.norm_D, head.norm_bias_D, "final_norm")
+        next_BSD = ops.constrain(normalise(norm, next_BSD, own.embed_norm_D, None, "further_norm"), BLOCK)
+        x = ops.constrain(normalise(norm, x, own.hidden_norm_D, None, "further_norm"), BLOCK)
+        joined_BSD = ops.einsum("bsd,de->bse", next_BSD, own.embed_DD) + ops.einsum("bsd,de->bse", x, own.hidden_DD)
+        return ops.constrain(joined_BSD, RESIDUAL)
+
+
 def _rounded(value: float, dtype: torch.dtype) -> float:
     """`value` as `dtype` holds it."""
     fraction, exponent = math.frexp(value)
@@ -355,9 +393,14 @@ def head_segment(config: DecoderConfig) -> HeadSegment:
 def segments(config: DecoderConfig) -> tuple[Segment, ...]:
     """The chain; equal layers share one function object."""
     blocks = {layer: BlockSegment(layer) for layer in config.layers}
+    further: tuple[Segment, ...] = ()
+    if config.multi_token is not None:
+        fn = FurtherSegment(BlockSegment(config.multi_token.layer), head_segment(config), config.multi_token.weight)
+        further = (Segment("further", fn, ("further", "embed", "head"), RESIDUAL),)
     return (
         Segment("embed", EmbedSegment(config.embed_scale), ("embed",), RESIDUAL),
         *(Segment(f"layers.{i}", blocks[layer], (f"layers.{i}",), RESIDUAL) for i, layer in enumerate(config.layers)),
+        *further,
         Segment("head", head_segment(config), ("head", "embed") if config.tied else ("head",)),
     )
 

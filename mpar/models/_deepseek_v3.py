@@ -18,6 +18,24 @@ from mpar.models._moe import MoeConfig
 
 __all__ = ["DEEPSEEK_V3"]
 
+_NAMES = {
+    **DEEPSEEK_NAMES,
+    "layers.{i}.mlp.choice_bias_E": ("model.layers.{i}.mlp.gate.e_score_correction_bias", "e -> e"),
+}
+_FURTHER = "model.layers.{n}"
+FURTHER_NAMES = {
+    **{
+        path.replace("layers.{i}.", "further.block."): (name.replace("{i}", "{n}"), transform)
+        for path, (name, transform) in _NAMES.items()
+        if path.startswith("layers.")
+    },
+    "further.embed_norm_D": (f"{_FURTHER}.enorm.weight", "d -> d"),
+    "further.hidden_norm_D": (f"{_FURTHER}.hnorm.weight", "d -> d"),
+    "further.embed_DD": (f"{_FURTHER}.eh_proj.weight", "d +c -> c d"),
+    "further.hidden_DD": (f"{_FURTHER}.eh_proj.weight", "d +c -> c d"),
+    "further.norm_D": (f"{_FURTHER}.shared_head.norm.weight", "d -> d"),
+}
+
 
 def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
     check_deepseek(title, values)
@@ -58,13 +76,10 @@ DEEPSEEK_V3 = Architecture(
         "scoring_func": Key((str,), "sigmoid", accepted=("sigmoid",)),
     },
     settings=_settings,
-    names={
-        **DEEPSEEK_NAMES,
-        "layers.{i}.mlp.choice_bias_E": ("model.layers.{i}.mlp.gate.e_score_correction_bias", "e -> e"),
-    },
+    names={**_NAMES, **FURTHER_NAMES},
     ignored={
         **DEEPSEEK_IGNORED,
-        "num_nextn_predict_layers": "layers behind the last one, which predict further tokens; transformers leaves them out too",
+        "num_nextn_predict_layers": "layers behind the last one, for further tokens; `further_weight` asks for the first",
     },
     ropes=latent_rope,
     layers_behind=True,

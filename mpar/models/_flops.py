@@ -1,5 +1,7 @@
 """FLOPs that a token costs a model, by the two conventions in use."""
 
+import re
+
 from mpar import tree
 from mpar.models._model import Model
 from mpar.models._moe import MoeConfig
@@ -19,14 +21,17 @@ def flops_per_token(model: Model, seq_len: int, *, causal: bool) -> float:
     sequence see less of each other, and windows too, which neither convention counts; nor do they count scans.
     """
     config = model.config
+    layers = {f"layers.{i}": layer for i, layer in enumerate(config.layers)}
     weights = float(config.vocab_size * config.hidden_size)
+    if config.multi_token is not None:
+        layers["further"] = config.multi_token.layer
+        weights *= 2  # its head is the same one, once more
     for path, leaf in tree.leaves_with_path(model.abstract_params):
-        _, _, inside = path.partition("layers.")
-        if not inside or leaf.ndim < 2 or "bias" in path:  # biases of heads have two dims
+        index = re.match(r"layers\.\d+|further", path)
+        if index is None or leaf.ndim < 2 or "bias" in path:  # biases of heads have two dims
             continue
-        axes = tree.get(model.param_axes, path)
-        layer = config.layers[int(inside.partition(".")[0])]
-        share = layer.mlp.top_k / layer.mlp.num_experts if axes[0] == "expert" and isinstance(layer.mlp, MoeConfig) else 1.0
+        mlp, axes = layers[index[0]].mlp, tree.get(model.param_axes, path)
+        share = mlp.top_k / mlp.num_experts if axes[0] == "expert" and isinstance(mlp, MoeConfig) else 1.0
         weights += leaf.numel() * share
-    attention = 6.0 * seq_len * sum(part_of(part).pairs(part) for layer in config.layers for part in layer.parts)
+    attention = 6.0 * seq_len * sum(part_of(part).pairs(part) for layer in layers.values() for part in layer.parts)
     return 6 * weights + (attention / 2 if causal else attention)

@@ -209,7 +209,9 @@ def read_json(file: Path) -> dict[str, Any]:
 def stored_leaves(model: Model) -> dict[str, StoredLeaf]:
     """Path of each leaf to where it is stored."""
     shapes = {path: tuple(leaf.shape) for path, leaf in tree.leaves_with_path(model.abstract_params)}
-    return map_leaves_to_stored(model.architecture.names, shapes, model.vocab_size)
+    behind = str(model.config.num_layers)  # the index of the first layer behind the last one
+    names = {path: (name.replace("{n}", behind), transform) for path, (name, transform) in model.architecture.names.items()}
+    return map_leaves_to_stored(names, shapes, model.vocab_size)
 
 
 def _absent(model: Model) -> re.Pattern[str]:

@@ -16,6 +16,7 @@ from mpar.errors import ConfigError, DataError, DtypeError, ShapeError
 from mpar.models import _decoder as decoder
 from mpar.models._architectures import ARCHITECTURES, Architecture, decoder_config
 from mpar.models._decoder import DecoderConfig, DecoderParams
+from mpar.models._multi_token import NEXT_KEYS
 from mpar.models._parts import Update, part_of
 from mpar.models._rope import rope_tables, table_keys
 
@@ -69,7 +70,7 @@ class Model:
 
         Without order, positions stay in their own order however many ranks share them: sequential layers can do no other.
         """
-        rows: dict[str, Axes] = dict.fromkeys(BATCH_KEYS, ("batch", "seq"))
+        rows: dict[str, Axes] = dict.fromkeys((*BATCH_KEYS, *self._further_keys), ("batch", "seq"))
         return rows if any(layer.sequential for layer in self.config.layers) else {**rows, ORDER: ("seq",)}
 
     @property
@@ -81,11 +82,14 @@ class Model:
     def updates(self) -> dict[str, Update]:
         """Path of each parameter without gradient -> (metric, `fn(parameter, total)`), which gives it after a step."""
         found = {}
-        for i, layer in enumerate(self.config.layers):
+        places = [(f"layers.{i}", f"layers.{i}", layer) for i, layer in enumerate(self.config.layers)]
+        if self.config.multi_token is not None:
+            places.append(("further", "further.block", self.config.multi_token.layer))
+        for segment, path, layer in places:
             for config in layer.parts:
                 part = part_of(config)
                 for leaf, (metric, fn) in part.updates(config).items():
-                    found[f"layers.{i}.{part.field}.{leaf}"] = (f"layers.{i}.{metric}", fn)
+                    found[f"{path}.{part.field}.{leaf}"] = (f"{segment}.{metric}", fn)
         return found
 
     @property
@@ -102,6 +106,10 @@ class Model:
     def max_positions(self) -> int | None:
         """The longest row that it can take, or None if there is no bound: where positions are learned, there is one."""
         return self.config.num_positions
+
+    @property
+    def _further_keys(self) -> tuple[str, ...]:
+        return () if self.config.multi_token is None else NEXT_KEYS
 
     def with_dtype(self, dtype: torch.dtype) -> "Model":
         """The same model with parameters of another dtype."""
@@ -126,7 +134,10 @@ class Model:
         multiplied by, is there if a layer has such losses and the batch has labels.
         Raises DataError, ShapeError or DtypeError.
         """
-        _check(batch, self.max_positions)
+        _check(batch, (*BATCH_KEYS, *self._further_keys, ORDER), self.max_positions)
+        missing = [key for key in self._further_keys if key not in batch]
+        if missing and "labels" in batch:
+            raise DataError(f"cannot learn further tokens from a batch without {missing}: models.with_next_tokens makes them")
         tokens, positions, order = batch["tokens"], batch.get("positions"), batch.get(ORDER)
         context = {key: value for key, value in batch.items() if key != "positions"}
         tables_dtype = torch.promote_types(self.dtype, torch.float32)
@@ -173,7 +184,7 @@ class Model:
         """
         if not self.config.has_steps:
             raise ConfigError(f"cannot go on from a state: this {self.name} model needs the whole row for each token; use apply")
-        first, *blocks, last = self.segments
+        first, *blocks, last = (segment for segment in self.segments if segment.name != "further")
         start, layers = state or (0, (None,) * len(blocks))
         end = start + tokens_BS.shape[1]
         if self.max_positions is not None and end > self.max_positions:
@@ -254,12 +265,13 @@ def make_model(
     logits_chunk: int | None = None,
     mlp_chunk: int | None = None,
     router: Mapping[str, Any] | None = None,
+    further_weight: float | None = None,
     generation: dict[str, Any] | None = None,
 ) -> Model:
     """The model that the Hugging Face config `raw` describes. Raises ConfigError with everything that is wrong with it."""
     if not dtype.is_floating_point:
         raise ConfigError(f"cannot make a model with parameters of {dtype}: choose a floating dtype")
-    config = decoder_config(raw, ignore, vocab_multiple, logits_chunk, router)
+    config = decoder_config(raw, ignore, vocab_multiple, logits_chunk, router, further_weight)
     model = Model(raw["model_type"], config, dtype, json.dumps(raw), None if generation is None else json.dumps(generation))
     return model if mlp_chunk is None else model.with_mlp_chunk(mlp_chunk)
 
@@ -289,8 +301,7 @@ def _fold(segments: Sequence[Segment], params: DecoderParams, context: dict[str,
     return x, total
 
 
-def _check(batch: Batch, max_positions: int | None) -> None:
-    known = (*BATCH_KEYS, ORDER)
+def _check(batch: Batch, known: Sequence[str], max_positions: int | None) -> None:
     unknown = sorted(set(batch) - set(known))
     if unknown or "tokens" not in batch:
         raise DataError(f"cannot read a batch with {sorted(batch)}: it needs tokens and may have {', '.join(known[1:])}")

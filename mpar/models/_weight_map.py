@@ -2,8 +2,8 @@
 
     (name of the stored tensor, transform)              the transform as in `_rearrange.py`: "(n h) d -> d n h"
 
-- `{i}` in paths and names is the layer. Leaves that only some layers have (dense layers first, experts later) need no more than
-  an entry; entries without a leaf are never looked at.
+- `{i}` in paths and names is the layer, `{n}` in names the number of layers. Leaves that only some layers have (dense layers
+  first, experts later) need no more than an entry; entries without a leaf are never looked at.
 - Several leaves of one stored tensor have the same name and a plus in their transforms; they stand in it in the order in which
   the map lists them:
       "layers.{i}.mlp.gate_DF": ("model.layers.{i}.mlp.gate_up_proj.weight", "+f d -> d f"),
