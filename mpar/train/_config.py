@@ -89,7 +89,7 @@ class StrategyConfig:
     name: str = key("a preset: `ls conf/strategy`")
     reduce: Literal["each", "last"] | None = key("reduce gradients every microbatch or once; null: by the preset", default=None)
     context_parallel: Literal["auto", "ring", "all_gather", "all_to_all", "all_to_all+ring"] | None = key(
-        "how attention divides a sequence that ranks of cp share", default=None
+        "how attention divides a sequence that ranks of cp share; auto: by predicted time", default=None
     )
     ulysses_size: int | None = key(
         "all_to_all: ranks that share a part of a sequence by heads; null: as many as can", default=None
