@@ -92,22 +92,26 @@ def _one_divides_other(a: int, b: int) -> bool:
 
 
 def _by_heads(strategy: Strategy, mesh: Mesh, context: tuple[str, ...], count: int) -> tuple[Strategy, Mesh]:
-    if mesh.axis_size(context) == count:
-        outer: tuple[str, ...] = ()
-        inner = context
-    elif len(context) == 1:
-        (axis,) = context
-        strategy, mesh = strategy.split(mesh, axis, mesh.axis_size(axis) // count)
-        outer, inner = (f"{axis}_outer",), (f"{axis}_inner",)
-    else:
-        raise ConfigError(
-            f"strategy {strategy.name!r}: the sequence is sharded over {context}; to divide it by heads among {count} ranks it "
-            "must be sharded over one mesh axis"
-        )
+    outer, left = list(context), count
+    inner: list[str] = []
+    while left > 1:  # innermost first; the last axis taken may be split
+        axis = outer.pop()
+        size = mesh.axis_size(axis)
+        if size % left and left % size:
+            raise ConfigError(
+                f"strategy {strategy.name!r}: the sequence is sharded over {context}, whose inner axes do not make up the {count} "
+                "ranks that are to divide it by heads; use another ulysses_size"
+            )
+        if size > left:
+            strategy, mesh = strategy.split(mesh, axis, size // left)
+            outer.append(f"{axis}_outer")
+            axis, size = f"{axis}_inner", left
+        inner.insert(0, axis)
+        left //= size
     table = strategy.compute
     rows: AxisTable = {
-        "attend_seq": outer,
-        "attend_kv_seq": outer,
+        "attend_seq": tuple(outer),
+        "attend_kv_seq": tuple(outer),
         "attend_heads": (*_present(table["heads"], mesh), *inner),
         "attend_kv_heads": (*_present(table["kv_heads"], mesh), *inner),
     }
@@ -196,10 +200,13 @@ def sequence_order(length: int, num_parts: int) -> Tensor:
     return parts[dealt].flatten() if num_parts > 1 else torch.arange(length)
 
 
-def check_sequence(strategy: Strategy, mesh: Mesh, length: int) -> None:
-    """Raise ShapeError, with the lengths that would do, unless ranks get equal parts of a sequence."""
+def check_sequence(strategy: Strategy, mesh: Mesh, length: int, *, dealt: bool) -> None:
+    """Raise ShapeError, with the lengths that would do, unless ranks get equal parts of a sequence.
+
+    dealt: whether the model lets its positions be dealt out.
+    """
     ranks = mesh.axis_size(tuple({*strategy.compute.get("seq", ()), *strategy.compute.get("residual_seq", ())}))
-    parts = math.lcm(ranks, num_order_parts(strategy, mesh))
+    parts = math.lcm(ranks, num_order_parts(strategy, mesh) if dealt else 1)
     if length % parts:
         longer = -(-length // parts) * parts
         how = f"{ranks} ranks share a sequence" + (", in two parts each" if parts > ranks else "")

@@ -26,6 +26,10 @@ _COMPUTE: dict[str, tuple[str, ...]] = {
     "head": (),
     "mlp": (),
     "vocab": (),
+    "attend_seq": ("cp",),
+    "attend_kv_seq": ("cp",),
+    "attend_heads": (),
+    "attend_kv_heads": (),
     "moe_batch": ("dp", "fsdp"),
     "moe_seq": ("cp",),
     "expert": (),
@@ -226,6 +230,10 @@ def _is_rest(axis: str, mesh: Mesh) -> bool:
     return axis.endswith("_inner") and f"{axis.removesuffix('_inner')}_outer" in mesh.axes
 
 
+_SHARDED = ("heads", "kv_heads", "mlp", "vocab", "expert_mlp")
+"""Logical axes that tensor parallelism shards."""
+
+
 def _presets() -> dict[str, Strategy]:
     sharded: AxisTable = {"embed": ("fsdp", "cp")}  # ranks that share a sequence use the same parameters
     zero = {
@@ -235,7 +243,7 @@ def _presets() -> dict[str, Strategy]:
         "zero3": (sharded, sharded, sharded),
     }
     zero["hsdp"] = zero["zero3"]  # the same tables: `dp` replicates wherever it is larger than 1
-    tensor = {axis: ("tp",) for axis in ("heads", "kv_heads", "mlp", "vocab", "expert_mlp")}
+    tensor = {axis: ("tp",) for axis in (*_SHARDED, "attend_heads", "attend_kv_heads")}
     tables = {"": _COMPUTE, "tp": _COMPUTE | tensor, "tp_sp": _COMPUTE | tensor | {"residual_seq": ("cp", "tp")}}
     out = {}
     for data, storage in zero.items():

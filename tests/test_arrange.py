@@ -126,11 +126,11 @@ def test_a_gathering_dispatcher_gathers_over_the_experts_axes_only():
 def test_a_sequence_that_does_not_divide_is_refused(length, longer):
     """The message names the length with padding that would do."""
     strategy, mesh = arranged(Mesh(cp=4), context_parallel="ring")
-    check_sequence(strategy, mesh, longer)
+    check_sequence(strategy, mesh, longer, dealt=True)
     with pytest.raises(ShapeError, match=rf"{length} positions.*\n?.*Use {longer} \({longer - length} positions of padding\)"):
-        check_sequence(strategy, mesh, length)
+        check_sequence(strategy, mesh, length, dealt=True)
     contiguous, _ = arranged(Mesh(cp=4), context_parallel="ring", sequence="contiguous")
-    check_sequence(contiguous, mesh, 4)
+    check_sequence(contiguous, mesh, 4, dealt=True)
 
 
 def test_words_are_checked_on_any_mesh():

@@ -1,8 +1,8 @@
 """Attention of a rank whose queries are a part of the sequence: of whole keys, or of keys that go round the ranks in a ring.
 
 Ring attention (Liu et al. 2023, arXiv:2310.01889): each rank attends to the block of keys and values that it has while the next
-one is on its way; partial results are merged by their log-sum-exp. Backward, the gradients of a block travel with it, one step
-behind, and are at home after the last one: n - 1 messages of blocks and n - 1 of gradients on n ranks.
+one is on its way; partial results are merged by their log-sum-exp, in float32 or wider. Backward, the
+gradients of a block travel with it, in its dtype, one step behind, and are at home after the last one: n - 1 messages of blocks and n - 1 of gradients on n ranks.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,16 @@ def _orders(emit: Any, q: Any, k: Any, q_order: Any, k_order: Any) -> tuple[Any,
 def _order(emit: Any, length: int, factor: str) -> Any:
     local = emit(aten.arange.default, length, dtype=torch.int64, device=torch.device("cpu"), pin_memory=False)
     return emit(aten.add.Tensor, local, emit.start_of(factor))
+
+
+def _widened(emit: Any, x: Any) -> Any:
+    wide = torch.promote_types(x.meta["val"].dtype, torch.float32)
+    return x if wide == x.meta["val"].dtype else emit(aten._to_copy.default, x, dtype=wide)
+
+
+def _like(emit: Any, x: Any, like: Any) -> Any:
+    dtype = like.meta["val"].dtype
+    return x if x.meta["val"].dtype == dtype else emit(aten._to_copy.default, x, dtype=dtype)
 
 
 def attend_on_rank(op: Any) -> Callable:
@@ -66,12 +76,14 @@ def ring(op: Any) -> Callable:
             k, v, k_order, *docs = block
             both = emit(op, q, k, v, q_order, k_order, q_docs, *(docs or [None]), None if step else sinks, **params)
             part = emit.getitem(both, 0), emit.getitem(both, 1)
+            if out is None and step + 1 < emit.size(axes):
+                part = _widened(emit, part[0]), part[1]  # the sum over blocks is kept wide
             if out is not None:
                 merged = emit(merge_attention_p, out, lse, *part)
                 part = emit.getitem(merged, 0), emit.getitem(merged, 1)
             out, lse = part
             block = emit.arrived(coming, block) if coming is not None else block
-        return out, lse
+        return _like(emit, out, q), lse
 
     return program
 
@@ -103,7 +115,7 @@ def ring_bwd(op: Any) -> Callable:
             k, v, k_order, *docs = block
             grads = emit(op, q, k, v, q_order, k_order, q_docs, *(docs or [None]), None if step else sinks, *results, **params)
             part, *of_block = (emit.getitem(grads, i) for i in range(3))
-            dq = part if dq is None else emit(aten.add.Tensor, dq, part)
+            dq = _widened(emit, part) if dq is None else emit(aten.add.Tensor, dq, part)
             if step == 0:
                 own, dsinks = of_block, emit.getitem(grads, 3)
             else:
@@ -114,6 +126,6 @@ def ring_bwd(op: Any) -> Callable:
             block = emit.arrived(coming, block) if coming is not None else block
         home = emit.arrived(travelling, sent)
         dk, dv = (emit(aten.add.Tensor, a, b) for a, b in zip(own, home, strict=True))
-        return dq, dk, dv, emit.pending(dsinks)
+        return _like(emit, dq, q), dk, dv, emit.pending(dsinks)
 
     return program

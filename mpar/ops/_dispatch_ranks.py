@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mpar.errors import ShapeError
 from mpar.ops._permute import expert_order_p, permute_p, unpermute_bwd_p, unpermute_p
 from mpar.ops._rows import group_rows_p, head_rows_p, own_experts_p, pad_rows_p, take_rows_p
 
@@ -86,6 +87,12 @@ def dispatch_on_rank(emit: Any, x: Any, experts: Any, *, num_experts: int) -> tu
     emit.opaque()
     slots, tokens = _flat(emit, experts, at.top_k), _flat(emit, x, emit.shape(x)[-1])
     num_own = num_experts // emit.size(at.selected)
+    if at.num_slots % emit.size(at.selected):
+        raise ShapeError(
+            f"dispatch: {at.num_slots} slots (tokens x top-k of a rank) cannot be shared out on average among the "
+            f"{emit.size(at.selected)} ranks along {at.selected}, which have the same tokens and different experts.\n"
+            "Use a batch or sequence whose slots they divide, or let them have different tokens (a strategy with sp)."
+        )
     if at.selected:
         sizes, exchanged = [emit.size((axis,)) for axis in axes], [axis in at.exchanged for axis in axes]
         mine = emit.coordinate(at.selected)

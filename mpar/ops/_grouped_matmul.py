@@ -92,6 +92,7 @@ def _impl_dw(x, dy, offsets, *, start, num_experts):
 # Rows that are sharded are those of `dispatch`: a rank has the rows of its own experts, and offsets speak of these alone.
 grouped_matmul_p.def_sharding("r d, e d f, e -> r f", follows="e:r", as_is="offsets", ragged="r:offsets", linear="x w")
 grouped_matmul_p.def_batching_loop()
+grouped_matmul_p.asks_host = grouped_matmul_dw_p.asks_host = True
 grouped_matmul_dw_p.def_sharding("r d, r f, e -> e d f", follows="e:r", as_is="offsets", ragged="r:offsets", linear="x dy")
 grouped_matmul_dw_p.def_batching_loop()
 

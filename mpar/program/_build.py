@@ -14,7 +14,7 @@ from torch import Tensor
 from mpar import tree
 from mpar.arrange import CONTEXT_PARALLEL, arrange, check_sequence, num_order_parts
 from mpar.chain import Chain, Segment
-from mpar.errors import ConfigError, ShapeError
+from mpar.errors import ConfigError, ShapeError, ShardingError
 from mpar.kernels import Kernels
 from mpar.mesh import Mesh
 from mpar.precision import Precision, precision
@@ -89,7 +89,7 @@ def compile_eval(
     """Compile the loss of a batch without its gradient: the forwards of `schedule`, on stages that lie where training has them.
 
     Arguments are those of `compile_step`. The program's state is the parameters alone, which a step leaves as they are; its
-    metrics are loss, microbatch_losses and weight.
+    metrics are loss, microbatch_losses, weight, other losses and what segments report.
     """
     schedule = Schedule(schedule or "forward_only") if schedule is None or isinstance(schedule, str) else schedule
     bytes_ = (bucket_bytes, prefetch_bytes)
@@ -201,13 +201,16 @@ def _place(
     shared = mesh.axis_size(strategy.compute.get("seq", ())) > 1
     if strategy.context_parallel != "auto" or not shared:
         return _place_as_said(model, strategy, *how)
-    found = []
+    found: list[_Placed] = []
+    refused: Exception | None = None
     for method in CONTEXT_PARALLEL:
         try:
             found.append(_place_as_said(model, replace(strategy, context_parallel=method), *how))
-        except ConfigError:
-            if method == CONTEXT_PARALLEL[0]:
-                raise  # what is wrong is not this way
+        except (ConfigError, ShapeError, ShardingError) as error:
+            refused = refused or error
+    if not found:
+        assert refused is not None
+        raise refused
 
     def time(placed: _Placed) -> float:
         kinds = (kind for code in placed.codes for kind in (code.forward.kind, code.backward.kind))
@@ -268,7 +271,7 @@ def _order_sequence(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[st
     """In how many parts sequences are dealt out to the ranks that share them; their order becomes an entry of the batch."""
     lengths = {x.shape[1] for x in batch.values()}
     for length in lengths:
-        check_sequence(strategy, mesh, length)
+        check_sequence(strategy, mesh, length, dealt="order" in model.batch_axes)
     if "order" not in model.batch_axes or mesh.axis_size(strategy.compute.get("seq", ())) == 1:
         return 1
     (length,) = lengths

@@ -47,6 +47,10 @@ class Comm(Protocol):
     def wait(self, message: int) -> None: ...
 
 
+MAX_TAG = 1 << 30
+"""Tags of messages between two ranks begin again here; far fewer are on their way at once."""
+
+
 @dataclass(frozen=True)
 class Posted:
     """Messages on their way: what they will fill, what has to be waited for, and what must stay as it is until then."""
@@ -95,8 +99,9 @@ class ProcessComm:
         self.mesh, self.rank, self.order, self.counter = mesh, rank, order, counter
         self._index: dict[tuple[str, ...], int] = {("pp",): mesh.index(rank, ("pp",))}
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        self._tags: dict[tuple[str, ...], int] = {}
+        self._tags: dict[dist.ProcessGroup, int] = {}
         for axes in sorted(set(uses)):
+            assert axes == mesh.ordered(axes), f"ranks of a group are in mesh order, {axes} are not"
             self._index[axes] = mesh.index(rank, axes)
             for members in mesh.groups(axes):
                 group = dist.group.WORLD if len(members) == world else dist.new_group(list(members))
@@ -213,7 +218,7 @@ class ProcessComm:
         values = tuple(torch.empty_like(x) for x in sent)
         ops = []
         for x, value in zip(sent, values, strict=True):
-            self._tags[axes] = tag = self._tags.get(axes, 0) + 1
+            self._tags[group] = tag = (self._tags.get(group, 0) + 1) % MAX_TAG
             ops += [dist.P2POp(dist.isend, x, following, group, tag), dist.P2POp(dist.irecv, value, before, group, tag)]
         return Posted(values, dist.batch_isend_irecv(ops), sent)
 

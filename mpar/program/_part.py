@@ -11,12 +11,12 @@ from torch import Tensor
 from mpar import tree
 from mpar.chain import Chain
 from mpar.mesh import Mesh
-from mpar.ops import constrain
 from mpar.precision import Precision
 from mpar.program._exchange import SharedUses, exchange_gradients
 from mpar.program._gathers import Gathers, Gradients, Use, use_name
 from mpar.program._passes import advance_sends, hoist_gathers, insert_frees
 from mpar.program._program import Leaf, Part
+from mpar.program._report import widest, write_losses, write_metrics
 from mpar.program._segments import Code, SegmentCode
 from mpar.program._split import split_segment
 from mpar.program._stages import Pipeline
@@ -197,15 +197,16 @@ class _PartWriter:
                 self._transfer(item)
             else:
                 self._act(item)
-        reported = self._finish_metrics()
-        metrics = [*self._finish(), self.writer.metric("weight", total)]
+        reported = write_metrics(self.writer, [segment.name for segment in self.segments], step.codes, self.sums)
+        metrics = write_losses(self.writer, step.codes, step.num_microbatches, self.losses, self.cotangent)
+        metrics.append(self.writer.metric("weight", total))
         metrics += [self.writer.metric(name, value) for name, value in reported.items()]
         if step.optimizer is None:
             return self._part(self.state_in, metrics, {})
         finished = self._totals()
         lr, number = (leaf.value for leaf in self.scalars)
         owned = {path for path, unit in self.units.items() if self._holders(unit)[0] == self.position}
-        dtype = _widest([step.precision.grad_dtype(leaf.dtype) for unit in step.units.values() for _, leaf in unit.leaves])
+        dtype = widest([step.precision.grad_dtype(leaf.dtype) for unit in step.units.values() for _, leaf in unit.leaves])
         norm, scale = write_norm(self.writer, step.optimizer, list(step.units.values()), owned, finished, dtype)
         set_from = {path: (reported[name], fn) for path, (name, fn) in getattr(step.model, "updates", {}).items()}
         new = write_updates(
@@ -433,61 +434,6 @@ class _PartWriter:
             for value, number in zip(self.messages.pop(item.message), numbers, strict=False):
                 self.writer.wait(value, number, item.peer, name, m)
 
-    def _finish(self) -> list[Leaf]:
-        """The mean loss of the batch and each microbatch's part of it."""
-        step, count = self.step, self.step.num_microbatches
-        order = [(m, i, n) for m in range(count) for i, code in enumerate(step.codes) for n in range(len(code.traced.losses))]
-        mine = [entry for entry in order if entry[:2] in self.losses]
-        values = [self.losses[m, i][n] for m, i, n in mine]
-        given = [
-            code.forward.out_values[len(code.traced.x_out) + n] for code in step.codes for n in range(len(code.traced.losses))
-        ]
-        dtype = _widest([loss.dtype for loss in given])
-        vector = self.writer.spread("all losses", values, [[entry] for entry in mine], order, dtype, op="finish")
-
-        columns = [name for code in step.codes for name in code.traced.losses]
-        kinds = sorted(set(columns), key=lambda name: (name != "loss", name))
-
-        def finish(losses: Tensor, cotangent: Tensor) -> list[Tensor]:
-            table, out = losses.reshape(count, -1), []
-            for kind in kinds:
-                own = [i for i, name in enumerate(columns) if name == kind]
-                parts = (table if len(kinds) == 1 else torch.stack([table[:, i] for i in own], 1)).sum(1) * cotangent
-                out += [parts.sum(), *([parts] if kind == "loss" else [])]
-            return out
-
-        operands, names = [vector, self.cotangent], ["loss", "microbatch_losses", *kinds[1:]]
-        specs = self.writer.specs(operands)
-        code = self.writer.function("finish", finish, self.writer.globals(operands), specs, [P()] * len(names))
-        values = self.writer.emit("finish", code, operands, names)
-        return [self.writer.metric(name, value) for name, value in zip(names, values, strict=True)]
-
-    def _finish_metrics(self) -> dict[str, int]:
-        """What segments report besides losses, added over microbatches, by `<segment>.<metric>`, at every position."""
-        shapes = {
-            (index, n): (f"{self.segments[index].name}.{name}", code.forward.out_values[len(code.traced.x_out) + n])
-            for index, code in enumerate(self.step.codes)
-            for n, name in enumerate(code.traced.metrics, len(code.traced.losses))
-        }
-        if not shapes:
-            return {}
-        order = [(*key, i) for key, (_, x) in shapes.items() for i in range(x.numel())]
-        first = {index: len(self.step.codes[index].traced.losses) for index, _ in shapes}
-        mine = {(i, n): v for i, values in self.sums.items() if i in first for n, v in enumerate(values, first[i])}
-        places = [[(*key, i) for i in range(shapes[key][1].numel())] for key in mine]
-        vector = self.writer.spread("all metrics", list(mine.values()), places, order, torch.float64, op="metrics")
-
-        def cut(vector: Tensor) -> list[Tensor]:
-            whole = constrain(vector, P())
-            pieces = whole.split([x.numel() for _, x in shapes.values()])
-            return [piece.reshape(x.shape).to(x.dtype) for piece, (_, x) in zip(pieces, shapes.values(), strict=True)]
-
-        names = [name for name, _ in shapes.values()]
-        code = self.writer.function(
-            "metrics", cut, tuple(self.writer.globals([vector])), self.writer.specs([vector]), [P()] * len(names)
-        )
-        return dict(zip(names, self.writer.emit("metrics", code, [vector], names), strict=True))
-
     def _holders(self, unit: Unit) -> list[int]:
         """Positions along pp that hold the unit, in the order of its uses."""
         return list(dict.fromkeys(at for _, _, at in self.pipeline.uses(unit.users)))
@@ -512,11 +458,6 @@ class _PartWriter:
         number = (max(used, default=-1) + 1) * self.step.width
         units = {path: unit for path, unit in self.step.units.items() if len(self._holders(unit)) > 1}
         return SharedUses(units, {path: self.pipeline.uses(unit.users) for path, unit in units.items()}, number)
-
-
-def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The dtype that holds all of these, float32 at least."""
-    return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def _with_reciprocal(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -170,7 +170,7 @@ def _trace_joint(
 
         _, pull, *aux = torch.func.vjp(differentiable, params, list(itertools.compress(x, moves)), has_aux=True)
         d_params, d_moving = pull(_floating(cotangents))
-        wide = [_widened(d, dtype) for d, dtype in zip(d_params, grad_dtypes, strict=True)]
+        wide = [_widened(_dense(d), dtype) for d, dtype in zip(d_params, grad_dtypes, strict=True)]
         return [*aux[0], *wide, *_fill(moves, d_moving, [torch.zeros_like(leaf) for leaf in x])]
 
     cotangents = [torch.empty_like(value) for value in values[: len(values) - num_metrics]]
@@ -187,6 +187,12 @@ def _fill(where: Sequence[bool], chosen: Sequence[Tensor], others: Sequence[Tens
     """`chosen`, in order, where it says so, and `others` elsewhere."""
     rest = iter(chosen)
     return [next(rest) if here else other for here, other in zip(where, others, strict=True)]
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """A gradient with elements of its own, over which sums are written; that of what nothing reads is one zero, expanded."""
+    expanded = any(size > 1 and stride == 0 for size, stride in zip(grad.shape, grad.stride(), strict=True))
+    return grad.clone(memory_format=torch.contiguous_format) if expanded else grad
 
 
 def _widened(grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ node is lowered correctly whatever its operands' specs are, so the choice of spe
 import itertools
 import operator
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,10 @@ from mpar import tree
 from mpar.errors import ShardingError
 from mpar.mesh import Mesh
 from mpar.ops._constrain import constrain_bwd_p, constrain_p, decode_axes
-from mpar.ops._primitive import Primitive, primitive_of
+from mpar.ops._primitive import primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._canonicalise import labels_of, shape_of
+from mpar.sharding._emit import Emit, Pending, Placed
 from mpar.sharding._redistribute import plan, plan_bytes
 from mpar.sharding._rules import NodeRule, rule_of
 from mpar.sharding._trace import LogicalGraph, source_line
@@ -153,7 +154,7 @@ class _Lowering:
 
     def output(self, node: fx.Node, spec: P | None) -> tuple[fx.Node, P]:
         self.current = node  # what moves it is on account of the op that made it
-        spec = self.specs[node] if spec is None else spec
+        spec = self.in_mesh_order(self.specs[node]) if spec is None else spec
         absent = self.mesh.ordered(set(spec.partial) - set().union(*(at.partial for at in self.placed[node])))
         if absent:
             raise ShardingError(
@@ -161,6 +162,11 @@ class _Lowering:
                 f"over {list(absent)}, it is {self.specs[node]}.\nmesh: {self.mesh}. Leave `partial` out of its spec."
             )
         return self.redistribute(node, spec), spec
+
+    def in_mesh_order(self, spec: P) -> P:
+        """`spec` without axes that shard a dim in another order than the mesh has: they may within a graph, not between graphs."""
+        dims = [next(d[:n] for n in range(len(d), -1, -1) if d[:n] == self.mesh.ordered(d[:n])) for d in spec.dims]
+        return P(*dims, partial=spec.partial)
 
     def define(self, node: fx.Node, local: fx.Node, spec: P) -> None:
         expected = local_shape(shape_of(node), spec, self.mesh)
@@ -311,9 +317,9 @@ class _Lowering:
 
     def piece(self, item: Any, spec: P, axes: tuple[str, ...]) -> tuple[fx.Node, P]:
         """A result of a local program and where it is: where it says, else by its factors; a sum over `axes` if it says so."""
-        if isinstance(item, _Placed):
+        if isinstance(item, Placed):
             return item.value, item.spec
-        pending = isinstance(item, _Pending)
+        pending = isinstance(item, Pending)
         kept = set(spec.partial) - set(axes) | (set(axes) if pending else set())
         return item.value if pending else item, P(*spec.dims, partial=self.mesh.ordered(kept))
 
@@ -410,124 +416,6 @@ class _Lowering:
             self.fallbacks.append(str(node.target))
             where = f" at {source_line(node)}" if source_line(node) else ""
             warnings.warn(f"{node.target}{where} has no sharding rule: it is computed whole on every rank", ReplicatedFallback, 2)
-
-
-@dataclass(frozen=True)
-class _Pending:
-    value: fx.Node
-
-
-@dataclass(frozen=True)
-class _Placed:
-    value: fx.Node
-    spec: P
-
-
-class Emit:
-    """What `def_sharded` functions write their local program with; operands and results are local nodes."""
-
-    def __init__(self, lowering: _Lowering, rule: NodeRule, axes_of: dict[str, tuple[str, ...]], factor: str) -> None:
-        self._lowering, self._rule, self._axes_of = lowering, rule, axes_of
-        self.axes = axes_of.get(factor, ())
-        self._factor = factor
-        self._opaque = False
-
-    def __call__(self, op: Any, /, *operands: Any, **params: Any) -> fx.Node:
-        """Add a local node: a Primitive, or an overload of a torch op."""
-        node = self._lowering.emit(op.op if isinstance(op, Primitive) else op, operands, params)
-        if self._opaque:
-            node.meta["opaque"] = True
-        return node
-
-    def opaque(self) -> None:
-        """From here on, what nodes compute cannot be told from factors: their types are those that the program claims."""
-        self._opaque = True
-
-    def same(self, value: fx.Node, axes: Iterable[str]) -> fx.Node:
-        """The program's word that `value` is the same along `axes`, though operands are not: they matter to another result."""
-        value.meta["same"] = tuple(axes)
-        return value
-
-    def axes_of(self, *factors: str) -> tuple[str, ...]:
-        """The mesh axes that shard any of these factors, in mesh order."""
-        return self.ordered(axis for factor in factors for axis in self._axes_of.get(factor, ()))
-
-    def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """`axes` in mesh order."""
-        return self._lowering.mesh.ordered(set(axes))
-
-    def table(self, name: str) -> tuple[str, ...]:
-        """The mesh axes that the strategy gives to a logical axis, in mesh order; none if it has no rule for it."""
-        return self.ordered(self._lowering.table.get(name, ()))
-
-    def shape(self, value: fx.Node) -> tuple[int, ...]:
-        """The local shape of an operand."""
-        return tuple(value.meta["val"].shape)
-
-    def partial(self, value: fx.Node) -> tuple[str, ...]:
-        """The mesh axes over which an operand is a pending sum."""
-        return value.meta["spec"].partial
-
-    def size(self, axes: tuple[str, ...]) -> int:
-        """The number of ranks that differ along `axes`."""
-        return self._lowering.mesh.axis_size(axes)
-
-    def coordinate(self, axes: tuple[str, ...]) -> fx.Node | int:
-        """This rank's position among those that differ along `axes`."""
-        return self._lowering.start(axes, 1)
-
-    def placed(self, value: fx.Node, *dims: tuple[str, ...], partial: Iterable[str] = ()) -> _Placed:
-        """A result that lies by `P(*dims, partial=...)`, whatever its factors say."""
-        return _Placed(value, P(*dims, partial=self.ordered(partial)))
-
-    def shift(self, values: Sequence[fx.Node], axes: tuple[str, ...]) -> fx.Node:
-        """Post `values` to the next rank along `axes`, and buffers for those of the rank before; `arrived` waits for them."""
-        return self(collectives.shift, list(values), axes=axes, size=self.size(axes))
-
-    def exchange_rows(
-        self, rows: fx.Node, sent: fx.Node, received: fx.Node, axes: tuple[str, ...], num_rows: int | None
-    ) -> fx.Node:
-        """Post rows to the ranks along `axes`: `sent` and `received` (ranks,) say how many go to each and come from each.
-
-        With `num_rows` the result is filled up with zeros to this many; `arrived` waits for it.
-        """
-        return self(collectives.exchange_rows, [rows], sent, received, axes=axes, size=self.size(axes), num_rows=num_rows)
-
-    def arrived(self, posted: fx.Node, sent: Sequence[fx.Node]) -> list[fx.Node]:
-        """What has come, once it is there; only then may `sent` be given away."""
-        whole = self(collectives.arrived, posted, list(sent))
-        return [self.getitem(whole, index) for index in range(len(sent))]
-
-    @property
-    def start(self) -> fx.Node | int:
-        """The global index of the first element of the factor on this rank."""
-        return self.start_of(self._factor)
-
-    def start_of(self, factor: str) -> fx.Node | int:
-        """The same for another factor of the op; 0 if it is not sharded."""
-        axes = self._axes_of.get(factor, ())
-        return self._lowering.start(axes, self.extent_of(factor))
-
-    def extent_of(self, factor: str) -> int:
-        """The local size of a factor."""
-        return self._rule.sizes[factor] // self._lowering.mesh.axis_size(self._axes_of.get(factor, ()))
-
-    def getitem(self, value: fx.Node, index: int) -> fx.Node:
-        """One of several results."""
-        return self(operator.getitem, value, index)
-
-    def all_reduce(self, value: fx.Node, op: str) -> fx.Node:
-        """The sum or maximum over the ranks that share the factor."""
-        size = self._lowering.mesh.axis_size(self.axes)
-        return self(collectives.all_reduce, value, axes=self.axes, op=op, size=size)
-
-    def all_to_all(self, value: fx.Node, axes: tuple[str, ...], *, src: int, dst: int) -> fx.Node:
-        """From sharded along dim `src` to sharded along dim `dst`."""
-        return self(collectives.all_to_all, value, axes=axes, src=src, dst=dst, size=self.size(axes))
-
-    def pending(self, value: fx.Node) -> _Pending:
-        """Mark a result as a sum over the ranks that share the factor, not carried out yet."""
-        return _Pending(value)
 
 
 def _appears(factor: str, dims: tuple[tuple[str, ...], ...]) -> bool:

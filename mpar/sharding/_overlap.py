@@ -16,12 +16,21 @@ PRODUCTS = ("einsum", "attention", "grouped_matmul", "mlp_tiled")
 
 @graph_pass
 def overlap_posted(graph: fx.Graph) -> dict[str, int]:
-    """Move what does not depend on an arrival before it, up to the first product that does.
+    """Post messages as soon as what they carry is there. Then move what does not depend on an arrival before it, up to the first
+    product that does.
 
     before:  %p = exchange_rows(%x); %a = arrived(%p); %s = einsum(shared expert); %g = grouped_matmul(%a)
     after:   %p = exchange_rows(%x); %s = einsum(shared expert); %a = arrived(%p); %g = grouped_matmul(%a)
     """
     moved = 0
+    for post in [node for node in graph.nodes if node.target in collectives.POSTED]:
+        order = {node: index for index, node in enumerate(graph.nodes)}
+        last = max(post.all_input_nodes, key=order.__getitem__)
+        if last.op == "placeholder":
+            last = graph.find_nodes(op="placeholder")[-1]
+        if last.next is not post:
+            last.append(post)
+            moved += 1
     for arrival in [node for node in graph.nodes if node.target is collectives.arrived]:
         waiting, free = {arrival}, []
         node = arrival.next

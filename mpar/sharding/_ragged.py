@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from mpar.ops._primitive import primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._pass import graph_pass
 
@@ -14,12 +15,16 @@ __all__ = ["mark_ragged"]
 def mark_ragged(graph: fx.Graph) -> dict[str, int]:
     """Note `meta["ragged"]` of nodes with a ragged first dim: at most this many times the rows that the graph says.
 
-    Rows that arrive are ragged: all ranks of the group may send all they have to one. So is what keeps their number.
+    Rows that arrive are ragged: all ranks of the group may send all they have to one. So are those that a rank takes of slots
+    which all ranks have, and what keeps their number.
     """
     for node in graph.nodes:
-        if node.target is collectives.exchange_rows and node.kwargs["num_rows"] is None:
-            node.meta["ragged"] = node.kwargs["size"]
-        elif node.op == "call_function":
+        if node.target is collectives.exchange_rows:
+            if node.kwargs["num_rows"] is None:
+                node.meta["ragged"] = node.kwargs["size"] * node.args[0][0].meta.get("ragged", 1)
+        elif (primitive := primitive_of(node.target)) is not None and primitive.name in ("take_rows", "head_rows"):
+            node.meta["ragged"] = _slots(node) // node.kwargs["num_rows"]
+        elif node.op == "call_function" and not (primitive is not None and primitive.name == "pad_rows"):
             rows = {
                 (t.shape[0], used.meta["ragged"]) for used in node.all_input_nodes if "ragged" in used.meta for t in _rows(used)
             }
@@ -27,6 +32,11 @@ def mark_ragged(graph: fx.Graph) -> dict[str, int]:
             if most:
                 node.meta["ragged"] = most
     return {"ragged_values": sum("ragged" in node.meta for node in graph.nodes)}
+
+
+def _slots(node: fx.Node) -> int:
+    """Rows from which an op takes some."""
+    return node.args[1 if len(node.args) == 3 else 0].meta["val"].shape[0]
 
 
 def _rows(node: fx.Node) -> list[Tensor]:

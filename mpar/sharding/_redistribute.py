@@ -35,15 +35,24 @@ def plan(source: P, target: P, rank: int, mesh: Mesh) -> list[Step]:
     def step(kind: str, axes: tuple[str, ...], dim: int = 0, dst: int = 0) -> None:
         steps.append(Step(kind, axes, dim, dst, P(*dims, partial=mesh.ordered(partial))))
 
+    def gather(axes: tuple[str, ...], dim: int) -> None:
+        """Groups have their ranks in mesh order: axes in another one are gathered one by one, the minor first."""
+        groups = [axes] if axes == mesh.ordered(axes) else [(axis,) for axis in reversed(axes)]
+        for group in groups:
+            dims[dim] = dims[dim][: len(dims[dim]) - len(group)]
+            step("all_gather", group, dim)
+
     resolve = partial - set(target.partial)
     for dim in range(rank):
         extra = goal[dim][len(dims[dim]) :]
         count = next((i for i, axis in enumerate(extra) if axis not in resolve), len(extra))
         if goal[dim][: len(dims[dim])] == dims[dim] and count:
-            dims[dim] = (*dims[dim], *extra[:count])
-            partial -= set(extra[:count])
-            resolve -= set(extra[:count])
-            step("reduce_scatter", extra[:count], dim)
+            scattered = extra[:count]
+            for group in [scattered] if scattered == mesh.ordered(scattered) else [(axis,) for axis in scattered]:
+                dims[dim] = (*dims[dim], *group)
+                partial -= set(group)
+                resolve -= set(group)
+                step("reduce_scatter", group, dim)
     if resolve:
         partial -= resolve
         step("all_reduce", mesh.ordered(resolve))
@@ -64,26 +73,26 @@ def plan(source: P, target: P, rank: int, mesh: Mesh) -> list[Step]:
         surplus = dims[dim][common:]
         if not surplus:
             continue
-        wanted = _receiver(dims, goal, dim, surplus)
+        wanted = _receiver(dims, goal, dim, surplus, mesh)
         if wanted is not None and wanted[1] < len(surplus):  # only its major part is wanted elsewhere: the minor part goes first
-            minor = surplus[wanted[1] :]
+            gather(surplus[wanted[1] :], dim)
             surplus = surplus[: wanted[1]]
-            dims[dim] = (*dims[dim][:common], *surplus)
-            step("all_gather", minor, dim)
         other = None if wanted is None else wanted[0]
-        dims[dim] = dims[dim][:common]
         if other is not None:
+            dims[dim] = dims[dim][:common]
             dims[other] = goal[other]
             step("all_to_all", surplus, dim, other)
         else:
-            step("all_gather", surplus, dim)
+            gather(surplus, dim)
     narrow()
     assert tuple(dims) == goal, (source, target, dims)
     return steps
 
 
-def _receiver(dims: list, goal: tuple, dim: int, surplus: tuple[str, ...]) -> tuple[int, int] | None:
+def _receiver(dims: list, goal: tuple, dim: int, surplus: tuple[str, ...], mesh: Mesh) -> tuple[int, int] | None:
     """The dim that wants the surplus axes of `dim`, or as many of the first ones as it wants, and how many."""
+    if surplus != mesh.ordered(surplus):
+        return None
     for count in range(len(surplus), 0, -1):
         for other in range(len(dims)):
             if other != dim and goal[other] == (*dims[other], *surplus[:count]):

@@ -51,7 +51,7 @@ def test_bits_are_those_without(model, kind, schedule):
 
 
 def test_what_is_away_takes_no_memory_of_the_device(model):
-    """With everything kept, the peak falls by what waits in the host's memory at that time; every value that leaves comes back."""
+    """With everything kept, the peak falls by what waits in the memory of the host; every value that leaves comes back."""
     kept, _, _ = stepped(model, Mesh(dp=1), RecomputePolicy("none"), "gpipe")
     away, _, _ = stepped(model, Mesh(dp=1), RecomputePolicy("none", offload=True), "gpipe")
     before, after = kept.predict(), away.predict()

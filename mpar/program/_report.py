@@ -1,0 +1,81 @@
+"""Report: what a step says of itself. Losses of segments become means over the batch; their metrics are added up."""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mpar.ops import constrain
+from mpar.program._program import Leaf
+from mpar.program._segments import SegmentCode
+from mpar.program._writer import Writer
+from mpar.spec import P
+
+__all__ = ["widest", "write_losses", "write_metrics"]
+
+
+def write_losses(
+    writer: Writer,
+    codes: Sequence[SegmentCode],
+    num_microbatches: int,
+    losses: Mapping[tuple[int, int], list[int]],
+    cotangent: int,
+) -> list[Leaf]:
+    """The mean loss of the batch, each microbatch's part of it, and the mean of every other loss by its name.
+
+    losses: by (microbatch, segment), those that this part has. cotangent: one over the weight of the batch.
+    """
+    entries = [(i, n) for i, code in enumerate(codes) for n in range(len(code.traced.losses))]
+    order = [(m, i, n) for m in range(num_microbatches) for i, n in entries]
+    mine = [entry for entry in order if entry[:2] in losses]
+    dtype = widest([codes[i].forward.out_values[len(codes[i].traced.x_out) + n].dtype for i, n in entries])
+    values = [losses[m, i][n] for m, i, n in mine]
+    vector = writer.spread("all losses", values, [[entry] for entry in mine], order, dtype, op="finish")
+    columns = [codes[i].traced.losses[n] for i, n in entries]
+    kinds = sorted(set(columns), key=lambda name: (name != "loss", name))
+
+    def finish(losses: Tensor, cotangent: Tensor) -> list[Tensor]:
+        table, out = losses.reshape(num_microbatches, -1), []
+        for kind in kinds:
+            own = [i for i, name in enumerate(columns) if name == kind]
+            parts = (table if len(kinds) == 1 else torch.stack([table[:, i] for i in own], 1)).sum(1) * cotangent
+            out += [parts.sum(), *([parts] if kind == "loss" else [])]
+        return out
+
+    operands, names = [vector, cotangent], ["loss", "microbatch_losses", *kinds[1:]]
+    code = writer.function("finish", finish, writer.globals(operands), writer.specs(operands), [P()] * len(names))
+    return [writer.metric(name, value) for name, value in zip(names, writer.emit("finish", code, operands, names), strict=True)]
+
+
+def write_metrics(
+    writer: Writer, segments: Sequence[str], codes: Sequence[SegmentCode], sums: Mapping[int, list[int]]
+) -> dict[str, int]:
+    """What segments report besides losses, by `<segment>.<metric>`; every position along pp gets all of it.
+
+    sums: by segment, the metrics that this part has, added over microbatches.
+    """
+    shapes = {
+        (index, n): (f"{segments[index]}.{name}", code.forward.out_values[len(code.traced.x_out) + n])
+        for index, code in enumerate(codes)
+        for n, name in enumerate(code.traced.metrics, len(code.traced.losses))
+    }
+    if not shapes:
+        return {}
+    order = [(*key, i) for key, (_, x) in shapes.items() for i in range(x.numel())]
+    mine = {(i, n): v for i, own in sums.items() for n, v in enumerate(own, len(codes[i].traced.losses))}
+    places = [[(*key, i) for i in range(shapes[key][1].numel())] for key in mine]
+    vector = writer.spread("all metrics", list(mine.values()), places, order, torch.float64, op="metrics")
+
+    def cut(vector: Tensor) -> list[Tensor]:
+        pieces = constrain(vector, P()).split([x.numel() for _, x in shapes.values()])
+        return [piece.reshape(x.shape).to(x.dtype) for piece, (_, x) in zip(pieces, shapes.values(), strict=True)]
+
+    names = [name for name, _ in shapes.values()]
+    code = writer.function("metrics", cut, tuple(writer.globals([vector])), writer.specs([vector]), [P()] * len(names))
+    return dict(zip(names, writer.emit("metrics", code, [vector], names), strict=True))
+
+
+def widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The dtype that holds all of these, float32 at least."""
+    return functools.reduce(torch.promote_types, dtypes, torch.float32)

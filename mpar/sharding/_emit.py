@@ -1,0 +1,137 @@
+"""Emit: what the local program of a primitive is written with, node by node, while it is lowered."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from mpar.ops._primitive import Primitive
+from mpar.sharding import _collectives as collectives
+from mpar.sharding._rules import NodeRule
+from mpar.spec import P
+
+__all__ = ["Emit", "Pending", "Placed"]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A result that is a sum over the ranks which share the factor."""
+
+    value: fx.Node
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A result, and where it is."""
+
+    value: fx.Node
+    spec: P
+
+
+class Emit:
+    """What `def_sharded` functions write their local program with; operands and results are local nodes."""
+
+    def __init__(self, lowering: Any, rule: NodeRule, axes_of: dict[str, tuple[str, ...]], factor: str) -> None:
+        self._lowering, self._rule, self._axes_of = lowering, rule, axes_of
+        self.axes = axes_of.get(factor, ())
+        self._factor = factor
+        self._opaque = False
+
+    def __call__(self, op: Any, /, *operands: Any, **params: Any) -> fx.Node:
+        """Add a local node: a Primitive, or an overload of a torch op."""
+        node = self._lowering.emit(op.op if isinstance(op, Primitive) else op, operands, params)
+        if self._opaque:
+            node.meta["opaque"] = True
+        return node
+
+    def opaque(self) -> None:
+        """From here on, what nodes compute cannot be told from factors: their types are those that the program claims."""
+        self._opaque = True
+
+    def same(self, value: fx.Node, axes: Iterable[str]) -> fx.Node:
+        """The program's word that `value` is the same along `axes`, though operands are not: they matter to another result."""
+        value.meta["same"] = tuple(axes)
+        return value
+
+    def axes_of(self, *factors: str) -> tuple[str, ...]:
+        """The mesh axes that shard any of these factors, in mesh order."""
+        return self.ordered(axis for factor in factors for axis in self._axes_of.get(factor, ()))
+
+    def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """`axes` in mesh order."""
+        return self._lowering.mesh.ordered(set(axes))
+
+    def table(self, name: str) -> tuple[str, ...]:
+        """The mesh axes that the strategy gives to a logical axis, in mesh order; none if it has no rule for it."""
+        return self.ordered(self._lowering.table.get(name, ()))
+
+    def shape(self, value: fx.Node) -> tuple[int, ...]:
+        """The local shape of an operand."""
+        return tuple(value.meta["val"].shape)
+
+    def partial(self, value: fx.Node) -> tuple[str, ...]:
+        """The mesh axes over which an operand is a pending sum."""
+        return value.meta["spec"].partial
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        """The number of ranks that differ along `axes`."""
+        return self._lowering.mesh.axis_size(axes)
+
+    def coordinate(self, axes: tuple[str, ...]) -> fx.Node | int:
+        """This rank's position among those that differ along `axes`."""
+        return self._lowering.start(axes, 1)
+
+    def placed(self, value: fx.Node, *dims: tuple[str, ...], partial: Iterable[str] = ()) -> Placed:
+        """A result that lies by `P(*dims, partial=...)`, whatever its factors say."""
+        return Placed(value, P(*dims, partial=self.ordered(partial)))
+
+    def shift(self, values: Sequence[fx.Node], axes: tuple[str, ...]) -> fx.Node:
+        """Post `values` to the next rank along `axes`, and buffers for those of the rank before; `arrived` waits for them."""
+        return self(collectives.shift, list(values), axes=axes, size=self.size(axes))
+
+    def exchange_rows(
+        self, rows: fx.Node, sent: fx.Node, received: fx.Node, axes: tuple[str, ...], num_rows: int | None
+    ) -> fx.Node:
+        """Post rows to the ranks along `axes`: `sent` and `received` (ranks,) say how many go to each and come from each.
+
+        With `num_rows` the result is filled up with zeros to this many; `arrived` waits for it.
+        """
+        return self(collectives.exchange_rows, [rows], sent, received, axes=axes, size=self.size(axes), num_rows=num_rows)
+
+    def arrived(self, posted: fx.Node, sent: Sequence[fx.Node]) -> list[fx.Node]:
+        """What has come, once it is there; only then may `sent` be given away."""
+        whole = self(collectives.arrived, posted, list(sent))
+        return [self.getitem(whole, index) for index in range(len(sent))]
+
+    @property
+    def start(self) -> fx.Node | int:
+        """The global index of the first element of the factor on this rank."""
+        return self.start_of(self._factor)
+
+    def start_of(self, factor: str) -> fx.Node | int:
+        """The same for another factor of the op; 0 if it is not sharded."""
+        axes = self._axes_of.get(factor, ())
+        return self._lowering.start(axes, self.extent_of(factor))
+
+    def extent_of(self, factor: str) -> int:
+        """The local size of a factor."""
+        return self._rule.sizes[factor] // self._lowering.mesh.axis_size(self._axes_of.get(factor, ()))
+
+    def getitem(self, value: fx.Node, index: int) -> fx.Node:
+        """One of several results."""
+        return self(operator.getitem, value, index)
+
+    def all_reduce(self, value: fx.Node, op: str) -> fx.Node:
+        """The sum or maximum over the ranks that share the factor."""
+        size = self._lowering.mesh.axis_size(self.axes)
+        return self(collectives.all_reduce, value, axes=self.axes, op=op, size=size)
+
+    def all_to_all(self, value: fx.Node, axes: tuple[str, ...], *, src: int, dst: int) -> fx.Node:
+        """From sharded along dim `src` to sharded along dim `dst`."""
+        return self(collectives.all_to_all, value, axes=axes, src=src, dst=dst, size=self.size(axes))
+
+    def pending(self, value: fx.Node) -> Pending:
+        """Mark a result as a sum over the ranks that share the factor, not carried out yet."""
+        return Pending(value)
