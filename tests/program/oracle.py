@@ -66,6 +66,10 @@ class Problem:
         )
         self.batch = random_batch(shape, generator, packed=packed)
         self.num_microbatches = num_microbatches
+        self.differentiate()
+
+    def differentiate(self) -> None:
+        """Compute what is expected, again after a change of the parameters."""
         self.losses, self.grads = self._differentiate()
         self.loss = self.losses["loss"]
         self.norm = torch.sqrt(sum(grad.pow(2).sum() for grad in self.grads.values()))

@@ -79,7 +79,7 @@ def test_step_is_exact(ep, dispatcher, router, problems):
     """Loss, side losses, gradients and norm are one rank's, with every dispatcher and router; padding goes to no expert."""
     problem = problems(router, packed=ep == 4)
     mesh = Mesh(dp=ep) if ep < 8 else Mesh(dp=4, cp=2)
-    metrics = problem.check(compiled(problem, mesh, spread(ep, dispatcher=dispatcher)))
+    metrics = problem.check(compiled(problem, mesh, spread(ep, dispatcher=dispatcher, context_parallel="ring")))
     num_tokens = (problem.batch.get("documents", torch.zeros(SHAPE)) != -1).sum()
     assert metrics["layers.0.expert_counts"].sum() == 2 * num_tokens
 
@@ -143,8 +143,7 @@ def test_all_tokens_to_the_experts_of_one_rank(expert, dispatcher):
     problem = Problem(GPT_OSS, SHAPE)
     for layer in problem.params.layers:
         layer.mlp.router_bias_E.zero_()[[expert, expert ^ 1]] = 100.0
-    problem.losses, problem.grads = problem._differentiate()
-    problem.norm = torch.sqrt(sum(grad.pow(2).sum() for grad in problem.grads.values()))
+    problem.differentiate()
     metrics = problem.check(compiled(problem, Mesh(dp=4), spread(4, dispatcher=dispatcher)))
     counts = metrics["layers.0.expert_counts"]
     assert counts[[expert, expert ^ 1]].tolist() == [prod(SHAPE)] * 2 and counts.sum() == 2 * prod(SHAPE)
@@ -155,6 +154,15 @@ def test_dropped_slots_are_counted(problems):
     problem = problems("capacity")
     found = [problem.check(compiled(problem, Mesh(dp=n), spread(n)))["layers.0.dropped"].item() for n in (1, 2, 4)]
     assert found[0] > 0 and found == [found[0]] * 3
+
+
+def test_equal_weights_are_dropped_by_their_place():
+    """A router that knows no difference: of tokens with equal weight the first stay, by their index before any permutation."""
+    problem = Problem(config_of("capacity"), SHAPE, router={"capacity_factor": 0.7})  # 23 slots: a row and a half
+    problem.params.layers[0].mlp.router_DE.zero_()
+    problem.differentiate()
+    metrics = problem.check(compiled(problem, Mesh(dp=2, cp=2), spread(4, context_parallel="ring")))
+    assert metrics["layers.0.dropped"] == 2 * (prod(SHAPE) - 23)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
