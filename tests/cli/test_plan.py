@@ -157,9 +157,9 @@ def test_what_time_decided_is_told(capsys):
     ids=["cp", "tp", "experts"],
 )
 def test_ranks_that_talk_much_across_nodes(how, group, capsys):
-    """Nodes of two ranks are warned of; nodes of four are not."""
-    assert _main.main(["plan", *MOE, *how, "hardware.ranks_per_node=2"]) == 0
-    assert re.search(rf"warning +{group} crosses nodes, of 2 ranks each on cpu", capsys.readouterr().out)
+    """Nodes of three ranks are warned of; nodes of four are not."""
+    assert _main.main(["plan", *MOE, *how, "hardware.ranks_per_node=3"]) == 0
+    assert re.search(rf"warning +{group} crosses nodes, of 3 ranks each on cpu", capsys.readouterr().out)
     assert _main.main(["plan", *MOE, *how, "hardware.ranks_per_node=4"]) == 0
     assert "warning" not in capsys.readouterr().out
 
