@@ -99,8 +99,8 @@ def _by_heads(strategy: Strategy, mesh: Mesh, context: tuple[str, ...], count: i
         size = mesh.axis_size(axis)
         if size % left and left % size:
             raise ConfigError(
-                f"strategy {strategy.name!r}: the sequence is sharded over {context}, whose inner axes do not make up the {count} "
-                "ranks that are to divide it by heads; use another ulysses_size"
+                f"strategy {strategy.name!r}: the sequence is sharded over {context}, whose inner axes do not make up the "
+                f"{count} ranks that are to divide it by heads; use another ulysses_size"
             )
         if size > left:
             strategy, mesh = strategy.split(mesh, axis, size // left)

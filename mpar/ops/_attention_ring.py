@@ -1,8 +1,9 @@
 """Attention of a rank whose queries are a part of the sequence: of whole keys, or of keys that go round the ranks in a ring.
 
 Ring attention (Liu et al. 2023, arXiv:2310.01889): each rank attends to the block of keys and values that it has while the next
-one is on its way; partial results are merged by their log-sum-exp, in float32 or wider. Backward, the
-gradients of a block travel with it, in its dtype, one step behind, and are at home after the last one: n - 1 messages of blocks and n - 1 of gradients on n ranks.
+one is on its way; partial results are merged by their log-sum-exp, in float32 or wider. Backward, the gradients of a block travel
+with it, in its dtype, one step behind, and are at home after the last one: n - 1 messages of blocks and n - 1 of gradients on n
+ranks.
 """
 
 from collections.abc import Callable

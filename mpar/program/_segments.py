@@ -170,7 +170,7 @@ def _trace_joint(
 
         _, pull, *aux = torch.func.vjp(differentiable, params, list(itertools.compress(x, moves)), has_aux=True)
         d_params, d_moving = pull(_floating(cotangents))
-        wide = [_widened(_dense(d), dtype) for d, dtype in zip(d_params, grad_dtypes, strict=True)]
+        wide = [_widened(d, dtype) for d, dtype in zip(d_params, grad_dtypes, strict=True)]
         return [*aux[0], *wide, *_fill(moves, d_moving, [torch.zeros_like(leaf) for leaf in x])]
 
     cotangents = [torch.empty_like(value) for value in values[: len(values) - num_metrics]]
@@ -187,12 +187,6 @@ def _fill(where: Sequence[bool], chosen: Sequence[Tensor], others: Sequence[Tens
     """`chosen`, in order, where it says so, and `others` elsewhere."""
     rest = iter(chosen)
     return [next(rest) if here else other for here, other in zip(where, others, strict=True)]
-
-
-def _dense(grad: Tensor) -> Tensor:
-    """A gradient with elements of its own, over which sums are written; that of what nothing reads is one zero, expanded."""
-    expanded = any(size > 1 and stride == 0 for size, stride in zip(grad.shape, grad.stride(), strict=True))
-    return grad.clone(memory_format=torch.contiguous_format) if expanded else grad
 
 
 def _widened(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -218,11 +212,22 @@ def compile_segment(
     wanted = [*out_specs, *[None] * (num_losses + len(traced.metrics) + traced.num_params), *x_specs]
     hints = [*[None] * traced.num_results, *param_specs]
     ranked = lower(traced.logical, mesh, in_specs, wanted, strategy.compute, hints)
+    _fill_results(ranked.graph)
     check(ranked)
     mark_ragged(ranked.graph)
     forward, backward, reads, num_kept = _codes(name, traced, ranked, recompute, kernels)
     whole = None if traced.x_out else _whole(name, ranked, kernels)
     return SegmentCode(forward, backward, whole, reads, num_kept, traced, name, ranked, recompute, kernels)
+
+
+def _fill_results(graph: fx.Graph) -> None:
+    """Give results elements of their own, over which sums are written: the gradient of what nothing reads is one expanded zero."""
+    clone, output = torch.ops.aten.clone.default, graph.output_node()
+    for node in {result for result in output.args[0] if result.target == torch.ops.aten.expand.default}:
+        with graph.inserting_after(node):
+            filled = graph.call_function(clone, (node,), {"memory_format": torch.contiguous_format})
+        filled.meta = dict(node.meta) | {"val": clone(node.meta["val"], memory_format=torch.contiguous_format)}
+        output.replace_input_with(node, filled)
 
 
 def _whole(name: str, ranked: RankGraph, kernels: Kernels) -> Code:

@@ -164,7 +164,7 @@ class _Lowering:
         return self.redistribute(node, spec), spec
 
     def in_mesh_order(self, spec: P) -> P:
-        """`spec` without axes that shard a dim in another order than the mesh has: they may within a graph, not between graphs."""
+        """`spec` without axes that shard a dim in another order than the mesh has: within graphs they may, not between them."""
         dims = [next(d[:n] for n in range(len(d), -1, -1) if d[:n] == self.mesh.ordered(d[:n])) for d in spec.dims]
         return P(*dims, partial=spec.partial)
 
