@@ -221,7 +221,7 @@ def compile_segment(
 
 
 def _fill_results(graph: fx.Graph) -> None:
-    """Give results elements of their own, over which sums are written: the gradient of what nothing reads is one expanded zero."""
+    """Give results elements of their own, over which sums are written: the gradient of what nothing reads is an expanded zero."""
     clone, output = torch.ops.aten.clone.default, graph.output_node()
     for node in {result for result in output.args[0] if result.target == torch.ops.aten.expand.default}:
         with graph.inserting_after(node):
