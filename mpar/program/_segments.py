@@ -222,12 +222,17 @@ def compile_segment(
 
 def _fill_results(graph: fx.Graph) -> None:
     """Give results elements of their own, over which sums are written: the gradient of what nothing reads is an expanded zero."""
-    clone, output = torch.ops.aten.clone.default, graph.output_node()
-    for node in {result for result in output.args[0] if result.target == torch.ops.aten.expand.default}:
+    expand, clone, full = (getattr(torch.ops.aten, name).default for name in ("expand", "clone", "full"))
+    for node in {result for result in graph.output_node().args[0] if result.target == expand}:
+        source, value = node.args[0], node.meta["val"]
         with graph.inserting_after(node):
-            filled = graph.call_function(clone, (node,), {"memory_format": torch.contiguous_format})
-        filled.meta = dict(node.meta) | {"val": clone(node.meta["val"], memory_format=torch.contiguous_format)}
-        output.replace_input_with(node, filled)
+            if source.target == full:
+                filled = graph.call_function(full, (list(value.shape), source.args[1]), source.kwargs)
+            else:
+                filled = graph.call_function(clone, (node,), {"memory_format": torch.contiguous_format})
+        filled.meta = dict(node.meta) | {"val": clone(value, memory_format=torch.contiguous_format)}
+        graph.output_node().replace_input_with(node, filled)
+    graph.eliminate_dead_code()
 
 
 def _whole(name: str, ranked: RankGraph, kernels: Kernels) -> Code:

@@ -29,7 +29,7 @@ CASES = {
     "an unknown option of routers": ([*MOE, "model.router.capacity=1.0"], ["['capacity']", "capacity_factor"]),
     "a capacity that is none": ([*MOE, "model.router.capacity_factor=0"], ["capacity_factor=0: must be a number > 0"]),
     "a sequence that does not divide": (
-        [*DENSE, "mesh=cp2", "data.seq_len=130"],
+        [*DENSE, "mesh=cp2", "data.seq_len=130", "strategy.context_parallel=ring"],
         [
             "a sequence of 130 positions",
             "2 ranks share a sequence, in two parts each",
