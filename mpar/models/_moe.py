@@ -220,9 +220,9 @@ def moe(
     """
     tokens_BSD = ops.constrain(x_BSD, TOKENS)
     logits_BSE = router_logits(params, tokens_BSD)
-    weights_BSK, experts_BSK, scores_BSE = _route(params, config, logits_BSE, context)
     documents_BS = context.get("documents")
     routed_BS = None if documents_BS is None else documents_BS != -1
+    weights_BSK, experts_BSK, scores_BSE = _route(params, config, logits_BSE, routed_BS, context)
     if routed_BS is not None:
         experts_BSK = experts_BSK.masked_fill(~routed_BS[..., None], -1)
     counts_E = ops.expert_counts(experts_BSK, num_experts=config.num_experts)
@@ -266,7 +266,9 @@ def _capacity(config: MoeConfig, num_tokens: int) -> int:
     return math.ceil(num_tokens * config.top_k / config.num_experts * config.capacity_factor)
 
 
-def _route(params: Moe, config: MoeConfig, logits_BSE: Tensor, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _route(
+    params: Moe, config: MoeConfig, logits_BSE: Tensor, routed_BS: Tensor | None, context: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     """`(weights_BSK, experts_BSK, scores_BSE)`."""
     if config.kind == "topk" or "weight" not in context:
         return ops.topk_router(
@@ -286,6 +288,8 @@ def _route(params: Moe, config: MoeConfig, logits_BSE: Tensor, context: Mapping[
         experts_BSK = _balanced(config, logits_BSE, context.get("order"))
     else:
         below_BSE = logits_BSE - logits_BSE.amax(-1, keepdim=True)  # changes nothing but that exp cannot overflow
+        if routed_BS is not None:
+            below_BSE = below_BSE.masked_fill(~routed_BS[..., None], float("-inf"))  # padding takes no part in the balance
         _, experts_BSK, _ = ops.topk_router(ops.sinkhorn(below_BSE), k=config.top_k, order="post")
     return _weights(config, logits_BSE, scores_BSE, experts_BSK), experts_BSK, scores_BSE
 

@@ -23,7 +23,8 @@ def sinkhorn(logits: Tensor, *, tolerance: float = 1e-4, max_iterations: int = 1
 
     Rows and columns are scaled by turns until the factors of the columns change by `tolerance` or less on average, or
     `max_iterations` times. The columns come last: theirs are the exact totals. exp is taken as it is: logits above 88 overflow
-    float32, and the result shows it as NaN. There is no gradient.
+    float32, and the result shows it as NaN. A row of -inf alone is no token: it is not counted in T, and stays zero.
+    There is no gradient.
     Raises ShapeError if `logits` has no dims, DtypeError if it is not floating, ConfigError if a number is not positive.
     """
     params = {"tolerance": float(tolerance), "max_iterations": max_iterations}
@@ -48,9 +49,7 @@ def _abstract(logits, *, tolerance, max_iterations):
 @sinkhorn_p.def_impl
 def _impl(logits, *, tolerance, max_iterations):
     cost_TE = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1).exp()
-    num_tokens, num_experts = cost_TE.shape
-    if not num_tokens:
-        return cost_TE.view(logits.shape)
+    num_tokens, num_experts = cost_TE.any(1).sum().clamp(min=1), cost_TE.shape[1]
     columns_E = cost_TE.new_ones(num_experts)
     for _ in range(max_iterations):
         rows_T = 1 / num_tokens / (cost_TE @ columns_E + EPS)

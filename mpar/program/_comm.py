@@ -224,7 +224,7 @@ class ProcessComm:
 
     def exchange_rows(self, xs, sent, received, *, axes, size, num_rows):
         """Post rows of `xs[0]` to every rank of the group: the first `sent[0]` to the first, and so on."""
-        leaving, coming = sent.tolist(), received.tolist()
+        leaving, coming = torch.stack([sent, received]).tolist()  # the host waits for the device once
         rows = xs[0][: sum(leaving)].contiguous()
         self._count("exchange_rows", axes, [rows])
         shape = (sum(coming) if num_rows is None else num_rows, *rows.shape[1:])

@@ -301,6 +301,18 @@ def test_sinkhorn_chooses_from_balanced_logits(score, order):
     assert metrics["expert_counts"].max() < plain["expert_counts"].max()
 
 
+def test_sinkhorn_balances_tokens_without_padding():
+    """The experts of a batch's tokens are those of the same tokens without the padding, whatever it holds."""
+    config = dataclasses.replace(BASE, kind="sinkhorn")
+    params, x = drawn(config), normal(1, S, D, seed=31)
+    x[:, 4:] = x[:, :1]  # all of the padding wants what the first token wants
+    documents = torch.tensor([[0] * 4 + [-1] * (S - 4)])
+    y, _, metrics = moe(params, config, x, {"weight": WEIGHT, "documents": documents})
+    alone, _, alone_metrics = moe(params, config, x[:, :4], {"weight": WEIGHT})
+    testing.assert_close(y[:, :4], alone)
+    assert metrics["expert_counts"].tolist() == alone_metrics["expert_counts"].tolist()
+
+
 @pytest.mark.parametrize("documents", [False, True])
 def test_aux_loss_equals_transformers(documents):
     """aux_loss, and global_aux_loss of one microbatch, is coefficient times weight times transformers' load_balancing_loss."""

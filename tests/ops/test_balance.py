@@ -145,6 +145,15 @@ def test_sinkhorn_gives_every_token_and_every_expert_the_same_total(make_tensor)
     testing.assert_close(y.sum((0, 1)), torch.full((5,), 1 / 5, dtype=F64), rtol=1e-6)
 
 
+def test_sinkhorn_leaves_out_rows_that_are_no_tokens(make_tensor):
+    """Rows of -inf change nothing for the others, and are zero; with such rows alone there is nothing but zeros."""
+    logits = 3 * make_tensor((2, 6, 5), F64)
+    there = torch.tensor([[True, True, False, True, False, False], [True] * 5 + [False]])
+    y = ops.sinkhorn(logits.masked_fill(~there[..., None], float("-inf")), tolerance=1e-9)
+    testing.assert_close(y[there], ops.sinkhorn(logits[there], tolerance=1e-9))
+    assert not y[~there].any() and not ops.sinkhorn(torch.full((3, 4), float("-inf"))).any()
+
+
 def test_sinkhorn_ends_on_what_is_not_finite():
     """Overflow and NaN are shown; no tokens give none; narrow logits a float32 result."""
     assert ops.sinkhorn(torch.tensor([[0.0, 100.0], [0.0, 0.0]]), max_iterations=10**9).isnan().any()
