@@ -28,20 +28,19 @@ INTERPRETED_PROGRAMS = 3
 
 @triton.jit
 def _list_tiles(
-    offsets_ptr, tiles_ptr, start, num_rows, num_tiles,
+    offsets_ptr, tiles_ptr, num_rows, num_tiles,
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """tiles[0..2, tile]: expert (or -1: rows that belong to none here), first row, end of the rows; an empty tile has end 0.
+    """tiles[0..2, tile]: expert (or -1: rows that belong to none), first row, end of the rows; an empty tile has end 0.
 
-    Parts of the rows: those before the experts that are here, one part per expert, those after.
+    Parts of the rows: one part per expert, those after.
     """
     part = tl.arange(0, BLOCK_E)
-    ends = tl.load(offsets_ptr + start + part - 1, mask=(start + part > 0) & (part <= NUM_EXPERTS), other=0).to(tl.int32)
-    ends = tl.minimum(tl.maximum(tl.where(part > NUM_EXPERTS, num_rows, ends), 0), num_rows)
-    known = (start + part > 1) & (part > 0) & (part <= NUM_EXPERTS + 1)
-    begins = tl.load(offsets_ptr + start + part - 2, mask=known, other=0).to(tl.int32)
+    ends = tl.load(offsets_ptr + part, mask=part < NUM_EXPERTS, other=0).to(tl.int32)
+    ends = tl.minimum(tl.maximum(tl.where(part < NUM_EXPERTS, ends, num_rows), 0), num_rows)
+    begins = tl.load(offsets_ptr + part - 1, mask=(part > 0) & (part <= NUM_EXPERTS), other=0).to(tl.int32)
     begins = tl.minimum(tl.maximum(begins, 0), num_rows)
-    sizes = tl.where(part < NUM_EXPERTS + 2, tl.maximum(ends - begins, 0), 0)
+    sizes = tl.where(part <= NUM_EXPERTS, tl.maximum(ends - begins, 0), 0)
     counts = (sizes + BLOCK_M - 1) // BLOCK_M
     lasts = tl.cumsum(counts, 0)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
@@ -50,7 +49,7 @@ def _list_tiles(
     begin = tl.sum(tl.where(mine, begins[None, :], 0), 1)
     end = tl.sum(tl.where(mine, ends[None, :], 0), 1)
     first = tl.sum(tl.where(mine, (lasts - counts)[None, :], 0), 1)
-    expert = tl.where((of_tile > 0) & (of_tile <= NUM_EXPERTS), of_tile - 1, -1)
+    expert = tl.where(of_tile < NUM_EXPERTS, of_tile, -1)
     tl.store(tiles_ptr + tile, expert, mask=tile < num_tiles)
     tl.store(tiles_ptr + num_tiles + tile, begin + (tile - first) * BLOCK_M, mask=tile < num_tiles)
     tl.store(tiles_ptr + 2 * num_tiles + tile, end, mask=tile < num_tiles)
@@ -114,16 +113,16 @@ def _grouped_matmul(
 
 @triton.jit
 def _grouped_matmul_dw(
-    x, dy, x_ptr, dy_ptr, offsets_ptr, dw_ptr, start, num_rows, D, F, x_stride, dy_stride,
+    x, dy, x_ptr, dy_ptr, offsets_ptr, dw_ptr, num_rows, D, F, x_stride, dy_stride,
     TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dw[expert] = x^T dy over the rows of the expert: whole steps, then the rest by a mask, as the next rows are another's."""
     expert = tl.program_id(1)
     num_columns = tl.cdiv(F, BLOCK_N)
     d, f = tl.program_id(0) // num_columns * BLOCK_M, tl.program_id(0) % num_columns * BLOCK_N
-    begin = tl.load(offsets_ptr + start + expert - 1, mask=start + expert > 0, other=0).to(tl.int32)
+    begin = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0).to(tl.int32)
     begin = tl.minimum(tl.maximum(begin, 0), num_rows)
-    end = tl.minimum(tl.load(offsets_ptr + start + expert).to(tl.int32), num_rows)
+    end = tl.minimum(tl.load(offsets_ptr + expert).to(tl.int32), num_rows)
     whole = begin + tl.maximum(end - begin, 0) // BLOCK_K * BLOCK_K
     ds, fs = d + tl.arange(0, BLOCK_M), f + tl.arange(0, BLOCK_N)
     dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -150,7 +149,7 @@ def zero_rest(y_ptr, offsets_ptr, num_rows, F, LAST: tl.constexpr, BLOCK: tl.con
         tl.store(y_ptr + places, zeros, mask=places < tl.cast(num_rows, tl.int64) * F)
 
 
-def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, *, start: int) -> Tensor:
+def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """Rows of each group times the weights of its expert; see `mpar.ops.grouped_matmul`."""
     _refuse("grouped_matmul", grouped_matmul_supports(arch_of(x), x, w, offsets))
     num_rows, (num_experts, size, width) = x.shape[0], w.shape
@@ -163,17 +162,17 @@ def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, *, start: int) -> Tens
     w = loadable(w.transpose(1, 2) if transposed else w)
     entry = tuned("grouped_matmul", x, _class(x))
     m, n, k = (entry.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-    num_tiles = (num_rows + (num_experts + 2) * (m - 1)) // m
+    num_tiles = (num_rows + (num_experts + 1) * (m - 1)) // m
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=x.device)
     listing = tuned("grouped_matmul_tiles", x)
     launch(
         _list_tiles,
         (triton.cdiv(num_tiles, listing.blocks["TILES"]),),
-        *(offsets, tiles, start, num_rows, num_tiles),
+        *(offsets, tiles, num_rows, num_tiles),
         on=x,
         tuning=listing,
         NUM_EXPERTS=num_experts,
-        BLOCK_E=triton.next_power_of_2(num_experts + 2),
+        BLOCK_E=triton.next_power_of_2(num_experts + 1),
         BLOCK_M=m,
     )
     grid = (min(num_tiles * triton.cdiv(width, n), _num_programs(x)),)
@@ -184,10 +183,10 @@ def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, *, start: int) -> Tens
     return y
 
 
-def grouped_matmul_dw(x: Tensor, dy: Tensor, offsets: Tensor, *, start: int, num_experts: int) -> Tensor:
+def grouped_matmul_dw(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     """The gradient of the weights: a product per expert, zeros for one without rows."""
     _refuse("grouped_matmul_dw", grouped_matmul_supports(arch_of(x), x, dy, offsets))
-    num_rows, size, width = x.shape[0], x.shape[1], dy.shape[1]
+    num_experts, num_rows, size, width = offsets.shape[0], *x.shape, dy.shape[1]
     dw = torch.empty((num_experts, size, width), dtype=x.dtype, device=x.device)
     if not dw.numel():
         return dw
@@ -198,15 +197,15 @@ def grouped_matmul_dw(x: Tensor, dy: Tensor, offsets: Tensor, *, start: int, num
     m, n, k = (entry.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     tma = arch_of(x) != "sm_80"
     loaded = (describe(x, (k, m)), describe(dy, (k, n))) if tma else (x, dy)
-    operands = (*loaded, x, dy, offsets, dw, start, num_rows, size, width, x.stride(0), dy.stride(0))
+    operands = (*loaded, x, dy, offsets, dw, num_rows, size, width, x.stride(0), dy.stride(0))
     grid = (triton.cdiv(size, m) * triton.cdiv(width, n), num_experts)
     launch(_grouped_matmul_dw, grid, *operands, on=x, tuning=entry, TMA=tma)
     return dw
 
 
-def grouped_matmul_by_torch(x: Tensor, w: Tensor, offsets: Tensor, *, start: int) -> Tensor:
+def grouped_matmul_by_torch(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """The same by torch's own grouped product, which leaves rows after all groups as they are: they are zeroed here."""
-    _refuse("grouped_matmul", grouped_mm_supports(arch_of(x), x, w, offsets, start=start))
+    _refuse("grouped_matmul", grouped_mm_supports(arch_of(x), x, w, offsets))
     if not x.shape[0]:
         return torch.empty((0, w.shape[2]), dtype=x.dtype, device=x.device)
     w = w if 1 in (w.stride(1), w.stride(2)) else w.contiguous()
@@ -217,11 +216,11 @@ def grouped_matmul_by_torch(x: Tensor, w: Tensor, offsets: Tensor, *, start: int
     return y
 
 
-def grouped_matmul_dw_by_torch(x: Tensor, dy: Tensor, offsets: Tensor, *, start: int, num_experts: int) -> Tensor:
+def grouped_matmul_dw_by_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     """The same by torch's own grouped product; rows after all groups are in no group of it either."""
-    _refuse("grouped_matmul_dw", grouped_mm_supports(arch_of(x), x, dy, offsets, start=start, num_experts=num_experts))
+    _refuse("grouped_matmul_dw", grouped_mm_supports(arch_of(x), x, dy, offsets))
     if not x.shape[0]:
-        return torch.zeros((num_experts, x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)
+        return torch.zeros((offsets.shape[0], x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)
     return torch_grouped_mm(loadable(x).T, loadable(dy), offsets.to(torch.int32)).contiguous()
 
 

@@ -53,23 +53,17 @@ def _aligned(**sizes: int) -> str | None:
     return f"{' and '.join(wrong)}: descriptors load rows of a multiple of 16 bytes" if wrong else None
 
 
-def grouped_matmul_supports(arch: str, x: Tensor, other: Tensor, offsets: Tensor, **_: Any) -> str | None:
+def grouped_matmul_supports(arch: str, x: Tensor, other: Tensor, offsets: Tensor) -> str | None:
     """Of `grouped_matmul` (x, w) and its gradient (x, dy) by Triton."""
     size = x.element_size()
-    num_experts = other.shape[0] if other.ndim == 3 else offsets.shape[0]
-    reason = floats(x, other) or _few("experts", num_experts, MAX_EXPERTS)
+    reason = floats(x, other) or _few("experts", offsets.shape[0], MAX_EXPERTS)
     return reason or _aligned(**{"rows of x": x.shape[1] * size, "rows of the other operand": other.shape[-1] * size})
 
 
-def grouped_mm_supports(
-    arch: str, x: Tensor, other: Tensor, offsets: Tensor, *, start: int, num_experts: int | None = None
-) -> str | None:
+def grouped_mm_supports(arch: str, x: Tensor, other: Tensor, offsets: Tensor) -> str | None:
     """Of the same by torch's grouped product."""
     if x.dtype != torch.bfloat16 or arch == "sm_80":
         return f"{x.dtype} on {arch}: torch's grouped product is for bfloat16 from sm_90 on"
-    here = num_experts if num_experts is not None else other.shape[0]
-    if not isinstance(start, int) or start != 0 or here != offsets.shape[0]:
-        return "only a part of the experts is here: torch's grouped product takes all"
     return grouped_matmul_supports(arch, x, other, offsets)
 
 
@@ -87,13 +81,13 @@ def expert_order_workspace(experts: Tensor, *, num_experts: int) -> int:
     return 4 * bins * (-(-experts.numel() // 1024) + 1)
 
 
-def grouped_matmul_workspace(x: Tensor, w: Tensor, offsets: Tensor, *, start: int) -> int:
+def grouped_matmul_workspace(x: Tensor, w: Tensor, offsets: Tensor) -> int:
     """Three numbers for each tile, which has at least 64 rows, and copies of operands that descriptors cannot load."""
     stored = w.transpose(1, 2) if w.stride(2) != 1 and w.stride(1) == 1 else w
-    return 12 * (x.shape[0] // 64 + w.shape[0] + 2) + _copies(x, stored)
+    return 12 * (x.shape[0] // 64 + w.shape[0] + 1) + _copies(x, stored)
 
 
-def grouped_matmul_dw_workspace(x: Tensor, dy: Tensor, offsets: Tensor, *, start: int, num_experts: int) -> int:
+def grouped_matmul_dw_workspace(x: Tensor, dy: Tensor, offsets: Tensor) -> int:
     """Copies of operands that descriptors cannot load."""
     return _copies(x, dy)
 

@@ -10,8 +10,8 @@ from mpar.ops._primitive import Cost, Primitive
 
 __all__ = ["grouped_matmul"]
 
-grouped_matmul_p = Primitive("grouped_matmul", "x, w, offsets -> y", start="int")
-grouped_matmul_dw_p = Primitive("grouped_matmul_dw", "x, dy, offsets -> dw", start="int", num_experts="int")
+grouped_matmul_p = Primitive("grouped_matmul", "x, w, offsets -> y")
+grouped_matmul_dw_p = Primitive("grouped_matmul_dw", "x, dy, offsets -> dw")
 
 
 def grouped_matmul(x_RD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
@@ -21,12 +21,12 @@ def grouped_matmul(x_RD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
     float32 or wider; the result has the dtype of `x_RD` and `w_EDF`, which is the same floating one.
     Raises ShapeError or DtypeError if operands do not fit each other, and ShapeError for offsets that are no ends of groups.
     """
-    return grouped_matmul_p.bind(x_RD, w_EDF, offsets_E, start=0)
+    return grouped_matmul_p.bind(x_RD, w_EDF, offsets_E)
 
 
 @grouped_matmul_p.def_abstract
-def _abstract(x, w, offsets, *, start):
-    fits = x.ndim == 2 and w.ndim == 3 and offsets.ndim == 1 and x.shape[1] == w.shape[1] and 0 < w.shape[0] <= offsets.shape[0]
+def _abstract(x, w, offsets):
+    fits = x.ndim == 2 and w.ndim == 3 and offsets.ndim == 1 and x.shape[1] == w.shape[1] and 0 < w.shape[0] == offsets.shape[0]
     if not fits or x.shape[0] >= 2**31:
         shapes = f"x is {tuple(x.shape)}, w is {tuple(w.shape)}, offsets are {tuple(offsets.shape)}"
         raise ShapeError(f"grouped_matmul: {shapes}; they must be (R, D), (E, D, F) and (E,), with E > 0 and R < 2**31")
@@ -40,23 +40,21 @@ def _check_dtypes(name: str, x: Tensor, other_name: str, other: Tensor, offsets:
         raise DtypeError(f"{name}: {dtypes}; the first two must be the same floating dtype, the third int32 or int64")
 
 
-def _ranges(offsets: Tensor, num_rows: int, start: int, num_experts: int) -> list[slice]:
-    """Rows of the experts [start, start + num_experts)."""
+def _ranges(offsets: Tensor, num_rows: int) -> list[slice]:
+    """The rows of each expert."""
     ends = [0, *offsets.tolist()]
-    ordered = all(first <= last for first, last in pairwise([*ends, num_rows]))
-    if not ordered or not 0 <= start <= len(ends) - 1 - num_experts:
+    if not all(first <= last for first, last in pairwise([*ends, num_rows])):
         raise ShapeError(
-            f"grouped_matmul: offsets {ends[1:]} do not divide {num_rows} rows among experts, of which {num_experts}\n"
-            f"from {start} on are here; take them from expert_order"
+            f"grouped_matmul: offsets {ends[1:]} do not divide {num_rows} rows among experts; take them from expert_order"
         )
-    return [slice(ends[e], ends[e + 1]) for e in range(start, start + num_experts)]
+    return [slice(first, last) for first, last in pairwise(ends)]
 
 
 @grouped_matmul_p.def_impl
-def _impl(x, w, offsets, *, start):
-    ranges = _ranges(offsets, x.shape[0], start, w.shape[0])
+def _impl(x, w, offsets):
+    ranges = _ranges(offsets, x.shape[0])
     y = torch.empty((x.shape[0], w.shape[2]), dtype=x.dtype, device=x.device)
-    y[: ranges[0].start], y[ranges[-1].stop :] = 0, 0
+    y[ranges[-1].stop :] = 0
     for expert, rows in enumerate(ranges):
         if rows.stop > rows.start:
             torch.mm(x[rows], w[expert], out=y[rows])
@@ -64,24 +62,23 @@ def _impl(x, w, offsets, *, start):
 
 
 @grouped_matmul_p.def_vjp_by_ops("x, w, offsets, dy -> dx, dw")
-def _vjp(x, w, offsets, dy, *, start):
-    dx = grouped_matmul_p.bind(dy, w.transpose(1, 2), offsets, start=start)
-    return dx, grouped_matmul_dw_p.bind(x, dy, offsets, start=start, num_experts=w.shape[0])
+def _vjp(x, w, offsets, dy):
+    return grouped_matmul_p.bind(dy, w.transpose(1, 2), offsets), grouped_matmul_dw_p.bind(x, dy, offsets)
 
 
 @grouped_matmul_dw_p.def_abstract
-def _abstract_dw(x, dy, offsets, *, start, num_experts):
-    if x.ndim != 2 or dy.ndim != 2 or x.shape[0] != dy.shape[0] or offsets.ndim != 1 or not 0 < num_experts <= offsets.shape[0]:
-        shapes = f"x is {tuple(x.shape)}, dy is {tuple(dy.shape)}, offsets are {tuple(offsets.shape)} for {num_experts} experts"
-        raise ShapeError(f"grouped_matmul_dw: {shapes}; they must be (R, D), (R, F) and (E,)")
+def _abstract_dw(x, dy, offsets):
+    if x.ndim != 2 or dy.ndim != 2 or x.shape[0] != dy.shape[0] or offsets.ndim != 1 or not offsets.shape[0]:
+        shapes = f"x is {tuple(x.shape)}, dy is {tuple(dy.shape)}, offsets are {tuple(offsets.shape)}"
+        raise ShapeError(f"grouped_matmul_dw: {shapes}; they must be (R, D), (R, F) and (E,), with E > 0")
     _check_dtypes("grouped_matmul_dw", x, "dy", dy, offsets)
-    return torch.empty((num_experts, x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)
+    return torch.empty((offsets.shape[0], x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)
 
 
 @grouped_matmul_dw_p.def_impl
-def _impl_dw(x, dy, offsets, *, start, num_experts):
-    dw = torch.empty((num_experts, x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)
-    for expert, rows in enumerate(_ranges(offsets, x.shape[0], start, num_experts)):
+def _impl_dw(x, dy, offsets):
+    dw = torch.empty((offsets.shape[0], x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)
+    for expert, rows in enumerate(_ranges(offsets, x.shape[0])):
         if rows.stop > rows.start:
             torch.mm(x[rows].T, dy[rows], out=dw[expert])
         else:
@@ -97,19 +94,13 @@ grouped_matmul_dw_p.def_sharding("r d, r f, e -> e d f", follows="e:r", as_is="o
 grouped_matmul_dw_p.def_batching_loop()
 
 
-@grouped_matmul_dw_p.def_sharded("e")
-def _sharded_dw(emit, x, dy, offsets, *, start, num_experts):
-    return emit(grouped_matmul_dw_p, x, dy, offsets, start=start, num_experts=emit.extent_of("e"))
-
-
 @grouped_matmul_p.def_cost
-def _cost(x, w, offsets, *, start):
-    num_rows = x.shape[0] * w.shape[0] // offsets.shape[0]  # where some experts are elsewhere, so are their rows
-    size = x.element_size()
-    return Cost(flops=2 * num_rows * w.shape[1] * w.shape[2], bytes=w.nbytes + num_rows * sum(w.shape[1:]) * size)
+def _cost(x, w, offsets):
+    num_rows, (d, f) = x.shape[0], w.shape[1:]
+    return Cost(flops=2 * num_rows * d * f, bytes=w.nbytes + num_rows * (d + f) * x.element_size())
 
 
 @grouped_matmul_dw_p.def_cost
-def _cost_dw(x, dy, offsets, *, start, num_experts):
-    num_rows, (d, f) = x.shape[0] * num_experts // offsets.shape[0], (x.shape[1], dy.shape[1])
-    return Cost(flops=2 * num_rows * d * f, bytes=(num_rows * (d + f) + num_experts * d * f) * x.element_size())
+def _cost_dw(x, dy, offsets):
+    num_rows, d, f = x.shape[0], x.shape[1], dy.shape[1]
+    return Cost(flops=2 * num_rows * d * f, bytes=(num_rows * (d + f) + offsets.shape[0] * d * f) * x.element_size())

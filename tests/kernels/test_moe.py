@@ -274,30 +274,16 @@ def test_grouped_matmul_matches_float64(ends, dtype, make_tensor, device):
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
     expected, pull = testing.vjp(lambda x, w: by_expert(x, w, ends), x.double(), w.double())
     dx, dw = pull(dy.double())
-    close(kernel("grouped_matmul")(x, w, offsets, start=0), expected, "y")
-    close(kernel("grouped_matmul")(dy, w.transpose(1, 2), offsets, start=0), dx, "dx")
-    close(kernel("grouped_matmul_dw")(x, dy, offsets, start=0, num_experts=5), dw, "dw")
+    close(kernel("grouped_matmul")(x, w, offsets), expected, "y")
+    close(kernel("grouped_matmul")(dy, w.transpose(1, 2), offsets), dx, "dx")
+    close(kernel("grouped_matmul_dw")(x, dy, offsets), dw, "dw")
 
 
 def test_grouped_matmul_of_many_experts_with_few_rows(make_tensor, device):
     """128 experts, 8 for each of 20 tokens."""
     _, _, _, offsets = kernel("expert_order")(random_route(20, 8, 128, device), num_experts=128)
     x, w = make_tensor((160, 16)), make_tensor((128, 16, 8))
-    close(kernel("grouped_matmul")(x, w, offsets, start=0), by_expert(x.double(), w.double(), offsets.tolist()), "y")
-
-
-@pytest.mark.parametrize("start", [0, 2, 3])
-def test_grouped_matmul_of_some_experts(start, make_tensor, device):
-    """Two experts are here: their rows get products, all others zeros; the gradient is that of these experts."""
-    x, w, dy = make_tensor((300, 16)), make_tensor((5, 16, 8)), make_tensor((300, 8))
-    ends = GROUPS["rows of none"]
-    offsets, begin = torch.tensor(ends, device=device), [0, *ends][start]
-    expected = by_expert(x.double(), w.double(), ends)
-    expected[:begin], expected[ends[start + 1] :] = 0, 0
-    close(kernel("grouped_matmul")(x, w[start : start + 2], offsets, start=start), expected, "y")
-    _, pull = testing.vjp(lambda w: by_expert(x.double(), w, ends), w.double())
-    dw = pull(dy.double())[0][start : start + 2]
-    close(kernel("grouped_matmul_dw")(x, dy, offsets, start=start, num_experts=2), dw, "dw")
+    close(kernel("grouped_matmul")(x, w, offsets), by_expert(x.double(), w.double(), offsets.tolist()), "y")
 
 
 def test_what_is_not_finite_stays_with_its_expert(make_tensor, device):
@@ -305,9 +291,9 @@ def test_what_is_not_finite_stays_with_its_expert(make_tensor, device):
     offsets = torch.tensor([3, 9, 18], device=device)
     x, w, dy = make_tensor((20, 16)), make_tensor((3, 16, 8)), make_tensor((20, 8))
     x[4], dy[5], x[19] = float("nan"), float("inf"), float("nan")
-    y = kernel("grouped_matmul")(x, w, offsets, start=0)
+    y = kernel("grouped_matmul")(x, w, offsets)
     assert y.isnan().all(1).nonzero().flatten().tolist() == [4] and y.isnan().any(1).sum() == 1
-    dw = kernel("grouped_matmul_dw")(x, dy, offsets, start=0, num_experts=3)
+    dw = kernel("grouped_matmul_dw")(x, dy, offsets)
     assert dw.isfinite().flatten(1).all(1).tolist() == [True, False, True]
 
 
@@ -315,7 +301,7 @@ def test_grouped_matmul_reads_views(make_tensor, device):
     """Operands that descriptors cannot load are copied: odd offsets, a stride of two, weights with neither dim contiguous."""
     offsets = torch.tensor([3, 9], device=device)
     x, w = make_tensor((10, 40))[:, 3:19], make_tensor((2, 32, 16))[:, ::2, ::2]
-    close(kernel("grouped_matmul")(x, w, offsets, start=0), by_expert(x.double(), w.double(), [3, 9]), "y")
+    close(kernel("grouped_matmul")(x, w, offsets), by_expert(x.double(), w.double(), [3, 9]), "y")
 
 
 def test_grouped_matmul_without_rows_or_columns(device):
@@ -323,15 +309,15 @@ def test_grouped_matmul_without_rows_or_columns(device):
     offsets = torch.zeros(2, dtype=torch.int32, device=device)
     multiply, gradient = kernel("grouped_matmul"), kernel("grouped_matmul_dw")
     x, w = torch.ones(0, 8, device=device), torch.ones(2, 8, 4, device=device)
-    assert multiply(x, w, offsets, start=0).shape == (0, 4)
-    assert not gradient(x, torch.ones(0, 4, device=device), offsets, start=0, num_experts=2).any()
-    assert not multiply(torch.ones(3, 0, device=device), w[:, :0], offsets, start=0).any()
+    assert multiply(x, w, offsets).shape == (0, 4)
+    assert not gradient(x, torch.ones(0, 4, device=device), offsets).any()
+    assert not multiply(torch.ones(3, 0, device=device), w[:, :0], offsets).any()
 
 
 def test_offsets_beyond_the_rows_touch_no_memory(make_tensor, device):
     """Ends that are too large are cut: rows that exist get what they should, and nothing else is read or written."""
     x, w = make_tensor((10, 8)), make_tensor((2, 8, 4))
-    y = kernel("grouped_matmul")(x, w, torch.tensor([4, 10**6], device=device), start=0)
+    y = kernel("grouped_matmul")(x, w, torch.tensor([4, 10**6], device=device))
     close(y, by_expert(x.double(), w.double(), [4, 10]), "y")
 
 
@@ -343,21 +329,19 @@ def test_the_product_of_torch_agrees(ends, make_tensor, device):
     expected, pull = testing.vjp(lambda x, w: by_expert(x, w, ends), x.double(), w.double())
     dx, dw = pull(dy.double())
     multiply, gradient = (implementation(name, "grouped_mm") for name in ("grouped_matmul", "grouped_matmul_dw"))
-    close(multiply(x, w, offsets, start=0), expected, "y")
-    close(multiply(dy, w.transpose(1, 2), offsets, start=0), dx, "dx")
-    close(gradient(x, dy, offsets, start=0, num_experts=3), dw, "dw")
+    close(multiply(x, w, offsets), expected, "y")
+    close(multiply(dy, w.transpose(1, 2), offsets), dx, "dx")
+    close(gradient(x, dy, offsets), dw, "dw")
 
 
 def test_choice_of_grouped_products():
-    """Triton's is first; with a row of 12 bytes neither fits, and the reasons say so; torch's takes no float32 and no part."""
+    """Triton's is first; with a row of 12 bytes neither fits, and the reasons say so; torch's takes no float32."""
     meta = {"device": "meta", "dtype": torch.bfloat16}
     x, w, offsets = torch.empty(8, 16, **meta), torch.empty(2, 16, 8, **meta), torch.empty(2, device="meta").int()
-    params = {"start": 0}
-    assert choose(Kernels("auto", "sm_90"), "grouped_matmul", (x, w, offsets), params) == ("triton", "")
-    name, why = choose(Kernels("auto", "sm_90"), "grouped_matmul", (x[:, :6], w[:, :6], offsets), params)
+    assert choose(Kernels("auto", "sm_90"), "grouped_matmul", (x, w, offsets), {}) == ("triton", "")
+    name, why = choose(Kernels("auto", "sm_90"), "grouped_matmul", (x[:, :6], w[:, :6], offsets), {})
     assert name == "reference" and why.count("rows of x of 12 bytes") == 2
-    assert "bfloat16 from sm_90" in grouped_mm_supports("sm_80", x, w, offsets, start=0)
-    assert "only a part" in grouped_mm_supports("sm_90", x, w[:1], offsets, start=1)
+    assert "bfloat16 from sm_90" in grouped_mm_supports("sm_80", x, w, offsets)
 
 
 def test_workspace_is_said():
@@ -365,8 +349,8 @@ def test_workspace_is_said():
     order, multiply = (CATALOGUE[name][0].workspace for name in ("expert_order", "grouped_matmul"))
     assert order(torch.empty(1024, 2, device="meta"), num_experts=128) == 4 * 256 * 3
     x, w, offsets = torch.empty(640, 32, device="meta"), torch.empty(2, 16, 8, device="meta"), torch.empty(2, device="meta")
-    assert multiply(x[:, :16], w, offsets, start=0) == 12 * (10 + 4)
-    assert multiply(x[:, 1:17], w.transpose(1, 2).contiguous().transpose(1, 2), offsets, start=0) == 12 * (10 + 4) + 640 * 16 * 4
+    assert multiply(x[:, :16], w, offsets) == 12 * (10 + 3)
+    assert multiply(x[:, 1:17], w.transpose(1, 2).contiguous().transpose(1, 2), offsets) == 12 * (10 + 3) + 640 * 16 * 4
 
 
 @pytest.mark.gpu
@@ -396,9 +380,9 @@ def test_grouped_matmul_at_the_size_of_a_model(dtype, make_tensor, device):
     x, w, dy = (make_tensor(shape, dtype) for shape in ((32768, 1024), (64, 1024, 768), (32768, 768)))
     ends = offsets.tolist()
     calls = {
-        "y": lambda: kernel("grouped_matmul")(x, w, offsets, start=0),
-        "dx": lambda: kernel("grouped_matmul")(dy, w.transpose(1, 2), offsets, start=0),
-        "dw": lambda: kernel("grouped_matmul_dw")(x, dy, offsets, start=0, num_experts=64),
+        "y": lambda: kernel("grouped_matmul")(x, w, offsets),
+        "dx": lambda: kernel("grouped_matmul")(dy, w.transpose(1, 2), offsets),
+        "dw": lambda: kernel("grouped_matmul_dw")(x, dy, offsets),
     }
     expected, pull = testing.vjp(lambda x, w: by_expert(x, w, ends), x.double(), w.double())
     for (name, call), want in zip(calls.items(), (expected, *pull(dy.double())), strict=True):

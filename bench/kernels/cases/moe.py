@@ -51,7 +51,7 @@ def _ends(make: Make) -> Tensor:
 
 def _grouped(make: Make, dtype: torch.dtype, transposed: bool) -> object:
     w = make((E, F, D), dtype).transpose(1, 2) if transposed else make((E, D, F), dtype)
-    return _call("grouped_matmul", make((T * K, D), dtype), w, _ends(make), start=0)
+    return _call("grouped_matmul", make((T * K, D), dtype), w, _ends(make))
 
 
 def _launch_rest(y: Tensor, ends: Tensor) -> None:
@@ -140,9 +140,7 @@ CASES = [
         Case(
             f"grouped_matmul_dw {str(dtype).removeprefix('torch.')}",
             ("grouped_matmul_dw",),
-            lambda make, dtype=dtype: _call(
-                "grouped_matmul_dw", make((T * K, D), dtype), make((T * K, F), dtype), _ends(make), start=0, num_experts=E
-            ),
+            lambda make, dtype=dtype: _call("grouped_matmul_dw", make((T * K, D), dtype), make((T * K, F), dtype), _ends(make)),
             matrix=dtype != FP32,
             tma=True,
         )

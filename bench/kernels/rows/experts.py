@@ -69,7 +69,7 @@ def grouped(setting: Setting, *, R: int, E: int, D: int, F: int) -> Built:
         "eager": Variant(lambda: _loop(x, w, offsets), _last_rows),
         "grouped_mm": _torch_grouped(setting, x, w, offsets),
     }
-    ours = Variant(lambda: implementation("grouped_matmul", "triton")(x, w, offsets, start=0), _last_rows)
+    ours = Variant(lambda: implementation("grouped_matmul", "triton")(x, w, offsets), _last_rows)
 
     def reference() -> list[Tensor]:
         experts = torch.searchsorted(offsets, torch.arange(R, device=x.device, dtype=torch.int32), right=True)[-CHECKED:]
@@ -180,9 +180,9 @@ def _layer(x: Tensor, router: Tensor, up: Tensor, down: Tensor, k: int) -> tuple
     weights, experts, _ = triton("topk_router")(x.float() @ router, None, k=k, **ROUTER)
     _, inverse, _, offsets = triton("expert_order")(experts, num_experts=up.shape[0])
     rows = triton("permute")(x, inverse)
-    both = triton("grouped_matmul")(rows, up, offsets, start=0)
+    both = triton("grouped_matmul")(rows, up, offsets)
     hidden = triton("swiglu")(*both.chunk(2, 1))
-    out = triton("grouped_matmul")(hidden, down, offsets, start=0)
+    out = triton("grouped_matmul")(hidden, down, offsets)
     y = triton("unpermute")(out, inverse, weights)
     return y, (weights, inverse, offsets, rows, both, hidden, out)
 
@@ -193,11 +193,11 @@ def _layer_backward(
     triton = functools.partial(implementation, name="triton")
     weights, inverse, offsets, rows, both, hidden, out = saved
     drows, _ = triton("unpermute_bwd")(out, inverse, weights, dy)
-    dhidden = triton("grouped_matmul")(drows, down.transpose(1, 2), offsets, start=0)
-    ddown = triton("grouped_matmul_dw")(hidden, drows, offsets, start=0, num_experts=up.shape[0])
+    dhidden = triton("grouped_matmul")(drows, down.transpose(1, 2), offsets)
+    ddown = triton("grouped_matmul_dw")(hidden, drows, offsets)
     dboth = torch.cat(triton("swiglu_bwd")(*both.chunk(2, 1), dhidden), 1)
-    dx = triton("grouped_matmul")(dboth, up.transpose(1, 2), offsets, start=0)
-    dup = triton("grouped_matmul_dw")(rows, dboth, offsets, start=0, num_experts=up.shape[0])
+    dx = triton("grouped_matmul")(dboth, up.transpose(1, 2), offsets)
+    dup = triton("grouped_matmul_dw")(rows, dboth, offsets)
     return triton("unpermute")(dx, inverse, None), dup, ddown
 
 
