@@ -88,7 +88,7 @@ class Architecture:
     ropes:    `fn(title, values, head_size, ignore)` gives the rotations by name.
     norm_eps: the key of the norms' eps.
     absent:   names that old or tied checkpoints may hold and that carry nothing.
-    layers_behind: whether checkpoints may have layers behind the last one, for further tokens; the first may be asked for.
+    layers_behind: the key by which its configs count the layers behind the last one, for further tokens; None: it has none.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Architecture:
     base: str = "model."
     norm_eps: str = "rms_norm_eps"
     absent: tuple[str, ...] = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
-    layers_behind: bool = False
+    layers_behind: str | None = None
 
     def __post_init__(self) -> None:
         ARCHITECTURES[self.name] = self
@@ -124,10 +124,10 @@ def decoder_config(
     vocab_multiple: int,
     logits_chunk: int | None,
     router: Mapping[str, Any] | None = None,
-    further_weight: float | None = None,
+    mtp_loss_weight: float | None = None,
 ) -> DecoderConfig:
     """The mathematics that a Hugging Face config describes; `router` has options of `with_router_options` for all its routers.
-    With `further_weight` one more layer, like the last, learns the token after the next, its loss times this.
+    With `mtp_loss_weight` one more layer, like the last, learns the token after the next, its loss times this.
 
     Raises ConfigError with everything that is wrong with it.
     """
@@ -162,11 +162,15 @@ def decoder_config(
     }
     config = DecoderConfig(**(common | found.settings(title, values, plain)))
     config = _routed(title, config, router) if router else config
-    if further_weight is None:
+    if mtp_loss_weight is None:
         return config
-    if not found.layers_behind:
-        raise ConfigError(f"cannot read {title}: further_weight={further_weight}, but this model has no layer for further tokens")
-    return replace(config, multi_token=MultiTokenConfig(config.layers[-1], further_weight))
+    if found.layers_behind is None:
+        able = ", ".join(sorted(name for name, other in ARCHITECTURES.items() if other.layers_behind is not None))
+        raise ConfigError(
+            f"cannot read {title}: mtp_loss_weight={mtp_loss_weight} asks for a layer for further tokens, which {found.name} models "
+            f"do not have ({able} ones do). Leave mtp_loss_weight out (null)."
+        )
+    return replace(config, multi_token=MultiTokenConfig(config.layers[-1], mtp_loss_weight))
 
 
 def _routed(title: str, config: DecoderConfig, router: Mapping[str, Any]) -> DecoderConfig:

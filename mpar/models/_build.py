@@ -31,11 +31,12 @@ def build(
     logits_chunk: int | None = None,
     mlp_chunk: int | None = None,
     router: Mapping[str, Any] | None = None,
-    further_weight: float | None = None,
+    mtp_loss_weight: float | None = None,
 ) -> Model:
     """A model of `architecture`, a key of ARCHITECTURES, with a config in Hugging Face's words.
 
-    `further_weight` asks for a layer that learns the token after the next, with its loss times this (DeepSeek-V3).
+    `mtp_loss_weight` asks for multi-token prediction (DeepSeek-V3): a layer that learns the token after the next, its loss times
+    this.
     `router` has options for the routers of experts, which no config.json has: see `with_router_options`. `logits_chunk` and
     `mlp_chunk` are tokens whose logits, and whose feed-forward layers, are computed at once; None is all.
     Raises UnknownNameError for an unknown architecture or option, ConfigError with everything that is wrong with `config`.
@@ -53,7 +54,7 @@ def build(
         logits_chunk=logits_chunk,
         mlp_chunk=mlp_chunk,
         router=router,
-        further_weight=further_weight,
+        mtp_loss_weight=mtp_loss_weight,
     )
 
 
@@ -66,7 +67,7 @@ def from_config(
     logits_chunk: int | None = None,
     mlp_chunk: int | None = None,
     router: Mapping[str, Any] | None = None,
-    further_weight: float | None = None,
+    mtp_loss_weight: float | None = None,
 ) -> Model:
     """The model that a Hugging Face config describes: a dict, a config.json, or a folder with one.
 
@@ -82,7 +83,7 @@ def from_config(
         logits_chunk=logits_chunk,
         mlp_chunk=mlp_chunk,
         router=router,
-        further_weight=further_weight,
+        mtp_loss_weight=mtp_loss_weight,
         generation=generation,
     )
 
@@ -99,7 +100,7 @@ def from_hf(
     logits_chunk: int | None = None,
     mlp_chunk: int | None = None,
     router: Mapping[str, Any] | None = None,
-    further_weight: float | None = None,
+    mtp_loss_weight: float | None = None,
 ) -> tuple[Model, Any]:
     """`(model, params)` from a folder with config.json and safetensors; `dtype` is by default that of the stored tensors.
 
@@ -117,7 +118,7 @@ def from_hf(
         logits_chunk=logits_chunk,
         mlp_chunk=mlp_chunk,
         router=router,
-        further_weight=further_weight,
+        mtp_loss_weight=mtp_loss_weight,
     )
     if dtype is None:
         with HfReader(model, path) as reader:

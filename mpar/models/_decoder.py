@@ -21,7 +21,7 @@ from mpar.models._feed_forward import MlpConfig
 from mpar.models._latent_attention import LatentAttentionConfig
 from mpar.models._mamba import MambaConfig
 from mpar.models._moe import MoeConfig
-from mpar.models._multi_token import MultiToken, MultiTokenConfig, multi_token_axes, multi_token_shapes
+from mpar.models._multi_token import NEXT_WEIGHTS, MultiToken, MultiTokenConfig, multi_token_axes, multi_token_shapes
 from mpar.models._norm import NormConfig, normalise
 from mpar.models._parts import apply_part, part_of
 from mpar.models._rope import Rope, depends_on_length
@@ -118,8 +118,8 @@ class DecoderConfig:
     @property
     def side_losses(self) -> bool:
         """Whether any layer has losses of its own."""
-        further = () if self.multi_token is None else (self.multi_token.layer,)
-        return any(layer.side_losses for layer in (*self.layers, *further))
+        mtp = () if self.multi_token is None else (self.multi_token.layer,)
+        return any(layer.side_losses for layer in (*self.layers, *mtp))
 
     @property
     def has_steps(self) -> bool:
@@ -174,7 +174,7 @@ class DecoderParams:
     embed: Embed
     layers: tuple[Block, ...]
     head: Head
-    further: MultiToken | None = None
+    mtp: MultiToken | None = None
 
 
 def _norm_leaves(layer: LayerConfig, value: Any) -> dict[str, Any]:
@@ -208,8 +208,8 @@ def shapes(config: DecoderConfig) -> DecoderParams:
     bias = (D,) if config.norm.bias else None
     head = cast(Any, Head)(norm_D=(D,), head_DV=None if config.tied else (D, V), norm_bias_D=bias)
     layers = tuple(_block_shapes(layer, D) for layer in config.layers)
-    further = None if config.multi_token is None else multi_token_shapes(D, _block_shapes(config.multi_token.layer, D))
-    return cast(Any, DecoderParams)(embed=embed, layers=layers, head=head, further=further)
+    mtp = None if config.multi_token is None else multi_token_shapes(D, _block_shapes(config.multi_token.layer, D))
+    return cast(Any, DecoderParams)(embed=embed, layers=layers, head=head, mtp=mtp)
 
 
 _EMBED_AXES = cast(Any, Embed)(table_VD=("vocab", "embed"), positions_SD=(None, "embed"))
@@ -223,7 +223,7 @@ def axes(config: DecoderConfig) -> DecoderParams:
         embed=_where_present(_EMBED_AXES, like.embed),
         layers=tuple(_block_axes(layer) for layer in config.layers),
         head=_where_present(_HEAD_AXES, like.head),
-        further=None if config.multi_token is None else multi_token_axes(_block_axes(config.multi_token.layer)),
+        mtp=None if config.multi_token is None else multi_token_axes(_block_axes(config.multi_token.layer)),
     )
 
 
@@ -344,7 +344,7 @@ class HeadSegment:
 
 
 @dataclass(frozen=True)
-class FurtherSegment:
+class MultiTokenSegment:
     """The loss of the token after the next, beside the residual stream, which it hands on as it is."""
 
     block: BlockSegment
@@ -352,14 +352,19 @@ class FurtherSegment:
     weight: float
 
     def __call__(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> tuple:
-        """(B, S, D) to `((B, S, D), losses)`, with metrics if the layer has some; without next_labels there is nothing to do."""
+        """(B, S, D) to `((B, S, D), losses)`, with metrics if the layer has some; without next_labels there is nothing to do.
+
+        The loss is a sum over tokens, divided by the weight of all labels like the main one (arXiv:2412.19437, eq. 24).
+        """
         if "next_labels" not in context:
             return x, {}
         y_BSD, embed, own_head = self.hidden(params, x, context), params[1], params[2]
         y_BSD, losses, *metrics = self.block((params[0].block,), y_BSD, context)
-        further = {"labels": context["next_labels"]}
+        labels = {"labels": context["next_labels"]}
+        if NEXT_WEIGHTS in context:
+            labels["token_weights"] = context[NEXT_WEIGHTS]
         head = cast(Any, Head)(norm_D=params[0].norm_D, head_DV=own_head.head_DV)
-        return x, {**losses, "further_loss": self.weight * self.head((head, embed), y_BSD, further)[1]["loss"]}, *metrics
+        return x, {**losses, "mtp_loss": self.weight * self.head((head, embed), y_BSD, labels)[1]["loss"]}, *metrics
 
     def hidden(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """What the further layer reads: the normed output of the decoder and the next token, joined."""
@@ -367,8 +372,8 @@ class FurtherSegment:
         norm = self.head.norm
         next_BSD = ops.constrain(ops.embedding(context["next_tokens"], embed.table_VD), RESIDUAL)
         x = normalise(norm, x, head.norm_D, head.norm_bias_D, "final_norm")
-        next_BSD = ops.constrain(normalise(norm, next_BSD, own.embed_norm_D, None, "further_norm"), BLOCK)
-        x = ops.constrain(normalise(norm, x, own.hidden_norm_D, None, "further_norm"), BLOCK)
+        next_BSD = ops.constrain(normalise(norm, next_BSD, own.embed_norm_D, None, "mtp_norm"), BLOCK)
+        x = ops.constrain(normalise(norm, x, own.hidden_norm_D, None, "mtp_norm"), BLOCK)
         joined_BSD = ops.einsum("bsd,de->bse", next_BSD, own.embed_DD) + ops.einsum("bsd,de->bse", x, own.hidden_DD)
         return ops.constrain(joined_BSD, RESIDUAL)
 
@@ -393,14 +398,14 @@ def head_segment(config: DecoderConfig) -> HeadSegment:
 def segments(config: DecoderConfig) -> tuple[Segment, ...]:
     """The chain; equal layers share one function object."""
     blocks = {layer: BlockSegment(layer) for layer in config.layers}
-    further: tuple[Segment, ...] = ()
+    mtp: tuple[Segment, ...] = ()
     if config.multi_token is not None:
-        fn = FurtherSegment(BlockSegment(config.multi_token.layer), head_segment(config), config.multi_token.weight)
-        further = (Segment("further", fn, ("further", "embed", "head"), RESIDUAL),)
+        fn = MultiTokenSegment(BlockSegment(config.multi_token.layer), head_segment(config), config.multi_token.loss_weight)
+        mtp = (Segment("mtp", fn, ("mtp", "embed", "head"), RESIDUAL),)
     return (
         Segment("embed", EmbedSegment(config.embed_scale), ("embed",), RESIDUAL),
         *(Segment(f"layers.{i}", blocks[layer], (f"layers.{i}",), RESIDUAL) for i, layer in enumerate(config.layers)),
-        *further,
+        *mtp,
         Segment("head", head_segment(config), ("head", "embed") if config.tied else ("head",)),
     )
 
@@ -411,7 +416,10 @@ def with_mlp_chunk(config: DecoderConfig, chunk: int | None) -> DecoderConfig:
     layered = [layer.mlp.shared if isinstance(layer.mlp, MoeConfig) else layer.mlp for layer in layers]
     if chunk is not None and not any(layered):
         raise ConfigError(f"cannot use mlp_chunk={chunk}: this model has no feed-forward layer that every token goes through")
-    return replace(config, layers=layers)
+    further = config.multi_token
+    if further is not None:
+        further = replace(further, layer=replace(further.layer, mlp=_with_chunk(further.layer.mlp, chunk)))
+    return replace(config, layers=layers, multi_token=further)
 
 
 def _with_chunk(mlp: Any, chunk: int | None) -> Any:

@@ -22,18 +22,18 @@ _NAMES = {
     **DEEPSEEK_NAMES,
     "layers.{i}.mlp.choice_bias_E": ("model.layers.{i}.mlp.gate.e_score_correction_bias", "e -> e"),
 }
-_FURTHER = "model.layers.{n}"
-FURTHER_NAMES = {
+_MTP = "model.layers.{n}"
+MTP_NAMES = {
     **{
-        path.replace("layers.{i}.", "further.block."): (name.replace("{i}", "{n}"), transform)
+        path.replace("layers.{i}.", "mtp.block."): (name.replace("{i}", "{n}"), transform)
         for path, (name, transform) in _NAMES.items()
         if path.startswith("layers.")
     },
-    "further.embed_norm_D": (f"{_FURTHER}.enorm.weight", "d -> d"),
-    "further.hidden_norm_D": (f"{_FURTHER}.hnorm.weight", "d -> d"),
-    "further.embed_DD": (f"{_FURTHER}.eh_proj.weight", "d +c -> c d"),
-    "further.hidden_DD": (f"{_FURTHER}.eh_proj.weight", "d +c -> c d"),
-    "further.norm_D": (f"{_FURTHER}.shared_head.norm.weight", "d -> d"),
+    "mtp.embed_norm_D": (f"{_MTP}.enorm.weight", "d -> d"),
+    "mtp.hidden_norm_D": (f"{_MTP}.hnorm.weight", "d -> d"),
+    "mtp.embed_DD": (f"{_MTP}.eh_proj.weight", "d +c -> c d"),
+    "mtp.hidden_DD": (f"{_MTP}.eh_proj.weight", "d +c -> c d"),
+    "mtp.norm_D": (f"{_MTP}.shared_head.norm.weight", "d -> d"),
 }
 
 
@@ -76,11 +76,11 @@ DEEPSEEK_V3 = Architecture(
         "scoring_func": Key((str,), "sigmoid", accepted=("sigmoid",)),
     },
     settings=_settings,
-    names={**_NAMES, **FURTHER_NAMES},
+    names={**_NAMES, **MTP_NAMES},
     ignored={
         **DEEPSEEK_IGNORED,
-        "num_nextn_predict_layers": "layers behind the last one, for further tokens; `further_weight` asks for the first",
+        "num_nextn_predict_layers": "layers behind the last one, for further tokens; `mtp_loss_weight` asks for the first",
     },
     ropes=latent_rope,
-    layers_behind=True,
+    layers_behind="num_nextn_predict_layers",
 )

@@ -24,10 +24,10 @@ def flops_per_token(model: Model, seq_len: int, *, causal: bool) -> float:
     layers = {f"layers.{i}": layer for i, layer in enumerate(config.layers)}
     weights = float(config.vocab_size * config.hidden_size)
     if config.multi_token is not None:
-        layers["further"] = config.multi_token.layer
+        layers["mtp"] = config.multi_token.layer
         weights *= 2  # its head is the same one, once more
     for path, leaf in tree.leaves_with_path(model.abstract_params):
-        index = re.match(r"layers\.\d+|further", path)
+        index = re.match(r"layers\.\d+|mtp", path)
         if index is None or leaf.ndim < 2 or "bias" in path:  # biases of heads have two dims
             continue
         mlp, axes = layers[index[0]].mlp, tree.get(model.param_axes, path)

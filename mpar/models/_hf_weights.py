@@ -87,7 +87,16 @@ class HfReader:
 
     def _compare(self) -> tuple[list[str], dict[str, torch.dtype]]:
         expected = {name: leaf.stored_shape for leaf in self._leaves.values() for name in leaf.names}
-        problems = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in self._where]
+        further = {name for path, leaf in self._leaves.items() if path.startswith("mtp.") for name in leaf.names}
+        none_of_it = further and further.isdisjoint(self._where)
+        problems = [
+            f"missing: {name} {shape}"
+            for name, shape in expected.items()
+            if name not in self._where and not (none_of_it and name in further)
+        ]
+        if none_of_it:
+            layer = f"{self.model.architecture.base}layers.{self.model.config.num_layers}"
+            problems.append(f"missing: all of {layer}, the layer for further tokens; without mtp_loss_weight it is not needed")
         absent = _absent(self.model)
         problems += [f"unexpected: {name}" for name in self._where if name not in expected and not absent.fullmatch(name)]
         dtypes = {}
@@ -169,7 +178,8 @@ def hf_tensors(model: Model, params: Any) -> dict[str, Tensor]:
 
 def to_hf(model: Model, params: Any, path: str | os.PathLike[str], max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """Write a folder that transformers loads: weights in files of at most `max_file_bytes`, an index if there are several,
-    config.json with all keys of the original one, generation_config.json if it is known.
+    config.json with all keys of the original one, generation_config.json if it is known. Where the architecture has layers for
+    further tokens, their number in config.json is that of the folder.
 
     Raises CheckpointError if the folder has weights already: stale files of another split would be loaded with the new ones.
     """
@@ -192,7 +202,14 @@ def to_hf(model: Model, params: Any, path: str | os.PathLike[str], max_file_byte
         _write_json(folder / "generation_config.json", json.loads(model.hf_generation_json))
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     dtype_key = next((key for key in ("dtype", "torch_dtype") if key in model.hf_config), "torch_dtype")
-    _write_json(folder / "config.json", {**model.hf_config, "architectures": [model.architecture.hf_class], dtype_key: dtype})
+    own = {"architectures": [model.architecture.hf_class], dtype_key: dtype, **_layers_behind(model)}
+    _write_json(folder / "config.json", {**model.hf_config, **own})
+
+
+def _layers_behind(model: Model) -> dict[str, int]:
+    """The entry of config.json that counts layers for further tokens, which readers take to be 1 where it is left out."""
+    key = model.architecture.layers_behind
+    return {} if key is None else {key: 0 if model.config.multi_token is None else 1}
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -219,7 +236,7 @@ def _absent(model: Model) -> re.Pattern[str]:
     names = [re.escape(name).replace(r"\{i\}", r"\d+") for name in model.architecture.absent]
     if model.config.tied:
         names.append(re.escape(model.architecture.names["head.head_DV"][0]))
-    if model.architecture.layers_behind:
+    if model.architecture.layers_behind is not None:
         ours = "|".join(str(i) for i in range(model.config.num_layers))
         names.append(rf"{re.escape(model.architecture.base)}layers\.(?!(?:{ours})\.)\d+\..*")
     return re.compile("|".join(names))

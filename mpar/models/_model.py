@@ -16,7 +16,7 @@ from mpar.errors import ConfigError, DataError, DtypeError, ShapeError
 from mpar.models import _decoder as decoder
 from mpar.models._architectures import ARCHITECTURES, Architecture, decoder_config
 from mpar.models._decoder import DecoderConfig, DecoderParams
-from mpar.models._multi_token import NEXT_KEYS
+from mpar.models._multi_token import NEXT_KEYS, NEXT_WEIGHTS
 from mpar.models._parts import Update, part_of
 from mpar.models._rope import rope_tables, table_keys
 
@@ -24,6 +24,7 @@ __all__ = ["Model", "make_model"]
 
 Batch = dict[str, Tensor]
 BATCH_KEYS = ("tokens", "labels", "positions", "documents", "token_weights")
+FLOATS = ("token_weights", NEXT_WEIGHTS)
 ORDER = "order"
 IGNORE_INDEX = -100
 INIT_BLOCK = 1 << 22
@@ -70,7 +71,7 @@ class Model:
 
         Without order, positions stay in their own order however many ranks share them: sequential layers can do no other.
         """
-        rows: dict[str, Axes] = dict.fromkeys((*BATCH_KEYS, *self._further_keys), ("batch", "seq"))
+        rows: dict[str, Axes] = dict.fromkeys(self._row_keys, ("batch", "seq"))
         return rows if any(layer.sequential for layer in self.config.layers) else {**rows, ORDER: ("seq",)}
 
     @property
@@ -84,7 +85,7 @@ class Model:
         found = {}
         places = [(f"layers.{i}", f"layers.{i}", layer) for i, layer in enumerate(self.config.layers)]
         if self.config.multi_token is not None:
-            places.append(("further", "further.block", self.config.multi_token.layer))
+            places.append(("mtp", "mtp.block", self.config.multi_token.layer))
         for segment, path, layer in places:
             for config in layer.parts:
                 part = part_of(config)
@@ -108,12 +109,21 @@ class Model:
         return self.config.num_positions
 
     @property
-    def _further_keys(self) -> tuple[str, ...]:
+    def next_keys(self) -> tuple[str, ...]:
+        """Batch keys that it needs besides tokens and labels to learn further tokens, which `with_next_tokens` makes; or none."""
         return () if self.config.multi_token is None else NEXT_KEYS
+
+    @property
+    def _row_keys(self) -> tuple[str, ...]:
+        return BATCH_KEYS if self.config.multi_token is None else (*BATCH_KEYS, *NEXT_KEYS, NEXT_WEIGHTS)
 
     def with_dtype(self, dtype: torch.dtype) -> "Model":
         """The same model with parameters of another dtype."""
         return replace(self, dtype=dtype)
+
+    def without_multi_token(self) -> "Model":
+        """The same model without the layer that learns further tokens: all that its own logits need."""
+        return replace(self, config=replace(self.config, multi_token=None))
 
     def with_logits_chunk(self, chunk: int | None) -> "Model":
         """The same model whose loss is computed from `chunk` tokens at a time, or from all logits at once (None)."""
@@ -134,8 +144,9 @@ class Model:
         multiplied by, is there if a layer has such losses and the batch has labels.
         Raises DataError, ShapeError or DtypeError.
         """
-        _check(batch, (*BATCH_KEYS, *self._further_keys, ORDER), self.max_positions)
-        missing = [key for key in self._further_keys if key not in batch]
+        _check(batch, (*self._row_keys, ORDER), self.max_positions)
+        weights = [NEXT_WEIGHTS] if self.next_keys and "token_weights" in batch else []
+        missing = [key for key in (*self.next_keys, *weights) if key not in batch]
         if missing and "labels" in batch:
             raise DataError(f"cannot learn further tokens from a batch without {missing}: models.with_next_tokens makes them")
         tokens, positions, order = batch["tokens"], batch.get("positions"), batch.get(ORDER)
@@ -184,7 +195,7 @@ class Model:
         """
         if not self.config.has_steps:
             raise ConfigError(f"cannot go on from a state: this {self.name} model needs the whole row for each token; use apply")
-        first, *blocks, last = (segment for segment in self.segments if segment.name != "further")
+        first, *blocks, last = (segment for segment in self.segments if segment.name != "mtp")
         start, layers = state or (0, (None,) * len(blocks))
         end = start + tokens_BS.shape[1]
         if self.max_positions is not None and end > self.max_positions:
@@ -265,13 +276,13 @@ def make_model(
     logits_chunk: int | None = None,
     mlp_chunk: int | None = None,
     router: Mapping[str, Any] | None = None,
-    further_weight: float | None = None,
+    mtp_loss_weight: float | None = None,
     generation: dict[str, Any] | None = None,
 ) -> Model:
     """The model that the Hugging Face config `raw` describes. Raises ConfigError with everything that is wrong with it."""
     if not dtype.is_floating_point:
         raise ConfigError(f"cannot make a model with parameters of {dtype}: choose a floating dtype")
-    config = decoder_config(raw, ignore, vocab_multiple, logits_chunk, router, further_weight)
+    config = decoder_config(raw, ignore, vocab_multiple, logits_chunk, router, mtp_loss_weight)
     model = Model(raw["model_type"], config, dtype, json.dumps(raw), None if generation is None else json.dumps(generation))
     return model if mlp_chunk is None else model.with_mlp_chunk(mlp_chunk)
 
@@ -311,7 +322,7 @@ def _check(batch: Batch, known: Sequence[str], max_positions: int | None) -> Non
         raise ShapeError(
             f"cannot read a batch with tokens {shape} and {wrong or 'nothing else'}: order must be (S,), all others (B, S)"
         )
-    floats = {key: value.dtype for key, value in batch.items() if key != "token_weights" and value.is_floating_point()}
+    floats = {key: value.dtype for key, value in batch.items() if key not in FLOATS and value.is_floating_point()}
     if floats:
         raise DtypeError(f"cannot read a batch with {floats}: these must be integers")
     if (

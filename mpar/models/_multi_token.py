@@ -3,6 +3,7 @@
 It reads the normed output of the decoder at a position and the embedding of the next token, and shares embedding and head.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,22 +14,35 @@ from torch import Tensor
 from mpar.errors import ConfigError
 from mpar.tree import struct
 
-__all__ = ["NEXT_KEYS", "MultiToken", "MultiTokenConfig", "multi_token_axes", "multi_token_shapes", "with_next_tokens"]
+__all__ = [
+    "NEXT_KEYS",
+    "NEXT_WEIGHTS",
+    "MultiToken",
+    "MultiTokenConfig",
+    "multi_token_axes",
+    "multi_token_shapes",
+    "with_next_tokens",
+]
 
 NEXT_KEYS = ("next_tokens", "next_labels")
 """Batch keys (B, S) that it reads; see `with_next_tokens`."""
+NEXT_WEIGHTS = "next_token_weights"
+"""That of a batch with token_weights: those of the next labels."""
 
 
 @dataclass(frozen=True)
 class MultiTokenConfig:
-    """layer: the LayerConfig of the further layer. weight: of its loss. Raises ConfigError unless the weight is positive."""
+    """layer: the LayerConfig of the further layer. loss_weight: of its loss; ConfigError unless it is positive and finite."""
 
     layer: Any
-    weight: float
+    loss_weight: float
 
     def __post_init__(self) -> None:
-        if not self.weight > 0:
-            raise ConfigError(f"cannot predict further tokens with weight={self.weight}: it must be positive, or None for none")
+        if not 0 < self.loss_weight < math.inf:
+            raise ConfigError(
+                f"cannot predict further tokens with mtp_loss_weight={self.loss_weight}: it must be positive, or None (null) for "
+                "a model without the layer"
+            )
 
 
 @struct
@@ -58,12 +72,15 @@ def multi_token_axes(block: Any) -> MultiToken:
 def with_next_tokens(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`batch` with next_tokens and next_labels: what tokens and labels (B, S) hold one position further in the same document.
 
-    Where there is no such position, the token is 0 and the label -100. Rows must be in their own order.
+    Where there is no such position, the token is 0 and the label -100. With token_weights, next_token_weights are those of the
+    next labels. Rows must be in their own order, so this comes before any dealing out to ranks that share a sequence.
     """
     tokens_BS, labels_BS, documents_BS = batch["tokens"], batch["labels"], batch.get("documents")
     there_BS = torch.ones_like(tokens_BS, dtype=torch.bool)
     there_BS[:, -1] = False
     if documents_BS is not None:
         there_BS &= documents_BS == documents_BS.roll(-1, 1)
-    next_tokens_BS = tokens_BS.roll(-1, 1).masked_fill(~there_BS, 0)
-    return {**batch, "next_tokens": next_tokens_BS, "next_labels": labels_BS.roll(-1, 1).masked_fill(~there_BS, -100)}
+    fills = {"next_tokens": (tokens_BS, 0), "next_labels": (labels_BS, -100)}
+    if "token_weights" in batch:
+        fills[NEXT_WEIGHTS] = (batch["token_weights"], 0)
+    return {**batch, **{key: x_BS.roll(-1, 1).masked_fill(~there_BS, fill) for key, (x_BS, fill) in fills.items()}}

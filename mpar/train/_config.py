@@ -39,6 +39,9 @@ class ModelConfig:
     vocab_multiple: int = key("the vocabulary is padded to a multiple of this", default=128)
     logits_chunk: int | None = key("tokens whose logits are made at once; null makes all", default=None)
     mlp_chunk: int | None = key("tokens whose feed-forward layers are computed at once; null: all", default=None)
+    mtp_loss_weight: float | None = key(
+        "multi-token prediction: a further layer learns the token after the next, its loss times this; null: none", default=None
+    )
     router: dict[str, Any] | None = key("routers of experts: capacity_factor, losses, the rate of their bias, ...", default=None)
 
 

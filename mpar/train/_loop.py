@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpar.data import Batches
 from mpar.errors import NumericsError
-from mpar.models import Model
+from mpar.models import Model, with_next_tokens
 from mpar.program import Program, RankRun, Replay, State, batch_rows
 from mpar.train._config import TrainConfig
 from mpar.train._evaluation import Evaluation
@@ -113,7 +113,10 @@ def _evaluated(rank: Rank, state: State, step: int) -> float | None:
 
 
 def _local_batch(rank: Rank, step: int) -> dict[str, Tensor]:
-    rows = batch_rows(rank.program, rank.batches.batch(step), rank.rank)
+    batch = rank.batches.batch(step)
+    if rank.model.next_keys:  # what follows a token is known only before ranks get their positions
+        batch = with_next_tokens(batch)
+    rows = batch_rows(rank.program, batch, rank.rank)
     return {key: value.to(rank.device) for key, value in rows.items()}
 
 

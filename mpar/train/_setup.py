@@ -77,6 +77,7 @@ def make_model(config: TrainConfig) -> Model:
         logits_chunk=group.logits_chunk,
         mlp_chunk=group.mlp_chunk,
         router=group.router,
+        mtp_loss_weight=group.mtp_loss_weight,
     )
 
 
@@ -113,9 +114,9 @@ def num_microbatches(config: TrainConfig) -> int:
     return 1 if config.mesh.pp == 1 else 2 * config.mesh.pp
 
 
-def batch_shapes(config: TrainConfig) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
-    """Shape and dtype of every entry of a global batch."""
-    return dict.fromkeys(BATCH_KEYS, ((batch_size(config), seq_len(config)), torch.int64))
+def batch_shapes(config: TrainConfig, model: Model) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
+    """Shape and dtype of every entry of a global batch that `model` is trained on."""
+    return dict.fromkeys((*BATCH_KEYS, *model.next_keys), ((batch_size(config), seq_len(config)), torch.int64))
 
 
 def make_batches(config: TrainConfig, model: Model, cache_dir: str | Path | None = None) -> Batches:

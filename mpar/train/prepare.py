@@ -44,7 +44,7 @@ def compile_program(config: TrainConfig) -> Program:
         make_optimizer(config.optimizer, config.steps),
         make_mesh(config),
         strategy,
-        batch_shapes(config),
+        batch_shapes(config, model),
         schedule=make_schedule(config),
         num_microbatches=num_microbatches(config),
         precision=config.precision.name,
@@ -69,17 +69,23 @@ def _check_scans(model: Model, strategy: Strategy, num_ranks: int) -> None:
 
 
 def compile_evaluation(config: TrainConfig, program: Program) -> Program:
-    """The program of the forwards of `program`, which was compiled for the same configuration: in its order, on its stages."""
+    """The program of the forwards of `program`, which was compiled for the same configuration: in its order, on its stages.
+
+    A layer for further tokens is left out: the loss of an evaluation is that of the model's own logits.
+    """
+    model = make_model(config).without_multi_token()
+    names = {segment.name for segment in model.segments}
+    stage_of = {name: stage for name, stage in program.info["stage_of"].items() if name in names}
     strategy, chosen = make_strategy(config), program.info["context_parallel"]
     if chosen is not None:  # what is found by time for forwards alone might store parameters elsewhere
         strategy = replace(strategy, context_parallel=chosen)
     forwards = [[action for action in own if action.kind == "F"] for own in program.schedule]
     return compile_eval(
-        make_model(config),
+        model,
         make_mesh(config),
         strategy,
-        batch_shapes(config),
-        schedule=Schedule("forwards", layout=layout_letters(program.info["stage_of"]), table=forwards),
+        batch_shapes(config, model),
+        schedule=Schedule("forwards", layout=layout_letters(stage_of), table=forwards),
         num_microbatches=num_microbatches(config),
         precision=config.precision.name,
         hardware=make_hardware(config.hardware),

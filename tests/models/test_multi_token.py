@@ -21,7 +21,7 @@ BATCH = models.with_next_tokens({"tokens": TOKENS, "labels": LABELS})
 def built(**options):
     """A small DeepSeek-V3 in float64 with one more layer."""
     config = {key: value for key, value in KINDS["deepseek_v3"].base.items() if value is not None}
-    return models.build("deepseek_v3", config, dtype=torch.float64, further_weight=0.3, **options)
+    return models.build("deepseek_v3", config, dtype=torch.float64, mtp_loss_weight=0.3, **options)
 
 
 def layer_of_transformers(reference):
@@ -60,7 +60,7 @@ def pair(make_folder):
 def test_loss_equals_transformers(pair):
     """The side loss is weight times the cross-entropy of transformers' further layer, from the checkpoint's weights."""
     folder, reference, further, _ = pair
-    model, params = models.from_hf(folder, further_weight=0.3)
+    model, params = models.from_hf(folder, mtp_loss_weight=0.3)
     last = reference(TOKENS, output_hidden_states=True).hidden_states[-1]
     positions = torch.arange(12)[None]
     hidden = further.forward_layer(0, last, positions, None, input_ids=BATCH["next_tokens"])
@@ -71,8 +71,8 @@ def test_loss_equals_transformers(pair):
     x, _ = embed.fn((params.embed,), None, context)
     for i, layer in enumerate(layers):
         x = layer.fn((params.layers[i],), x, context)[0]
-    after, losses, metrics = segment.fn((params.further, params.embed, params.head), x, context)
-    testing.assert_close(losses["further_loss"], 0.3 * expected, rtol=1e-5)
+    after, losses, metrics = segment.fn((params.mtp, params.embed, params.head), x, context)
+    testing.assert_close(losses["mtp_loss"], 0.3 * expected, rtol=1e-5)
     assert torch.equal(after, x)
     assert int(metrics["expert_counts"].sum()) == TOKENS.numel() * 3
 
@@ -80,7 +80,7 @@ def test_loss_equals_transformers(pair):
 def test_import_then_export_is_bit_equal(pair, tmp_path):
     """The layer behind the last one is written as it was read; the copy of the embedding is not."""
     folder, _, _, stored = pair
-    model, params = models.from_hf(folder, further_weight=0.3)
+    model, params = models.from_hf(folder, mtp_loss_weight=0.3)
     models.to_hf(model, params, tmp_path / "out")
     written = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(written[name], value) for name, value in stored.items())
@@ -126,7 +126,7 @@ def test_steps_equal_autograd(mesh, strategy):
     named = dict(tree.leaves_with_path(tree.map_leaves(torch.Tensor.detach, params)))
     slots = {f"opt.{slot}.{path}": torch.zeros_like(leaf) for slot in optimizer.slots for path, leaf in named.items()}
     state, metrics = program.simulate(State({f"params.{path}": x.clone() for path, x in named.items()} | slots), batch)
-    assert "further_loss" in metrics
+    assert "mtp_loss" in metrics
     for (path, leaf), grad in zip(named.items(), grads, strict=True):
         moved = leaf - state.leaves[f"params.{path}"]
         if path.endswith("choice_bias_E"):
@@ -138,9 +138,9 @@ def test_steps_equal_autograd(mesh, strategy):
 def test_what_does_not_fit_is_refused():
     """Weights that are not positive, models without such layers, batches without next tokens."""
     with pytest.raises(ConfigError, match=r"weight=0\.0: it must be positive"):
-        models.build("deepseek_v3", built().hf_config, further_weight=0.0)
-    with pytest.raises(ConfigError, match=r"further_weight=0\.1, but this model has no layer for further tokens"):
-        models.build("llama", KINDS["llama"].base | {"pad_token_id": 0}, further_weight=0.1)
+        models.build("deepseek_v3", built().hf_config, mtp_loss_weight=0.0)
+    with pytest.raises(ConfigError, match=r"mtp_loss_weight=0\.1 asks for .* which llama models do not have \(deepseek_v3 ones do\)"):
+        models.build("llama", KINDS["llama"].base | {"pad_token_id": 0}, mtp_loss_weight=0.1)
     with pytest.raises(DataError, match=r"without \['next_tokens', 'next_labels'\]: models.with_next_tokens makes them"):
         built().context({"tokens": TOKENS, "labels": LABELS})
 

@@ -63,7 +63,7 @@ def test_default_batch_size(config):
     """8 sequences, or as many as mesh and microbatches need."""
     big = _with(config, fsdp=48)
     assert batch_size(big) == 96
-    assert batch_shapes(config)["tokens"][0] == (4, 128)
+    assert batch_shapes(config, make_model(config))["tokens"][0] == (4, 128)
 
 
 def _with(config, fsdp):
