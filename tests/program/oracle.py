@@ -57,14 +57,18 @@ class Problem:
         router: Mapping[str, Any] | None = None,
         num_microbatches: int = 1,
         seed: int = 5,
+        mtp_loss_weight: float | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.model = models.from_config(config, dtype=torch.float64, vocab_multiple=8, router=router)
+        options = {"router": router, "mtp_loss_weight": mtp_loss_weight}
+        self.model = models.from_config(config, dtype=torch.float64, vocab_multiple=8, **options)
         self.params = tree.map_leaves(
             lambda leaf: 0.3 * torch.randn(leaf.shape, generator=generator, dtype=torch.float64) + (leaf.ndim == 1),
             self.model.abstract_params,
         )
         self.batch = random_batch(shape, generator, packed=packed)
+        if mtp_loss_weight is not None:
+            self.batch = models.with_next_tokens(self.batch)
         self.num_microbatches = num_microbatches
         self.differentiate()
 
