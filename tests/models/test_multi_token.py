@@ -1,12 +1,14 @@
 """Multi-token prediction against the layer of transformers, with its weights from a checkpoint; and in a step."""
 
+import json
+
 import pytest
 import safetensors.torch
 import torch
 from transformers.modeling_layers import MtpModel
 
 from mpar import models, testing, tree
-from mpar.errors import ConfigError, DataError
+from mpar.errors import CheckpointError, ConfigError, DataError
 from mpar.mesh import Mesh
 from mpar.optim import SGD
 from mpar.program import State
@@ -86,6 +88,35 @@ def test_import_then_export_is_bit_equal(pair, tmp_path):
     assert all(torch.equal(written[name], value) for name, value in stored.items())
     assert "model.layers.2.embed_tokens.weight" not in written
     assert set(stored) < set(written)
+
+
+def test_a_folder_says_how_many_layers_it_has(pair, tmp_path):
+    """config.json counts the layer that was written, or none; a folder without it is refused in one line where it is needed."""
+    folder = pair[0]
+    for name, options, count in (("with", {"mtp_loss_weight": 0.3}, 1), ("without", {}, 0)):
+        models.to_hf(*models.from_hf(folder, **options), tmp_path / name)
+        assert json.loads((tmp_path / name / "config.json").read_text())["num_nextn_predict_layers"] == count
+    with pytest.raises(CheckpointError) as caught:
+        models.from_hf(tmp_path / "without", mtp_loss_weight=0.3)
+    words = "missing: all of model.layers.2, the layer for further tokens; without mtp_loss_weight it is not needed"
+    assert str(caught.value).splitlines()[1:] == [f"  {words}"]
+
+
+def test_feed_forward_layers_in_tiles(pair):
+    """With mlp_chunk the shared expert of the layer is in tiles, too, and the model gives the same."""
+    model, params = models.from_hf(pair[0], dtype=torch.float64, mtp_loss_weight=0.3)
+    tiled = model.with_mlp_chunk(3)
+    assert tiled.config.multi_token.layer == tiled.config.layers[-1] != model.config.layers[-1]
+    assert losses_of(tiled, params)["mtp_loss"] == pytest.approx(float(losses_of(model, params)["mtp_loss"]), rel=1e-12)
+
+
+def losses_of(model, params):
+    """Sums of losses over the tokens of BATCH, by name; those of one name added."""
+    x, found, context = None, {}, model.context(BATCH)
+    for segment in model.segments:
+        x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, context)
+        found = {**found, **{name: found.get(name, 0) + value for name, value in losses.items()}}
+    return found
 
 
 def test_next_tokens_stay_in_their_document():

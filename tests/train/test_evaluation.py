@@ -37,6 +37,31 @@ def test_parameters_lie_where_training_has_them(how):
         assert {step.op for step in ours.instructions}.isdisjoint({"backward", "backward_input", "update", "reduce"})
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["mesh=fsdp2_cp2", "strategy=zero3", "strategy.expert_parallel=4"],
+        ["mesh=pp2", "strategy=ddp", "schedule=zbv", "schedule.layout='Et|tt|m|L'"],
+        ["mesh=pp2_fsdp2", "strategy=zero3", "schedule=dual_pipe"],
+    ],
+    ids=["experts", "stage of its own", "dual"],
+)
+def test_a_layer_for_further_tokens_is_left_out(how):
+    """Evaluation reads neither this layer nor its keys; all else lies where training has it, though a stage be empty now."""
+    base = ["model=tiny_deepseek_v3", "model.mtp_loss_weight=0.1", "data.batch_size=8", "schedule.num_microbatches=4"]
+    config = compose_config("train", TrainConfig, [*base, "evaluation.fraction=0.2", *how])[0]
+    training = compile_program(config)
+    evaluation = compile_evaluation(config, training)
+    stages = dict(training.info["stage_of"])
+    assert stages.pop("mtp") is not None
+    assert evaluation.info["stage_of"] == stages
+    assert set(training.info["batch"]) - set(evaluation.info["batch"]) == {"next_tokens", "next_labels"}
+    for ours, theirs in zip(evaluation.parts, training.parts, strict=True):
+        held = {leaf.path: (leaf.spec, leaf.shape, leaf.dtype) for leaf in theirs.state_in}
+        assert all(held[leaf.path] == (leaf.spec, leaf.shape, leaf.dtype) for leaf in ours.state_in)
+        assert not any(leaf.path.startswith("params.mtp.") for leaf in ours.state_in)
+
+
 def test_the_state_stays_as_it_is(tmp_path):
     """After an evaluation the same tensors with the same elements are in the state, which the next step can take."""
     how = ["mesh=one", "strategy=ddp", "steps=10", "evaluation.every=4"]
