@@ -167,8 +167,8 @@ def decoder_config(
     if found.layers_behind is None:
         able = ", ".join(sorted(name for name, other in ARCHITECTURES.items() if other.layers_behind is not None))
         raise ConfigError(
-            f"cannot read {title}: mtp_loss_weight={mtp_loss_weight} asks for a layer for further tokens, which {found.name} models "
-            f"do not have ({able} ones do). Leave mtp_loss_weight out (null)."
+            f"cannot read {title}: mtp_loss_weight={mtp_loss_weight} asks for a layer for further tokens, which {found.name} "
+            f"models do not have ({able} ones do). Leave mtp_loss_weight out (null)."
         )
     return replace(config, multi_token=MultiTokenConfig(config.layers[-1], mtp_loss_weight))
 

@@ -94,12 +94,12 @@ def test_the_folder_has_the_layer(four, mpar):
     assert answers[0].stdout == answers[1].stdout
 
 
-def test_transformers_reads_model_and_layer(four, monkeypatch):
+def test_transformers_reads_model_and_layer(four):
     """transformers loads the folder without error, with our logits; its own further layer, loaded from it, has our loss."""
     run_dir, _ = four
     theirs = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
-    behind = [r"model\.layers\.2\..*"]  # by itself it finds the layer behind 61, the published number, only
-    monkeypatch.setattr(transformers.DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", behind)
+    # by itself it looks for a layer behind 61, the published number, only
+    theirs._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\..*"]
     further = MtpModel.from_pretrained(theirs).eval()
     model, params = models.from_hf(run_dir / "hf", mtp_loss_weight=0.3)
     tokens_BS = torch.randint(250, (2, 24), generator=torch.Generator().manual_seed(0))
