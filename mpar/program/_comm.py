@@ -7,7 +7,7 @@ Two transports for rank order, with the same bits. "shared": memory that the ran
 "backend": torch.distributed; on gloo an all-to-all plus a sum costs a third to a half of its own reduce_scatter.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from mpar.mesh import Mesh
 from mpar.program._channels import Channels, Message
 from mpar.program._shared_mail import MAIL_BYTES
 from mpar.program._shared_memory import SharedGroup, connect
+from mpar.program._shared_posts import Post, packed_bytes
 
 __all__ = ["Comm", "Counter", "Posted", "ProcessComm"]
 
@@ -56,7 +57,7 @@ class Posted:
     """Messages on their way: what they will fill, what has to be waited for, and what must stay as it is until then."""
 
     values: tuple[Tensor, ...]
-    works: Sequence[dist.Work]
+    works: Sequence[dist.Work | Post]
     sent: Sequence[Tensor]
 
 
@@ -75,6 +76,7 @@ class ProcessComm:
     """Collectives and messages of this process's rank. Making one creates the groups for `uses` and for `messages` between
     stages in one global order on all ranks.
 
+    posted: bytes of the longest message that is posted over each tuple of axes; only such go through shared memory.
     transport: "backend", "shared", or None: shared memory for every group whose ranks are all on one machine.
     Raises MeshError if the world is not the mesh's, or a group cannot share memory though `transport` says so.
     """
@@ -88,6 +90,7 @@ class ProcessComm:
         counter: Counter | None = None,
         transport: str | None = None,
         messages: Sequence[Message] = (),
+        posted: Mapping[tuple[str, ...], int] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -112,7 +115,8 @@ class ProcessComm:
         self._shared: dict[tuple[str, ...], SharedGroup] = {}
         if order == "rank" and transport != "backend":
             groups = [mesh.group(rank, axes) for axes in self._groups]
-            found, self._channels.mail = connect(groups, self._channels.letters())
+            longest = [(posted or {}).get(axes, 0) for axes in self._groups]
+            found, self._channels.mail = connect(groups, self._channels.letters(), longest)
             self._shared = {axes: group for axes, group in zip(self._groups, found, strict=True) if group is not None}
             apart = [axes for axes in self._groups if axes not in self._shared]
             if transport == "shared" and messages and self._channels.mail is None:
@@ -212,6 +216,10 @@ class ProcessComm:
     def shift(self, xs, *, axes, size):
         """Post `xs` to the next rank along `axes`, and buffers for what the one before has."""
         self._count("shift", axes, xs)
+        shared = self._shared.get(axes)
+        if shared is not None and shared.posts.fits(packed_bytes(xs)):
+            values = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs)
+            return Posted(values, [shared.posts.shift(xs, values)], ())
         group, members = self._groups[axes], self.mesh.group(self.rank, axes)
         following, before = members[(self._index[axes] + 1) % size], members[self._index[axes] - 1]
         sent = [x.contiguous() for x in xs]
@@ -230,6 +238,10 @@ class ProcessComm:
         shape = (sum(coming) if num_rows is None else num_rows, *rows.shape[1:])
         value = rows.new_empty(shape)
         value[sum(coming) :] = 0
+        shared = self._shared.get(axes)
+        if shared is not None and shared.posts.fits():
+            parts = value[: sum(coming)].split(coming)
+            return Posted((value,), [shared.posts.exchange(rows, leaving, coming, parts)], ())
         work = dist.all_to_all_single(value[: sum(coming)], rows, coming, leaving, group=self._groups[axes], async_op=True)
         return Posted((value,), [work], [rows])
 

@@ -19,6 +19,7 @@ from mpar.program._kernels import KernelUse
 from mpar.program._picture import picture
 from mpar.program._predict import Hardware, Prediction, memory_timeline, predict
 from mpar.program._run import Progress, RankRun, State, bind, init_state, simulate
+from mpar.program._shared_file import ALIGN
 from mpar.program._text import text
 from mpar.program._verify import verify
 from mpar.schedules import Action, Picture
@@ -53,7 +54,7 @@ class CollectiveUse:
     """One collective inside a segment: what one rank contributes, the ranks in a group, the line of the model that caused it.
 
     hidden_flops, hidden_bytes: what is computed while a posted one is on its way. ragged: how it is divided among ranks, and so
-    what arrives, is known at run time.
+    what arrives, is known at run time. most_bytes: of a posted one, what it can be at most where routing decides that; else 0.
     """
 
     op: str
@@ -65,6 +66,7 @@ class CollectiveUse:
     hidden_flops: int = 0
     hidden_bytes: int = 0
     ragged: bool = False
+    most_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,14 @@ class Program:
         found = {use.axes for kind in self.kinds.values() for use in kind.collectives}
         found |= {axes for kind in self.kinds.values() for axes in kind.positions}
         return sorted(found)
+
+    def posted_bytes(self) -> dict[tuple[str, ...], int]:
+        """The longest message that is posted over each tuple of axes, with room between its tensors."""
+        longest: dict[tuple[str, ...], int] = {}
+        for use in (use for kind in self.kinds.values() for use in kind.collectives):
+            if use.most_bytes:
+                longest[use.axes] = max(longest.get(use.axes, 0), use.most_bytes + ALIGN * use.tensors)
+        return longest
 
     def messages(self) -> list[Message]:
         """Every message of a step, by number."""

@@ -396,6 +396,7 @@ def bind(
         counter=counter,
         transport=transport,
         messages=program.messages(),
+        posted=program.posted_bytes(),
         device=device,
     )
     return RankRun(program, comm, device, progress, inductor=inductor)

@@ -354,16 +354,19 @@ def _collective_uses(graph: fx.Graph) -> list[CollectiveUse]:
         if node.target in collectives.COLLECTIVES:
             num_tensors = len(node.args[0]) if isinstance(node.args[0], (list, tuple)) else 1
             how = node.kwargs
+            nbytes, ragged = collectives.bytes_of(node), node.target is collectives.exchange_rows
+            times = node.args[0][0].meta.get("ragged", 1) if node.target in collectives.POSTED else 0
             uses.append(
                 CollectiveUse(
                     node.target.__name__,
                     how["axes"],
                     how["size"],
-                    collectives.bytes_of(node),
+                    nbytes,
                     num_tensors,
                     node.meta.get("line", ""),
                     *_hidden(node),
-                    node.target is collectives.exchange_rows,
+                    ragged,
+                    nbytes * times,
                 )
             )
     return uses

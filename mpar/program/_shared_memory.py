@@ -34,6 +34,7 @@ from mpar.program._shared_file import (
     wait_for,
 )
 from mpar.program._shared_mail import MAIL_BYTES, Letter, SharedMail, letter_bytes, letter_places
+from mpar.program._shared_posts import POSTED_BYTES, SharedPosts, make_post_semaphores, post_bytes
 
 __all__ = ["SharedGroup", "connect"]
 
@@ -45,9 +46,11 @@ DIRECT_BYTES = 1 << 16
 
 
 def connect(
-    groups: Sequence[Sequence[int]], letters: Sequence[Letter] = ()
+    groups: Sequence[Sequence[int]], letters: Sequence[Letter] = (), posted: Sequence[int] = ()
 ) -> "tuple[list[SharedGroup | None], SharedMail | None]":
     """A SharedGroup for each of this rank's groups (ranks in order); None where a member is on another machine.
+
+    posted: for each group the bytes of the longest message that is posted in it, 0 for none; none by default.
 
     letters: all messages of a step between the ranks of which this is one. The second result carries them; it is None without
     letters, or if one of these ranks is on another machine or sends more than MAIL_BYTES.
@@ -55,7 +58,9 @@ def connect(
     All ranks of the world call this at once, each with as many groups in the same order.
     """
     world, rank, token = dist.get_world_size(), dist.get_rank(), secrets.token_bytes(TOKEN)
-    mail = ALIGN + len(groups) * _group_bytes(world)
+    posted = [size if size <= POSTED_BYTES else 0 for size in posted or [0] * len(groups)]
+    sizes = [post_bytes(len(group), size) for group, size in zip(groups, posted, strict=True)]
+    *posts, mail = itertools.accumulate(sizes, initial=ALIGN + len(groups) * _group_bytes(world))
     places_of_own = letter_places(letters, rank, mail)
     own = os.memfd_create("mpar") if available() else -1
     if own >= 0:
@@ -69,6 +74,8 @@ def connect(
         segments = {m: segment for m in wanted if (segment := open_segment(places[rank][0], places[m])) is not None}
         if rank in segments:
             _make_semaphores(segments[rank], len(groups))
+            for base, group, size in zip(posts, groups, posted, strict=True):
+                make_post_semaphores(segments[rank], base, len(group), size)
             for offset in places_of_own.values():
                 make_semaphore(segments[rank].address(offset))
                 make_semaphore(segments[rank].address(offset + SEMAPHORE))
@@ -78,7 +85,7 @@ def connect(
         if own >= 0:
             os.close(own)
     found = [
-        SharedGroup(rank, group, [segments[member] for member in group], number)
+        SharedGroup(rank, group, [segments[member] for member in group], number, posts[number], posted[number])
         if all(set(group) <= set(reached[member]) for member in group)
         else None
         for number, group in enumerate(groups)
@@ -100,10 +107,16 @@ def _make_semaphores(segment: Segment, num_groups: int) -> None:
 
 
 class SharedGroup:
-    """What one group of ranks exchanges. All its ranks call the same methods with the same shapes in the same order."""
+    """What one group of ranks exchanges. All its ranks call the same methods with the same shapes in the same order.
 
-    def __init__(self, rank: int, members: Sequence[int], segments: Sequence[Segment], number: int) -> None:
+    posts: the messages that are waited for later.
+    """
+
+    def __init__(
+        self, rank: int, members: Sequence[int], segments: Sequence[Segment], number: int, posts: int, posted: int
+    ) -> None:
         self.members, self.size, self.index = tuple(members), len(members), members.index(rank)
+        self.posts = SharedPosts(self.members, self.index, segments, posts, posted)
         world = dist.get_world_size()
         base = ALIGN + number * _group_bytes(world)
         buffers = base + aligned(world * SEMAPHORE)

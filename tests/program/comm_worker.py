@@ -6,6 +6,7 @@ usage: torchrun --nproc-per-node N comm_worker.py [killed | apart]
 import itertools
 import os
 import pathlib
+import random
 import signal
 import sys
 
@@ -77,6 +78,63 @@ def check(comm, label):
             assert held == own, f"{where}: the result holds {held} bytes for {own}"
 
 
+def posts(n, rng):
+    """Messages to post, by turns along the ring and rows: (kind, parts by rank, how for each rank)."""
+    for number in itertools.count():
+        dtype = DTYPES[number % len(DTYPES)]
+        if number % 2:
+            shapes = [(3, 5), (7,), (2, 1, 4)][: 1 + number % 3]
+            columns = [everybody(shape, dtype, n, 1000 * number + i) for i, shape in enumerate(shapes)]
+            yield "shift", [list(xs) for xs in zip(*columns, strict=True)], [{}] * n
+        else:
+            sent = [[rng.randrange(4) for _ in range(n)] for _ in range(n)]  # by sender, then receiver; some are none
+            received = [[row[i] for row in sent] for i in range(n)]
+            num_rows = None if number % 4 else 4 * n
+            parts = [[everybody((sum(row) + 1, 6), dtype, n, number)[i]] for i, row in enumerate(sent)]
+            hows = [
+                {"sent": torch.tensor(row), "received": torch.tensor(column), "num_rows": num_rows}
+                for row, column in zip(sent, received, strict=True)
+            ]
+            yield "exchange_rows", parts, hows
+
+
+def arriving(kind, parts, hows):
+    """What each rank is to get."""
+    n = len(parts)
+    if kind == "shift":
+        return [parts[i - 1] for i in range(n)]
+    results = []
+    for i in range(n):
+        rows = []
+        for (x,), how in zip(parts, hows, strict=True):
+            first = int(how["sent"][:i].sum())
+            rows.append(x[first : first + int(how["sent"][i])])
+        rows = torch.cat(rows)
+        missing = 0 if hows[i]["num_rows"] is None else hows[i]["num_rows"] - rows.shape[0]
+        results.append([torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])])
+    return results
+
+
+def check_posts(comm, label):
+    """Up to six messages on their way at once, which arrive in any order: more than have room in shared memory."""
+    n, rank, rng = dist.get_world_size(), dist.get_rank(), random.Random(7)
+    under_way = []
+    for number, (kind, parts, hows) in zip(range(60), posts(n, rng), strict=False):
+        mine, how = parts[rank], dict(hows[rank])
+        counts = [how.pop("sent"), how.pop("received")] if kind == "exchange_rows" else []
+        if kind == "shift" and number % 3 == 0:
+            mine = [x.T.contiguous().T if x.ndim == 2 else x for x in mine]
+        posted = getattr(comm, kind)(mine, *counts, axes=AXES, size=n, **how)
+        under_way.append((posted, mine, arriving(kind, parts, hows)[rank], f"{label} {kind} {number}"))
+        while len(under_way) > (number * 5) % 7 % 6:
+            posted, mine, expected, where = under_way.pop(rng.randrange(len(under_way)))
+            for value, want in zip(comm.arrived(posted, mine), expected, strict=True):
+                assert value.dtype == want.dtype and torch.equal(value, want), where
+    for posted, mine, expected, where in under_way:
+        for value, want in zip(comm.arrived(posted, mine), expected, strict=True):
+            assert torch.equal(value, want), where
+
+
 def killed():
     """Rank 1 is killed while the others wait for it; rank 0 says what it was told, and its own error ends the launch."""
     mesh = Mesh(tp=dist.get_world_size())
@@ -106,6 +164,8 @@ def together():
     mesh = Mesh(tp=dist.get_world_size())
     check(ProcessComm(mesh, [AXES], transport="backend"), "backend")
     check(ProcessComm(mesh, [AXES], transport="shared"), "shared")
+    for transport, longest in (("backend", 0), ("shared", 0), ("shared", 2048)):
+        check_posts(ProcessComm(mesh, [AXES], transport=transport, posted={AXES: longest}), f"posted {transport} {longest}")
     shared_memory.CAPACITY, shared_memory.DIRECT_BYTES = 512, 128
     check(ProcessComm(mesh, [AXES], transport="shared"), "shared in rounds")
 
