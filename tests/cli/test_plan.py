@@ -174,3 +174,15 @@ def test_a_million_tokens_are_planned(capsys):
     assert _main.main(["plan", "experiment=llama3_8b_1m", "lines=2", "model.logits_chunk=null"]) == 0
     whole = float(re.search(r"peak ([\d.]+) GiB,", capsys.readouterr().out)[1])
     assert whole - peak > 30  # 131,072 x 128,256 logits in bfloat16 are 31.3 GiB
+
+
+def test_four_million_tokens_keep_their_activations_on_the_host(capsys):
+    """Of 4,194,304 tokens the inputs of 32 layers are 128 GiB a rank: too many beside the rest, but the host holds them."""
+    how = ["experiment=llama3_8b_1m", "lines=2", "model.seq_len=4194304", "model.config.max_position_embeddings=4194304"]
+    assert _main.main(["plan", *how]) == 0
+    assert re.search(r"│ h200 +│ too small: 1\d\d % of 131.3 GiB", capsys.readouterr().out)
+    assert _main.main(["plan", *how, "recompute.offload=true"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"│ h200 +│ \d\d % of 131.3 GiB", text)
+    host = float(re.search(r", ([\d.]+) GiB more on the host", text)[1])
+    assert 120 < host <= 136
