@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mpar.arrange import arrange, sequence_order
 from mpar.mesh import Mesh
-from mpar.models import Model
+from mpar.models import Model, MoeConfig
 from mpar.program import Hardware, Program
 from mpar.strategy import Strategy, dim_sizes
 
@@ -23,7 +23,10 @@ def placement(model: Model, strategy: Strategy, program: Program, rank: int) -> 
     strategy, mesh = arrange(strategy, mesh, model.abstract_params, model.param_axes)
     sizes = dim_sizes(model.abstract_params, model.param_axes)
     lines = _sequence(strategy, mesh, program, rank, _method(model, strategy, mesh) + by_time)
-    return [*lines, *_experts(strategy, mesh, sizes["expert"], rank)] if "expert" in sizes else lines
+    if "expert" not in sizes:
+        return lines
+    first, *further = _experts(strategy, mesh, sizes["expert"], rank)
+    return [*lines, first + _capacity(model, strategy, mesh, program.info["batch"]["tokens"]), *further]
 
 
 def slow_axes(strategy: Strategy, mesh: Mesh, model: Model, hardware: Hardware) -> list[str]:
@@ -71,6 +74,22 @@ def _method(model: Model, strategy: Strategy, mesh: Mesh) -> str:
     if queries < ranks:
         return f"all_to_all among {ranks // queries}, {'ring' if keys > 1 else 'all_gather'} between {queries}"
     return "ring" if keys > 1 else "all_gather"
+
+
+def _capacity(model: Model, strategy: Strategy, mesh: Mesh, tokens: tuple[int, int]) -> str:
+    """What an expert takes, of which tokens; a warning where groups of tokens are not those of ranks."""
+    layer = next(layer.mlp for layer in model.config.layers if isinstance(layer.mlp, MoeConfig))
+    if layer.capacity_factor is None:
+        return ""
+    groups = layer.token_groups
+    rows, positions = (size // count for size, count in zip(tokens, groups, strict=True))
+    each = f"each of {groups[0]} x {groups[1]} groups of {rows} x {positions:,} tokens"
+    of = "a microbatch" if groups == (1, 1) else each
+    text = f"; up to {layer.capacity(rows * positions):,} rows of {of}" + (", padded to as many" if layer.padded else "")
+    shards = [mesh.axis_size(strategy.compute[row]) for row in ("moe_batch", "moe_seq")]
+    if layer.padded and any(count % ranks for count, ranks in zip(groups, shards, strict=True)):
+        text += f" (tokens are gathered: groups are not whole on ranks, which have {shards[0]} x {shards[1]} parts)"
+    return text
 
 
 def _experts(strategy: Strategy, mesh: Mesh, num_experts: int, rank: int) -> list[str]:

@@ -16,6 +16,7 @@ from mpar.models._mamba2 import MAMBA2
 from mpar.models._mistral import MISTRAL
 from mpar.models._mixtral import MIXTRAL
 from mpar.models._model import Model
+from mpar.models._moe_config import MoeConfig
 from mpar.models._multi_token import with_next_tokens
 from mpar.models._olmo2 import OLMO2
 from mpar.models._phi3 import PHI3
@@ -48,6 +49,7 @@ __all__ = [
     "DecoderParams",
     "HfReader",
     "Model",
+    "MoeConfig",
     "build",
     "flops_per_token",
     "from_config",

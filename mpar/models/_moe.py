@@ -5,19 +5,17 @@ arXiv:2412.19437, eq. 17-20), of the router's logits (Zoph et al. 2022, arXiv:22
 moves the choice after each step (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from mpar import ops
-from mpar.errors import ConfigError, UnknownNameError
-from mpar.models._feed_forward import ACTIVATIONS, FEED_FORWARD_AXES, FeedForward, MlpConfig, mlp, mlp_shapes
-from mpar.ops._topk_router import Order, Score
+from mpar.models._feed_forward import ACTIVATIONS, FEED_FORWARD_AXES, FeedForward, mlp, mlp_shapes
+from mpar.models._moe_config import ROUTER_OPTIONS, MoeConfig, with_router_options
+from mpar.ops._token_groups import group_sizes
 from mpar.tree import struct
 
 __all__ = [
@@ -32,129 +30,11 @@ __all__ = [
     "with_router_options",
 ]
 
-RouterKind = Literal["topk", "sinkhorn", "balanced"]
 TINY = 1e-20
 """Added to sums of scores that something is divided by."""
 
 TOKENS = ("moe_batch", "moe_seq", "embed")
 RESIDUAL = ("batch", "residual_seq", "embed")
-SIDE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
-ROUTER_OPTIONS = ("kind", "grouped", "capacity_factor", "bias_rate", *SIDE_LOSSES)
-"""What training chooses and no checkpoint tells: the fields that `with_router_options` sets."""
-
-
-@dataclass(frozen=True)
-class MoeConfig:
-    """Everything that the mathematics of the layer depends on.
-
-    score, order, normalise, groups, groups_kept, group_best, scale: see `ops.topk_router`.
-    mlp_size:        of each expert; `activation` is a key of ACTIVATIONS. mlp_bias: experts have biases.
-    clamp:           None, or the limit L of gate * sigmoid(clamp_alpha * gate) * (up + 1), with gate <= L and -L <= up <= L.
-    shared:          the layer that sees every token (None: there is none); shared_gate: times sigmoid(x @ w).
-    router_bias:     the logits have a bias. choice_bias: the choice has one that the weights do not have; it gets no gradient
-                     but moves by `bias_rate` after each step.
-    kind:            "topk"; "sinkhorn": the choice is made from logits that are balanced over the microbatch; "balanced": slot
-                     i = token * top_k + k goes to expert i mod num_experts, for benchmarks.
-    capacity_factor: None, or an expert takes ceil(factor * tokens * top_k / num_experts) slots of a microbatch, by weight.
-                     This and both kinds look at all tokens of a batch: they are for batches with labels. In generation, where a
-                     token must not depend on others, all routers are "topk" and nothing is dropped.
-    aux_loss ...:    coefficients of the side losses, 0 for none.
-    grouped:         False computes one expert after the other on all tokens: a reference.
-    Raises ConfigError with everything that does not fit.
-    """
-
-    num_experts: int
-    top_k: int
-    mlp_size: int
-    activation: str = "silu"
-    mlp_bias: bool = False
-    clamp: float | None = None
-    clamp_alpha: float = 1.702
-    score: Score = "softmax"
-    order: Order = "pre"
-    normalise: bool = True
-    groups: int = 1
-    groups_kept: int = 1
-    group_best: int = 2
-    scale: float = 1.0
-    router_bias: bool = False
-    choice_bias: bool = False
-    shared: MlpConfig | None = None
-    shared_gate: bool = False
-    kind: RouterKind = "topk"
-    grouped: bool = True
-    capacity_factor: float | None = None
-    aux_loss: float = 0.0
-    seq_aux_loss: float = 0.0
-    global_aux_loss: float = 0.0
-    z_loss: float = 0.0
-    bias_rate: float = 0.0
-
-    def __post_init__(self) -> None:
-        problems = _problems(self)
-        if problems:
-            raise ConfigError("cannot make a layer of experts:\n" + "\n".join(f"  {problem}" for problem in problems))
-
-    @property
-    def side_losses(self) -> bool:
-        """Whether it needs context["weight"]: for losses beside the main one, or to know a batch with labels from generation."""
-        looks = self.kind != "topk" or self.capacity_factor is not None
-        return looks or any(getattr(self, name) for name in SIDE_LOSSES)
-
-
-def _problems(config: MoeConfig) -> list[str]:
-    experts, found = config.num_experts, []
-    sizes = {name: getattr(config, name) for name in ("num_experts", "top_k", "mlp_size")}
-    found += [f"{name}={size}: must be a positive int" for name, size in sizes.items() if size < 1]
-    if config.top_k > experts:
-        found.append(f"top_k={config.top_k} is more than num_experts={experts}")
-    if config.groups < 1 or experts % config.groups:
-        found.append(f"groups={config.groups} does not divide num_experts={experts}")
-    elif not 1 <= config.groups_kept <= config.groups or config.groups_kept * (experts // config.groups) < config.top_k:
-        held = f"{config.groups_kept} of {config.groups} groups of {experts // config.groups} experts"
-        found.append(f"groups_kept={config.groups_kept}: {held} do not hold top_k={config.top_k}")
-    if config.group_best not in (1, 2):
-        found.append(f"group_best={config.group_best}: it is 1 or 2")
-    choices = {
-        "activation": tuple(ACTIVATIONS),
-        "score": get_args(Score),
-        "order": get_args(Order),
-        "kind": get_args(RouterKind),
-    }
-    for name, known in choices.items():
-        if getattr(config, name) not in known:
-            found.append(f"{name}={getattr(config, name)!r}: there are {', '.join(known)}")
-    for name in (*SIDE_LOSSES, "bias_rate"):
-        value = getattr(config, name)
-        if not _is_number(value) or value < 0:
-            found.append(f"{name}={value!r}: must be a number >= 0")
-    for name in ("capacity_factor", "clamp"):
-        value = getattr(config, name)
-        if value is not None and not (_is_number(value) and value > 0):
-            found.append(f"{name}={value!r}: must be a number > 0, or None")
-    if not isinstance(config.grouped, bool):
-        found.append(f"grouped={config.grouped!r}: must be True or False")
-    if config.shared_gate and config.shared is None:
-        found.append("shared_gate=True needs a shared layer")
-    if config.bias_rate and not config.choice_bias:
-        found.append(
-            f"bias_rate={config.bias_rate} moves a bias of the choice, which this model does not have (choice_bias=False)"
-        )
-    if config.kind != "topk" and (config.choice_bias or config.groups > 1):
-        found.append(f"kind={config.kind!r} does not use the bias of the choice and groups: choose kind='topk'")
-    return found
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def with_router_options(config: MoeConfig, options: Mapping[str, Any]) -> MoeConfig:
-    """The same layer with `options`, of ROUTER_OPTIONS. Raises UnknownNameError with all others, or ConfigError."""
-    unknown = sorted(set(options) - set(ROUTER_OPTIONS))
-    if unknown:
-        raise UnknownNameError(f"cannot set router options {unknown}: there are {', '.join(sorted(ROUTER_OPTIONS))}")
-    return dataclasses.replace(config, **options)
 
 
 @struct
@@ -218,6 +98,8 @@ def moe(
              of the logits' log-sum-exp. Scores are normalised to sum 1. global_aux_loss is aux_loss over the whole step.
     metrics: expert_counts (E,): the slots that chose each expert; with a capacity dropped (): the slots that did not fit.
     """
+    if "weight" in context:
+        group_sizes("a layer of experts", x_BSD.shape, config.token_groups)
     tokens_BSD = ops.constrain(x_BSD, TOKENS)
     logits_BSE = router_logits(params, tokens_BSD)
     documents_BS = context.get("documents")
@@ -230,17 +112,20 @@ def moe(
     losses: dict[str, Tensor] = {}
     if "weight" in context:
         losses = _losses(config, logits_BSE, scores_BSE, experts_BSK, counts_E, routed_BS, context["weight"])
+    padded = False
     if config.capacity_factor is not None and "weight" in context:
         kept_BSK = ops.limit_capacity(
             experts_BSK,
             weights_BSK,
             context.get("order"),
             num_experts=config.num_experts,
-            capacity=_capacity(config, x_BSD.shape[0] * x_BSD.shape[1]),
+            capacity=_capacity(config, x_BSD),
+            groups=config.token_groups,
         )
+        padded = config.padded
         metrics["dropped"] = (experts_BSK != kept_BSK).sum()
         experts_BSK = kept_BSK
-    apply = _grouped if config.grouped else _sequential
+    apply = _padded if padded else _grouped if config.grouped else _sequential
     y_BSD, shared_BSD = apply(params, config, tokens_BSD, x_BSD, experts_BSK, weights_BSK, context)
     return ops.name(y_BSD if shared_BSD is None else y_BSD + shared_BSD, "mlp_out"), losses, metrics
 
@@ -260,10 +145,9 @@ def updated_choice_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor
     return bias_E + rate * torch.sign(counts_E.mean() - counts_E).to(bias_E.dtype)
 
 
-def _capacity(config: MoeConfig, num_tokens: int) -> int:
-    """Slots of an expert in a microbatch."""
-    assert config.capacity_factor is not None
-    return math.ceil(num_tokens * config.top_k / config.num_experts * config.capacity_factor)
+def _capacity(config: MoeConfig, x_BSD: Tensor) -> int:
+    """Slots of an expert in a group of tokens."""
+    return config.capacity(x_BSD.shape[0] * x_BSD.shape[1] // math.prod(config.token_groups))
 
 
 def _route(
@@ -290,7 +174,8 @@ def _route(
         below_BSE = logits_BSE - logits_BSE.amax(-1, keepdim=True)  # changes nothing but that exp cannot overflow
         if routed_BS is not None:
             below_BSE = below_BSE.masked_fill(~routed_BS[..., None], float("-inf"))  # padding takes no part in the balance
-        _, experts_BSK, _ = ops.topk_router(ops.sinkhorn(below_BSE), k=config.top_k, order="post")
+        balanced_BSE = ops.sinkhorn(below_BSE, groups=config.token_groups)
+        _, experts_BSK, _ = ops.topk_router(balanced_BSE, k=config.top_k, order="post")
     return _weights(config, logits_BSE, scores_BSE, experts_BSK), experts_BSK, scores_BSE
 
 
@@ -342,10 +227,13 @@ def _losses(
         num_tokens_B = routed_BS.to(wide).sum(1, keepdim=True).clamp(min=1.0)
         num_tokens = routed_BS.to(wide).sum().clamp(min=1.0)
     losses: dict[str, Tensor] = {}
-    if config.aux_loss or config.global_aux_loss:
+    whole = config.token_groups == (1, 1)
+    if config.aux_loss and not whole:
+        losses["aux_loss"] = config.aux_loss * _balance_of_groups(config, shares_BSE, experts_BSK, routed_BS)
+    if (config.aux_loss and whole) or config.global_aux_loss:
         load_E, mean_E = counts_E.to(wide) / num_tokens, shares_BSE.sum((0, 1)) / num_tokens
         balance = E * (load_E * mean_E).sum()
-        losses |= {"aux_loss": config.aux_loss * balance} if config.aux_loss else {}
+        losses |= {"aux_loss": config.aux_loss * balance} if config.aux_loss and whole else {}
         losses |= {"global_aux_loss": config.global_aux_loss * balance} if config.global_aux_loss else {}
     if config.seq_aux_loss:
         counts_BE = _one_hot(experts_BSK, E).to(wide).sum((1, 2))
@@ -354,6 +242,17 @@ def _losses(
     if config.z_loss:
         losses["z_loss"] = config.z_loss * square_BS.sum() / num_tokens
     return {name: loss * weight for name, loss in losses.items()}
+
+
+def _balance_of_groups(config: MoeConfig, shares_BSE: Tensor, experts_BSK: Tensor, routed_BS: Tensor | None) -> Tensor:
+    """E * sum over experts of (slots / tokens) * (mean share), the mean over groups; a group of padding alone counts as zero."""
+    (B, S, E), (g, h), wide = shares_BSE.shape, config.token_groups, shares_BSE.dtype
+    counts_GHE = ops.group_counts(experts_BSK, num_experts=E, groups=(g, h)).to(wide)
+    shares_GHE = shares_BSE.reshape(g, B // g, h, S // h, E).sum((1, 3))
+    num_tokens: Tensor | int = B * S // (g * h)
+    if routed_BS is not None:
+        num_tokens = routed_BS.to(wide).reshape(g, B // g, h, S // h).sum((1, 3)).clamp(min=1.0)[..., None]
+    return (counts_GHE / num_tokens * (shares_GHE / num_tokens)).sum() * E / (g * h)
 
 
 def _grouped(
@@ -373,13 +272,17 @@ def _grouped(
     hidden_RF = ops.name(_activated(config, gate_RF, up_RF), "mlp_act")
     rows_RD = ops.grouped_matmul(hidden_RF, params.down_EFD, offsets_E)
     y_BSD = ops.constrain(ops.combine(rows_RD, inverse_BSK, arrivals_E, weights_BSK), RESIDUAL)
+    return _with_down_bias(params, config, y_BSD, experts_BSK, weights_BSK), shared_BSD
+
+
+def _with_down_bias(params: Moe, config: MoeConfig, y_BSD: Tensor, experts_BSK: Tensor, weights_BSK: Tensor) -> Tensor:
+    """The biases of tokens, not of rows: rows may be parts of a sum, and biases would need them summed."""
     if params.down_bias_ED is None:
-        return y_BSD, shared_BSD
-    # the biases of tokens, not of rows: rows may be parts of a sum, and biases would need them summed
+        return y_BSD
     chosen_BSKE = _one_hot(experts_BSK, config.num_experts)
-    weights_BSE = torch.where(chosen_BSKE, weights_BSK[..., None], 0.0).sum(2).to(x_BSD.dtype)
+    weights_BSE = torch.where(chosen_BSKE, weights_BSK[..., None], 0.0).sum(2).to(y_BSD.dtype)
     bias_BSD = ops.einsum("bse,ed->bsd", weights_BSE, params.down_bias_ED)
-    return y_BSD + ops.constrain(bias_BSD, RESIDUAL), shared_BSD
+    return y_BSD + ops.constrain(bias_BSD, RESIDUAL)
 
 
 def _grouped_linear(rows_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, offsets_E: Tensor) -> Tensor:
@@ -390,6 +293,37 @@ def _grouped_linear(rows_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None,
     first_R1 = rows_RD[:, :1]
     ones_R1 = (first_R1 == first_R1).to(rows_RD.dtype)
     return y_RF + ops.grouped_matmul(ones_R1, bias_EF[:, None], offsets_E)
+
+
+def _padded(
+    params: Moe,
+    config: MoeConfig,
+    tokens_BSD: Tensor,
+    x_BSD: Tensor,
+    experts_BSK: Tensor,
+    weights_BSK: Tensor,
+    context: Mapping[str, Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """The same as `_grouped` with as many rows for each expert and group of tokens as there may be, C: a plain product."""
+    capacity = _capacity(config, x_BSD)
+    slots_BSK = ops.expert_slots(experts_BSK, num_experts=config.num_experts, capacity=capacity, groups=config.token_groups)
+    rows_EGHCD = ops.fill_slots(
+        tokens_BSD, slots_BSK, num_experts=config.num_experts, capacity=capacity, groups=config.token_groups
+    )
+    rows_EGHCD = ops.constrain(rows_EGHCD, ("expert", ..., ..., None, "embed"))  # groups lie on what experts leave
+    shared_BSD = _shared(params, config, x_BSD, context)  # here: it has time to run while rows are on their way
+    gate_EGHCF = ops.name(_padded_linear(rows_EGHCD, params.gate_EDF, params.gate_bias_EF), "gate")
+    up_EGHCF = ops.name(_padded_linear(rows_EGHCD, params.up_EDF, params.up_bias_EF), "up")
+    hidden_EGHCF = ops.name(_activated(config, gate_EGHCF, up_EGHCF), "mlp_act")
+    rows_EGHCD = ops.einsum("eghcf,efd->eghcd", hidden_EGHCF, params.down_EFD)
+    rows_EGHCD = ops.constrain(rows_EGHCD, (..., ..., ..., ..., ...))  # backward the rows come here, not experts to the rows
+    y_BSD = ops.constrain(ops.take_slots(rows_EGHCD, slots_BSK, weights_BSK), RESIDUAL)
+    return _with_down_bias(params, config, y_BSD, experts_BSK, weights_BSK), shared_BSD
+
+
+def _padded_linear(rows_EGHCD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
+    y_EGHCF = ops.einsum("eghcd,edf->eghcf", rows_EGHCD, weight_EDF)
+    return y_EGHCF if bias_EF is None else y_EGHCF + bias_EF[:, None, None, None]
 
 
 def _sequential(

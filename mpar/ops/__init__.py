@@ -10,7 +10,7 @@ from mpar.ops._cross_entropy import cross_entropy
 from mpar.ops._dispatch import combine, dispatch
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
-from mpar.ops._expert_counts import expert_counts
+from mpar.ops._expert_counts import expert_counts, group_counts
 from mpar.ops._geglu import geglu
 from mpar.ops._grouped_matmul import grouped_matmul
 from mpar.ops._layer_norm import layer_norm
@@ -26,6 +26,7 @@ from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope, rope_many
 from mpar.ops._sgd import sgd, sgd_many
 from mpar.ops._sinkhorn import sinkhorn
+from mpar.ops._slots import expert_slots, fill_slots, take_slots
 from mpar.ops._ssd_scan import ssd_scan
 from mpar.ops._sum_squares import sum_squares
 from mpar.ops._swiglu import swiglu
@@ -51,10 +52,13 @@ __all__ = [
     "embedding",
     "expert_counts",
     "expert_order",
+    "expert_slots",
+    "fill_slots",
     "fold_in",
     "fold_key",
     "fp8_matmul",
     "geglu",
+    "group_counts",
     "grouped_matmul",
     "layer_norm",
     "limit_capacity",
@@ -76,6 +80,7 @@ __all__ = [
     "ssd_scan",
     "sum_squares",
     "swiglu",
+    "take_slots",
     "topk_router",
     "unpermute",
     "widen",

@@ -4,16 +4,19 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import EllipsisType
 
 import torch
 from torch import Tensor
 
-from mpar.chain import Axes
 from mpar.errors import ShapeError
 from mpar.ops._primitive import Cost, Primitive
 from mpar.spec import P
 
-__all__ = ["constrain", "decode_axes", "marking", "name"]
+__all__ = ["Marks", "constrain", "decode_axes", "marking", "name"]
+
+Marks = tuple[str | EllipsisType | None, ...]
+"""Logical names of a tensor's dims; None is a dim that is not sharded, `...` one that stays as it is."""
 
 constrain_p = Primitive("constrain", "x -> y", axes="str", mark="int")
 constrain_bwd_p = Primitive("constrain_bwd", "dy -> dx", mark="int")
@@ -32,11 +35,12 @@ def marking() -> Iterator[None]:
         _marks.reset(token)
 
 
-def constrain(x: Tensor, axes: Axes | P) -> Tensor:
+def constrain(x: Tensor, axes: Marks | P) -> Tensor:
     """Place `x` as the strategy's table maps its logical `axes`, one name or None a dim; or exactly by a spec `P(...)`.
 
     Backward, the cotangent goes to the dual of the placement that `x` had before: where `x` was sharded, sharded; where it was
     a pending sum, replicated; where it was replicated, it stays as it comes. Outside compilation this is the identity.
+    With `...` for a dim, this dim stays as it is but for mesh axes that named dims ask for, and pending sums stay pending.
     """
     if not isinstance(axes, P) and len(axes) != x.ndim:
         raise ShapeError(f"constrain: x {tuple(x.shape)} has {x.ndim} dims, axes {tuple(axes)} name {len(axes)}")
@@ -49,19 +53,19 @@ def name(x: Tensor, label: str) -> Tensor:
     return x if _marks.get() is None else name_p.bind(x, label=label)
 
 
-def decode_axes(text: str) -> Axes | P:
+def decode_axes(text: str) -> Marks | P:
     """The inverse of the encoding under which `constrain` nodes carry their axes."""
     kind, _, rest = text.partition(":")
     dims = rest.split(",") if rest else []
     if kind == "spec":
         return P(*(tuple(dim.split("+")) if dim else None for dim in dims))
-    return tuple(dim or None for dim in dims)
+    return tuple(... if dim == "..." else dim or None for dim in dims)
 
 
-def _encode_axes(axes: Axes | P) -> str:
+def _encode_axes(axes: Marks | P) -> str:
     if isinstance(axes, P):
         return "spec:" + ",".join("+".join(dim) for dim in axes.dims)
-    return "names:" + ",".join(axis or "" for axis in axes)
+    return "names:" + ",".join("..." if axis is ... else axis or "" for axis in axes)
 
 
 def _identity_like(x: Tensor, **_: object) -> Tensor:

@@ -1,14 +1,16 @@
-"""Expert counts: how many slots name each expert, the load that balancing looks at."""
+"""Expert counts: how many slots name each expert, the load that balancing looks at; of all tokens, or of groups of them."""
 
 import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.ops._primitive import Cost, Primitive
+from mpar.ops._token_groups import check_group, group_of_token, group_sizes, num_groups
 
-__all__ = ["expert_counts"]
+__all__ = ["expert_counts", "group_counts"]
 
 expert_counts_p = Primitive("expert_counts", "experts -> counts", num_experts="int")
+group_counts_p = Primitive("group_counts", "experts -> counts", num_experts="int", group="int[]")
 
 
 def expert_counts(experts: Tensor, *, num_experts: int) -> Tensor:
@@ -46,3 +48,39 @@ expert_counts_p.def_batching_loop()
 @expert_counts_p.def_cost
 def _cost(experts, *, num_experts):
     return Cost(flops=0, bytes=experts.nbytes + 4 * num_experts, workspace=22 * experts.numel())
+
+
+def group_counts(experts_BSK: Tensor, *, num_experts: int, groups: tuple[int, int]) -> Tensor:
+    """`counts_GHE`, int32: `expert_counts` of each of `groups` = (g, h), parts of the sequences times parts of the positions.
+
+    Raises ShapeError if `groups` do not divide `experts_BSK`, and as `expert_counts`.
+    """
+    group = group_sizes("group_counts", experts_BSK.shape, groups)
+    return group_counts_p.bind(experts_BSK, num_experts=num_experts, group=group)
+
+
+@group_counts_p.def_abstract
+def _abstract_groups(experts, *, num_experts, group):
+    if experts.ndim != 3:
+        raise ShapeError(f"group_counts: experts are {tuple(experts.shape)}; they must be (B, S, K)")
+    check_group("group_counts", experts.shape, group)
+    return _abstract(experts, num_experts=num_experts).new_empty((*num_groups(experts.shape, group), num_experts))
+
+
+@group_counts_p.def_impl
+def _impl_groups(experts, *, num_experts, group):
+    g, h = num_groups(experts.shape, group)
+    exists = (experts >= 0) & (experts < num_experts)
+    of_group = group_of_token(experts.shape, group, experts.device)[..., None]
+    ids = torch.where(exists, of_group * num_experts + experts, -1)
+    return _impl(ids, num_experts=g * h * num_experts).view(g, h, num_experts)
+
+
+group_counts_p.def_sharding("(g b) (h s) k -> g h e", need_replication="b s e")
+group_counts_p.def_batching_loop()
+
+
+@group_counts_p.def_cost
+def _cost_groups(experts, *, num_experts, group):
+    g, h = num_groups(experts.shape, group)
+    return Cost(flops=0, bytes=experts.nbytes + 4 * g * h * num_experts, workspace=34 * experts.numel())

@@ -1,37 +1,51 @@
 """Limit of capacity: an expert takes so many tokens and no more; those that it weighs least are dropped.
 
-Lepikhin et al. 2020, arXiv:2006.16668, has the limit by position; here the weights decide, over all tokens.
+Lepikhin et al. 2020, arXiv:2006.16668, has the limit by position; here the weights decide, over all tokens of a group.
 """
 
 import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._primitive import Cost, Primitive
+from mpar.ops._primitive import Cost, Primitive, ShardingRule, parse_sharding
+from mpar.ops._token_groups import check_group, group_of_token, group_sizes
 
 __all__ = ["limit_capacity"]
 
-limit_capacity_p = Primitive("limit_capacity", "experts, weights, order? -> kept", num_experts="int", capacity="int")
+limit_capacity_p = Primitive(
+    "limit_capacity", "experts, weights, order? -> kept", num_experts="int", capacity="int", group="int[]"
+)
 
 
-def limit_capacity(experts: Tensor, weights: Tensor, order_S: Tensor | None = None, *, num_experts: int, capacity: int) -> Tensor:
+def limit_capacity(
+    experts: Tensor,
+    weights: Tensor,
+    order_S: Tensor | None = None,
+    *,
+    num_experts: int,
+    capacity: int,
+    groups: tuple[int, int] = (1, 1),
+) -> Tensor:
     """`experts` (..., S, K) as int32, with -1 for slots that their expert has no room for.
 
     Each expert keeps those `capacity` slots of the whole input that have the largest `weights` (..., S, K). Of equal weights the
     lowest original index comes first: slots are compared by their leading dims, then by `order_S[s]` (else s), then by k. So
     tokens may be stored in any order, and the same are dropped. NaN is the largest: it is kept, and shows. Ids outside [0, E),
     such as -1, become -1 and take no room. There is no gradient.
+    With `groups` = (g, h) the input (B, S, K) is g parts of its sequences times h parts of its positions, as they are stored, and
+    each expert keeps `capacity` slots of each of these.
     Raises ShapeError, DtypeError or ConfigError if operands or numbers do not fit each other.
     """
-    params = {"num_experts": num_experts, "capacity": capacity}
     if 2 <= experts.ndim != 3 and experts.shape == weights.shape:
         rows = (experts.shape[:-2].numel(), *experts.shape[-2:])
+        params = {"num_experts": num_experts, "capacity": capacity, "group": group_sizes("limit_capacity", rows, groups)}
         return limit_capacity_p.bind(experts.reshape(rows), weights.reshape(rows), order_S, **params).view(experts.shape)
-    return limit_capacity_p.bind(experts, weights, order_S, **params)
+    group = group_sizes("limit_capacity", experts.shape, groups) if experts.ndim == 3 else [1, 1]
+    return limit_capacity_p.bind(experts, weights, order_S, num_experts=num_experts, capacity=capacity, group=group)
 
 
 @limit_capacity_p.def_abstract
-def _abstract(experts, weights, order, *, num_experts, capacity):
+def _abstract(experts, weights, order, *, num_experts, capacity, group):
     shapes = f"limit_capacity: experts are {tuple(experts.shape)}, weights {tuple(weights.shape)}"
     shapes += "" if order is None else f", order {tuple(order.shape)}"
     if experts.ndim != 3 or weights.shape != experts.shape or (order is not None and order.shape != experts.shape[1:2]):
@@ -42,25 +56,34 @@ def _abstract(experts, weights, order, *, num_experts, capacity):
         raise DtypeError(f"{shapes}: {wrong or weights.dtype}; weights must be floating, the others int32 or int64")
     if num_experts < 1 or capacity < 1:
         raise ConfigError(f"limit_capacity: num_experts is {num_experts}, capacity {capacity}; both must be positive")
+    check_group("limit_capacity", experts.shape, group)
     return torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
 
 
 @limit_capacity_p.def_impl
-def _impl(experts, weights, order, *, num_experts, capacity):
+def _impl(experts, weights, order, *, num_experts, capacity, group):
     slots = torch.arange(experts.numel(), device=experts.device).view(experts.shape)
     if order is not None:
         slots = slots[:, order.sort(stable=True).indices]
-    slots = slots.flatten()  # in their original order; two stable sorts make it: by expert, then by weight, then this
+    slots = slots.flatten()  # in their original order; two stable sorts make it: by group and expert, then by weight, then this
     slots = slots[weights.flatten()[slots].sort(descending=True, stable=True).indices]
     ids = experts.flatten().long()
     ids = ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts)
-    ids, by_expert = ids[slots].sort(stable=True)
+    of_group = group_of_token(experts.shape, group, ids.device)[..., None].expand(experts.shape).flatten()
+    ids, by_expert = (of_group * (num_experts + 1) + ids)[slots].sort(stable=True)
     rank = torch.arange(ids.numel(), device=ids.device) - torch.searchsorted(ids, ids)
+    ids = ids % (num_experts + 1)
     kept = ids.masked_fill((rank >= capacity) | (ids == num_experts), -1).int()
     return torch.empty_like(kept).scatter_(0, slots[by_expert], kept).view(experts.shape)
 
 
-limit_capacity_p.def_sharding("b s k, b s k, s -> b s k", need_replication="b s k")  # all tokens compete
+@limit_capacity_p.def_sharding_from
+def _rule(*, group, **_) -> ShardingRule:
+    """All tokens of a group compete."""
+    factors, sizes = "(g b) (h s) k", f"b:{group[0]} s:{group[1]}"
+    return parse_sharding(f"{factors}, {factors}, (h s) -> {factors}", need_replication="b s k", sizes=sizes)
+
+
 limit_capacity_p.def_batching_loop()
 
 

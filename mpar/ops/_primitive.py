@@ -38,7 +38,8 @@ class ShardingRule:
     `linear` names the operands in each of which alone the op is linear (a pending sum may pass through it).
     `follows` maps a factor to one that leads it: it is sharded where its operands are, over axes that shard its leader; keys
     follow queries, experts follow rows. `as_is` operands are taken as they are placed: they speak of a rank's own part.
-    `ragged` maps a factor to the operand that says which axes may shard it.
+    `ragged` maps a factor to the operand that says which axes may shard it. `leads` operands say first which axes shard their
+    factors; else the largest does. `sizes` has factors that no dim is made of alone, such as both of `(g b)`.
     """
 
     operands: tuple[tuple, ...]
@@ -48,6 +49,8 @@ class ShardingRule:
     follows: tuple[tuple[str, str], ...] = ()
     as_is: frozenset[str] = frozenset()
     ragged: tuple[tuple[str, str], ...] = ()
+    leads: frozenset[str] = frozenset()
+    sizes: tuple[tuple[str, int], ...] = ()
 
 
 class Primitive:
@@ -151,7 +154,7 @@ class Primitive:
     def def_sharding(self, rule: str, **extras: str) -> None:
         """State the factors of every dim, such as `"... d, d -> ... d"`; the rule of an operand that is None is skipped.
 
-        extras: what `parse_sharding` takes: need_replication, linear, follows, as_is, ragged.
+        extras: what `parse_sharding` takes: need_replication, linear, follows, as_is, ragged, leads, sizes.
         """
         self.sharding = self._check_rule(parse_sharding(rule, **extras))
 
@@ -393,15 +396,24 @@ def _schema(operands: str, results: str, params: dict[str, str]) -> str:
 
 
 def parse_sharding(
-    rule: str, *, need_replication: str = "", linear: str = "", follows: str = "", as_is: str = "", ragged: str = ""
+    rule: str,
+    *,
+    need_replication: str = "",
+    linear: str = "",
+    follows: str = "",
+    as_is: str = "",
+    ragged: str = "",
+    leads: str = "",
+    sizes: str = "",
 ) -> ShardingRule:
     """The rule written as `"b s d, d f -> b s f"`, one entry per operand and result; `_` is a dim without factors.
 
-    Words are separated by blanks; `follows` and `ragged` are written as `"m:s"`.
+    Words are separated by blanks; `follows`, `ragged` and `sizes` are written as `"m:s"`.
     """
     operands, results = (tuple(_parse_dims(part) for part in side.split(",")) for side in rule.split("->"))
     whole, once = frozenset(need_replication.split()), frozenset(linear.split())
-    return ShardingRule(operands, results, whole, once, _pairs(follows), frozenset(as_is.split()), _pairs(ragged))
+    lead, known = frozenset(leads.split()), tuple((name, int(size)) for name, size in _pairs(sizes))
+    return ShardingRule(operands, results, whole, once, _pairs(follows), frozenset(as_is.split()), _pairs(ragged), lead, known)
 
 
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from mpar import tree
 from mpar.errors import ShardingError
 from mpar.mesh import Mesh
-from mpar.ops._constrain import constrain_bwd_p, constrain_p, decode_axes
+from mpar.ops._constrain import Marks, constrain_bwd_p, constrain_p, decode_axes
 from mpar.ops._primitive import primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._canonicalise import labels_of, shape_of
@@ -238,7 +238,7 @@ class _Lowering:
 
     def constrain(self, node: fx.Node) -> None:
         source, axes = node.args[0], decode_axes(node.kwargs["axes"])
-        spec = normalise(axes, self.mesh) if isinstance(axes, P) else spec_from_axes(axes, self.table, self.mesh)
+        spec = normalise(axes, self.mesh) if isinstance(axes, P) else self.named(source, axes)
         problems = check_spec(f"{source.name} {axes}", shape_of(source), spec, self.mesh, any_order=True)
         if problems:
             where = f" at {source_line(node)}" if source_line(node) else ""
@@ -246,6 +246,22 @@ class _Lowering:
         self.marks[node.kwargs["mark"]] = self.specs[source]
         local = self.redistribute(source, spec)
         self.alias(node, source, local, spec)
+
+    def named(self, source: fx.Node, axes: Marks) -> P:
+        """The spec that these logical axes ask of a value; `...` leaves a dim, and pending sums, to what nothing else takes."""
+        spec = self.in_words(axes)
+        if ... not in axes:
+            return spec
+        now = self.specs[source]
+        dims = []
+        for index, axis in enumerate(axes):
+            here = now.dim(index)
+            stays = next((n for n, at in enumerate(here) if at in spec.axes), len(here))  # what is minor to it goes, too
+            dims.append(here[:stays] if axis is ... else spec.dim(index))
+        return P(*dims, partial=tuple(axis for axis in now.partial if axis not in spec.axes))
+
+    def in_words(self, axes: Marks) -> P:
+        return spec_from_axes([None if axis is ... else axis for axis in axes], self.table, self.mesh)
 
     def constrain_backward(self, node: fx.Node) -> None:
         source, cotangent = self.marks[node.kwargs["mark"]], node.args[0]
@@ -324,10 +340,11 @@ class _Lowering:
         return item.value if pending else item, P(*spec.dims, partial=self.mesh.ordered(kept))
 
     def choose(self, rule: NodeRule, specs: list[P]) -> dict[str, tuple[str, ...]]:
-        """The mesh axes of each factor: operands that stay as they are come first, then the larger one's wish, then order."""
+        """The mesh axes of each factor: operands that stay or lead come first, then the larger one's wish, then order."""
         axes_of: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
-        order = sorted(range(len(specs)), key=lambda i: (i not in rule.as_is, -rule.operands[i].meta["val"].nbytes, i))
+        first = (rule.as_is, rule.leads)
+        order = sorted(range(len(specs)), key=lambda i: (*(i not in s for s in first), -rule.operands[i].meta["val"].nbytes, i))
         whole = {*rule.replicate, *rule.follows}
         whole |= {name for name, i in rule.ragged.items() if not specs[i].axes}
         for i in order:
@@ -376,7 +393,7 @@ class _Lowering:
         in_operands = {name for dims in rule.factors for names in dims for name in names}
         used = {axis for axes in axes_of.values() for axis in axes} | {axis for spec in specs for axis in spec.partial}
         for result, dims in zip(results, rule.results, strict=True):
-            hint = self.hints.get(result) if result is not None else None
+            hint = self.hint_of(result) if result is not None else None
             for dim, names in enumerate(dims if hint is not None else ()):
                 assert hint is not None
                 axes = hint.dim(dim)
@@ -385,6 +402,16 @@ class _Lowering:
                 if axes and free and rule.sizes[names[0]] % self.mesh.axis_size(axes) == 0:
                     axes_of[names[0]] = axes
                     used |= set(axes)
+
+    def hint_of(self, node: fx.Node) -> P | None:
+        """Where a result would best come: what was asked for, or where a mark on it places it."""
+        for user in node.users if node not in self.hints else ():
+            if user.target == constrain_p.op:
+                axes = decode_axes(user.kwargs["axes"])
+                return normalise(axes, self.mesh) if isinstance(axes, P) else self.in_words(axes)
+            if user.target == constrain_bwd_p.op:
+                return self.marks[user.kwargs["mark"]]
+        return self.hints.get(node)
 
     def pass_partial(self, node: fx.Node, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]]) -> set[str]:
         """The pending sums of operands that the op may leave pending: it is linear in them, and nothing grows."""

@@ -71,33 +71,33 @@ def plan(source: P, target: P, rank: int, mesh: Mesh) -> list[Step]:
             (i for i, (a, b) in enumerate(zip(dims[dim], goal[dim], strict=False)) if a != b), min(len(dims[dim]), len(goal[dim]))
         )
         surplus = dims[dim][common:]
-        if not surplus:
-            continue
-        wanted = _receiver(dims, goal, dim, surplus, mesh)
-        if wanted is not None and wanted[1] < len(surplus):  # only its major part is wanted elsewhere: the minor part goes first
-            gather(surplus[wanted[1] :], dim)
-            surplus = surplus[: wanted[1]]
-        other = None if wanted is None else wanted[0]
-        if other is not None:
-            dims[dim] = dims[dim][:common]
-            dims[other] = goal[other]
-            step("all_to_all", surplus, dim, other)
-        else:
-            gather(surplus, dim)
+        while surplus:  # the minor axes go first
+            other, first, last = _receiver(dims, goal, dim, surplus, mesh)
+            if last < len(surplus):  # nobody wants these
+                gather(surplus[last:], dim)
+            moved, surplus = surplus[first:last], surplus[:first]
+            if moved:
+                dims[dim] = dims[dim][: len(dims[dim]) - len(moved)]
+                dims[other] = (*dims[other], *moved)
+                step("all_to_all", moved, dim, other)
     narrow()
     assert tuple(dims) == goal, (source, target, dims)
     return steps
 
 
-def _receiver(dims: list, goal: tuple, dim: int, surplus: tuple[str, ...], mesh: Mesh) -> tuple[int, int] | None:
-    """The dim that wants the surplus axes of `dim`, or as many of the first ones as it wants, and how many."""
-    if surplus != mesh.ordered(surplus):
-        return None
-    for count in range(len(surplus), 0, -1):
-        for other in range(len(dims)):
-            if other != dim and goal[other] == (*dims[other], *surplus[:count]):
-                return other, count
-    return None
+def _receiver(dims: list, goal: tuple, dim: int, surplus: tuple[str, ...], mesh: Mesh) -> tuple[int, int, int]:
+    """A dim that wants next the axes `surplus[first:last]` of `dim`: it, first, last. The most minor ones, as many as it wants.
+
+    Without such a dim, first and last are 0.
+    """
+    for last in range(len(surplus), 0, -1):
+        for first in range(last):
+            moved = surplus[first:last]
+            for other in range(len(dims)) if moved == mesh.ordered(moved) else ():
+                wider = (*dims[other], *moved)
+                if other != dim and goal[other][: len(wider)] == wider:
+                    return other, first, last
+    return dim, 0, 0
 
 
 def plan_bytes(steps: list[Step], global_bytes: int, mesh: Mesh) -> int:

@@ -33,7 +33,7 @@ class NodeRule:
     linear:     operands in each of which alone the op is linear; `jointly`: linear in all of them together (a sum).
     localise:   (args, kwargs, local result shapes) -> (args, kwargs): writes local sizes into arguments that hold sizes.
     known:      False for the fall-back.
-    follows, as_is, ragged: as in `ShardingRule`, operands by number.
+    follows, as_is, ragged, leads: as in `ShardingRule`, operands by number.
     """
 
     operands: list[fx.Node]
@@ -48,6 +48,7 @@ class NodeRule:
     follows: dict[str, str] = field(default_factory=dict)
     as_is: set[int] = field(default_factory=set)
     ragged: dict[str, int] = field(default_factory=dict)
+    leads: set[int] = field(default_factory=set)
 
 
 def rule_of(node: fx.Node) -> NodeRule:
@@ -83,7 +84,7 @@ def _primitive_rule(node: fx.Node, primitive: Primitive) -> NodeRule:
     linear: set[int] = set()
     at: dict[str, int] = {}
     leading = _num_leading((*rule.operands, *rule.results), ranks)
-    sizes: dict[str, int] = {}
+    sizes = dict(rule.sizes)
     for name, argument, dims in zip(primitive.operands, node.args, rule.operands, strict=True):
         for item in argument if isinstance(argument, (list, tuple)) else (argument,):
             if item is None:
@@ -114,6 +115,7 @@ def _primitive_rule(node: fx.Node, primitive: Primitive) -> NodeRule:
         follows=follows,
         as_is={at[name] for name in rule.as_is},
         ragged={factor: at[name] for factor, name in rule.ragged},
+        leads={at[name] for name in rule.leads},
     )
 
 

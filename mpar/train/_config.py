@@ -42,7 +42,10 @@ class ModelConfig:
     mtp_loss_weight: float | None = key(
         "multi-token prediction: a further layer learns the token after the next, its loss times this; null: none", default=None
     )
-    router: dict[str, Any] | None = key("routers of experts: capacity_factor, losses, the rate of their bias, ...", default=None)
+    router: dict[str, Any] | None = key(
+        "routers of experts: capacity_factor, padded, token_groups=[2,1] or group=rank, losses, the rate of their bias",
+        default=None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mpar import models
+from mpar.arrange import arrange
 from mpar.data import Batches, DataConfig, Tokenizer, byte_tokenizer, load_dataset
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
@@ -17,7 +18,7 @@ from mpar.models import Model
 from mpar.optim import SGD, WSD, AdamW, Constant, Cosine, Linear, Schedule
 from mpar.program import Hardware
 from mpar.strategy import Strategy, preset
-from mpar.train._config import HardwareConfig, OptimizerConfig, TrainConfig
+from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TrainConfig
 
 __all__ = [
     "batch_shapes",
@@ -60,8 +61,26 @@ def make_strategy(config: TrainConfig) -> Strategy:
 
 
 def make_model(config: TrainConfig) -> Model:
-    """The model, its parameters (masters) in float32. Raises ConfigError or CheckpointError."""
-    group = config.model
+    """The model, its parameters (masters) in float32. Raises ConfigError or CheckpointError.
+
+    `model.router.group=rank` becomes as many token groups as a microbatch has parts on different ranks where experts are.
+    """
+    group, router = config.model, dict(config.model.router or {})
+    if "group" not in router:
+        return _model_of(group, group.router)
+    asked = router.pop("group")
+    if asked != "rank" or "token_groups" in router:
+        raise ConfigError(
+            f"cannot build the model: model.router.group={asked} is not `rank`, or model.router.token_groups is "
+            "given beside it.\nUse group=rank, for one group of tokens on each rank, or token_groups."
+        )
+    plain = _model_of(group, router)
+    strategy, mesh = arrange(make_strategy(config), make_mesh(config), plain.abstract_params, plain.param_axes)
+    groups = tuple(mesh.axis_size(strategy.compute[row]) for row in ("moe_batch", "moe_seq"))
+    return plain if groups == (1, 1) else _model_of(group, {**router, "token_groups": groups})
+
+
+def _model_of(group: ModelConfig, router: Mapping[str, Any] | None) -> Model:
     if (group.path is None) == (group.config is None):
         raise ConfigError(
             "cannot build the model: model.path and model.config are "
@@ -76,7 +95,7 @@ def make_model(config: TrainConfig) -> Model:
         vocab_multiple=group.vocab_multiple,
         logits_chunk=group.logits_chunk,
         mlp_chunk=group.mlp_chunk,
-        router=group.router,
+        router=router,
         mtp_loss_weight=group.mtp_loss_weight,
     )
 

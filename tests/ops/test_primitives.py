@@ -30,6 +30,13 @@ def _dispatched(x) -> list[Tensor]:
     return [rows, *where, ops.combine(rows, inverse, traffic, x(2, 2, 2)), ops.combine(x(8, 6), inverse, traffic)]
 
 
+def _slots(x) -> list[Tensor]:
+    sizes = {"num_experts": 3, "capacity": 2, "groups": (2, 1)}
+    slots = ops.expert_slots(EXPERTS.view(2, 2, 2), **sizes)
+    rows = ops.fill_slots(x(2, 2, 6), slots, **sizes)
+    return [slots, rows, ops.take_slots(rows, slots, x(2, 2, 2)), ops.take_slots(x(3, 2, 1, 2, 6), slots)]
+
+
 def _moved_rows(x) -> list[Tensor]:
     """Abstract rules speak of the rows that there are when loads are even: so many there are here."""
     order, _, counts, offsets = ops.expert_order(EXPERTS, num_experts=3)
@@ -102,6 +109,7 @@ def _calls(x):
         *ops.topk_router(x(5, 6), x(6), k=2),
         *ops.topk_router(x(5, 6), k=3, score="sigmoid", order="post", groups=3, groups_kept=2),
         ops.expert_counts(EXPERTS, num_experts=3),
+        ops.group_counts(EXPERTS.view(2, 2, 2), num_experts=3, groups=(2, 1)),
         ops.limit_capacity(EXPERTS.view(2, 2, 2), x(2, 2, 2), torch.arange(2), num_experts=3, capacity=1),
         ops.sinkhorn(x(2, 3, 4).detach()),
         *ops.expert_order(EXPERTS, num_experts=3),
@@ -109,6 +117,7 @@ def _calls(x):
         ops.unpermute(x(8, 6), INVERSE, x(4, 2)),
         ops.unpermute(x(8, 6), INVERSE),
         *_dispatched(x),
+        *_slots(x),
         *_moved_rows(x),
         ops.grouped_matmul(x(8, 6), x(3, 5, 6).transpose(1, 2), torch.tensor([2, 2, 7])),
         *(y for block in ("tensor", "row", "1x128", "128x128") for y in _quantised(x(3, 5).detach(), block)),
@@ -173,9 +182,10 @@ def test_sharding_rules_are_consistent(primitive):
     params |= {name: {"shape": [1] * 4, "starts": [0] * 4} for name in ("random_uniform", "random_normal")}
     params |= {"quantise_fp8": {"block": "1x128"}, "dequantise_fp8": {"block": "row", "dtype": torch.float32}}
     params["fp8_matmul"] = {"a_block": "1x128", "b_block": "128x128", "dtype": torch.bfloat16}
+    params |= {name: {"group": [1, 2]} for name in ("limit_capacity", "sinkhorn", "expert_slots")}
     rule = primitive.sharding_rule(**params.get(primitive.name, {}))
     factors = {name for dims in (*rule.operands, *rule.results) for names in dims for name in names}
     assert rule.need_replication <= factors
-    assert rule.linear <= set(primitive.operands)
+    assert rule.linear | rule.leads <= set(primitive.operands)
     assert set(primitive.sharded) <= factors
     assert len(rule.operands) == len(primitive.operands) and len(rule.results) == len(primitive.results)

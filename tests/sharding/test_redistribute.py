@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mpar import Mesh, P, jit, ops, value_and_grad
 from mpar.collectives import combine
-from mpar.sharding import check, collectives, simulate_graph
+from mpar.sharding import check, collectives, lower, simulate_graph, trace
 from mpar.sharding._bucket import bucket
 from mpar.sharding._redistribute import plan, plan_bytes
 from mpar.shards import assemble
@@ -69,6 +69,20 @@ def test_plan_is_short():
     assert kinds(P(("a", "b")), P()) == ["all_gather"]
 
 
+def test_dims_exchange_axes_one_by_one():
+    """Two dims that give their axes to one, and back: an exchange for each axis; only what no dim wants is gathered."""
+
+    def steps(*specs):
+        return [(step.kind, step.axes, step.dim, step.dst) for step in plan(*specs, 3, MESH)]
+
+    apart, together = P(None, "a", "b"), P(("a", "b"))
+    assert steps(apart, together) == [("all_to_all", ("a",), 1, 0), ("all_to_all", ("b",), 2, 0)]
+    assert steps(together, apart) == [("all_to_all", ("b",), 0, 2), ("all_to_all", ("a",), 0, 1)]
+    assert steps(together, P(None, ("a", "b"))) == [("all_to_all", ("a", "b"), 0, 1)]
+    assert steps(together, P(None, "a")) == [("all_gather", ("b",), 0, 0), ("all_to_all", ("a",), 0, 1)]
+    assert steps(together, P(None, "b")) == [("all_to_all", ("b",), 0, 1), ("all_gather", ("a",), 0, 0)]
+
+
 def test_plan_bytes_count_what_a_rank_receives():
     """All gathers and exchanges move all but the own part, once; a sum by rings moves it twice."""
 
@@ -103,6 +117,38 @@ def test_cotangent_of_a_constraint_goes_to_the_dual(source, target, cotangent, r
     lowered = jit(fn, mesh=Mesh(a=2), in_specs=(source, cotangent)).lower(x, x)
     assert lowered.out_specs == result
     assert [c.op for c in lowered.collectives()] == moves
+
+
+@pytest.mark.parametrize(
+    ("source", "axes", "target", "moves"),
+    [
+        (P("a", partial="b"), (..., ...), P("a", partial="b"), []),
+        (P("a", partial="b"), ("rows", ...), P("a", partial="b"), []),
+        (P("a", partial="b"), (..., "rows"), P(None, "a", partial="b"), ["all_to_all"]),
+        (P("a", partial="b"), (..., "columns"), P("a", "b"), ["reduce_scatter"]),
+        (P(("b", "a")), (..., "columns"), P(None, "b"), ["all_gather", "all_to_all"]),
+        (P(("a", "b")), (..., "columns"), P("a", "b"), ["all_to_all"]),
+        (P("a", partial="b"), (..., None), P("a", partial="b"), []),
+    ],
+    ids=str,
+)
+def test_a_constraint_leaves_what_it_does_not_name(source, axes, target, moves):
+    """A dim of `...` keeps its axes but for those that others ask for, and what is minor to them; pending sums stay pending."""
+    x = torch.zeros(4, 4, dtype=torch.float64)
+    table = {"rows": ("a",), "columns": ("b",)}
+    logical = trace(lambda x: ops.constrain(x, axes), (x,))
+    ranked = lower(logical, MESH if source.dim(0) != ("b", "a") else Mesh(b=2, a=2), (source,), table=table)
+    assert ranked.out_specs == (target,)
+    assert [node.target.__name__ for node in ranked.graph.nodes if node.target in collectives.COLLECTIVES] == moves
+
+
+def test_an_op_of_its_result_alone_comes_where_it_is_placed():
+    """Slots of experts that a mark shards are filled sharded, not whole and then cut."""
+    slots = torch.zeros(2, 3, 1, dtype=torch.int32)
+    fill = lambda x: ops.constrain(ops.fill_slots(x, slots, num_experts=4, capacity=2), P("a"))  # noqa: E731
+    ranked = jit(fill, mesh=MESH).lower(torch.zeros(2, 3, 5)).ranked
+    (filled,) = [node for node in ranked.graph.nodes if "fill_slots" in str(node.target)]
+    assert filled.meta["val"].shape[0] == 2
 
 
 @settings(THOROUGH, max_examples=40)
