@@ -28,6 +28,21 @@ CASES = {
     "routers of a dense model": ([*DENSE, "mesh=dp2", "+model.router.capacity_factor=1.0"], ["is for layers of experts"]),
     "an unknown option of routers": ([*MOE, "model.router.capacity=1.0"], ["['capacity']", "capacity_factor"]),
     "a capacity that is none": ([*MOE, "model.router.capacity_factor=0"], ["capacity_factor=0: must be a number > 0"]),
+    "padded without a capacity": ([*MOE, "model.router.padded=true"], ["padded=True needs a capacity", "capacity_factor"]),
+    "token groups that do not divide": (
+        [*MOE, "model.router.token_groups=[3,5]", "data.seq_len=128"],
+        ["microbatch of 8 x 128 tokens", "3 does not divide the 8 sequences and 5 does not divide the 128 positions"],
+    ),
+    "one number of token groups": ([*MOE, "model.router.token_groups=[2]"], ["token_groups=(2,): must be two positive ints"]),
+    "token groups of nothing": (
+        [*MOE, "model.router.group=rank", "model.router.aux_loss=0"],
+        ["token_groups=(2, 1) changes nothing", "capacity_factor, aux_loss and kind='sinkhorn'"],
+    ),
+    "an unknown group": ([*MOE, "model.router.group=node"], ["model.router.group=node", "Use group=rank"]),
+    "groups said twice": (
+        [*MOE, "model.router.group=rank", "model.router.token_groups=[2,1]"],
+        ["model.router.token_groups is given beside it"],
+    ),
     "a sequence that does not divide": (
         [*DENSE, "mesh=cp2", "data.seq_len=130", "strategy.context_parallel=ring"],
         [

@@ -58,6 +58,20 @@ def test_ranks_change_nothing_and_neither_does_resuming(qwen3_moe, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(losses(run_dir), rel=1e-5)
 
 
+def test_padded_experts_learn_as_ragged_ones(tmp_path, mpar):
+    """Groups of 4 ranks, experts padded to their capacity, tokens exchanged between processes: the losses are one rank's."""
+    short = [*QWEN3_MOE, "steps=3", "data.batch_size=4", "model.router.capacity_factor=1.5"]
+    ranks = ["mesh=fsdp2_cp2", "strategy=zero3", "strategy.expert_parallel=4", "strategy.sequence=contiguous"]
+    done = mpar(*short, *ranks, "model.router.padded=true", "model.router.group=rank", "run_dir=four")
+    assert done.returncode == 0, done.stderr
+    alone = mpar(*short, "mesh=one", "strategy=ddp", "model.router.token_groups=[2,2]", "run_dir=one")
+    assert alone.returncode == 0, alone.stderr
+    four, one = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("four", "one"))
+    for key in ("loss", "aux_loss"):
+        assert [record[key] for record in four] == pytest.approx([record[key] for record in one], rel=1e-5)
+    assert len(four) == 3 and all(record["dropped"] == 0 for record in four)
+
+
 def test_transformers_loads_the_experts(qwen3_moe):
     """The HF folder gives the same logits in transformers."""
     run_dir, _ = qwen3_moe
