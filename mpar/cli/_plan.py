@@ -177,12 +177,18 @@ def _overview(config: TrainConfig, program: Program, hardware: Hardware) -> str:
             f"program     {len(program.instructions):,} instructions of {len(program.kinds)} kinds, verified; "
             f"{sum(kind.num_nodes for kind in program.kinds.values()):,} graph nodes; replicated fallbacks: {fallbacks}",
             f"a rank      {format_bytes(prediction.state_bytes)} of state, peak {format_bytes(prediction.peak_bytes)}, "
+            f"{_on_host(prediction)}"
             f"workspace of one op up to {format_bytes(prediction.workspace_bytes)}{_at_most(prediction)}",
             *_pipeline(program, hardware),
             *(f"warning     {line}" for line in slow_axes(strategy, program.info["public_mesh"], model, hardware)),
             "",
         ]
     )
+
+
+def _on_host(prediction: Prediction) -> str:
+    """What a rank keeps in the memory of the host, with recompute.offload=true."""
+    return f"{format_bytes(prediction.host_bytes)} more on the host, " if prediction.host_bytes else ""
 
 
 def _at_most(prediction: Prediction) -> str:

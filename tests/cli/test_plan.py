@@ -134,6 +134,29 @@ def test_where_sequences_and_experts_lie(capsys):
     assert "warning" not in text
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["capacity_factor=1.25"], "; up to 320 rows of a microbatch\n"),
+        (["capacity_factor=1.25", "token_groups=[2,2]"], "; up to 80 rows of each of 2 x 2 groups of 4 x 64 tokens\n"),
+        (
+            ["capacity_factor=1", "padded=true", "group=rank"],
+            "; up to 32 rows of each of 4 x 2 groups of 2 x 64 tokens, padded to as many\n",
+        ),
+        (
+            ["capacity_factor=1", "padded=true"],
+            "(tokens are gathered: groups are not whole on ranks, which have 4 x 2 parts",
+        ),
+    ],
+    ids=["microbatch", "groups", "ranks", "gathered"],
+)
+def test_what_experts_take(options, told, capsys):
+    """The capacity of a group, as Megatron has it of a rank, and whether groups make tokens travel."""
+    how = ["mesh.fsdp=4", "mesh.cp=2", "strategy.expert_parallel=4"]
+    assert _main.main(["plan", *MOE, *how, *(f"model.router.{option}" for option in options)]) == 0
+    assert told in capsys.readouterr().out
+
+
 def test_equal_collectives_are_counted(capsys):
     """Three messages of a ring on four ranks are one word on the screen, and three in the file."""
     assert _main.main(["plan", *MOE, "mesh.cp=4", "strategy.context_parallel=ring", "lines=99"]) == 0
