@@ -46,6 +46,11 @@ def _arrange_attention(strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int])
         raise ConfigError(
             f"strategy {strategy.name!r}: context_parallel is {method!r}; there are auto, {', '.join(CONTEXT_PARALLEL)}"
         )
+    if strategy.ulysses_size is not None and method in ("ring", "all_gather"):
+        raise ConfigError(
+            f"strategy {strategy.name!r}: ulysses_size={strategy.ulysses_size} is of ranks that divide attention by heads, and "
+            f"with context_parallel={method!r} none do; leave it out, or use all_to_all or all_to_all+ring"
+        )
     if method is None and "attend_seq" in table:
         return strategy, mesh
     num_ranks = mesh.axis_size(context)
@@ -78,11 +83,12 @@ def _num_by_heads(strategy: Strategy, mesh: Mesh, num_ranks: int, num_heads: int
         two_levels = strategy.context_parallel == "all_to_all+ring" and counts
         wanted = (smaller or counts)[-1] if two_levels else num_ranks
     if wanted not in counts:
+        ways = ["ring", "all_gather", *(["all_to_all+ring"] if counts and strategy.context_parallel == "all_to_all" else [])]
         raise ConfigError(
             f"strategy {strategy.name!r}: cannot divide attention by heads among {wanted} of the "
             f"{num_ranks} ranks that share a sequence: {num_heads} heads on {tensor} tensor parallel ranks are "
             f"{num_heads // tensor} on each, of {num_kv_heads} kv heads in all, so that at most {(counts or [1])[-1]} can.\n"
-            "Use context_parallel=ring, all_gather or all_to_all+ring, a smaller cp or tp, or a ulysses_size that divides."
+            f"Use context_parallel={' or '.join(ways)}, a smaller cp or tp, or a ulysses_size that divides."
         )
     return wanted
 
@@ -135,6 +141,11 @@ def _arrange_experts(strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int]) -
         raise ConfigError(
             f"strategy {strategy.name!r}: {num_experts} experts cannot be spread evenly over expert_parallel={wanted} ranks; "
             f"use a divisor of {num_experts}"
+        )
+    if strategy.expert_axes and wanted == 1:
+        raise ConfigError(
+            f"strategy {strategy.name!r}: expert_axes={list(strategy.expert_axes)} say where experts are spread, but "
+            f"expert_parallel=1 spreads them over no ranks; set expert_parallel too, to a divisor of {num_experts}"
         )
     if wanted > 1:
         strategy, mesh, axes = _fold(strategy, mesh, wanted)

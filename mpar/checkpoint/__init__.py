@@ -9,8 +9,8 @@ The folder gets this name when all of it is on the disk, so it is complete or ab
 """
 
 from mpar.checkpoint._folders import available, latest
-from mpar.checkpoint._load import load, verify
+from mpar.checkpoint._load import load, names, verify
 from mpar.checkpoint._save import save
 from mpar.checkpoint._state import read_extras
 
-__all__ = ["available", "latest", "load", "read_extras", "save", "verify"]
+__all__ = ["available", "latest", "load", "names", "read_extras", "save", "verify"]

@@ -14,7 +14,7 @@ from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
 from mpar.spec import P, check_spec, local_shape
 
-__all__ = ["load", "verify"]
+__all__ = ["load", "names", "verify"]
 
 Wanted = Mapping[str, tuple[tuple[int, ...], P, torch.dtype]]
 
@@ -38,8 +38,8 @@ def load(path: str | Path, wanted: Wanted, mesh: Mesh, rank: int, *, elsewhere: 
         raise CheckpointError(
             f"cannot load {path} (step {index.step}, saved from {Mesh(**index.mesh)}):\n  "
             + "\n  ".join(problems)
-            + "\nLoad it into the model that it was saved from, ask for the saved dtype and convert afterwards, "
-            "or name what to leave out in `elsewhere`."
+            + "\nLoad it into the model that it was saved from, made with the same options, ask for the saved dtype and convert "
+            "afterwards; in Python, name in `elsewhere` what to leave out."
         )
     out: dict[str, Tensor] = {}
     reads: dict[str, list[tuple[str, Shard, Box]]] = defaultdict(list)
@@ -59,6 +59,11 @@ def load(path: str | Path, wanted: Wanted, mesh: Mesh, rank: int, *, elsewhere: 
     if damaged:
         raise _damaged(path, damaged)
     return out
+
+
+def names(path: str | Path) -> list[str]:
+    """The logical names of all tensors in a checkpoint. Raises CheckpointError."""
+    return list(read_index(Path(path)).tensors)
 
 
 def verify(path: str | Path) -> None:

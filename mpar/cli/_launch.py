@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mpar import errors
+from mpar.checkpoint import latest
 from mpar.cli._worker import Failure, place_file, read_failure
 from mpar.errors import MparError, ProgramError
 from mpar.train import Job, describe_place, read_place
@@ -55,7 +56,7 @@ def _explain(job: Job, folder: Path, failures: Mapping[int, Any]) -> MparError:
     known = min((failure for failure in told if failure.known), key=lambda failure: failure.time, default=None)
     if known is not None and known.title != "TimeoutError" and not killed:
         kind = getattr(errors, known.title, ProgramError)  # the rank's own error: its kind, its words
-        return kind(f"{known.message}{_go_on(job)}")
+        return kind(known.message if kind is errors.CheckpointError else f"{known.message}{_go_on(job)}")
     if killed:
         dead = set(killed)
         head = "; ".join(f"rank {rank} was killed by {signal}" for rank, signal in sorted(killed.items()))
@@ -75,4 +76,7 @@ def _first_words(first: Failure | None, failures: Mapping[int, Any]) -> str:
 
 
 def _go_on(job: Job) -> str:
+    """What to do with what was saved, if anything was."""
+    if latest(Path(str(job.config.run_dir)) / "checkpoints") is None:
+        return ""
     return f"\nWhat was saved is in {job.config.run_dir}; the same command with run_dir={job.config.run_dir} goes on from there."

@@ -30,7 +30,9 @@ def placement(model: Model, strategy: Strategy, program: Program, rank: int) -> 
 
 
 def slow_axes(strategy: Strategy, mesh: Mesh, model: Model, hardware: Hardware) -> list[str]:
-    """A warning for each group of ranks that talks much and does not lie within a node of `hardware`."""
+    """A warning for each group of ranks that talks much and does not lie within a node of `hardware`, and for axes whose ranks
+    hold different experts and do the same work otherwise.
+    """
     arranged, refined = arrange(strategy, mesh, model.abstract_params, model.param_axes)
     groups: dict[str, tuple[Mesh, tuple[str, ...], str]] = {axis: (mesh, (axis,), what) for axis, what in _TALKS.items()}
     axes = refined.ordered(set(arranged.compute["expert"]))
@@ -44,6 +46,13 @@ def slow_axes(strategy: Strategy, mesh: Mesh, model: Model, hardware: Hardware) 
                 f"{name} of {where.axis_size(own)} ranks crosses nodes, of {node} ranks each on {hardware.name}: {what} waits "
                 "for links between nodes"
             )
+    rules = {axis for name, axes in arranged.compute.items() if name not in ("expert", "expert_mlp") for axis in axes}
+    found += [
+        f"ranks along {axis} hold different experts and do the same work otherwise: strategy {strategy.name} has no other rule "
+        f"for {axis}; use one that has, or give these ranks to another axis of the mesh"
+        for axis in arranged.compute["expert"]
+        if axis not in rules and refined.axis_size(axis) > 1
+    ]
     return found
 
 

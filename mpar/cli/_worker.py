@@ -83,8 +83,6 @@ def work(job: Job, folder: Path, rank: int, local_rank: int, local_size: int) ->
     torch.set_num_threads(num_threads(config, local_size))
     device = torch.device(config.device, local_rank) if config.device == "cuda" else torch.device(config.device)
     run_dir = Path(str(config.run_dir))
-    if rank == 0:
-        _write_records(job, run_dir)
     model = make_model(config)
     with Watch(place_file(folder, rank)) as watch:
         _stop_when_stuck(job, folder, rank, config.timeout_s)
@@ -94,6 +92,7 @@ def work(job: Job, folder: Path, rank: int, local_rank: int, local_size: int) ->
         this = Rank(config, program, model, batches, rank, device, run, watch, dist.barrier, job.resolved, evaluation)
         state, position = start(this, job.resume)
         if rank == 0:
+            _write_records(job, run_dir)  # now: of a run that cannot go on those of the run before stay
             with _Recorder(job, run_dir, position.step) as recorder:
                 run_steps(this, state, position, recorder)
         else:

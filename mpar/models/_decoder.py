@@ -354,7 +354,8 @@ class MultiTokenSegment:
     def __call__(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> tuple:
         """(B, S, D) to `((B, S, D), losses)`, with metrics if the layer has some; without next_labels there is nothing to do.
 
-        The loss is a sum over tokens, divided by the weight of all labels like the main one (arXiv:2412.19437, eq. 24).
+        The loss is a sum over tokens, divided by the weight of all labels like the main one (arXiv:2412.19437, eq. 24). Positions
+        without a next token have no loss; a router of the layer sends and counts them like others.
         """
         if "next_labels" not in context:
             return x, {}

@@ -37,8 +37,8 @@ class Post:
 
 
 def _heads(size: int) -> tuple[int, int]:
-    """Bytes of a slot's semaphores, one for each reader and one for all; of the offsets at which parts begin."""
-    return (size + 1) * SEMAPHORE, aligned((size + 1) * _OFFSET.itemsize)
+    """Bytes of a slot's semaphores, two for each reader: full, taken; of the offsets at which parts begin."""
+    return 2 * size * SEMAPHORE, aligned((size + 1) * _OFFSET.itemsize)
 
 
 def post_bytes(size: int, capacity: int) -> int:
@@ -54,7 +54,7 @@ def packed_bytes(tensors: Sequence[Tensor]) -> int:
 def make_post_semaphores(segment: Segment, base: int, size: int, capacity: int) -> None:
     """Those of all slots, before any rank uses them."""
     step = post_bytes(size, capacity) // SLOTS
-    for slot, i in itertools.product(range(SLOTS if capacity else 0), range(size + 1)):
+    for slot, i in itertools.product(range(SLOTS if capacity else 0), range(2 * size)):
         make_semaphore(segment.address(base + slot * step + i * SEMAPHORE))
 
 
@@ -66,7 +66,7 @@ class SharedPosts:
         self._base, self._capacity = base, capacity
         self._step = post_bytes(len(members), capacity) // SLOTS
         self._free = list(range(SLOTS))
-        self._unread = [0] * SLOTS  # readers of the message before
+        self._readers: list[Sequence[int]] = [()] * SLOTS  # of the message before
 
     def fits(self, nbytes: int = 0) -> bool:
         """Whether a message can go this way now; `nbytes` is what it has on every rank, 0 where ranks know their own alone.
@@ -78,7 +78,7 @@ class SharedPosts:
     def shift(self, xs: Sequence[Tensor], values: Sequence[Tensor]) -> Post:
         """`xs` to the next rank; `values` become those of the rank before."""
         following, before = (self._index + 1) % len(self._members), (self._index - 1) % len(self._members)
-        slot = self._claim(readers=1)
+        slot = self._claim([following])
         for x, place in zip(xs, self._places(self._index, slot, xs), strict=True):
             place.copy_(x)
         post(self._semaphore(self._index, slot, following))
@@ -95,7 +95,7 @@ class SharedPosts:
     def exchange(self, rows: Tensor, leaving: Sequence[int], coming: Sequence[int], values: Sequence[Tensor]) -> Post:
         """`rows`, `leaving[i]` of them to rank i, one after the other; `values[i]` become the `coming[i]` rows of rank i."""
         assert rows.nbytes <= self._capacity, f"{rows.nbytes} bytes of rows, where at most {self._capacity} were expected"
-        slot = self._claim(readers=len(self._members) - 1)
+        slot = self._claim(self._others())
         starts = [0, *itertools.accumulate(leaving)]
         self._offsets(self._index, slot).copy_(torch.tensor(starts, dtype=_OFFSET))
         self._rows(self._index, slot, 0, rows).copy_(rows)
@@ -117,31 +117,27 @@ class SharedPosts:
     def _others(self) -> list[int]:
         return [i for i in range(len(self._members)) if i != self._index]
 
-    def _claim(self, readers: int) -> int:
+    def _claim(self, readers: Sequence[int]) -> int:
         """The first free slot, once all readers of what was in it are done."""
         slot = heapq.heappop(self._free)
-        taken = self._semaphore(self._index, slot, len(self._members))
-        for _ in range(self._unread[slot]):
-            if not take(taken):
-                wait_for(taken, self._members[self._index], *self._reader())
-        self._unread[slot] = readers
+        for i in self._readers[slot]:
+            self._take(self._semaphore(self._index, slot, len(self._members) + i), i)
+        self._readers[slot] = readers
         return slot
 
-    def _reader(self) -> tuple[int, int]:
-        """Rank and process of whoever is waited for: one of the readers, the next rank at least."""
-        i = (self._index + 1) % len(self._members)
-        return self._members[i], self._segments[i].pid
-
     def _await(self, owner: int, slot: int) -> None:
-        full = self._semaphore(owner, slot, self._index)
-        if not take(full):
-            wait_for(full, self._members[self._index], self._members[owner], self._segments[owner].pid)
+        self._take(self._semaphore(owner, slot, self._index), owner)
+
+    def _take(self, semaphore: ctypes.c_void_p, i: int) -> None:
+        """What rank i of the group posts."""
+        if not take(semaphore):
+            wait_for(semaphore, self._members[self._index], self._members[i], self._segments[i].pid)
 
     def _release(self, owner: int, slot: int) -> None:
-        post(self._semaphore(owner, slot, len(self._members)))
+        post(self._semaphore(owner, slot, len(self._members) + self._index))
 
     def _semaphore(self, owner: int, slot: int, number: int) -> ctypes.c_void_p:
-        """Of reader `number`, or the one by which all readers answer."""
+        """Of a slot: full for reader `number`; behind these, taken by reader `number` less the size of the group."""
         return ctypes.c_void_p(self._segments[owner].address(self._base + slot * self._step + number * SEMAPHORE))
 
     def _offsets(self, owner: int, slot: int) -> Tensor:

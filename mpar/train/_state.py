@@ -58,10 +58,11 @@ def load_state(program: Program, path: Path, rank: int, device: torch.device) ->
 
 
 def load_params(model: Model, path: Path) -> Any:
-    """The whole parameters in a checkpoint, for export."""
+    """The whole parameters in a checkpoint, for export. Raises CheckpointError unless they are those of the model, and all."""
     like = model.abstract_params
     wanted = {f"params.{name}": (tuple(leaf.shape), P(), leaf.dtype) for name, leaf in tree.leaves_with_path(like)}
-    loaded = checkpoint.load(path, wanted, Mesh(), 0, elsewhere=None)
+    others = [name for name in checkpoint.names(path) if not name.startswith("params.")]
+    loaded = checkpoint.load(path, wanted, Mesh(), 0, elsewhere=others)
     return tree.unflatten(tree.flatten(like)[1], [loaded[name] for name in wanted])
 
 

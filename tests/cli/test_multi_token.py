@@ -14,6 +14,7 @@ from transformers.modeling_layers import MtpModel
 
 from mpar import checkpoint, models, testing, tree
 from mpar.cli import _main
+from mpar.errors import CheckpointError
 from mpar.train import load_params, read_metrics
 from tests.cli.conftest import run_mpar
 
@@ -92,6 +93,26 @@ def test_the_folder_has_the_layer(four, mpar):
     answers = [mpar("generate", f"path={path}", "prompt=hi", "max_new_tokens=3") for path in (run_dir, "elsewhere")]
     assert answers[0].returncode == 0, answers[0].stderr
     assert answers[0].stdout == answers[1].stdout
+
+
+def test_a_run_that_cannot_go_on_changes_nothing(four, mpar, tmp_path):
+    """Without the layer its checkpoint is refused, in words that fit; the records of the run, which exports need, stay."""
+    run_dir, _ = four
+    shutil.copytree(run_dir, tmp_path / "run")
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in ("config.yaml", "program.txt", "metrics.jsonl")}
+    done = mpar(*TRAIN, *ONE, "tensorboard=false", "run_dir=run", "steps=9")
+    assert done.returncode == 1
+    assert "unexpected: " in done.stderr and "params.mtp" in done.stderr and "made with the same options" in done.stderr
+    assert "goes on from there" not in done.stderr
+    assert before == {name: (tmp_path / "run" / name).read_bytes() for name in before}
+
+
+def test_a_part_of_a_checkpoint_is_not_exported(four):
+    """Parameters that the model does not have are not left out without a word."""
+    run_dir, _ = four
+    model, _ = models.from_hf(run_dir / "hf")
+    with pytest.raises(CheckpointError, match=r"(?s)unexpected: .*params\.mtp"):
+        load_params(model, checkpoint.latest(run_dir / "checkpoints"))
 
 
 def test_transformers_reads_model_and_layer(four):

@@ -187,6 +187,15 @@ def test_ranks_that_talk_much_across_nodes(how, group, capsys):
     assert "warning" not in capsys.readouterr().out
 
 
+def test_ranks_that_do_the_same_work_beside_their_experts(capsys):
+    """Experts over ranks that no other rule knows: a line says so; with a strategy that shards by them there is none."""
+    how = ["plan", *MOE, "mesh.tp=2", "mesh.fsdp=2", "strategy.expert_parallel=4", "lines=2"]
+    assert _main.main([*how, "strategy=zero3"]) == 0
+    assert "ranks along tp hold different experts and do the same work otherwise" in capsys.readouterr().out
+    assert _main.main([*how, "strategy=zero3_tp"]) == 0
+    assert "the same work" not in capsys.readouterr().out
+
+
 def test_a_million_tokens_are_planned(capsys):
     """Llama 3 8B on one sequence of 1,048,576 tokens fits 8 ranks of 141 GB; without tiles of logits it needs much more."""
     assert _main.main(["plan", "experiment=llama3_8b_1m", "lines=2"]) == 0

@@ -252,6 +252,8 @@ BAD = {
     "heads": (Mesh(cp=3, tp=4), by_method("all_to_all", "tp"), ConfigError, "(?s)8 heads on 4 tensor.*2 on each.*at most 1 can"),
     "kv heads": (Mesh(cp=3), by_method("all_to_all"), ConfigError, "among 3 of the 3.*8 heads on 1 .* of 4 kv heads"),
     "six heads": (Mesh(cp=12), by_method("all_to_all"), ConfigError, "among 12 of the 12 .*8 heads .* at most 4 can"),
+    "only a ring": (Mesh(cp=3), by_method("all_to_all+ring"), ConfigError, "Use context_parallel=ring or all_gather, a smaller"),
+    "ranks by heads of a ring": (Mesh(cp=4), by_method("ring", ulysses_size=2), ConfigError, "size=2 .*='ring' none do"),
     "ranks by heads": (Mesh(cp=4), by_method("all_to_all", ulysses_size=3), ConfigError, "among 3 of the 4 ranks.*at most 4 can"),
 }
 

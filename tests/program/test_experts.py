@@ -214,6 +214,7 @@ BAD = {
     "no ranks": (Mesh(dp=4), spread(0), "expert_parallel=0"),
     "unknown axis": (Mesh(dp=4), spread(4, expert_axes=("ep",)), r"\['ep'\]; experts can be over each of \['cp', 'dp'"),
     "stages": (Mesh(pp=2, dp=2), spread(2, expert_axes=("pp",)), r"are \['pp'\]; experts can"),
+    "axes of no ranks": (Mesh(dp=4), spread(1, expert_axes=("dp",)), r"\['dp'\] say where .* expert_parallel=1 .* divisor of 8"),
     "an axis twice": (Mesh(dp=4, cp=2), spread(8, expert_axes=("dp", "dp")), r"\['dp', 'dp'\]; experts .* once"),
 }
 
