@@ -11,10 +11,35 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Axes", "Chain", "Segment"]
+__all__ = ["CONTEXT_OF_PAST", "Axes", "Carry", "Chain", "Segment", "of_past"]
 
 Axes = tuple[str | None, ...]
 """Logical names of a tensor's dims, such as `("batch", "residual_seq", "embed")`; None is a dim that is never sharded."""
+
+
+@dataclass(frozen=True)
+class Carry:
+    """How a segment goes on where an earlier slice of the same rows ended.
+
+    fn:    `fn(params, x, context, past) -> (x, left, losses[, metrics])`. left is what later slices need of this one, a tree of
+           floating tensors, or None; `past` is a tuple of what earlier ones left, oldest first. Of these the context has
+           CONTEXT_OF_PAST too, as far as it has them, under the keys that `of_past` gives.
+    axes:  logical axes of the leaves of left.
+    reach: how many positions a position sees, itself among them; None: all before it. Slices out of reach are not in `past`.
+    """
+
+    fn: Callable[[tuple, Any, Any, tuple], tuple]
+    axes: Any
+    reach: int | None = None
+
+
+CONTEXT_OF_PAST = ("order", "documents")
+"""The entries of the context that are of keys as well as of queries, so that later slices read them too."""
+
+
+def of_past(key: str, index: int) -> str:
+    """Under which key the context of a slice has the entry `key` of the slice that left `past[index]`."""
+    return f"{key}.{index}"
 
 
 @dataclass(frozen=True)
@@ -27,16 +52,22 @@ class Segment:
                added over microbatches and reported. It must be hashable: segments with equal `fn` and shapes are one kind.
     paths:     where its parameters are in the tree: `("layers.3",)`, or `("head", "embed.table_VD")` for a tied head.
     out_axes:  logical axes of the leaves of the `x` that it returns.
+    carry:     how it goes from slice to slice of its rows; None: its positions see nothing of each other.
     """
 
     name: str
     fn: Callable[[tuple, Any, Any], tuple]
     paths: tuple[str, ...]
     out_axes: Any = field(default=None)
+    carry: Carry | None = None
 
 
 class Chain(Protocol):
-    """What `compile_step` asks of a model."""
+    """What `compile_step` asks of a model.
+
+    Two properties are optional: `whole_step` says why a step must be one microbatch, `whole_rows` why rows cannot be cut into
+    slices; None where nothing speaks against it. Without `whole_rows` they cannot.
+    """
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -1,6 +1,6 @@
 """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): its config, parameters, logical axes, function."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -8,16 +8,20 @@ import torch
 from torch import Tensor
 
 from mpar import ops
+from mpar.models._attend_past import attend_past
 from mpar.models._norm import NormConfig, normalise
 from mpar.models._rope import MAIN, table_keys
 from mpar.tree import struct
 
 __all__ = [
     "ATTENTION_AXES",
+    "ATTENTION_LEFT_AXES",
     "Attention",
     "AttentionConfig",
+    "AttentionLeft",
     "AttentionState",
     "attend",
+    "attend_slice",
     "attend_step",
     "attention_shapes",
 ]
@@ -93,6 +97,17 @@ class AttentionState:
     order_M: Tensor
 
 
+@struct
+class AttentionLeft:
+    """Keys, turned, and values of a slice of rows, which later slices attend to."""
+
+    k_BMKH: Tensor
+    v_BMKH: Tensor
+
+
+ATTENTION_LEFT_AXES = cast(Any, AttentionLeft)(*[("batch", "attend_kv_seq", "attend_kv_heads", "head")] * 2)
+
+
 def attention_shapes(config: AttentionConfig, hidden_size: int) -> Attention:
     """The parameters with a tuple of sizes for each leaf."""
     D, N, K, H = hidden_size, config.num_heads, config.num_kv_heads, config.head_size
@@ -119,23 +134,22 @@ def attend(params: Attention, config: AttentionConfig, x_BSD: Tensor, context: M
 
     `context` has the RoPE tables; documents (B, S) where rows are packed; order (S,) where they are permuted.
     """
+    return attend_slice(params, config, x_BSD, context, ())[0]
+
+
+def attend_slice(
+    params: Attention, config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor], past: Sequence[AttentionLeft]
+) -> tuple[Tensor, AttentionLeft]:
+    """The same where `x_BSD` are slices of rows; `past` has keys and values of those before. And what is left to later ones."""
     q_BSNH, k_BSKH, v_BSKH = _projected(params, config, x_BSD, context)
-    order_S, documents_BS = context.get("order"), context.get("documents")
-    out_BSNH, _ = ops.attention(
-        ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head")),
-        ops.constrain(k_BSKH, ("batch", "attend_kv_seq", "attend_kv_heads", "head")),
-        ops.constrain(v_BSKH, ("batch", "attend_kv_seq", "attend_kv_heads", "head")),
-        q_order=order_S,
-        k_order=order_S,
-        q_documents=documents_BS,
-        k_documents=documents_BS,
-        sinks=params.sinks_N,
-        causal=True,
-        window=config.window,
-        scale=config.scale,
-        soft_cap=config.soft_cap,
-    )
-    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head")))
+    q_BSNH = ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head"))
+    k_BSKH = ops.constrain(k_BSKH, ("batch", "attend_kv_seq", "attend_kv_heads", "head"))
+    v_BSKH = ops.constrain(v_BSKH, ("batch", "attend_kv_seq", "attend_kv_heads", "head"))
+    how = {"window": config.window, "scale": config.scale, "soft_cap": config.soft_cap}
+    before = [(left.k_BMKH, left.v_BMKH) for left in past]
+    out_BSNH = attend_past(q_BSNH, k_BSKH, v_BSKH, before, context, params.sinks_N, **how)
+    left = cast(Any, AttentionLeft)(k_BSKH, v_BSKH)
+    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), left
 
 
 def attend_step(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mpar import ops
-from mpar.chain import Segment
+from mpar.chain import Carry, Segment
 from mpar.errors import ConfigError
 from mpar.models._attention import AttentionConfig
 from mpar.models._feed_forward import MlpConfig
@@ -126,6 +126,22 @@ class DecoderConfig:
         """Whether every layer can go on from a state, and no rotation of earlier tokens changes as the row grows."""
         fixed = not any(depends_on_length(rope) for _, rope in self.ropes)
         return fixed and all(part_of(layer.mixer).step is not None for layer in self.layers)
+
+    @property
+    def whole_rows(self) -> str | None:
+        """Why rows cannot be cut into slices; None if they can."""
+        mtp = () if self.multi_token is None else (self.multi_token.layer,)
+        parts = [part for layer in (*self.layers, *mtp) for part in layer.parts]
+        if any(part_of(layer.mixer).slice is None for layer in (*self.layers, *mtp)):
+            return "its layers scan a row from the first token to the last."
+        if any(depends_on_length(rope) for _, rope in self.ropes):
+            return "its positions turn otherwise in longer rows, whose length a slice does not know."
+        if any(getattr(part, "side_losses", False) for part in parts):
+            return (
+                "its routers look at all tokens of a microbatch: for a capacity, a balanced choice, or a loss.\n"
+                "Use a router without these; choice_bias, which DeepSeek-V3 has, balances without a loss."
+            )
+        return None
 
     @property
     def padded_vocab_size(self) -> int:
@@ -261,17 +277,28 @@ class BlockSegment:
 
     def __call__(self, params: tuple[Block], x: Tensor, context: Mapping[str, Tensor]) -> tuple:
         """(B, S, D) to `((B, S, D), losses)`, or `((B, S, D), losses, metrics)` if a part has metrics."""
+        x, _, *rest = self.slice(params, x, context, ())
+        return x, *rest
+
+    def slice(self, params: tuple[Block], x: Tensor, context: Mapping[str, Tensor], past: tuple) -> tuple:
+        """The same for slices of rows, see `Carry`: what is left to later ones comes second."""
         losses: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
+        left = None
 
         def apply(own: Any, config: Any, normed: Tensor) -> Tensor:
+            nonlocal left
+            part = part_of(config)
+            if part.slice is not None:
+                y, left = part.slice(own, config, normed, context, past)
+                return y
             y, more_losses, more_metrics = apply_part(own, config, normed, context)
             losses.update(more_losses)
             metrics.update(more_metrics)
             return y
 
         x = self._residual(params[0], x, apply)
-        return (x, losses, metrics) if metrics else (x, losses)
+        return (x, left, losses, metrics) if metrics else (x, left, losses)
 
     def step(self, params: tuple[Block], x: Tensor, context: Mapping[str, Tensor], state: Any) -> tuple[Tensor, Any]:
         """(B, S, D) of the tokens that follow those of `state` (None: the first of all) to (B, S, D) and the state after them."""
@@ -357,15 +384,21 @@ class MultiTokenSegment:
         The loss is a sum over tokens, divided by the weight of all labels like the main one (arXiv:2412.19437, eq. 24). Positions
         without a next token have no loss; a router of the layer sends and counts them like others.
         """
+        x, _, *rest = self.slice(params, x, context, ())
+        return x, *rest
+
+    def slice(self, params: tuple, x: Tensor, context: Mapping[str, Tensor], past: tuple) -> tuple:
+        """The same for slices of rows, see `Carry`: what is left to later ones comes second."""
         if "next_labels" not in context:
-            return x, {}
+            return x, None, {}
         y_BSD, embed, own_head = self.hidden(params, x, context), params[1], params[2]
-        y_BSD, losses, *metrics = self.block((params[0].block,), y_BSD, context)
+        y_BSD, left, losses, *metrics = self.block.slice((params[0].block,), y_BSD, context, past)
         labels = {"labels": context["next_labels"]}
         if NEXT_WEIGHTS in context:
             labels["token_weights"] = context[NEXT_WEIGHTS]
         head = cast(Any, Head)(norm_D=params[0].norm_D, head_DV=own_head.head_DV)
-        return x, {**losses, "mtp_loss": self.weight * self.head((head, embed), y_BSD, labels)[1]["loss"]}, *metrics
+        losses["mtp_loss"] = self.weight * self.head((head, embed), y_BSD, labels)[1]["loss"]
+        return x, left, losses, *metrics
 
     def hidden(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """What the further layer reads: the normed output of the decoder and the next token, joined."""
@@ -402,13 +435,22 @@ def segments(config: DecoderConfig) -> tuple[Segment, ...]:
     mtp: tuple[Segment, ...] = ()
     if config.multi_token is not None:
         fn = MultiTokenSegment(BlockSegment(config.multi_token.layer), head_segment(config), config.multi_token.loss_weight)
-        mtp = (Segment("mtp", fn, ("mtp", "embed", "head"), RESIDUAL),)
+        mtp = (Segment("mtp", fn, ("mtp", "embed", "head"), RESIDUAL, _carry(config.multi_token.layer, fn.slice)),)
     return (
         Segment("embed", EmbedSegment(config.embed_scale), ("embed",), RESIDUAL),
-        *(Segment(f"layers.{i}", blocks[layer], (f"layers.{i}",), RESIDUAL) for i, layer in enumerate(config.layers)),
+        *(
+            Segment(f"layers.{i}", blocks[layer], (f"layers.{i}",), RESIDUAL, _carry(layer, blocks[layer].slice))
+            for i, layer in enumerate(config.layers)
+        ),
         *mtp,
         Segment("head", head_segment(config), ("head", "embed") if config.tied else ("head",)),
     )
+
+
+def _carry(layer: LayerConfig, fn: Callable) -> Carry | None:
+    """How a segment that has this layer goes from slice to slice, `fn` doing it; None if it cannot."""
+    part = part_of(layer.mixer)
+    return None if part.slice is None else Carry(fn, part.left_axes, part.reach(layer.mixer))
 
 
 def with_mlp_chunk(config: DecoderConfig, chunk: int | None) -> DecoderConfig:

@@ -3,7 +3,7 @@
 A part of each query and key has no position; the rest has RoPE, and its key is the same for all heads ("decoupled", sec. 2.1.3).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,16 +12,20 @@ from torch import Tensor
 
 from mpar import ops
 from mpar.errors import ConfigError
+from mpar.models._attend_past import attend_past
 from mpar.models._rope import MAIN, table_keys
 from mpar.tree import struct
 
 __all__ = [
     "LATENT_ATTENTION_AXES",
+    "LATENT_LEFT_AXES",
     "LatentAttention",
     "LatentAttentionConfig",
+    "LatentLeft",
     "LatentState",
     "latent_attend",
     "latent_attention_shapes",
+    "latent_slice",
     "latent_step",
 ]
 
@@ -128,29 +132,52 @@ class LatentState:
     order_M: Tensor
 
 
+@struct
+class LatentLeft:
+    """Latents and turned parts of keys of a slice of rows, which later slices attend to."""
+
+    latent_BMC: Tensor
+    k_rope_BMH: Tensor
+
+
+LATENT_LEFT_AXES = cast(Any, LatentLeft)(*[("batch", "seq", None)] * 2)
+
+
 def latent_attend(params: LatentAttention, config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
     """Causal attention of `x_BSD` to itself, within a document.
 
     `context` has the RoPE tables; documents (B, S) where rows are packed; order (S,) where they are permuted.
     """
+    return latent_slice(params, config, x_BSD, context, ())[0]
+
+
+def latent_slice(
+    params: LatentAttention,
+    config: LatentAttentionConfig,
+    x_BSD: Tensor,
+    context: Mapping[str, Tensor],
+    past: Sequence[LatentLeft],
+) -> tuple[Tensor, LatentLeft]:
+    """The same where `x_BSD` are slices of rows; `past` has the latents of those before. And what is left to later ones.
+
+    Keys and values of the past are made from its latents again, which are far smaller.
+    """
     q_nope_BSNH, q_rope_BSNH = _queries(params, config, x_BSD, context)
-    latent_BSC, k_rope_BSH = _latents(params, config, x_BSD, context)
-    k_nope_BSNH, v_BSNH = ops.einsum("bsc,cnh->bsnh", latent_BSC, params.kv_b_CNH).split([config.nope_size, config.v_size], -1)
-    q_BSNH = torch.cat([q_nope_BSNH, q_rope_BSNH], -1)
-    k_BSNH = torch.cat([k_nope_BSNH, k_rope_BSH[:, :, None].expand(-1, -1, config.num_heads, -1)], -1)
-    order_S, documents_BS = context.get("order"), context.get("documents")
-    out_BSNH, _ = ops.attention(
-        ops.constrain(ops.name(q_BSNH, "q_rope"), ("batch", "attend_seq", "attend_heads", "head")),
-        ops.constrain(ops.name(k_BSNH, "k_rope"), ("batch", "attend_kv_seq", "attend_kv_heads", "head")),
-        ops.constrain(ops.name(v_BSNH, "v"), ("batch", "attend_kv_seq", "attend_kv_heads", "head")),
-        q_order=order_S,
-        k_order=order_S,
-        q_documents=documents_BS,
-        k_documents=documents_BS,
-        causal=True,
-        scale=_scale(config),
-    )
-    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head")))
+    own = cast(Any, LatentLeft)(*_latents(params, config, x_BSD, context))
+    q_BSNH = ops.name(torch.cat([q_nope_BSNH, q_rope_BSNH], -1), "q_rope")
+    q_BSNH = ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head"))
+    (k_BSNH, v_BSNH), *before = (_keys(params, config, left) for left in (own, *past))
+    out_BSNH = attend_past(q_BSNH, k_BSNH, v_BSNH, before, context, scale=_scale(config))
+    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), own
+
+
+def _keys(params: LatentAttention, config: LatentAttentionConfig, left: LatentLeft) -> tuple[Tensor, Tensor]:
+    """Keys and values of the tokens whose latents these are."""
+    up_BMNH = ops.einsum("bsc,cnh->bsnh", left.latent_BMC, params.kv_b_CNH)
+    k_nope_BMNH, v_BMNH = up_BMNH.split([config.nope_size, config.v_size], -1)
+    k_BMNH = torch.cat([k_nope_BMNH, left.k_rope_BMH[:, :, None].expand(-1, -1, config.num_heads, -1)], -1)
+    place = ("batch", "attend_kv_seq", "attend_kv_heads", "head")
+    return ops.constrain(ops.name(k_BMNH, "k_rope"), place), ops.constrain(ops.name(v_BMNH, "v"), place)
 
 
 def latent_step(

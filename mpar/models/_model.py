@@ -104,6 +104,11 @@ class Model:
         )
 
     @property
+    def whole_rows(self) -> str | None:
+        """Why rows cannot be cut into slices, and what else to do; None if they can."""
+        return self.config.whole_rows
+
+    @property
     def max_positions(self) -> int | None:
         """The longest row that it can take, or None if there is no bound: where positions are learned, there is one."""
         return self.config.num_positions

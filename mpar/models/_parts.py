@@ -17,13 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpar.models._attention import ATTENTION_AXES, AttentionConfig, attend, attend_step, attention_shapes
+from mpar.models._attention import (
+    ATTENTION_AXES,
+    ATTENTION_LEFT_AXES,
+    AttentionConfig,
+    attend,
+    attend_slice,
+    attend_step,
+    attention_shapes,
+)
 from mpar.models._feed_forward import FEED_FORWARD_AXES, MlpConfig, mlp, mlp_shapes
 from mpar.models._latent_attention import (
     LATENT_ATTENTION_AXES,
+    LATENT_LEFT_AXES,
     LatentAttentionConfig,
     latent_attend,
     latent_attention_shapes,
+    latent_slice,
     latent_step,
 )
 from mpar.models._mamba import MAMBA_AXES, Mamba, MambaConfig, MambaState, init_mamba_leaf, mamba, mamba_shapes, mamba_step
@@ -37,6 +47,10 @@ Applied = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 
 def _nothing(config: Any) -> int:
     return 0
+
+
+def _everything(config: Any) -> None:
+    return None
 
 
 def _no_updates(config: Any) -> dict[str, Update]:
@@ -66,6 +80,10 @@ class Part:
     step:     `fn(params, config, x_BSD, context, state)` -> `(y_BSD, state)` goes on where the tokens of `state` ended (None: at
               the first of all); context has order (S,), the positions of the tokens, and RoPE tables at these. None for mixers
               that need the whole row.
+    slice:    `fn(params, config, x_BSD, context, past)` -> `(y_BSD, left)`: the same as apply where `x_BSD` are slices of rows,
+              see `mpar.chain.Carry`; left_axes: logical axes of left. None for mixers that need the whole row, and for parts in
+              which positions see nothing of each other.
+    reach:    `fn(config)`: how many positions a position sees, itself among them; None for all before it.
     init:     `fn(config, leaf, key, bounds, dtype)`: the part within `bounds` (a range for each dim) of a fresh leaf, or None
               where it starts as its name says. Every element depends on `key` and its global index alone.
     """
@@ -77,6 +95,9 @@ class Part:
     pairs: Callable[[Any], int] = _nothing
     updates: Callable[[Any], dict[str, Update]] = _no_updates
     step: Callable[[Any, Any, Tensor, Mapping[str, Tensor], Any], tuple[Tensor, Any]] | None = None
+    slice: Callable[[Any, Any, Tensor, Mapping[str, Tensor], Any], tuple[Tensor, Any]] | None = None
+    left_axes: Any = None
+    reach: Callable[[Any], int | None] = _everything
     init: Callable[[Any, str, tuple[int, int], list[range], torch.dtype], Tensor | None] | None = None
 
 
@@ -88,6 +109,9 @@ PARTS: dict[type, Part] = {
         "attention",
         pairs=lambda config: 2 * config.num_heads * config.head_size,
         step=attend_step,
+        slice=attend_slice,
+        left_axes=ATTENTION_LEFT_AXES,
+        reach=lambda config: config.window,
     ),
     LatentAttentionConfig: Part(
         latent_attention_shapes,
@@ -96,6 +120,8 @@ PARTS: dict[type, Part] = {
         "attention",
         pairs=lambda config: config.num_heads * (config.qk_size + config.v_size),
         step=latent_step,
+        slice=latent_slice,
+        left_axes=LATENT_LEFT_AXES,
     ),
     MambaConfig: Part(mamba_shapes, MAMBA_AXES, mamba, "mamba", step=_mamba_step, init=init_mamba_leaf),
     MoeConfig: Part(moe_shapes, MOE_AXES, moe, "mlp", updates=_moe_updates),

@@ -4,8 +4,9 @@ The order of a step on a rank: weights of all microbatches; the actions of its s
 with messages to other stages between them; gradient reduction after the last use; metrics; norm; update.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,17 +14,18 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.arrange import CONTEXT_PARALLEL, arrange, check_sequence, num_order_parts
-from mpar.chain import Chain, Segment
+from mpar.chain import CONTEXT_OF_PAST, Carry, Chain, Segment, of_past
 from mpar.errors import ConfigError, ShapeError, ShardingError
 from mpar.kernels import Kernels
 from mpar.mesh import Mesh
 from mpar.precision import Precision, precision
-from mpar.program._part import Step, write_part
+from mpar.program._part import write_part
 from mpar.program._partition import RecomputePolicy, policy
 from mpar.program._predict import REFERENCE, Hardware, segment_time
 from mpar.program._program import Program
-from mpar.program._segments import Code, SegmentCode, compile_function, compile_segment, trace_segment
+from mpar.program._segments import Code, SegmentCode, Slices, compile_function, compile_segment, trace_segment
 from mpar.program._stages import Schedule, make_pipeline
+from mpar.program._step import Step
 from mpar.program._units import Unit, make_units
 from mpar.program._writer import Writer, like
 from mpar.spec import P
@@ -45,6 +47,7 @@ def compile_step(
     *,
     schedule: Schedule | str | None = None,
     num_microbatches: int = 1,
+    num_slices: int = 1,
     precision: Precision | str | None = None,
     recompute: RecomputePolicy | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
@@ -57,6 +60,8 @@ def compile_step(
     batch_shape:    (B, S) of the global batch, all microbatches together, of tokens and labels; or for each batch key its shape
                     and dtype.
     schedule:       how microbatches go through the stages of `mesh.pp`: a name of mpar.schedules or a Schedule; None: 1F1B.
+    num_slices:     parts of a microbatch's rows, equally long, which each segment takes one after the other: memory for what a
+                    segment makes is that of one part (Yao et al. 2024, arXiv:2408.16978); the mathematics is the same.
     precision:      "fp32", "bf16" or a Precision. recompute: none, full, selective, budget, or a RecomputePolicy.
     bucket_bytes:   gathers and reductions of neighbouring units are joined into messages up to this size.
     prefetch_bytes: gathers that make at most this much are issued one group early, to overlap with its computation.
@@ -66,9 +71,9 @@ def compile_step(
     """
     recompute = recompute if isinstance(recompute, RecomputePolicy) else policy(recompute)
     schedule = Schedule(schedule) if isinstance(schedule, str) else schedule or Schedule()
-    bytes_ = (bucket_bytes, prefetch_bytes)
+    sizes, bytes_ = (num_microbatches, num_slices), (bucket_bytes, prefetch_bytes)
     return _compile(
-        model, optimizer, mesh, strategy, batch_shape, schedule, num_microbatches, precision, recompute, bytes_, hardware, kernels
+        model, optimizer, mesh, strategy, batch_shape, schedule, sizes, precision, recompute, bytes_, hardware, kernels
     )
 
 
@@ -80,6 +85,7 @@ def compile_eval(
     *,
     schedule: Schedule | str | None = None,
     num_microbatches: int = 1,
+    num_slices: int = 1,
     precision: Precision | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     prefetch_bytes: int = 0,
@@ -92,11 +98,9 @@ def compile_eval(
     metrics are loss, microbatch_losses, weight, other losses and what segments report.
     """
     schedule = Schedule(schedule or "forward_only") if schedule is None or isinstance(schedule, str) else schedule
-    bytes_ = (bucket_bytes, prefetch_bytes)
+    sizes, bytes_ = (num_microbatches, num_slices), (bucket_bytes, prefetch_bytes)
     nothing_kept = policy("full")
-    return _compile(
-        model, None, mesh, strategy, batch_shape, schedule, num_microbatches, precision, nothing_kept, bytes_, hardware, kernels
-    )
+    return _compile(model, None, mesh, strategy, batch_shape, schedule, sizes, precision, nothing_kept, bytes_, hardware, kernels)
 
 
 def _compile(
@@ -106,19 +110,19 @@ def _compile(
     strategy: Strategy | str,
     batch_shape: BatchShape,
     schedule: Schedule,
-    num_microbatches: int,
+    sizes: tuple[int, int],
     precision: Precision | str | None,
     recompute: RecomputePolicy,
     bytes_: tuple[int, int],
     hardware: Hardware | None,
     kernels: Kernels | None,
 ) -> Program:
-    public_mesh, (bucket_bytes, prefetch_bytes) = mesh, bytes_
+    public_mesh, (bucket_bytes, prefetch_bytes), (num_microbatches, num_slices) = mesh, bytes_, sizes
     strategy = preset(strategy) if isinstance(strategy, str) else strategy
-    batch = _microbatch_values(model, batch_shape, num_microbatches)
+    batch = _piece_values(model, batch_shape, num_microbatches, num_slices)
     numbers = make_precision(precision)
     kernels = kernels or Kernels(arch=hardware.arch if hardware else None)
-    placed = _place(model, strategy, mesh, batch, numbers, recompute, kernels, hardware or REFERENCE)
+    placed = _place(model, strategy, mesh, batch, num_slices, numbers, recompute, kernels, hardware or REFERENCE)
     strategy, mesh, batch = placed.strategy, placed.mesh, placed.batch
     writer, units, codes = placed.writer, placed.units, placed.codes
     names = [segment.name for segment in model.segments]
@@ -133,6 +137,7 @@ def _compile(
         precision=numbers,
         batch=batch,
         num_microbatches=num_microbatches,
+        num_slices=num_slices,
         bucket_bytes=bucket_bytes,
         prefetch_bytes=prefetch_bytes,
         offload=recompute.offload,
@@ -141,6 +146,7 @@ def _compile(
         context_code=placed.context,
         weight_code=placed.weight,
         codes=codes,
+        reach=[_reach(segment, batch) if num_slices > 1 else 0 for segment in model.segments],
         boundary=placed.boundary,
         pipeline=pipeline,
     )
@@ -152,13 +158,14 @@ def _compile(
         num_microbatches=num_microbatches,
         schedule=[list(own) for own in pipeline.table],
         order_parts=placed.order_parts,
+        num_slices=num_slices,
         info={
             "optimizer": optimizer,
             "public_mesh": public_mesh,
             "strategy": strategy.name,
             "context_parallel": strategy.context_parallel if mesh.axis_size(strategy.compute.get("seq", ())) > 1 else None,
             "reduce": "each" if strategy.reduces_each else "last",
-            "batch": {key: tuple(value.shape) for key, value in batch.items()},
+            "batch": {key: _of_microbatch(value, num_slices) for key, value in batch.items()},
             "recompute": recompute.kind,
             "kernels": kernels,
             "schedule": schedule.name if schedule.table is None else "table",
@@ -182,8 +189,22 @@ class _Placed:
     units: dict[str, Unit]
     context: Code
     weight: Code
-    codes: list[SegmentCode]
+    codes: list[Slices]
     boundary: list[list[tuple[Tensor, P]]]
+
+
+def _of_microbatch(x: Tensor, num_slices: int) -> tuple[int, ...]:
+    """The shape of a batch entry of a whole microbatch."""
+    return (*x.shape[:-1], num_slices * x.shape[-1])
+
+
+def _reach(segment: Segment, batch: Mapping[str, Tensor]) -> int:
+    """How many slices before its own one a segment reads."""
+    if segment.carry is None:
+        return 0
+    length = next(x.shape[1] for x in batch.values() if x.ndim > 1)
+    reach = segment.carry.reach
+    return sys.maxsize if reach is None else -(-(reach - 1) // length)  # its first position sees reach - 1 before it
 
 
 def _place(
@@ -191,13 +212,14 @@ def _place(
     strategy: Strategy,
     mesh: Mesh,
     batch: dict[str, Tensor],
+    num_slices: int,
     precision: Precision,
     recompute: RecomputePolicy,
     kernels: Kernels,
     hardware: Hardware,
 ) -> _Placed:
     """Compile the segments; of the ways to divide attention (context_parallel "auto") the one with the least predicted time."""
-    how = (mesh, batch, precision, recompute, kernels)
+    how = (mesh, batch, num_slices, precision, recompute, kernels)
     shared = mesh.axis_size(strategy.compute.get("seq", ())) > 1
     if strategy.context_parallel != "auto" or not shared:
         return _place_as_said(model, strategy, *how)
@@ -213,7 +235,8 @@ def _place(
         raise refused
 
     def time(placed: _Placed) -> float:
-        kinds = (kind for code in placed.codes for kind in (code.forward.kind, code.backward.kind))
+        codes = (code for slices in placed.codes for code in slices)
+        kinds = (kind for code in codes for kind in (code.forward.kind, code.backward.kind))
         return sum(segment_time(kind, placed.mesh, hardware) for kind in kinds)
 
     return min(found, key=time)
@@ -224,29 +247,29 @@ def _place_as_said(
     strategy: Strategy,
     mesh: Mesh,
     batch: dict[str, Tensor],
+    num_slices: int,
     precision: Precision,
     recompute: RecomputePolicy,
     kernels: Kernels,
 ) -> _Placed:
     strategy, mesh = arrange(strategy, mesh, model.abstract_params, model.param_axes)
     batch = dict(batch)
-    order_parts = _order_sequence(model, strategy, mesh, batch)
+    order_parts = _order_sequence(model, strategy, mesh, batch, num_slices)
     shapes = {key: (tuple(value.shape), model.batch_axes[key]) for key, value in batch.items()}
     strategy.check(mesh, model.abstract_params, model.param_axes, shapes)
-    writer = Writer(mesh, strategy.compute, kernels)
+    writer = Writer(mesh, strategy.compute, kernels, num_slices)
     units = make_units(model, strategy, mesh, precision)
     specs = [strategy.compute_spec(model.batch_axes[key], mesh) for key in batch]
     how: dict[str, Any] = {"table": strategy.compute, "kernels": kernels}
     context = compile_function("context", model.context, (batch,), mesh, specs, resolve=True, **how)
     weight = compile_function("weight", model.weight, (batch,), mesh, specs, **how)
-    codes, boundary = _compile_segments(
-        model, strategy, mesh, precision, recompute, kernels, units, writer.global_results(context), context.out_specs
-    )
+    compiler = _SegmentCompiler(model, strategy, mesh, precision, recompute, kernels, units, num_slices)
+    codes, boundary = compiler.compile_all(writer.global_results(context), context.out_specs)
     return _Placed(strategy, mesh, batch, order_parts, writer, units, context, weight, codes, boundary)
 
 
-def _microbatch_values(model: Chain, batch_shape: BatchShape, num_microbatches: int) -> dict[str, Tensor]:
-    """Values without data of one microbatch."""
+def _piece_values(model: Chain, batch_shape: BatchShape, num_microbatches: int, num_slices: int) -> dict[str, Tensor]:
+    """Values without data of one slice of a microbatch."""
     if not isinstance(batch_shape, Mapping):
         batch_shape = {key: (tuple(batch_shape), torch.int64) for key in ("tokens", "labels")}
     unknown = sorted(set(batch_shape) - set(model.batch_axes))
@@ -261,57 +284,135 @@ def _microbatch_values(model: Chain, batch_shape: BatchShape, num_microbatches: 
     whole = getattr(model, "whole_step", None)
     if num_microbatches > 1 and whole is not None:
         raise ConfigError(f"cannot cut a step into {num_microbatches} microbatches: {whole}")
+    lengths = {key: shape[1] for key, shape in shapes.items()}
+    if not isinstance(num_slices, int) or num_slices < 1 or any(n % num_slices for n in lengths.values()):
+        raise ShapeError(f"cannot cut rows of {lengths} positions into {num_slices} equal slices")
+    whole = getattr(model, "whole_rows", "it does not say what its segments leave from one slice to the next (whole_rows).")
+    if num_slices > 1 and whole is not None:
+        raise ConfigError(f"cannot cut the rows of this model into {num_slices} slices: {whole}\nUse num_slices=1.")
     return {
-        key: torch.empty((shape[0] // num_microbatches, *shape[1:]), dtype=dtype, device="meta")
+        key: torch.empty((shape[0] // num_microbatches, shape[1] // num_slices), dtype=dtype, device="meta")
         for key, (shape, dtype) in batch_shape.items()
     }
 
 
-def _order_sequence(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor]) -> int:
-    """In how many parts sequences are dealt out to the ranks that share them; their order becomes an entry of the batch."""
+def _order_sequence(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor], num_slices: int) -> int:
+    """In how many parts sequences are dealt out to the ranks that share them; their order becomes an entry of the batch.
+
+    So it does where rows are cut: a slice would not know else where it begins.
+    """
     lengths = {x.shape[1] for x in batch.values()}
     for length in lengths:
         check_sequence(strategy, mesh, length, dealt="order" in model.batch_axes)
-    if "order" not in model.batch_axes or mesh.axis_size(strategy.compute.get("seq", ())) == 1:
+    shared = mesh.axis_size(strategy.compute.get("seq", ())) > 1
+    if "order" not in model.batch_axes or (not shared and num_slices == 1):
         return 1
     (length,) = lengths
     batch["order"] = torch.empty(length, dtype=torch.int64, device="meta")
-    return num_order_parts(strategy, mesh)
+    return num_order_parts(strategy, mesh) if shared else 1
 
 
-def _compile_segments(
-    model: Chain,
-    strategy: Strategy,
-    mesh: Mesh,
-    precision: Precision,
-    recompute: RecomputePolicy,
-    kernels: Kernels,
-    units: Mapping[str, Unit],
-    context: Any,
-    context_specs: Sequence[P],
-) -> tuple[list[SegmentCode], list[list[tuple[Tensor, P]]]]:
-    """Every segment's code, and what enters it. One compilation for each kind: equal functions on equal values are one."""
-    codes: list[SegmentCode] = []
-    done: dict[Any, SegmentCode] = {}
-    x: Any = None
-    x_specs: list[P] = []
-    boundary: list[list[tuple[Tensor, P]]] = [[]]
-    for segment in model.segments:
-        read = [units[path] for path in segment.paths]
-        grad_dtypes = [precision.grad_dtype(leaf.dtype) for unit in read for _, leaf in unit.leaves]
-        traced = trace_segment(segment, [_in_use(model, unit) for unit in read], x, context, grad_dtypes)
+@dataclass(frozen=True)
+class _Slice:
+    """A segment's function for slices that read `num_past` others; of the last slice nothing is left."""
+
+    carry: Carry
+    num_past: int
+    last: bool
+
+    def __call__(self, params: tuple, x: Any, context: Any) -> tuple:
+        x, *past = x
+        x, left, *rest = self.carry.fn(params, x, context, tuple(past))
+        return (x,) if self.last else (x, left), *rest
+
+
+@dataclass
+class _SegmentCompiler:
+    """Compiles the segments of a chain. One compilation for each kind: equal functions on equal values are one."""
+
+    model: Chain
+    strategy: Strategy
+    mesh: Mesh
+    precision: Precision
+    recompute: RecomputePolicy
+    kernels: Kernels
+    units: Mapping[str, Unit]
+    num_slices: int
+    done: dict[Any, SegmentCode] = field(default_factory=dict)
+
+    def compile_all(
+        self, context: Mapping[str, Tensor], context_specs: Sequence[P]
+    ) -> tuple[list[Slices], list[list[tuple[Tensor, P]]]]:
+        """Every segment's code, slice by slice, and what enters it."""
+        codes: list[Slices] = []
+        x: Any = None
+        x_specs: list[P] = []
+        boundary: list[list[tuple[Tensor, P]]] = [[]]
+        for segment in self.model.segments:
+            if self.num_slices == 1 or segment.carry is None:
+                code = self.compile(segment, x, x_specs, context, context_specs)
+                slices = (code,) * self.num_slices
+                x = tree.unflatten(code.traced.x_structure, code.traced.x_out) if code.traced.x_out else None
+            else:
+                slices = self.compile_slices(segment, segment.carry, x, x_specs, context, context_specs)
+                code = slices[-1]  # of which nothing is left
+                (x,) = tree.unflatten(code.traced.x_structure, code.traced.x_out)
+            x_specs = list(code.forward.out_specs[: len(code.traced.x_out)])
+            boundary.append(list(zip(code.forward.out_values[: len(x_specs)], x_specs, strict=True)))
+            codes.append(slices)
+        return codes, boundary
+
+    def compile_slices(
+        self,
+        segment: Segment,
+        carry: Carry,
+        x: Any,
+        x_specs: list[P],
+        context: Mapping[str, Tensor],
+        context_specs: Sequence[P],
+    ) -> Slices:
+        """The code of a segment for each slice: its x is that of the slice, then what past slices left."""
+        slices: list[SegmentCode] = []
+        specs = dict(zip(context, context_specs, strict=True))
+        left: Any = None
+        left_specs: list[P] = []
+        own = [key for key in CONTEXT_OF_PAST if key in context]
+        for c in range(self.num_slices):
+            num_past, last = min(c, _reach(segment, {"tokens": context["tokens"]})), c + 1 == self.num_slices
+            more = {of_past(key, i): key for i in range(num_past) for key in own}
+            part = replace(
+                segment,
+                fn=_Slice(carry, num_past, last),
+                out_axes=(segment.out_axes,) if last else (segment.out_axes, carry.axes),
+            )
+            code = self.compile(
+                part,
+                (x, *[left] * num_past),
+                [*x_specs, *left_specs * num_past],
+                {**context, **{name: context[key] for name, key in more.items()}},
+                [*context_specs, *(specs[key] for key in more.values())],
+            )
+            if not last:
+                y, left = tree.unflatten(code.traced.x_structure, code.traced.x_out)
+                left_specs = list(code.forward.out_specs[len(tree.leaves(y)) : len(code.traced.x_out)])
+            slices.append(code)
+        return tuple(slices)
+
+    def compile(
+        self, segment: Segment, x: Any, x_specs: list[P], context: Mapping[str, Tensor], context_specs: Sequence[P]
+    ) -> SegmentCode:
+        """The code of a segment for an x that looks like this one."""
+        read = [self.units[path] for path in segment.paths]
+        grad_dtypes = [self.precision.grad_dtype(leaf.dtype) for unit in read for _, leaf in unit.leaves]
+        traced = trace_segment(segment, [_in_use(self.model, unit) for unit in read], x, context, grad_dtypes)
         specs = [spec for unit in read for spec in unit.compute]
-        out_specs = _out_specs(segment, len(traced.x_out), strategy, mesh)
+        out_specs = _out_specs(segment, len(traced.x_out), self.strategy, self.mesh)
         key = (id(traced), tuple(specs), tuple(x_specs), tuple(out_specs))
-        if key not in done:
+        if key not in self.done:
             name = segment.name.split(".")[0]
             where = (specs, x_specs, context_specs, out_specs)
-            done[key] = compile_segment(name, traced, mesh, strategy, *where, recompute, kernels)
-        code = done[key]
-        codes.append(code)
-        boundary.append(list(zip(code.forward.out_values[: len(out_specs)], out_specs, strict=True)))
-        x, x_specs = tree.unflatten(traced.x_structure, traced.x_out) if traced.x_out else None, out_specs
-    return codes, boundary
+            self.done[key] = compile_segment(name, traced, self.mesh, self.strategy, *where, self.recompute, self.kernels)
+        return self.done[key]
 
 
 def _in_use(model: Chain, unit: Unit) -> Any:

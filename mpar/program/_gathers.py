@@ -97,6 +97,7 @@ class Gradients:
     """Sums of gradients. Each use of a unit (see `use_name`) has its own; uses are added once, at the end, in chain order.
 
     groups: by stage, with the segments of that stage as users. last: by stage, the microbatch whose gradients come last.
+    num_slices: pieces of a microbatch, of which the first is done last; they are added before anything is reduced.
     copies: by stage, which copy of it this part holds.
     """
 
@@ -108,27 +109,29 @@ class Gradients:
         strategy: Strategy,
         last: dict[int, int],
         copies: dict[int, int],
+        num_slices: int,
     ) -> None:
         self.writer, self.precision, self.each = writer, precision, strategy.reduces_each
-        self.last, self.copies = last, copies
+        self.last, self.copies, self.num_slices = last, copies, num_slices
         self.group_of = {(stage, unit.path): group for stage, own in groups.items() for group in own for unit in group}
         self.raw: dict[str, list[int]] = {}  # as backward gives them, accumulated if they are reduced last
         self.reduced: dict[str, list[int]] = {}
 
-    def take(self, stage: int, index: int, paths: Sequence[str], unit: Unit, grads: list[int], microbatch: int) -> None:
+    def take(self, stage: int, index: int, paths: Sequence[str], unit: Unit, grads: list[int], piece: int) -> None:
         """Note the gradients of one use, that of segment `index`, which reads `paths`; after the last backward that gives any to
         a group, reduce the group."""
         use = use_name(unit.path, index, self.copies[stage])
         if use in self.raw:
-            grads = self.writer.add(self.raw[use], grads, [f"g {path}" for path in unit.paths], use, microbatch)
+            grads = self.writer.add(self.raw[use], grads, [f"g {path}" for path in unit.paths], use, piece)
         self.raw[use] = grads
         group = self.group_of[stage, unit.path]
         first = min(user for u in group for user in u.users)  # backward reaches it last
         own = [path for path in paths if self.group_of[stage, path] is group]
-        if index == first and unit.path == own[-1] and (self.each or microbatch == self.last[stage]):
-            self._reduce(stage, group, microbatch)
+        microbatch, c = divmod(piece, self.num_slices)
+        if index == first and unit.path == own[-1] and c == 0 and (self.each or microbatch == self.last[stage]):
+            self._reduce(stage, group, piece)
 
-    def _reduce(self, stage: int, group: list[Unit], microbatch: int) -> None:
+    def _reduce(self, stage: int, group: list[Unit], piece: int) -> None:
         uses = [(unit, use_name(unit.path, user, self.copies[stage])) for unit in group for user in unit.users]
         units = [unit for unit, _ in uses]
         inputs = [v for _, use in uses for v in self.raw.pop(use)]
@@ -141,11 +144,11 @@ class Gradients:
             [spec for unit in units for spec in unit.grad],
         )
         names = [f"g {path}@{use.rpartition('@')[2]}" for unit, use in uses for path in unit.paths]
-        out = self.writer.emit("reduce", code, inputs, names, span(units), microbatch, "reduce")
+        out = self.writer.emit("reduce", code, inputs, names, span(units), piece, "reduce")
         for unit, use in uses:
             own, out = out[: len(unit.leaves)], out[len(unit.leaves) :]
             if use in self.reduced:
-                own = self.writer.add(self.reduced[use], own, [f"g {path}" for path in unit.paths], unit.path, microbatch)
+                own = self.writer.add(self.reduced[use], own, [f"g {path}" for path in unit.paths], unit.path, piece)
             self.reduced[use] = own
 
     def take_reduced(self, use: str) -> list[int]:

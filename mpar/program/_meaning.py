@@ -21,13 +21,14 @@ _MANY = ("weight", "context", "forward", "backward", "backward_input", "backward
 _BACKWARD = ("backward", "backward_input", "backward_weight")
 NUM_SCALARS = 3  # of an update, its last operands: lr, step and the clip factor
 Label = tuple[Any, int]
-"""(what it is, microbatch); -1 where it belongs to none."""
+"""(what it is, piece); -1 where it belongs to none. Pieces are microbatches, or slices of their rows, numbered through."""
 
 
 def check_meaning(program: "Program") -> None:
     """Raise ProgramError, naming rank and line, unless
 
-    - what is done for several microbatches is done to the same things of each, and to nothing of another microbatch;
+    - what is done for several microbatches is done to the same things of each, and to nothing of another microbatch; of slices
+      of its rows, forwards read nothing of later ones, and backwards what these have given back;
     - the weight of the batch is the sum of the weights of its microbatches, the loss is made of all losses;
     - each gradient is the sum of the contributions of every microbatch, each once, reduced as the strategy says. Microbatches are
       added in the order of the schedule, then uses of the parameter in the order of the chain;
@@ -43,8 +44,9 @@ def check_meaning(program: "Program") -> None:
 
 def describe(step: "Instruction") -> str:
     """An instruction in few words: `forward layers.3 mb0`."""
-    parts = (step.op, step.segment, f"mb{step.microbatch}" if step.microbatch >= 0 else "")
-    return " ".join(part for part in parts if part) + (f" message {step.message}" if step.message >= 0 else "")
+    return " ".join(part for part in (step.op, step.segment, step.where) if part) + (
+        f" message {step.message}" if step.message >= 0 else ""
+    )
 
 
 def fail(program: "Program", position: int, line: int, step: "Instruction", why: str) -> None:
@@ -80,7 +82,8 @@ class _Meaning:
         self.sums: dict[frozenset[Label], Label] = {}
         self.operands: dict[Label, tuple[Label, Label]] = {}
         self.sent: dict[int, int] = {}
-        self.alike: dict[tuple[str, str], tuple[Hashable, ...]] = {}
+        self.alike: dict[tuple[str, str, int], tuple[Hashable, ...]] = {}
+        self.readers: dict[Label, Counter[int]] = {}  # of what a slice left for later ones: pieces
         self.losses: Counter[Label] = Counter()
         self.metrics: Counter[Label] = Counter()
         self.squared: Counter[str] = Counter()
@@ -96,8 +99,9 @@ class _Meaning:
             for leaf in (*part.state_in, *part.scalars):
                 self.labels[leaf.value] = (leaf.path, -1)
             for leaf in part.batch:
-                key, _, microbatch = leaf.path.rpartition(".")
-                self.labels[leaf.value] = (key, int(microbatch) if len(leaf.shape) > 1 else -1)
+                key, _, piece = leaf.path.rpartition(".")
+                shared = len(leaf.shape) == 1  # by all microbatches
+                self.labels[leaf.value] = ((key, int(piece)), -1) if shared else (key, int(piece))
 
     def follow(self, position: int, line: int, step: "Instruction") -> None:
         """Check what an instruction reads and label what it makes."""
@@ -125,10 +129,11 @@ class _Meaning:
         found = [self.labels[v] for v in step.inputs]
         label: tuple = (step.op, step.segment)
         why = None
-        if step.microbatch >= 0 and step.op in _MANY:
+        piece = self.piece(step)
+        if piece >= 0 and step.op in _MANY:
             why = self.check_alike(step, found)
         elif step.op == "weight":
-            ones = [(("weight", "", 0), m) for m in range(self.program.num_microbatches)]
+            ones = [(("weight", "", 0), m) for m in range(self.program.num_pieces)]
             why = None if found == [self.fold(ones)] else "does not read the sum of the weights of all microbatches"
         elif step.op == "finish":
             label, why = self.check_finish(found)
@@ -143,38 +148,90 @@ class _Meaning:
             given = part.contributions.get(v)
             if given is not None:
                 path, use, m = given
-                if (use.rstrip("'"), m) != (step.segment, step.microbatch) or step.op not in _BACKWARD:
-                    why = f"makes a contribution that is said to be that of {use}, microbatch {m}"
+                if (use.rstrip("'"), m) != (step.segment, piece) or step.op not in _BACKWARD:
+                    why = f"makes a contribution that is said to be that of {use}, piece {m}"
                 self.labels[v] = (("d", path, use), m)
                 skipped += 1
             elif v in part.losses:
                 segment, m, number = part.losses[v]
-                if (segment, m) != (step.segment, step.microbatch) or step.op != "backward":
-                    why = f"makes a loss that is said to be that of {segment}, microbatch {m}"
+                if (segment, m) != (step.segment, piece) or step.op != "backward":
+                    why = f"makes a loss that is said to be that of {segment}, piece {m}"
                 self.labels[v] = (("forward", segment, number), m)
+                skipped += 1
+            elif v in part.left:
+                segment, m, number = part.left[v]
+                if (segment, m) != (step.segment, piece) or step.op != "forward":
+                    why = f"makes what is said to be left by piece {m} of {segment}"
+                self.labels[v] = (("left", segment, number), m)
                 skipped += 1
             elif (
                 step.op in _BACKWARD
             ):  # both halves and the whole give the gradient of their input after losses and contributions
-                self.labels[v] = (("dx", step.segment, index - skipped), step.microbatch)
+                self.labels[v] = (("dx", step.segment, index - skipped), piece)
             else:
-                self.labels[v] = ((*label, index), step.microbatch)
+                self.labels[v] = ((*label, index - skipped), piece)
         if step.op == "norm" and label[0] == "squares":
             self.squares[position] += [self.labels[v] for v in step.outputs]
         return why
 
+    def piece(self, step: "Instruction") -> int:
+        """What an instruction works on; -1 for the whole batch."""
+        return step.microbatch if step.microbatch < 0 else step.microbatch * self.program.num_slices + max(step.slice, 0)
+
     def check_alike(self, step: "Instruction", found: Sequence[Label]) -> str | None:
-        """The same segment reads the same for each microbatch."""
-        for what, m in found:
-            if m not in (-1, step.microbatch):
-                return f"reads {_say((what, m))}, which belongs to another microbatch"
-        own = tuple((what, m >= 0) for what, m in found)
-        first = self.alike.setdefault((step.op, step.segment), own)
+        """The same slice of the same segment reads the same for each microbatch."""
+        piece, num_slices = self.piece(step), self.program.num_slices
+        for label in found:
+            for what, m in self.terms_within(label):
+                if m >= 0 and m // num_slices != step.microbatch:
+                    return f"reads {_say((what, m))}, which belongs to another microbatch"
+                if m > piece and not _is_dx(what):
+                    return f"reads {_say((what, m))}, which belongs to a later slice"
+        if num_slices > 1:
+            why = self.check_slices(step, found)
+            if why is not None:
+                return why
+        own = tuple(self.relative(label, step.microbatch * num_slices) for label in found)
+        first = self.alike.setdefault((step.op, step.segment, piece % num_slices), own)
         if first == own:
             return None
         at = next((i for i, (a, b) in enumerate(zip(first, own, strict=False)) if a != b), min(len(first), len(own)))
         what = _say(found[at]) if at < len(found) else "nothing"
         return f"operand {at} is {what}, unlike that of the same segment for another microbatch"
+
+    def check_slices(self, step: "Instruction", found: Sequence[Label]) -> str | None:
+        """What a slice left has the gradients of all slices that read it, each once, when its backward is due."""
+        piece = self.piece(step)
+        if step.op == "forward":
+            for label in found:
+                if isinstance(label[0], tuple) and label[0][:2] == ("left", step.segment):
+                    self.readers.setdefault(label, Counter())[piece] += 1
+            return None
+        wanted = [readers for ((_, segment, _), m), readers in self.readers.items() if (segment, m) == (step.segment, piece)]
+        given = [
+            Counter(m for what, m in self.terms_within(label) if _is_dx(what) and what[1] == step.segment) for label in found
+        ]
+        given = [terms for terms in given if terms]
+        if step.op == "backward_weight" or (given == wanted or (step.op == "backward_input" and all(g in wanted for g in given))):
+            return None
+        return "does not read the gradients of what it left, each made of those of all slices that read it"
+
+    def terms_within(self, label: Label) -> Iterator[Label]:
+        """The terms of a sum, or the label itself."""
+        left = [label]
+        while left:
+            what, m = left.pop()
+            if isinstance(what, int):
+                left.extend(self.operands[what, m])
+            else:
+                yield what, m
+
+    def relative(self, label: Label, first: int) -> Hashable:
+        """A label without the number of its microbatch, whose first piece is `first`."""
+        what, m = label
+        if isinstance(what, int):
+            return frozenset(self.relative(operand, first) for operand in self.operands[label])
+        return what, m - first if m >= 0 else None
 
     def check_finish(self, found: Sequence[Label]) -> tuple[tuple, str | None]:
         """The losses of a part in order of microbatch and segment, then the vector of all losses and the reciprocal weight."""
@@ -253,7 +310,7 @@ class _Meaning:
         """What no single instruction shows."""
         program = self.program
         segments = {what for what, _ in self.losses}
-        if self.losses != Counter({(what, m): 1 for what in segments for m in range(program.num_microbatches)}):
+        if self.losses != Counter({(what, m): 1 for what in segments for m in range(program.num_pieces)}):
             raise ProgramError("invalid program: the loss is not made of the losses of each microbatch, each once")
         if any(count != 1 for count in self.metrics.values()):
             raise ProgramError("invalid program: metrics of a microbatch are added more than once")
@@ -266,7 +323,7 @@ class _Meaning:
                 found = self.labels[value]
                 if found != expected[path]:
                     segments = {use.rstrip("'") for use in self.uses[path]}
-                    _refuse_unless_whole(path, self.items(path, found), segments, program.num_microbatches)
+                    _refuse_unless_whole(path, self.items(path, found), segments, program.num_pieces)
                     where = f"pp={position} " if len(program.parts) > 1 else ""
                     why = "is not added in the order of the schedule, or not reduced once"
                     raise ProgramError(f"invalid program: {where}the gradient of {path} {why}")
@@ -285,11 +342,14 @@ class _Meaning:
             for use in sorted(uses, key=lambda use: (self.order[use.rstrip("'")], len(use))):
                 segment = use.rstrip("'")
                 order = orders.get((uses[use], program.info["stage_of"][segment]), [])
-                items.update((segment, m) for m in order)
-                terms: list[Label] = [(("d", path, use), m) for m in order]
-                if terms:
-                    sums.append(self.fold(map(_reduced, terms)) if each else _reduced(self.fold(terms)))
-            _refuse_unless_whole(path, items, {use.rstrip("'") for use in uses}, program.num_microbatches)
+                slices = [range((m + 1) * program.num_slices - 1, m * program.num_slices - 1, -1) for m in order]  # last first
+                items.update((segment, piece) for pieces in slices for piece in pieces)
+                terms: list[list[Label]] = [[(("d", path, use), piece) for piece in pieces] for pieces in slices]
+                if terms and each:
+                    sums.append(self.fold(_reduced(self.fold(own)) for own in terms))
+                elif terms:
+                    sums.append(_reduced(self.fold(label for own in terms for label in own)))
+            _refuse_unless_whole(path, items, {use.rstrip("'") for use in uses}, program.num_pieces)
             out[path] = self.fold(sums)
         return out
 
@@ -304,6 +364,10 @@ class _Meaning:
             own = isinstance(what, tuple) and what[:2] == ("d", path)
             items[(what[2].rstrip("'") if own else _say((what, m))), m] += count
         return items
+
+
+def _is_dx(what: Any) -> bool:
+    return isinstance(what, tuple) and what[0] == "dx"
 
 
 def _reduced(label: Label) -> Label:
@@ -325,9 +389,9 @@ def _say(label: Label) -> str:
     return words + (f" mb{m}" if m >= 0 else "")
 
 
-def _refuse_unless_whole(path: str, items: Counter[tuple[str, int]], segments: set[str], num_microbatches: int) -> None:
-    """Every microbatch of every segment that reads a parameter adds to its gradient once."""
-    whole = Counter({(segment, m): 1 for segment in segments for m in range(num_microbatches)})
+def _refuse_unless_whole(path: str, items: Counter[tuple[str, int]], segments: set[str], num_pieces: int) -> None:
+    """Every piece of every segment that reads a parameter adds to its gradient once."""
+    whole = Counter({(segment, m): 1 for segment in segments for m in range(num_pieces)})
     if items != whole:
         missing, extra = sorted((whole - items).elements()), sorted((items - whole).elements())
         raise ProgramError(

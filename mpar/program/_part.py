@@ -1,81 +1,33 @@
 """Part: the instructions of the ranks at one position along pp, written action by action."""
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence, Set
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mpar import tree
-from mpar.chain import Chain
-from mpar.mesh import Mesh
-from mpar.precision import Precision
+from mpar.chain import CONTEXT_OF_PAST
 from mpar.program._exchange import SharedUses, exchange_gradients
 from mpar.program._gathers import Gathers, Gradients, Use, use_name
+from mpar.program._held import Held, LeftGradients, Saved
 from mpar.program._passes import advance_sends, hoist_gathers, insert_frees
 from mpar.program._program import Leaf, Part
 from mpar.program._report import widest, write_losses, write_metrics
-from mpar.program._segments import Code, SegmentCode
 from mpar.program._split import split_segment
-from mpar.program._stages import Pipeline
+from mpar.program._step import Step, declare_batch, declare_state
 from mpar.program._units import Unit, group_units
 from mpar.program._update import write_norm, write_updates
-from mpar.program._writer import Writer
 from mpar.schedules import Action, Transfer
-from mpar.spec import P, local_shape
-from mpar.strategy import Strategy
+from mpar.spec import P
 
-__all__ = ["Step", "write_part"]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What all parts of one training step have in common.
-
-    units: of the whole model, by path. codes: per segment. boundary: per segment, leaves of the x that enters it, local and
-    without data, with their specs.
-    """
-
-    model: Chain
-    optimizer: Any | None
-    strategy: Strategy
-    mesh: Mesh
-    precision: Precision
-    batch: dict[str, Tensor]
-    num_microbatches: int
-    bucket_bytes: int
-    prefetch_bytes: int
-    offload: bool
-    writer: Writer
-    units: dict[str, Unit]
-    context_code: Code
-    weight_code: Code
-    codes: list[SegmentCode]
-    boundary: list[list[tuple[Tensor, P]]]
-    pipeline: Pipeline
-
-    @functools.cached_property
-    def width(self) -> int:
-        """Messages are numbered with room for this many leaves on each edge of the pipeline."""
-        return max(len(leaves) for leaves in self.boundary) or 1
+__all__ = ["write_part"]
 
 
 def write_part(step: Step, position: int) -> Part:
     """Write all instructions of one position along pp."""
     return _PartWriter(step, position).write()
-
-
-@dataclass
-class _Saved:
-    """What a forward leaves for its backward: the segment's input and what it kept; and what the input half of it leaves."""
-
-    x: list[int]
-    kept: list[int]
-    dy: list[int] | None = None
-    crossing: list[int] | None = None
-    away: bool = False  # in the memory of the host
 
 
 class _PartWriter:
@@ -87,8 +39,8 @@ class _PartWriter:
         step.writer.begin()
         held = {i for stage in self.stages for i in self.pipeline.ranges[stage]}
         self.units = {path: unit for path, unit in step.units.items() if held & set(unit.users)}
-        self.state_in, self.params, self.slots = self._state()
-        self.batch_leaves, self.batch_values = self._batch()
+        self.state_in, self.params, self.slots = declare_state(step, self.units)
+        self.batch_leaves, self.batch_values = declare_batch(step)
         self.scalars = [
             self.writer.leaf(name, torch.empty((), dtype=torch.float64, device="meta"), P()) for name in ("lr", "step")
         ]
@@ -101,50 +53,20 @@ class _PartWriter:
         last = {action.stage: action.microbatch for action in own if action.kind in "BW"}
         copies = {stage: self.pipeline.positions[stage].index(position) for stage in self.stages}
         self.gathers = Gathers(self.writer, groups, self.params, self._uses(), step.strategy.gather == "keep")
-        self.gradients = Gradients(self.writer, groups, step.precision, step.strategy, last, copies)
+        self.gradients = Gradients(self.writer, groups, step.precision, step.strategy, last, copies, step.num_slices)
         self.copies = copies
         self.contributions: dict[int, tuple[str, str, int]] = {}
         self.whole_losses: dict[int, tuple[str, int, int]] = {}
+        self.left: dict[int, tuple[str, int, int]] = {}
         self.contexts: dict[int, list[int]] = {}
-        self.inputs: dict[tuple[int, int], list[int]] = {}  # (stage, microbatch) -> x that enters it
-        self.outputs: dict[tuple[int, int], list[int]] = {}
-        self.cotangents: dict[tuple[int, int], list[int]] = {}  # of what the stage gives
-        self.input_gradients: dict[tuple[int, int], list[int]] = {}
-        self.saved: dict[tuple[int, int], dict[int, _Saved]] = {}
-        self.losses: dict[tuple[int, int], list[int]] = {}  # (microbatch, segment) -> its losses
+        self.inputs: dict[tuple[int, int], list[Held]] = {}  # (stage, microbatch) -> x that enters it, slice by slice
+        self.outputs: dict[tuple[int, int], list[Held]] = {}
+        self.cotangents: dict[tuple[int, int], list[Held]] = {}  # of what the stage gives
+        self.input_gradients: dict[tuple[int, int], list[Held]] = {}
+        self.saved: dict[tuple[int, int], dict[tuple[int, int], Saved]] = {}  # by stage and microbatch; by segment and slice
+        self.losses: dict[tuple[int, int], list[int]] = {}  # (piece, segment) -> its losses
         self.sums: dict[int, list[int]] = {}  # segment -> its metrics, added over microbatches
         self.messages: dict[int, list[int]] = {}
-
-    def _state(self) -> tuple[list[Leaf], dict[str, list[int]], dict[str, list[list[int]]]]:
-        """Parameters, then the optimizer's slots, as leaves and by unit."""
-        leaves: list[Leaf] = []
-
-        def declare(prefix: str, unit: Unit, specs: list[P]) -> list[int]:
-            new = [
-                self.writer.leaf(f"{prefix}.{path}", leaf, spec) for (path, leaf), spec in zip(unit.leaves, specs, strict=True)
-            ]
-            leaves.extend(new)
-            return [leaf.value for leaf in new]
-
-        params = {path: declare("params", unit, unit.storage) for path, unit in self.units.items()}
-        slots: dict[str, list[list[int]]] = {path: [] for path in self.units}
-        for slot in self.step.optimizer.slots if self.step.optimizer is not None else ():
-            for path, unit in self.units.items():
-                slots[path].append(declare(f"opt.{slot}", unit, unit.opt))
-        return leaves, params, slots
-
-    def _batch(self) -> tuple[list[Leaf], list[list[int]]]:
-        """Every batch key of every microbatch; the microbatches of a key are views of one tensor."""
-        step, leaves = self.step, []
-        by_microbatch: list[list[int]] = [[] for _ in range(step.num_microbatches)]
-        for key, x in step.batch.items():
-            spec, storage = step.strategy.compute_spec(step.model.batch_axes[key], step.mesh), self.writer.storage()
-            for m, values in enumerate(by_microbatch):
-                if x.ndim > 1 or m == 0:  # the order of positions is that of all microbatches
-                    leaves.append(self.writer.leaf(f"{key}.{m}", x, spec, storage))
-                values.append(leaves[-1].value)
-        assert all(local_shape(leaf.shape, leaf.spec, step.mesh) == self.writer.values[leaf.value].shape for leaf in leaves)
-        return leaves, by_microbatch
 
     def _groups(self, own: range) -> list[list[Unit]]:
         """Units that the segments of a stage read, in groups that are gathered and reduced together."""
@@ -160,30 +82,26 @@ class _PartWriter:
         for number, action in enumerate(self.pipeline.table[self.position]):
             own = self.pipeline.ranges[action.stage]
             for index in own if action.kind == "F" else reversed(own):
-                code, paths = self.step.codes[index], self.segments[index].paths
+                codes, paths = self.step.codes[index], self.segments[index].paths
                 whole = self._is_whole(index, action.stage, action.microbatch)
-                if whole and action.kind == "F":
+                if (whole and action.kind == "F") or (action.kind == "I" and (whole or own.start == 0)):
                     continue
                 if whole or action.kind == "F":
-                    if action.kind == "I":
-                        continue
-                    reads: Sequence[int] = range(code.traced.num_params)
+                    reads = set(range(codes[0].traced.num_params))
                 elif own.start == 0 or action.kind == "B":
-                    if action.kind == "I":
-                        continue
-                    reads = code.reads
+                    reads = {i for code in codes for i in code.reads}
                 else:
-                    split = split_segment(code)
-                    reads = split.input_reads if action.kind == "I" else split.weight_reads
+                    halves = map(split_segment, codes)
+                    reads = {i for half in halves for i in (half.input_reads if action.kind == "I" else half.weight_reads)}
                 uses.append(Use(number, action.stage, frozenset(self._paths_read(paths, reads))))
         return uses
 
-    def _paths_read(self, paths: Sequence[str], reads: Sequence[int]) -> list[str]:
+    def _paths_read(self, paths: Sequence[str], reads: Set[int]) -> list[str]:
         """Those of `paths` of whose parameters at least one is at the positions `reads`."""
         out, start = [], 0
         for path in paths:
             end = start + len(self.step.units[path].leaves)
-            if any(start <= i < end for i in reads):
+            if any(i in reads for i in range(start, end)):
                 out.append(path)
             start = end
         return out
@@ -197,8 +115,10 @@ class _PartWriter:
                 self._transfer(item)
             else:
                 self._act(item)
-        reported = write_metrics(self.writer, [segment.name for segment in self.segments], step.codes, self.sums)
-        metrics = write_losses(self.writer, step.codes, step.num_microbatches, self.losses, self.cotangent)
+        codes = [own[0] for own in step.codes]  # what they report is the same of every slice
+        reported = write_metrics(self.writer, [segment.name for segment in self.segments], codes, self.sums)
+        sizes = step.num_microbatches, step.num_slices
+        metrics = write_losses(self.writer, codes, sizes, self.losses, self.cotangent)
         metrics.append(self.writer.metric("weight", total))
         metrics += [self.writer.metric(name, value) for name, value in reported.items()]
         if step.optimizer is None:
@@ -230,6 +150,7 @@ class _PartWriter:
             metrics=metrics,
             contributions=self.contributions,
             losses=self.whole_losses,
+            left=self.left,
             gradients=gradients,
         )
 
@@ -256,136 +177,219 @@ class _PartWriter:
         elif kind == "W":
             self._backward_weight(stage, microbatch)
         elif first:
-            self._hand_back(stage, microbatch, [])  # there may be empty stages before it
+            self._hand_back(stage, microbatch, self._nothing())  # there may be empty stages before it
         else:
             self._backward_input(stage, microbatch)
 
-    def _context(self, m: int) -> list[int]:
-        """The context of a microbatch, made when it is first read."""
-        if m not in self.contexts:
-            code = self.step.context_code
-            names = [f"{path}.mb{m}" for path in tree.paths(self.writer.global_results(code))]
-            self.contexts[m] = self.writer.emit("context", code, self.batch_values[m], names, "", m)
-        return self.contexts[m]
+    def _context(self, piece: int) -> list[int]:
+        """The context of a piece, made when it is first read."""
+        if piece not in self.contexts:
+            names = [f"{path}.mb{piece}" for path in self._context_paths]
+            self.contexts[piece] = self.writer.emit("context", self.step.context_code, self.batch_values[piece], names, "", piece)
+        return self.contexts[piece]
+
+    @functools.cached_property
+    def _context_paths(self) -> list[str]:
+        return tree.paths(self.writer.global_results(self.step.context_code))
+
+    def _past(self, index: int, c: int) -> range:
+        """The slices that slice `c` reads in a segment, besides its own."""
+        return range(max(0, c - self.step.reach[index]), c)
+
+    def _context_read(self, index: int, m: int, c: int) -> list[int]:
+        """What a segment may read besides parameters and x: the context of its slice, and of past ones what belongs to keys."""
+        first = m * self.step.num_slices
+        own = list(self._context(first + c))
+        for j in self._past(index, c):
+            past = dict(zip(self._context_paths, self._context(first + j), strict=True))
+            own += [past[key] for key in CONTEXT_OF_PAST if key in past]
+        return own
+
+    def _here(self, held: list[Held], index: int, m: int, due: Sequence[int]) -> None:
+        """Bring back those of slices `due`, the first for now, the others so that they are on their way."""
+        for c in due:
+            if 0 <= c < len(held):
+                held[c] = held[c].fetched(self.writer, self.segments[index].name, m * self.step.num_slices + c)
+
+    def _rest(self, values: list[int], index: int, piece: int, *, last: bool) -> Held:
+        """What a slice hands on to the segment that follows: it waits until all slices of this one are done. last: of a stage."""
+        held = Held(values)
+        if not self.step.offload or self.step.num_slices == 1 or last:
+            return held
+        return held.sent(self.writer, self.segments[index].name, piece)
 
     def _forward(self, stage: int, m: int) -> None:
-        context, x, saved = self._context(m), self.inputs.pop((stage, m), []), {}
+        self._context(m * self.step.num_slices)
+        xs, saved = self.inputs.pop((stage, m), self._nothing()), self.saved.setdefault((stage, m), {})
         for index in self.pipeline.ranges[stage]:
-            segment, code = self.segments[index], self.step.codes[index]
             if self._is_whole(index, stage, m):  # it is done when its backward is due
-                saved[index], x = _Saved(x, []), []
-                continue
-            operands, x_in = [*self.gathers.parameters(segment.paths, m), *x, *context], x
-            num_x = len(code.traced.x_out)
-            names = [*[f"x{index + 1}.{m}"] * num_x, *self._reported(index, m)]
-            names += [f"r{index}.{m}.{i}" for i in range(code.num_kept)]
-            out = self.writer.emit("forward", code.forward, operands, names, segment.name, m)
-            x, reported, kept = out[:num_x], out[num_x : code.traced.num_results], out[code.traced.num_results :]
-            saved[index] = self._offloaded(_Saved(x_in, kept), segment.name, m)
-            self._report(index, m, reported)
-            self.gathers.next_use()
-        self.saved[stage, m] = saved
-        self.outputs[stage, m] = x
+                saved |= {(index, c): Saved(x) for c, x in enumerate(xs)}
+                xs = self._nothing()
+            else:
+                xs = self._forward_slices(stage, index, m, xs, saved)
+        self.outputs[stage, m] = xs
         if self._is_here(stage + 1, m):
-            self.inputs[stage + 1, m] = x
+            self.inputs[stage + 1, m] = xs
 
-    def _offloaded(self, saved: _Saved, segment: str, m: int) -> _Saved:
-        """What waits for the backward, in the memory of the host if the policy says so."""
-        if not self.step.offload:
-            return saved
-        x, kept = ([self.writer.carry("offload", v, segment, m) for v in own] for own in (saved.x, saved.kept))
-        return _Saved(x, kept, away=True)
+    def _nothing(self) -> list[Held]:
+        return [Held() for _ in range(self.step.num_slices)]
 
-    def _fetch(self, stage: int, m: int, index: int) -> None:
-        """Bring back what a segment left, if it is away."""
-        saved = self.saved[stage, m].get(index)
-        if saved is not None and saved.away:
-            name = self.segments[index].name
-            saved.x, saved.kept = ([self.writer.carry("fetch", v, name, m) for v in own] for own in (saved.x, saved.kept))
-            saved.away = False
+    def _forward_slices(self, stage: int, index: int, m: int, xs: list[Held], saved: dict[tuple[int, int], Saved]) -> list[Held]:
+        segment, name = self.segments[index], self.segments[index].name
+        num_x, last = len(self.step.boundary[index + 1]), index == self.pipeline.ranges[stage][-1]
+        params, here = self.gathers.parameters(segment.paths, m), list(xs)
+        ys: list[Held] = []
+        lefts: list[list[int]] = []
+        for c, code in enumerate(self.step.codes[index]):
+            piece = m * self.step.num_slices + c
+            self._here(here, index, m, (c, c + 1))
+            past = [v for j in self._past(index, c) for v in lefts[j]]
+            operands = [*params, *here[c].values, *past, *self._context_read(index, m, c)]
+            num_out, num_results = len(code.traced.x_out), code.traced.num_results
+            names = [*[f"x{index + 1}.{piece}"] * num_x, *[f"left{index}.{piece}"] * (num_out - num_x)]
+            names += [*self._reported(index, piece), *(f"r{index}.{piece}.{i}" for i in range(code.num_kept))]
+            out = self.writer.emit("forward", code.forward, operands, names, name, piece)
+            lefts.append(out[num_x:num_out])
+            self.left |= {v: (name, piece, n) for n, v in enumerate(lefts[c])}
+            own = [xs[c], Held(out[num_results:]), Held(lefts[c])]
+            x, kept, left = [held.sent(self.writer, name, piece) for held in own] if self.step.offload else own
+            saved[index, c] = Saved(x, kept, left)
+            ys.append(self._rest(out[:num_x], index, piece, last=last))
+            self._report(index, piece, out[num_out:num_results])
+        self.gathers.next_use()
+        return ys
 
-    def _before(self, stage: int, m: int, index: int) -> _Saved:
-        """What a segment's forward left for its backward; that of the segment whose turn is next is on its way then."""
-        for due in (index, index - 1):
-            self._fetch(stage, m, due)
-        return self.saved[stage, m][index]
+    def _before(self, stage: int, m: int, index: int, c: int) -> Saved:
+        """What a slice's forward left for its backward; that of the one whose turn is next is on its way then."""
+        saved = self.saved[stage, m]
+        for at in ((index, c), (index, c - 1) if c else (index - 1, self.step.num_slices - 1)):
+            if at not in saved:
+                continue
+            name, first = self.segments[at[0]].name, m * self.step.num_slices
+            own = saved[at]
+            own.x, own.kept = (held.fetched(self.writer, name, first + at[1]) for held in (own.x, own.kept))
+            for j in self._past(*at):
+                saved[at[0], j].left = saved[at[0], j].left.fetched(self.writer, name, first + j)
+        return saved[index, c]
+
+    def _primals(self, stage: int, m: int, index: int, c: int, params: list[int]) -> list[int]:
+        """Parameters, x, what past slices left, context."""
+        saved = self.saved[stage, m]
+        past = [v for j in self._past(index, c) for v in saved[index, j].left.values]
+        return [*params, *saved[index, c].x.values, *past, *self._context_read(index, m, c)]
 
     def _backward(self, stage: int, m: int) -> None:
-        dx = self.cotangents.pop((stage, m), [])
+        dxs = self.cotangents.pop((stage, m), self._nothing())
         for index in reversed(self.pipeline.ranges[stage]):
-            segment, code, before = self.segments[index], self.step.codes[index], self._before(stage, m, index)
-            del self.saved[stage, m][index]
-            primals = [*self.gathers.parameters(segment.paths, m), *before.x, *self._context(m)]
-            cotangents = [*dx, *[self.cotangent] * len(code.traced.losses)]
-            paths = self._leaf_paths(index)
-            names = [*(f"d {path}.mb{m}" for path in paths), *[f"dx{index}.{m}"] * len(before.x)]
+            dxs = self._backward_slices(stage, m, index, dxs)
+        self._hand_back(stage, m, dxs)
+
+    def _backward_slices(self, stage: int, m: int, index: int, dys: list[Held]) -> list[Held]:
+        segment, params, last = self.segments[index], None, index == self.pipeline.ranges[stage][0]
+        paths, dxs = self._leaf_paths(index), self._nothing()
+        of_left = LeftGradients(self.writer, segment.name, self.step.num_left(index))
+        for c, code in reversed(list(enumerate(self.step.codes[index]))):
+            piece = m * self.step.num_slices + c
+            before = self._before(stage, m, index, c)
+            self._here(dys, index, m, (c, c - 1))
+            params = self.gathers.parameters(segment.paths, m) if params is None else params
+            primals = self._primals(stage, m, index, c, params)
+            cotangents = [*dys[c].values, *of_left.take(c), *[self.cotangent] * len(code.traced.losses)]
+            num_x = code.traced.num_x
+            names = [*(f"d {path}.mb{piece}" for path in paths), *self._gradient_names(index, m, c)]
             if code.whole is not None and self._is_whole(index, stage, m):
-                reported = self._reported(index, m)
-                out = self.writer.emit("backward", code.whole, [*primals, *cotangents], [*reported, *names], segment.name, m)
-                self._report(index, m, out[: len(reported)])
+                reported = self._reported(index, piece)
+                out = self.writer.emit("backward", code.whole, [*primals, *cotangents], [*reported, *names], segment.name, piece)
+                self._report(index, piece, out[: len(reported)])
                 out = out[len(reported) :]
-                self.whole_losses |= {v: (segment.name, m, n) for n, v in enumerate(self.losses[m, index])}
+                self.whole_losses |= {v: (segment.name, piece, n) for n, v in enumerate(self.losses[piece, index])}
             else:
-                operands = [*(primals[i] for i in code.reads), *before.kept, *cotangents]
-                out = self.writer.emit("backward", code.backward, operands, names, segment.name, m)
-            self._take(stage, index, out[: len(paths)], m)
-            dx = out[len(paths) :]
-            self.gathers.next_use()
-        self._hand_back(stage, m, dx)
+                operands = [*(primals[i] for i in code.reads), *before.kept.values, *cotangents]
+                out = self.writer.emit("backward", code.backward, operands, names, segment.name, piece)
+            self._take(stage, index, out[: len(paths)], piece)
+            own, past = self._own_and_past(index, out[len(out) - num_x :])
+            of_left.add(c, piece - c, self._past(index, c), past)
+            dxs[c] = self._rest(own, index, piece, last=last)
+            del self.saved[stage, m][index, c]
+        self.gathers.next_use()
+        return dxs
+
+    def _gradient_names(self, index: int, m: int, c: int) -> list[str]:
+        """Of the gradients of x, and of what past slices left."""
+        first, num_left = m * self.step.num_slices, self.step.num_left(index)
+        own = [f"dx{index}.{first + c}"] * len(self.step.boundary[index])
+        return own + [f"dleft{index}.{first + j}" for j in self._past(index, c) for _ in range(num_left)]
+
+    def _own_and_past(self, index: int, grads: list[int]) -> tuple[list[int], list[int]]:
+        num_x = len(self.step.boundary[index])
+        return grads[:num_x], grads[num_x:]
 
     def _backward_input(self, stage: int, m: int) -> None:
-        dx = self.cotangents.pop((stage, m), [])
+        dys = self.cotangents.pop((stage, m), self._nothing())
         for index in reversed(self.pipeline.ranges[stage]):
-            segment, code, before = self.segments[index], self.step.codes[index], self._before(stage, m, index)
-            split = split_segment(code)
-            primals = [*self.gathers.parameters(segment.paths, m), *before.x, *self._context(m)]
-            before.dy = [*dx, *[self.cotangent] * len(code.traced.losses)]
-            operands = [
-                *(primals[i] for i in split.input_reads),
-                *(before.kept[i] for i in split.input_kept),
-                *(before.dy[i] for i in split.input_cotangents),
-            ]
-            names = [*[f"dx{index}.{m}"] * len(before.x), *(f"c{index}.{m}.{i}" for i in range(split.num_crossing))]
-            out = self.writer.emit("backward_input", split.input, operands, names, segment.name, m)
-            dx, before.crossing = out[: len(before.x)], out[len(before.x) :]
+            segment, params, last = self.segments[index], None, index == self.pipeline.ranges[stage][0]
+            dxs, of_left = self._nothing(), LeftGradients(self.writer, segment.name, self.step.num_left(index))
+            for c, code in reversed(list(enumerate(self.step.codes[index]))):
+                piece, split = m * self.step.num_slices + c, split_segment(code)
+                before = self._before(stage, m, index, c)
+                self._here(dys, index, m, (c, c - 1))
+                params = self.gathers.parameters(segment.paths, m) if params is None else params
+                primals = self._primals(stage, m, index, c, params)
+                before.dy = [*dys[c].values, *of_left.take(c), *[self.cotangent] * len(code.traced.losses)]
+                operands = [
+                    *(primals[i] for i in split.input_reads),
+                    *(before.kept.values[i] for i in split.input_kept),
+                    *(before.dy[i] for i in split.input_cotangents),
+                ]
+                names = [*self._gradient_names(index, m, c), *(f"c{index}.{piece}.{i}" for i in range(split.num_crossing))]
+                out = self.writer.emit("backward_input", split.input, operands, names, segment.name, piece)
+                num_x = code.traced.num_x
+                own, past = self._own_and_past(index, out[:num_x])
+                before.crossing = out[num_x:]
+                of_left.add(c, piece - c, self._past(index, c), past)
+                dxs[c] = self._rest(own, index, piece, last=last)
             self.gathers.next_use()
-        self._hand_back(stage, m, dx)
+            dys = dxs
+        self._hand_back(stage, m, dys)
 
     def _backward_weight(self, stage: int, m: int) -> None:
-        saved = self.saved.pop((stage, m))
         for index in reversed(self.pipeline.ranges[stage]):
-            segment, code, before = self.segments[index], self.step.codes[index], saved.pop(index)
-            split = split_segment(code)
-            assert before.dy is not None and before.crossing is not None
-            primals = [*self.gathers.parameters(segment.paths, m), *before.x, *self._context(m)]
-            operands = [
-                *(primals[i] for i in split.weight_reads),
-                *(before.kept[i] for i in split.weight_kept),
-                *before.crossing,
-                *(before.dy[i] for i in split.weight_cotangents),
-            ]
-            names = [f"d {path}.mb{m}" for path in self._leaf_paths(index)]
-            out = self.writer.emit("backward_weight", split.weight, operands, names, segment.name, m)
-            self._take(stage, index, out, m)
+            segment, params = self.segments[index], self.gathers.parameters(self.segments[index].paths, m)
+            for c, code in reversed(list(enumerate(self.step.codes[index]))):
+                piece, split = m * self.step.num_slices + c, split_segment(code)
+                before = self.saved[stage, m][index, c]
+                assert before.dy is not None and before.crossing is not None
+                primals = self._primals(stage, m, index, c, params)
+                operands = [
+                    *(primals[i] for i in split.weight_reads),
+                    *(before.kept.values[i] for i in split.weight_kept),
+                    *before.crossing,
+                    *(before.dy[i] for i in split.weight_cotangents),
+                ]
+                names = [f"d {path}.mb{piece}" for path in self._leaf_paths(index)]
+                out = self.writer.emit("backward_weight", split.weight, operands, names, segment.name, piece)
+                self._take(stage, index, out, piece)
+                del self.saved[stage, m][index, c]
             self.gathers.next_use()
 
-    def _reported(self, index: int, m: int) -> list[str]:
+    def _reported(self, index: int, piece: int) -> list[str]:
         """Names of a segment's losses and metrics."""
-        traced = self.step.codes[index].traced
-        return [f"{name}.{index}.{m}" for name in (*traced.losses, *traced.metrics)]
+        traced = self.step.codes[index][0].traced
+        return [f"{name}.{index}.{piece}" for name in (*traced.losses, *traced.metrics)]
 
-    def _report(self, index: int, m: int, values: list[int]) -> None:
-        """Take a segment's losses, and add its metrics to those of other microbatches."""
-        num_losses, name = len(self.step.codes[index].traced.losses), self.segments[index].name
-        self.losses[m, index], metrics = values[:num_losses], values[num_losses:]
+    def _report(self, index: int, piece: int, values: list[int]) -> None:
+        """Take a segment's losses, and add its metrics to those of other pieces."""
+        traced, name = self.step.codes[index][0].traced, self.segments[index].name
+        num_losses = len(traced.losses)
+        self.losses[piece, index], metrics = values[:num_losses], values[num_losses:]
         if metrics and index in self.sums:
-            names = [f"{metric}.{index}" for metric in self.step.codes[index].traced.metrics]
-            metrics = self.writer.add(self.sums[index], metrics, names, name, m)
+            names = [f"{metric}.{index}" for metric in traced.metrics]
+            metrics = self.writer.add(self.sums[index], metrics, names, name, piece)
         self.sums[index] = metrics
 
     def _is_whole(self, index: int, stage: int, m: int) -> bool:
         """Whether a segment's forward and backward are one: it gives losses only, and its backward is not cut in two."""
-        return self.step.codes[index].whole is not None and (stage, m) in self.undivided
+        return self.step.codes[index][0].whole is not None and (stage, m) in self.undivided
 
     def _leaf_paths(self, index: int) -> list[str]:
         return [path for unit in self._units_of(index) for path in unit.paths]
@@ -393,46 +397,51 @@ class _PartWriter:
     def _units_of(self, index: int) -> list[Unit]:
         return [self.step.units[path] for path in self.segments[index].paths]
 
-    def _take(self, stage: int, index: int, grads: list[int], m: int) -> None:
+    def _take(self, stage: int, index: int, grads: list[int], piece: int) -> None:
         """Add a segment's gradients to their sums."""
         segment = self.segments[index]
         use = segment.name + "'" * self.copies[stage]
-        self.contributions |= {v: (path, use, m) for v, path in zip(grads, self._leaf_paths(index), strict=True)}
+        self.contributions |= {v: (path, use, piece) for v, path in zip(grads, self._leaf_paths(index), strict=True)}
         for unit in self._units_of(index):
-            self.gradients.take(stage, index, segment.paths, unit, grads[: len(unit.leaves)], m)
+            self.gradients.take(stage, index, segment.paths, unit, grads[: len(unit.leaves)], piece)
             grads = grads[len(unit.leaves) :]
 
-    def _hand_back(self, stage: int, m: int, dx: list[int]) -> None:
-        self.input_gradients[stage, m] = dx
+    def _hand_back(self, stage: int, m: int, dxs: list[Held]) -> None:
+        self.input_gradients[stage, m] = dxs
         if self._is_here(stage - 1, m):
-            self.cotangents[stage - 1, m] = dx
+            self.cotangents[stage - 1, m] = dxs
 
     def _is_here(self, stage: int, m: int) -> bool:
         """Whether this position runs the stage on that microbatch: a value then passes without a message."""
         return Action(stage, "F", m) in self.forwards
 
     def _transfer(self, item: Transfer) -> None:
-        """Messages of one edge, one for each leaf of x."""
+        """Messages of one edge, one for each leaf of x of each slice."""
         width, m = self.step.width, item.microbatch
+        first = m * self.step.num_slices
         numbers = range(item.message * width, (item.message + 1) * width)
         name = f"stage {item.stage}"
         if item.op == "send":
-            values = (self.outputs if item.kind == "F" else self.input_gradients).pop((item.stage, m))
+            held = (self.outputs if item.kind == "F" else self.input_gradients).pop((item.stage, m))
+            values = [v for own in held for v in own.values]
             for value, number in zip(values, numbers, strict=False):
-                self.writer.send(value, number, item.peer, name, m, f"->{item.peer} {item.kind}")
+                self.writer.send(value, number, item.peer, name, first, f"->{item.peer} {item.kind}")
             self.messages[item.message] = values
         elif item.op == "recv":
             own = self.pipeline.ranges[item.stage]
             index, prefix = (own.start, "x") if item.kind == "F" else (own.stop, "dx")
+            leaves, queue = self.step.boundary[index], f"<-{item.peer} {item.kind}"
+            places = [(c, x, spec) for c in range(self.step.num_slices) for x, spec in leaves]
             values = [
-                self.writer.receive(f"{prefix}{index}.{m}", x, spec, number, item.peer, name, m, f"<-{item.peer} {item.kind}")
-                for (x, spec), number in zip(self.step.boundary[index], numbers, strict=False)
+                self.writer.receive(f"{prefix}{index}.{first + c}", x, spec, number, item.peer, name, first, queue)
+                for (c, x, spec), number in zip(places, numbers, strict=False)
             ]
-            (self.inputs if item.kind == "F" else self.cotangents)[item.stage, m] = values
+            held = [Held(values[c * len(leaves) : (c + 1) * len(leaves)]) for c in range(self.step.num_slices)]
+            (self.inputs if item.kind == "F" else self.cotangents)[item.stage, m] = held
             self.messages[item.message] = values
         else:
             for value, number in zip(self.messages.pop(item.message), numbers, strict=False):
-                self.writer.wait(value, number, item.peer, name, m)
+                self.writer.wait(value, number, item.peer, name, first)
 
     def _holders(self, unit: Unit) -> list[int]:
         """Positions along pp that hold the unit, in the order of its uses."""

@@ -135,10 +135,13 @@ def _predict_part(program: "Program", position: int, hardware: Hardware | None) 
 def _host_bytes(program: "Program", part: "Part") -> int:
     """The most bytes that are in the memory of the host at once."""
     now = most = 0
+    there: set[int] = set()
     for step in part.instructions:
-        if step.op in ("offload", "fetch"):
-            now += program.values[step.inputs[0]].bytes * (1 if step.op == "offload" else -1)
-            most = max(most, now)
+        if step.op == "offload":
+            there.add(step.outputs[0])
+            now += program.values[step.outputs[0]].bytes
+        most = max(most, now)
+        now -= sum(program.values[v].bytes for v in step.frees if v in there)
     return most
 
 

@@ -103,7 +103,8 @@ class Instruction:
     """One step of the program: `outputs = kind(inputs)`, then `frees` are gone.
 
     op is one of context, weight, forward, backward, backward_input, backward_weight, gather, reduce, accumulate, offload, fetch,
-    send, recv, wait, losses, finish, metrics, norm, update. `segment` says where in the chain, `microbatch` which one (-1: all).
+    send, recv, wait, losses, finish, metrics, norm, update. `segment` says where in the chain, `microbatch` which one (-1: all),
+    `slice` which part of its rows, where they are cut into several.
 
     send and recv only post a message, whose number is the same at both ends; `peer` is the other end's position along pp. A sent
     value stays whole, and a received one may not be read, until the `wait` of the message.
@@ -119,6 +120,14 @@ class Instruction:
     queue: str = "compute"
     message: int = -1
     peer: int = -1
+    slice: int = -1
+
+    @property
+    def where(self) -> str:
+        """Which microbatch, and which slice of its rows, as text shows it: `mb0`, `mb0.2`, or nothing."""
+        if self.microbatch < 0:
+            return ""
+        return f"mb{self.microbatch}" + (f".{self.slice}" if self.slice >= 0 else "")
 
 
 @dataclass(frozen=True)
@@ -136,10 +145,11 @@ class Leaf:
 class Part:
     """What all ranks at one position along pp do.
 
-    state_in / state_out: parameters then optimizer slots, by path, before and after the step; batch: by (key, microbatch).
+    state_in / state_out: parameters then optimizer slots, by path, before and after the step; batch: by (key, piece).
     scalars:              values given by the host each step: lr, step.
-    contributions:        values that backward segments give as gradients: (parameter path, use, microbatch).
-    losses:               values that they give as losses, where nothing was left to do before: (segment, microbatch, which).
+    contributions:        values that backward segments give as gradients: (parameter path, use, piece).
+    losses:               values that they give as losses, where nothing was left to do before: (segment, piece, which).
+    left:                 values that a slice leaves to later ones of its rows: (segment, piece, which).
     gradients:            the finished gradient of each parameter, by path.
     """
 
@@ -151,6 +161,7 @@ class Part:
     metrics: list[Leaf]
     contributions: dict[int, tuple[str, str, int]]
     losses: dict[int, tuple[str, int, int]]
+    left: dict[int, tuple[str, int, int]]
     gradients: dict[str, int]
 
     def reads(self) -> Iterator[Leaf]:
@@ -166,6 +177,7 @@ class Program:
 
     values: of all parts, numbered through. parts: by position along pp. schedule: per position along pp its actions, in order.
     order_parts: in how many parts a sequence is dealt out to the ranks that share it, see `mpar.arrange.sequence_order`.
+    num_slices: into how many slices the rows of a microbatch are cut: its pieces, which are numbered through.
     """
 
     mesh: Mesh
@@ -175,7 +187,13 @@ class Program:
     num_microbatches: int
     schedule: list[list[Action]]
     order_parts: int = 1
+    num_slices: int = 1
     info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_pieces(self) -> int:
+        """Slices of all microbatches."""
+        return self.num_microbatches * self.num_slices
 
     def position(self, rank: int) -> int:
         """The position of a rank along pp."""

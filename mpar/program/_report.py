@@ -18,21 +18,23 @@ __all__ = ["widest", "write_losses", "write_metrics"]
 def write_losses(
     writer: Writer,
     codes: Sequence[SegmentCode],
-    num_microbatches: int,
+    sizes: tuple[int, int],
     losses: Mapping[tuple[int, int], list[int]],
     cotangent: int,
 ) -> list[Leaf]:
     """The mean loss of the batch, each microbatch's part of it, and the mean of every other loss by its name.
 
-    losses: by (microbatch, segment), those that this part has. cotangent: one over the weight of the batch.
+    sizes: of the step, microbatches and the slices of each. losses: by (piece, segment), those that this part has.
+    cotangent: one over the weight of the batch.
     """
+    num_microbatches, num_slices = sizes
     entries = [(i, n) for i, code in enumerate(codes) for n in range(len(code.traced.losses))]
-    order = [(m, i, n) for m in range(num_microbatches) for i, n in entries]
+    order = [(piece, i, n) for piece in range(num_microbatches * num_slices) for i, n in entries]
     mine = [entry for entry in order if entry[:2] in losses]
     dtype = widest([codes[i].forward.out_values[len(codes[i].traced.x_out) + n].dtype for i, n in entries])
-    values = [losses[m, i][n] for m, i, n in mine]
+    values = [losses[piece, i][n] for piece, i, n in mine]
     vector = writer.spread("all losses", values, [[entry] for entry in mine], order, dtype, op="finish")
-    columns = [codes[i].traced.losses[n] for i, n in entries]
+    columns = [codes[i].traced.losses[n] for i, n in entries] * num_slices
     kinds = sorted(set(columns), key=lambda name: (name != "loss", name))
 
     def finish(losses: Tensor, cotangent: Tensor) -> list[Tensor]:

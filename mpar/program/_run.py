@@ -134,7 +134,7 @@ class RankRun:
             if kind.source and name in used
         }
         self._state = {leaf.path: _local(program, leaf) for leaf in part.state_in}
-        self._batch = {_key(leaf): _all_microbatches(program, *_local(program, leaf)) for leaf in part.batch}
+        self._batch = {_key(leaf): _all_pieces(program, *_local(program, leaf)) for leaf in part.batch}
         calls = [functions[step.kind] if step.kind in functions else self._message(step) for step in part.instructions]
         if self.device.type == "cuda":
             calls = issue_on_streams(calls, plan_streams(part.instructions, program.values, program.kinds), self.device)
@@ -177,7 +177,7 @@ class RankRun:
         return receive
 
     def __call__(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
-        """One step. `batch` has this rank's rows, microbatch after microbatch. Takes over the tensors of `state`.
+        """One step. `batch` is what `batch_rows` gives, piece after piece. Takes over the tensors of `state`.
 
         Returns the new state and metrics: loss (mean), microbatch_losses, weight, grad_norm, and lr as used. Raises ShapeError,
         listing all offenders, if the batch or the state is not what the program was compiled for; `state` is whole then.
@@ -229,14 +229,12 @@ class RankRun:
                 del env[value]
 
     def _rows(self, leaf: "Leaf", batch: Mapping[str, Tensor]) -> Tensor:
-        microbatch, rows = int(leaf.path.rpartition(".")[2]), self.program.values[leaf.value].shape[0]
-        if batch[_key(leaf)].ndim == 1:
-            return batch[_key(leaf)]
-        return batch[_key(leaf)][microbatch * rows : (microbatch + 1) * rows]
+        piece, rows = int(leaf.path.rpartition(".")[2]), self.program.values[leaf.value].shape[0]
+        return batch[_key(leaf)][piece * rows : (piece + 1) * rows]
 
 
 def _key(leaf: "Leaf") -> str:
-    """The batch key of a leaf, whose path is `<key>.<microbatch>`."""
+    """The batch key of a leaf, whose path is `<key>.<piece>`."""
     return leaf.path.rpartition(".")[0]
 
 
@@ -244,8 +242,9 @@ def _local(program: "Program", leaf: "Leaf") -> Expected:
     return leaf.dtype, program.values[leaf.value].shape
 
 
-def _all_microbatches(program: "Program", dtype: torch.dtype, shape: tuple[int, ...]) -> Expected:
-    return dtype, (shape[0] * program.num_microbatches, *shape[1:]) if len(shape) > 1 else shape
+def _all_pieces(program: "Program", dtype: torch.dtype, shape: tuple[int, ...]) -> Expected:
+    """A batch entry on a rank, from that of one piece: pieces one after the other; the order of positions is that of all rows."""
+    return dtype, (shape[0] * (program.num_pieces if len(shape) > 1 else program.num_slices), *shape[1:])
 
 
 def _check(what: str, expected: Mapping[str, Expected], given: Mapping[str, Tensor]) -> None:
@@ -292,25 +291,30 @@ def init_state(program: "Program", params: Any, rank: int | None = None) -> Stat
 def batch_rows(program: "Program", batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     """The rows of a global batch (microbatches one after the other) that `rank` works on, and of these its positions.
 
-    Where ranks share a sequence, "order" says which positions it has. Raises ShapeError, listing all offenders, if the batch is
-    not what the program was compiled for.
+    Slices of a microbatch follow one another as rows. Where there are several, or ranks share a sequence, "order" says which
+    positions they have. Raises ShapeError, listing all offenders, if the batch is not what the program was compiled for.
     """
     first = {_key(leaf): leaf for leaf in program.batch if leaf.path.endswith(".0")}
+    expected = {key: _whole_batch(program, leaf) for key, leaf in first.items()}
     if "order" in first and "order" not in batch:
-        order = sequence_order(first["order"].shape[0], program.order_parts)
+        own = sequence_order(first["order"].shape[0], program.order_parts)
+        order = torch.cat([own + c * len(own) for c in range(program.num_slices)])
+        _check("this batch", {key: x for key, x in expected.items() if key != "order"}, batch)
         batch = {key: x if program.order_parts == 1 else x[:, order] for key, x in batch.items()} | {"order": order}
-    _check("this batch", {key: _all_microbatches(program, leaf.dtype, leaf.shape) for key, leaf in first.items()}, batch)
+    _check("this batch", expected, batch)
     out = {}
     for key, leaf in first.items():
-        rows = leaf.shape[0]
-        if len(leaf.shape) == 1:
-            out[key] = shard(batch[key], leaf.spec, program.mesh, rank)
-            continue
-        parts = [
-            shard(batch[key][m * rows : (m + 1) * rows], leaf.spec, program.mesh, rank) for m in range(program.num_microbatches)
-        ]
-        out[key] = torch.cat(parts)
+        pieces = batch[key].split(leaf.shape[0])
+        if len(leaf.shape) > 1:
+            pieces = [piece for rows in pieces for piece in rows.split(leaf.shape[1], 1)]
+        out[key] = torch.cat([shard(piece, leaf.spec, program.mesh, rank) for piece in pieces])
     return out
+
+
+def _whole_batch(program: "Program", leaf: "Leaf") -> Expected:
+    """The global batch entry of which `leaf` is one piece."""
+    *rows, length = leaf.shape
+    return leaf.dtype, (*(n * program.num_microbatches for n in rows), length * program.num_slices)
 
 
 def simulate(program: "Program", state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:

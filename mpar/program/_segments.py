@@ -34,6 +34,7 @@ from mpar.strategy import Strategy
 __all__ = [
     "Code",
     "SegmentCode",
+    "Slices",
     "compile_function",
     "compile_segment",
     "cut",
@@ -97,6 +98,10 @@ class SegmentCode:
     ranked: RankGraph
     recompute: RecomputePolicy
     kernels: Kernels
+
+
+Slices = tuple[SegmentCode, ...]
+"""The code of a segment for each slice of a microbatch's rows; where slices see nothing of each other it is one."""
 
 
 def trace_segment(

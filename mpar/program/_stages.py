@@ -8,7 +8,7 @@ from typing import Any
 from mpar.errors import ConfigError, ProgramError
 from mpar.mesh import Mesh
 from mpar.program._predict import Hardware, segment_time
-from mpar.program._segments import SegmentCode
+from mpar.program._segments import Slices
 from mpar.program._split import split_segment
 from mpar.schedules import Action, Costs, Transfer, actions, auto_actions, lower, num_stages, stage_ranges, timeline, verify
 from mpar.schedules import num_microbatches as count_microbatches
@@ -65,7 +65,7 @@ class Pipeline:
         return [(index, copy, at) for index in users for copy, at in enumerate(self.positions[self.stage_of(index)])]
 
 
-Context = tuple[Sequence[str], Sequence[SegmentCode], Mesh, Hardware]
+Context = tuple[Sequence[str], Sequence[Slices], Mesh, Hardware]
 """Names and code of the segments, on which mesh, and whose costs count."""
 
 
@@ -74,7 +74,7 @@ def make_pipeline(
     mesh: Mesh,
     num_microbatches: int,
     names: Sequence[str],
-    codes: Sequence[SegmentCode],
+    codes: Sequence[Slices],
     hardware: Hardware,
     *,
     backward: bool = True,
@@ -166,30 +166,34 @@ def _ranges(schedule: Schedule, stages: int, context: Context) -> tuple[range, .
     names, codes, mesh, hardware = context
     whole = None
     if schedule.layout == "balance":
-        whole = [sum(segment_time(half.kind, mesh, hardware) for half in (code.forward, code.backward)) for code in codes]
+        whole = [
+            sum(segment_time(half.kind, mesh, hardware) for code in own for half in (code.forward, code.backward))
+            for own in codes
+        ]
     return stage_ranges(names, stages, schedule.layout, costs=whole)
 
 
-def stage_costs(ranges: Sequence[range], codes: Sequence[SegmentCode], mesh: Mesh, hardware: Hardware, *, split: bool) -> Costs:
+def stage_costs(ranges: Sequence[range], codes: Sequence[Slices], mesh: Mesh, hardware: Hardware, *, split: bool) -> Costs:
     """Predicted costs of stages. Without `split` nothing runs I or W, which are not compiled then: halves stand for them.
 
     The first stage's backward is all W: nobody waits for the gradient of its input. What gives losses only is done whole then.
     """
     forward, whole, first, second, held, left, sent = [], [], [], [], [], [], []
     for own in ranges:
-        before = [code.forward for code in (codes[i] for i in own) if split or code.whole is None]
-        after = [code.backward if split else code.whole or code.backward for code in (codes[i] for i in own)]
+        slices = [code for i in own for code in codes[i]]
+        before = [code.forward for code in slices if split or code.whole is None]
+        after = [code.backward if split else code.whole or code.backward for code in slices]
         forward.append(sum(segment_time(code.kind, mesh, hardware) for code in before))
         whole.append(sum(segment_time(code.kind, mesh, hardware) for code in after))
         held.append(sum(_bytes(code.out_values) for code in before))
         deferred = own.start == 0
-        halves = [split_segment(codes[i]) for i in own] if split and not deferred else []
+        halves = [split_segment(code) for code in slices] if split and not deferred else []
         first.append(sum(segment_time(half.input.kind, mesh, hardware) for half in halves) if split else whole[-1] / 2)
         second.append(sum(segment_time(half.weight.kind, mesh, hardware) for half in halves) if split else whole[-1] / 2)
         if deferred:
             first[-1], second[-1] = 0.0, whole[-1]
         left.append(held[-1] if not halves else sum(_bytes(half.weight.in_values) for half in halves))
-        x = codes[own[-1]].traced.x_out if len(own) else ()
+        x = [value for code in codes[own[-1]] for value in code.traced.x_out] if len(own) else []
         sent.append(hardware.link_latency_s + _bytes(x) / hardware.link_bytes_per_s)
     return Costs(
         forward,

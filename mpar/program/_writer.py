@@ -27,8 +27,8 @@ __all__ = ["Writer", "like"]
 class Writer:
     """A program while it grows."""
 
-    def __init__(self, mesh: Mesh, table: AxisTable, kernels: Kernels) -> None:
-        self.mesh, self.table, self.kernels = mesh, table, kernels
+    def __init__(self, mesh: Mesh, table: AxisTable, kernels: Kernels, num_slices: int = 1) -> None:
+        self.mesh, self.table, self.kernels, self.num_slices = mesh, table, kernels, num_slices
         self.values: list[Value] = []
         self.instructions: list[Instruction] = []
         self.kinds: dict[str, Kind] = {}
@@ -84,10 +84,13 @@ class Writer:
         inputs: Sequence[int],
         names: Sequence[str],
         segment: str = "",
-        microbatch: int = -1,
+        piece: int = -1,
         queue: str = "compute",
     ) -> list[int]:
-        """Add an instruction; its results share storages with each other and with operands as the code says."""
+        """Add an instruction; its results share storages with each other and with operands as the code says.
+
+        piece: of the batch, which it works on: `microbatch * num_slices + slice`; -1 for none.
+        """
         memory = code.kind.memory
         storages = {local: self.values[v].storage for local, v in zip(memory.inputs, inputs, strict=True)}
         outputs = []
@@ -96,22 +99,29 @@ class Writer:
                 storages[local] = self.storage()
             outputs.append(self.value(name, x, spec, storages[local]))
         kind = self._register(code)
-        self.instructions.append(Instruction(op, kind, tuple(inputs), tuple(outputs), (), segment, microbatch, queue))
+        self._add(Instruction(op, kind, tuple(inputs), tuple(outputs), (), segment, piece, queue))
         return outputs
 
-    def send(self, value: int, message: int, peer: int, segment: str, microbatch: int, queue: str) -> None:
-        """Post a message that holds `value`."""
-        self._message("send", (value,), (), value, message, peer, segment, microbatch, queue)
+    def _add(self, step: Instruction) -> None:
+        """Add an instruction whose microbatch is the number of a piece."""
+        if self.num_slices > 1 and step.microbatch >= 0:
+            microbatch, part = divmod(step.microbatch, self.num_slices)
+            step = replace(step, microbatch=microbatch, slice=part)
+        self.instructions.append(step)
 
-    def receive(self, name: str, x: Tensor, spec: P, message: int, peer: int, segment: str, microbatch: int, queue: str) -> int:
+    def send(self, value: int, message: int, peer: int, segment: str, piece: int, queue: str) -> None:
+        """Post a message that holds `value`."""
+        self._message("send", (value,), (), value, message, peer, segment, piece, queue)
+
+    def receive(self, name: str, x: Tensor, spec: P, message: int, peer: int, segment: str, piece: int, queue: str) -> int:
         """Post the receipt of a message into a new value that looks like the local tensor `x`."""
         value = self.value(name, x, spec)
-        self._message("recv", (), (value,), value, message, peer, segment, microbatch, queue)
+        self._message("recv", (), (value,), value, message, peer, segment, piece, queue)
         return value
 
-    def wait(self, value: int, message: int, peer: int, segment: str, microbatch: int) -> None:
+    def wait(self, value: int, message: int, peer: int, segment: str, piece: int) -> None:
         """Wait until the message that sends or brings `value` is done."""
-        self._message("wait", (value,), (), value, message, peer, segment, microbatch, "compute")
+        self._message("wait", (value,), (), value, message, peer, segment, piece, "compute")
 
     def _message(
         self,
@@ -122,7 +132,7 @@ class Writer:
         message: int,
         peer: int,
         segment: str,
-        microbatch: int,
+        piece: int,
         queue: str,
     ) -> None:
         v = self.values[value]
@@ -130,16 +140,16 @@ class Writer:
         name = f"{op} {str(v.dtype).removeprefix('torch.')} {shape}"
         if name not in self.kinds:
             self.kinds[name] = message_kind(name, op, v)
-        self.instructions.append(Instruction(op, name, inputs, outputs, (), segment, microbatch, queue, message, peer))
+        self._add(Instruction(op, name, inputs, outputs, (), segment, piece, queue, message, peer))
 
-    def carry(self, op: str, value: int, segment: str, microbatch: int) -> int:
+    def carry(self, op: str, value: int, segment: str, piece: int) -> int:
         """A copy of `value` in the memory of the host ("offload"), or of the device again ("fetch")."""
         v = self.values[value]
         name = f"{op} {str(v.dtype).removeprefix('torch.')} {'x'.join(map(str, v.shape)) or 'scalar'}"
         if name not in self.kinds:
             self.kinds[name] = carry_kind(name, op, v)
         copy = self.value(v.name, torch.empty(v.shape, dtype=v.dtype, device="meta"), v.spec)
-        self.instructions.append(Instruction(op, name, (value,), (copy,), (), segment, microbatch, "host"))
+        self._add(Instruction(op, name, (value,), (copy,), (), segment, piece, "host"))
         return copy
 
     def _register(self, code: Code) -> str:
@@ -187,7 +197,7 @@ class Writer:
         key = name if len(distinct) == 1 and leaves[0].dtype == dtypes[0] else f"{name} to {to}{which}"
         return self.function(key, cast, (list(leaves),), source, target)
 
-    def add(self, left: list[int], right: list[int], names: list[str], segment: str = "", microbatch: int = -1) -> list[int]:
+    def add(self, left: list[int], right: list[int], names: list[str], segment: str = "", piece: int = -1) -> list[int]:
         """`left + right`, value by value, on each rank: pending sums stay pending. `left` is not read afterwards: the sum is
         written over it, unless something else lies there."""
 
@@ -200,7 +210,7 @@ class Writer:
             args, specs = (self.globals(left), self.globals(right)), self.specs([*left, *right])
             name, passes = ("add to", (overwrite_operands,)) if over else ("add", ())
             self.sums[like] = self.function(name, add, args, specs, self.specs(left), passes=passes)
-        out = self.emit("accumulate", self.sums[like], [*left, *right], names, segment, microbatch)
+        out = self.emit("accumulate", self.sums[like], [*left, *right], names, segment, piece)
         if over:
             self.overwritten.update(left)
         return out
