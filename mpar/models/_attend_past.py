@@ -1,12 +1,8 @@
-"""Attention of a slice of rows to itself and to the slices before it, merged by log-sum-exp.
-
-It is what a ring does along ranks, done along time (Yao et al. 2024, arXiv:2408.16978, section 4, cut sequences so).
-"""
+"""Attention of slices of rows: to themselves, and to the keys and values that earlier slices of the same rows left."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mpar import ops
@@ -21,40 +17,14 @@ def attend_past(
     v_BSKH: Tensor,
     past: Sequence[tuple[Tensor, Tensor]],
     context: Mapping[str, Tensor],
-    sinks_N: Tensor | None = None,
     **how: Any,
 ) -> Tensor:
     """(B, S, N, H): causal attention within a document to the keys and values of this slice, and to those of each in `past`.
 
-    `context` may have order (S,) and documents (B, S), also those of past slices, whose positions all come before these. `how` is
-    window, scale and soft_cap of `ops.attention`. Parts are added up in float32 or wider.
+    `context` may have order (S,) and documents (B, S), also those of past slices. `how` is what else `ops.attention_parts` takes.
     """
-    order_S, documents_BS = context.get("order"), context.get("documents")
-    out_BSNH, lse_BSN = ops.attention(
-        q_BSNH,
-        k_BSKH,
-        v_BSKH,
-        q_order=order_S,
-        k_order=order_S,
-        q_documents=documents_BS,
-        k_documents=documents_BS,
-        sinks=sinks_N,
-        causal=True,
-        **how,
-    )
-    if past:
-        out_BSNH = out_BSNH.to(torch.promote_types(out_BSNH.dtype, torch.float32))
-    for i, (k_BMKH, v_BMKH) in enumerate(past):
-        part_BSNH, part_BSN = ops.attention(
-            q_BSNH,
-            k_BMKH,
-            v_BMKH,
-            q_order=order_S,
-            k_order=context[of_past("order", i)],
-            q_documents=documents_BS,
-            k_documents=context.get(of_past("documents", i)),
-            causal=False,
-            **how,
-        )
-        out_BSNH, lse_BSN = ops.merge_attention(out_BSNH, lse_BSN, part_BSNH, part_BSN)
-    return out_BSNH.to(q_BSNH.dtype)
+    before = [
+        ops.KeyPart(k, v, context[of_past("order", i)], context.get(of_past("documents", i))) for i, (k, v) in enumerate(past)
+    ]
+    own = ops.KeyPart(k_BSKH, v_BSKH, context.get("order"), context.get("documents"))
+    return ops.attention_parts(q_BSNH, own, before, **how)

@@ -145,9 +145,9 @@ def attend_slice(
     q_BSNH = ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head"))
     k_BSKH = ops.constrain(k_BSKH, ("batch", "attend_kv_seq", "attend_kv_heads", "head"))
     v_BSKH = ops.constrain(v_BSKH, ("batch", "attend_kv_seq", "attend_kv_heads", "head"))
-    how = {"window": config.window, "scale": config.scale, "soft_cap": config.soft_cap}
     before = [(left.k_BMKH, left.v_BMKH) for left in past]
-    out_BSNH = attend_past(q_BSNH, k_BSKH, v_BSKH, before, context, params.sinks_N, **how)
+    how = {"sinks_N": params.sinks_N, "window": config.window, "scale": config.scale, "soft_cap": config.soft_cap}
+    out_BSNH = attend_past(q_BSNH, k_BSKH, v_BSKH, before, context, **how)
     left = cast(Any, AttentionLeft)(k_BSKH, v_BSKH)
     return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), left
 

@@ -4,6 +4,7 @@ from mpar.ops._adamw import adamw, adamw_many
 from mpar.ops._add_layer_norm import add_layer_norm
 from mpar.ops._add_rms_norm import add_rms_norm
 from mpar.ops._attention import attention
+from mpar.ops._attention_parts import KeyPart, attention_parts
 from mpar.ops._causal_conv1d import causal_conv1d
 from mpar.ops._constrain import constrain, name
 from mpar.ops._cross_entropy import cross_entropy
@@ -36,11 +37,13 @@ from mpar.ops._widen import widen
 __all__ = [
     "PRIMITIVES",
     "Key",
+    "KeyPart",
     "adamw",
     "adamw_many",
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "attention_parts",
     "causal_conv1d",
     "combine",
     "constrain",
