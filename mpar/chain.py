@@ -25,7 +25,8 @@ class Carry:
            floating tensors, or None; `past` is a tuple of what earlier ones left, oldest first. Of these the context has
            CONTEXT_OF_PAST too, as far as it has them, under the keys that `of_past` gives.
     axes:  logical axes of the leaves of left.
-    reach: how many positions a position sees, itself among them; None: all before it. Slices out of reach are not in `past`.
+    reach: of how many positions a position reads what is left, itself among them, as of a window; None: of all before it.
+           Slices out of reach are not in `past`. 2 is enough for a state, which every slice leaves anew.
     """
 
     fn: Callable[[tuple, Any, Any, tuple], tuple]

@@ -1,7 +1,7 @@
 """The Mamba-2 mixer (Dao and Gu 2024, arXiv:2405.21060, sections 6 and 7): convolution, state-space scan, gated norm."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,11 +9,22 @@ import torch
 from torch import Tensor
 
 from mpar import ops
-from mpar.chain import Axes
+from mpar.chain import Axes, of_past
 from mpar.errors import ConfigError
-from mpar.tree import struct
+from mpar.tree import map_leaves, struct
 
-__all__ = ["MAMBA_AXES", "Mamba", "MambaConfig", "MambaState", "init_mamba_leaf", "mamba", "mamba_shapes", "mamba_step"]
+__all__ = [
+    "MAMBA_AXES",
+    "MAMBA_LEFT_AXES",
+    "Mamba",
+    "MambaConfig",
+    "MambaState",
+    "init_mamba_leaf",
+    "mamba",
+    "mamba_shapes",
+    "mamba_slice",
+    "mamba_step",
+]
 
 
 HEADS: Axes = ("batch", "attend_seq", "attend_heads", "head")  # where attention over the same heads would have queries, and keys
@@ -131,6 +142,14 @@ class MambaState:
     scan_BNHK: Tensor
 
 
+MAMBA_LEFT_AXES = cast(Any, MambaState)(
+    conv_x_BTNH=(HEADS[0], None, *HEADS[2:]),
+    conv_b_BTGK=(GROUPS[0], None, *GROUPS[2:]),
+    conv_c_BTGK=(GROUPS[0], None, *GROUPS[2:]),
+    scan_BNHK=(HEADS[0], *HEADS[2:], None),
+)
+
+
 def mamba_shapes(config: MambaConfig, hidden_size: int) -> Mamba:
     """The parameters with a tuple of sizes for each leaf."""
     D, N, H, G, K, W = hidden_size, config.num_heads, config.head_size, config.num_groups, config.state_size, config.conv_width
@@ -165,20 +184,41 @@ def mamba(params: Mamba, config: MambaConfig, x_BSD: Tensor, context: Mapping[st
 
     Raises ConfigError if the context has an order: tokens that are permuted cannot be scanned.
     """
+    _check_order(context)
+    return _run(params, config, x_BSD, context.get("documents"), None)[0]
+
+
+def mamba_slice(
+    params: Mamba, config: MambaConfig, x_BSD: Tensor, context: Mapping[str, Tensor], past: Sequence[MambaState]
+) -> tuple[Tensor, MambaState]:
+    """The same where `x_BSD` are slices of rows, and the state after them; `past` has that after the slice before, if there is one.
+
+    A document that begins with the slice has no past.
+    """
+    _check_order(context)
+    documents_BS, state = context.get("documents"), past[-1] if past else None
+    if state is not None and documents_BS is not None:
+        goes_on_B1 = context[of_past("documents", len(past) - 1)][:, -1:] == documents_BS[:, :1]
+        state = map_leaves(lambda x: torch.where(goes_on_B1[..., None, None], x, 0.0), state)
+    return mamba_step(params, config, x_BSD, state, documents_BS)
+
+
+def mamba_step(
+    params: Mamba, config: MambaConfig, x_BSD: Tensor, state: MambaState | None, documents_BS: Tensor | None = None
+) -> tuple[Tensor, MambaState]:
+    """The layer applied to the tokens that follow those of `state` (None: the first of all), and the state after them."""
+    out_BSD, inputs, scan_BNHK = _run(params, config, x_BSD, documents_BS, state)
+    old = _parts(state)[:3]
+    kept = (_last(x, before, config.conv_width - 1) for x, before in zip(inputs, old, strict=True))
+    return out_BSD, cast(Any, MambaState)(*kept, scan_BNHK)
+
+
+def _check_order(context: Mapping[str, Tensor]) -> None:
     if "order" in context:
         raise ConfigError(
             "cannot scan a sequence whose tokens are permuted: mamba layers need the sequence in its own order.\n"
             "Use strategy.sequence=contiguous, or no context parallelism."
         )
-    return _run(params, config, x_BSD, context.get("documents"), None)[0]
-
-
-def mamba_step(params: Mamba, config: MambaConfig, x_BSD: Tensor, state: MambaState | None) -> tuple[Tensor, MambaState]:
-    """The layer applied to the tokens that follow those of `state` (None: the first of all), and the state after them."""
-    out_BSD, inputs, scan_BNHK = _run(params, config, x_BSD, None, state)
-    old = _parts(state)[:3]
-    kept = (_last(x, before, config.conv_width - 1) for x, before in zip(inputs, old, strict=True))
-    return out_BSD, cast(Any, MambaState)(*kept, scan_BNHK)
 
 
 def _parts(state: MambaState | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -188,7 +228,9 @@ def _parts(state: MambaState | None) -> tuple[Tensor | None, Tensor | None, Tens
 
 
 def _last(x: Tensor, before: Tensor | None, count: int) -> Tensor:
-    """The last `count` of the values `before` and `x` together; zeros come before all."""
+    """The last `count` of the values `before` and `x` together; zeros come before all. Nothing else is kept with them."""
+    if x.shape[1] >= count:
+        return x[:, x.shape[1] - count :].clone(memory_format=torch.contiguous_format)
     ahead = x.new_zeros((x.shape[0], count, *x.shape[2:])) if before is None else before
     return torch.cat([ahead, x], 1)[:, x.shape[1] :]
 

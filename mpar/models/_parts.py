@@ -36,7 +36,18 @@ from mpar.models._latent_attention import (
     latent_slice,
     latent_step,
 )
-from mpar.models._mamba import MAMBA_AXES, Mamba, MambaConfig, MambaState, init_mamba_leaf, mamba, mamba_shapes, mamba_step
+from mpar.models._mamba import (
+    MAMBA_AXES,
+    MAMBA_LEFT_AXES,
+    Mamba,
+    MambaConfig,
+    MambaState,
+    init_mamba_leaf,
+    mamba,
+    mamba_shapes,
+    mamba_slice,
+    mamba_step,
+)
 from mpar.models._moe import MOE_AXES, MoeConfig, moe, moe_shapes, updated_choice_bias
 
 __all__ = ["PARTS", "Part", "Update", "apply_part", "part_of"]
@@ -83,7 +94,7 @@ class Part:
     slice:    `fn(params, config, x_BSD, context, past)` -> `(y_BSD, left)`: the same as apply where `x_BSD` are slices of rows,
               see `mpar.chain.Carry`; left_axes: logical axes of left. None for mixers that need the whole row, and for parts in
               which positions see nothing of each other.
-    reach:    `fn(config)`: how many positions a position sees, itself among them; None for all before it.
+    reach:    `fn(config)`: of how many positions a position reads what is left, itself among them; None for all before it.
     init:     `fn(config, leaf, key, bounds, dtype)`: the part within `bounds` (a range for each dim) of a fresh leaf, or None
               where it starts as its name says. Every element depends on `key` and its global index alone.
     """
@@ -123,7 +134,17 @@ PARTS: dict[type, Part] = {
         slice=latent_slice,
         left_axes=LATENT_LEFT_AXES,
     ),
-    MambaConfig: Part(mamba_shapes, MAMBA_AXES, mamba, "mamba", step=_mamba_step, init=init_mamba_leaf),
+    MambaConfig: Part(
+        mamba_shapes,
+        MAMBA_AXES,
+        mamba,
+        "mamba",
+        step=_mamba_step,
+        slice=mamba_slice,
+        left_axes=MAMBA_LEFT_AXES,
+        reach=lambda config: 2,  # itself and the state before it
+        init=init_mamba_leaf,
+    ),
     MoeConfig: Part(moe_shapes, MOE_AXES, moe, "mlp", updates=_moe_updates),
     MlpConfig: Part(mlp_shapes, FEED_FORWARD_AXES, mlp, "mlp"),
 }
