@@ -191,7 +191,7 @@ def mamba(params: Mamba, config: MambaConfig, x_BSD: Tensor, context: Mapping[st
 def mamba_slice(
     params: Mamba, config: MambaConfig, x_BSD: Tensor, context: Mapping[str, Tensor], past: Sequence[MambaState]
 ) -> tuple[Tensor, MambaState]:
-    """The same where `x_BSD` are slices of rows, and the state after them; `past` has that after the slice before, if there is one.
+    """The same where `x_BSD` are slices of rows, and the state after them; `past` has that of the slice before, if there is one.
 
     A document that begins with the slice has no past.
     """
