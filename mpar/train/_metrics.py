@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import json
-import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -82,7 +81,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The highest memory of this process so far: resident on the host, or allocated on its CUDA device."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # VmHWM, which Linux gives in KiB
+    lines = (
+        Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    )  # ru_maxrss begins at the parent's
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 class MetricsFile:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -20,6 +22,12 @@ from mpar.train import (
 )
 from mpar.train.curve import draw_experts
 
+BALLAST = """
+import subprocess, sys
+ballast = b"x" * 2**30
+subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
+"""
+PEAK = "import torch; from mpar.train._metrics import peak_memory_bytes; print(peak_memory_bytes(torch.device('cpu')))"
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 8,
@@ -146,3 +154,12 @@ def test_picture_of_experts(tmp_path):
     assert path is not None
     assert path.read_bytes()[:4] == b"\x89PNG"
     assert not (tmp_path / "none.png").exists()
+
+
+def test_the_peak_of_a_process_is_its_own():
+    """A launcher that took a GiB does not show in the memory of a rank that it started; what the rank takes does."""
+    done = subprocess.run([sys.executable, "-c", BALLAST, PEAK], capture_output=True, text=True, check=True)
+    assert 2**26 < int(done.stdout) < 2**30
+    more = PEAK.replace("; print", "; ballast = b'x' * 2**30; print")
+    done = subprocess.run([sys.executable, "-c", more], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 2**30
