@@ -211,16 +211,19 @@ def sequence_order(length: int, num_parts: int) -> Tensor:
     return parts[dealt].flatten() if num_parts > 1 else torch.arange(length)
 
 
-def check_sequence(strategy: Strategy, mesh: Mesh, length: int, *, dealt: bool) -> None:
+def check_sequence(strategy: Strategy, mesh: Mesh, length: int, *, dealt: bool, num_slices: int = 1) -> None:
     """Raise ShapeError, with the lengths that would do, unless ranks get equal parts of a sequence.
 
-    dealt: whether the model lets its positions be dealt out.
+    length: of a sequence, or, where it is cut into `num_slices`, of one slice. dealt: whether the model lets its positions be
+    dealt out.
     """
     ranks = mesh.axis_size(tuple({*strategy.compute.get("seq", ()), *strategy.compute.get("residual_seq", ())}))
     parts = math.lcm(ranks, num_order_parts(strategy, mesh) if dealt else 1)
     if length % parts:
+        length, parts = length * num_slices, parts * num_slices
         longer = -(-length // parts) * parts
-        how = f"{ranks} ranks share a sequence" + (", in two parts each" if parts > ranks else "")
+        what = "a sequence" if num_slices == 1 else f"each of the {num_slices} slices of a sequence"
+        how = f"{ranks} ranks share {what}" + (", in two parts each" if parts > ranks * num_slices else "")
         raise ShapeError(
             f"strategy {strategy.name!r} on {mesh} cannot divide a sequence of {length} positions: {how}, so that its length "
             f"must be a multiple of {parts}.\nUse {longer} ({longer - length} positions of padding)"

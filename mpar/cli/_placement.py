@@ -60,16 +60,17 @@ def _sequence(strategy: Strategy, mesh: Mesh, program: Program, rank: int, metho
     axes = mesh.ordered(set(strategy.compute["seq"]))
     if not axes:
         return []
-    length, ranks = program.info["batch"]["tokens"][1], mesh.axis_size(axes)
+    length, ranks = program.info["batch"]["tokens"][1] // program.num_slices, mesh.axis_size(axes)
     own = length // ranks
     start = mesh.index(rank, axes) * own
     places = sequence_order(length, program.order_parts)[start : start + own]
     ends = [-1, *(places.diff() != 1).nonzero().flatten().tolist(), own - 1]
     runs = [f"{places[a + 1]:,} to {places[b]:,}" for a, b in itertools.pairwise(ends)]
     how = "zigzag: " if program.order_parts > 1 else ""
+    each, first = (" of each slice", " of the first") if program.num_slices > 1 else ("", "")
     return [
         f"sequence    over {' x '.join(axes)}, {ranks} ranks; {method}; "
-        f"rank {rank} has {own:,} positions, {how}{' and '.join(runs)}"
+        f"rank {rank} has {own:,} positions{each}, {how}{' and '.join(runs)}{first}"
     ]
 
 

@@ -131,6 +131,7 @@ def _compare(config: TrainConfig) -> None:
     candidates = try_schedules(config, plan.compare, hardware, pictures=plan.timeline is not None)
     text = _render(comparison(candidates, hardware))
     title = f"{config.model.name}, {make_mesh(config)}, {config.strategy.name}, {num_microbatches(config)} microbatches"
+    title += f", {config.schedule.num_slices} slices" * (config.schedule.num_slices > 1)
     say(f"{title}\n\n{text}")
     if plan.out is not None:
         _write(plan.out, f"{title}\n\n{text}")
@@ -172,7 +173,7 @@ def _overview(config: TrainConfig, program: Program, hardware: Hardware) -> str:
             f"strategy    {config.strategy.name}, gradients reduced {_REDUCED[program.info['reduce']]}; {config.precision.name}; "
             f"recompute {config.recompute.kind}",
             f"batch       {rows:,} sequence{'s' * (rows > 1)} of {length:,} positions in {program.num_microbatches} "
-            f"microbatch{'es' * (program.num_microbatches > 1)}",
+            f"microbatch{'es' * (program.num_microbatches > 1)}{_slices(program)}",
             *placement(model, strategy, program, config.plan.rank),
             f"program     {len(program.instructions):,} instructions of {len(program.kinds)} kinds, verified; "
             f"{sum(kind.num_nodes for kind in program.kinds.values()):,} graph nodes; replicated fallbacks: {fallbacks}",
@@ -184,6 +185,12 @@ def _overview(config: TrainConfig, program: Program, hardware: Hardware) -> str:
             "",
         ]
     )
+
+
+def _slices(program: Program) -> str:
+    """Into what the rows of a microbatch are cut."""
+    number, length = program.num_slices, program.info["batch"]["tokens"][1]
+    return f", {number} slices{' each,' * (program.num_microbatches > 1)} of {length // number:,} positions" if number > 1 else ""
 
 
 def _on_host(prediction: Prediction) -> str:

@@ -135,11 +135,12 @@ class DecoderConfig:
         if any(part_of(layer.mixer).slice is None for layer in (*self.layers, *mtp)):
             return "its layers scan a row from the first token to the last."
         if any(depends_on_length(rope) for _, rope in self.ropes):
-            return "its positions turn otherwise in longer rows, whose length a slice does not know."
-        if any(getattr(part, "side_losses", False) for part in parts):
+            return "its RoPE turns positions otherwise in longer rows, and a slice does not know how long its row is."
+        looks = dict.fromkeys(option for part in parts for option in getattr(part, "of_all_tokens", ()))
+        if looks:
             return (
-                "its routers look at all tokens of a microbatch: for a capacity, a balanced choice, or a loss.\n"
-                "Use a router without these; choice_bias, which DeepSeek-V3 has, balances without a loss."
+                f"its routers look at all tokens of a microbatch, for {', '.join(looks)}.\n"
+                "Use routers (model.router) without; the choice_bias of DeepSeek-V3 balances without a loss."
             )
         return None
 

@@ -81,8 +81,14 @@ class MoeConfig:
     @property
     def side_losses(self) -> bool:
         """Whether it needs context["weight"]: for losses beside the main one, or to know a batch with labels from generation."""
-        looks = self.kind != "topk" or self.capacity_factor is not None
-        return looks or any(getattr(self, name) for name in SIDE_LOSSES)
+        return bool(self.of_all_tokens)
+
+    @property
+    def of_all_tokens(self) -> tuple[str, ...]:
+        """The options, `name=value`, with which it looks at all tokens of a microbatch, or has a loss of them."""
+        looks = [f"kind={self.kind}"] * (self.kind != "topk")
+        looks += [f"capacity_factor={self.capacity_factor}"] * (self.capacity_factor is not None)
+        return *looks, *(f"{name}={getattr(self, name)}" for name in SIDE_LOSSES if getattr(self, name))
 
     def capacity(self, num_tokens: int) -> int:
         """Rows that an expert takes of a group of so many tokens; there must be a `capacity_factor`."""

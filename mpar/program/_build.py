@@ -286,10 +286,17 @@ def _piece_values(model: Chain, batch_shape: BatchShape, num_microbatches: int, 
         raise ConfigError(f"cannot cut a step into {num_microbatches} microbatches: {whole}")
     lengths = {key: shape[1] for key, shape in shapes.items()}
     if not isinstance(num_slices, int) or num_slices < 1 or any(n % num_slices for n in lengths.values()):
-        raise ShapeError(f"cannot cut rows of {lengths} positions into {num_slices} equal slices")
+        found = " and ".join(f"{n:,}" for n in sorted(set(lengths.values())))
+        raise ShapeError(
+            f"cannot cut rows of {found} positions into {num_slices} equal slices.\n"
+            f"Use a num_slices that divides {found} (schedule.num_slices in a configuration); 1 leaves rows whole."
+        )
     whole = getattr(model, "whole_rows", "it does not say what its segments leave from one slice to the next (whole_rows).")
     if num_slices > 1 and whole is not None:
-        raise ConfigError(f"cannot cut the rows of this model into {num_slices} slices: {whole}\nUse num_slices=1.")
+        raise ConfigError(
+            f"cannot cut the rows of this model into {num_slices} slices: {whole}\n"
+            "num_slices=1 (schedule.num_slices in a configuration) leaves rows whole."
+        )
     return {
         key: torch.empty((shape[0] // num_microbatches, shape[1] // num_slices), dtype=dtype, device="meta")
         for key, (shape, dtype) in batch_shape.items()
@@ -303,7 +310,7 @@ def _order_sequence(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[st
     """
     lengths = {x.shape[1] for x in batch.values()}
     for length in lengths:
-        check_sequence(strategy, mesh, length, dealt="order" in model.batch_axes)
+        check_sequence(strategy, mesh, length, dealt="order" in model.batch_axes, num_slices=num_slices)
     shared = mesh.axis_size(strategy.compute.get("seq", ())) > 1
     if "order" not in model.batch_axes or (not shared and num_slices == 1):
         return 1

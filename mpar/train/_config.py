@@ -119,6 +119,9 @@ class ScheduleConfig:
     num_microbatches: int | None = key(
         "parts into which a batch is cut; null: 1 without pipeline, else 2 * mesh.pp", default=None
     )
+    num_slices: int = key(
+        "parts of a microbatch's sequences, equally long, which every layer takes one after the other: memory of one", default=1
+    )
     num_chunks: int | None = key("stages of each rank; null: as many as the schedule is made for", default=None)
     layout: str | tuple[int, ...] | None = key(
         "segments of each stage: null is even, `balance` by cost, letters `Et*3|(tt|)*29,m|L`, or layers of each stage",

@@ -22,8 +22,9 @@ DEEP = [*SMALL, "model.config.num_hidden_layers=6", "data.batch_size=8", "schedu
         ["mesh=pp2", "strategy=ddp", "schedule.layout=balance"],
         ["mesh=pp2", "strategy=ddp", "schedule.layout='E|tttttt||L'", "schedule=zbv"],
         ["mesh=pp2_fsdp2", "strategy=zero3", "schedule=interleaved", "model.config.tie_word_embeddings=true"],
+        ["mesh=pp2", "strategy=ddp", "schedule=zbv", "schedule.num_slices=2"],
     ],
-    ids=["v", "auto", "dual", "balance", "letters", "tied"],
+    ids=["v", "auto", "dual", "balance", "letters", "tied", "slices"],
 )
 def test_parameters_lie_where_training_has_them(how):
     """Stages are the training's, and every parameter that evaluation reads is on the same ranks in the same shards."""
@@ -31,6 +32,7 @@ def test_parameters_lie_where_training_has_them(how):
     training = compile_program(config)
     evaluation = compile_evaluation(config, training)
     assert evaluation.info["stage_of"] == training.info["stage_of"]
+    assert evaluation.num_slices == config.schedule.num_slices
     for ours, theirs in zip(evaluation.parts, training.parts, strict=True):
         held = {leaf.path: (leaf.spec, leaf.shape, leaf.dtype) for leaf in theirs.state_in}
         assert all(held[leaf.path] == (leaf.spec, leaf.shape, leaf.dtype) for leaf in ours.state_in)
