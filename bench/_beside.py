@@ -28,16 +28,16 @@ OURS = {"mpar": None, "mpar_gloo": "backend"}
 """Names of our programs, and the transport they are bound with: shared memory where there is one, or gloo's collectives."""
 
 
-def save_program(path: Path, model: models.Model, mesh: Mesh, strategy: Strategy, cfg: Any, clip: float) -> None:
-    """Compile the peers' training step for ranks that load no compiler."""
+def save_program(path: Path, model: models.Model, mesh: Mesh, strategy: Strategy, cfg: Any, clip: float, **how: Any) -> None:
+    """Compile the peers' training step for ranks that load no compiler; `how` is what else `compile_step` takes."""
     optimizer = AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, decay="all", clip_norm=clip)
-    path.write_bytes(pickle.dumps(compile_step(model, optimizer, mesh, strategy, (cfg.batch, cfg.seq))))
+    path.write_bytes(pickle.dumps(compile_step(model, optimizer, mesh, strategy, (cfg.batch, cfg.seq), **how)))
 
 
 def program_step(name: str, folder: Path, workload: ModuleType, cfg: Any, rank: int) -> Callable[[], torch.Tensor]:
-    """The step of `mpar:method` or `mpar_gloo:method`, from `method.pickle` and `params.pt`."""
+    """The step of `mpar:method` or `mpar_gloo:method`, from `method.pickle` (with a space for a slash) and `params.pt`."""
     who, _, method = name.partition(":")
-    program = pickle.loads((folder / f"{method}.pickle").read_bytes())
+    program = pickle.loads((folder / f"{method.replace('/', ' ')}.pickle").read_bytes())
     return make_step(program, torch.load(folder / "params.pt", mmap=True), workload, cfg, rank, OURS[who])
 
 

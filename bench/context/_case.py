@@ -18,6 +18,8 @@ VARIANTS = (
     *(peer for peers in PEERS.values() for peer in peers),
 )
 PAIRS = {f"{ours}:{method}": PEERS[method] for ours in ("mpar", "mpar_gloo") for method in METHODS}
+PAIRS |= {f"mpar:{method}/{slices}": (f"mpar:{method}",) for method in METHODS for slices in (2, 4, 8)}
+"""Who is compared with whom; `ring/4` is the ring with rows in 4 slices, beside the same without."""
 
 
 def sized(cfg: Any, seq: int, batch: int) -> Any:

@@ -36,9 +36,11 @@ def run(
 
     def save(work: Path) -> None:
         model = build_model(cfg, workload)
-        for method in {name.partition(":")[2] for name in variants if name.partition(":")[0] in OURS}:
+        for name in {name.partition(":")[2] for name in variants if name.partition(":")[0] in OURS}:
+            method, _, slices = name.partition("/")
             strategy = replace(preset("ddp"), context_parallel=method)
-            save_program(work / f"{method}.pickle", model, Mesh(cp=ranks), strategy, cfg, workload.CLIP)
+            how = {"num_slices": int(slices or 1)}
+            save_program(work / f"{name.replace('/', ' ')}.pickle", model, Mesh(cp=ranks), strategy, cfg, workload.CLIP, **how)
         torch.save(initial_params(cfg, workload), work / "params.pt")
 
     arguments = {"peers": folder, "config": config, "variants": ",".join(variants), "seq": seq, "batch": batch}

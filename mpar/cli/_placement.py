@@ -19,6 +19,8 @@ def placement(model: Model, strategy: Strategy, program: Program, rank: int) -> 
     """A line each on the sequence, the experts, and storage rules that are not used, where there is something to say."""
     mesh, chosen = program.info["public_mesh"], program.info["context_parallel"]
     by_time = ", by predicted time" if strategy.context_parallel == "auto" else ""
+    if by_time and program.info["refused"]:
+        by_time += f" of what can be (not {', '.join(program.info['refused'])})"
     strategy = replace(strategy, context_parallel=chosen or strategy.context_parallel)
     strategy, mesh = arrange(strategy, mesh, model.abstract_params, model.param_axes)
     sizes = dim_sizes(model.abstract_params, model.param_axes)

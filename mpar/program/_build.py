@@ -164,6 +164,7 @@ def _compile(
             "public_mesh": public_mesh,
             "strategy": strategy.name,
             "context_parallel": strategy.context_parallel if mesh.axis_size(strategy.compute.get("seq", ())) > 1 else None,
+            "refused": placed.refused,
             "reduce": "each" if strategy.reduces_each else "last",
             "batch": {key: _of_microbatch(value, num_slices) for key, value in batch.items()},
             "recompute": recompute.kind,
@@ -191,6 +192,7 @@ class _Placed:
     weight: Code
     codes: list[Slices]
     boundary: list[list[tuple[Tensor, P]]]
+    refused: tuple[str, ...] = ()  # ways to divide attention that were tried, and cannot be
 
 
 def _of_microbatch(x: Tensor, num_slices: int) -> tuple[int, ...]:
@@ -224,22 +226,21 @@ def _place(
     if strategy.context_parallel != "auto" or not shared:
         return _place_as_said(model, strategy, *how)
     found: list[_Placed] = []
-    refused: Exception | None = None
+    refused: dict[str, Exception] = {}
     for method in CONTEXT_PARALLEL:
         try:
             found.append(_place_as_said(model, replace(strategy, context_parallel=method), *how))
         except (ConfigError, ShapeError, ShardingError) as error:
-            refused = refused or error
+            refused[method] = error
     if not found:
-        assert refused is not None
-        raise refused
+        raise next(iter(refused.values()))
 
     def time(placed: _Placed) -> float:
         codes = (code for slices in placed.codes for code in slices)
         kinds = (kind for code in codes for kind in (code.forward.kind, code.backward.kind))
         return sum(segment_time(kind, placed.mesh, hardware) for kind in kinds)
 
-    return min(found, key=time)
+    return replace(min(found, key=time), refused=tuple(refused))
 
 
 def _place_as_said(

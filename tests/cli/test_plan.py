@@ -170,6 +170,13 @@ def test_what_time_decided_is_told(capsys):
         assert re.search(rf"sequence +over cp, 2 ranks; {told} 0 has 64 positions", capsys.readouterr().out)
 
 
+def test_ways_that_cannot_be_are_told(capsys):
+    """A length that zigzag cannot deal out leaves `auto` only the exchange of heads, and the plan says which ways it left out."""
+    assert _main.main(["plan", *MOE, "mesh.cp=2", "model.seq_len=126"]) == 0
+    told = "all_to_all: whole, by heads, by predicted time of what can be (not ring, all_gather); rank 0 has 63 positions"
+    assert told in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("how", "group"),
     [
