@@ -172,7 +172,7 @@ def test_what_time_decided_is_told(capsys):
 
 def test_ways_that_cannot_be_are_told(capsys):
     """A length that zigzag cannot deal out leaves `auto` only the exchange of heads, and the plan says which ways it left out."""
-    assert _main.main(["plan", *MOE, "mesh.cp=2", "model.seq_len=126"]) == 0
+    assert _main.main(["plan", *MOE[:-1], "mesh.cp=2", "data.seq_len=126"]) == 0
     told = "all_to_all: whole, by heads, by predicted time of what can be (not ring, all_gather); rank 0 has 63 positions"
     assert told in capsys.readouterr().out
 
