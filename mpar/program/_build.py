@@ -357,7 +357,7 @@ class _SegmentCompiler:
         x_specs: list[P] = []
         boundary: list[list[tuple[Tensor, P]]] = [[]]
         for segment in self.model.segments:
-            if self.num_slices == 1 or segment.carry is None:
+            if self.num_slices == 1 or segment.carry is None or _reach(segment, {"tokens": context["tokens"]}) == 0:
                 code = self.compile(segment, x, x_specs, context, context_specs)
                 slices = (code,) * self.num_slices
                 x = tree.unflatten(code.traced.x_structure, code.traced.x_out) if code.traced.x_out else None
