@@ -13,21 +13,29 @@ from mpar import tree
 class StorageTracker(TorchDispatchMode):
     """Counts the bytes of all live storages that it has seen; `peak` is the most there were after any op.
 
-    A primitive is one op to it (its inside is below this mode), and so is a collective (`outside`).
+    A primitive is one op to it (its inside is below this mode), and so is a collective (`outside`). What instructions put into
+    the memory of the host is not counted, if `follow` is told of every instruction.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
+        self.away = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.add(out)
         return out
 
+    def follow(self, line: int, step: Any) -> None:
+        """An instruction of a program begins."""
+        self.away = step.op == "offload"
+
     def add(self, values: Any) -> None:
         """Notice tensors, then count what is alive."""
+        if self.away:
+            return
         for value in tree.leaves(values):
             if isinstance(value, Tensor) and value.device.type == "cpu":
                 storage = value.untyped_storage()

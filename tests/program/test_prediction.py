@@ -58,7 +58,7 @@ def measured_peaks(program: Program, state: State, batch: dict[str, torch.Tensor
         tracker, part = StorageTracker(), program.part(rank)
         local = {leaf.path: shard(state.leaves[leaf.path], leaf.spec, program.mesh, rank) for leaf in part.state_in}
         rows = batch_rows(program, batch, rank)
-        run = RankRun(program, TrackedComm(comm, tracker), primitives=OPS)
+        run = RankRun(program, TrackedComm(comm, tracker), progress=tracker.follow, primitives=OPS)
         used = {step.kind for step in part.instructions}
         constants = [c for name, kind in program.kinds.items() if name in used for c in kind.constants.values()]
         tracker.add([*local.values(), *rows.values(), *constants])
