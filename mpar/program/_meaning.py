@@ -187,6 +187,8 @@ class _Meaning:
                     return f"reads {_say((what, m))}, which belongs to another microbatch"
                 if m > piece and not _is_dx(what):
                     return f"reads {_say((what, m))}, which belongs to a later slice"
+                if m >= 0 and m != piece and not _crosses_slices(what, step.segment):
+                    return f"reads {_say((what, m))}, which belongs to another slice"
         if num_slices > 1:
             why = self.check_slices(step, found)
             if why is not None:
@@ -364,6 +366,11 @@ class _Meaning:
             own = isinstance(what, tuple) and what[:2] == ("d", path)
             items[(what[2].rstrip("'") if own else _say((what, m))), m] += count
         return items
+
+
+def _crosses_slices(what: Any, segment: str) -> bool:
+    """Whether a segment may read it of another slice: what that left, gradients of what this one left, context of keys."""
+    return isinstance(what, str) or what[0] == "context" or (what[0] in ("left", "dx") and what[1] == segment)
 
 
 def _is_dx(what: Any) -> bool:
