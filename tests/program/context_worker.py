@@ -33,7 +33,9 @@ CASES: dict[str, tuple[dict, Any, torch.dtype, Mesh, dict, str | None]] = {
     "ring": (QWEN3, None, F64, Mesh(cp=4), RING, "backend"),
     "all_to_all": (QWEN3, None, F64, Mesh(cp=4), {"context_parallel": "all_to_all"}, None),
     "two_levels": (QWEN3, None, F64, Mesh(cp=4), {"context_parallel": "all_to_all+ring"}, None),
+    "slices": (QWEN3, None, F64, BOTH, RING, "backend"),
 }
+SLICES = {"slices": 2}
 OPTIMIZER = AdamW(lr=3e-3, clip_norm=1.0)
 SHAPE, NUM_STEPS = (4, 16), 20
 
@@ -53,7 +55,8 @@ def make_program(case: str, *, one_rank: bool = False) -> Program:
     config, router, dtype, mesh, options, _ = CASES[case]
     model = models.from_config(config, dtype=dtype, vocab_multiple=8, router=router)
     strategy = preset("ddp") if one_rank else replace(preset("ddp"), **options)
-    return compile_step(model, OPTIMIZER, Mesh() if one_rank else mesh, strategy, SHAPE)
+    num_slices = 1 if one_rank else SLICES.get(case, 1)
+    return compile_step(model, OPTIMIZER, Mesh() if one_rank else mesh, strategy, SHAPE, num_slices=num_slices)
 
 
 def make_params(case: str) -> Any:

@@ -29,7 +29,9 @@ CASES = {  # mesh, strategy, schedule, tied
     "gpipe_tp_sp": (Mesh(pp=2, tp=2), "tp_sp", Schedule("gpipe"), False),
     "zbv_tp_sp_tied": (Mesh(pp=2, tp=2), "tp_sp", Schedule("zbv"), True),
     "empty_stages": (Mesh(pp=4), "ddp", Schedule("zb_h1", layout=(4, 0, 0, 4)), True),
+    "zb_h1_slices": (Mesh(pp=2, fsdp=2), "zero3", Schedule("zb_h1"), False),
 }
+SLICES = {"zb_h1_slices": 2}
 TRANSPORTS = {"backend": "backend", "default": None}
 OPTIMIZER = AdamW(lr=1e-2, clip_norm=0.5)
 SHAPE, NUM_MICROBATCHES, NUM_STEPS = (16, 8), 8, 3
@@ -56,13 +58,15 @@ def make_model(case: str) -> models.Model:
 def make_program(case: str) -> Program:
     """The training step of a case."""
     mesh, strategy, schedule, _ = CASES[case]
-    return compile_step(make_model(case), OPTIMIZER, mesh, strategy, SHAPE, schedule=schedule, num_microbatches=NUM_MICROBATCHES)
+    how = {"schedule": schedule, "num_microbatches": NUM_MICROBATCHES, "num_slices": SLICES.get(case, 1)}
+    return compile_step(make_model(case), OPTIMIZER, mesh, strategy, SHAPE, **how)
 
 
 def make_eval(case: str) -> Program:
     """The loss alone, on the stages of that step."""
     mesh, strategy, schedule, _ = CASES[case]
-    return compile_eval(make_model(case), mesh, strategy, SHAPE, schedule=schedule, num_microbatches=NUM_MICROBATCHES)
+    how = {"schedule": schedule, "num_microbatches": NUM_MICROBATCHES, "num_slices": SLICES.get(case, 1)}
+    return compile_eval(make_model(case), mesh, strategy, SHAPE, **how)
 
 
 def train(case: str, transport: str | None, program: Program, evaluation: Program) -> dict:

@@ -46,7 +46,7 @@ def test_training_equals_one_rank(case, runs):
         assert abs(norm - metrics["grad_norm"]) <= 10 * bound * metrics["grad_norm"]
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "ring", "two_levels"])
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "ring", "two_levels", "slices"])
 def test_bits_equal_the_simulation(case, runs):
     """Losses, gradient norms and the state at the end are the simulator's, bit for bit."""
     program = make_program(case)
