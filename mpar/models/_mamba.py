@@ -200,7 +200,19 @@ def mamba_slice(
     if state is not None and documents_BS is not None:
         goes_on_B1 = context[of_past("documents", len(past) - 1)][:, -1:] == documents_BS[:, :1]
         state = map_leaves(lambda x: torch.where(goes_on_B1[..., None, None], x, 0.0), state)
-    return mamba_step(params, config, x_BSD, state, documents_BS)
+    out_BSD, left = mamba_step(params, config, x_BSD, state, documents_BS)
+    return out_BSD, left if documents_BS is None else _of_last_document(left, documents_BS)
+
+
+def _of_last_document(state: MambaState, documents_BS: Tensor) -> MambaState:
+    """The state after a slice without those inputs of the convolution that belong to other documents than its last token."""
+    inputs = state.conv_x_BTNH, state.conv_b_BTGK, state.conv_c_BTGK
+    count, num_kept = documents_BS.shape[1], state.conv_x_BTNH.shape[1]
+    same_BS = documents_BS == documents_BS[:, -1:]
+    older_BT = same_BS[:, :1].expand(-1, max(0, num_kept - count))  # of slices before, which left what goes on with the first
+    same_BT = torch.cat([older_BT, same_BS[:, max(0, count - num_kept) :]], 1)
+    kept = (torch.where(same_BT[..., None, None], x, 0.0) for x in inputs)
+    return cast(Any, MambaState)(*kept, state.scan_BNHK)
 
 
 def mamba_step(
