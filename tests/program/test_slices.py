@@ -112,7 +112,7 @@ def make_config(name: str) -> dict:
     return KINDS[kind].make_config(**changes).to_dict()
 
 
-ARCHITECTURES = [next(name for name, (other, _) in VARIANTS.items() if other == kind) for kind in KINDS if kind != "mamba2"]
+ARCHITECTURES = [next(name for name, (other, _) in VARIANTS.items() if other == kind) for kind in KINDS]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -122,23 +122,28 @@ def test_every_architecture_is_exact(name):
     check(without_vanishing(problem), compiled(problem, 3))
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_scans_of_short_slices_are_exact(packed):
+    """Slices shorter than what the convolution of a Mamba layer reaches back, some with documents that begin within its reach."""
+    problem = Problem(make_config("mamba2"), (4, 8), packed=packed)
+    check(problem, compiled(problem, 4))
+
+
 def test_who_refuses():
-    """Every variant of every architecture can be cut, but for scans and turns that depend on the length of a row."""
+    """Every variant of every architecture can be cut, but for turns that depend on the length of a row."""
     reasons = {name: models.from_config(make_config(name)).whole_rows for name in VARIANTS}
-    scan = {name for name, reason in reasons.items() if reason and "scan a row" in reason}
     turn = {name for name, reason in reasons.items() if reason and "turn otherwise in longer rows" in reason}
-    assert scan == {name for name, (kind, _) in VARIANTS.items() if kind == "mamba2"}
     ropes = {name: str(changes.get("rope_parameters")) for name, (_, changes) in VARIANTS.items()}
     assert turn == {name for name, rope in ropes.items() if "longrope" in rope or "dynamic" in rope}
-    assert {name for name, reason in reasons.items() if reason} == scan | turn
+    assert {name for name, reason in reasons.items() if reason} == turn
 
 
 def test_further_tokens_are_exact():
     """Multi-token prediction, whose next tokens lie in the next slice: both losses, all gradients, and numbers of experts."""
     config = {**DEEPSEEK, "num_hidden_layers": 1, "first_k_dense_replace": 0}
-    problem = Problem(config, (4, 16), router={"bias_rate": 0.01}, packed=True, mtp_loss_weight=0.3)
+    problem = Problem(config, (4, 16), router={"bias_rate": 0.01}, mtp_loss_weight=0.3)
     metrics = check(problem, compiled(problem, 2, num_microbatches=2))
-    assert metrics["mtp.expert_counts"].sum() == 2 * (problem.batch["documents"] != -1).sum()
+    assert metrics["mtp.expert_counts"].sum() == 2 * 4 * 16
 
 
 SCHEDULES = {
@@ -216,18 +221,18 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8, "max
 
 def test_memory_hardly_grows_with_the_row():
     """With twice as many slices, recomputing, and what waits in the host's memory, a position more costs keys and values of one
-    layer, their gradients and what is added to these; the parts of attention to the past of one slice, and their sums; tables.
+    layer, their gradients and what is added to these, and tables: 3 (2 K H) + 8 numbers, however wide and deep the model is.
 
-    That is 3 (2 K H) + 2 (N H + N) + 8 numbers, however wide and deep the model is. Without slices it is all that a layer makes.
+    Without slices it is all that a layer makes.
     """
-    length, N, K, H = 16, *(HEADS[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    bound = 4 * length * 8 * (6 * K * H + 2 * (N * H + N) + 8)
+    length, K, H = 16, HEADS["num_key_value_heads"], HEADS["head_dim"]
+    bound = 4 * length * 8 * (6 * K * H + 8)
     growth = {}
     for hidden, layers in ((32, 2), (64, 3)):
         growth[hidden] = peak_beside_state(8, length, hidden, layers) - peak_beside_state(4, length, hidden, layers)
         whole = [peak_beside_state(n, length, hidden, layers, whole=True) for n in (4, 8)]
         assert 7 * growth[hidden] < whole[1] - whole[0]
-    assert growth[32] == growth[64] <= bound
+        assert growth[hidden] <= bound
 
 
 @pytest.mark.parametrize("place", ["one rank", "ring", "stages"])

@@ -152,8 +152,6 @@ class Plain:
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.3], "long_factor": [1.0, 2.5], "rope_theta": 100.0}
 PHI3 = {**BASE, "model_type": "phi3", "original_max_position_embeddings": 16, "rope_scaling": LONG, "pad_token_id": None}
 DYNAMIC = {**BASE, "model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
-MAMBA2 = {"model_type": "mamba2", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16}
-MAMBA2 |= {"state_size": 6, "n_groups": 2, "chunk_size": 8}
 RING = replace(preset("ddp"), context_parallel="ring", sequence="zigzag")
 TURN = "cannot cut the rows of this model into 2 slices: its positions turn otherwise in longer rows(?s:.*)Use num_slices=1"
 ROUTERS = "cannot cut the rows(?s:.*)its routers look at all tokens of a microbatch(?s:.*)Use a router without these"
@@ -168,7 +166,6 @@ CASES = {
         ShapeError,
         "divide a slice of 4 positions, of",
     ),
-    "scan": (MAMBA2, {}, {}, ConfigError, "into 2 slices: its layers scan a row from the first token to the last"),
     "long": (PHI3, {}, {}, ConfigError, TURN),
     "dynamic": (DYNAMIC, {}, {}, ConfigError, TURN),
     "capacity": (MOE, {"capacity_factor": 1.0}, {}, ConfigError, ROUTERS),
