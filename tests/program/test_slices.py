@@ -132,7 +132,7 @@ def test_scans_of_short_slices_are_exact(packed):
 def test_who_refuses():
     """Every variant of every architecture can be cut, but for turns that depend on the length of a row."""
     reasons = {name: models.from_config(make_config(name)).whole_rows for name in VARIANTS}
-    turn = {name for name, reason in reasons.items() if reason and "turn otherwise in longer rows" in reason}
+    turn = {name for name, reason in reasons.items() if reason and "turns positions otherwise in longer rows" in reason}
     ropes = {name: str(changes.get("rope_parameters")) for name, (_, changes) in VARIANTS.items()}
     assert turn == {name for name, rope in ropes.items() if "longrope" in rope or "dynamic" in rope}
     assert {name for name, reason in reasons.items() if reason} == turn
