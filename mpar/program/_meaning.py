@@ -83,7 +83,7 @@ class _Meaning:
         self.operands: dict[Label, tuple[Label, Label]] = {}
         self.sent: dict[int, int] = {}
         self.alike: dict[tuple[str, str, int], tuple[Hashable, ...]] = {}
-        self.readers: dict[Label, Counter[int]] = {}  # of what a slice left for later ones: pieces
+        self.readers: dict[tuple[str, int], dict[int, list[int]]] = {}  # of each value that a segment's piece left: pieces
         self.losses: Counter[Label] = Counter()
         self.metrics: Counter[Label] = Counter()
         self.squared: Counter[str] = Counter()
@@ -202,19 +202,20 @@ class _Meaning:
         return f"operand {at} is {what}, unlike that of the same segment for another microbatch"
 
     def check_slices(self, step: "Instruction", found: Sequence[Label]) -> str | None:
-        """What a slice left has the gradients of all slices that read it, each once, when its backward is due."""
+        """Past slices are read in order, and what a slice left has the gradients of all that read it when its backward is due."""
         piece = self.piece(step)
+        left = [(m, what[2]) for what, m in found if isinstance(what, tuple) and what[:2] == ("left", step.segment)]
+        past = [m for what, m in found if isinstance(what, tuple) and what[0] == "context" and m != piece]
+        if left != sorted(set(left)) or past != sorted(past):
+            return "does not read what past slices left, and their context, in the order of the slices, each once"
         if step.op == "forward":
-            for label in found:
-                if isinstance(label[0], tuple) and label[0][:2] == ("left", step.segment):
-                    self.readers.setdefault(label, Counter())[piece] += 1
+            for m, number in left:
+                self.readers.setdefault((step.segment, m), {}).setdefault(number, []).append(piece)
             return None
-        wanted = [readers for ((_, segment, _), m), readers in self.readers.items() if (segment, m) == (step.segment, piece)]
-        given = [
-            Counter(m for what, m in self.terms_within(label) if _is_dx(what) and what[1] == step.segment) for label in found
-        ]
-        given = [terms for terms in given if terms]
-        if step.op == "backward_weight" or (given == wanted or (step.op == "backward_input" and all(g in wanted for g in given))):
+        wanted = [sorted(readers) for readers in self.readers.get((step.segment, piece), {}).values()]
+        terms = [[m for what, m in self.terms_within(label) if _is_dx(what) and what[1] == step.segment] for label in found]
+        given = [sorted(own) for own in terms if own]
+        if step.op == "backward_weight" or given == wanted or (step.op == "backward_input" and all(g in wanted for g in given)):
             return None
         return "does not read the gradients of what it left, each made of those of all slices that read it"
 

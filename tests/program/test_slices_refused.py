@@ -95,6 +95,20 @@ def test_what_another_microbatch_left_is_refused():
             spoiled(program, 0, [*steps[:line], changed, *steps[line + 1 :]]).verify()
 
 
+@pytest.mark.parametrize("what", ["left1.", "order.mb"])
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_past_slices_in_another_order_are_refused(op, what):
+    """Keys, or positions, of two past slices that change places."""
+    program = make_program()
+    steps = program.parts[0].instructions
+    line = find(steps, op, "layers.0", 3)
+    a, b = ([v for v in steps[line].inputs if program.values[v].name == f"{what}{c}"] for c in (0, 1))
+    assert len(a) == len(b) > 0
+    changed = reading(steps[line], dict(zip(a + b, b + a, strict=True)))
+    with pytest.raises(ProgramError, match="in the order of the slices"):
+        spoiled(program, 0, [*steps[:line], changed, *steps[line + 1 :]]).verify()
+
+
 def test_what_a_later_slice_left_is_refused():
     """A forward that comes behind that of a later slice and reads what this one left."""
     program = make_program(window=True)
