@@ -22,7 +22,7 @@ from tests.program.interpreter import Terms, Wrong, run
 QUEUES = ("direction", "pair", "single")
 NUM_MUTANTS = 2000
 
-# positions along pp, other axes, strategy, layers, tied, schedule, microbatches, the queues that messages are ordered for
+# positions along pp, other axes, strategy, layers, tied, schedule, microbatches, the queues that messages are ordered for, slices
 BASES = (
     (1, {}, "ddp", 2, True, "one_f_one_b", 3, "direction"),
     (2, {}, "ddp", 2, True, "one_f_one_b", 3, "direction"),
@@ -35,10 +35,13 @@ BASES = (
     (2, {}, "ddp", 4, False, "dual_pipe_v", 4, "single"),
     (2, {"fsdp": 2}, "zero3", 2, True, "one_f_one_b", 3, "single"),
     (2, {"fsdp": 2}, "zero3", 4, False, "zbv", 3, "direction"),
+    (1, {}, "ddp", 2, True, "one_f_one_b", 2, "direction", 4),
+    (1, {"fsdp": 2}, "zero3", 2, False, "one_f_one_b", 2, "direction", 2),
+    (2, {}, "ddp", 2, True, "zb_h1", 2, "direction", 4),
 )
 
 
-def make_program(pp, axes, strategy, layers, tied, schedule, microbatches, queues) -> Program:
+def make_program(pp, axes, strategy, layers, tied, schedule, microbatches, queues, slices=1) -> Program:
     """A training step of a tiny Llama."""
     config = {
         "model_type": "llama",
@@ -64,6 +67,7 @@ def make_program(pp, axes, strategy, layers, tied, schedule, microbatches, queue
             (4 * microbatches, 4),
             schedule=schedule,
             num_microbatches=microbatches,
+            num_slices=slices,
         )
 
 
