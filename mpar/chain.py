@@ -67,7 +67,8 @@ class Chain(Protocol):
     """What `compile_step` asks of a model.
 
     Two properties are optional: `whole_step` says why a step must be one microbatch, `whole_rows` why rows cannot be cut into
-    slices; None where nothing speaks against it. Without `whole_rows` they cannot.
+    slices; None where nothing speaks against it. Without `whole_rows` they cannot. Where they are, `context` is called with
+    `row_length=`, the positions of a whole row, besides.
     """
 
     @property

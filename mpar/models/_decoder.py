@@ -134,8 +134,6 @@ class DecoderConfig:
         parts = [part for layer in (*self.layers, *mtp) for part in layer.parts]
         if any(part_of(layer.mixer).slice is None for layer in (*self.layers, *mtp)):
             return "a mixer of its layers needs whole rows."
-        if any(depends_on_length(rope) for _, rope in self.ropes):
-            return "its RoPE turns positions otherwise in longer rows, and a slice does not know how long its row is."
         looks = dict.fromkeys(option for part in parts for option in getattr(part, "of_all_tokens", ()))
         if looks:
             return (

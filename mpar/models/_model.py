@@ -141,15 +141,15 @@ class Model:
         """
         return replace(self, config=decoder.with_mlp_chunk(self.config, chunk))
 
-    def context(self, batch: Batch) -> dict[str, Tensor]:
+    def context(self, batch: Batch, row_length: int | None = None) -> dict[str, Tensor]:
         """What segments read: tokens, RoPE tables, and of labels, documents, token_weights, order those in `batch`.
 
         Tables are (1, S, R/2); with positions in `batch` (B, S, R/2). `order` (S,) says which position of the row each place
-        holds, where the row is permuted. positions are there only for models that learn them. weight, which side losses are
-        multiplied by, is there if a layer has such losses and the batch has labels.
-        Raises DataError, ShapeError or DtypeError.
+        holds, where the row is permuted, or a slice of one of `row_length` positions. positions are there only for models that
+        learn them. weight, which side losses are multiplied by, is there if a layer has such losses and the batch has labels.
+        Raises DataError, ShapeError, DtypeError or ConfigError.
         """
-        _check(batch, (*self._row_keys, ORDER), self.max_positions)
+        _check(batch, (*self._row_keys, ORDER), self.max_positions, row_length)
         weights = [NEXT_WEIGHTS] if self.next_keys and "token_weights" in batch else []
         missing = [key for key in (*self.next_keys, *weights) if key not in batch]
         if missing and "labels" in batch:
@@ -158,7 +158,7 @@ class Model:
         context = {key: value for key, value in batch.items() if key != "positions"}
         tables_dtype = torch.promote_types(self.dtype, torch.float32)
         for name, rope in self.config.ropes:
-            tables = rope_tables(rope, tokens, positions, tables_dtype, order)
+            tables = rope_tables(rope, tokens, positions, tables_dtype, order, row_length)
             context |= zip(table_keys(name), tables, strict=True)
         if self.config.num_positions is not None:
             if positions is None:
@@ -317,7 +317,7 @@ def _fold(segments: Sequence[Segment], params: DecoderParams, context: dict[str,
     return x, total
 
 
-def _check(batch: Batch, known: Sequence[str], max_positions: int | None) -> None:
+def _check(batch: Batch, known: Sequence[str], max_positions: int | None, row_length: int | None) -> None:
     unknown = sorted(set(batch) - set(known))
     if unknown or "tokens" not in batch:
         raise DataError(f"cannot read a batch with {sorted(batch)}: it needs tokens and may have {', '.join(known[1:])}")
@@ -330,9 +330,8 @@ def _check(batch: Batch, known: Sequence[str], max_positions: int | None) -> Non
     floats = {key: value.dtype for key, value in batch.items() if key not in FLOATS and value.is_floating_point()}
     if floats:
         raise DtypeError(f"cannot read a batch with {floats}: these must be integers")
-    if (
-        max_positions is not None and shape[1] > max_positions
-    ):  # given positions too go up to there: what they are is not looked at
+    length = row_length or shape[1]
+    if max_positions is not None and length > max_positions:  # given positions too go up to there: what they are is not looked at
         raise ShapeError(
-            f"cannot read rows of {shape[1]} tokens: this model has learned {max_positions} positions; use shorter rows"
+            f"cannot read rows of {length} tokens: this model has learned {max_positions} positions; use shorter rows"
         )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mpar.errors import ConfigError
+
 __all__ = [
     "MAIN",
     "DynamicRope",
@@ -166,18 +168,29 @@ def table_keys(name: str) -> tuple[str, str]:
 
 
 def rope_tables(
-    rope: Rope, tokens_BS: Tensor, positions_BS: Tensor | None, dtype: torch.dtype, order_S: Tensor | None = None
+    rope: Rope,
+    tokens_BS: Tensor,
+    positions_BS: Tensor | None,
+    dtype: torch.dtype,
+    order_S: Tensor | None = None,
+    row_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(cos, sin)`, each (1, S, R/2) for rows that start at position 0, or (B, S, R/2) at given positions (B, S).
 
-    `order_S` is a permutation of 0, ..., S - 1: which position each place of such rows holds. `dtype` is that of the angles and
-    of the tables: float32 or wider.
+    `order_S` says which position each place of such rows holds, of `row_length` where tokens are slices of rows. `dtype` is that
+    of the angles and of the tables: float32 or wider. Raises ConfigError where the rotation depends on the length of rows, and
+    slices of them have given positions, which do not tell it.
     """
     num_positions = tokens_BS.shape[1]
+    if positions_BS is not None and row_length is not None and depends_on_length(rope):
+        raise ConfigError(
+            "cannot turn slices of rows at given positions: this RoPE depends on the last position of a row, which its slices do "
+            "not know.\nnum_slices=1 (schedule.num_slices in a configuration) leaves rows whole."
+        )
     if positions_BS is not None and isinstance(rope, (DynamicRope, LongRope)):
         frequencies = rope.frequencies_at(positions_BS, dtype)
     else:
-        frequencies = torch.tensor(list(_frequencies(rope, num_positions)), dtype=dtype, device=tokens_BS.device)
+        frequencies = torch.tensor(list(_frequencies(rope, row_length or num_positions)), dtype=dtype, device=tokens_BS.device)
     if positions_BS is None:
         positions_BS = (torch.arange(num_positions, device=tokens_BS.device) if order_S is None else order_S)[None]
     angles = positions_BS[..., None].to(dtype) * frequencies

@@ -4,10 +4,11 @@ The order of a step on a rank: weights of all microbatches; the actions of its s
 with messages to other stages between them; gradient reduction after the last use; metrics; norm; update.
 """
 
+import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -146,7 +147,7 @@ def _compile(
         context_code=placed.context,
         weight_code=placed.weight,
         codes=codes,
-        reach=[_reach(segment, batch) if num_slices > 1 else 0 for segment in model.segments],
+        reach=[_reach(segment, _length(batch)) if num_slices > 1 else 0 for segment in model.segments],
         boundary=placed.boundary,
         pipeline=pipeline,
     )
@@ -200,11 +201,15 @@ def _of_microbatch(x: Tensor, num_slices: int) -> tuple[int, ...]:
     return (*x.shape[:-1], num_slices * x.shape[-1])
 
 
-def _reach(segment: Segment, batch: Mapping[str, Tensor]) -> int:
-    """How many slices before its own one a segment reads."""
+def _length(batch: Mapping[str, Tensor]) -> int:
+    """Positions of the rows of a batch."""
+    return next(x.shape[1] for x in batch.values() if x.ndim > 1)
+
+
+def _reach(segment: Segment, length: int) -> int:
+    """How many slices, of so many positions each, before its own one a segment reads."""
     if segment.carry is None:
         return 0
-    length = next(x.shape[1] for x in batch.values() if x.ndim > 1)
     reach = segment.carry.reach
     return sys.maxsize if reach is None else -(-(reach - 1) // length)  # its first position sees reach - 1 before it
 
@@ -262,9 +267,12 @@ def _place_as_said(
     units = make_units(model, strategy, mesh, precision)
     specs = [strategy.compute_spec(model.batch_axes[key], mesh) for key in batch]
     how: dict[str, Any] = {"table": strategy.compute, "kernels": kernels}
-    context = compile_function("context", model.context, (batch,), mesh, specs, resolve=True, **how)
+    make_context: Callable = model.context
+    if num_slices > 1:
+        make_context = functools.partial(cast(Any, model).context, row_length=num_slices * _length(batch))
+    context = compile_function("context", make_context, (batch,), mesh, specs, resolve=True, **how)
     weight = compile_function("weight", model.weight, (batch,), mesh, specs, **how)
-    compiler = _SegmentCompiler(model, strategy, mesh, precision, recompute, kernels, units, num_slices)
+    compiler = _SegmentCompiler(model, strategy, mesh, precision, recompute, kernels, units, num_slices, _length(batch))
     codes, boundary = compiler.compile_all(writer.global_results(context), context.out_specs)
     return _Placed(strategy, mesh, batch, order_parts, writer, units, context, weight, codes, boundary)
 
@@ -346,6 +354,7 @@ class _SegmentCompiler:
     kernels: Kernels
     units: Mapping[str, Unit]
     num_slices: int
+    length: int
     done: dict[Any, SegmentCode] = field(default_factory=dict)
 
     def compile_all(
@@ -357,7 +366,7 @@ class _SegmentCompiler:
         x_specs: list[P] = []
         boundary: list[list[tuple[Tensor, P]]] = [[]]
         for segment in self.model.segments:
-            if self.num_slices == 1 or segment.carry is None or _reach(segment, {"tokens": context["tokens"]}) == 0:
+            if self.num_slices == 1 or segment.carry is None or _reach(segment, self.length) == 0:
                 code = self.compile(segment, x, x_specs, context, context_specs)
                 slices = (code,) * self.num_slices
                 x = tree.unflatten(code.traced.x_structure, code.traced.x_out) if code.traced.x_out else None
@@ -386,7 +395,7 @@ class _SegmentCompiler:
         left_specs: list[P] = []
         own = [key for key in CONTEXT_OF_PAST if key in context]
         for c in range(self.num_slices):
-            num_past, last = min(c, _reach(segment, {"tokens": context["tokens"]})), c + 1 == self.num_slices
+            num_past, last = min(c, _reach(segment, self.length)), c + 1 == self.num_slices
             more = {of_past(key, i): key for i in range(num_past) for key in own}
             part = replace(
                 segment,

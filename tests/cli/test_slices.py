@@ -32,9 +32,9 @@ REFUSED = {
             "Use 128 (8 positions of padding) or 112.",
         ],
     ),
-    "rotations by the length of a row": (
+    "documents that turn by the length of a row": (
         [*ONE, "model=tiny_llama", DYNAMIC, "schedule.num_slices=2"],
-        ["does not know how long its row is", WHOLE],
+        ["this RoPE depends on the last position of a row, which its slices do not know.", WHOLE],
     ),
     "losses of routers": (ROUTED, ["look at all tokens of a microbatch, for aux_loss=0.001.", "(model.router)", WHOLE]),
     "capacities": (
@@ -55,7 +55,10 @@ def test_is_refused(case, capsys):
 
 @pytest.mark.parametrize(
     "how",
-    [[*ROUTED, "model.router.aux_loss=0"], [*ONE, "model=tiny_mamba2", "data.seq_len=128", "schedule.num_slices=2"]],
+    [
+        [*ROUTED, "model.router.aux_loss=0"],
+        [*ONE, "model=tiny_mamba2", "data.seq_len=128", "schedule.num_slices=2"],
+    ],
     ids=["routers without losses", "scans"],
 )
 def test_is_planned(how, capsys):

@@ -163,11 +163,10 @@ class Plain:
         return getattr(self.model, name)
 
 
-LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.3], "long_factor": [1.0, 2.5], "rope_theta": 100.0}
-PHI3 = {**BASE, "model_type": "phi3", "original_max_position_embeddings": 16, "rope_scaling": LONG, "pad_token_id": None}
+GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 12}
+POSITIONS = {key: ((4, 16), torch.int64) for key in ("tokens", "labels", "positions")}
 DYNAMIC = {**BASE, "model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
 RING = replace(preset("ddp"), context_parallel="ring", sequence="zigzag")
-TURN = "cannot cut the rows of this model into 2 slices: its RoPE turns positions otherwise in longer rows(?s:.*)num_slices=1"
 ROUTERS = "cannot cut the rows(?s:.*)its routers look at all tokens of a microbatch, for {}(?s:.*)Use routers .* without"
 CASES = {
     "rows": (QWEN3, {}, {"num_slices": 3}, ShapeError, "cannot cut rows of 16 positions into 3 equal slices"),
@@ -180,8 +179,8 @@ CASES = {
         ShapeError,
         "of 16 positions: 4 ranks .*each of the 4 slices",
     ),
-    "long": (PHI3, {}, {}, ConfigError, TURN),
-    "dynamic": (DYNAMIC, {}, {}, ConfigError, TURN),
+    "dynamic": (DYNAMIC, {}, {"batch_shape": POSITIONS}, ConfigError, "depends on the last position of a row(?s:.*)num_slices=1"),
+    "learned": (GPT2, {}, {}, ShapeError, "cannot read rows of 16 tokens: this model has learned 12 positions"),
     "capacity": (MOE, {"capacity_factor": 1.0}, {}, ConfigError, ROUTERS.format("capacity_factor")),
     "aux_loss": (MOE, {"aux_loss": 0.1}, {}, ConfigError, ROUTERS.format("aux_loss")),
     "seq_aux_loss": (MOE, {"seq_aux_loss": 0.1}, {}, ConfigError, ROUTERS.format("seq_aux_loss")),
@@ -195,10 +194,10 @@ def test_bad_input_is_refused(case):
     """With the facts that disagree and the ways out, before anything runs."""
     config, router, options, error, message = CASES[case]
     model = models.from_config(config, dtype=torch.float64, vocab_multiple=8, router=router or None)
-    options = {"mesh": Mesh(), "strategy": "ddp", "num_slices": 2, **options}
+    options = {"mesh": Mesh(), "strategy": "ddp", "batch_shape": (4, 16), "num_slices": 2, **options}
     assert issubclass(error, MparError)
     with pytest.raises(error, match=message):
-        compile_step(model, Recorder(), batch_shape=(4, 16), **options)
+        compile_step(model, Recorder(), **options)
 
 
 def test_a_chain_must_say_that_its_rows_can_be_cut():
