@@ -105,7 +105,9 @@ class AttentionLeft:
     v_BMKH: Tensor
 
 
-ATTENTION_LEFT_AXES = cast(Any, AttentionLeft)(*[("batch", "attend_kv_seq", "attend_kv_heads", "head")] * 2)
+LEFT = ("batch", "attend_seq", "attend_kv_heads", "head")  # not gathered, if keys are while queries attend to them
+KEYS = ("batch", "attend_kv_seq", "attend_kv_heads", "head")
+ATTENTION_LEFT_AXES = cast(Any, AttentionLeft)(LEFT, LEFT)
 
 
 def attention_shapes(config: AttentionConfig, hidden_size: int) -> Attention:
@@ -143,13 +145,11 @@ def attend_slice(
     """The same where `x_BSD` are slices of rows; `past` has keys and values of those before. And what is left to later ones."""
     q_BSNH, k_BSKH, v_BSKH = _projected(params, config, x_BSD, context)
     q_BSNH = ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head"))
-    k_BSKH = ops.constrain(k_BSKH, ("batch", "attend_kv_seq", "attend_kv_heads", "head"))
-    v_BSKH = ops.constrain(v_BSKH, ("batch", "attend_kv_seq", "attend_kv_heads", "head"))
-    before = [(left.k_BMKH, left.v_BMKH) for left in past]
-    how = {"sinks_N": params.sinks_N, "window": config.window, "scale": config.scale, "soft_cap": config.soft_cap}
-    out_BSNH = attend_past(q_BSNH, k_BSKH, v_BSKH, before, context, **how)
-    left = cast(Any, AttentionLeft)(k_BSKH, v_BSKH)
-    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), left
+    own = cast(Any, AttentionLeft)(ops.constrain(k_BSKH, LEFT), ops.constrain(v_BSKH, LEFT))
+    keys, *before = ((ops.constrain(left.k_BMKH, KEYS), ops.constrain(left.v_BMKH, KEYS)) for left in (own, *past))
+    how: dict[str, Any] = {"window": config.window, "scale": config.scale, "soft_cap": config.soft_cap}
+    out_BSNH = attend_past(q_BSNH, *keys, before, context, sinks_N=params.sinks_N, **how)
+    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), own
 
 
 def attend_step(

@@ -134,6 +134,8 @@ class DecoderConfig:
         parts = [part for layer in (*self.layers, *mtp) for part in layer.parts]
         if any(part_of(layer.mixer).slice is None for layer in (*self.layers, *mtp)):
             return "a mixer of its layers needs whole rows."
+        if len({layer.sequential for layer in self.layers}) > 1:
+            return "it has layers that scan, whose positions have no order, beside others, which need it."
         looks = dict.fromkeys(option for part in parts for option in getattr(part, "of_all_tokens", ()))
         if looks:
             return (

@@ -205,10 +205,11 @@ def mamba_slice(
 
 
 def _of_last_document(state: MambaState, documents_BS: Tensor) -> MambaState:
-    """The state after a slice without those inputs of the convolution that belong to other documents than its last token."""
+    """The state after a slice without those inputs of the convolution behind which another document begins in the slice."""
     inputs = state.conv_x_BTNH, state.conv_b_BTGK, state.conv_c_BTGK
     count, num_kept = documents_BS.shape[1], state.conv_x_BTNH.shape[1]
-    same_BS = documents_BS == documents_BS[:, -1:]
+    ends_BS = torch.nn.functional.pad((documents_BS[:, 1:] != documents_BS[:, :-1]).long(), (0, 1))
+    same_BS = ends_BS.flip(1).cumsum(1).flip(1) == 0
     older_BT = same_BS[:, :1].expand(-1, max(0, num_kept - count))  # of slices before, which left what goes on with the first
     same_BT = torch.cat([older_BT, same_BS[:, max(0, count - num_kept) :]], 1)
     kept = (torch.where(same_BT[..., None, None], x, 0.0) for x in inputs)

@@ -56,5 +56,5 @@ class LeftGradients:
         """Those that slice `c` gives to each slice in `past`; `first` is the number of their microbatch's first piece."""
         for j in past:
             new, grads = grads[: self.num_left], grads[self.num_left :]
-            names = [f"dleft {self.segment}.{first + j}"] * self.num_left
+            names = [f"dleft {self.segment}"] * self.num_left
             self.sums[j] = self.writer.add(self.sums[j], new, names, self.segment, first + c) if j in self.sums else new

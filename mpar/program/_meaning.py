@@ -84,6 +84,8 @@ class _Meaning:
         self.sent: dict[int, int] = {}
         self.alike: dict[tuple[str, str, int], tuple[Hashable, ...]] = {}
         self.readers: dict[tuple[str, int], dict[int, list[int]]] = {}  # of each value that a segment's piece left: pieces
+        self.read: dict[tuple[str, int], Sequence[Label]] = {}  # by the forward of a segment's piece
+        self.own: dict[tuple[str, str], list[Any]] = {}  # by an op of a segment, of every slice itself
         self.losses: Counter[Label] = Counter()
         self.metrics: Counter[Label] = Counter()
         self.squared: Counter[str] = Counter()
@@ -179,7 +181,8 @@ class _Meaning:
         return step.microbatch if step.microbatch < 0 else step.microbatch * self.program.num_slices + max(step.slice, 0)
 
     def check_alike(self, step: "Instruction", found: Sequence[Label]) -> str | None:
-        """The same slice of the same segment reads the same for each microbatch."""
+        """The same slice of the same segment reads the same for each microbatch, of slices each its own, a backward what its
+        forward read."""
         piece, num_slices = self.piece(step), self.program.num_slices
         for label in found:
             for what, m in self.terms_within(label):
@@ -189,10 +192,10 @@ class _Meaning:
                     return f"reads {_say((what, m))}, which belongs to a later slice"
                 if m >= 0 and m != piece and not _crosses_slices(what, step.segment):
                     return f"reads {_say((what, m))}, which belongs to another slice"
-        if num_slices > 1:
-            why = self.check_slices(step, found)
-            if why is not None:
-                return why
+        why = self.check_slices(step, found) if num_slices > 1 else None
+        why = why or self.check_own(step, found)
+        if why is not None:
+            return why
         own = tuple(self.relative(label, step.microbatch * num_slices) for label in found)
         first = self.alike.setdefault((step.op, step.segment, piece % num_slices), own)
         if first == own:
@@ -200,6 +203,27 @@ class _Meaning:
         at = next((i for i, (a, b) in enumerate(zip(first, own, strict=False)) if a != b), min(len(first), len(own)))
         what = _say(found[at]) if at < len(found) else "nothing"
         return f"operand {at} is {what}, unlike that of the same segment for another microbatch"
+
+    def check_own(self, step: "Instruction", found: Sequence[Label]) -> str | None:
+        """What a forward reads of its own slice is the same for all slices. A backward reads it again, and in that order, besides
+        what its own segment made and what the next one gave back."""
+        piece = self.piece(step)
+        if step.op == "forward":
+            self.read[step.segment, piece] = found
+        if step.op == "forward" or (step.segment, piece) not in self.read:  # what is not run forward has one code for all slices
+            c = piece % self.program.num_slices
+            own = [_unnumbered(what, c) for what, m in found if m in (-1, piece) and not isinstance(what, int)]
+            if self.own.setdefault((step.op, step.segment), own) != own:
+                return "does not read the same of its own slice as another slice of the same segment"
+            return None
+        made = ("forward", step.segment), ("backward_input", step.segment), ("weight", "")
+        again = [
+            label for label in found if not isinstance(label[0], int) and label[0][:2] not in made and not _is_dx(label[0])
+        ]
+        rest = iter(self.read[step.segment, piece])
+        if all(label in rest for label in again):
+            return None
+        return "does not read what its forward read, in that order"
 
     def check_slices(self, step: "Instruction", found: Sequence[Label]) -> str | None:
         """Past slices are read in order, and what a slice left has the gradients of all that read it when its backward is due."""
@@ -372,6 +396,11 @@ class _Meaning:
 def _crosses_slices(what: Any, segment: str) -> bool:
     """Whether a segment may read it of another slice: what that left, gradients of what this one left, context of keys."""
     return isinstance(what, str) or what[0] == "context" or (what[0] in ("left", "dx") and what[1] == segment)
+
+
+def _unnumbered(what: Any, c: int) -> Any:
+    """A batch entry that all microbatches share, without the number of the slice, if that is `c`; anything else as it is."""
+    return what[0] if isinstance(what, tuple) and what[1:] == (c,) else what
 
 
 def _is_dx(what: Any) -> bool:

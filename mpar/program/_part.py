@@ -157,9 +157,9 @@ class _PartWriter:
     def _weights(self) -> tuple[int, int]:
         """The total weight of the batch, and its reciprocal: the cotangent of every loss."""
         total: int | None = None
-        for m, inputs in enumerate(self.batch_values):
-            (weight,) = self.writer.emit("weight", self.step.weight_code, inputs, [f"weight.mb{m}"], "", m)
-            total = weight if total is None else self.writer.add([total], [weight], ["weight"], "", m)[0]
+        for piece, inputs in enumerate(self.batch_values):
+            (weight,) = self.writer.emit("weight", self.step.weight_code, inputs, [f"weight.mb{self._at(piece)}"], "", piece)
+            total = weight if total is None else self.writer.add([total], [weight], ["weight"], "", piece)[0]
         assert total is not None
         code = self.writer.function(
             "total", _with_reciprocal, tuple(self.writer.globals([total])), self.writer.specs([total]), [P(), P()]
@@ -181,10 +181,15 @@ class _PartWriter:
         else:
             self._backward_input(stage, microbatch)
 
+    def _at(self, piece: int) -> str:
+        """A piece in the names of values: its microbatch, and its slice if there are several."""
+        m, c = divmod(piece, self.step.num_slices)
+        return f"{m}.{c}" if self.step.num_slices > 1 else f"{m}"
+
     def _context(self, piece: int) -> list[int]:
         """The context of a piece, made when it is first read."""
         if piece not in self.contexts:
-            names = [f"{path}.mb{piece}" for path in self._context_paths]
+            names = [f"{path}.mb{self._at(piece)}" for path in self._context_paths]
             self.contexts[piece] = self.writer.emit("context", self.step.context_code, self.batch_values[piece], names, "", piece)
         return self.contexts[piece]
 
@@ -246,8 +251,8 @@ class _PartWriter:
             past = [v for j in self._past(index, c) for v in lefts[j]]
             operands = [*params, *here[c].values, *past, *self._context_read(index, m, c)]
             num_out, num_results = len(code.traced.x_out), code.traced.num_results
-            names = [*[f"x{index + 1}.{piece}"] * num_x, *[f"left{index}.{piece}"] * (num_out - num_x)]
-            names += [*self._reported(index, piece), *(f"r{index}.{piece}.{i}" for i in range(code.num_kept))]
+            names = [*[f"x{index + 1}.{self._at(piece)}"] * num_x, *[f"left{index}.{self._at(piece)}"] * (num_out - num_x)]
+            names += [*self._reported(index, piece), *(f"r{index}.{self._at(piece)}.{i}" for i in range(code.num_kept))]
             out = self.writer.emit("forward", code.forward, operands, names, name, piece)
             lefts.append(out[num_x:num_out])
             self.left |= {v: (name, piece, n) for n, v in enumerate(lefts[c])}
@@ -296,7 +301,7 @@ class _PartWriter:
             primals = self._primals(stage, m, index, c, params)
             cotangents = [*dys[c].values, *of_left.take(c), *[self.cotangent] * len(code.traced.losses)]
             num_x = code.traced.num_x
-            names = [*(f"d {path}.mb{piece}" for path in paths), *self._gradient_names(index, m, c)]
+            names = [*(f"d {path}.mb{self._at(piece)}" for path in paths), *self._gradient_names(index, m, c)]
             if code.whole is not None and self._is_whole(index, stage, m):
                 reported = self._reported(index, piece)
                 out = self.writer.emit("backward", code.whole, [*primals, *cotangents], [*reported, *names], segment.name, piece)
@@ -317,8 +322,8 @@ class _PartWriter:
     def _gradient_names(self, index: int, m: int, c: int) -> list[str]:
         """Of the gradients of x, and of what past slices left."""
         first, num_left = m * self.step.num_slices, self.step.num_left(index)
-        own = [f"dx{index}.{first + c}"] * len(self.step.boundary[index])
-        return own + [f"dleft{index}.{first + j}" for j in self._past(index, c) for _ in range(num_left)]
+        own = [f"dx{index}.{self._at(first + c)}"] * len(self.step.boundary[index])
+        return own + [f"dleft{index}.{self._at(first + j)}" for j in self._past(index, c) for _ in range(num_left)]
 
     def _own_and_past(self, index: int, grads: list[int]) -> tuple[list[int], list[int]]:
         num_x = len(self.step.boundary[index])
@@ -341,7 +346,10 @@ class _PartWriter:
                     *(before.kept.values[i] for i in split.input_kept),
                     *(before.dy[i] for i in split.input_cotangents),
                 ]
-                names = [*self._gradient_names(index, m, c), *(f"c{index}.{piece}.{i}" for i in range(split.num_crossing))]
+                names = [
+                    *self._gradient_names(index, m, c),
+                    *(f"c{index}.{self._at(piece)}.{i}" for i in range(split.num_crossing)),
+                ]
                 out = self.writer.emit("backward_input", split.input, operands, names, segment.name, piece)
                 num_x = code.traced.num_x
                 own, past = self._own_and_past(index, out[:num_x])
@@ -366,7 +374,7 @@ class _PartWriter:
                     *before.crossing,
                     *(before.dy[i] for i in split.weight_cotangents),
                 ]
-                names = [f"d {path}.mb{piece}" for path in self._leaf_paths(index)]
+                names = [f"d {path}.mb{self._at(piece)}" for path in self._leaf_paths(index)]
                 out = self.writer.emit("backward_weight", split.weight, operands, names, segment.name, piece)
                 self._take(stage, index, out, piece)
                 del self.saved[stage, m][index, c]
@@ -375,7 +383,7 @@ class _PartWriter:
     def _reported(self, index: int, piece: int) -> list[str]:
         """Names of a segment's losses and metrics."""
         traced = self.step.codes[index][0].traced
-        return [f"{name}.{index}.{piece}" for name in (*traced.losses, *traced.metrics)]
+        return [f"{name}.{index}.{self._at(piece)}" for name in (*traced.losses, *traced.metrics)]
 
     def _report(self, index: int, piece: int, values: list[int]) -> None:
         """Take a segment's losses, and add its metrics to those of other pieces."""
@@ -433,7 +441,7 @@ class _PartWriter:
             leaves, queue = self.step.boundary[index], f"<-{item.peer} {item.kind}"
             places = [(c, x, spec) for c in range(self.step.num_slices) for x, spec in leaves]
             values = [
-                self.writer.receive(f"{prefix}{index}.{first + c}", x, spec, number, item.peer, name, first, queue)
+                self.writer.receive(f"{prefix}{index}.{self._at(first + c)}", x, spec, number, item.peer, name, first, queue)
                 for (c, x, spec), number in zip(places, numbers, strict=False)
             ]
             held = [Held(values[c * len(leaves) : (c + 1) * len(leaves)]) for c in range(self.step.num_slices)]

@@ -120,7 +120,8 @@ class ScheduleConfig:
         "parts into which a batch is cut; null: 1 without pipeline, else 2 * mesh.pp", default=None
     )
     num_slices: int = key(
-        "parts of a microbatch's sequences, equally long, which every layer takes one after the other: memory of one", default=1
+        "equal parts of a microbatch's sequences that layers take one after the other: with recompute=full memory of one",
+        default=1,
     )
     num_chunks: int | None = key("stages of each rank; null: as many as the schedule is made for", default=None)
     layout: str | tuple[int, ...] | None = key(

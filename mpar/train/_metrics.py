@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -81,10 +82,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The highest memory of this process so far: resident on the host, or allocated on its CUDA device."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    lines = (
-        Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    )  # ru_maxrss begins at the parent's
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="ascii", errors="replace").splitlines() if status.exists() else []
+    own = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+    if own:
+        return own[0]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # which begins at that of the process that started this one
 
 
 class MetricsFile:

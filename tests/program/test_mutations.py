@@ -35,7 +35,7 @@ BASES = (
     (2, {}, "ddp", 4, False, "dual_pipe_v", 4, "single"),
     (2, {"fsdp": 2}, "zero3", 2, True, "one_f_one_b", 3, "single"),
     (2, {"fsdp": 2}, "zero3", 4, False, "zbv", 3, "direction"),
-    (1, {}, "ddp", 2, True, "one_f_one_b", 2, "direction", 4),
+    (1, {}, "ddp", 2, True, "one_f_one_b", 1, "direction", 4),
     (1, {"fsdp": 2}, "zero3", 2, False, "one_f_one_b", 2, "direction", 2),
     (2, {}, "ddp", 2, True, "zb_h1", 2, "direction", 4),
 )
@@ -377,7 +377,7 @@ def test_mutants_are_of_both_kinds(judged: list[Mutant]) -> None:
     """Neither judge has it easy: many mutants are right, many are wrong, and models of queues tell some apart."""
     right = {queues: sum(mutant.tried[queues] is None for mutant in judged) for queues in QUEUES}
     assert len(judged) == NUM_MUTANTS
-    assert right["direction"] >= 0.3 * NUM_MUTANTS, right
+    assert right["direction"] >= 0.25 * NUM_MUTANTS, right
     assert right["direction"] <= 0.7 * NUM_MUTANTS, right
     assert right["direction"] > right["pair"] >= right["single"] > 0.1 * NUM_MUTANTS, right
 

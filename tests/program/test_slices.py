@@ -130,6 +130,26 @@ def test_scans_of_short_slices_are_exact(packed):
     check(problem, compiled(problem, 4))
 
 
+def test_a_document_that_comes_back_is_another():
+    """Scans begin again wherever the document changes, be its id one that was there before: in a slice, and behind its end."""
+    problem = Problem(make_config("mamba2"), (2, 16), packed=True)
+    ids = [[0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 2, 0, 2, 2], [1, 1, 0, 1, 1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0]]
+    problem.batch["documents"] = torch.tensor(ids)
+    problem.differentiate()
+    for num_slices in (2, 4, 8):
+        check(problem, compiled(problem, num_slices))
+
+
+def test_keys_that_are_gathered_are_left_in_shards(problems):
+    """Where keys are gathered to be attended to, ranks leave and keep their own part: as many bytes on the host as of a ring."""
+    bytes_of = {}
+    for method in ("ring", "all_gather"):
+        how = {"recompute": RecomputePolicy("full", offload=True)}
+        program = compiled(problems("causal"), 4, Mesh(cp=2), by_method(method, "zero3"), **how)
+        bytes_of[method] = program.predict().host_bytes
+    assert bytes_of["all_gather"] == bytes_of["ring"] > 0
+
+
 def test_all_can_be_cut():
     """Every variant of every architecture."""
     assert {models.from_config(make_config(name)).whole_rows for name in VARIANTS} == {None}

@@ -102,7 +102,7 @@ def test_past_slices_in_another_order_are_refused(op, what):
     program = make_program()
     steps = program.parts[0].instructions
     line = find(steps, op, "layers.0", 3)
-    a, b = ([v for v in steps[line].inputs if program.values[v].name == f"{what}{c}"] for c in (0, 1))
+    a, b = ([v for v in steps[line].inputs if program.values[v].name == f"{what}0.{c}"] for c in (0, 1))
     assert len(a) == len(b) > 0
     changed = reading(steps[line], dict(zip(a + b, b + a, strict=True)))
     with pytest.raises(ProgramError, match="in the order of the slices"):
