@@ -1,7 +1,7 @@
 """Part: the instructions of the ranks at one position along pp, written action by action."""
 
 import functools
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -284,81 +284,67 @@ class _PartWriter:
         return [*params, *saved[index, c].x.values, *past, *self._context_read(index, m, c)]
 
     def _backward(self, stage: int, m: int) -> None:
-        dxs = self.cotangents.pop((stage, m), self._nothing())
-        for index in reversed(self.pipeline.ranges[stage]):
-            dxs = self._backward_slices(stage, m, index, dxs)
-        self._hand_back(stage, m, dxs)
+        self._go_back(stage, m, self._whole_backward)
 
-    def _backward_slices(self, stage: int, m: int, index: int, dys: list[Held]) -> list[Held]:
-        segment, params, last = self.segments[index], None, index == self.pipeline.ranges[stage][0]
-        paths, dxs = self._leaf_paths(index), self._nothing()
-        of_left = LeftGradients(self.writer, segment.name, self.step.num_left(index))
-        for c, code in reversed(list(enumerate(self.step.codes[index]))):
-            piece = m * self.step.num_slices + c
-            before = self._before(stage, m, index, c)
-            self._here(dys, index, m, (c, c - 1))
-            params = self.gathers.parameters(segment.paths, m) if params is None else params
-            primals = self._primals(stage, m, index, c, params)
-            cotangents = [*dys[c].values, *of_left.take(c), *[self.cotangent] * len(code.traced.losses)]
-            num_x = code.traced.num_x
-            names = [*(f"d {path}.mb{self._at(piece)}" for path in paths), *self._gradient_names(index, m, c)]
-            if code.whole is not None and self._is_whole(index, stage, m):
-                reported = self._reported(index, piece)
-                out = self.writer.emit("backward", code.whole, [*primals, *cotangents], [*reported, *names], segment.name, piece)
-                self._report(index, piece, out[: len(reported)])
-                out = out[len(reported) :]
-                self.whole_losses |= {v: (segment.name, piece, n) for n, v in enumerate(self.losses[piece, index])}
-            else:
-                operands = [*(primals[i] for i in code.reads), *before.kept.values, *cotangents]
-                out = self.writer.emit("backward", code.backward, operands, names, segment.name, piece)
-            self._take(stage, index, out[: len(paths)], piece)
-            own, past = self._own_and_past(index, out[len(out) - num_x :])
-            of_left.add(c, piece - c, self._past(index, c), past)
-            dxs[c] = self._rest(own, index, piece, last=last)
-            del self.saved[stage, m][index, c]
-        self.gathers.next_use()
-        return dxs
+    def _backward_input(self, stage: int, m: int) -> None:
+        self._go_back(stage, m, self._input_half)
+
+    def _go_back(self, stage: int, m: int, write: Callable[[int, int, int, int, list[int]], list[int]]) -> None:
+        """Through the segments of a stage and, of each, the slices, last first. `write(stage, m, segment, slice, primals)` writes
+        what is done for one, and gives the gradients of its x and of what past slices left."""
+        dys = self.cotangents.pop((stage, m), self._nothing())
+        for index in reversed(self.pipeline.ranges[stage]):
+            segment, params, last = self.segments[index], None, index == self.pipeline.ranges[stage][0]
+            num_x, dxs = len(self.step.boundary[index]), self._nothing()
+            of_left = LeftGradients(self.writer, segment.name, self.step.num_left(index))
+            for c, code in reversed(list(enumerate(self.step.codes[index]))):
+                piece, before = m * self.step.num_slices + c, self._before(stage, m, index, c)
+                self._here(dys, index, m, (c, c - 1))
+                params = self.gathers.parameters(segment.paths, m) if params is None else params
+                before.dy = [*dys[c].values, *of_left.take(c), *[self.cotangent] * len(code.traced.losses)]
+                grads = write(stage, m, index, c, self._primals(stage, m, index, c, params))
+                of_left.add(c, piece - c, self._past(index, c), grads[num_x:])
+                dxs[c] = self._rest(grads[:num_x], index, piece, last=last)
+            self.gathers.next_use()
+            dys = dxs
+        self._hand_back(stage, m, dys)
+
+    def _whole_backward(self, stage: int, m: int, index: int, c: int, primals: list[int]) -> list[int]:
+        code, name, piece = self.step.codes[index][c], self.segments[index].name, m * self.step.num_slices + c
+        before, paths = self.saved[stage, m].pop((index, c)), self._leaf_paths(index)
+        assert before.dy is not None
+        names = [*(f"d {path}.mb{self._at(piece)}" for path in paths), *self._gradient_names(index, m, c)]
+        if code.whole is not None and self._is_whole(index, stage, m):
+            reported = self._reported(index, piece)
+            out = self.writer.emit("backward", code.whole, [*primals, *before.dy], [*reported, *names], name, piece)
+            self._report(index, piece, out[: len(reported)])
+            out = out[len(reported) :]
+            self.whole_losses |= {v: (name, piece, n) for n, v in enumerate(self.losses[piece, index])}
+        else:
+            operands = [*(primals[i] for i in code.reads), *before.kept.values, *before.dy]
+            out = self.writer.emit("backward", code.backward, operands, names, name, piece)
+        self._take(stage, index, out[: len(paths)], piece)
+        return out[len(paths) :]
+
+    def _input_half(self, stage: int, m: int, index: int, c: int, primals: list[int]) -> list[int]:
+        code, name, piece = self.step.codes[index][c], self.segments[index].name, m * self.step.num_slices + c
+        split, before = split_segment(code), self.saved[stage, m][index, c]
+        assert before.dy is not None
+        operands = [
+            *(primals[i] for i in split.input_reads),
+            *(before.kept.values[i] for i in split.input_kept),
+            *(before.dy[i] for i in split.input_cotangents),
+        ]
+        names = [*self._gradient_names(index, m, c), *(f"c{index}.{self._at(piece)}.{i}" for i in range(split.num_crossing))]
+        out = self.writer.emit("backward_input", split.input, operands, names, name, piece)
+        before.crossing = out[code.traced.num_x :]
+        return out[: code.traced.num_x]
 
     def _gradient_names(self, index: int, m: int, c: int) -> list[str]:
         """Of the gradients of x, and of what past slices left."""
         first, num_left = m * self.step.num_slices, self.step.num_left(index)
         own = [f"dx{index}.{self._at(first + c)}"] * len(self.step.boundary[index])
         return own + [f"dleft{index}.{self._at(first + j)}" for j in self._past(index, c) for _ in range(num_left)]
-
-    def _own_and_past(self, index: int, grads: list[int]) -> tuple[list[int], list[int]]:
-        num_x = len(self.step.boundary[index])
-        return grads[:num_x], grads[num_x:]
-
-    def _backward_input(self, stage: int, m: int) -> None:
-        dys = self.cotangents.pop((stage, m), self._nothing())
-        for index in reversed(self.pipeline.ranges[stage]):
-            segment, params, last = self.segments[index], None, index == self.pipeline.ranges[stage][0]
-            dxs, of_left = self._nothing(), LeftGradients(self.writer, segment.name, self.step.num_left(index))
-            for c, code in reversed(list(enumerate(self.step.codes[index]))):
-                piece, split = m * self.step.num_slices + c, split_segment(code)
-                before = self._before(stage, m, index, c)
-                self._here(dys, index, m, (c, c - 1))
-                params = self.gathers.parameters(segment.paths, m) if params is None else params
-                primals = self._primals(stage, m, index, c, params)
-                before.dy = [*dys[c].values, *of_left.take(c), *[self.cotangent] * len(code.traced.losses)]
-                operands = [
-                    *(primals[i] for i in split.input_reads),
-                    *(before.kept.values[i] for i in split.input_kept),
-                    *(before.dy[i] for i in split.input_cotangents),
-                ]
-                names = [
-                    *self._gradient_names(index, m, c),
-                    *(f"c{index}.{self._at(piece)}.{i}" for i in range(split.num_crossing)),
-                ]
-                out = self.writer.emit("backward_input", split.input, operands, names, segment.name, piece)
-                num_x = code.traced.num_x
-                own, past = self._own_and_past(index, out[:num_x])
-                before.crossing = out[num_x:]
-                of_left.add(c, piece - c, self._past(index, c), past)
-                dxs[c] = self._rest(own, index, piece, last=last)
-            self.gathers.next_use()
-            dys = dxs
-        self._hand_back(stage, m, dys)
 
     def _backward_weight(self, stage: int, m: int) -> None:
         for index in reversed(self.pipeline.ranges[stage]):

@@ -99,14 +99,15 @@ class Writer:
                 storages[local] = self.storage()
             outputs.append(self.value(name, x, spec, storages[local]))
         kind = self._register(code)
-        self._add(Instruction(op, kind, tuple(inputs), tuple(outputs), (), segment, piece, queue))
+        self._add(piece, Instruction(op, kind, tuple(inputs), tuple(outputs), segment=segment, queue=queue))
         return outputs
 
-    def _add(self, step: Instruction) -> None:
-        """Add an instruction whose microbatch is the number of a piece."""
-        if self.num_slices > 1 and step.microbatch >= 0:
-            microbatch, part = divmod(step.microbatch, self.num_slices)
-            step = replace(step, microbatch=microbatch, slice=part)
+    def _add(self, piece: int, step: Instruction) -> None:
+        """Add an instruction that works on a piece of the batch."""
+        if self.num_slices == 1 or piece < 0:
+            step = replace(step, microbatch=piece)
+        else:
+            step = replace(step, microbatch=piece // self.num_slices, slice=piece % self.num_slices)
         self.instructions.append(step)
 
     def send(self, value: int, message: int, peer: int, segment: str, piece: int, queue: str) -> None:
@@ -140,7 +141,8 @@ class Writer:
         name = f"{op} {str(v.dtype).removeprefix('torch.')} {shape}"
         if name not in self.kinds:
             self.kinds[name] = message_kind(name, op, v)
-        self._add(Instruction(op, name, inputs, outputs, (), segment, piece, queue, message, peer))
+        step = Instruction(op, name, inputs, outputs, segment=segment, queue=queue, message=message, peer=peer)
+        self._add(piece, step)
 
     def carry(self, op: str, value: int, segment: str, piece: int) -> int:
         """A copy of `value` in the memory of the host ("offload"), or of the device again ("fetch")."""
@@ -149,7 +151,7 @@ class Writer:
         if name not in self.kinds:
             self.kinds[name] = carry_kind(name, op, v)
         copy = self.value(v.name, torch.empty(v.shape, dtype=v.dtype, device="meta"), v.spec)
-        self._add(Instruction(op, name, (value,), (copy,), (), segment, piece, "host"))
+        self._add(piece, Instruction(op, name, (value,), (copy,), segment=segment, queue="host"))
         return copy
 
     def _register(self, code: Code) -> str:
