@@ -151,7 +151,7 @@ def test_a_message_that_comes_late(mpar, tmp_path, monkeypatch):
 
 
 def test_a_message_that_never_comes(mpar, tmp_path, monkeypatch):
-    """The rank that waits stops after `timeout_s` and names the message and the line that sends it, where the other one is."""
+    """All stop after `timeout_s`; the rank that waits names the message and the line that sends it, where the other one is."""
     faulty(tmp_path, monkeypatch, 1000)
     began = time.monotonic()
     done = mpar("train", *DEEP, "mesh=pp2", "strategy=ddp", "steps=5", "timeout_s=5", "run_dir=run")
@@ -160,12 +160,13 @@ def test_a_message_that_never_comes(mpar, tmp_path, monkeypatch):
     assert "Traceback" not in done.stderr
     found = re.search(
         r"rank 1, step (\d+), line \d{4} wait [^:]*: waits for message (\d+) \(\S+( \S+)?\) from rank 0, which sends it in line "
-        r"(\d{4})\.",
+        r"(\d{4})",
         done.stderr,
     )
     assert found, done.stderr
     step, message, _, line = found.groups()
-    assert re.search(rf"\n  rank 0, step {step}, line {line} send [^:]*: gives away message {message} ", done.stderr)
+    giving = "(gives|was giving) away"  # whose time is over first is a matter of chance
+    assert re.search(rf"\n  rank 0, step {step}, line {line} send [^:]*: {giving} message {message} ", done.stderr)
     sent = (tmp_path / "run" / "program.txt").read_text(encoding="utf-8").splitlines()[1 + int(line)]
     assert sent.startswith(line)
     assert f"message {message} " in sent

@@ -70,7 +70,7 @@ def test_is_planned(how, capsys):
 def test_the_key_is_listed(capsys):
     """Help shows it with its default."""
     assert _main.main(["train", "--help"]) == 0
-    assert re.search(r"schedule.num_slices=1 +parts of", capsys.readouterr().out)
+    assert re.search(r"schedule.num_slices=1 +equal parts of", capsys.readouterr().out)
 
 
 def test_what_a_plan_says(capsys):
