@@ -154,17 +154,12 @@ class _Meaning:
                     why = f"makes a contribution that is said to be that of {use}, piece {m}"
                 self.labels[v] = (("d", path, use), m)
                 skipped += 1
-            elif v in part.losses:
-                segment, m, number = part.losses[v]
-                if (segment, m) != (step.segment, piece) or step.op != "backward":
-                    why = f"makes a loss that is said to be that of {segment}, piece {m}"
-                self.labels[v] = (("forward", segment, number), m)
-                skipped += 1
-            elif v in part.left:
-                segment, m, number = part.left[v]
-                if (segment, m) != (step.segment, piece) or step.op != "forward":
-                    why = f"makes what is said to be left by piece {m} of {segment}"
-                self.labels[v] = (("left", segment, number), m)
+            elif v in part.losses or v in part.left:
+                what, maker = ("forward", "backward") if v in part.losses else ("left", "forward")
+                segment, m, number = part.losses[v] if v in part.losses else part.left[v]
+                if (segment, m, maker) != (step.segment, piece, step.op):
+                    why = f"makes what is said to be made by the {maker} of {segment}, piece {m}"
+                self.labels[v] = ((what, segment, number), m)
                 skipped += 1
             elif (
                 step.op in _BACKWARD

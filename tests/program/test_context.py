@@ -1,5 +1,6 @@
 """Context parallelism in whole steps: loss, gradients, norms, work, memory and messages, simulated."""
 
+import functools
 import itertools
 import re
 import threading
@@ -37,15 +38,7 @@ MODELS = {
 @pytest.fixture(scope="module")
 def problems():
     """Problems by name, made once."""
-    made: dict[str, Problem] = {}
-
-    def get(name: str) -> Problem:
-        if name not in made:
-            config, options = MODELS[name]
-            made[name] = Problem(config, SHAPE, **options)
-        return made[name]
-
-    return get
+    return functools.cache(lambda name: Problem(MODELS[name][0], SHAPE, **MODELS[name][1]))
 
 
 def by_method(method: str, base: str = "ddp", **options) -> Strategy:

@@ -1,5 +1,6 @@
 """Slices: rows cut into parts, which every segment takes one after the other, give the step of whole rows, in less memory."""
 
+import functools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -41,15 +42,7 @@ MODELS = {
 @pytest.fixture(scope="module")
 def problems():
     """Problems by name, made once."""
-    made: dict[str, Problem] = {}
-
-    def get(name: str) -> Problem:
-        if name not in made:
-            config, options = MODELS[name]
-            made[name] = without_vanishing(Problem(config, SHAPE, **options))
-        return made[name]
-
-    return get
+    return functools.cache(lambda name: without_vanishing(Problem(MODELS[name][0], SHAPE, **MODELS[name][1])))
 
 
 def without_vanishing(problem: Problem) -> Problem:
