@@ -63,7 +63,7 @@ def compile_step(
     schedule:       how microbatches go through the stages of `mesh.pp`: a name of mpar.schedules or a Schedule; None: 1F1B.
     num_slices:     parts of a microbatch's rows, equally long, which each segment takes one after the other (Yao et al. 2024,
                     arXiv:2408.16978): the mathematics is the same, and with recompute="full" memory for what a segment makes is
-                    that of one part. What is kept otherwise is no less, and more where keys are made of latents again.
+                    that of one part. Without, what is kept hardly shrinks, and grows where keys are made of latents again.
     precision:      "fp32", "bf16" or a Precision. recompute: none, full, selective, budget, or a RecomputePolicy.
     bucket_bytes:   gathers and reductions of neighbouring units are joined into messages up to this size.
     prefetch_bytes: gathers that make at most this much are issued one group early, to overlap with its computation.

@@ -104,7 +104,7 @@ def _steps(program: Program, position: int) -> list[tuple[Instruction, str]]:
 
 def _line(program: Program, step: Instruction) -> str:
     """What an instruction does, without the names of its values and the numbers of messages."""
-    what = " ".join(part for part in (step.op, step.segment, step.where) if part)
+    what = step.words
     if step.message >= 0:
         what += f" {step.queue[-1]} pp={step.peer}" if step.op != "wait" else f" pp={step.peer}"
     parts = [f"{step.queue:8} {what}"]

@@ -44,9 +44,7 @@ def check_meaning(program: "Program") -> None:
 
 def describe(step: "Instruction") -> str:
     """An instruction in few words: `forward layers.3 mb0`."""
-    return " ".join(part for part in (step.op, step.segment, step.where) if part) + (
-        f" message {step.message}" if step.message >= 0 else ""
-    )
+    return step.words + (f" message {step.message}" if step.message >= 0 else "")
 
 
 def fail(program: "Program", position: int, line: int, step: "Instruction", why: str) -> None:
@@ -212,9 +210,7 @@ class _Meaning:
                 return "does not read the same of its own slice as another slice of the same segment"
             return None
         made = ("forward", step.segment), ("backward_input", step.segment), ("weight", "")
-        again = [
-            label for label in found if not isinstance(label[0], int) and label[0][:2] not in made and not _is_dx(label[0])
-        ]
+        again = [label for label in found if not isinstance(label[0], int) and label[0][:2] not in made and not _is_dx(label[0])]
         rest = iter(self.read[step.segment, piece])
         if all(label in rest for label in again):
             return None

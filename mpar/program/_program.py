@@ -129,6 +129,11 @@ class Instruction:
             return ""
         return f"mb{self.microbatch}" + (f".{self.slice}" if self.slice >= 0 else "")
 
+    @property
+    def words(self) -> str:
+        """What it does, where in the chain and to which part of the batch: `forward layers.3 mb0.2`."""
+        return " ".join(part for part in (self.op, self.segment, self.where) if part)
+
 
 @dataclass(frozen=True)
 class Leaf:

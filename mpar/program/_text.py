@@ -40,7 +40,7 @@ def text(program: "Program", rank: int = 0, hardware: Hardware | None = None) ->
 def _line(program: "Program", number: int, step: "Instruction", live: int, time_s: float | None) -> str:
     names = program.values
     results = _names([names[v].name for v in step.outputs])
-    what = " ".join(part for part in (step.op, step.segment, step.where) if part)
+    what = step.words
     operands = _names([names[v].name for v in step.inputs])
     if step.message >= 0:
         what += f" message {step.message}" + (f" pp={step.peer}" if step.op == "wait" else "")

@@ -103,7 +103,7 @@ def describe_place(program: Program, rank: int, place: Place | None, *, dead: bo
     if place.line < 0:
         return f"rank {rank}, after step {place.step}: between two steps"
     step = program.part(rank).instructions[place.line]
-    what = " ".join(part for part in (step.op, step.segment, step.where) if part)
+    what = step.words
     when = f"evaluation after step {place.step}" if place.evaluating else f"step {place.step}"
     head = f"rank {rank}, {when}, line {place.line:04d} {what}"
     if step.message >= 0:
