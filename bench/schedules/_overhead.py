@@ -15,7 +15,7 @@ from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import SGD
 from mpar.program import Program
-from mpar.program._run import ALONE, RankRun
+from mpar.runtime._run import ALONE, RankRun
 from mpar.program.compiler import Schedule, compile_step
 
 __all__ = ["overhead"]

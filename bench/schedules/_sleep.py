@@ -21,7 +21,7 @@ from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Program, batch_rows
-from mpar.program._times import step_times
+from mpar.forecast._times import step_times
 from mpar.program.compiler import compile_step
 
 __all__ = ["measure", "sleep"]

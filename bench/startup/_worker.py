@@ -36,7 +36,7 @@ def main() -> None:
     for _ in range(STEPS - 1):
         step()
     mine = {"first_step_done_s": first_done, "base_mb": base, "rss_mb": status_mb("VmRSS"), "peak_mb": status_mb("VmHWM")}
-    mine["compiler_loaded"] = "mpar.program._build" in sys.modules
+    mine["compiler_loaded"] = "mpar.compiler.build._build" in sys.modules
     results: list = [None] * dist.get_world_size()
     dist.all_gather_object(results, mine)
     if dist.get_rank() == 0:

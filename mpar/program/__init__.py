@@ -1,11 +1,11 @@
 """The program: instructions for every rank, from the compiler to the run. Importing this loads no compiler."""
 
-from mpar.program._capture import Replay
-from mpar.program._comm import Counter
-from mpar.program._kernels import describe_kernels
-from mpar.program._predict import Hardware, Prediction
+from mpar.runtime._capture import Replay
+from mpar.runtime.comm._comm import Counter
+from mpar.ir._kernels import describe_kernels
+from mpar.forecast._predict import Hardware, Prediction
 from mpar.program._program import CollectiveUse, Instruction, Kind, Leaf, Program, Value
-from mpar.program._run import RankRun, State, batch_rows
+from mpar.runtime._run import RankRun, State, batch_rows
 from mpar.program._text import format_bytes, format_time
 
 __all__ = [

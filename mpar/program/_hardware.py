@@ -4,7 +4,7 @@ import yaml
 
 from mpar.conf_dir import conf_dir
 from mpar.errors import UnknownNameError
-from mpar.program._predict import Hardware
+from mpar.forecast._predict import Hardware
 
 __all__ = ["hardware"]
 

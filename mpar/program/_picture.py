@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from mpar.program._predict import Hardware, instruction_durations, memory_timeline, message_durations
+from mpar.forecast._predict import Hardware, instruction_durations, memory_timeline, message_durations
 from mpar.program._text import format_bytes, format_time
-from mpar.program._times import StepTimes, step_times
+from mpar.forecast._times import StepTimes, step_times
 from mpar.schedules import Bar, Picture
 
 if TYPE_CHECKING:

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from mpar.mesh import Mesh
-from mpar.program._capture import Replay
-from mpar.program._channels import Message
-from mpar.program._comm import Counter
+from mpar.runtime._capture import Replay
+from mpar.runtime.comm._channels import Message
+from mpar.runtime.comm._comm import Counter
 from mpar.program._hardware import hardware
-from mpar.program._kernels import KernelUse
+from mpar.ir._kernels import KernelUse
 from mpar.program._picture import picture
-from mpar.program._predict import Hardware, Prediction, memory_timeline, predict
-from mpar.program._run import Progress, RankRun, State, bind, init_state, simulate
-from mpar.program._shared_file import ALIGN
+from mpar.forecast._predict import Hardware, Prediction, memory_timeline, predict
+from mpar.runtime._run import Progress, RankRun, State, bind, init_state, simulate
+from mpar.runtime.comm._shared_file import ALIGN
 from mpar.program._text import text
-from mpar.program._verify import verify
+from mpar.proof._verify import verify
 from mpar.schedules import Action, Picture
 from mpar.spec import P
 

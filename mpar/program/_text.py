@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from mpar.program._kernels import describe_kernels
-from mpar.program._predict import Hardware, instruction_durations, memory_timeline, message_durations
-from mpar.program._times import step_times
+from mpar.ir._kernels import describe_kernels
+from mpar.forecast._predict import Hardware, instruction_durations, memory_timeline, message_durations
+from mpar.forecast._times import step_times
 
 if TYPE_CHECKING:
     from mpar.program._program import CollectiveUse, Instruction, Program

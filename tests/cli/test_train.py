@@ -106,7 +106,7 @@ def test_a_rank_loads_no_compiler():
     heavy = (
         "mpar.sharding",
         "mpar.program.compiler",
-        "mpar.program._build",
+        "mpar.compiler.build._build",
         "mpar.train.prepare",
         "hydra",
         "omegaconf",

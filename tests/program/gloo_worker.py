@@ -16,7 +16,7 @@ from mpar import models, tree
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import State, batch_rows
-from mpar.program._comm import Counter
+from mpar.runtime.comm._comm import Counter
 from mpar.program.compiler import RecomputePolicy, compile_step
 from mpar.shards import shard
 from mpar.strategy import preset

@@ -16,7 +16,7 @@ from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Program, batch_rows
-from mpar.program._channels import Channels, Message
+from mpar.runtime.comm._channels import Channels, Message
 from mpar.program.compiler import Schedule, compile_eval, compile_step
 from tests.program.conftest import CONFIG
 

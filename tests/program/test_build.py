@@ -12,7 +12,7 @@ from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.precision import Precision
 from mpar.program import State
-from mpar.program._passes import hoist_gathers
+from mpar.compiler.build._passes import hoist_gathers
 from mpar.program._program import Instruction, Value
 from mpar.program.compiler import compile_step
 from mpar.spec import P

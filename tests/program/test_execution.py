@@ -7,7 +7,7 @@ from mpar import Mesh, testing
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.optim import AdamW, Cosine
 from mpar.program import RankRun, Replay, State
-from mpar.program._run import ALONE, load
+from mpar.runtime._run import ALONE, load
 from mpar.program.compiler import compile_step
 
 

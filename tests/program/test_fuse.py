@@ -5,8 +5,8 @@ import torch
 
 from mpar import Mesh, ops
 from mpar.kernels import Kernels
-from mpar.program._run import ALONE, load
-from mpar.program._segments import compile_function
+from mpar.runtime._run import ALONE, load
+from mpar.compiler.segment._compile import compile_function
 from mpar.spec import P
 
 SM_90 = Kernels("auto", "sm_90")

@@ -9,9 +9,9 @@ from mpar import Mesh, models, testing, tree
 from mpar.kernels import Kernels, kernels_for
 from mpar.optim import AdamW
 from mpar.program import RankRun, Replay, State
-from mpar.program import _run as runtime
-from mpar.program._run import ALONE
-from mpar.program._streams import HOME
+from mpar.runtime import _run as runtime
+from mpar.runtime._run import ALONE
+from mpar.runtime._streams import HOME
 from mpar.program.compiler import compile_step
 
 pytestmark = pytest.mark.gpu

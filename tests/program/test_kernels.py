@@ -10,10 +10,10 @@ from mpar.errors import ConfigError, KernelError, UnknownNameError
 from mpar.kernels import CATALOGUE, Kernels, _attention_support, choose, implementation
 from mpar.optim import AdamW
 from mpar.program import RankRun
-from mpar.program import _run as runtime
+from mpar.runtime import _run as runtime
 from mpar.program._hardware import hardware
-from mpar.program._kernels import check_device
-from mpar.program._run import ALONE, State
+from mpar.ir._kernels import check_device
+from mpar.runtime._run import ALONE, State
 from mpar.program.compiler import compile_step
 
 TINY = {

@@ -6,7 +6,7 @@ import torch
 import mpar
 from mpar import Mesh, models
 from mpar.optim import AdamW, Constant
-from mpar.program._run import init_state
+from mpar.runtime._run import init_state
 from mpar.program.compiler import RecomputePolicy
 
 CONFIG = {

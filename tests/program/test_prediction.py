@@ -7,10 +7,10 @@ from mpar.errors import ProgramError
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Program, RankRun, State, batch_rows
-from mpar.program._memory import SegmentMemory, sweep
-from mpar.program._predict import REFERENCE, memory_timeline, message_durations
-from mpar.program._simulate import run_ranks
-from mpar.program._times import step_times
+from mpar.ir._memory import SegmentMemory, sweep
+from mpar.forecast._predict import REFERENCE, memory_timeline, message_durations
+from mpar.runtime._simulate import run_ranks
+from mpar.forecast._times import step_times
 from mpar.program.compiler import Schedule, compile_eval, compile_step
 from mpar.schedules import Costs, timeline
 from mpar.shards import shard

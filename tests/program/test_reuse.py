@@ -3,7 +3,7 @@
 import torch
 
 from mpar.mesh import Mesh
-from mpar.program._reuse import reuse_operands
+from mpar.compiler.segment._reuse import reuse_operands
 from mpar.sharding import lower, trace
 from mpar.spec import P
 

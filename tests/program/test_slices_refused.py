@@ -10,7 +10,7 @@ import torch
 from mpar import Mesh, models
 from mpar.errors import ConfigError, MparError, ProgramError, ShapeError
 from mpar.program import Instruction, Program
-from mpar.program._passes import insert_frees
+from mpar.compiler.build._passes import insert_frees
 from mpar.program.compiler import compile_step
 from mpar.strategy import preset
 from tests.program.oracle import BASE, MOE, Recorder

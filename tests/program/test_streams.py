@@ -8,7 +8,7 @@ import pytest
 from mpar import Mesh
 from mpar.optim import AdamW
 from mpar.program._program import Instruction
-from mpar.program._streams import HOME, START, plan_streams
+from mpar.runtime._streams import HOME, START, plan_streams
 from mpar.program.compiler import compile_step
 
 

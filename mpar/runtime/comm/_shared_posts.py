@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from mpar.program._shared_file import SEMAPHORE, Segment, aligned, make_semaphore, post, take, wait_for
+from mpar.runtime.comm._shared_file import SEMAPHORE, Segment, aligned, make_semaphore, post, take, wait_for
 
 __all__ = ["POSTED_BYTES", "Post", "SharedPosts", "make_post_semaphores", "packed_bytes", "post_bytes"]
 

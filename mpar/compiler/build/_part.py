@@ -9,16 +9,16 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.chain import CONTEXT_OF_PAST
-from mpar.program._exchange import SharedUses, exchange_gradients
-from mpar.program._gathers import Gathers, Gradients, Use, use_name
-from mpar.program._held import Held, LeftGradients, Saved
-from mpar.program._passes import advance_sends, hoist_gathers, insert_frees
+from mpar.compiler.build._exchange import SharedUses, exchange_gradients
+from mpar.compiler.build._gathers import Gathers, Gradients, Use, use_name
+from mpar.compiler.build._held import Held, LeftGradients, Saved
+from mpar.compiler.build._passes import advance_sends, hoist_gathers, insert_frees
 from mpar.program._program import Leaf, Part
-from mpar.program._report import widest, write_losses, write_metrics
-from mpar.program._split import split_segment
-from mpar.program._step import Step, declare_batch, declare_state
-from mpar.program._units import Unit, group_units
-from mpar.program._update import write_norm, write_updates
+from mpar.compiler.build._report import widest, write_losses, write_metrics
+from mpar.compiler.segment._split import split_segment
+from mpar.compiler.build._step import Step, declare_batch, declare_state
+from mpar.compiler.build._units import Unit, group_units
+from mpar.compiler.build._update import write_norm, write_updates
 from mpar.schedules import Action, Transfer
 from mpar.spec import P
 

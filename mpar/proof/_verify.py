@@ -4,7 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from mpar.errors import ProgramError
-from mpar.program._meaning import NUM_SCALARS, check_meaning, describe, fail
+from mpar.proof._meaning import NUM_SCALARS, check_meaning, describe, fail
 from mpar.schedules import Event, check_order
 
 if TYPE_CHECKING:

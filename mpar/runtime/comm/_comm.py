@@ -18,10 +18,10 @@ from torch import Tensor
 from mpar.collectives import fold
 from mpar.errors import MeshError
 from mpar.mesh import Mesh
-from mpar.program._channels import Channels, Message
-from mpar.program._shared_mail import MAIL_BYTES
-from mpar.program._shared_memory import SharedGroup, connect
-from mpar.program._shared_posts import Post, packed_bytes
+from mpar.runtime.comm._channels import Channels, Message
+from mpar.runtime.comm._shared_mail import MAIL_BYTES
+from mpar.runtime.comm._shared_memory import SharedGroup, connect
+from mpar.runtime.comm._shared_posts import Post, packed_bytes
 
 __all__ = ["Comm", "Counter", "Posted", "ProcessComm"]
 

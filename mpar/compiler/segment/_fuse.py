@@ -19,7 +19,7 @@ from mpar.ops._linear_cross_entropy import linear_cross_entropy_p as loss_p
 from mpar.ops._primitive import Primitive
 from mpar.ops._rms_norm import rms_norm_p
 from mpar.ops._rope import rope_many_p, rope_p
-from mpar.program._reuse import dies_here, owns_storage
+from mpar.compiler.segment._reuse import dies_here, owns_storage
 from mpar.sharding._pass import erase_dead_nodes
 
 __all__ = ["fuse"]

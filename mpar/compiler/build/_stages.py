@@ -7,9 +7,9 @@ from typing import Any
 
 from mpar.errors import ConfigError, ProgramError
 from mpar.mesh import Mesh
-from mpar.program._predict import Hardware, segment_time
-from mpar.program._segments import Slices
-from mpar.program._split import split_segment
+from mpar.forecast._predict import Hardware, segment_time
+from mpar.compiler.segment._compile import Slices
+from mpar.compiler.segment._split import split_segment
 from mpar.schedules import Action, Costs, Transfer, actions, auto_actions, lower, num_stages, stage_ranges, timeline, verify
 from mpar.schedules import num_microbatches as count_microbatches
 

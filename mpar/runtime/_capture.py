@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mpar.program._run import RankRun, State
+    from mpar.runtime._run import RankRun, State
 
 __all__ = ["Replay", "cuda_graph"]
 

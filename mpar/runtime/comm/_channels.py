@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpar.mesh import Mesh
-from mpar.program._shared_mail import Letter, SharedMail
+from mpar.runtime.comm._shared_mail import Letter, SharedMail
 
 __all__ = ["Channels", "Message"]
 

@@ -6,9 +6,9 @@ import torch
 
 from mpar.mesh import Mesh
 from mpar.precision import Precision
-from mpar.program._gathers import use_name
-from mpar.program._units import Unit
-from mpar.program._writer import Writer
+from mpar.compiler.build._gathers import use_name
+from mpar.compiler.build._units import Unit
+from mpar.compiler.build._writer import Writer
 from mpar.spec import local_shape
 
 __all__ = ["SharedUses", "exchange_gradients"]

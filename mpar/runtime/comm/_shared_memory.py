@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpar.program._shared_file import (
+from mpar.runtime.comm._shared_file import (
     ALIGN,
     SEMAPHORE,
     TOKEN,
@@ -33,8 +33,8 @@ from mpar.program._shared_file import (
     take,
     wait_for,
 )
-from mpar.program._shared_mail import MAIL_BYTES, Letter, SharedMail, letter_bytes, letter_places
-from mpar.program._shared_posts import POSTED_BYTES, SharedPosts, make_post_semaphores, post_bytes
+from mpar.runtime.comm._shared_mail import MAIL_BYTES, Letter, SharedMail, letter_bytes, letter_places
+from mpar.runtime.comm._shared_posts import POSTED_BYTES, SharedPosts, make_post_semaphores, post_bytes
 
 __all__ = ["SharedGroup", "connect"]
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mpar.ops import constrain
 from mpar.program._program import Leaf
-from mpar.program._segments import SegmentCode
-from mpar.program._writer import Writer
+from mpar.compiler.segment._compile import SegmentCode
+from mpar.compiler.build._writer import Writer
 from mpar.spec import P
 
 __all__ = ["widest", "write_losses", "write_metrics"]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mpar.program._writer import Writer
+from mpar.compiler.build._writer import Writer
 
 __all__ = ["Held", "LeftGradients", "Saved"]
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpar.mesh import Mesh
-from mpar.program._memory import sweep
-from mpar.program._times import step_times
+from mpar.ir._memory import sweep
+from mpar.forecast._times import step_times
 
 if TYPE_CHECKING:
     from mpar.program._program import CollectiveUse, Instruction, Kind, Part, Program

@@ -15,7 +15,7 @@ import networkx
 import torch
 from torch import fx
 
-from mpar.program._partition import (
+from mpar.compiler.segment._partition import (
     CHEAP,
     computed_from,
     descendants,
@@ -26,7 +26,7 @@ from mpar.program._partition import (
     producer,
     reaching,
 )
-from mpar.program._segments import Code, SegmentCode, cut, make_code, specs_of
+from mpar.compiler.segment._compile import Code, SegmentCode, cut, make_code, specs_of
 from mpar.sharding import collectives
 
 __all__ = ["SplitCode", "SplitGraphs", "split_backward", "split_segment"]

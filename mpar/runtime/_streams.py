@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mpar.program._comm import Comm
+    from mpar.runtime.comm._comm import Comm
     from mpar.program._program import Instruction, Kind, Value
 
 __all__ = ["HOME", "START", "Issue", "issue_on_streams", "plan_streams"]

@@ -11,7 +11,7 @@ from math import prod
 
 from torch import Tensor
 
-from mpar.program._shared_file import SEMAPHORE, Segment, aligned, post, take, wait_for
+from mpar.runtime.comm._shared_file import SEMAPHORE, Segment, aligned, post, take, wait_for
 
 __all__ = ["MAIL_BYTES", "Letter", "SharedMail", "letter_bytes", "letter_places"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpar.precision import Precision
-from mpar.program._units import Unit, kind_name, span
-from mpar.program._writer import Writer, like
+from mpar.compiler.build._units import Unit, kind_name, span
+from mpar.compiler.build._writer import Writer, like
 from mpar.strategy import Strategy
 
 __all__ = ["Gathers", "Gradients", "Use", "use_name"]

@@ -12,9 +12,9 @@ from mpar.ops import constrain, sum_squares
 from mpar.ops._adamw import adamw_many_p, adamw_p
 from mpar.ops._primitive import Primitive
 from mpar.ops._sgd import sgd_many_p, sgd_p
-from mpar.program._segments import Code
-from mpar.program._units import Unit
-from mpar.program._writer import Writer
+from mpar.compiler.segment._compile import Code
+from mpar.compiler.build._units import Unit
+from mpar.compiler.build._writer import Writer
 from mpar.sharding._pass import graph_pass
 from mpar.spec import P
 

@@ -20,15 +20,15 @@ from mpar.errors import ConfigError, ShapeError, ShardingError
 from mpar.kernels import Kernels
 from mpar.mesh import Mesh
 from mpar.precision import Precision, precision
-from mpar.program._part import write_part
-from mpar.program._partition import RecomputePolicy, policy
-from mpar.program._predict import REFERENCE, Hardware, segment_time
+from mpar.compiler.build._part import write_part
+from mpar.compiler.segment._partition import RecomputePolicy, policy
+from mpar.forecast._predict import REFERENCE, Hardware, segment_time
 from mpar.program._program import Program
-from mpar.program._segments import Code, SegmentCode, Slices, compile_function, compile_segment, trace_segment
-from mpar.program._stages import Schedule, make_pipeline
-from mpar.program._step import Step
-from mpar.program._units import Unit, make_units
-from mpar.program._writer import Writer, like
+from mpar.compiler.segment._compile import Code, SegmentCode, Slices, compile_function, compile_segment, trace_segment
+from mpar.compiler.build._stages import Schedule, make_pipeline
+from mpar.compiler.build._step import Step
+from mpar.compiler.build._units import Unit, make_units
+from mpar.compiler.build._writer import Writer, like
 from mpar.spec import P
 from mpar.strategy import Strategy, preset
 

@@ -14,10 +14,10 @@ from mpar import tree
 from mpar.kernels import Kernels
 from mpar.mesh import Mesh
 from mpar.ops import constrain
-from mpar.program._memory import SegmentMemory
+from mpar.ir._memory import SegmentMemory
 from mpar.program._program import Instruction, Kind, Leaf, Value
-from mpar.program._reuse import overwrite_operands
-from mpar.program._segments import Code, compile_function
+from mpar.compiler.segment._reuse import overwrite_operands
+from mpar.compiler.segment._compile import Code, compile_function
 from mpar.spec import P, local_shape
 from mpar.strategy import AxisTable
 

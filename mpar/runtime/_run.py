@@ -12,12 +12,12 @@ from mpar.errors import ConfigError, ProgramError, ShapeError, UnknownNameError
 from mpar.kernels import REFERENCE, implementation
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES
-from mpar.program._capture import Replay
-from mpar.program._comm import Comm, Counter, ProcessComm
-from mpar.program._inductor import compiled, opaque
-from mpar.program._kernels import asking_references, check_device
-from mpar.program._simulate import run_ranks
-from mpar.program._streams import issue_on_streams, plan_streams
+from mpar.runtime._capture import Replay
+from mpar.runtime.comm._comm import Comm, Counter, ProcessComm
+from mpar.runtime._inductor import compiled, opaque
+from mpar.ir._kernels import asking_references, check_device
+from mpar.runtime._simulate import run_ranks
+from mpar.runtime._streams import issue_on_streams, plan_streams
 from mpar.shards import assemble, shard
 from mpar.spec import local_shape
 

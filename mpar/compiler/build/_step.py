@@ -11,10 +11,10 @@ from mpar.chain import Chain
 from mpar.mesh import Mesh
 from mpar.precision import Precision
 from mpar.program._program import Leaf
-from mpar.program._segments import Code, Slices
-from mpar.program._stages import Pipeline
-from mpar.program._units import Unit
-from mpar.program._writer import Writer
+from mpar.compiler.segment._compile import Code, Slices
+from mpar.compiler.build._stages import Pipeline
+from mpar.compiler.build._units import Unit
+from mpar.compiler.build._writer import Writer
 from mpar.spec import P, local_shape
 from mpar.strategy import Strategy
 

@@ -15,13 +15,13 @@ from mpar.errors import ProgramError
 from mpar.kernels import KERNELS, Kernels
 from mpar.mesh import Mesh
 from mpar.ops import widen
-from mpar.program._codegen import generate, positions_of
-from mpar.program._fuse import fuse
-from mpar.program._kernels import choose_kernels
-from mpar.program._memory import measure
-from mpar.program._partition import Halves, RecomputePolicy, extract, partition
+from mpar.compiler.segment._codegen import generate, positions_of
+from mpar.compiler.segment._fuse import fuse
+from mpar.ir._kernels import choose_kernels
+from mpar.ir._memory import measure
+from mpar.compiler.segment._partition import Halves, RecomputePolicy, extract, partition
 from mpar.program._program import CollectiveUse, Kind
-from mpar.program._reuse import reuse_operands
+from mpar.compiler.segment._reuse import reuse_operands
 from mpar.sharding import RankGraph, check, collectives, lower, trace
 from mpar.sharding._bucket import bucket
 from mpar.sharding._cost import graph_cost, workspace_of

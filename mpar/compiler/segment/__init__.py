@@ -1,0 +1,1 @@
+"""Segments: functions of the chain as code."""

@@ -1,0 +1,1 @@
+"""Forecasts: what a step will need and take."""

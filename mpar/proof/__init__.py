@@ -1,0 +1,1 @@
+"""Proofs: what must hold of every program before it may run."""

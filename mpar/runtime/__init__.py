@@ -1,0 +1,1 @@
+"""The runtime: one rank's run, its device and its communication."""
