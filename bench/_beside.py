@@ -19,7 +19,7 @@ from bench.spmd._run import check_losses
 from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 from mpar.strategy import Strategy
 
 __all__ = ["OURS", "launched", "program_step", "save_program", "summarise", "table"]

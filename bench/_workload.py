@@ -14,7 +14,7 @@ from mpar import models, tree
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Program
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 
 __all__ = ["MESHES", "build_model", "compile_workload", "initial_params", "save_workload"]
 

@@ -10,11 +10,11 @@ _HOME = {
     "Precision": "mpar.precision",
     "State": "mpar.program",
     "Strategy": "mpar.strategy",
-    "compile_eval": "mpar.program.compiler",
-    "compile_step": "mpar.program.compiler",
+    "compile_eval": "mpar.program.compile",
+    "compile_step": "mpar.program.compile",
     "generate": "mpar.infer",
-    "jit": "mpar.program.compiler",
-    "value_and_grad": "mpar.program.compiler",
+    "jit": "mpar.program.compile",
+    "value_and_grad": "mpar.program.compile",
 }
 _PACKAGES = ("checkpoint", "data", "dtensor", "infer", "models", "ops", "optim", "program", "sharding", "tree")
 

@@ -12,7 +12,7 @@ from bench._report import RESULTS, append_lines
 from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 
 SHAPES = {  # d, layers, heads, kv heads, head size, ffn, vocabulary, sequence
     "nano": (128, 4, 8, 4, 16, 344, 512, 64),

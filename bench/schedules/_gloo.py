@@ -21,7 +21,7 @@ from bench.schedules._names import FLOOR_BAR, TORCH, ZBV_BAR, wall_bar
 from bench.spmd._run import check_losses
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 
 __all__ = ["run", "table"]
 

@@ -15,8 +15,9 @@ from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import SGD
 from mpar.program import Program
-from mpar.runtime._run import ALONE, RankRun
-from mpar.program.compiler import Schedule, compile_step
+from mpar.runtime import ALONE, RankRun
+from mpar.compiler import Schedule
+from mpar.program.compile import compile_step
 
 __all__ = ["overhead"]
 

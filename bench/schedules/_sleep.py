@@ -21,8 +21,8 @@ from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Program, batch_rows
-from mpar.forecast._times import step_times
-from mpar.program.compiler import compile_step
+from mpar.forecast import step_times
+from mpar.program.compile import compile_step
 
 __all__ = ["measure", "sleep"]
 
@@ -38,7 +38,7 @@ CONFIG = {
 
 def durations(program: Program) -> list[list[float]]:
     """Seconds that each instruction sleeps: layers share what their stage sleeps, embedding and head sleep for nothing."""
-    stage_of = program.info["stage_of"]
+    stage_of = program.facts.stage_of
     layers = {stage: sum(s == stage and name.startswith("layer") for name, s in stage_of.items()) for stage in stage_of.values()}
 
     def seconds(op: str, segment: str) -> float:

@@ -14,8 +14,8 @@ from mpar.models import Model
 from mpar.models._hf_weights import stored_leaves
 from mpar.optim import AdamW
 from mpar.program import Program, State, describe_kernels, format_bytes
-from mpar.program._hardware import hardware
-from mpar.program.compiler import compile_step
+from mpar.hardware import hardware
+from mpar.program.compile import compile_step
 
 __all__ = ["OPTIMIZER", "Ours", "initial_state"]
 
@@ -35,7 +35,7 @@ class Ours:
         model = models.from_config(case.config(), logits_chunk=LOGITS_CHUNK)
         program, recompute = _compile(model, case, device)
         self.predicted = program.predict("h200").as_dict()
-        kernels = describe_kernels(program.info["kernels"], (use for kind in program.kinds.values() for use in kind.kernels))
+        kernels = describe_kernels(program.facts.kernels, (use for kind in program.kinds.values() for use in kind.kernels))
         self.about = f"recompute {recompute}; {kernels}"
         self._state = initial_state(program, model, device)
         self._run = program.bind(device=device, execution=variant.execution)

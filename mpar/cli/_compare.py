@@ -56,7 +56,7 @@ def _try(config: TrainConfig, name: str, hardware: Hardware, pictures: bool) -> 
     except (ConfigError, ShapeError, ShardingError) as error:  # others are faults of ours, not of the request
         return Candidate(name, str(error).splitlines()[0])
     prediction = program.predict(hardware)
-    batch, length = program.info["batch"]["tokens"]
+    batch, length = program.facts.batch["tokens"]
     return Candidate(
         name,
         num_stages=num_stages(program.schedule),

@@ -17,10 +17,10 @@ _TALKS = {"tp": "every layer", "cp": "every attention"}
 
 def placement(model: Model, strategy: Strategy, program: Program, rank: int) -> list[str]:
     """A line each on the sequence, the experts, and storage rules that are not used, where there is something to say."""
-    mesh, chosen = program.info["public_mesh"], program.info["context_parallel"]
+    mesh, chosen = program.facts.mesh, program.facts.context_parallel
     by_time = ", by predicted time" if strategy.context_parallel == "auto" else ""
-    if by_time and program.info["refused"]:
-        by_time += f" of what can be (not {', '.join(program.info['refused'])})"
+    if by_time and program.facts.refused:
+        by_time += f" of what can be (not {', '.join(program.facts.refused)})"
     strategy = replace(strategy, context_parallel=chosen or strategy.context_parallel)
     strategy, mesh = arrange(strategy, mesh, model.abstract_params, model.param_axes)
     sizes = dim_sizes(model.abstract_params, model.param_axes)
@@ -28,7 +28,7 @@ def placement(model: Model, strategy: Strategy, program: Program, rank: int) -> 
     if "expert" not in sizes:
         return lines
     first, *further = _experts(strategy, mesh, sizes["expert"], rank)
-    return [*lines, first + _capacity(model, strategy, mesh, program.info["batch"]["tokens"]), *further]
+    return [*lines, first + _capacity(model, strategy, mesh, program.facts.batch["tokens"]), *further]
 
 
 def slow_axes(strategy: Strategy, mesh: Mesh, model: Model, hardware: Hardware) -> list[str]:
@@ -62,7 +62,7 @@ def _sequence(strategy: Strategy, mesh: Mesh, program: Program, rank: int, metho
     axes = mesh.ordered(set(strategy.compute["seq"]))
     if not axes:
         return []
-    length, ranks = program.info["batch"]["tokens"][1] // program.num_slices, mesh.axis_size(axes)
+    length, ranks = program.facts.batch["tokens"][1] // program.num_slices, mesh.axis_size(axes)
     own = length // ranks
     start = mesh.index(rank, axes) * own
     places = sequence_order(length, program.order_parts)[start : start + own]

@@ -23,7 +23,7 @@ from mpar.cli._screen import say, say_aside
 from mpar.cli._timeline import check_suffix, write_pictures
 from mpar.errors import ConfigError
 from mpar.program import Hardware, Prediction, Program, format_bytes, format_time
-from mpar.program.compiler import diff
+from mpar.program import diff
 from mpar.schedules import num_stages
 from mpar.train import (
     HardwareConfig,
@@ -118,7 +118,7 @@ def _plan(config: TrainConfig) -> None:
         _write(config.plan.out, "\n".join(lines))
         say(f"the whole program: {config.plan.out}")
     if config.plan.timeline is not None:
-        picture = program.picture(hardware, f"{config.model.name}, {program.info['public_mesh']}, {program.info['schedule']}")
+        picture = program.picture(hardware, f"{config.model.name}, {program.facts.mesh}, {program.facts.schedule}")
         write_pictures(config.plan.timeline, [picture], config.model.name)
         say(f"the step as a picture: {config.plan.timeline}")
     say_aside(f"compiled and verified in {compiled_s:.1f} s")
@@ -162,15 +162,15 @@ def _write(file: str, text: str) -> None:
 
 def _overview(config: TrainConfig, program: Program, hardware: Hardware) -> str:
     parameters = sum(math.prod(leaf.shape) for leaf in program.state_in if leaf.path.startswith("params."))
-    batch, length = program.info["batch"]["tokens"]
+    batch, length = program.facts.batch["tokens"]
     prediction, model, strategy = program.predict(), make_model(config), make_strategy(config)
     rows = batch * program.num_microbatches
-    fallbacks = ", ".join(program.info["fallbacks"]) or "none"
+    fallbacks = ", ".join(program.facts.fallbacks) or "none"
     return "\n".join(
         [
             f"model       {config.model.name}, {parameters / 1e6:,.2f} M parameters",
-            f"mesh        {program.info['public_mesh']}, {program.mesh.size:,} ranks",
-            f"strategy    {config.strategy.name}, gradients reduced {_REDUCED[program.info['reduce']]}; {config.precision.name}; "
+            f"mesh        {program.facts.mesh}, {program.mesh.size:,} ranks",
+            f"strategy    {config.strategy.name}, gradients reduced {_REDUCED[program.facts.reduce]}; {config.precision.name}; "
             f"recompute {config.recompute.kind}",
             f"batch       {rows:,} sequence{'s' * (rows > 1)} of {length:,} positions in {program.num_microbatches} "
             f"microbatch{'es' * (program.num_microbatches > 1)}{_slices(program)}",
@@ -181,7 +181,7 @@ def _overview(config: TrainConfig, program: Program, hardware: Hardware) -> str:
             f"{_on_host(prediction)}"
             f"workspace of one op up to {format_bytes(prediction.workspace_bytes)}{_at_most(prediction)}",
             *_pipeline(program, hardware),
-            *(f"warning     {line}" for line in slow_axes(strategy, program.info["public_mesh"], model, hardware)),
+            *(f"warning     {line}" for line in slow_axes(strategy, program.facts.mesh, model, hardware)),
             "",
         ]
     )
@@ -189,7 +189,7 @@ def _overview(config: TrainConfig, program: Program, hardware: Hardware) -> str:
 
 def _slices(program: Program) -> str:
     """Into what the rows of a microbatch are cut."""
-    number, length = program.num_slices, program.info["batch"]["tokens"][1]
+    number, length = program.num_slices, program.facts.batch["tokens"][1]
     return f", {number} slices{' each,' * (program.num_microbatches > 1)} of {length // number:,} positions" if number > 1 else ""
 
 
@@ -218,7 +218,7 @@ def _pipeline(program: Program, hardware: Hardware) -> list[str]:
     peaks = [format_bytes(size) for size in program.peaks()]
     shown = peaks if len(peaks) <= 8 else [*peaks[:6], "...", peaks[-1]]
     return [
-        f"pipeline    {program.info['schedule']}, {num_stages(program.schedule)} stages; bubble {idle:.1f} % of the step, "
+        f"pipeline    {program.facts.schedule}, {num_stages(program.schedule)} stages; bubble {idle:.1f} % of the step, "
         f"{in_span:.1f} % between a rank's first forward and its last backward ({hardware.name})",
         f"peaks       along pp: {', '.join(shown)}",
     ]
@@ -278,7 +278,7 @@ def _uses(program: Program, rank: int) -> Iterator[tuple[tuple[str, str, int, st
 
 def _times(config: TrainConfig, program: Program, profiles: list[Hardware]) -> Table:
     """Memory and time of one step on each profile."""
-    batch, length = program.info["batch"]["tokens"]
+    batch, length = program.facts.batch["tokens"]
     tokens = batch * program.num_microbatches * length
     flops = flops_per_token(make_model(config), length, causal=False) * tokens
     table = Table(

@@ -34,7 +34,7 @@ def prepare_job(config: TrainConfig, resolved: dict[str, Any], folder: Path) -> 
     parameters = sum(_count(leaf.shape) for leaf in program.state_in if leaf.path.startswith("params."))
     begin = "from the start" if job.resume is None else f"on from {job.resume}"
     summary = (
-        f"{config.model.name}: {parameters / 1e6:,.2f} M parameters, {program.info['public_mesh']}, "
+        f"{config.model.name}: {parameters / 1e6:,.2f} M parameters, {program.facts.mesh}, "
         f"strategy {config.strategy.name}, {begin}\n"
         f"data: {report}\n"
         f"program: {len(program.instructions)} instructions, {prediction.num_collectives} collectives a step, "
@@ -47,13 +47,13 @@ def prepare_job(config: TrainConfig, resolved: dict[str, Any], folder: Path) -> 
 
 def _kernels_line(program: Program) -> str:
     """A line on what carries out the primitives, where kernels were asked for or could have been."""
-    line = describe_kernels(program.info["kernels"], (use for kind in program.kinds.values() for use in kind.kernels))
+    line = describe_kernels(program.facts.kernels, (use for kind in program.kinds.values() for use in kind.kernels))
     return f"{line}\n" if line else ""
 
 
 def _warnings(config: TrainConfig, program: Program) -> str:
     """A line on each group of ranks that talks much over slow links."""
-    own = slow_axes(make_strategy(config), program.info["public_mesh"], make_model(config), make_hardware(config.hardware))
+    own = slow_axes(make_strategy(config), program.facts.mesh, make_model(config), make_hardware(config.hardware))
     return "".join(f"warning: {line}\n" for line in own)
 
 
@@ -64,7 +64,7 @@ def _pipeline_line(program: Program, hardware: Hardware) -> str:
     prediction = program.predict(hardware)
     assert prediction.step_s and prediction.bubble_s is not None
     return (
-        f"pipeline: {program.info['schedule']}, {num_stages(program.schedule)} stages, "
+        f"pipeline: {program.facts.schedule}, {num_stages(program.schedule)} stages, "
         f"{program.num_microbatches} microbatches, bubble {100 * prediction.bubble_s / prediction.step_s:.1f} % predicted\n"
     )
 

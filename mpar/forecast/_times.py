@@ -2,12 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mpar.errors import ProgramError
-
-if TYPE_CHECKING:
-    from mpar.program._program import Instruction, Part, Program
+from mpar.ir import Instruction, Part, ProgramData
 
 __all__ = ["StepTimes", "step_times"]
 
@@ -50,7 +47,7 @@ class _Clock:
         self.messages: dict[int, tuple[float, float]] = {}
         self.free: dict[tuple[int, int], float] = {}
 
-    def post(self, step: "Instruction", position: int, now: float) -> None:
+    def post(self, step: Instruction, position: int, now: float) -> None:
         """One end of a message is there; when both are, and the channel is free, it starts."""
         pair = (position, step.peer) if step.op == "send" else (step.peer, position)
         if step.message not in self.posted:
@@ -62,7 +59,7 @@ class _Clock:
         self.messages[step.message] = (begin, end)
 
 
-def step_times(program: "Program", durations: Sequence[Sequence[float]], messages: Mapping[int, float]) -> StepTimes:
+def step_times(program: ProgramData, durations: Sequence[Sequence[float]], messages: Mapping[int, float]) -> StepTimes:
     """durations: seconds, per position and instruction; messages: seconds of each message. Linear in the instructions.
 
     Raises ProgramError if the program cannot be run to its end, which `verify` would have refused.
@@ -105,7 +102,7 @@ def step_times(program: "Program", durations: Sequence[Sequence[float]], message
     return StepTimes(start, end, busy, clock.messages, spans)
 
 
-def _span(part: "Part", start: Sequence[float], end: Sequence[float], durations: Sequence[float]) -> float:
+def _span(part: Part, start: Sequence[float], end: Sequence[float], durations: Sequence[float]) -> float:
     lines = [line for line, step in enumerate(part.instructions) if step.op.startswith(("forward", "backward"))]
     if not lines:
         return 0.0

@@ -1,20 +1,13 @@
-"""Memory: which storages a segment makes and drops, and the exact peak of a program by sweeping over them.
+"""Memory of a segment: which storages it makes and drops, and the highest number of bytes that it needs.
 
 A storage lives while a name refers to it; views share one. The peak is taken right after each op, when its operands are still
 there. What a primitive allocates and frees within one call is its workspace, which it declares; peaks are known with and without.
 """
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-from torch import Tensor, fx
-
-from mpar.ops._primitive import primitive_of
-from mpar.torch_private import storage_key
-
-__all__ = ["SegmentMemory", "measure", "sweep"]
+__all__ = ["SegmentMemory", "sweep"]
 
 
 @dataclass(frozen=True)
@@ -35,57 +28,6 @@ class SegmentMemory:
     idle: tuple[int, ...]
 
 
-def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int], *, most: bool = False) -> SegmentMemory:
-    """Follow the storages of a rank graph from its values without data; `workspace(node)` is what an op holds while it runs.
-
-    most: ragged values have as many rows as they can; else as many as they have on average.
-    """
-    numbers: dict[Any, int] = {}
-    sizes: list[int] = []
-    held: dict[fx.Node, tuple[int, ...]] = {}
-
-    times = 1
-
-    def number(key: Any, nbytes: int) -> int:
-        if key not in numbers:
-            numbers[key] = len(sizes)
-            sizes.append(nbytes * times)
-        return numbers[key]
-
-    order = [node for node in graph.nodes if node.op in ("placeholder", "call_function", "get_attr")]
-    inputs = []
-    for node in order:
-        if node.op == "placeholder":
-            times = node.meta.get("ragged", 1) if most else 1
-            held[node] = _storages(node.meta["val"], number)
-            inputs.append(held[node][0])
-    constants = {node for node in order if node.op == "get_attr"}
-    last: dict[int, int] = {}
-    made: list[list[int]] = []
-    calls = [node for node in order if node.op == "call_function"]
-    for position, node in enumerate(calls):
-        before, times = len(sizes), node.meta.get("ragged", 1) if most else 1
-        reused = _reused(node, held)
-        if reused is not None:
-            numbers |= dict(zip((storage_key(v) for v in _tensors(node.meta["val"])), reused, strict=True))
-        held[node] = _storages(node.meta["val"], number)
-        made.append(list(range(before, len(sizes))))
-        for used in (node, *node.all_input_nodes):
-            for storage in held.get(used, ()) if used not in constants else ():
-                last[storage] = position
-    results = [
-        held[node][0] if node not in constants else number(node, node.meta["val"].nbytes) for node in graph.output_node().args[0]
-    ]
-    drops: list[list[int]] = [[] for _ in calls]
-    for storage, position in last.items():
-        if storage not in results:
-            drops[position].append(storage)
-    idle = [storage for storage in dict.fromkeys(inputs) if storage not in last and storage not in results]
-    events = tuple((tuple(m), tuple(sorted(d))) for m, d in zip(made, drops, strict=True))
-    workspaces = tuple(map(workspace, calls))
-    return SegmentMemory(tuple(inputs), tuple(results), tuple(sizes), events, workspaces, tuple(idle))
-
-
 @lru_cache(maxsize=4096)
 def sweep(memory: SegmentMemory, donated: frozenset[int], *, workspace: bool = False) -> int:
     """The highest number of bytes above the start while the segment runs; `donated` input storages go when it drops them.
@@ -100,26 +42,3 @@ def sweep(memory: SegmentMemory, donated: frozenset[int], *, workspace: bool = F
         peak = max(peak, live + within * workspace)
         live -= sum(memory.sizes[storage] for storage in dropped if storage not in inputs or storage in donated)
     return peak
-
-
-def _storages(value: Any, number: Any) -> tuple[int, ...]:
-    return tuple(number(storage_key(v), v.untyped_storage().nbytes()) for v in _tensors(value))
-
-
-def _reused(node: fx.Node, held: dict[fx.Node, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The storages of the results of an op that writes them over operands which are given away to it."""
-    primitive = primitive_of(node.target)
-    if primitive is None or not primitive.mutates:
-        return None
-    by_name = dict(zip(primitive.operands, node.args, strict=True))
-    return tuple(s for name in primitive.mutates[: len(primitive.results)] for n in _nodes(by_name[name]) for s in held[n])
-
-
-def _nodes(argument: Any) -> Iterable[fx.Node]:
-    return argument if isinstance(argument, (list, tuple)) else (argument,)
-
-
-def _tensors(value: Any) -> Sequence[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for item in value for t in _tensors(item)] if isinstance(value, (tuple, list)) else []

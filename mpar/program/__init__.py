@@ -1,28 +1,32 @@
-"""The program: instructions for every rank, from the compiler to the run. Importing this loads no compiler."""
+"""The program: instructions for every rank, to print, prove, predict, simulate and run. Importing this loads no compiler."""
 
-from mpar.runtime._capture import Replay
-from mpar.runtime.comm._comm import Counter
-from mpar.ir._kernels import describe_kernels
-from mpar.forecast._predict import Hardware, Prediction
-from mpar.program._program import CollectiveUse, Instruction, Kind, Leaf, Program, Value
-from mpar.runtime._run import RankRun, State, batch_rows
+from mpar.forecast import Prediction
+from mpar.hardware import Hardware
+from mpar.ir import CollectiveUse, Instruction, Kind, Leaf, Value
+from mpar.program._diff import Hunk, ProgramDiff, diff
+from mpar.program._kernels import describe_kernels
+from mpar.program._program import Program
 from mpar.program._text import format_bytes, format_time
+from mpar.runtime import Counter, RankRun, Replay, State, batch_rows
 
 __all__ = [
     "CollectiveUse",
     "Counter",
     "Hardware",
+    "Hunk",
     "Instruction",
     "Kind",
     "Leaf",
     "Prediction",
     "Program",
+    "ProgramDiff",
     "RankRun",
     "Replay",
     "State",
     "Value",
     "batch_rows",
     "describe_kernels",
+    "diff",
     "format_bytes",
     "format_time",
 ]

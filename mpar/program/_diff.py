@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from mpar.program._program import Instruction, Program
+from mpar.ir import Instruction
+from mpar.program._program import Program
 from mpar.program._text import format_bytes
 
 __all__ = ["Hunk", "ProgramDiff", "diff"]

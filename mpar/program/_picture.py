@@ -1,14 +1,10 @@
 """Picture: the predicted step of all positions along pp, as bars on a lane for each, with what its ranks hold in memory."""
 
-from typing import TYPE_CHECKING
-
-from mpar.forecast._predict import Hardware, instruction_durations, memory_timeline, message_durations
+from mpar.forecast import StepTimes, instruction_durations, memory_timeline, message_durations, step_times
+from mpar.hardware import Hardware
+from mpar.ir import ProgramData
 from mpar.program._text import format_bytes, format_time
-from mpar.forecast._times import StepTimes, step_times
 from mpar.schedules import Bar, Picture
-
-if TYPE_CHECKING:
-    from mpar.program._program import Program
 
 __all__ = ["picture"]
 
@@ -24,7 +20,7 @@ _KINDS = {
 }
 
 
-def picture(program: "Program", hardware: Hardware, title: str) -> Picture:
+def picture(program: ProgramData, hardware: Hardware, title: str) -> Picture:
     """What a step on `hardware` will look like: a lane for each position along pp, a row for each of its queues."""
     times = step_times(program, instruction_durations(program, hardware), message_durations(program, hardware))
     bars: list[Bar] = []
@@ -42,7 +38,7 @@ def picture(program: "Program", hardware: Hardware, title: str) -> Picture:
         )
     peaks = [round(max(size for _, size in steps)) for steps in memory]
     facts = {
-        "schedule": str(program.info["schedule"]),
+        "schedule": program.facts.schedule,
         "step": format_time(times.makespan),
         "bubble": f"{100 * times.bubble / times.makespan:.1f} %",
         "bubble between first and last": f"{100 * times.span_bubble / times.makespan:.1f} %",
@@ -53,9 +49,9 @@ def picture(program: "Program", hardware: Hardware, title: str) -> Picture:
     return Picture(title, lanes, tuple(bars), tuple(memory), "s", facts)
 
 
-def _bars(program: "Program", position: int, times: StepTimes) -> list[Bar]:
+def _bars(program: ProgramData, position: int, times: StepTimes) -> list[Bar]:
     out = []
-    stage_of: dict[str, int] = program.info["stage_of"]
+    stage_of = program.facts.stage_of
     chunks = {stage: n for n, stage in enumerate(sorted({action.stage for action in program.schedule[position]}))}
     for line, step in enumerate(program.parts[position].instructions):
         kind = _KINDS.get(step.op, "other")

@@ -1,18 +1,14 @@
 """Text: a program as people read it, a line an instruction, with bytes and predicted time."""
 
-from typing import TYPE_CHECKING
-
-from mpar.ir._kernels import describe_kernels
-from mpar.forecast._predict import Hardware, instruction_durations, memory_timeline, message_durations
-from mpar.forecast._times import step_times
-
-if TYPE_CHECKING:
-    from mpar.program._program import CollectiveUse, Instruction, Program
+from mpar.forecast import instruction_durations, memory_timeline, message_durations, step_times
+from mpar.hardware import Hardware
+from mpar.ir import CollectiveUse, Instruction, ProgramData
+from mpar.program._kernels import describe_kernels
 
 __all__ = ["format_bytes", "format_time", "text"]
 
 
-def text(program: "Program", rank: int = 0, hardware: Hardware | None = None) -> str:
+def text(program: ProgramData, rank: int = 0, hardware: Hardware | None = None) -> str:
     """The program of `rank`: every instruction with operands, collectives and memory, then what its segments contain.
 
     Times are there if a hardware profile is given.
@@ -29,7 +25,7 @@ def text(program: "Program", rank: int = 0, hardware: Hardware | None = None) ->
         head += f"   step {format_time(whole.makespan)} predicted on {hardware.name}"
     lines = [head]
     used = {step.kind for step in program.parts[position].instructions}
-    chosen = describe_kernels(program.info["kernels"], (use for name in used for use in program.kinds[name].kernels))
+    chosen = describe_kernels(program.facts.kernels, (use for name in used for use in program.kinds[name].kernels))
     if chosen:
         lines.append(chosen)
     for number, step in enumerate(program.parts[position].instructions):
@@ -37,7 +33,7 @@ def text(program: "Program", rank: int = 0, hardware: Hardware | None = None) ->
     return "\n".join(lines)
 
 
-def _line(program: "Program", number: int, step: "Instruction", live: int, time_s: float | None) -> str:
+def _line(program: ProgramData, number: int, step: Instruction, live: int, time_s: float | None) -> str:
     names = program.values
     results = _names([names[v].name for v in step.outputs])
     what = step.words
@@ -59,7 +55,7 @@ def _line(program: "Program", number: int, step: "Instruction", live: int, time_
     return "   ".join(parts)
 
 
-def _collective(use: "CollectiveUse") -> str:
+def _collective(use: CollectiveUse) -> str:
     """What one rank contributes; rows that a router sends are said to be so many on average and at most."""
     sent = format_bytes(use.bytes)
     if use.ragged:

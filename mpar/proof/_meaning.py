@@ -8,12 +8,10 @@ change places: equal terms are equal bits.
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpar.errors import ProgramError
-
-if TYPE_CHECKING:
-    from mpar.program._program import Instruction, Program
+from mpar.ir import Instruction, ProgramData
 
 __all__ = ["NUM_SCALARS", "check_meaning", "describe", "fail"]
 
@@ -24,7 +22,7 @@ Label = tuple[Any, int]
 """(what it is, piece); -1 where it belongs to none. Pieces are microbatches, or slices of their rows, numbered through."""
 
 
-def check_meaning(program: "Program") -> None:
+def check_meaning(program: ProgramData) -> None:
     """Raise ProgramError, naming rank and line, unless
 
     - what is done for several microbatches is done to the same things of each, and to nothing of another microbatch; of slices
@@ -42,18 +40,18 @@ def check_meaning(program: "Program") -> None:
     meaning.check_whole()
 
 
-def describe(step: "Instruction") -> str:
+def describe(step: Instruction) -> str:
     """An instruction in few words: `forward layers.3 mb0`."""
     return step.words + (f" message {step.message}" if step.message >= 0 else "")
 
 
-def fail(program: "Program", position: int, line: int, step: "Instruction", why: str) -> None:
+def fail(program: ProgramData, position: int, line: int, step: Instruction, why: str) -> None:
     """Raise ProgramError about one line."""
     where = f"pp={position} " if len(program.parts) > 1 else ""
     raise ProgramError(f"invalid program: {where}line {line:04d}, {describe(step)}: {why}")
 
 
-def _in_order(program: "Program") -> Iterator[tuple[int, int, "Instruction"]]:
+def _in_order(program: ProgramData) -> Iterator[tuple[int, int, Instruction]]:
     """All instructions, (position, line, instruction), so that messages are sent before they are waited for."""
     sent: set[int] = set()
     at = [0] * len(program.parts)
@@ -74,7 +72,7 @@ def _in_order(program: "Program") -> Iterator[tuple[int, int, "Instruction"]]:
 class _Meaning:
     """labels: by value. sums: numbers of terms, by their two operands; operands: the other way round."""
 
-    def __init__(self, program: "Program") -> None:
+    def __init__(self, program: ProgramData) -> None:
         self.program = program
         self.labels: dict[int, Label] = {}
         self.sums: dict[frozenset[Label], Label] = {}
@@ -88,7 +86,7 @@ class _Meaning:
         self.metrics: Counter[Label] = Counter()
         self.squared: Counter[str] = Counter()
         self.squares: list[list[Label]] = [[] for _ in program.parts]
-        self.order = {name: index for index, name in enumerate(program.info["stage_of"])}
+        self.order = {name: index for index, name in enumerate(program.facts.stage_of)}
         self.paths = [list(part.gradients) for part in program.parts]
         self.finished = [{value: index for index, value in enumerate(part.gradients.values())} for part in program.parts]
         self.results = [{leaf.value: leaf.path for leaf in part.state_out} for part in program.parts]
@@ -103,7 +101,7 @@ class _Meaning:
                 shared = len(leaf.shape) == 1  # by all microbatches
                 self.labels[leaf.value] = ((key, int(piece)), -1) if shared else (key, int(piece))
 
-    def follow(self, position: int, line: int, step: "Instruction") -> None:
+    def follow(self, position: int, line: int, step: Instruction) -> None:
         """Check what an instruction reads and label what it makes."""
         if step.op == "send":
             self.sent[step.message] = step.inputs[0]
@@ -123,7 +121,7 @@ class _Meaning:
             if why is not None:
                 fail(self.program, position, line, step, why)
 
-    def check(self, position: int, step: "Instruction") -> str | None:
+    def check(self, position: int, step: Instruction) -> str | None:
         """What is wrong with the operands of an instruction that neither moves nor adds values; labels its results."""
         part = self.program.parts[position]
         found = [self.labels[v] for v in step.inputs]
@@ -169,11 +167,11 @@ class _Meaning:
             self.squares[position] += [self.labels[v] for v in step.outputs]
         return why
 
-    def piece(self, step: "Instruction") -> int:
+    def piece(self, step: Instruction) -> int:
         """What an instruction works on; -1 for the whole batch."""
         return step.microbatch if step.microbatch < 0 else step.microbatch * self.program.num_slices + max(step.slice, 0)
 
-    def check_alike(self, step: "Instruction", found: Sequence[Label]) -> str | None:
+    def check_alike(self, step: Instruction, found: Sequence[Label]) -> str | None:
         """The same slice of the same segment reads the same for each microbatch, of slices each its own, a backward what its
         forward read."""
         piece, num_slices = self.piece(step), self.program.num_slices
@@ -197,7 +195,7 @@ class _Meaning:
         what = _say(found[at]) if at < len(found) else "nothing"
         return f"operand {at} is {what}, unlike that of the same segment for another microbatch"
 
-    def check_own(self, step: "Instruction", found: Sequence[Label]) -> str | None:
+    def check_own(self, step: Instruction, found: Sequence[Label]) -> str | None:
         """What a forward reads of its own slice is the same for all slices. A backward reads it again, and in that order, besides
         what its own segment made and what the next one gave back."""
         piece = self.piece(step)
@@ -216,7 +214,7 @@ class _Meaning:
             return None
         return "does not read what its forward read, in that order"
 
-    def check_slices(self, step: "Instruction", found: Sequence[Label]) -> str | None:
+    def check_slices(self, step: Instruction, found: Sequence[Label]) -> str | None:
         """Past slices are read in order, and what a slice left has the gradients of all that read it when its backward is due."""
         piece = self.piece(step)
         left = [(m, what[2]) for what, m in found if isinstance(what, tuple) and what[:2] == ("left", step.segment)]
@@ -306,7 +304,7 @@ class _Meaning:
             first = self.add(first, term)
         return first
 
-    def check_update(self, position: int, step: "Instruction", found: Sequence[Label]) -> str | None:
+    def check_update(self, position: int, step: Instruction, found: Sequence[Label]) -> str | None:
         """Operands are parameters, their gradients, slots, scalars, then metrics; results are parameters and slots."""
         found = [label for label in found if not (isinstance(label[0], tuple) and label[0][0] == "metrics")]
         results, gradients = self.results[position], self.program.parts[position].gradients
@@ -348,7 +346,7 @@ class _Meaning:
 
     def expected(self) -> dict[str, Label]:
         """The term that each gradient should be, by path."""
-        program, each = self.program, self.program.info["reduce"] == "each"
+        program, each = self.program, self.program.facts.reduce == "each"
         orders: dict[tuple[int, int], list[int]] = {}
         for position, own in enumerate(program.schedule):
             for action in own:
@@ -359,7 +357,7 @@ class _Meaning:
             sums, items = [], Counter[tuple[str, int]]()
             for use in sorted(uses, key=lambda use: (self.order[use.rstrip("'")], len(use))):
                 segment = use.rstrip("'")
-                order = orders.get((uses[use], program.info["stage_of"][segment]), [])
+                order = orders.get((uses[use], program.facts.stage_of[segment]), [])
                 slices = [range((m + 1) * program.num_slices - 1, m * program.num_slices - 1, -1) for m in order]  # last first
                 items.update((segment, piece) for pieces in slices for piece in pieces)
                 terms: list[list[Label]] = [[(("d", path, use), piece) for piece in pieces] for pieces in slices]

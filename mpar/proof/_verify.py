@@ -1,19 +1,16 @@
 """Verify: what must hold of every program before it may run. Linear in the number of instructions."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from mpar.errors import ProgramError
+from mpar.ir import ProgramData, Value
 from mpar.proof._meaning import NUM_SCALARS, check_meaning, describe, fail
 from mpar.schedules import Event, check_order
-
-if TYPE_CHECKING:
-    from mpar.program._program import Program, Value
 
 __all__ = ["events", "verify"]
 
 
-def verify(program: "Program", queues: str = "direction") -> None:
+def verify(program: ProgramData, queues: str = "direction") -> None:
     """Raise ProgramError, naming rank and line, unless
 
     - every value is made once, read only while it lives and has arrived, and freed once, and nothing is left but results;
@@ -36,7 +33,7 @@ def verify(program: "Program", queues: str = "direction") -> None:
     check_meaning(program)
 
 
-def _check_lifetimes(program: "Program", position: int) -> None:
+def _check_lifetimes(program: ProgramData, position: int) -> None:
     names, part = program.values, program.parts[position]
     live = {leaf.value for leaf in part.reads()}
     made = set(live)
@@ -86,7 +83,7 @@ def _check_lifetimes(program: "Program", position: int) -> None:
         )
 
 
-def _check_shapes(program: "Program", position: int) -> None:
+def _check_shapes(program: ProgramData, position: int) -> None:
     for line, step in enumerate(program.parts[position].instructions):
         kind = program.kinds[step.kind]
         for what, found, expected in (("operand", step.inputs, kind.operands), ("result", step.outputs, kind.results)):
@@ -100,7 +97,7 @@ def _check_shapes(program: "Program", position: int) -> None:
                     fail(program, position, line, step, why)
 
 
-def _check_collectives(program: "Program") -> None:
+def _check_collectives(program: ProgramData) -> None:
     for name, kind in program.kinds.items():
         for use in kind.collectives:
             unknown = [axis for axis in use.axes if axis not in program.mesh.axes]
@@ -110,7 +107,7 @@ def _check_collectives(program: "Program") -> None:
                 )
 
 
-def _check_messages(program: "Program") -> None:
+def _check_messages(program: ProgramData) -> None:
     """Both ends of a message see the same shape and dtype, and take the same channel."""
     ends: dict[int, tuple[int, int, str, Value]] = {}
     for position, part in enumerate(program.parts):
@@ -127,7 +124,7 @@ def _check_messages(program: "Program") -> None:
                     fail(program, position, line, step, why)
 
 
-def events(program: "Program") -> list[list[Event]]:
+def events(program: ProgramData) -> list[list[Event]]:
     """Per position along pp what can make it wait for another: messages, and collectives that cross pp."""
     everybody = tuple(range(len(program.parts)))
     crossing = {

@@ -6,13 +6,13 @@ state stays where it is, metrics are copied out.
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mpar.runtime._run import RankRun, State
+from mpar.runtime._rank_run import RankRun
+from mpar.runtime._state import State
 
 __all__ = ["Replay", "cuda_graph"]
 
@@ -31,7 +31,7 @@ def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
 class Replay:
     """A rank's step with fixed memory. The first call runs as always, and loads kernels and libraries; the second is recorded."""
 
-    def __init__(self, run: "RankRun", capture: Capture = cuda_graph) -> None:
+    def __init__(self, run: RankRun, capture: Capture = cuda_graph) -> None:
         self.run, self.capture = run, capture
         self.calls = 0
         self.state: dict[str, Tensor] = {}
@@ -40,7 +40,7 @@ class Replay:
         self.metrics: dict[str, Tensor] = {}
         self.replay: Callable[[], None] | None = None
 
-    def __call__(self, state: "State", batch: Mapping[str, Tensor]) -> tuple["State", dict[str, Tensor]]:
+    def __call__(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
         """Like `RankRun`; the new state is in the same tensors at every call."""
         self.calls += 1
         if self.calls == 1:

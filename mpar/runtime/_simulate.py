@@ -1,181 +1,43 @@
-"""Simulate a program: every rank runs its real code in a thread of this process; collectives meet in memory."""
+"""Simulate a program: every rank runs its real code in a thread of this process."""
 
-import threading
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from mpar.collectives import combine
 from mpar.errors import ProgramError
+from mpar.ir import ProgramData
 from mpar.mesh import Mesh
+from mpar.runtime._batch import batch_rows
+from mpar.runtime._rank_run import RankRun
+from mpar.runtime._state import State
+from mpar.runtime.comm import Comm, run_ranks
+from mpar.shards import assemble, shard
 
-__all__ = ["LockstepComm", "run_ranks"]
-
-
-PATIENCE_S = 1800.0  # torch.distributed's own default: a simulated rank may compute for long between two meetings
-
-
-class LockstepComm:
-    """Collectives of one simulated rank. All ranks of a simulation share one `_Hall`."""
-
-    def __init__(self, mesh: Mesh, rank: int, hall: "_Hall") -> None:
-        self.mesh, self.rank, self.hall = mesh, rank, hall
-        self._groups: dict[tuple[str, ...], tuple[int, ...]] = {}
-
-    def index(self, axes: tuple[str, ...]) -> int:
-        """This rank's position in its group over `axes`."""
-        return self.mesh.index(self.rank, axes)
-
-    def all_gather(self, x, *, axes, dim, size):
-        """Shards of the group, concatenated along `dim`."""
-        return self._meet("all_gather", x, axes, dim=dim)
-
-    def reduce_scatter(self, x, *, axes, dim, size):
-        """This rank's part along `dim` of the sum."""
-        return self._meet("reduce_scatter", x, axes, dim=dim)
-
-    def all_reduce(self, x, *, axes, op, size):
-        """The sum or maximum over the group."""
-        return self._meet("all_reduce", x, axes, op=op)
-
-    def all_to_all(self, x, *, axes, src, dst, size):
-        """From sharded along `src` to sharded along `dst`."""
-        return self._meet("all_to_all", x, axes, src=src, dst=dst)
-
-    def shift(self, xs, *, axes, size):
-        """What the rank before this one has; simulated ranks wait here, not in `arrived`."""
-        return self._meet("shift", (xs,), axes)
-
-    def exchange_rows(self, xs, sent, received, *, axes, size, num_rows):
-        """Rows from every rank of the group."""
-        return self._meet("exchange_rows", (xs, sent, received), axes, num_rows=num_rows)
-
-    def arrived(self, posted, sent):
-        """What was posted."""
-        return posted
-
-    def send(self, x: Tensor, *, peer: int, message: int, kind: str) -> None:
-        """Post a message to the rank at position `peer` along pp."""
-        self.hall.post(message, self.rank, self._peer(peer), sent=x)
-
-    def receive(self, buffer: Tensor, *, peer: int, message: int, kind: str) -> None:
-        """Post a buffer for a message."""
-        self.hall.post(message, self._peer(peer), self.rank, buffer=buffer)
-
-    def wait(self, message: int) -> None:
-        """Until the message is done."""
-        self.hall.wait_for(message, self.rank)
-
-    def _peer(self, position: int) -> int:
-        return self.mesh.rank({**self.mesh.coordinates(self.rank), "pp": position})
-
-    def _meet(self, kind: str, x: Any, axes: tuple[str, ...], **how: Any) -> Any:
-        if axes not in self._groups:
-            self._groups[axes] = self.mesh.group(self.rank, axes)
-        return self.hall.meet(self.rank, self._groups[axes], kind, x, how)
+__all__ = ["simulate"]
 
 
-class _Hall:
-    """Where simulated ranks meet: the last of a group to arrive computes what everybody gets."""
+def simulate(program: ProgramData, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
+    """One step of all ranks in this process on a global state and a global batch. `state` is left as it was.
 
-    def __init__(self) -> None:
-        self.condition = threading.Condition()
-        self.waiting: dict[tuple[int, ...], dict[int, tuple[str, Any]]] = {}
-        self.results: dict[tuple[tuple[int, ...], int], Any] = {}
-        self.failure: BaseException | None = None
-        self.posted: dict[tuple[int, int, int], Tensor] = {}  # (message, from, to) -> the end that is there
-        self.done: set[tuple[int, int]] = set()  # (message, rank)
+    Raises ShapeError, listing all offenders, if they are not what the program was compiled for.
+    """
+    mesh = program.mesh
+    state.check({leaf.path: (leaf.dtype, leaf.shape) for leaf in program.state_in})
 
-    def post(self, message: int, source: int, target: int, *, sent: Tensor | None = None, buffer: Tensor | None = None) -> None:
-        """One end of a message: it is carried over when the other one is there."""
-        with self.condition:
-            other = self.posted.pop((message, source, target), None)
-            if other is None:
-                self.posted[message, source, target] = sent if sent is not None else cast(Tensor, buffer)
-                return
-            if sent is not None:
-                other.copy_(sent)
-            else:
-                cast(Tensor, buffer).copy_(other)
-            self.done |= {(message, source), (message, target)}
-            self.condition.notify_all()
+    def work(rank: int, comm: Comm) -> tuple[State, dict[str, Tensor]]:
+        own = program.part(rank).state_in
+        local = {leaf.path: shard(state.leaves[leaf.path], leaf.spec, mesh, rank) for leaf in own}
+        return RankRun(program, comm)(State(local, state.step), batch_rows(program, batch, rank))
 
-    def wait_for(self, message: int, rank: int) -> None:
-        """Block `rank` until both ends of the message were there."""
-        with self.condition:
-            while (message, rank) not in self.done and self.failure is None:
-                if not self.condition.wait(timeout=PATIENCE_S):
-                    self.fail(ProgramError(f"rank {rank} waited {PATIENCE_S} s for message {message}"))
-            if self.failure is not None:
-                raise ProgramError("another simulated rank failed") from self.failure
-            self.done.remove((message, rank))
-
-    def meet(self, rank: int, group: tuple[int, ...], kind: str, x: Any, how: dict[str, Any]) -> Any:
-        with self.condition:
-            arrived = self.waiting.setdefault(group, {})
-            arrived[rank] = (kind, x)
-            if len(arrived) == len(group):
-                kinds = {k for k, _ in arrived.values()}
-                if len(kinds) > 1:
-                    self.fail(
-                        ProgramError(
-                            f"ranks {group} meet with different collectives: { {r: k for r, (k, _) in arrived.items()} }"
-                        )
-                    )
-                else:
-                    self.hand_out(group, kind, [arrived[member][1] for member in group], how)
-                del self.waiting[group]
-                arrived.clear()  # nobody's operands live on in this frame
-                self.condition.notify_all()
-            while (group, rank) not in self.results and self.failure is None:
-                if not self.condition.wait(timeout=PATIENCE_S):
-                    self.fail(
-                        ProgramError(f"rank {rank} waited {PATIENCE_S} s for {group} in a {kind} that the others did not reach")
-                    )
-            if self.failure is not None:
-                raise ProgramError("another simulated rank failed") from self.failure
-            return self.results.pop((group, rank))
-
-    def hand_out(self, group: tuple[int, ...], kind: str, parts: list[Any], how: dict[str, Any]) -> None:
-        if isinstance(parts[0], list) and kind == "all_reduce":  # as on processes: one message, results are views of one buffer
-            flat = combine(kind, [torch.cat([x.reshape(-1) for x in part]) for part in parts], **how)
-            shapes = [x.shape for x in parts[0]]
-            pieces = [buffer.split([shape.numel() for shape in shapes]) for buffer in flat]
-            outs: list[Any] = [[p.view(shape) for p, shape in zip(own, shapes, strict=True)] for own in pieces]
-        elif isinstance(parts[0], list):
-            dims = how.get("dim", [None] * len(parts[0]))
-            columns = [
-                combine(kind, [p[i] for p in parts], **({**how, "dim": d} if d is not None else how)) for i, d in enumerate(dims)
-            ]
-            outs = [[column[i] for column in columns] for i in range(len(group))]
-        else:
-            outs = combine(kind, parts, **how)
-        self.results |= {(group, member): out for member, out in zip(group, outs, strict=True)}
-
-    def fail(self, error: BaseException) -> None:
-        self.failure = self.failure or error
-        self.condition.notify_all()
-
-
-def run_ranks(mesh: Mesh, work: Callable[[int, LockstepComm], Any]) -> list[Any]:
-    """`work(rank, comm)` for all ranks at once; the results by rank. The first error of any rank is raised."""
-    hall, results = _Hall(), [None] * mesh.size
-
-    def body(rank: int) -> None:
-        try:
-            with torch.no_grad():
-                results[rank] = work(rank, LockstepComm(mesh, rank, hall))
-        except BaseException as error:
-            with hall.condition:
-                hall.fail(error)
-
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(mesh.size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if hall.failure is not None:
-        raise hall.failure
-    return results
+    results = run_ranks(mesh, work)
+    within = Mesh(**{axis: size for axis, size in mesh.sizes.items() if axis != "pp"})
+    leaves: dict[str, Tensor] = {}
+    for position, part in enumerate(program.parts):
+        ranks = program.ranks_at(position)
+        for leaf in part.state_out:
+            whole = assemble([results[rank][0].leaves[leaf.path] for rank in ranks], leaf.spec, within)
+            if leaf.path in leaves and not torch.equal(leaves[leaf.path], whole):
+                raise ProgramError(f"{leaf.path} is not the same on all positions along pp that hold it")
+            leaves.setdefault(leaf.path, whole)
+    return State({leaf.path: leaves[leaf.path] for leaf in program.state_out}, results[0][0].step), results[0][1]

@@ -7,14 +7,13 @@ that stream first waits for those that read it. Everything else may overlap.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mpar.runtime.comm._comm import Comm
-    from mpar.program._program import Instruction, Kind, Value
+from mpar.ir import Instruction, Kind, Value
+from mpar.runtime.comm import Comm
 
 __all__ = ["HOME", "START", "Issue", "issue_on_streams", "plan_streams"]
 
@@ -25,7 +24,7 @@ HOST = "host"
 START = -1
 """The event before the first instruction."""
 
-Function = Callable[[list[Tensor], "Comm"], tuple[Tensor, ...]]
+Function = Callable[[list[Tensor], Comm], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Issue:
     holds: tuple[tuple[str, int], ...] = ()
 
 
-def plan_streams(instructions: Sequence["Instruction"], values: Sequence["Value"], kinds: Mapping[str, "Kind"]) -> list[Issue]:
+def plan_streams(instructions: Sequence[Instruction], values: Sequence[Value], kinds: Mapping[str, Kind]) -> list[Issue]:
     """The events that a rank's instructions need, in their order. One stream needs none.
 
     What only computes, such as a cast that on more ranks would be a gather, stays on the caller's stream.
@@ -51,7 +50,7 @@ def plan_streams(instructions: Sequence["Instruction"], values: Sequence["Value"
 
 
 class _Planner:
-    def __init__(self, values: Sequence["Value"]) -> None:
+    def __init__(self, values: Sequence[Value]) -> None:
         self.values = values
         self.ready: dict[int, tuple[str, int]] = {}  # value -> queue and line after which it may be read
         self.home: dict[int, str] = {}  # storage -> the queue that it was allocated on
@@ -59,7 +58,7 @@ class _Planner:
         self.names: dict[int, set[int]] = {}  # storage -> values in it that are still there
         self.seen: dict[str, dict[str, int]] = {}  # queue -> other queue -> the last of its lines that it has waited for
 
-    def plan(self, instructions: Sequence["Instruction"], queues: Sequence[str]) -> list[Issue]:
+    def plan(self, instructions: Sequence[Instruction], queues: Sequence[str]) -> list[Issue]:
         raw: list[tuple[str, list[int], list[tuple[str, int]]]] = []
         last: dict[str, int] = {}
         for line, (step, queue) in enumerate(zip(instructions, queues, strict=True)):
@@ -76,7 +75,7 @@ class _Planner:
         awaited = {line for _, waits, holds in raw for line in (*waits, *(line for _, line in holds))}
         return [Issue(queue, tuple(waits), line in awaited, tuple(holds)) for line, (queue, waits, holds) in enumerate(raw)]
 
-    def _before(self, step: "Instruction", queue: str) -> list[int]:
+    def _before(self, step: Instruction, queue: str) -> list[int]:
         """Lines of other queues that must be done: those that made what is read, and all that touch what may be written."""
         lines: dict[str, int] = {}
         for value in step.inputs:
@@ -87,7 +86,7 @@ class _Planner:
                 lines[user] = max(lines.get(user, START), line)
         return sorted(line for other, line in lines.items() if line != START and self._unseen(queue, other, line))
 
-    def _note(self, step: "Instruction", queue: str, line: int) -> None:
+    def _note(self, step: Instruction, queue: str, line: int) -> None:
         for value in (*step.inputs, *step.outputs):  # a view's memory is where its operand's is
             storage = self.values[value].storage
             self.home.setdefault(storage, queue if value in step.outputs else HOME)
@@ -97,7 +96,7 @@ class _Planner:
         for value in made:
             self.ready[value] = (queue, line)
 
-    def _give_back(self, step: "Instruction") -> list[tuple[str, int]]:
+    def _give_back(self, step: Instruction) -> list[tuple[str, int]]:
         """What streams wait for before they use memory again that goes with this instruction."""
         holds: list[tuple[str, int]] = []
         for value in step.frees:
@@ -133,7 +132,7 @@ def issue_on_streams(functions: Sequence[Function], issues: Sequence[Issue], dev
 def _issued(
     line: int, function: Function, issue: Issue, streams: Mapping[str, Any], events: Mapping[int, Any], device: torch.device
 ) -> Function:
-    def run(args: list[Tensor], comm: "Comm") -> tuple[Tensor, ...]:
+    def run(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
         current = torch.cuda.current_stream(device)
         stream = streams.get(issue.queue, current)
         if line == 0:

@@ -10,7 +10,8 @@ from mpar.data import Batches, LoadReport
 from mpar.errors import CheckpointError, ConfigError
 from mpar.models import Model
 from mpar.program import Program
-from mpar.program.compiler import Schedule, compile_eval, compile_step, policy
+from mpar.compiler import Schedule, policy
+from mpar.program.compile import compile_eval, compile_step
 from mpar.schedules import Action, from_table, layout_letters
 from mpar.strategy import Strategy
 from mpar.train._config import TrainConfig
@@ -76,8 +77,8 @@ def compile_evaluation(config: TrainConfig, program: Program) -> Program:
     """
     model = make_model(config).without_multi_token()
     names = {segment.name for segment in model.segments}
-    stage_of = {name: stage for name, stage in program.info["stage_of"].items() if name in names}
-    strategy, chosen = make_strategy(config), program.info["context_parallel"]
+    stage_of = {name: stage for name, stage in program.facts.stage_of.items() if name in names}
+    strategy, chosen = make_strategy(config), program.facts.context_parallel
     if chosen is not None:  # what is found by time for forwards alone might store parameters elsewhere
         strategy = replace(strategy, context_parallel=chosen)
     forwards = [[action for action in own if action.kind == "F"] for own in program.schedule]

@@ -17,7 +17,7 @@ from mpar.mesh import Mesh
 from mpar.models import _moe
 from mpar.models._moe import MoeConfig
 from mpar.optim import AdamW
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 from tests.models.variants import KINDS, VARIANTS
 
 SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")

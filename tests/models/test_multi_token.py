@@ -12,7 +12,7 @@ from mpar.errors import CheckpointError, ConfigError, DataError
 from mpar.mesh import Mesh
 from mpar.optim import SGD
 from mpar.program import State
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 from tests.models.variants import KINDS
 
 TOKENS = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(1))

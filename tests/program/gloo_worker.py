@@ -16,8 +16,9 @@ from mpar import models, tree
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import State, batch_rows
-from mpar.runtime.comm._comm import Counter
-from mpar.program.compiler import RecomputePolicy, compile_step
+from mpar.runtime import Counter
+from mpar.compiler import RecomputePolicy
+from mpar.program.compile import compile_step
 from mpar.shards import shard
 from mpar.strategy import preset
 from tests.program.conftest import CONFIG

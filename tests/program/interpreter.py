@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from mpar.program import Instruction, Program, Value
-from mpar.program._program import Part
+from mpar.ir import Part
 
 __all__ = ["Terms", "Wrong", "run"]
 

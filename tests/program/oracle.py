@@ -110,7 +110,7 @@ class Problem:
 
     def check(self, program: Program) -> dict[str, Tensor]:
         """Assert that a simulated step has these losses, gradients and norm; its metrics."""
-        assert program.info["fallbacks"] == []
+        assert program.facts.fallbacks == ()
         state, metrics = program.simulate(self.state(), self.batch)
         for name, loss in self.losses.items():
             testing.assert_close(metrics[name], loss, name=name)

@@ -17,7 +17,8 @@ from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Program, batch_rows
 from mpar.runtime.comm._channels import Channels, Message
-from mpar.program.compiler import Schedule, compile_eval, compile_step
+from mpar.compiler import Schedule
+from mpar.program.compile import compile_eval, compile_step
 from tests.program.conftest import CONFIG
 
 CASES = {  # mesh, strategy, schedule, tied

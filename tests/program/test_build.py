@@ -13,8 +13,8 @@ from mpar.optim import AdamW
 from mpar.precision import Precision
 from mpar.program import State
 from mpar.compiler.build._passes import hoist_gathers
-from mpar.program._program import Instruction, Value
-from mpar.program.compiler import compile_step
+from mpar.ir import Instruction, Value
+from mpar.program.compile import compile_step
 from mpar.spec import P
 from mpar.strategy import preset
 

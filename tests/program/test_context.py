@@ -15,7 +15,7 @@ from mpar.arrange import CONTEXT_PARALLEL
 from mpar.errors import ConfigError, ShapeError
 from mpar.ops import _attention_blocks as blocks
 from mpar.program import Program, batch_rows
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 from mpar.strategy import Strategy, preset
 from tests.program.oracle import BASE, DEEPSEEK, GPT_OSS, Problem, Recorder
 from tests.program.test_prediction import measured_peaks

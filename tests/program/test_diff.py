@@ -10,7 +10,8 @@ from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Program
-from mpar.program.compiler import compile_step, diff
+from mpar.program import diff
+from mpar.program.compile import compile_step
 
 CONFIG = {
     "model_type": "llama",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpar import Mesh, State, models, testing, tree
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 from mpar.strategy import preset
 
 B, S, V, THETA, EPS = 16, 8, 90, 10000.0, 1e-5
@@ -127,5 +127,5 @@ def test_step_is_exact(problem, sizes, zero, stream, reduce):
     mesh = Mesh(**dict(zip(("dp", "fsdp", "tp"), sizes, strict=True)))
     strategy = dataclasses.replace(preset(f"{zero}_{stream}"), reduce=reduce)
     program = compile_step(problem[0], Recorder(), mesh, strategy, (B, S), num_microbatches=2)
-    assert program.info["fallbacks"] == []
+    assert program.facts.fallbacks == ()
     assert_exact(problem, program)

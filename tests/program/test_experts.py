@@ -11,7 +11,7 @@ from mpar import Mesh, models
 from mpar.arrange import DISPATCHERS
 from mpar.errors import ConfigError
 from mpar.program import Program
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 from mpar.strategy import Strategy, preset
 from tests.program.oracle import DEEPSEEK, GPT_OSS, MOE, Problem, Recorder
 from tests.program.test_prediction import measured_peaks

@@ -5,7 +5,7 @@ import torch
 
 from mpar import Mesh, ops
 from mpar.kernels import Kernels
-from mpar.runtime._run import ALONE, load
+from mpar.runtime import ALONE, load
 from mpar.compiler.segment._compile import compile_function
 from mpar.spec import P
 

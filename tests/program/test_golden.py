@@ -11,7 +11,7 @@ from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Hardware
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 from tests.program.conftest import CONFIG
 
 HERE = pathlib.Path(__file__).with_name("golden")

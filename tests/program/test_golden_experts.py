@@ -8,7 +8,7 @@ from dataclasses import replace
 from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 from mpar.strategy import preset
 from tests.program.oracle import MOE
 from tests.program.test_golden import HERE, PROFILE

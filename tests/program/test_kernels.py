@@ -10,11 +10,11 @@ from mpar.errors import ConfigError, KernelError, UnknownNameError
 from mpar.kernels import CATALOGUE, Kernels, _attention_support, choose, implementation
 from mpar.optim import AdamW
 from mpar.program import RankRun
-from mpar.runtime import _run as runtime
-from mpar.program._hardware import hardware
+from mpar.program import _run as runtime
+from mpar.hardware import hardware
 from mpar.ir._kernels import check_device
-from mpar.runtime._run import ALONE, State
-from mpar.program.compiler import compile_step
+from mpar.runtime import ALONE, State
+from mpar.program.compile import compile_step
 
 TINY = {
     "model_type": "qwen3",
@@ -80,7 +80,7 @@ def test_chip_of_the_profile_is_chosen_for():
     """A plan for an H200 has its kernels, on a machine without one."""
     model = models.from_config(TINY, dtype=torch.float32, vocab_multiple=1)
     program = compile_step(model, AdamW(lr=1e-2), Mesh(tp=1), "ddp", (2, 16), hardware=hardware("h200"))
-    assert program.info["kernels"] == Kernels("auto", "sm_90")
+    assert program.facts.kernels == Kernels("auto", "sm_90")
     assert any(use.implementation == "triton" for kind in program.kinds.values() for use in kind.kernels)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpar import Mesh, State, models, testing, tree
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 from mpar.strategy import preset
 
 B, S, V = 8, 16, 90
@@ -79,7 +79,7 @@ def test_step_is_exact(case, packed):
     strategy = dataclasses.replace(preset(name), **options)
     shapes = {key: ((B, S), x.dtype) for key, x in batch.items()}
     program = compile_step(model, Recorder(), mesh, strategy, shapes, num_microbatches=2)
-    assert program.info["fallbacks"] == []
+    assert program.facts.fallbacks == ()
     pairs = list(tree.leaves_with_path(params))
     state = State({f"params.{path}": x for path, x in pairs} | {f"opt.g.{path}": torch.zeros_like(x) for path, x in pairs})
     state, metrics = program.simulate(state, batch)

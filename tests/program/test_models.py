@@ -5,7 +5,7 @@ import torch
 
 from mpar import Mesh, State, models, testing, tree
 from mpar.optim import AdamW
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 from tests.models import variants
 
 B, S = 8, 8
@@ -58,7 +58,7 @@ def test_step_equals_one_rank(variant, strategy, chunk):
     batch["token_weights"] = torch.rand(B, S, generator=generator)
     shapes = {key: ((B, S), value.dtype) for key, value in batch.items()}
     program = compile_step(model, AdamW(lr=0.1), MESHES[strategy], strategy, shapes)
-    assert program.info["fallbacks"] == []
+    assert program.facts.fallbacks == ()
     leaves = dict(tree.leaves_with_path(params))
     state = {f"params.{path}": leaf for path, leaf in leaves.items()}
     state |= {f"opt.{slot}.{path}": torch.zeros_like(leaf) for slot in ("m", "v") for path, leaf in leaves.items()}

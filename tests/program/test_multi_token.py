@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from mpar import Mesh, models
-from mpar.program.compiler import Schedule, compile_step
+from mpar.compiler import Schedule
+from mpar.program.compile import compile_step
 from mpar.strategy import preset
 from tests.program.oracle import DEEPSEEK, Problem, Recorder
 from tests.program.test_experts import spread
@@ -62,7 +63,7 @@ def test_pipelines_are_exact(place, four):
     mesh, strategy, schedule = PIPELINES[place]
     program = compiled(four, mesh, strategy, schedule)
     four.check(program)
-    stages = program.info["stage_of"]
+    stages = program.facts.stage_of
     assert stages["layers.1"] <= stages["mtp"] <= stages["head"]
     if schedule is None:
         assert stages["mtp"] == stages["head"]

@@ -13,9 +13,9 @@ from mpar import Mesh, models
 from mpar.errors import ProgramError
 from mpar.optim import AdamW
 from mpar.program import Instruction, Program, _stages
-from mpar.proof._verify import verify
+from mpar.proof import verify
 from mpar.compiler.build._writer import message_kind
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 from mpar.schedules import lower
 from tests.program.interpreter import Terms, Wrong, run
 

@@ -6,8 +6,8 @@ import torch
 import mpar
 from mpar import Mesh, models
 from mpar.optim import AdamW, Constant
-from mpar.runtime._run import init_state
-from mpar.program.compiler import RecomputePolicy
+from mpar.runtime import init_state
+from mpar.compiler import RecomputePolicy
 
 CONFIG = {
     "model_type": "llama",

@@ -14,7 +14,8 @@ from mpar import Mesh, models, testing, tree
 from mpar.errors import ConfigError, ShardingError, UnknownNameError
 from mpar.optim import AdamW
 from mpar.program import Program
-from mpar.program.compiler import Schedule, compile_eval, compile_step
+from mpar.compiler import Schedule
+from mpar.program.compile import compile_eval, compile_step
 from mpar.schedules import SCHEDULES, Action, actions, from_table
 from mpar.strategy import preset
 from tests.program.test_exactness import CONFIG, LEARNING_RATE, Recorder, V, layer, normalise
@@ -265,7 +266,7 @@ def test_all_grids_of_eight_ranks(sizes, strategy, name):
     """On every mesh and ZeRO: the bits of the same mesh without pp, and plain torch's results, with 4 layers and a tied table."""
     schedule = Schedule(name, layout=(0, 1, 1, 0, 0, 1, 1, 0) if sizes["pp"] == 8 else None)
     program = compiled(Mesh(**sizes), strategy, 16, 4, schedule, tied=True, layers=4)
-    assert program.info["fallbacks"] == []
+    assert program.facts.fallbacks == ()
     found = train(program, make_params(True, 4), 16)
     rest = tuple((axis, size) for axis, size in sizes.items() if axis != "pp")
     assert_same_bits(found, unpipelined(rest, strategy, 16, 4, True, 4))

@@ -7,11 +7,13 @@ from mpar.errors import ProgramError
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Program, RankRun, State, batch_rows
-from mpar.ir._memory import SegmentMemory, sweep
-from mpar.forecast._predict import REFERENCE, memory_timeline, message_durations
-from mpar.runtime._simulate import run_ranks
-from mpar.forecast._times import step_times
-from mpar.program.compiler import Schedule, compile_eval, compile_step
+from mpar.ir import SegmentMemory, sweep
+from mpar.forecast import memory_timeline, message_durations
+from mpar.hardware import REFERENCE
+from mpar.runtime.comm._lockstep import run_ranks
+from mpar.forecast import step_times
+from mpar.compiler import Schedule
+from mpar.program.compile import compile_eval, compile_step
 from mpar.schedules import Costs, timeline
 from mpar.shards import shard
 from tests.program.storage_tracker import StorageTracker, TrackedComm
@@ -45,7 +47,7 @@ def compiled(make_model, mesh: Mesh, strategy: str, schedule, *, tied=False, cou
 
 
 def random_batch(program: Program) -> dict[str, torch.Tensor]:
-    rows, columns = program.info["batch"]["tokens"]
+    rows, columns = program.facts.batch["tokens"]
     shape = (rows * program.num_microbatches, columns)
     generator = torch.Generator().manual_seed(1)
     return {key: torch.randint(0, 96, shape, generator=generator) for key in ("tokens", "labels")}
@@ -117,7 +119,7 @@ def durations(program: Program, slow: dict[int, float] | None = None) -> list[li
     for part in program.parts:
         own = []
         for step in part.instructions:
-            stage = program.info["stage_of"].get(step.segment, -1)
+            stage = program.facts.stage_of.get(step.segment, -1)
             charged = step.segment.startswith("layer") and step.op in UNITS
             own.append(UNITS[step.op] * (slow or {}).get(stage, 1.0) if charged else 0.0)
         out.append(own)

@@ -10,7 +10,8 @@ import torch
 
 from mpar import Mesh, models, testing
 from mpar.program import Program
-from mpar.program.compiler import RecomputePolicy, compile_eval, compile_step
+from mpar.compiler import RecomputePolicy
+from mpar.program.compile import compile_eval, compile_step
 from mpar.strategy import Strategy, preset
 from tests.models.variants import KINDS, VARIANTS
 from tests.program.oracle import BASE, DEEPSEEK, MOE, Problem, Recorder

@@ -11,7 +11,7 @@ from mpar import Mesh, models
 from mpar.errors import ConfigError, MparError, ProgramError, ShapeError
 from mpar.program import Instruction, Program
 from mpar.compiler.build._passes import insert_frees
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 from mpar.strategy import preset
 from tests.program.oracle import BASE, MOE, Recorder
 

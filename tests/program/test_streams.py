@@ -7,9 +7,9 @@ import pytest
 
 from mpar import Mesh
 from mpar.optim import AdamW
-from mpar.program._program import Instruction
+from mpar.ir import Instruction
 from mpar.runtime._streams import HOME, START, plan_streams
-from mpar.program.compiler import compile_step
+from mpar.program.compile import compile_step
 
 
 @dataclass

@@ -31,7 +31,7 @@ def test_parameters_lie_where_training_has_them(how):
     config = compose_config("train", TrainConfig, [*DEEP, *how])[0]
     training = compile_program(config)
     evaluation = compile_evaluation(config, training)
-    assert evaluation.info["stage_of"] == training.info["stage_of"]
+    assert evaluation.facts.stage_of == training.facts.stage_of
     assert evaluation.num_slices == config.schedule.num_slices
     for ours, theirs in zip(evaluation.parts, training.parts, strict=True):
         held = {leaf.path: (leaf.spec, leaf.shape, leaf.dtype) for leaf in theirs.state_in}
@@ -54,10 +54,10 @@ def test_a_layer_for_further_tokens_is_left_out(how):
     config = compose_config("train", TrainConfig, [*base, "evaluation.fraction=0.2", *how])[0]
     training = compile_program(config)
     evaluation = compile_evaluation(config, training)
-    stages = dict(training.info["stage_of"])
+    stages = dict(training.facts.stage_of)
     assert stages.pop("mtp") is not None
-    assert evaluation.info["stage_of"] == stages
-    assert set(training.info["batch"]) - set(evaluation.info["batch"]) == {"next_tokens", "next_labels"}
+    assert evaluation.facts.stage_of == stages
+    assert set(training.facts.batch) - set(evaluation.facts.batch) == {"next_tokens", "next_labels"}
     for ours, theirs in zip(evaluation.parts, training.parts, strict=True):
         held = {leaf.path: (leaf.spec, leaf.shape, leaf.dtype) for leaf in theirs.state_in}
         assert all(held[leaf.path] == (leaf.spec, leaf.shape, leaf.dtype) for leaf in ours.state_in)

@@ -77,4 +77,4 @@ def test_schedules(config):
     cosine = make_optimizer(config.optimizer, 100)
     assert cosine.rate(5) == pytest.approx(3e-3)
     assert cosine.rate(100) == pytest.approx(3e-4)
-    assert compile_program(config).info["optimizer"] == make_optimizer(config.optimizer, config.steps)
+    assert compile_program(config).facts.optimizer == make_optimizer(config.optimizer, config.steps)

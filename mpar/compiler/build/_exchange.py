@@ -1,56 +1,87 @@
-"""Exchange: gradients of parameters that several positions along pp hold, such as tied embeddings, go to all of their holders."""
+"""Exchange: the finished gradients of a part. Those of parameters that several positions along pp hold, such as tied embeddings, go
+to all of their holders; then all uses of a parameter are added, in chain order."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from mpar.mesh import Mesh
-from mpar.precision import Precision
-from mpar.compiler.build._gathers import use_name
+from mpar.compiler.build._gradients import Gradients, use_name
+from mpar.compiler.build._position import Position
 from mpar.compiler.build._units import Unit
 from mpar.compiler.build._writer import Writer
+from mpar.schedules import Transfer
 from mpar.spec import local_shape
 
-__all__ = ["SharedUses", "exchange_gradients"]
+__all__ = ["finished_gradients"]
+
+
+def finished_gradients(position: Position, writer: Writer, gradients: Gradients) -> dict[str, list[int]]:
+    """The finished gradients of each unit: its uses, those on other ranks among them, added in chain order."""
+    pipeline = position.step.pipeline
+    uses = {path: pipeline.uses(unit.users) for path, unit in position.units.items()}
+    names = [
+        use_name(path, index, copy) for path, of_unit in uses.items() for index, copy, at in of_unit if at == position.number
+    ]
+    parts = {name: gradients.take_reduced(name) for name in names}
+    parts |= _exchange(position, writer, parts)
+    finished = {}
+    for path, unit in position.units.items():
+        total, *others = (parts[use_name(path, index, copy)] for index, copy, _ in uses[path])
+        for other in others:
+            total = writer.add(total, other, [f"g {p}" for p in unit.paths], path)
+        finished[path] = total
+    return finished
 
 
 @dataclass(frozen=True)
-class SharedUses:
-    """units: those that several positions hold, by path. uses: (segment, copy, position) of each use, in the order of addition.
+class _Gradient:
+    """One gradient that goes from one position along pp to another: leaf `leaf` of a unit's use, in message `number`."""
 
-    first_message: the number of the first message that brings gradients of these.
-    """
+    unit: Unit
+    use: str
+    segment: int
+    leaf: int
+    source: int
+    target: int
+    number: int
 
-    units: dict[str, Unit]
-    uses: dict[str, list[tuple[int, int, int]]]
-    first_message: int
 
-
-def exchange_gradients(
-    writer: Writer, mesh: Mesh, precision: Precision, position: int, shared: SharedUses, own: dict[str, list[int]]
-) -> dict[str, list[int]]:
-    """Send the uses in `own` to the other holders and receive theirs, by name; messages are numbered and posted in one order."""
+def _exchange(position: Position, writer: Writer, reduced: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Send the uses in `reduced` to the other holders and receive theirs, by name; messages are posted in one order everywhere."""
+    step = position.step
     brought: dict[str, list[int]] = {}
     waits: list[tuple[int, int, int, str]] = []
-    number = shared.first_message
-    for path, unit in shared.units.items():
-        holders = list(dict.fromkeys(at for _, _, at in shared.uses[path]))
-        for index, copy, source in shared.uses[path]:
-            use = use_name(path, index, copy)
-            for target in (holder for holder in holders if holder != source):
-                for leaf, (leaf_path, x) in enumerate(unit.leaves):
-                    if position == source:
-                        value = own[use][leaf]
-                        writer.send(value, number, target, path, -1, f"->{target} G")
-                        waits.append((value, number, target, path))
-                    elif position == target:
-                        shape = local_shape(tuple(x.shape), unit.grad[leaf], mesh)
-                        like = torch.empty(shape, dtype=precision.grad_dtype(x.dtype), device="meta")
-                        name, queue = f"g {leaf_path}@{index}", f"<-{source} G"
-                        value = writer.receive(name, like, unit.grad[leaf], number, source, path, -1, queue)
-                        brought.setdefault(use, []).append(value)
-                        waits.append((value, number, source, path))
-                    number += 1
+    for gradient in _shared(position):
+        unit, path, number = gradient.unit, gradient.unit.path, gradient.number
+        if position.number == gradient.source:
+            value = reduced[gradient.use][gradient.leaf]
+            writer.send(value, number, gradient.target, "G", path, None)
+            waits.append((value, number, gradient.target, path))
+        elif position.number == gradient.target:
+            (leaf_path, x), spec = unit.leaves[gradient.leaf], unit.grad[gradient.leaf]
+            shape = local_shape(tuple(x.shape), spec, step.placement.mesh)
+            local = torch.empty(shape, dtype=step.placement.precision.grad_dtype(x.dtype), device="meta")
+            name = f"g {leaf_path}@{gradient.segment}"
+            value = writer.receive(name, local, spec, number, gradient.source, "G", path, None)
+            brought.setdefault(gradient.use, []).append(value)
+            waits.append((value, number, gradient.source, path))
     for value, message, peer, path in waits:
-        writer.wait(value, message, peer, path, -1)
+        writer.wait(value, message, peer, path, None)
     return brought
+
+
+def _shared(position: Position) -> list[_Gradient]:
+    """Every gradient that is sent, on all positions along pp, with the numbers that follow those of the schedule's messages."""
+    step = position.step
+    numbers = (item.message for items in step.pipeline.steps for item in items if isinstance(item, Transfer))
+    number = (max(numbers, default=-1) + 1) * step.messages_per_edge
+    found: list[_Gradient] = []
+    for path, unit in step.placement.units.items():
+        holders = position.holders(unit)
+        for segment, copy, source in step.pipeline.uses(unit.users) if len(holders) > 1 else ():
+            use = use_name(path, segment, copy)
+            for target in (holder for holder in holders if holder != source):
+                for leaf in range(len(unit.leaves)):
+                    found.append(_Gradient(unit, use, segment, leaf, source, target, number + len(found)))
+    return found

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mpar.program._program import Instruction, Value
+from mpar.ir import Instruction, Value
 
 __all__ = ["advance_sends", "hoist_gathers", "insert_frees"]
 

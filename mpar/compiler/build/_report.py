@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mpar.ops import constrain
-from mpar.program._program import Leaf
+from mpar.ir import Leaf
 from mpar.compiler.segment._compile import SegmentCode
 from mpar.compiler.build._writer import Writer
 from mpar.spec import P
@@ -15,66 +15,59 @@ from mpar.spec import P
 __all__ = ["widest", "write_losses", "write_metrics"]
 
 
-def write_losses(
-    writer: Writer,
-    codes: Sequence[SegmentCode],
-    sizes: tuple[int, int],
-    losses: Mapping[tuple[int, int], list[int]],
-    cotangent: int,
-) -> list[Leaf]:
+def write_losses(writer: Writer, step: Step, reported: Reported, cotangent: int) -> list[Leaf]:
     """The mean loss of the batch, each microbatch's part of it, and the mean of every other loss by its name.
 
-    sizes: of the step, microbatches and the slices of each. losses: by (piece, segment), those that this part has.
     cotangent: one over the weight of the batch.
     """
-    num_microbatches, num_slices = sizes
+    codes = [slices[0] for slices in step.codes]  # every slice gives the same losses
+    num_microbatches, num_slices = step.options.num_microbatches, step.options.num_slices
     entries = [(i, n) for i, code in enumerate(codes) for n in range(len(code.traced.losses))]
-    order = [(piece, i, n) for piece in range(num_microbatches * num_slices) for i, n in entries]
-    mine = [entry for entry in order if entry[:2] in losses]
+    order = [(piece, i, n) for piece in step.all_pieces for i, n in entries]
+    given = [entry for entry in order if entry[:2] in reported.losses]
     dtype = widest([codes[i].forward.out_values[len(codes[i].traced.x_out) + n].dtype for i, n in entries])
-    values = [losses[piece, i][n] for piece, i, n in mine]
-    vector = writer.spread("all losses", values, [[entry] for entry in mine], order, dtype, op="finish")
+    values = [reported.losses[piece, i][n] for piece, i, n in given]
+    vector = writer.spread("all losses", values, [[entry] for entry in given], order, dtype, op="finish")
     columns = [codes[i].traced.losses[n] for i, n in entries] * num_slices
     kinds = sorted(set(columns), key=lambda name: (name != "loss", name))
 
     def finish(losses: Tensor, cotangent: Tensor) -> list[Tensor]:
         table, out = losses.reshape(num_microbatches, -1), []
         for kind in kinds:
-            own = [i for i, name in enumerate(columns) if name == kind]
-            parts = (table if len(kinds) == 1 else torch.stack([table[:, i] for i in own], 1)).sum(1) * cotangent
+            of_kind = [i for i, name in enumerate(columns) if name == kind]
+            parts = (table if len(kinds) == 1 else torch.stack([table[:, i] for i in of_kind], 1)).sum(1) * cotangent
             out += [parts.sum(), *([parts] if kind == "loss" else [])]
         return out
 
     operands, names = [vector, cotangent], ["loss", "microbatch_losses", *kinds[1:]]
-    code = writer.function("finish", finish, writer.globals(operands), writer.specs(operands), [P()] * len(names))
+    code = writer.functions.compile(
+        "finish", finish, writer.values.globals(operands), writer.values.specs(operands), [P()] * len(names)
+    )
     return [writer.metric(name, value) for name, value in zip(names, writer.emit("finish", code, operands, names), strict=True)]
 
 
-def write_metrics(
-    writer: Writer, segments: Sequence[str], codes: Sequence[SegmentCode], sums: Mapping[int, list[int]]
-) -> dict[str, int]:
-    """What segments report besides losses, by `<segment>.<metric>`; every position along pp gets all of it.
-
-    sums: by segment, the metrics that this part has, added over microbatches.
-    """
+def write_metrics(writer: Writer, step: Step, reported: Reported) -> dict[str, int]:
+    """What segments report besides losses, by `<segment>.<metric>`; every position along pp gets all of it."""
+    codes = [slices[0] for slices in step.codes]  # every slice reports the same
     shapes = {
-        (index, n): (f"{segments[index]}.{name}", code.forward.out_values[len(code.traced.x_out) + n])
+        (index, n): (f"{step.segments[index].name}.{name}", code.forward.out_values[len(code.traced.x_out) + n])
         for index, code in enumerate(codes)
         for n, name in enumerate(code.traced.metrics, len(code.traced.losses))
     }
     if not shapes:
         return {}
     order = [(*key, i) for key, (_, x) in shapes.items() for i in range(x.numel())]
-    mine = {(i, n): v for i, own in sums.items() for n, v in enumerate(own, len(codes[i].traced.losses))}
-    places = [[(*key, i) for i in range(shapes[key][1].numel())] for key in mine]
-    vector = writer.spread("all metrics", list(mine.values()), places, order, torch.float64, op="metrics")
+    given = {(i, n): v for i, sums in reported.sums.items() for n, v in enumerate(sums, len(codes[i].traced.losses))}
+    places = [[(*key, i) for i in range(shapes[key][1].numel())] for key in given]
+    vector = writer.spread("all metrics", list(given.values()), places, order, torch.float64, op="metrics")
 
     def cut(vector: Tensor) -> list[Tensor]:
         pieces = constrain(vector, P()).split([x.numel() for _, x in shapes.values()])
         return [piece.reshape(x.shape).to(x.dtype) for piece, (_, x) in zip(pieces, shapes.values(), strict=True)]
 
     names = [name for name, _ in shapes.values()]
-    code = writer.function("metrics", cut, tuple(writer.globals([vector])), writer.specs([vector]), [P()] * len(names))
+    args, specs = tuple(writer.values.globals([vector])), writer.values.specs([vector])
+    code = writer.functions.compile("metrics", cut, args, specs, [P()] * len(names))
     return dict(zip(names, writer.emit("metrics", code, [vector], names), strict=True))
 
 

@@ -1,6 +1,6 @@
 """Units: the parameters at one path of the chain, which are stored, gathered, reduced and updated together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from mpar.precision import Precision
 from mpar.spec import P
 from mpar.strategy import Strategy
 
-__all__ = ["Unit", "group_units", "kind_name", "make_units", "span"]
+__all__ = ["Unit", "group_of", "group_units", "kind_name", "make_units", "span"]
 
 
 @dataclass
@@ -88,6 +88,11 @@ def group_units(units: Sequence[Unit], bucket_bytes: int) -> list[list[Unit]]:
         else:
             groups.append([unit])
     return groups
+
+
+def group_of(groups: Mapping[int, list[list[Unit]]]) -> dict[tuple[int, str], list[Unit]]:
+    """By stage and path, the group that a unit belongs to; `groups`: by stage."""
+    return {(stage, unit.path): group for stage, of_stage in groups.items() for group in of_stage for unit in group}
 
 
 def kind_name(units: Sequence[Unit]) -> str:

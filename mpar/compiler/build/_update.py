@@ -1,104 +1,62 @@
-"""The end of a step as segments: square sums of gradients, the global norm, and the optimizer's rule on storage specs."""
+"""The update: the optimizer's rule for every parameter, on the specs at which it and its state are stored."""
 
 import itertools
-import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from mpar.ops import constrain, sum_squares
-from mpar.ops._adamw import adamw_many_p, adamw_p
-from mpar.ops._primitive import Primitive
-from mpar.ops._sgd import sgd_many_p, sgd_p
-from mpar.compiler.segment._compile import Code
+from mpar.compiler.build._boundary import Boundary
+from mpar.compiler.build._join_updates import join_updates
+from mpar.compiler.build._position import Position
 from mpar.compiler.build._units import Unit
 from mpar.compiler.build._writer import Writer
-from mpar.sharding._pass import graph_pass
+from mpar.compiler.segment import Code
+from mpar.optimizer import Optimizer
 from mpar.spec import P
 
-__all__ = ["join_updates", "write_norm", "write_updates"]
+__all__ = ["write_updates"]
 
-MANY: dict[Primitive, Primitive] = {adamw_p: adamw_many_p, sgd_p: sgd_many_p}
-ByUnit = Mapping[str, list[int]]
-
-
-def write_norm(
-    writer: Writer, optimizer: Any, units: Sequence[Unit], owned: Collection[str], grads: ByUnit, dtype: torch.dtype
-) -> tuple[int, int]:
-    """`(global norm, clip factor)` of the gradients of all units; this part contributes those in `owned`. `dtype`: of squares."""
-    squares: list[int] = []
-    mine = [unit for unit in units if unit.path in owned]
-    for unit in mine:
-        code = _square_code(writer, grads[unit.path])
-        squares += writer.emit("norm", code, grads[unit.path], [f"squares {unit.path}"] * len(code.out_specs), unit.path)
-    chain_order = [(unit.path, leaf) for unit in units for leaf in range(len(unit.leaves))]
-    vectors = [[(unit.path, leaf) for leaf in positions] for unit in mine for positions in _square_sets(unit.grad)]
-    vector = writer.spread("all squares", squares, vectors, chain_order, dtype, op="norm")
-
-    def norm(squares: Tensor) -> tuple[Tensor, Tensor]:
-        total = constrain(squares, P()).sum().sqrt()
-        return total, optimizer.scale(total).to(torch.float64)
-
-    code = writer.function("norm", norm, tuple(writer.globals([vector])), writer.specs([vector]), [P(), P()])
-    total, scale = writer.emit("norm", code, [vector], ["grad_norm", "scale"])
-    return total, scale
+SetFrom = tuple[int, Callable[[Tensor, Tensor], Tensor]]
+"""A metric's value, and the function that makes a new parameter of the old one and of it."""
 
 
 def write_updates(
+    position: Position,
     writer: Writer,
-    optimizer: Any,
-    units: Sequence[Unit],
-    params: ByUnit,
-    grads: ByUnit,
-    slots: Mapping[str, list[list[int]]],
-    lr: int,
-    step: int,
+    boundary: Boundary,
+    grads: Mapping[str, list[int]],
     scale: int,
-    set_from: Mapping[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]],
+    reported: Mapping[str, int],
 ) -> dict[str, int]:
-    """The new state by path, unit by unit. Parameters in `set_from` follow no gradient: they become `fn(parameter, value)`."""
-    owned = _overwritable(
-        writer, [v for unit in units for v in grads[unit.path]], [v for unit in units for v in params[unit.path]]
+    """The new state by path, unit by unit. Parameters that the chain names in `updates` follow no gradient: they are set from a
+    metric in `reported`."""
+    step, optimizer = position.step, position.step.optimizer
+    assert optimizer is not None
+    units = list(position.units.values())
+    set_from = {path: (reported[metric], fn) for path, (metric, fn) in step.model.updates.items()}
+    overwrite = _overwritable(
+        writer, [v for unit in units for v in grads[unit.path]], [v for unit in units for v in boundary.params[unit.path]]
     )
     new: dict[str, int] = {}
     for unit in units:
-        columns = slots[unit.path]
+        columns, scalars = boundary.slots[unit.path], [*(leaf.value for leaf in boundary.scalars), scale]
         rules = {i: set_from[path] for i, path in enumerate(unit.paths) if path in set_from}
-        code = _update_code(writer, optimizer, unit, grads[unit.path], owned, rules)
-        inputs = [*params[unit.path], *grads[unit.path], *(v for column in columns for v in column), lr, step, scale]
+        code = _update_code(writer, optimizer, unit, grads[unit.path], rules, overwrite=overwrite)
+        inputs = [*boundary.params[unit.path], *grads[unit.path], *(v for column in columns for v in column), *scalars]
         inputs += [value for value, _ in rules.values()]
         names = [*(f"params.{p}" for p in unit.paths), *(f"opt.{slot}.{p}" for slot in optimizer.slots for p in unit.paths)]
         new |= dict(zip(names, writer.emit("update", code, inputs, names, unit.path), strict=True))
     return new
 
 
-def _square_sets(specs: Sequence[P]) -> list[list[int]]:
-    """Positions of gradients by the mesh axes that shard them: their square sums are pending over those axes."""
-    sets: dict[frozenset[str], list[int]] = {}
-    for index, spec in enumerate(specs):
-        sets.setdefault(spec.axes, []).append(index)
-    return list(sets.values())
-
-
-def _square_code(writer: Writer, grads: list[int]) -> Code:
-    """One vector of square sums for each distinct set of axes that shards gradients of a unit."""
-    specs = writer.specs(grads)
-    sets = _square_sets(specs)
-
-    def squares(values: list[Tensor]) -> list[Tensor]:
-        return [torch.stack([sum_squares(values[i]) for i in positions]) for positions in sets]
-
-    return writer.function("squares", squares, (writer.globals(grads),), specs, None)
-
-
 def _update_code(
-    writer: Writer, optimizer: Any, unit: Unit, grads: list[int], owned: bool, rules: Mapping[int, tuple[int, Callable]]
+    writer: Writer, optimizer: Optimizer, unit: Unit, grads: list[int], rules: Mapping[int, SetFrom], *, overwrite: bool
 ) -> Code:
-    """The optimizer's rule for every parameter of `unit`, on the specs at which it and its state are stored.
+    """The code of the update of a unit.
 
     rules: by position, the parameters that are set from a value by a function of their own; their slots stay as they are.
+    overwrite: the new values may be written over the old ones.
     """
     decays = tuple(optimizer.decays(path, axes) for path, axes in zip(unit.paths, unit.axes, strict=True))
     num_slots = len(optimizer.slots)
@@ -106,23 +64,25 @@ def _update_code(
     def update(params: list, grads: list, slots: list, lr: Tensor, step: Tensor, scale: Tensor, given: list) -> list[Tensor]:
         values, results = dict(zip(rules, given, strict=True)), []
         for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-            own = tuple(column[i] for column in slots)
+            of_leaf = tuple(column[i] for column in slots)
             if i in rules:
-                results.append((rules[i][1](p, values[i]), own))
+                results.append((rules[i][1](p, values[i]), of_leaf))
             else:
-                results.append(optimizer.update_leaf(p, g, own, lr, step, scale, decays=decays[i]))
-        return [new for new, _ in results] + [own[slot] for slot in range(num_slots) for _, own in results]
+                results.append(optimizer.update_leaf(p, g, of_leaf, lr, step, scale, decays=decays[i]))
+        return [new for new, _ in results] + [of_leaf[slot] for slot in range(num_slots) for _, of_leaf in results]
 
     leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for _, leaf in unit.leaves]
     scalars = [torch.empty((), dtype=torch.float64, device="meta")] * 3
     given = [value for value, _ in rules.values()]
-    specs = [*unit.storage, *writer.specs(grads), *unit.opt * num_slots, P(), P(), P(), *writer.specs(given)]
+    values = writer.values
+    specs = [*unit.storage, *values.specs(grads), *unit.opt * num_slots, P(), P(), P(), *values.specs(given)]
     mask = "".join("-d"[decay] for decay in decays)
     name = f"update {unit.path.split('.')[0]}" + (f" [{mask}]" if len(set(decays)) > 1 or not all(decays) else "")
-    args = (leaves, writer.globals(grads), [leaves] * num_slots, *scalars, writer.globals(given))
+    args = (leaves, values.globals(grads), [leaves] * num_slots, *scalars, values.globals(given))
     targets = [*unit.storage, *unit.opt * num_slots]
     variant = tuple((i, fn) for i, (_, fn) in rules.items())
-    return writer.function(name, update, args, specs, targets, variant, passes=(join_updates,) if owned else ())
+    passes = (join_updates,) if overwrite else ()
+    return writer.functions.compile(name, update, args, specs, targets, variant, passes)
 
 
 def _overwritable(writer: Writer, grads: Sequence[int], params: Sequence[int]) -> bool:
@@ -131,58 +91,3 @@ def _overwritable(writer: Writer, grads: Sequence[int], params: Sequence[int]) -
     spans = sorted((v.storage, v.offset, v.offset + v.bytes // v.dtype.itemsize) for v in (writer.values[g] for g in grads))
     apart = all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(spans))
     return apart and not any(storage in stored for storage, _, _ in spans)
-
-
-@graph_pass
-def join_updates(graph: fx.Graph) -> dict[str, int]:
-    """Update many tensors in one call that overwrites them: the step gives its operands away.
-
-    before:  %n = adamw(%p, %g, %m, %v, ...); %o = adamw(%q, %h, %k, %w, ...)
-    after:   %j = adamw_many([%p, %q], [%g, %h], [%m, %k], [%v, %w], ...)
-    """
-    groups: dict[tuple, list[fx.Node]] = {}
-    for node in graph.nodes:
-        one = next((p for p in MANY if p.op == node.target), None)
-        if one is None:
-            continue
-        num_lists = MANY[one].operands.index("lr")  # then come the scalars
-        lists, scalars = node.args[:num_lists], node.args[num_lists:]
-        if all(n is not None and n.meta["val"].is_contiguous() for n in lists):
-            dtype = lists[0].meta["val"].dtype
-            groups.setdefault((one.name, tuple(scalars), tuple(sorted(node.kwargs.items())), dtype), []).append(node)
-    for (name, scalars, kwargs, _), nodes in groups.items():
-        one = next(p for p in MANY if p.name == name)
-        _join_update(graph, MANY[one], nodes, scalars, dict(kwargs))
-    return {"updates_joined": sum(len(nodes) for nodes in groups.values())}
-
-
-def _join_update(graph: fx.Graph, many: Primitive, nodes: list[fx.Node], scalars: tuple, kwargs: dict) -> None:
-    num_lists = len(nodes[0].args) - len(scalars)
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    last = max(nodes, key=order.__getitem__)
-    with graph.inserting_after(last):
-        lists = ([n.args[i] for n in nodes] for i in range(num_lists))
-        left_out: list[list[fx.Node]] = [[] for _ in many.operands[len(nodes[0].args) :]]  # lists that only the joined op has
-        joined = graph.call_function(many.op, (*lists, *scalars, *left_out), kwargs)
-    joined.meta = {
-        "val": many.op(*fx.node.map_arg(joined.args, lambda n: n.meta["val"]), **kwargs),
-        "spec": None,
-        "line": "",
-        "labels": (),
-    }
-    at = joined
-    for result in range(len(many.results)):
-        with graph.inserting_after(at):
-            column = graph.call_function(operator.getitem, (joined, result))
-        column.meta = {"val": joined.meta["val"][result], "spec": None, "line": "", "labels": ()}
-        at = column
-        for position, node in enumerate(nodes):
-            old = next((user for user in node.users if user.target is operator.getitem and user.args[1] == result), None)
-            if old is None:
-                continue
-            with graph.inserting_after(at):
-                part = graph.call_function(operator.getitem, (column, position))
-            part.meta = dict(old.meta) | {"val": joined.meta["val"][result][position]}
-            at = part
-            old.replace_all_uses_with(part)
-            graph.erase_node(old)

@@ -15,6 +15,9 @@ import networkx
 import torch
 from torch import fx
 
+from mpar.compiler.segment._code import Code, SegmentCode
+from mpar.compiler.segment._compile import cut, specs_of
+from mpar.compiler.segment._make_code import make_code
 from mpar.compiler.segment._partition import (
     CHEAP,
     computed_from,
@@ -26,7 +29,6 @@ from mpar.compiler.segment._partition import (
     producer,
     reaching,
 )
-from mpar.compiler.segment._compile import Code, SegmentCode, cut, make_code, specs_of
 from mpar.sharding import collectives
 
 __all__ = ["SplitCode", "SplitGraphs", "split_backward", "split_segment"]
@@ -79,7 +81,7 @@ def _split(code: SegmentCode) -> SplitCode:
     first_context = traced.num_params + traced.num_x
     params = [i for i, primal in enumerate(code.reads) if primal < traced.num_params]
     context = [i for i, primal in enumerate(code.reads) if primal >= first_context]
-    backward = cut(traced, code.ranked, code.recompute).backward
+    backward = cut(traced, code.ranked, code.target.recompute).backward
     graphs = split_backward(backward, traced.num_params, num_cotangents, params, context)
 
     def sorted_out(positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -100,7 +102,7 @@ def _split(code: SegmentCode) -> SplitCode:
             constants,
             [specs[i] for i in graphs.input_reads],
             [*out_specs[num_params:], *crossing],
-            code.kernels,
+            code.target.kernels,
         ),
         make_code(
             f"{code.name} weight",
@@ -108,7 +110,7 @@ def _split(code: SegmentCode) -> SplitCode:
             constants,
             [*before, *crossing, *after],
             list(out_specs[:num_params]),
-            code.kernels,
+            code.target.kernels,
         ),
         *sorted_out(graphs.input_reads),
         *sorted_out(graphs.weight_reads),
@@ -119,7 +121,7 @@ def _split(code: SegmentCode) -> SplitCode:
 def _nothing(code: SegmentCode, half: str) -> Code:
     graph = fx.Graph()
     graph.output(())
-    return make_code(f"{code.name} {half}", graph, {}, [], [], code.kernels)
+    return make_code(f"{code.name} {half}", graph, {}, [], [], code.target.kernels)
 
 
 @dataclass(frozen=True)

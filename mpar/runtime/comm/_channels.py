@@ -7,32 +7,16 @@ that none waits for another. Between CPU ranks of one machine messages go throug
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpar.ir import Message
 from mpar.mesh import Mesh
 from mpar.runtime.comm._shared_mail import Letter, SharedMail
 
-__all__ = ["Channels", "Message"]
-
-
-@dataclass(frozen=True)
-class Message:
-    """One message of a step: its number, positions along pp from which and to which, its kind and size."""
-
-    number: int
-    source: int
-    target: int
-    kind: str
-    bytes: int
-
-    @property
-    def channel(self) -> tuple[int, int, str]:
-        """What it travels through."""
-        return self.source, self.target, self.kind
+__all__ = ["Channels"]
 
 
 class Channels:

@@ -15,10 +15,8 @@ from mpar.dtensor import to_local, wrap
 from mpar.errors import ShardingError
 from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
-from mpar.compiler.segment._codegen import generate, positions_of
-from mpar.runtime.comm._comm import Comm, ProcessComm
-from mpar.ir._kernels import choose_kernels
-from mpar.runtime._run import ALONE, load
+from mpar.compiler import choose_kernels, generate, positions_of
+from mpar.runtime import ALONE, Comm, ProcessComm, load
 from mpar.sharding import Collective, RankGraph, check, collectives_of, describe_graph, lower, simulate_graph, trace
 from mpar.spec import P, normalise
 from mpar.strategy import AxisTable

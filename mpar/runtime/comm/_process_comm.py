@@ -8,8 +8,6 @@ Two transports for rank order, with the same bits. "shared": memory that the ran
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,48 +15,19 @@ from torch import Tensor
 
 from mpar.collectives import fold
 from mpar.errors import MeshError
+from mpar.ir import Message
 from mpar.mesh import Mesh
-from mpar.runtime.comm._channels import Channels, Message
+from mpar.runtime.comm._channels import Channels
+from mpar.runtime.comm._protocol import Posted
 from mpar.runtime.comm._shared_mail import MAIL_BYTES
 from mpar.runtime.comm._shared_memory import SharedGroup, connect
-from mpar.runtime.comm._shared_posts import Post, packed_bytes
+from mpar.runtime.comm._shared_posts import packed_bytes
 
-__all__ = ["Comm", "Counter", "Posted", "ProcessComm"]
-
-
-class Comm(Protocol):
-    """What generated code asks for. Lists of tensors travel as one message; `dim` is then a list too."""
-
-    def index(self, axes: tuple[str, ...]) -> int: ...
-    def all_gather(
-        self, x: Tensor | list[Tensor], *, axes: tuple[str, ...], dim: int | list[int], size: int
-    ) -> Tensor | list[Tensor]: ...
-    def reduce_scatter(
-        self, x: Tensor | list[Tensor], *, axes: tuple[str, ...], dim: int | list[int], size: int
-    ) -> Tensor | list[Tensor]: ...
-    def all_reduce(self, x: Tensor | list[Tensor], *, axes: tuple[str, ...], op: str, size: int) -> Tensor | list[Tensor]: ...
-    def all_to_all(self, x: Tensor, *, axes: tuple[str, ...], src: int, dst: int, size: int) -> Tensor: ...
-    def shift(self, xs: list[Tensor], *, axes: tuple[str, ...], size: int) -> "Posted": ...
-    def exchange_rows(
-        self, xs: list[Tensor], sent: Tensor, received: Tensor, *, axes: tuple[str, ...], size: int, num_rows: int | None
-    ) -> "Posted": ...
-    def arrived(self, posted: "Posted", sent: list[Tensor]) -> tuple[Tensor, ...]: ...
-    def send(self, x: Tensor, *, peer: int, message: int, kind: str) -> None: ...
-    def receive(self, buffer: Tensor, *, peer: int, message: int, kind: str) -> None: ...
-    def wait(self, message: int) -> None: ...
+__all__ = ["Counter", "ProcessComm"]
 
 
 MAX_TAG = 1 << 30
 """Tags of messages between two ranks begin again here; far fewer are on their way at once."""
-
-
-@dataclass(frozen=True)
-class Posted:
-    """Messages on their way: what they will fill, what has to be waited for, and what must stay as it is until then."""
-
-    values: tuple[Tensor, ...]
-    works: Sequence[dist.Work | Post]
-    sent: Sequence[Tensor]
 
 
 class Counter:

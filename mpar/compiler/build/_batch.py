@@ -1,0 +1,75 @@
+"""The batch of a step: its pieces without data, and the order in which ranks that share a sequence hold its positions."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mpar.arrange import check_sequence, num_order_parts
+from mpar.chain import Chain
+from mpar.compiler.build._options import BatchShape
+from mpar.errors import ConfigError, ShapeError
+from mpar.mesh import Mesh
+from mpar.strategy import Strategy
+
+__all__ = ["length_of", "microbatch_shape", "order_sequence", "piece_values"]
+
+
+def piece_values(model: Chain, batch_shape: BatchShape, num_microbatches: int, num_slices: int) -> dict[str, Tensor]:
+    """Values without data of one slice of a microbatch."""
+    if not isinstance(batch_shape, Mapping):
+        batch_shape = {key: (tuple(batch_shape), torch.int64) for key in ("tokens", "labels")}
+    unknown = sorted(set(batch_shape) - set(model.batch_axes))
+    if unknown:
+        raise ConfigError(f"batch keys {unknown} are not read by the model, which knows {sorted(model.batch_axes)}")
+    shapes = {key: tuple(shape) for key, (shape, _) in batch_shape.items()}
+    if any(len(shape) != 2 or min(shape) < 1 for shape in shapes.values()):
+        raise ShapeError(f"cannot compile for a batch of {shapes}: every shape must be (B, S) with positive sizes")
+    rows = {key: shape[0] for key, shape in shapes.items()}
+    if not isinstance(num_microbatches, int) or num_microbatches < 1 or any(n % num_microbatches for n in rows.values()):
+        raise ShapeError(f"cannot cut a batch of {rows} rows into {num_microbatches} equal microbatches")
+    if num_microbatches > 1 and model.whole_step is not None:
+        raise ConfigError(f"cannot cut a step into {num_microbatches} microbatches: {model.whole_step}")
+    lengths = {key: shape[1] for key, shape in shapes.items()}
+    if not isinstance(num_slices, int) or num_slices < 1 or any(n % num_slices for n in lengths.values()):
+        found = " and ".join(f"{n:,}" for n in sorted(set(lengths.values())))
+        raise ShapeError(
+            f"cannot cut rows of {found} positions into {num_slices} equal slices.\n"
+            f"Use a num_slices that divides {found} (schedule.num_slices in a configuration); 1 leaves rows whole."
+        )
+    if num_slices > 1 and model.whole_rows is not None:
+        raise ConfigError(
+            f"cannot cut the rows of this model into {num_slices} slices: {model.whole_rows}\n"
+            "num_slices=1 (schedule.num_slices in a configuration) leaves rows whole."
+        )
+    return {
+        key: torch.empty((shape[0] // num_microbatches, shape[1] // num_slices), dtype=dtype, device="meta")
+        for key, (shape, dtype) in batch_shape.items()
+    }
+
+
+def order_sequence(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor], num_slices: int) -> int:
+    """In how many parts sequences are dealt out to the ranks that share them; their order becomes an entry of the batch.
+
+    So it does where rows are cut: a slice would not know else where it begins.
+    """
+    lengths = {x.shape[1] for x in batch.values()}
+    for length in lengths:
+        check_sequence(strategy, mesh, length, dealt="order" in model.batch_axes, num_slices=num_slices)
+    shared = mesh.axis_size(strategy.compute.get("seq", ())) > 1
+    if "order" not in model.batch_axes or (not shared and num_slices == 1):
+        return 1
+    (length,) = lengths
+    batch["order"] = torch.empty(length, dtype=torch.int64, device="meta")
+    return num_order_parts(strategy, mesh) if shared else 1
+
+
+def microbatch_shape(x: Tensor, num_slices: int) -> tuple[int, int]:
+    """The shape of a batch entry of a whole microbatch."""
+    num_rows, length = x.shape
+    return num_rows, num_slices * length
+
+
+def length_of(batch: Mapping[str, Tensor]) -> int:
+    """Positions of the rows of a batch."""
+    return next(x.shape[1] for x in batch.values() if x.ndim > 1)

@@ -1,0 +1,58 @@
+"""Forward: what a stage does with a microbatch, segment by segment and, of each segment, slice by slice."""
+
+from mpar.compiler.build._actions import Actions
+from mpar.compiler.build._waiting import Saved, Waiting
+from mpar.compiler.segment import SegmentCode
+from mpar.ir import Piece, SegmentResult
+
+__all__ = ["write_forward"]
+
+
+def write_forward(actions: Actions, stage: int, microbatch: int) -> None:
+    """Write the forward of a stage."""
+    edges = actions.edges
+    actions.contexts.of(Piece(microbatch, 0))
+    xs, saved = edges.inputs.pop((stage, microbatch), edges.nothing()), edges.saved.setdefault((stage, microbatch), {})
+    for segment in actions.segments_of(stage):
+        if actions.position.is_joint(segment, stage, microbatch):  # it is done when its backward is due
+            saved |= {(segment, c): Saved(x) for c, x in enumerate(xs)}
+            xs = edges.nothing()
+        else:
+            xs = _write_segment(actions, stage, segment, microbatch, xs)
+    edges.outputs[stage, microbatch] = xs
+    if actions.position.runs(stage + 1, microbatch):
+        edges.inputs[stage + 1, microbatch] = xs
+
+
+def _write_segment(actions: Actions, stage: int, segment: int, microbatch: int, xs: list[Waiting]) -> list[Waiting]:
+    """Write all slices of a segment; what each gives the next segment."""
+    step, writer = actions.step, actions.writer
+    name, num_x = step.segments[segment].name, step.num_entering(segment + 1)
+    ends_stage = segment == actions.segments_of(stage)[-1]
+    params, fetched = actions.gathers.parameters(step.segments[segment].paths, microbatch), list(xs)
+    ys: list[Waiting] = []
+    handed_on: dict[Piece, list[int]] = {}
+    for piece, code in zip(step.pieces(microbatch), step.codes[segment], strict=True):
+        actions.fetch(fetched, segment, microbatch, (piece.slice, piece.slice + 1))
+        past = [v for earlier in step.past(segment, piece) for v in handed_on[earlier]]
+        operands = [*params, *fetched[piece.slice].values, *past, *actions.contexts.read_by(segment, piece)]
+        out = writer.emit("forward", code.forward, operands, _result_names(actions, segment, piece, code), name, piece)
+        num_out, num_results = len(code.traced.x_out), code.traced.num_results
+        handed_on[piece] = out[num_x:num_out]
+        actions.handed_on.update({v: SegmentResult(name, piece, n) for n, v in enumerate(handed_on[piece])})
+        saved = Saved(xs[piece.slice], Waiting(out[num_results:]), Waiting(handed_on[piece]))
+        if step.options.recompute.offload:
+            saved = saved.offloaded(writer, name, piece)
+        actions.edges.saved[stage, microbatch][segment, piece.slice] = saved
+        ys.append(actions.until_next_segment(out[:num_x], segment, piece, ends_stage=ends_stage))
+        actions.reported.take(segment, piece, out[num_out:num_results])
+    actions.gathers.next_use()
+    return ys
+
+
+def _result_names(actions: Actions, segment: int, piece: Piece, code: SegmentCode) -> list[str]:
+    """Names of what a segment gives: x, what it hands on to later slices, losses and metrics, what it keeps."""
+    step, at = actions.step, actions.step.piece_name(piece)
+    num_out, num_x = len(code.traced.x_out), step.num_entering(segment + 1)
+    names = [*[f"x{segment + 1}.{at}"] * num_x, *[f"left{segment}.{at}"] * (num_out - num_x)]
+    return [*names, *actions.reported.names(segment, piece), *(f"r{segment}.{at}.{i}" for i in range(code.num_kept))]

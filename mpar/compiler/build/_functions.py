@@ -1,0 +1,70 @@
+"""The small functions of a step, such as casts, sums and updates: each is compiled once, however often it is called."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from mpar import tree
+from mpar.compiler.build._values import Values
+from mpar.compiler.segment import Code, Target, compile_function, overwrite_operands
+from mpar.spec import P
+
+__all__ = ["Functions"]
+
+GraphPass = Callable[[fx.Graph], dict[str, int]]
+
+
+@dataclass
+class Functions:
+    """compiled: by name, shapes, specs and passes. sums: the code of additions, by what is added."""
+
+    target: Target
+    values: Values
+    compiled: dict[Hashable, Code] = field(default_factory=dict)
+    sums: dict[Hashable, Code] = field(default_factory=dict)
+
+    def compile(
+        self,
+        name: str,
+        fn: Callable[..., object],
+        args: Sequence[object],
+        in_specs: Sequence[P],
+        out_specs: Sequence[P | None] | None,
+        variant: Hashable = None,
+        passes: Sequence[GraphPass] = (),
+    ) -> Code:
+        """Compile a small function, or find it: `name` and `variant` must stand for the same mathematics everywhere."""
+        shapes = tuple((tuple(x.shape), x.dtype) for x in tree.leaves(args))
+        out = None if out_specs is None else tuple(out_specs)
+        key = (name, variant, shapes, tuple(in_specs), out, tuple(passes))
+        if key not in self.compiled:
+            self.compiled[key] = compile_function(name, fn, args, self.target, in_specs, out_specs, passes=passes)
+        return self.compiled[key]
+
+    def cast(self, name: str, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], source: list[P], target: list[P]) -> Code:
+        """Cast each leaf to its dtype, then bring it from `source` to `target`."""
+
+        def cast(values: list[Tensor]) -> list[Tensor]:
+            return [value.to(dtype) for value, dtype in zip(values, dtypes, strict=True)]
+
+        distinct = list(dict.fromkeys(dtypes))
+        to = ",".join(str(dtype).removeprefix("torch.") for dtype in distinct)
+        which = f" [{''.join(str(distinct.index(dtype)) for dtype in dtypes)}]" if len(distinct) > 1 else ""
+        key = name if len(distinct) == 1 and leaves[0].dtype == dtypes[0] else f"{name} to {to}{which}"
+        return self.compile(key, cast, (list(leaves),), source, target)
+
+    def sum(self, left: list[int], right: list[int], *, over: bool) -> Code:
+        """`left + right`, value by value, on each rank: pending sums stay pending. over: the sum is written over `left`."""
+
+        def add(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
+            return [x + y for x, y in zip(a, b, strict=True)]
+
+        values = self.values
+        key = (over, *((values[v].shape, values[v].dtype, values[v].spec) for v in (*left, *right)))
+        if key not in self.sums:
+            args, specs = (values.globals(left), values.globals(right)), values.specs([*left, *right])
+            name, passes = ("add to", (overwrite_operands,)) if over else ("add", ())
+            self.sums[key] = self.compile(name, add, args, specs, values.specs(left), passes=passes)
+        return self.sums[key]

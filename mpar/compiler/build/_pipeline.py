@@ -1,0 +1,159 @@
+"""Pipeline: which segments each stage has, what every position along pp does with them, and who holds which parameters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mpar.chain import Chain
+from mpar.compiler.build._options import CompileOptions
+from mpar.compiler.build._placement import Placement
+from mpar.compiler.build._schedule import Schedule
+from mpar.compiler.build._stage_costs import StageCosts
+from mpar.errors import ConfigError, ProgramError
+from mpar.schedules import Action, Transfer, actions, auto_actions, lower, num_stages, stage_ranges, timeline, verify
+from mpar.schedules import num_microbatches as count_microbatches
+
+__all__ = ["Pipeline", "make_pipeline"]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """ranges: per stage its segments. table: per position its actions. steps: the same with messages between them."""
+
+    ranges: tuple[range, ...]
+    table: list[list[Action]]
+    steps: list[list[Action | Transfer]]
+
+    @cached_property
+    def positions(self) -> dict[int, tuple[int, ...]]:
+        """For each stage the positions along pp that hold a copy of it, in the order in which its gradients are added."""
+        first: dict[int, dict[int, int]] = {}  # stage -> position -> its first microbatch there
+        for position, actions in enumerate(self.table):
+            for action in actions:
+                copies = first.setdefault(action.stage, {})
+                copies[position] = min(copies.get(position, action.microbatch), action.microbatch)
+        return {stage: tuple(sorted(copies, key=copies.__getitem__)) for stage, copies in first.items()}
+
+    def stages_at(self, position: int) -> list[int]:
+        """The stages of which a position holds a copy, ascending."""
+        return sorted({action.stage for action in self.table[position]})
+
+    def stage_of(self, segment: int) -> int:
+        """The stage that a segment belongs to."""
+        return next(stage for stage, segments in enumerate(self.ranges) if segment in segments)
+
+    def uses(self, users: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(segment, copy, position) of every use of a unit that the segments `users` read, in the order of addition."""
+        return [(index, copy, at) for index in users for copy, at in enumerate(self.positions[self.stage_of(index)])]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is asked for: a schedule for so many positions along pp and microbatches. names: of the segments; costs: of stages."""
+
+    schedule: Schedule
+    num_positions: int
+    num_microbatches: int
+    names: Sequence[str]
+    costs: StageCosts
+
+    def ranges(self, num_stages: int) -> tuple[range, ...]:
+        """Per stage its segments, as the layout says."""
+        seconds = self.costs.segment_seconds() if self.schedule.layout == "balance" else None
+        return stage_ranges(self.names, num_stages, self.schedule.layout, costs=seconds)
+
+
+def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -> Pipeline:
+    """Stages and their order; of forwards alone if the options say that nothing is trained.
+
+    Raises ConfigError if the schedule cannot run on the ranks of pp.
+    """
+    names = [segment.name for segment in model.segments]
+    costs = StageCosts(placement.segments.by_segment, placement.mesh, options.profile)
+    num_positions = placement.mesh.axis_size("pp")
+    request = _Request(options.schedule, num_positions, options.num_microbatches, names, costs)
+    candidates, refused = [], []
+    for table in _tables(request):
+        ranges = request.ranges(num_stages(table))
+        found = costs.of(ranges, split=any(action.kind == "I" for at in table for action in at))
+        try:
+            candidates.append((timeline(table, found).makespan, ranges, table, found))
+        except ProgramError as error:
+            refused.append(str(error))
+    if not candidates:
+        raise ConfigError(f"the table of the schedule cannot be run: {'; '.join(refused)}")
+    _, ranges, table, found = min(candidates, key=lambda candidate: candidate[0])
+    if not options.training:
+        table = [[action for action in at if action.kind == "F"] for at in table]
+    elif not any(action.kind in "BW" for at in table for action in at):
+        raise ConfigError(
+            f"cannot train by schedule {options.schedule.name!r}: it has forwards only; compile_eval runs those"
+        )
+    steps = lower(table, found)
+    verify(steps)
+    table = [[item for item in at if isinstance(item, Action)] for at in steps]  # some I and W have become B
+    return Pipeline(ranges, table, steps)
+
+
+def _tables(request: _Request) -> list[list[list[Action]]]:
+    """The orders to choose from: one, but for `auto`."""
+    schedule = request.schedule
+    if schedule.table is not None:
+        return [_given(schedule, request.num_positions, request.num_microbatches)]
+    if schedule.name == "auto":
+        return _found(request)
+    return [
+        actions(
+            schedule.name,
+            num_ranks=request.num_positions,
+            num_chunks=schedule.num_chunks,
+            num_microbatches=request.num_microbatches,
+            **schedule.options,
+        )
+    ]
+
+
+def _given(schedule: Schedule, num_positions: int, num_microbatches: int) -> list[list[Action]]:
+    assert schedule.table is not None
+    table = [list(at) for at in schedule.table]
+    wrong = []
+    if len(table) != num_positions:
+        wrong.append(f"it has {len(table)} ranks, which does not fit mesh axis pp={num_positions}")
+    if (count := count_microbatches(table)) != num_microbatches:
+        wrong.append(f"it has {count} microbatches, which does not fit num_microbatches={num_microbatches}")
+    if schedule.num_chunks is not None or schedule.options:
+        wrong.append("it says all by itself: num_chunks and options belong to schedules by name")
+    if wrong:
+        raise ConfigError("cannot use this table of a schedule: " + "; ".join(wrong))
+    return table
+
+
+def _found(request: _Request) -> list[list[list[Action]]]:
+    """What `auto` finds for each placement that the schedule leaves open: one or two stages a rank, in a loop or a V."""
+    schedule = request.schedule
+    unknown = sorted(set(schedule.options) - {"placement", "cap_bytes"})
+    wanted, cap_bytes = schedule.options.get("placement"), schedule.options.get("cap_bytes")
+    if unknown or wanted not in (None, "loop", "v") or not (cap_bytes is None or isinstance(cap_bytes, (int, float))):
+        raise ConfigError(
+            f"schedule auto: its options are placement (loop or v) and cap_bytes; here they are {dict(schedule.options)}"
+        )
+    numbers = (1, 2) if schedule.num_chunks is None else (schedule.num_chunks,)
+    choices = [(n, p) for n in numbers for p in ("loop", "v") if (n > 1 or p == "loop") and wanted in (None, p)]
+    tables, refused = [], [] if choices else [f"{numbers} stages a rank in placement {wanted}: a V needs two"]
+    for chunks, placement in choices:
+        try:
+            tables.append(
+                auto_actions(
+                    num_ranks=request.num_positions,
+                    num_chunks=chunks,
+                    num_microbatches=request.num_microbatches,
+                    costs=request.costs.of(request.ranges(chunks * request.num_positions), split=True),
+                    placement=placement,
+                    cap_bytes=cap_bytes,
+                )
+            )
+        except ConfigError as error:
+            refused.append(f"{chunks} stages a rank in placement {placement}: {error}")
+    if not tables:
+        raise ConfigError("schedule auto finds no order:\n  " + "\n  ".join(refused))
+    return tables

@@ -1,0 +1,107 @@
+"""Placement: a model on a mesh, with the strategy as it was arranged for it, and the code of all its functions."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from mpar import tree
+from mpar.arrange import CONTEXT_PARALLEL, arrange
+from mpar.chain import Chain
+from mpar.compiler.build._batch import length_of, order_sequence
+from mpar.compiler.build._options import CompileOptions
+from mpar.compiler.build._segments import SegmentCodes, SegmentCompiler
+from mpar.compiler.build._units import Unit, make_units
+from mpar.compiler.build._values import global_value
+from mpar.compiler.segment import Code, Target, compile_function
+from mpar.errors import ConfigError, ShapeError, ShardingError
+from mpar.hardware import Hardware
+from mpar.ir import segment_time
+from mpar.mesh import Mesh
+from mpar.precision import Precision
+from mpar.strategy import Strategy
+
+__all__ = ["Placement", "global_results", "place"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A model on a mesh.
+
+    strategy, target: as they were arranged for the model; the target's mesh may have split axes.
+    batch:            of one piece, without data. order_parts: in how many parts sequences are dealt out to ranks that share them.
+    units:            of the whole model, by path.
+    context, weight:  the code of the chain's functions of the batch.
+    refused:          ways to divide attention that were tried, and cannot be.
+    """
+
+    strategy: Strategy
+    target: Target
+    precision: Precision
+    batch: dict[str, Tensor]
+    order_parts: int
+    units: dict[str, Unit]
+    context: Code
+    weight: Code
+    segments: SegmentCodes
+    refused: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, of which axes may have been split."""
+        return self.target.mesh
+
+
+def place(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor], options: CompileOptions) -> Placement:
+    """Compile the segments; of the ways to divide attention (context_parallel "auto") the one with the least predicted time."""
+    shares_sequences = mesh.axis_size(strategy.compute.get("seq", ())) > 1
+    if strategy.context_parallel != "auto" or not shares_sequences:
+        return _place(model, strategy, mesh, batch, options)
+    found: list[Placement] = []
+    refused: dict[str, Exception] = {}
+    for method in CONTEXT_PARALLEL:
+        try:
+            found.append(_place(model, replace(strategy, context_parallel=method), mesh, batch, options))
+        except (ConfigError, ShapeError, ShardingError) as error:
+            refused[method] = error
+    if not found:
+        raise next(iter(refused.values()))
+    best = min(found, key=lambda placement: _time(placement, options.profile))
+    return replace(best, refused=tuple(refused))
+
+
+def _time(placement: Placement, hardware: Hardware) -> float:
+    """Predicted seconds of all segments, forward and backward, of one piece after the other."""
+    codes = (code for slices in placement.segments.by_segment for code in slices)
+    kinds = (kind for code in codes for kind in (code.forward.kind, code.backward.kind))
+    return sum(segment_time(kind, placement.mesh, hardware) for kind in kinds)
+
+
+def _place(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor], options: CompileOptions) -> Placement:
+    """Compile the segments for the way to divide attention that the strategy names."""
+    num_slices, precision = options.num_slices, options.precision
+    strategy, mesh = arrange(strategy, mesh, model.abstract_params, model.param_axes)
+    batch = dict(batch)
+    order_parts = order_sequence(model, strategy, mesh, batch, num_slices)
+    shapes = {key: (tuple(value.shape), model.batch_axes[key]) for key, value in batch.items()}
+    strategy.check(mesh, model.abstract_params, model.param_axes, shapes)
+    target = Target(mesh, strategy.compute, options.recompute, options.chosen_kernels)
+    units = make_units(model, strategy, mesh, precision)
+    specs = [strategy.compute_spec(model.batch_axes[key], mesh) for key in batch]
+    length = length_of(batch)
+    make_context: Callable[..., Mapping[str, Tensor]] = model.context
+    if num_slices > 1:
+        make_context = functools.partial(model.context, row_length=num_slices * length)
+    context = compile_function("context", make_context, (batch,), target, specs, resolve=True)
+    weight = compile_function("weight", model.weight, (batch,), target, specs)
+    compiler = SegmentCompiler(model, strategy, target, precision, units, num_slices, length, options.training)
+    segments = compiler.compile_all(global_results(context, mesh), context.out_specs)
+    return Placement(strategy, target, precision, batch, order_parts, units, context, weight, segments)
+
+
+def global_results(code: Code, mesh: Mesh) -> Any:
+    """What a compiled function returns, global and without data."""
+    leaves = [global_value(tuple(v.shape), v.dtype, spec, mesh) for v, spec in zip(code.out_values, code.out_specs, strict=True)]
+    return tree.unflatten(code.outputs, leaves)

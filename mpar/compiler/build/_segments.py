@@ -1,0 +1,178 @@
+"""The code of every segment of a chain: one compilation for each kind, and for each number of past slices that a slice reads."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from mpar import tree
+from mpar.chain import CONTEXT_OF_PAST, Carry, Chain, Segment, is_axes, of_past
+from mpar.compiler.build._units import Unit
+from mpar.compiler.segment import SegmentCode, SegmentSpecs, Slices, Target, TracedSegment, compile_segment, trace_segment
+from mpar.errors import ConfigError
+from mpar.precision import Precision
+from mpar.spec import P
+from mpar.strategy import Strategy
+
+__all__ = ["SegmentCodes", "SegmentCompiler", "reach_in_slices"]
+
+
+@dataclass(frozen=True)
+class SegmentCodes:
+    """The code of a chain. by_segment: of every slice. entering: per segment, leaves of the x that enters it, local and without
+    data, with their specs; then those of what leaves the last. reach: per segment, how many slices before its own one reads."""
+
+    by_segment: list[Slices]
+    entering: list[list[tuple[Tensor, P]]]
+    reach: list[int]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A segment's function for slices that read `num_past` others; the last slice hands nothing on."""
+
+    carry: Carry
+    num_past: int
+    last: bool
+
+    def __call__(self, params: tuple, x: Any, context: Any, *, training: bool) -> tuple:
+        x, *past = x
+        x, left, *results = self.carry.fn(params, x, context, tuple(past), training=training)
+        return (x,) if self.last else (x, left), *results
+
+
+@dataclass(frozen=True)
+class _Entering:
+    """What enters a segment: its x and the context, as trees of global tensors without data, and where their leaves live."""
+
+    x: Any
+    x_specs: list[P]
+    context: Mapping[str, Tensor]
+    context_specs: list[P]
+
+
+@dataclass
+class SegmentCompiler:
+    """Compiles the segments of a chain. Equal functions on equal values are compiled once.
+
+    length: positions of a slice. done: code by what it depends on.
+    """
+
+    model: Chain
+    strategy: Strategy
+    target: Target
+    precision: Precision
+    units: Mapping[str, Unit]
+    num_slices: int
+    length: int
+    training: bool
+    done: dict[tuple, SegmentCode] = field(default_factory=dict)
+
+    def compile_all(self, context: Mapping[str, Tensor], context_specs: Sequence[P]) -> SegmentCodes:
+        """Every segment's code, slice by slice, and what enters it."""
+        codes = SegmentCodes([], [[]], [])
+        entering = _Entering(None, [], context, list(context_specs))
+        for segment in self.model.segments:
+            reach = reach_in_slices(segment, self.length) if self.num_slices > 1 else 0
+            if segment.carry is None or reach == 0:
+                code = self._compile(segment, entering)
+                slices = (code,) * self.num_slices
+                x = tree.unflatten(code.traced.x_structure, code.traced.x_out) if code.traced.x_out else None
+            else:
+                slices = self._compile_slices(segment, segment.carry, reach, entering)
+                code = slices[-1]  # it hands nothing on to later slices
+                (x,) = tree.unflatten(code.traced.x_structure, code.traced.x_out)
+            num_leaves = len(code.traced.x_out)
+            specs = list(code.forward.out_specs[:num_leaves])
+            entering = replace(entering, x=x, x_specs=specs)
+            codes.by_segment.append(slices)
+            codes.entering.append(list(zip(code.forward.out_values[:num_leaves], specs, strict=True)))
+            codes.reach.append(reach)
+        return codes
+
+    def _compile_slices(self, segment: Segment, carry: Carry, reach: int, entering: _Entering) -> tuple[SegmentCode, ...]:
+        """The code of a segment for each slice: its x is that of the slice, then what past slices handed on."""
+        slices: list[SegmentCode] = []
+        specs = dict(zip(entering.context, entering.context_specs, strict=True))
+        handed_on: Any = None
+        handed_on_specs: list[P] = []
+        of_keys = [key for key in CONTEXT_OF_PAST if key in entering.context]
+        for c in range(self.num_slices):
+            num_past, last = min(c, reach), c + 1 == self.num_slices
+            past_keys = {of_past(key, i): key for i in range(num_past) for key in of_keys}
+            out_axes = (segment.out_axes,) if last else (segment.out_axes, carry.axes)
+            sliced = replace(segment, fn=_Slice(carry, num_past, last), out_axes=out_axes)
+            seen = _Entering(
+                (entering.x, *[handed_on] * num_past),
+                [*entering.x_specs, *handed_on_specs * num_past],
+                {**entering.context, **{name: entering.context[key] for name, key in past_keys.items()}},
+                [*entering.context_specs, *(specs[key] for key in past_keys.values())],
+            )
+            code = self._compile(sliced, seen)
+            if not last:
+                y, handed_on = tree.unflatten(code.traced.x_structure, code.traced.x_out)
+                handed_on_specs = list(code.forward.out_specs[len(tree.leaves(y)) : len(code.traced.x_out)])
+            slices.append(code)
+        return tuple(slices)
+
+    def _compile(self, segment: Segment, entering: _Entering) -> SegmentCode:
+        """The code of a segment for values that look like these."""
+        read = [self.units[path] for path in segment.paths]
+        grad_dtypes = [self.precision.grad_dtype(leaf.dtype) for unit in read for _, leaf in unit.leaves]
+        params = [_in_use(self.model, unit) for unit in read]
+        traced = trace_segment(segment, params, entering.x, entering.context, grad_dtypes, training=self.training)
+        _check_results(segment, traced, last=segment.name == self.model.segments[-1].name)
+        specs = SegmentSpecs(
+            params=tuple(spec for unit in read for spec in unit.compute),
+            x=tuple(entering.x_specs),
+            context=tuple(entering.context_specs),
+            out=tuple(self._out_specs(segment)) if traced.x_out else (),
+        )
+        key = (id(traced), specs.params, specs.x, specs.out)
+        if key not in self.done:
+            self.done[key] = compile_segment(segment.name.split(".")[0], traced, specs, self.target)
+        return self.done[key]
+
+    def _out_specs(self, segment: Segment) -> list[P]:
+        return [self.strategy.compute_spec(axes, self.target.mesh) for axes in tree.leaves(segment.out_axes, is_leaf=is_axes)]
+
+
+def _check_results(segment: Segment, traced: TracedSegment, *, last: bool) -> None:
+    """Raise ConfigError unless a segment returns leaves of x that its axes describe, scalar losses, and last of all "loss"."""
+    axes = [] if segment.out_axes is None else tree.leaves(segment.out_axes, is_leaf=is_axes)
+    x_out = traced.x_out
+    problems = []
+    if len(axes) != len(x_out):
+        problems.append(f"it returns {len(x_out)} leaves of x, its out_axes {segment.out_axes!r} describe {len(axes)}")
+    problems += [
+        f"leaf {i} of the x that it returns {tuple(leaf.shape)} has {leaf.ndim} dims, its out_axes {names} are {len(names)}"
+        for i, (leaf, names) in enumerate(zip(x_out, axes, strict=False))
+        if leaf.ndim != len(names)
+    ]
+    if last and "loss" not in traced.losses:
+        problems.append(f"it is the last of the chain and returns the losses {list(traced.losses)}, no 'loss'")
+    values = [node.meta["val"] for node in traced.logical.results[len(x_out) : len(x_out) + len(traced.losses)]]
+    problems += [
+        f"its loss {name!r} has shape {tuple(value.shape)}, it must be a scalar"
+        for name, value in zip(traced.losses, values, strict=True)
+        if value.ndim
+    ]
+    if problems:
+        raise ConfigError(f"cannot compile segment {segment.name!r}:\n  " + "\n  ".join(problems))
+
+
+def reach_in_slices(segment: Segment, length: int) -> int:
+    """How many slices, of so many positions each, before its own one a segment reads."""
+    if segment.carry is None:
+        return 0
+    reach = segment.carry.reach
+    return sys.maxsize if reach is None else -(-(reach - 1) // length)  # its first position sees reach - 1 before it
+
+
+def _in_use(model: Chain, unit: Unit) -> Any:
+    """The subtree of a unit without data, in the dtypes in which it is used."""
+    structure = tree.flatten(tree.get(model.abstract_params, unit.path))[1]
+    leaves = [leaf.new_empty(leaf.shape, dtype=dtype) for (_, leaf), dtype in zip(unit.leaves, unit.compute_dtypes, strict=True)]
+    return tree.unflatten(structure, leaves)

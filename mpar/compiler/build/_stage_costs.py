@@ -1,0 +1,99 @@
+"""Stage costs: predicted seconds and bytes of the forward and of the backward of a stage, for the schedules to weigh."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mpar.compiler.segment import SegmentCode, Slices, split_segment
+from mpar.hardware import Hardware
+from mpar.ir import Kind, segment_time
+from mpar.mesh import Mesh
+from mpar.schedules import Costs
+
+__all__ = ["StageCosts"]
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Seconds of a stage's forward, of its backward and of the halves of that; bytes that wait for the backward, and for its
+    weight half; seconds until the next stage has what this one sends."""
+
+    forward: float
+    backward: float
+    input_half: float
+    weight_half: float
+    activation: int
+    weight_part: int
+    transfer: float
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """codes: of every segment, slice by slice. The costs are those on `hardware`."""
+
+    codes: Sequence[Slices]
+    mesh: Mesh
+    hardware: Hardware
+
+    def segment_seconds(self) -> list[float]:
+        """Seconds of each segment, forward and backward of all its slices."""
+        return [
+            sum(self._seconds(half.kind) for code in slices for half in (code.forward, code.backward)) for slices in self.codes
+        ]
+
+    def of(self, ranges: Sequence[range], *, split: bool) -> Costs:
+        """Costs of stages. Without `split` nothing runs I or W, which are not compiled then: halves stand for them.
+
+        The first stage's backward is all W: nobody waits for the gradient of its input. What gives losses only is then done at
+        once.
+        """
+        stages = [self._stage(segments, split=split) for segments in ranges]
+        return Costs(
+            [stage.forward for stage in stages],
+            [stage.input_half for stage in stages],
+            [stage.weight_half for stage in stages],
+            backward=[stage.backward for stage in stages],
+            transfer=[stage.transfer for stage in stages[:-1]],
+            activation=[stage.activation for stage in stages],
+            weight_part=[stage.weight_part for stage in stages],
+        )
+
+    def _stage(self, segments: range, *, split: bool) -> _Stage:
+        codes = [code for index in segments for code in self.codes[index]]
+        forwards = [code.forward for code in codes if split or code.joint is None]
+        backwards = [code.backward if split else code.joint or code.backward for code in codes]
+        backward = sum(self._seconds(code.kind) for code in backwards)
+        activation = sum(_bytes(code.out_values) for code in forwards)
+        is_first = segments.start == 0
+        input_half, weight_half, held = self._halves(codes, backward, activation, split=split, is_first=is_first)
+        x = [value for code in self.codes[segments[-1]] for value in code.traced.x_out] if len(segments) else []
+        return _Stage(
+            forward=sum(self._seconds(code.kind) for code in forwards),
+            backward=backward,
+            input_half=input_half,
+            weight_half=weight_half,
+            activation=activation,
+            weight_part=min(held, activation),
+            transfer=self.hardware.link_latency_s + _bytes(x) / self.hardware.link_bytes_per_s,
+        )
+
+    def _halves(
+        self, codes: Sequence[SegmentCode], backward: float, activation: int, *, split: bool, is_first: bool
+    ) -> tuple[float, float, int]:
+        """Seconds of the input half and of the weight half of a backward, and the bytes that wait for the weight half."""
+        if is_first:
+            return 0.0, backward, activation
+        if not split:
+            return backward / 2, backward / 2, activation
+        halves = [split_segment(code) for code in codes]
+        held = sum(_bytes(half.weight.in_values) for half in halves) if halves else activation
+        input_half = sum(self._seconds(half.input.kind) for half in halves)
+        return input_half, sum(self._seconds(half.weight.kind) for half in halves), held
+
+    def _seconds(self, kind: Kind) -> float:
+        return segment_time(kind, self.mesh, self.hardware)
+
+
+def _bytes(values: Sequence[Tensor]) -> int:
+    return sum(value.nbytes for value in values)

@@ -1,0 +1,48 @@
+"""Transfers: the messages of an edge of the pipeline, one for each leaf of x of each slice."""
+
+from mpar.compiler.build._actions import Actions
+from mpar.compiler.build._waiting import Waiting
+from mpar.ir import Piece
+from mpar.schedules import Transfer
+
+__all__ = ["write_transfer"]
+
+
+def write_transfer(actions: Actions, transfer: Transfer) -> None:
+    """Write one end of an edge's messages, or the wait for them."""
+    per_edge = actions.step.messages_per_edge
+    numbers = range(transfer.message * per_edge, (transfer.message + 1) * per_edge)
+    if transfer.op == "send":
+        _write_sends(actions, transfer, numbers)
+    elif transfer.op == "recv":
+        _write_receipts(actions, transfer, numbers)
+    else:
+        segment, piece = f"stage {transfer.stage}", Piece(transfer.microbatch, 0)
+        for value, number in zip(actions.edges.messages.pop(transfer.message), numbers, strict=False):
+            actions.writer.wait(value, number, transfer.peer, segment, piece)
+
+
+def _write_sends(actions: Actions, transfer: Transfer, numbers: range) -> None:
+    edges, segment, piece = actions.edges, f"stage {transfer.stage}", Piece(transfer.microbatch, 0)
+    waiting = (edges.outputs if transfer.kind == "F" else edges.input_gradients).pop((transfer.stage, transfer.microbatch))
+    values = [v for of_slice in waiting for v in of_slice.values]
+    for value, number in zip(values, numbers, strict=False):
+        actions.writer.send(value, number, transfer.peer, transfer.kind, segment, piece)
+    edges.messages[transfer.message] = values
+
+
+def _write_receipts(actions: Actions, transfer: Transfer, numbers: range) -> None:
+    step, edges, segment, first = actions.step, actions.edges, f"stage {transfer.stage}", Piece(transfer.microbatch, 0)
+    segments = actions.segments_of(transfer.stage)
+    index, prefix = (segments.start, "x") if transfer.kind == "F" else (segments.stop, "dx")
+    leaves = step.placement.segments.entering[index]
+    places = [(piece, x, spec) for piece in step.pieces(transfer.microbatch) for x, spec in leaves]
+    values = [
+        actions.writer.receive(
+            f"{prefix}{index}.{step.piece_name(piece)}", x, spec, number, transfer.peer, transfer.kind, segment, first
+        )
+        for (piece, x, spec), number in zip(places, numbers, strict=False)
+    ]
+    waiting = [Waiting(values[c * len(leaves) : (c + 1) * len(leaves)]) for c in range(step.options.num_slices)]
+    (edges.inputs if transfer.kind == "F" else edges.cotangents)[transfer.stage, transfer.microbatch] = waiting
+    edges.messages[transfer.message] = values

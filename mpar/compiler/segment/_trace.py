@@ -1,0 +1,124 @@
+"""Trace a segment: one graph of its results and of all its gradients, once for each kind."""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar import tree
+from mpar.chain import Segment
+from mpar.compiler.segment._code import TracedSegment
+from mpar.ops import widen
+from mpar.sharding import trace
+
+__all__ = ["trace_segment"]
+
+
+def trace_segment(
+    segment: Segment, params: Sequence[Any], x: Any, context: Mapping[str, Tensor], grad_dtypes: Sequence[torch.dtype]
+) -> TracedSegment:
+    """Trace `segment.fn` with its gradient; arguments are trees of tensors without data, `params` one subtree for each path.
+
+    Gradients of parameters are widened to `grad_dtypes`, leaf by leaf, before anything adds them up. A leaf of x that holds
+    integers has a gradient too, of zeros.
+    """
+    leaves, structure = tree.flatten((tuple(params), () if x is None else x, dict(context)))
+    counts = (len(tree.leaves(tuple(params))), len(tree.leaves(() if x is None else x)))
+    key = tuple((tuple(t.shape), t.dtype) for t in leaves)
+    return _trace_joint(_Function(segment.fn, structure, first=x is None), counts, key, tuple(grad_dtypes))
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A segment's function of flat leaves. structure: of (params, x, context); first: it is the first of the chain, whose x is None."""
+
+    fn: Callable[..., tuple]
+    structure: Any
+    first: bool
+
+    def __call__(self, leaves: Sequence[Tensor]) -> "_Results":
+        params, x, context = tree.unflatten(self.structure, list(leaves))
+        out, losses, *metrics = self.fn(params, None if self.first else x, context)
+        x_leaves, structure = tree.flatten(() if out is None else out)
+        return _Results(x_leaves, structure, losses, metrics[0] if metrics else {})
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What a segment returns: leaves of x and their structure, losses and metrics by name."""
+
+    x: list[Tensor]
+    structure: Any
+    losses: Mapping[str, Tensor]
+    metrics: Mapping[str, Tensor]
+
+    @property
+    def differentiable(self) -> list[Tensor]:
+        """Leaves of x, then losses in the order of their names."""
+        return [*self.x, *(self.losses[name] for name in sorted(self.losses))]
+
+    @property
+    def reported(self) -> list[Tensor]:
+        """Metrics in the order of their names."""
+        return [self.metrics[name] for name in sorted(self.metrics)]
+
+
+@functools.lru_cache(maxsize=256)
+def _trace_joint(
+    function: _Function, counts: tuple[int, int], key: tuple[tuple[tuple[int, ...], torch.dtype], ...], grad_dtypes: tuple[torch.dtype, ...]
+) -> TracedSegment:
+    """counts: leaves of the parameters and of x; key: shape and dtype of every leaf of (parameters, x, context)."""
+    num_params, num_x = counts
+    metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in key]
+    found: list[_Results] = []
+
+    def shapes(leaves: Sequence[Tensor]) -> list[Tensor]:
+        found.append(function(leaves))
+        return [*found[-1].differentiable, *found[-1].reported]
+
+    values = [torch.empty_like(node.meta["val"], device="meta") for node in trace(shapes, (metas,)).results]
+    losses, metrics, structure = tuple(sorted(found[-1].losses)), tuple(sorted(found[-1].metrics)), found[-1].structure
+    cotangents = [torch.empty_like(value) for value in values[: len(values) - len(metrics)]]
+    inputs = (metas[:num_params], metas[num_params : num_params + num_x], metas[num_params + num_x :], cotangents)
+    logical = trace(functools.partial(_joint, function, grad_dtypes), inputs)
+    x_out = tuple(values[: len(cotangents) - len(losses)])
+    return TracedSegment(logical, x_out, structure, losses, metrics, num_params, num_x, len(inputs[2]))
+
+
+def _joint(
+    function: _Function,
+    grad_dtypes: Sequence[torch.dtype],
+    params: Sequence[Tensor],
+    x: Sequence[Tensor],
+    context: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+) -> list[Tensor]:
+    """Results of a segment, then gradients of its parameters and of its x."""
+    moves = [leaf.is_floating_point() for leaf in x]
+
+    def differentiable(params: Sequence[Tensor], moving: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        results = function([*params, *_fill(moves, moving, x), *context])
+        return _floating(results.differentiable), [*results.differentiable, *(metric.detach() for metric in results.reported)]
+
+    _, pull, *aux = torch.func.vjp(differentiable, params, list(itertools.compress(x, moves)), has_aux=True)
+    d_params, d_moving = pull(_floating(cotangents))
+    wide = [_widened(d, dtype) for d, dtype in zip(d_params, grad_dtypes, strict=True)]
+    return [*aux[0], *wide, *_fill(moves, d_moving, [torch.zeros_like(leaf) for leaf in x])]
+
+
+def _floating(values: Sequence[Tensor]) -> list[Tensor]:
+    return [value for value in values if value.is_floating_point()]
+
+
+def _fill(where: Sequence[bool], chosen: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """`chosen`, in order, where it says so, and `others` elsewhere."""
+    rest = iter(chosen)
+    return [next(rest) if here else other for here, other in zip(where, others, strict=True)]
+
+
+def _widened(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    return widen(grad, dtype) if torch.promote_types(grad.dtype, dtype) == dtype else grad

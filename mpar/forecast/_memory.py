@@ -1,0 +1,69 @@
+"""Memory of a step, exactly: the bytes that a rank holds at every instruction, by sweeping over storages."""
+
+from collections.abc import Iterator
+
+from mpar.ir import Part, ProgramData, sweep
+
+__all__ = ["host_bytes", "memory_timeline", "timeline"]
+
+
+def memory_timeline(program: ProgramData, position: int = 0) -> list[tuple[int, int]]:
+    """For each instruction of one position along pp (highest bytes while it runs, bytes after it), state, batch, constants and
+    what messages hold included."""
+    return list(timeline(program, program.parts[position]))
+
+
+def timeline(program: ProgramData, part: Part, *, workspace: bool = False, most: bool = False) -> Iterator[tuple[int, int]]:
+    values = program.values
+    users: dict[int, int] = {}  # live values of each storage
+    sizes: dict[int, int] = {}
+
+    def hold(value: int, size: int) -> None:
+        storage = values[value].storage
+        users[storage] = users.get(storage, 0) + 1
+        sizes[storage] = max(sizes.get(storage, 0), size)
+
+    batch_storages: dict[int, int] = {}
+    for leaf in part.batch:
+        storage = values[leaf.value].storage
+        batch_storages[storage] = batch_storages.get(storage, 0) + values[leaf.value].bytes
+    for leaf in part.reads():
+        hold(leaf.value, batch_storages.get(values[leaf.value].storage, values[leaf.value].bytes))
+    used = {step.kind for step in part.instructions}
+    constants = sum(t.nbytes for name in used for t in program.kinds[name].constants.values())
+    live = constants + sum(sizes[storage] for storage in users)
+    for step in part.instructions:
+        kind = program.kinds[step.kind]
+        memory = kind.most if most and kind.most is not None else kind.memory
+        frees = set(step.frees)
+        gone = {values[v].storage: 0 for v in frees}
+        for v in frees:
+            gone[values[v].storage] += 1
+        last = {storage for storage, count in gone.items() if users.get(storage, 0) == count}
+        donated = frozenset(local for local, v in zip(memory.inputs, step.inputs, strict=True) if values[v].storage in last)
+        peak = live + sweep(memory, donated, workspace=workspace)
+        for local, v in zip(memory.outputs, step.outputs, strict=True):
+            if values[v].storage not in users:
+                live += memory.sizes[local]
+            hold(v, memory.sizes[local])
+        peak = max(peak, live - sum(sizes[s] for s in last if s in users and s not in {values[v].storage for v in step.outputs}))
+        for v in frees:
+            storage = values[v].storage
+            users[storage] -= 1
+            if not users[storage]:
+                del users[storage]
+                live -= sizes.pop(storage)
+        yield max(peak, live), live
+
+
+def host_bytes(program: ProgramData, part: Part) -> int:
+    """The most bytes that are in the memory of the host at once."""
+    now = most = 0
+    there: set[int] = set()
+    for step in part.instructions:
+        if step.op == "offload":
+            there.add(step.outputs[0])
+            now += program.values[step.outputs[0]].bytes
+        most = max(most, now)
+        now -= sum(program.values[v].bytes for v in step.frees if v in there)
+    return most

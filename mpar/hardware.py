@@ -1,0 +1,50 @@
+"""Hardware: what one device and its links do. Profiles have names, which are files of the configuration group `hardware`."""
+
+import functools
+from dataclasses import dataclass
+
+import yaml
+
+from mpar.conf_dir import conf_dir
+from mpar.errors import UnknownNameError
+
+__all__ = ["REFERENCE", "Hardware", "hardware"]
+
+REFERENCE = "reference"
+"""The profile that a schedule is made for unless another is given: round numbers of a typical accelerator."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What one device and its links do; rates are achieved ones, not of the data sheet.
+
+    flops_per_s:       by dtype name ("float32", "bfloat16").
+    memory_bytes_per_s, launch_s: bandwidth of device memory, fixed time of one segment.
+    host_bytes_per_s:  between a device and the memory of its host.
+    link_bytes_per_s, link_latency_s: one rank's share within a node; cross_*: between nodes of `ranks_per_node` ranks.
+    memory_bytes:      of one device.
+    arch:              its chip, for which kernels are chosen, such as "sm_90"; None is a CPU.
+    """
+
+    name: str
+    flops_per_s: dict[str, float]
+    memory_bytes_per_s: float
+    memory_bytes: int
+    link_bytes_per_s: float
+    link_latency_s: float
+    cross_bytes_per_s: float
+    cross_latency_s: float
+    ranks_per_node: int
+    launch_s: float = 0.0
+    peak_flops_per_s: float = 0.0
+    arch: str | None = None
+    host_bytes_per_s: float = 5e10
+
+
+@functools.cache
+def hardware(name: str) -> Hardware:
+    """The profile `conf/hardware/<name>.yaml`. Raises UnknownNameError with the list of profiles."""
+    files = {file.stem: file for file in sorted((conf_dir() / "hardware").glob("*.yaml"))}
+    if name not in files:
+        raise UnknownNameError(f"no hardware profile is called {name!r}; there are {', '.join(files)}")
+    return Hardware(**yaml.safe_load(files[name].read_text(encoding="utf-8")))

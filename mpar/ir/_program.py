@@ -1,0 +1,135 @@
+"""The program as data: explicit lists of instructions, one for each position along pp. It is printed, proved, saved and run.
+
+A value is one local tensor. An instruction reads values, makes values, and frees the values it is the last to read.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mpar.ir._instruction import Instruction, Message
+from mpar.ir._kind import Kind
+from mpar.ir._part import Part
+from mpar.ir._values import Leaf, Value
+from mpar.kernels import Kernels
+from mpar.mesh import Mesh
+from mpar.schedules import Action
+
+__all__ = ["Facts", "ProgramData"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a program was compiled from, as far as people, ranks and proofs ask for it.
+
+    optimizer:        whose rates the ranks use; None: the program evaluates.
+    mesh:             as the caller gave it, before axes were split.
+    strategy:         the name of the strategy.
+    context_parallel: how attention is divided among the ranks that share a sequence; None: no ranks share one.
+    refused:          ways to divide attention that were tried and cannot be.
+    reduce:           "each": gradients are reduced after every microbatch; "last": after the last one.
+    batch:            by key, the shape of a microbatch's entry, global.
+    recompute:        the kind of the recompute policy. kernels: the chip that kernels were chosen for, and how.
+    schedule:         the name of the schedule, "table" if its actions were given.
+    stage_of:         the stage of each segment, by the segment's name, in the order of the chain.
+    fallbacks:        ops without a sharding rule, which every rank computes as a whole, sorted.
+    """
+
+    optimizer: Any
+    mesh: Mesh
+    strategy: str
+    context_parallel: str | None
+    refused: tuple[str, ...]
+    reduce: Literal["each", "last"]
+    batch: Mapping[str, tuple[int, ...]]
+    recompute: str
+    kernels: Kernels
+    schedule: str
+    stage_of: Mapping[str, int]
+    fallbacks: tuple[str, ...]
+
+
+@dataclass
+class ProgramData:
+    """One training step of every rank. The mesh is refined: an axis may be split into `<axis>_outer` and `<axis>_inner`.
+
+    values: of all parts, numbered through. parts: by position along pp. schedule: per position along pp its actions, in order.
+    order_parts: in how many parts a sequence is dealt out to the ranks that share it, see `mpar.arrange.sequence_order`.
+    num_slices: into how many slices the rows of a microbatch are cut: its pieces, which are numbered through.
+    """
+
+    mesh: Mesh
+    values: list[Value]
+    kinds: dict[str, Kind]
+    parts: list[Part]
+    num_microbatches: int
+    schedule: list[list[Action]]
+    facts: Facts
+    order_parts: int = 1
+    num_slices: int = 1
+
+    @property
+    def num_pieces(self) -> int:
+        """Slices of all microbatches."""
+        return self.num_microbatches * self.num_slices
+
+    def position(self, rank: int) -> int:
+        """The position of a rank along pp."""
+        return self.mesh.index(rank, ("pp",))
+
+    def part(self, rank: int) -> Part:
+        """What a rank does."""
+        return self.parts[self.position(rank)]
+
+    def ranks_at(self, position: int) -> list[int]:
+        """The ranks at one position along pp, ascending: they form the mesh without pp."""
+        return [rank for rank in range(self.mesh.size) if self.position(rank) == position]
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        """Those of all parts, one part after the other."""
+        return [step for part in self.parts for step in part.instructions]
+
+    @property
+    def state_in(self) -> list[Leaf]:
+        """The state before a step, every path once; what several parts hold is the first one's."""
+        return _once(leaf for part in self.parts for leaf in part.state_in)
+
+    @property
+    def state_out(self) -> list[Leaf]:
+        """The state after a step, like `state_in`."""
+        return _once(leaf for part in self.parts for leaf in part.state_out)
+
+    @property
+    def batch(self) -> list[Leaf]:
+        """The batch, of which every part has all keys."""
+        return self.parts[0].batch
+
+    @property
+    def gradients(self) -> dict[str, int]:
+        """The finished gradient of each parameter, by path, on the first part that holds it."""
+        return {path: value for part in reversed(self.parts) for path, value in part.gradients.items()}
+
+    def axes_used(self) -> list[tuple[str, ...]]:
+        """Every tuple of mesh axes over which the code communicates or asks for its position, sorted."""
+        found = {use.axes for kind in self.kinds.values() for use in kind.collectives}
+        found |= {axes for kind in self.kinds.values() for axes in kind.positions}
+        return sorted(found)
+
+    def messages(self) -> list[Message]:
+        """Every message of a step, by number."""
+        found = [
+            Message(step.message, position, step.peer, step.queue[-1], self.values[step.inputs[0]].bytes)
+            for position, part in enumerate(self.parts)
+            for step in part.instructions
+            if step.op == "send"
+        ]
+        return sorted(found, key=lambda message: message.number)
+
+
+def _once(leaves: Iterable[Leaf]) -> list[Leaf]:
+    """The first leaf of every path."""
+    by_path: dict[str, Leaf] = {}
+    for leaf in leaves:
+        by_path.setdefault(leaf.path, leaf)
+    return list(by_path.values())

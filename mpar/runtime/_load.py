@@ -1,0 +1,66 @@
+"""Load: generated code becomes a function, which calls the implementations that the program chose."""
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from mpar.kernels import REFERENCE, implementation
+from mpar.ops import PRIMITIVES
+from mpar.runtime._inductor import compiled, opaque
+from mpar.runtime.comm import Comm
+
+__all__ = ["Code", "load"]
+
+Code = Callable[[list[Tensor], Comm], tuple[Tensor, ...]]
+"""`code(args, comm)` takes its operands out of the list `args`, so that each goes when it was last read."""
+
+
+def load(
+    name: str,
+    source: str,
+    constants: Mapping[str, Tensor],
+    device: torch.device,
+    primitives: Mapping[str, Callable] | None = None,
+    *,
+    inductor: bool = False,
+) -> Code:
+    """The function that generated source defines; `primitives` are what it calls, by default what the source says."""
+    if primitives is None:
+        called = [name for name in PRIMITIVES if f"[{name!r}" in source]
+        primitives = {name: opaque(name, REFERENCE) if inductor else implementation(name) for name in called}
+    names: dict[str, object] = {
+        "torch": torch,
+        "PRIMITIVES": primitives,
+        "KERNELS": _Kernels(primitives, device, opaque if inductor else implementation),
+        "CONSTANTS": {key: value.to(device) for key, value in constants.items()},
+        "DEVICE": device,
+        "TO_HOST": _to_host,
+        "TO_DEVICE": lambda x: x.to(device, non_blocking=True),
+        "inf": float("inf"),
+        "nan": float("nan"),
+    }
+    exec(compile(source, f"<segment {name}>", "exec"), names)
+    run = cast(Code, names["run"])
+    return compiled(source, run) if inductor else run
+
+
+def _to_host(x: Tensor) -> Tensor:
+    """A copy in memory of the host that a device reaches by itself; a tensor of the host is there already."""
+    if x.device.type == "cpu":
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+class _Kernels(dict[tuple[str, str], Callable]):
+    """`(primitive, implementation)` to its function; on a CPU what `primitives` has, whatever the program was compiled for."""
+
+    def __init__(self, primitives: Mapping[str, Callable], device: torch.device, find: Callable[[str, str], Callable]) -> None:
+        super().__init__()
+        self.primitives, self.device, self.find = primitives, device, find
+
+    def __missing__(self, key: tuple[str, str]) -> Callable:
+        function = self.find(*key) if self.device.type == "cuda" else self.primitives[key[0]]
+        self[key] = function
+        return function

@@ -1,0 +1,151 @@
+"""A rank's program with loaded code: a thin interpreter, which needs no part of the compiler."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from mpar.ir import Instruction, Leaf, ProgramData
+from mpar.runtime._batch import batch_key
+from mpar.runtime._device import check_device
+from mpar.runtime._load import Code, load
+from mpar.runtime._state import Expected, State, check_given
+from mpar.runtime._streams import issue_on_streams, plan_streams
+from mpar.runtime.comm import Comm
+
+__all__ = ["Progress", "RankRun"]
+
+Progress = Callable[[int, Instruction], None]
+
+
+class RankRun:
+    """One rank's program with loaded code.
+
+    `progress(line, instruction)` is called before each instruction; `primitives` replaces what the code calls (see `load`).
+    """
+
+    def __init__(
+        self,
+        program: ProgramData,
+        comm: Comm,
+        device: torch.device | str = "cpu",
+        progress: Progress | None = None,
+        primitives: Mapping[str, Callable] | None = None,
+        inductor: bool = False,
+    ) -> None:
+        self.program, self.comm, self.device, self.progress = program, comm, torch.device(device), progress
+        check_device(program.facts.kernels, self.device)
+        self.part = part = program.parts[comm.index(("pp",))]
+        used = {step.kind for step in part.instructions}
+        functions = {
+            name: load(name, kind.source, kind.constants, self.device, primitives, inductor=inductor)
+            for name, kind in program.kinds.items()
+            if kind.source and name in used
+        }
+        self._state = {leaf.path: _local(program, leaf) for leaf in part.state_in}
+        self._batch = {batch_key(leaf): _all_pieces(program, *_local(program, leaf)) for leaf in part.batch}
+        calls = [functions[step.kind] if step.kind in functions else self._message(step) for step in part.instructions]
+        if self.device.type == "cuda":
+            calls = issue_on_streams(calls, plan_streams(part.instructions, program.values, program.kinds), self.device)
+        self._steps = [
+            (
+                call,
+                step.inputs,
+                tuple(v for v in step.frees if v not in step.outputs),
+                step.outputs,
+                tuple(v for v in step.frees if v in step.outputs),
+                step,
+            )
+            for call, step in zip(calls, part.instructions, strict=True)
+        ]
+
+    def _message(self, step: Instruction) -> Code:
+        """Post a message or wait for it."""
+        message, peer, kind = step.message, step.peer, step.queue[-1]
+        if step.op == "wait":
+
+            def wait(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
+                comm.wait(message)
+                return ()
+
+            return wait
+        if step.op == "send":
+
+            def send(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
+                comm.send(args[0], peer=peer, message=message, kind=kind)
+                return ()
+
+            return send
+        value, device = self.program.values[step.outputs[0]], self.device
+
+        def receive(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
+            buffer = torch.empty(value.shape, dtype=value.dtype, device=device)
+            comm.receive(buffer, peer=peer, message=message, kind=kind)
+            return (buffer,)
+
+        return receive
+
+    def __call__(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
+        """One step. `batch` is what `batch_rows` gives, piece after piece. Takes over the tensors of `state`.
+
+        Returns the new state and metrics: loss (mean), microbatch_losses, weight, grad_norm, and lr as used. Raises ShapeError,
+        listing all offenders, if the batch or the state is not what the program was compiled for; `state` is whole then.
+        """
+        numbers = self.begin(state, batch)
+        scalars = [  # filled on the device: a copy from the host would wait
+            torch.full((), number, dtype=leaf.dtype, device=self.device)
+            for leaf, number in zip(self.part.scalars, numbers, strict=True)
+        ]
+        return self.end(*self.execute(state.take(), batch, scalars), numbers)
+
+    def begin(self, state: State, batch: Mapping[str, Tensor]) -> tuple[float, float]:
+        """Check the operands of a step and give its scalars, learning rate and number. Raises ShapeError."""
+        optimizer = self.program.facts.optimizer
+        check_given("this batch", self._batch, batch)
+        state.check(self._state)
+        step = state.step if optimizer is None else state.step + 1
+        return 0.0 if optimizer is None else optimizer.rate(step), float(step)
+
+    def execute(
+        self, leaves: dict[str, Tensor], batch: Mapping[str, Tensor], scalars: list[Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """`(new state, metrics)` by path. Empties `leaves`, so that each goes when it was last read."""
+        env = {leaf.value: leaves.pop(leaf.path) for leaf in self.part.state_in}
+        env |= {leaf.value: self._rows(leaf, batch) for leaf in self.part.batch}
+        env |= {leaf.value: scalar for leaf, scalar in zip(self.part.scalars, scalars, strict=True)}
+        with torch.no_grad():
+            self._execute(env)
+        new = {leaf.path: env.pop(leaf.value) for leaf in self.part.state_out}
+        return new, {leaf.path: env[leaf.value] for leaf in self.part.metrics}
+
+    def end(
+        self, leaves: dict[str, Tensor], metrics: dict[str, Tensor], numbers: tuple[float, float]
+    ) -> tuple[State, dict[str, Tensor]]:
+        """What a step returns."""
+        lr, step = numbers
+        return State(leaves, int(step)), metrics | {"lr": torch.tensor(lr, dtype=torch.float64)}
+
+    def _execute(self, env: dict[int, Tensor]) -> None:
+        comm, progress = self.comm, self.progress
+        for line, (function, inputs, frees, outputs, unread, instruction) in enumerate(self._steps):
+            if progress is not None:
+                progress(line, instruction)
+            args = [env[value] for value in inputs]
+            for value in frees:
+                del env[value]  # the code takes its operands out of `args`: each goes when it was last read
+            env.update(zip(outputs, function(args, comm), strict=True))  # a loop's variable would keep the last result alive
+            for value in unread:
+                del env[value]
+
+    def _rows(self, leaf: Leaf, batch: Mapping[str, Tensor]) -> Tensor:
+        piece, rows = int(leaf.path.rpartition(".")[2]), self.program.values[leaf.value].shape[0]
+        return batch[batch_key(leaf)][piece * rows : (piece + 1) * rows]
+
+
+def _local(program: ProgramData, leaf: Leaf) -> Expected:
+    return leaf.dtype, program.values[leaf.value].shape
+
+
+def _all_pieces(program: ProgramData, dtype: torch.dtype, shape: tuple[int, ...]) -> Expected:
+    """A batch entry on a rank, from that of one piece: pieces one after the other; the order of positions is that of all rows."""
+    return dtype, (shape[0] * (program.num_pieces if len(shape) > 1 else program.num_slices), *shape[1:])

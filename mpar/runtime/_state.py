@@ -1,0 +1,89 @@
+"""State: what a rank keeps between steps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar import tree
+from mpar.errors import ShapeError
+from mpar.ir import ProgramData
+from mpar.shards import shard
+from mpar.spec import local_shape
+
+__all__ = ["Expected", "State", "check_given", "init_state"]
+
+Expected = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of a tensor that a program was compiled for."""
+
+
+class State:
+    """What a rank keeps between steps: its shards of parameters and optimizer slots, and how many updates they have seen.
+
+    A step takes the tensors out of it: after `run(state, batch)` the old state is empty.
+    """
+
+    def __init__(self, leaves: dict[str, Tensor], step: int = 0) -> None:
+        self.leaves, self.step = leaves, step
+
+    def check(self, expected: Mapping[str, Expected]) -> None:
+        """Raise ShapeError, listing all offenders, unless the leaves are there and as expected."""
+        if expected and not self.leaves:  # a rank whose stages have no parameters has none to give
+            raise ShapeError(
+                "this state was given to a step already, which owns its tensors now: use the state that the step returned"
+            )
+        check_given("this state", expected, self.leaves)
+
+    def take(self) -> dict[str, Tensor]:
+        """The leaves, which leave the state."""
+        leaves, self.leaves = self.leaves, {}
+        return leaves
+
+    def params(self, like: Any) -> Any:
+        """The parameters as a tree with the structure of `like` (`model.abstract_params`)."""
+        return tree.unflatten(tree.flatten(like)[1], [self.leaves[f"params.{path}"] for path in tree.paths(like)])
+
+    def __repr__(self) -> str:
+        return f"State({len(self.leaves)} tensors, step={self.step})"
+
+
+def init_state(program: ProgramData, params: Any, rank: int | None = None) -> State:
+    """The state before the first step: `params` and zeros for the optimizer.
+
+    rank: None gives a global state for `simulate`; else that rank's shards. Leaves are global tensors, or DTensors placed as the
+    program stores them. Raises ShapeError, listing all offenders, if a parameter is missing, left over, or of another shape.
+    """
+    held = program.state_in if rank is None else program.part(rank).state_in
+    given = {f"params.{path}": x for path, x in tree.leaves_with_path(params)}
+    wanted = {leaf.path: leaf for leaf in program.state_in if leaf.path.startswith("params.")}
+    problems = [f"{path} is missing" for path in wanted if path not in given]
+    problems += [f"{path} is not in the program" for path in given if path not in wanted]
+    for path in given.keys() & wanted.keys():
+        x, leaf = given[path], wanted[path]
+        if (tuple(x.shape), x.dtype) != (leaf.shape, leaf.dtype):
+            problems.append(f"{path} is {x.dtype} {tuple(x.shape)}, the program has {leaf.dtype} {leaf.shape}")
+    if problems:
+        raise ShapeError("these parameters do not fit the program:\n  " + "\n  ".join(sorted(problems)))
+    leaves = {}
+    for leaf in held:
+        if leaf.path not in given:
+            local = leaf.shape if rank is None else local_shape(leaf.shape, leaf.spec, program.mesh)
+            leaves[leaf.path] = torch.zeros(local, dtype=leaf.dtype)
+        elif hasattr(given[leaf.path], "to_local"):
+            leaves[leaf.path] = given[leaf.path].to_local().clone()
+        else:
+            leaves[leaf.path] = given[leaf.path] if rank is None else shard(given[leaf.path], leaf.spec, program.mesh, rank)
+    return State(leaves)
+
+
+def check_given(what: str, expected: Mapping[str, Expected], given: Mapping[str, Tensor]) -> None:
+    """Raise ShapeError, listing all offenders, unless `given` has the keys, dtypes and shapes that are expected."""
+    problems = [f"{key!r} is missing" for key in expected if key not in given]
+    problems += [f"{key!r} is not read by the program" for key in given if key not in expected]
+    for key, (dtype, shape) in expected.items():
+        x = given.get(key)
+        if x is not None and (x.dtype != dtype or x.shape != shape):
+            problems.append(f"{key!r} is {x.dtype} {tuple(x.shape)}, the program was compiled for {dtype} {shape}")
+    if problems:
+        raise ShapeError(f"{what} does not fit the program:\n  " + "\n  ".join(problems))
