@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.arrange import CONTEXT_PARALLEL, arrange, check_sequence, num_order_parts
-from mpar.chain import CONTEXT_OF_PAST, Carry, Chain, Segment, of_past
+from mpar.chain import CONTEXT_OF_PAST, Carry, Chain, Segment, is_axes, of_past
 from mpar.errors import ConfigError, ShapeError, ShardingError
 from mpar.kernels import Kernels
 from mpar.mesh import Mesh
@@ -442,7 +442,5 @@ def _in_use(model: Chain, unit: Unit) -> Any:
 
 
 def _out_specs(segment: Segment, num_leaves: int, strategy: Strategy, mesh: Mesh) -> list[P]:
-    axes = tree.leaves(
-        segment.out_axes, is_leaf=lambda a: isinstance(a, tuple) and all(b is None or isinstance(b, str) for b in a)
-    )
+    axes = tree.leaves(segment.out_axes, is_leaf=is_axes)
     return [strategy.compute_spec(a, mesh) for a in axes] if num_leaves else []
