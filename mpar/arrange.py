@@ -13,7 +13,6 @@ Experts are spread over axes that shard tokens too, or over axes along which tok
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from mpar.errors import ConfigError, ShapeError
 from mpar.mesh import Mesh
 from mpar.strategy import AxisTable, Strategy, dim_sizes
+from mpar.tree import Tree
 
 __all__ = ["CONTEXT_PARALLEL", "DISPATCHERS", "arrange", "check_sequence", "num_order_parts", "sequence_order"]
 
@@ -28,7 +28,7 @@ CONTEXT_PARALLEL = ("ring", "all_gather", "all_to_all", "all_to_all+ring")
 DISPATCHERS = ("all_to_all", "all_gather")
 
 
-def arrange(strategy: Strategy, mesh: Mesh, shapes: Any, axes: Any) -> tuple[Strategy, Mesh]:
+def arrange(strategy: Strategy, mesh: Mesh, shapes: Tree, axes: Tree) -> tuple[Strategy, Mesh]:
     """The strategy with rows for attention and experts, and the mesh with the axes that they, or too few kv heads, split.
 
     shapes, axes: the model's parameters without data, and their logical axes. Raises ConfigError for what cannot be arranged.

@@ -7,14 +7,21 @@ sets them to `fn(parameter, metric)`. The metric is named `<segment>.<name>`; `f
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 
-__all__ = ["CONTEXT_OF_PAST", "Axes", "Carry", "Chain", "Segment", "of_past"]
+from mpar.tree import Tree
+
+__all__ = ["CONTEXT_OF_PAST", "Axes", "Carry", "Chain", "Segment", "is_axes", "of_past"]
 
 Axes = tuple[str | None, ...]
 """Logical names of a tensor's dims, such as `("batch", "residual_seq", "embed")`; None is a dim that is never sharded."""
+
+
+def is_axes(x: object) -> TypeGuard[Axes]:
+    """Whether `x` is the leaf of a tree of logical axes: a tuple of names and Nones."""
+    return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
 
 
 @dataclass(frozen=True)
@@ -76,11 +83,11 @@ class Chain(Protocol):
         """The functions of the chain, first to last; the last returns `(None, {"loss": loss_sum, ...})`."""
 
     @property
-    def abstract_params(self) -> Any:
+    def abstract_params(self) -> Tree:
         """The parameter tree with meta tensors of global (padded) shapes."""
 
     @property
-    def param_axes(self) -> Any:
+    def param_axes(self) -> Tree:
         """The same tree with an `Axes` tuple for each leaf."""
 
     @property

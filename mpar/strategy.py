@@ -5,12 +5,13 @@ optimizer state. Data, tensor and sequence parallelism and ZeRO-0..3 are rows of
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from mpar import tree
+from mpar.chain import is_axes
 from mpar.errors import ShardingError, UnknownNameError
 from mpar.mesh import Mesh
 from mpar.spec import P, check_spec
+from mpar.tree import Tree
 
 __all__ = ["PRESETS", "AxisTable", "Strategy", "dim_sizes", "preset", "spec_from_axes"]
 
@@ -152,17 +153,16 @@ class Strategy:
         )
 
     def check(
-        self, mesh: Mesh, shapes: Any, axes: Any, batch: Mapping[str, tuple[tuple[int, ...], Sequence[str | None]]]
+        self, mesh: Mesh, shapes: Tree, axes: Tree, batch: Mapping[str, tuple[tuple[int, ...], Sequence[str | None]]]
     ) -> None:
         """Raise ShardingError, listing all offenders, unless every tensor can be placed and every mesh axis has a use.
 
         `batch` maps a key to the global shape of one microbatch and its logical axes.
         """
         problems = []
-        names = [names for _, names in tree.leaves_with_path(axes, is_leaf=_is_axes)]
-        for (path, leaf), logical in zip(tree.leaves_with_path(shapes), names, strict=True):
+        for (path, leaf), names in zip(tree.leaves_with_path(shapes), tree.leaves(axes, is_leaf=is_axes), strict=True):
             for kind in ("param", "grad", "opt"):
-                found = check_spec(f"parameter {path}", tuple(leaf.shape), self.storage_spec(logical, kind, mesh), mesh)
+                found = check_spec(f"parameter {path}", tuple(leaf.shape), self.storage_spec(names, kind, mesh), mesh)
                 problems += [problem for problem in found if problem not in problems]
         for key, (shape, logical) in batch.items():
             problems += check_spec(f"batch {key!r} of one microbatch", shape, self.compute_spec(logical, mesh), mesh)
@@ -213,16 +213,11 @@ def spec_from_axes(axes: Sequence[str | None], table: AxisTable, mesh: Mesh) -> 
     return P(*dims)
 
 
-def dim_sizes(shapes: Any, axes: Any) -> dict[str, int]:
+def dim_sizes(shapes: Tree, axes: Tree) -> dict[str, int]:
     """The size of every logical axis in a tree of parameters; those of "attend_heads" and "attend_kv_heads" are the heads'."""
-    names = [logical for _, logical in tree.leaves_with_path(axes, is_leaf=_is_axes)]
-    leaves = zip(tree.leaves(shapes), names, strict=True)
+    leaves = zip(tree.leaves(shapes), tree.leaves(axes, is_leaf=is_axes), strict=True)
     sizes = {name: size for leaf, logical in leaves for size, name in zip(leaf.shape, logical, strict=True) if name}
     return sizes | {f"attend_{name}": sizes[name] for name in ("heads", "kv_heads") if name in sizes}
-
-
-def _is_axes(x: Any) -> bool:
-    return isinstance(x, tuple) and all(item is None or isinstance(item, str) for item in x)
 
 
 def _is_rest(axis: str, mesh: Mesh) -> bool:

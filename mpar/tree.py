@@ -1,18 +1,48 @@
 """Pytrees: parameters, optimizer state and batches are nested tuples, dicts and frozen dataclasses with tensors at the leaves.
 
 A leaf's *path* is a string such as `layers.3.q_DNH`: it names the leaf in checkpoints, errors and random keys.
+
+What the functions take and return is said by types as far as a tree's class says it. The classes of trees belong to the models,
+and one class holds tensors, specs or logical axes by turns, so `Tree` covers them all. Leaves are tensors unless the caller
+passes `is_leaf`, which then says of what type they are.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, dataclass_transform
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeGuard, TypeVar, cast, dataclass_transform, overload
+
+from torch import Tensor
 
 from mpar.torch_private import pytree
 
-__all__ = ["flatten", "get", "leaves", "leaves_with_path", "map_leaves", "paths", "replace", "struct", "unflatten"]
+__all__ = [
+    "Structure",
+    "Tree",
+    "flatten",
+    "get",
+    "leaves",
+    "leaves_with_path",
+    "map_leaves",
+    "paths",
+    "replace",
+    "struct",
+    "unflatten",
+]
 
+Tree: TypeAlias = object
+"""Nested tuples, lists, dicts and structs, or a single leaf; None is a tree without leaves."""
 T = TypeVar("T")
-Leaf = Callable[[Any], bool]
+"""The class of a tree, where what comes out has that of what goes in."""
+Leaf = TypeVar("Leaf")
+"""What `is_leaf` says that a leaf is."""
+
+
+@dataclass(frozen=True)
+class Structure(Generic[T]):
+    """A tree of class `T` without its leaves: what `flatten` splits off and `unflatten` needs."""
+
+    spec: pytree.TreeSpec
 
 
 @dataclass_transform(frozen_default=True)
@@ -26,64 +56,92 @@ def struct(cls: type[T]) -> type[T]:
     return cls
 
 
-def flatten(tree: Any, is_leaf: Leaf | None = None) -> tuple[list[Any], Any]:
+@overload
+def flatten(tree: T) -> tuple[list[Tensor], Structure[T]]: ...
+@overload
+def flatten(tree: T, is_leaf: Callable[[object], TypeGuard[Leaf]]) -> tuple[list[Leaf], Structure[T]]: ...
+def flatten(tree: T, is_leaf: Callable[[object], bool] | None = None) -> tuple[Sequence[object], Structure[T]]:
     """`(leaves, structure)` of `tree`; `unflatten(structure, leaves)` is its inverse."""
-    return pytree.tree_flatten(tree, is_leaf=is_leaf)
+    found, spec = pytree.tree_flatten(tree, is_leaf=is_leaf)
+    return found, Structure(spec)
 
 
-def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
-    """The tree with this structure and these leaves."""
-    return pytree.tree_unflatten(list(leaves), structure)
+def unflatten(structure: Structure[T], leaves: Sequence[object]) -> T:
+    """The tree with this structure and these leaves, which may be of another type than those that `flatten` split off."""
+    return cast(T, pytree.tree_unflatten(list(leaves), structure.spec))
 
 
-def leaves(tree: Any, is_leaf: Leaf | None = None) -> list[Any]:
+@overload
+def leaves(tree: Tree) -> list[Tensor]: ...
+@overload
+def leaves(tree: Tree, is_leaf: Callable[[object], TypeGuard[Leaf]]) -> list[Leaf]: ...
+def leaves(tree: Tree, is_leaf: Callable[[object], bool] | None = None) -> Sequence[object]:
     """The leaves of `tree` in order."""
     return pytree.tree_leaves(tree, is_leaf=is_leaf)
 
 
-def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Leaf | None = None) -> Any:
-    """Apply `fn` leaf by leaf to `tree` and to `rest`, which have the same structure."""
-    return pytree.tree_map(fn, tree, *rest, is_leaf=is_leaf)
+def map_leaves(
+    fn: Callable[..., object], tree: T, *others: Tree, is_leaf: Callable[[object], bool] | None = None
+) -> T:
+    """Apply `fn` leaf by leaf to `tree` and to `others`, which have the same structure."""
+    return cast(T, pytree.tree_map(fn, tree, *others, is_leaf=is_leaf))
 
 
-def leaves_with_path(tree: Any, is_leaf: Leaf | None = None) -> list[tuple[str, Any]]:
+@overload
+def leaves_with_path(tree: Tree) -> list[tuple[str, Tensor]]: ...
+@overload
+def leaves_with_path(tree: Tree, is_leaf: Callable[[object], TypeGuard[Leaf]]) -> list[tuple[str, Leaf]]: ...
+def leaves_with_path(tree: Tree, is_leaf: Callable[[object], bool] | None = None) -> Sequence[tuple[str, object]]:
     """`(path, leaf)` for every leaf, in order; a path joins field names, keys and indices with dots."""
     pairs, _ = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [(".".join(_key_name(key) for key in path), leaf) for path, leaf in pairs]
 
 
-def paths(tree: Any, is_leaf: Leaf | None = None) -> list[str]:
+def paths(tree: Tree) -> list[str]:
     """The path of every leaf, in order."""
-    return [path for path, _ in leaves_with_path(tree, is_leaf)]
+    return [path for path, _ in leaves_with_path(tree)]
 
 
-def get(tree: Any, path: str) -> Any:
-    """The subtree at `path`; the empty path is the tree itself."""
+def get(tree: Tree, path: str) -> Any:
+    """The subtree at `path`; the empty path is the tree itself. Of what type it is, only a reader of the path can know."""
     for key in path.split(".") if path else ():
-        tree = tree[_own_key(tree, key)] if isinstance(tree, (dict, list, tuple)) else getattr(tree, key)
+        tree = _child(tree, key)
     return tree
 
 
-def replace(tree: Any, path: str, value: Any) -> Any:
+def replace(tree: T, path: str, value: Tree) -> T:
     """A copy of `tree` with the subtree at `path` replaced by `value`."""
+    return cast(T, _replaced(tree, path, value))
+
+
+def _replaced(tree: Tree, path: str, value: Tree) -> Tree:
     if not path:
         return value
-    key, _, rest = path.partition(".")
-    new = replace(get(tree, key), rest, value)
+    key, _, inner_path = path.partition(".")
+    child = _replaced(_child(tree, key), inner_path, value)
     if isinstance(tree, dict):
-        return {**tree, _own_key(tree, key): new}
+        return {**tree, key: child}
     if isinstance(tree, (list, tuple)):
         index = int(key)
-        return type(tree)([*tree[:index], new, *tree[index + 1 :]])
-    return dataclasses.replace(tree, **{key: new})
+        return type(tree)([*tree[:index], child, *tree[index + 1 :]])
+    assert dataclasses.is_dataclass(tree) and not isinstance(tree, type), f"{tree!r} has no children"
+    return dataclasses.replace(tree, **{key: child})
 
 
-def _own_key(tree: Any, key: str) -> Any:
-    return key if isinstance(tree, dict) else int(key)
+def _child(tree: Tree, key: str) -> Tree:
+    if isinstance(tree, dict):
+        return tree[key]
+    if isinstance(tree, (list, tuple)):
+        return tree[int(key)]
+    return getattr(tree, key)
 
 
-def _key_name(key: Any) -> str:
-    for attribute in ("name", "key", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
+def _key_name(key: object) -> str:
+    match key:
+        case pytree.GetAttrKey():
+            return key.name
+        case pytree.MappingKey():
+            return str(key.key)
+        case pytree.SequenceKey():
+            return str(key.idx)
     raise AssertionError(f"pytree key {key!r} has no name")

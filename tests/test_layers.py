@@ -15,6 +15,7 @@ VALUES = (
     "errors",
     "tree",
     "mesh",
+    "optimizer",
     "spec",
     "strategy",
     "arrange",

@@ -5,7 +5,7 @@ A value is one local tensor. An instruction reads values, makes values, and free
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from mpar.ir._instruction import Instruction, Message
 from mpar.ir._kind import Kind
@@ -13,6 +13,7 @@ from mpar.ir._part import Part
 from mpar.ir._values import Leaf, Value
 from mpar.kernels import Kernels
 from mpar.mesh import Mesh
+from mpar.optimizer import Optimizer
 from mpar.schedules import Action
 
 __all__ = ["Facts", "ProgramData"]
@@ -35,7 +36,7 @@ class Facts:
     fallbacks:        ops without a sharding rule, which every rank computes as a whole, sorted.
     """
 
-    optimizer: Any
+    optimizer: Optimizer | None
     mesh: Mesh
     strategy: str
     context_parallel: str | None

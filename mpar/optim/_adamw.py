@@ -1,30 +1,21 @@
 """AdamW: Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101, alg. 2), as in torch.optim.AdamW."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
+from mpar.chain import Axes
 from mpar.ops import adamw
 from mpar.optim._schedule import Schedule, learning_rate
-from mpar.optim._tree import (
-    OptState,
-    WeightDecayMask,
-    clip_factor,
-    decays,
-    mask_problems,
-    raise_problems,
-    step_zero,
-    update_leaves,
-    zeros_like_params,
-)
+from mpar.optim._settings import WeightDecayMask, check_settings, clip_scale, decays
+from mpar.optimizer import Optimizer
 
 __all__ = ["AdamW"]
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(Optimizer):
     """A pure optimizer: hyperparameters here, state outside.
 
         p <- p (1 - lr weight_decay);  m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2
@@ -47,25 +38,14 @@ class AdamW:
     slots: ClassVar[tuple[str, ...]] = ("m", "v")
 
     def __post_init__(self) -> None:
-        problems = mask_problems(self.decay)
-        problems += [f"betas must be in [0, 1), not {beta}" for beta in self.betas if not 0 <= beta < 1]
-        bounds = [("eps", self.eps), ("weight_decay", self.weight_decay)]
-        bounds += [] if isinstance(self.lr, Schedule) else [("lr", self.lr)]
-        problems += [f"{name} must not be negative, not {value}" for name, value in bounds if not value >= 0]
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            problems.append(f"clip_norm must be positive, not {self.clip_norm}; None does not clip")
-        raise_problems(self, problems)
-
-    def init(self, params: Any) -> OptState:
-        """State before the first update: zeros like `params`, which are float32 or float64 (else DtypeError)."""
-        return OptState(step_zero(params), {slot: zeros_like_params("AdamW", params) for slot in self.slots})
-
-    def update(self, grads: Any, state: OptState, params: Any, *, scale: Tensor | float = 1.0) -> tuple[Any, OptState]:
-        """`(new_params, new_state)` after one update with `grads * scale`. Nothing that is passed in changes.
-
-        `grads` is a tree like `params`; `scale` is the clip factor. Raises ShapeError if trees do not fit.
-        """
-        return update_leaves(self, grads, state, params, scale)
+        check_settings(
+            self,
+            lr=self.lr,
+            decay=self.decay,
+            clip_norm=self.clip_norm,
+            not_negative={"eps": self.eps, "weight_decay": self.weight_decay},
+            problems=[f"betas must be in [0, 1), not {beta}" for beta in self.betas if not 0 <= beta < 1],
+        )
 
     def update_leaf(
         self, param: Tensor, grad: Tensor, slots: tuple[Tensor, ...], lr: Tensor, step: Tensor, scale: Tensor, *, decays: bool
@@ -82,7 +62,7 @@ class AdamW:
         )
         return new_param, (new_m, new_v)
 
-    def decays(self, path: str, leaf: Any) -> bool:
+    def decays(self, path: str, leaf: Tensor | Axes) -> bool:
         """Whether the parameter at `path` decays; `leaf` is its tensor (a meta one will do) or the tuple of its logical axes."""
         return decays(self.decay, path, leaf)
 
@@ -92,4 +72,4 @@ class AdamW:
 
     def scale(self, norm: Tensor) -> Tensor:
         """What gradients of global `norm` are multiplied with: the clip factor, or 1."""
-        return torch.ones_like(norm) if self.clip_norm is None else clip_factor(norm, self.clip_norm)
+        return clip_scale(norm, self.clip_norm)

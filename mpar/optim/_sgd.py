@@ -1,30 +1,20 @@
 """Stochastic gradient descent with momentum, Nesterov's or plain, and L2 weight decay: the rules of torch.optim.SGD."""
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
+from mpar.chain import Axes
 from mpar.ops import sgd
 from mpar.optim._schedule import Schedule, learning_rate
-from mpar.optim._tree import (
-    OptState,
-    WeightDecayMask,
-    clip_factor,
-    decays,
-    mask_problems,
-    raise_problems,
-    step_zero,
-    update_leaves,
-    zeros_like_params,
-)
+from mpar.optim._settings import WeightDecayMask, check_settings, clip_scale, decays
+from mpar.optimizer import Optimizer
 
 __all__ = ["SGD"]
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(Optimizer):
     """A pure optimizer: hyperparameters here, state outside.
 
         g <- g + weight_decay p;  u <- momentum u + g;  p <- p - lr u        (nesterov: p <- p - lr (g + momentum u))
@@ -42,32 +32,19 @@ class SGD:
     clip_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
-        problems = mask_problems(self.decay)
-        bounds = [("momentum", self.momentum), ("weight_decay", self.weight_decay)]
-        bounds += [] if isinstance(self.lr, Schedule) else [("lr", self.lr)]
-        problems += [f"{name} must not be negative, not {value}" for name, value in bounds if not value >= 0]
-        if self.nesterov and not self.momentum:
-            problems.append("nesterov=True needs momentum, which is 0")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            problems.append(f"clip_norm must be positive, not {self.clip_norm}; None does not clip")
-        raise_problems(self, problems)
+        check_settings(
+            self,
+            lr=self.lr,
+            decay=self.decay,
+            clip_norm=self.clip_norm,
+            not_negative={"momentum": self.momentum, "weight_decay": self.weight_decay},
+            problems=["nesterov=True needs momentum, which is 0"] if self.nesterov and not self.momentum else [],
+        )
 
     @property
     def slots(self) -> tuple[str, ...]:
         """The names of the state kept for each parameter."""
         return ("momentum",) if self.momentum else ()
-
-    def init(self, params: Any) -> OptState:
-        """State before the first update: zeros like `params`, which are float32 or float64 (else DtypeError)."""
-        zeros = zeros_like_params("SGD", params)
-        return OptState(step_zero(params), dict.fromkeys(self.slots, zeros))
-
-    def update(self, grads: Any, state: OptState, params: Any, *, scale: Tensor | float = 1.0) -> tuple[Any, OptState]:
-        """`(new_params, new_state)` after one update with `grads * scale`. Nothing that is passed in changes.
-
-        `grads` is a tree like `params`; `scale` is the clip factor. Raises ShapeError if trees do not fit.
-        """
-        return update_leaves(self, grads, state, params, scale)
 
     def update_leaf(
         self, param: Tensor, grad: Tensor, slots: tuple[Tensor, ...], lr: Tensor, step: Tensor, scale: Tensor, *, decays: bool
@@ -87,7 +64,7 @@ class SGD:
             direction = direction + weight_decay * param
         return param - lr.to(param.dtype) * direction, ()
 
-    def decays(self, path: str, leaf: Any) -> bool:
+    def decays(self, path: str, leaf: Tensor | Axes) -> bool:
         """Whether the parameter at `path` decays; `leaf` is its tensor (a meta one will do) or the tuple of its logical axes."""
         return decays(self.decay, path, leaf)
 
@@ -97,4 +74,4 @@ class SGD:
 
     def scale(self, norm: Tensor) -> Tensor:
         """What gradients of global `norm` are multiplied with: the clip factor, or 1."""
-        return torch.ones_like(norm) if self.clip_norm is None else clip_factor(norm, self.clip_norm)
+        return clip_scale(norm, self.clip_norm)

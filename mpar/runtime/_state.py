@@ -55,7 +55,7 @@ def init_state(program: ProgramData, params: Any, rank: int | None = None) -> St
     program stores them. Raises ShapeError, listing all offenders, if a parameter is missing, left over, or of another shape.
     """
     held = program.state_in if rank is None else program.part(rank).state_in
-    given = {f"params.{path}": x for path, x in tree.leaves_with_path(params)}
+    given: dict[str, Any] = {f"params.{path}": x for path, x in tree.leaves_with_path(params)}
     wanted = {leaf.path: leaf for leaf in program.state_in if leaf.path.startswith("params.")}
     problems = [f"{path} is missing" for path in wanted if path not in given]
     problems += [f"{path} is not in the program" for path in given if path not in wanted]

@@ -1,0 +1,55 @@
+"""The settings that AdamW and SGD have in common, and what is wrong with them."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mpar.chain import Axes
+from mpar.errors import ConfigError
+from mpar.optim._norm import clip_factor
+from mpar.optim._schedule import Schedule
+
+__all__ = ["WeightDecayMask", "check_settings", "clip_scale", "decays"]
+
+WeightDecayMask = Literal["by_rank", "all"]
+"""Which parameters decay. "by_rank": those of two or more dims that are not biases; "all": every one.
+
+A bias may have two dims here (`q_bias_NH`, one number for each head and element), so the name counts as well as the rank.
+"""
+
+
+def decays(mask: WeightDecayMask, path: str, leaf: Tensor | Axes) -> bool:
+    """Whether the parameter at `path` decays; `leaf` is its tensor (a meta one will do) or the tuple of its logical axes."""
+    if mask == "all":
+        return True
+    rank = len(leaf.shape) if isinstance(leaf, Tensor) else len(leaf)
+    return rank >= 2 and "bias" not in path.rpartition(".")[2]
+
+
+def clip_scale(norm: Tensor, clip_norm: float | None) -> Tensor:
+    """What gradients of global `norm` are multiplied with: the factor that clips them to `clip_norm`, or 1 if that is None."""
+    return torch.ones_like(norm) if clip_norm is None else clip_factor(norm, clip_norm)
+
+
+def check_settings(
+    optimizer: object,
+    *,
+    lr: Schedule | float,
+    decay: WeightDecayMask,
+    clip_norm: float | None,
+    not_negative: dict[str, float],
+    problems: list[str],
+) -> None:
+    """Raise ConfigError with a line for everything that is wrong: with these settings, and `problems` of the optimizer's own.
+
+    not_negative: further settings, by name, that must not be negative.
+    """
+    lines = [] if decay in ("by_rank", "all") else [f"decay must be 'by_rank' or 'all', not {decay!r}"]
+    lines += problems
+    bounds = not_negative if isinstance(lr, Schedule) else {**not_negative, "lr": lr}
+    lines += [f"{name} must not be negative, not {value}" for name, value in bounds.items() if not value >= 0]
+    if clip_norm is not None and not clip_norm > 0:
+        lines.append(f"clip_norm must be positive, not {clip_norm}; None does not clip")
+    if lines:
+        raise ConfigError(f"cannot make the optimizer {optimizer!r}:\n  " + "\n  ".join(lines))
