@@ -9,8 +9,7 @@ from torch import fx
 
 from mpar.errors import ConfigError
 from mpar.kernels import ARCHITECTURES, CATALOGUE, REFERENCE, REFERENCE_WORKSPACE, Kernels, choose
-from mpar.ops import PRIMITIVES
-from mpar.ops._primitive import primitive_of
+from mpar.ops import PRIMITIVES, primitive_of
 
 __all__ = ["KernelUse", "asking_references", "check_device", "choose_kernels", "describe_kernels"]
 

@@ -22,12 +22,20 @@ from mpar.program._memory import measure
 from mpar.program._partition import Halves, RecomputePolicy, extract, partition
 from mpar.program._program import CollectiveUse, Kind
 from mpar.program._reuse import reuse_operands
-from mpar.sharding import RankGraph, check, collectives, lower, trace
-from mpar.sharding._bucket import bucket
-from mpar.sharding._cost import graph_cost, workspace_of
-from mpar.sharding._overlap import hidden_cost, overlap_posted
-from mpar.sharding._ragged import mark_ragged
-from mpar.sharding._trace import LogicalGraph
+from mpar.sharding import (
+    LogicalGraph,
+    RankGraph,
+    bucket,
+    check,
+    collectives,
+    graph_cost,
+    hidden_cost,
+    lower,
+    mark_ragged,
+    overlap_posted,
+    trace,
+    workspace_of,
+)
 from mpar.spec import P
 from mpar.strategy import Strategy
 

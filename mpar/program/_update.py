@@ -8,19 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mpar.ops import constrain, sum_squares
-from mpar.ops._adamw import adamw_many_p, adamw_p
-from mpar.ops._primitive import Primitive
-from mpar.ops._sgd import sgd_many_p, sgd_p
+from mpar.ops import PRIMITIVES, Primitive, constrain, sum_squares
 from mpar.program._segments import Code
 from mpar.program._units import Unit
 from mpar.program._writer import Writer
-from mpar.sharding._pass import graph_pass
+from mpar.sharding import graph_pass
 from mpar.spec import P
 
 __all__ = ["join_updates", "write_norm", "write_updates"]
 
-MANY: dict[Primitive, Primitive] = {adamw_p: adamw_many_p, sgd_p: sgd_many_p}
+MANY: dict[Primitive, Primitive] = {PRIMITIVES[name]: PRIMITIVES[f"{name}_many"] for name in ("adamw", "sgd")}
 ByUnit = Mapping[str, list[int]]
 
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import Tensor, fx
 
 from mpar.errors import MparError, ShardingError
-from mpar.ops._primitive import primitive_of
+from mpar.ops import primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._check_order import check_order
 from mpar.sharding._lower import RankGraph

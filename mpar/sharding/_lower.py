@@ -17,8 +17,7 @@ from torch import Tensor, fx
 from mpar import tree
 from mpar.errors import ShardingError
 from mpar.mesh import Mesh
-from mpar.ops._constrain import Marks, constrain_bwd_p, constrain_p, decode_axes
-from mpar.ops._primitive import primitive_of
+from mpar.ops import PRIMITIVES, Marks, decode_axes, primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._canonicalise import labels_of, shape_of
 from mpar.sharding._emit import Emit, Pending, Placed
@@ -29,6 +28,8 @@ from mpar.spec import P, check_spec, local_shape, normalise
 from mpar.strategy import AxisTable, spec_from_axes
 
 __all__ = ["RankGraph", "ReplicatedFallback", "lower"]
+
+constrain_p, constrain_bwd_p = PRIMITIVES["constrain"], PRIMITIVES["constrain_bwd"]
 
 
 class ReplicatedFallback(UserWarning):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mpar.ops._primitive import Primitive, primitive_of
+from mpar.ops import Primitive, primitive_of
 from mpar.sharding._canonicalise import PRODUCTS, shape_of, view_groups
 
 __all__ = ["NodeRule", "rule_of", "tensor_operands"]
