@@ -6,8 +6,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpar import ops
-from mpar.ops import _constrain, _cross_entropy, _linear_cross_entropy, _rows, _widen
+from mpar.ops import _constrain, _cross_entropy, _linear_cross_entropy, _widen
 from mpar.ops._primitive import PRIMITIVES, primitive_of
+from mpar.ops.experts import _rows
 
 LABELS, IDS = torch.tensor([[0, 3, -100], [2, 6, 1]]), torch.tensor([[0, 4, 4], [1, 0, 4]])
 EXPERTS, INVERSE = torch.tensor([[0, 2], [1, 2], [-1, 0], [0, 1]]), torch.tensor([[0, 5], [3, 6], [7, 1], [2, 4]])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.ops._primitive import Cost, Primitive, ShardingRule, parse_sharding
-from mpar.ops._token_groups import check_group, group_of_token, group_sizes
+from mpar.ops.experts._token_groups import check_group, group_of_token, group_sizes
 
 __all__ = ["limit_capacity"]
 
