@@ -11,7 +11,6 @@ from mpar.ops._geglu import geglu
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy
 from mpar.ops._mlp_tiled import Activation, mlp_tiled
-from mpar.ops._primitive import PRIMITIVES, Cost, Primitive, ShardingRule, parse_sharding, primitive_of
 from mpar.ops._quantise_fp8 import (
     FP8_MAX,
     FP8_SIDE,
@@ -49,6 +48,17 @@ from mpar.ops.experts import (
     topk_router,
     unpermute,
 )
+from mpar.ops.primitive import (
+    PRIMITIVES,
+    Cost,
+    Factors,
+    Operand,
+    Primitive,
+    ShardingRule,
+    Static,
+    parse_sharding,
+    primitive_of,
+)
 from mpar.ops.sequence import KeyPart, attention, attention_parts, causal_conv1d, merge_attention, ssd_scan
 
 __all__ = [
@@ -59,13 +69,16 @@ __all__ = [
     "ROUTER_TINY",
     "Activation",
     "Cost",
+    "Factors",
     "Key",
     "KeyPart",
     "Marks",
+    "Operand",
     "Primitive",
     "RouterOrder",
     "RouterScore",
     "ShardingRule",
+    "Static",
     "adamw",
     "adamw_many",
     "add_layer_norm",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError, UnknownNameError
-from mpar.ops._primitive import Cost, Primitive, ShardingRule, parse_sharding
+from mpar.ops.primitive import Cost, Primitive, ShardingRule, parse_sharding
 
 __all__ = [
     "FP8_MAX",

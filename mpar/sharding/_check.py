@@ -172,7 +172,7 @@ class _AxisCheck:
         declared = primitive.sharding_rule(**node.kwargs).need_replication if primitive else rule.replicate
         if factor in declared:
             self.fail(node, f"is sharded along factor {factor}, across which it works")
-        if primitive and factor in primitive.sharded:
+        if primitive and factor in primitive.placement.sharded:
             self.fail(node, f"is sharded along factor {factor}, and not told which part this rank holds")
         following = {name for name, leader in rule.follows.items() if leader == factor}
         for i, (operand, now, dims) in enumerate(zip(rule.operands, types, rule.factors, strict=True)):

@@ -110,7 +110,7 @@ def _primitive_rule(node: fx.Node, primitive: Primitive) -> NodeRule:
         factors,
         results,
         sizes,
-        set(rule.need_replication) - set(primitive.sharded) - set(follows),
+        set(rule.need_replication) - set(primitive.placement.sharded) - set(follows),
         linear,
         follows=follows,
         as_is={at[name] for name in rule.as_is},

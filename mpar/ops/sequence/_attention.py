@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._primitive import Cost, Primitive
+from mpar.ops.primitive import Cost, Primitive
 from mpar.ops.sequence import _attention_blocks
 from mpar.ops.sequence._attention_ring import attend_on_rank, attend_on_rank_bwd, ring, ring_bwd
 
