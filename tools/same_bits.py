@@ -79,7 +79,13 @@ SIMULATED: dict[str, dict[str, Any]] = {  # config, dtype, mesh, then arguments 
         "num_microbatches": 4,
         "precision": "bf16",
     },
-    "qwen3 tied zbv": {"model": "qwen3_tied", "mesh": {"pp": 2, "tp": 2}, "strategy": "tp_sp", "schedule": "zbv", "num_microbatches": 4},
+    "qwen3 tied zbv": {
+        "model": "qwen3_tied",
+        "mesh": {"pp": 2, "tp": 2},
+        "strategy": "tp_sp",
+        "schedule": "zbv",
+        "num_microbatches": 4,
+    },
     "qwen3_moe cp2 fsdp2": {"model": "qwen3_moe", "mesh": {"fsdp": 2, "cp": 2}, "strategy": "zero3", "recompute": "full"},
     "gemma2 hsdp selective": {
         "model": "gemma2",
@@ -168,7 +174,8 @@ def main() -> int:
     expected = json.loads(args.file.read_text(encoding="utf-8"))
     differing = [name for name in expected if found.get(name) != expected[name]]
     for name in expected:
-        print(f"{'DIFFERS' if name in differing else 'same   '} {name}: last loss {float.fromhex(expected[name]['losses'][-1]):.6f}")
+        loss = float.fromhex(expected[name]["losses"][-1])
+        print(f"{'DIFFERS' if name in differing else 'same   '} {name}: last loss {loss:.6f}")
     return 1 if differing else 0
 
 

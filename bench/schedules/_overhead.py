@@ -12,12 +12,12 @@ import torch
 
 from bench._machine import machine
 from mpar import models
+from mpar.compiler import Schedule
 from mpar.mesh import Mesh
 from mpar.optim import SGD
 from mpar.program import Program
-from mpar.runtime import ALONE, RankRun
-from mpar.compiler import Schedule
 from mpar.program.compile import compile_step
+from mpar.runtime import ALONE, RankRun
 
 __all__ = ["overhead"]
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from bench._launch import launch
 from mpar import models
+from mpar.forecast import step_times
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Program, batch_rows
-from mpar.forecast import step_times
 from mpar.program.compile import compile_step
 
 __all__ = ["measure", "sleep"]

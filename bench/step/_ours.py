@@ -8,13 +8,13 @@ from torch import Tensor
 from bench.step._case import Case, Variant
 from bench.step._data import first_weights, token_batches
 from mpar import models
+from mpar.hardware import hardware
 from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
 from mpar.models import Model
 from mpar.models._hf_weights import stored_leaves
 from mpar.optim import AdamW
 from mpar.program import Program, State, describe_kernels, format_bytes
-from mpar.hardware import hardware
 from mpar.program.compile import compile_step
 
 __all__ = ["OPTIMIZER", "Ours", "initial_state"]

@@ -22,8 +22,7 @@ from mpar.cli._placement import placement, slow_axes
 from mpar.cli._screen import say, say_aside
 from mpar.cli._timeline import check_suffix, write_pictures
 from mpar.errors import ConfigError
-from mpar.program import Hardware, Prediction, Program, format_bytes, format_time
-from mpar.program import diff
+from mpar.program import Hardware, Prediction, Program, diff, format_bytes, format_time
 from mpar.schedules import num_stages
 from mpar.train import (
     HardwareConfig,

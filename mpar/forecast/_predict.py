@@ -66,7 +66,7 @@ def predict(program: ProgramData, hardware: Hardware | None = None) -> Predictio
 
 def _predict_part(program: ProgramData, position: int, hardware: Hardware | None) -> Prediction:
     part = program.parts[position]
-    timeline = memory_timeline(program, position)
+    levels = memory_timeline(program, position)
     kinds = [program.kinds[step.kind] for step in part.instructions]
     uses = [use for kind in kinds for use in kind.collectives]
     sent = [program.values[step.inputs[0]].bytes for step in part.instructions if step.op == "send"]
@@ -77,7 +77,7 @@ def _predict_part(program: ProgramData, position: int, hardware: Hardware | None
         total = sum(instruction_durations(program, hardware, position)[0])
         times = {"compute_s": total - communication, "communication_s": communication}
     return Prediction(
-        max((peak for peak, _ in timeline), default=0),
+        max((peak for peak, _ in levels), default=0),
         state,
         max((kind.workspace for kind in kinds), default=0),
         max((peak for peak, _ in timeline(program, part, workspace=True)), default=0),

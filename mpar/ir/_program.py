@@ -3,11 +3,12 @@
 A value is one local tensor. An instruction reads values, makes values, and frees the values it is the last to read.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mpar.ir._instruction import Instruction, Message
+from mpar.ir._instruction import Instruction, Message, Piece
 from mpar.ir._kind import Kind
 from mpar.ir._part import Part
 from mpar.ir._values import Leaf, Value
@@ -29,7 +30,7 @@ class Facts:
     context_parallel: how attention is divided among the ranks that share a sequence; None: no ranks share one.
     refused:          ways to divide attention that were tried and cannot be.
     reduce:           "each": gradients are reduced after every microbatch; "last": after the last one.
-    batch:            by key, the shape of a microbatch's entry, global.
+    batch:            by key, rows and positions of a microbatch's entry, global.
     recompute:        the kind of the recompute policy. kernels: the chip that kernels were chosen for, and how.
     schedule:         the name of the schedule, "table" if its actions were given.
     stage_of:         the stage of each segment, by the segment's name, in the order of the chain.
@@ -42,7 +43,7 @@ class Facts:
     context_parallel: str | None
     refused: tuple[str, ...]
     reduce: Literal["each", "last"]
-    batch: Mapping[str, tuple[int, ...]]
+    batch: Mapping[str, tuple[int, int]]
     recompute: str
     kernels: Kernels
     schedule: str
@@ -68,6 +69,11 @@ class ProgramData:
     facts: Facts
     order_parts: int = 1
     num_slices: int = 1
+
+    @functools.cached_property
+    def pieces(self) -> list[Piece]:
+        """The slices of all microbatches, in the order in which they are numbered."""
+        return [Piece(m, c) for m in range(self.num_microbatches) for c in range(self.num_slices)]
 
     @property
     def num_pieces(self) -> int:

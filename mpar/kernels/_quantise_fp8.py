@@ -10,11 +10,11 @@ from torch import Tensor
 from mpar.errors import KernelError
 from mpar.kernels._fp8_support import quantise_supports
 from mpar.kernels._launch import arch_of, launch, tuned
-from mpar.ops._quantise_fp8 import FP8_MAX, SIDE, SMALLEST_SCALE, scale_shape
+from mpar.ops import FP8_MAX, FP8_SIDE, FP8_SMALLEST_SCALE, fp8_scale_shape
 
 __all__ = ["dequantise_fp8", "quantise_fp8", "quantise_fp8_both"]
 
-LIMITS = {"FP8_MAX": FP8_MAX, "SMALLEST_SCALE": SMALLEST_SCALE}
+LIMITS = {"FP8_MAX": FP8_MAX, "SMALLEST_SCALE": FP8_SMALLEST_SCALE}
 
 
 @triton.jit
@@ -170,9 +170,9 @@ def quantise_fp8_both(x: Tensor, *, block: str) -> tuple[Tensor, Tensor, Tensor,
 def _quantise(x: Tensor, block: str, both: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
     (R, C), fp8 = x.shape, torch.float8_e4m3fn
-    q, scale = torch.empty((R, C), dtype=fp8, device=x.device), _empty(x, *scale_shape((R, C), block))
+    q, scale = torch.empty((R, C), dtype=fp8, device=x.device), _empty(x, *fp8_scale_shape((R, C), block))
     qt = torch.empty((C, R), dtype=fp8, device=x.device) if both else None
-    scale_t = _empty(x, *scale_shape((C, R), block)) if both else None
+    scale_t = _empty(x, *fp8_scale_shape((C, R), block)) if both else None
     if not x.numel():
         return q, scale.fill_(1.0), qt, None if scale_t is None else scale_t.fill_(1.0)
     if block in ("row", "tensor"):
@@ -180,9 +180,9 @@ def _quantise(x: Tensor, block: str, both: bool) -> tuple[Tensor, Tensor, Tensor
         return q, scale, qt, scale_t
     square = block == "128x128"
     entry = tuned("quantise_fp8_tiles", x, "square" if square else "both" if both else "row")
-    grid = (triton.cdiv(R, entry.blocks["ROWS"]), triton.cdiv(C, SIDE))
+    grid = (triton.cdiv(R, entry.blocks["ROWS"]), triton.cdiv(C, FP8_SIDE))
     operands = (x, q, scale, qt, scale_t, R, C, x.stride(0))
-    launch(_quantise_tiles, grid, *operands, on=x, tuning=entry, SQUARE=square, SIDE=SIDE, **LIMITS)
+    launch(_quantise_tiles, grid, *operands, on=x, tuning=entry, SQUARE=square, SIDE=FP8_SIDE, **LIMITS)
     return q, scale, qt, scale_t
 
 
@@ -217,7 +217,7 @@ def dequantise_fp8(q: Tensor, scale: Tensor, *, block: str, dtype: torch.dtype) 
         R, C = x.shape
         grid = (triton.cdiv(R, entry.blocks["ROWS"]), triton.cdiv(C, entry.blocks["COLUMNS"]))
         strides = (0 if block == "tensor" else scale.shape[1], int(block in ("1x128", "128x128")))
-        blocks = {"HEIGHT": SIDE if block == "128x128" else 1, "WIDTH": SIDE}
+        blocks = {"HEIGHT": FP8_SIDE if block == "128x128" else 1, "WIDTH": FP8_SIDE}
         launch(_dequantise, grid, q, scale, x, R, C, *strides, on=q, tuning=entry, **blocks)
     return x
 

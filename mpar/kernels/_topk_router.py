@@ -11,7 +11,7 @@ from torch import Tensor
 from mpar.errors import KernelError
 from mpar.kernels._launch import arch_of, launch, tuned
 from mpar.kernels._moe_support import router_supports
-from mpar.ops._topk_router import TINY
+from mpar.ops import ROUTER_TINY
 
 __all__ = ["topk_router", "topk_router_bwd"]
 
@@ -228,7 +228,7 @@ def _blocks(num_experts: int, k: int, score: str, normalise: bool, order: str) -
         "SIGMOID": score == "sigmoid",
         "NORMALISE": normalise,
         "POST": order == "post",
-        "TINY": TINY,
+        "TINY": ROUTER_TINY,
         "BLOCK_E": max(64, triton.next_power_of_2(num_experts)),
         "BLOCK_K": triton.next_power_of_2(k),
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpar import ops
 from mpar.errors import ConfigError
-from mpar.ops._mlp_tiled import Activation
+from mpar.ops import Activation
 from mpar.tree import struct
 
 __all__ = ["ACTIVATIONS", "FEED_FORWARD_AXES", "FeedForward", "MlpConfig", "feed_forward", "mlp", "mlp_shapes"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from mpar import ops
 from mpar.models._feed_forward import ACTIVATIONS, FEED_FORWARD_AXES, FeedForward, mlp, mlp_shapes
 from mpar.models._moe_config import ROUTER_OPTIONS, MoeConfig, with_router_options
-from mpar.ops._token_groups import group_sizes
+from mpar.ops import group_sizes
 from mpar.tree import struct
 
 __all__ = [

@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.models._feed_forward import ACTIVATIONS, MlpConfig
-from mpar.ops._topk_router import Order, Score
+from mpar.ops import RouterOrder as Order
+from mpar.ops import RouterScore as Score
 
 __all__ = ["ROUTER_OPTIONS", "MoeConfig", "with_router_options"]
 

@@ -3,41 +3,82 @@
 from mpar.ops._adamw import adamw, adamw_many
 from mpar.ops._add_layer_norm import add_layer_norm
 from mpar.ops._add_rms_norm import add_rms_norm
-from mpar.ops._attention import attention
-from mpar.ops._attention_parts import KeyPart, attention_parts
-from mpar.ops._causal_conv1d import causal_conv1d
-from mpar.ops._constrain import constrain, name
+from mpar.ops._constrain import Marks, constrain, decode_axes, marking, name
 from mpar.ops._cross_entropy import cross_entropy
-from mpar.ops._dispatch import combine, dispatch
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
-from mpar.ops._expert_counts import expert_counts, group_counts
 from mpar.ops._geglu import geglu
-from mpar.ops._grouped_matmul import grouped_matmul
 from mpar.ops._layer_norm import layer_norm
-from mpar.ops._limit_capacity import limit_capacity
 from mpar.ops._linear_cross_entropy import linear_cross_entropy
-from mpar.ops._merge_attention import merge_attention
-from mpar.ops._mlp_tiled import mlp_tiled
-from mpar.ops._permute import expert_order, permute, unpermute
-from mpar.ops._primitive import PRIMITIVES
-from mpar.ops._quantise_fp8 import dequantise_fp8, fp8_matmul, quantise_fp8, quantise_fp8_both
+from mpar.ops._mlp_tiled import Activation, mlp_tiled
+from mpar.ops._quantise_fp8 import (
+    FP8_MAX,
+    FP8_SIDE,
+    FP8_SMALLEST_SCALE,
+    dequantise_fp8,
+    fp8_matmul,
+    fp8_scale_shape,
+    quantise_fp8,
+    quantise_fp8_both,
+)
 from mpar.ops._random import Key, dropout, fold_in, fold_key, random_normal, random_uniform
 from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope, rope_many
 from mpar.ops._sgd import sgd, sgd_many
-from mpar.ops._sinkhorn import sinkhorn
-from mpar.ops._slots import expert_slots, fill_slots, take_slots
-from mpar.ops._ssd_scan import ssd_scan
 from mpar.ops._sum_squares import sum_squares
 from mpar.ops._swiglu import swiglu
-from mpar.ops._topk_router import topk_router
 from mpar.ops._widen import widen
+from mpar.ops.experts import (
+    ROUTER_TINY,
+    RouterOrder,
+    RouterScore,
+    combine,
+    dispatch,
+    expert_counts,
+    expert_order,
+    expert_slots,
+    fill_slots,
+    group_counts,
+    group_sizes,
+    grouped_matmul,
+    limit_capacity,
+    permute,
+    sinkhorn,
+    take_slots,
+    topk_router,
+    unpermute,
+)
+from mpar.ops.primitive import (
+    PRIMITIVES,
+    Cost,
+    Factors,
+    Operand,
+    Primitive,
+    ShardingRule,
+    Static,
+    parse_sharding,
+    primitive_of,
+)
+from mpar.ops.sequence import KeyPart, attention, attention_parts, causal_conv1d, merge_attention, ssd_scan
 
 __all__ = [
+    "FP8_MAX",
+    "FP8_SIDE",
+    "FP8_SMALLEST_SCALE",
     "PRIMITIVES",
+    "ROUTER_TINY",
+    "Activation",
+    "Cost",
+    "Factors",
     "Key",
     "KeyPart",
+    "Marks",
+    "Operand",
+    "Primitive",
+    "RouterOrder",
+    "RouterScore",
+    "ShardingRule",
+    "Static",
     "adamw",
     "adamw_many",
     "add_layer_norm",
@@ -48,6 +89,7 @@ __all__ = [
     "combine",
     "constrain",
     "cross_entropy",
+    "decode_axes",
     "dequantise_fp8",
     "dispatch",
     "dropout",
@@ -60,16 +102,21 @@ __all__ = [
     "fold_in",
     "fold_key",
     "fp8_matmul",
+    "fp8_scale_shape",
     "geglu",
     "group_counts",
+    "group_sizes",
     "grouped_matmul",
     "layer_norm",
     "limit_capacity",
     "linear_cross_entropy",
+    "marking",
     "merge_attention",
     "mlp_tiled",
     "name",
+    "parse_sharding",
     "permute",
+    "primitive_of",
     "quantise_fp8",
     "quantise_fp8_both",
     "random_normal",

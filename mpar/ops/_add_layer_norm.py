@@ -6,7 +6,7 @@ from torch import Tensor
 from mpar.errors import ShapeError
 from mpar.ops._add_rms_norm import check_cotangents, check_sum
 from mpar.ops._layer_norm import layer_norm_p
-from mpar.ops._primitive import Cost, Primitive
+from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["add_layer_norm"]
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError
-from mpar.ops._primitive import Cost, Primitive
 from mpar.ops._rms_norm import rms_norm_p
+from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["add_rms_norm"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpar.errors import ShapeError
-from mpar.ops._primitive import Cost, Primitive
+from mpar.ops.primitive import Cost, Primitive
 from mpar.spec import P
 
 __all__ = ["Marks", "constrain", "decode_axes", "marking", "name"]

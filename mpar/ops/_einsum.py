@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError
-from mpar.ops._primitive import Cost, Primitive, ShardingRule
+from mpar.ops.primitive import Cost, Primitive, ShardingRule
 
 __all__ = ["einsum"]
 

@@ -13,7 +13,7 @@ from mpar.ops._cross_entropy import (
     row_statistics,
     weighted_sum,
 )
-from mpar.ops._primitive import Cost, Primitive
+from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["linear_cross_entropy"]
 

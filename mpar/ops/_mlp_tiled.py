@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.ops._geglu import geglu_p
-from mpar.ops._primitive import Cost, Primitive
 from mpar.ops._swiglu import swiglu_p
+from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["Activation", "mlp_tiled"]
 

@@ -9,25 +9,25 @@ import torch
 from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError, UnknownNameError
-from mpar.ops._primitive import Cost, Primitive, ShardingRule, parse_sharding
+from mpar.ops.primitive import Cost, Primitive, ShardingRule, parse_sharding
 
 __all__ = [
     "FP8_MAX",
-    "SIDE",
-    "SMALLEST_SCALE",
+    "FP8_SIDE",
+    "FP8_SMALLEST_SCALE",
     "Block",
     "dequantise_fp8",
     "fp8_matmul",
+    "fp8_scale_shape",
     "quantise_fp8",
     "quantise_fp8_both",
-    "scale_shape",
 ]
 
 Block = Literal["tensor", "row", "1x128", "128x128"]
 FP8_MAX = 448.0
 """The largest number of e4m3 (Micikevicius et al. 2022, arXiv:2209.05433, table 1)."""
-SIDE = 128
-SMALLEST_SCALE = 2.0**-126
+FP8_SIDE = 128
+FP8_SMALLEST_SCALE = 2.0**-126
 """A smaller scale would not be a normal float32, and neither would its reciprocal."""
 
 quantise_fp8_p = Primitive("quantise_fp8", "x -> q, scale", block="str")
@@ -75,7 +75,7 @@ def fp8_matmul(
     return fp8_matmul_p.bind(a_MK, a_scale, b_NK, b_scale, a_block=a_block, b_block=b_block, dtype=dtype)
 
 
-def scale_shape(shape: tuple[int, int] | torch.Size, block: str) -> tuple[int, int]:
+def fp8_scale_shape(shape: tuple[int, int] | torch.Size, block: str) -> tuple[int, int]:
     """How many blocks a matrix has, in both directions. Raises UnknownNameError."""
     if block not in get_args(Block):
         raise UnknownNameError(f"no block of FP8 is called {block!r}; there are {', '.join(get_args(Block))}")
@@ -84,7 +84,7 @@ def scale_shape(shape: tuple[int, int] | torch.Size, block: str) -> tuple[int, i
         return 1, 1
     if block == "row":
         return rows, 1
-    return (rows if block == "1x128" else -(-rows // SIDE)), -(-columns // SIDE)
+    return (rows if block == "1x128" else -(-rows // FP8_SIDE)), -(-columns // FP8_SIDE)
 
 
 def _check_matrix(name: str, x: Tensor) -> None:
@@ -95,7 +95,7 @@ def _check_matrix(name: str, x: Tensor) -> None:
 
 
 def _check_quantised(name: str, q: Tensor, scale: Tensor, block: str) -> None:
-    expected = scale_shape(q.shape, block) if q.ndim == 2 else None
+    expected = fp8_scale_shape(q.shape, block) if q.ndim == 2 else None
     if tuple(scale.shape) != expected:
         wanted = "the first must have two dims" if expected is None else f"the second must be {expected} for blocks {block}"
         raise ShapeError(f"{name}: q is {tuple(q.shape)}, scale is {tuple(scale.shape)}; {wanted}")
@@ -106,7 +106,7 @@ def _check_quantised(name: str, q: Tensor, scale: Tensor, block: str) -> None:
 @quantise_fp8_p.def_abstract
 def _abstract(x, *, block):
     _check_matrix("quantise_fp8", x)
-    scale = torch.empty(scale_shape(x.shape, block), dtype=torch.float32, device=x.device)
+    scale = torch.empty(fp8_scale_shape(x.shape, block), dtype=torch.float32, device=x.device)
     return torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device), scale
 
 
@@ -135,28 +135,28 @@ def _abstract_matmul(a, a_scale, b, b_scale, *, a_block, b_block, dtype):
 def _spread(per_block: Tensor, shape: torch.Size, block: str) -> Tensor:
     """One number per block -> one per element (or a size-1 dim, which broadcasts)."""
     if block == "128x128":
-        per_block = per_block.repeat_interleave(SIDE, 0)[: shape[0]]
-    return per_block.repeat_interleave(SIDE, 1)[:, : shape[1]] if block in ("1x128", "128x128") else per_block
+        per_block = per_block.repeat_interleave(FP8_SIDE, 0)[: shape[0]]
+    return per_block.repeat_interleave(FP8_SIDE, 1)[:, : shape[1]] if block in ("1x128", "128x128") else per_block
 
 
 def _amax(size: Tensor, block: str) -> Tensor:
-    rows, columns = scale_shape(size.shape, block)
+    rows, columns = fp8_scale_shape(size.shape, block)
     if not size.numel():
         return size.new_zeros(rows, columns)
     if block == "tensor":
         return size.amax().view(1, 1)
     if block == "row":
         return size.amax(1, keepdim=True)
-    height = SIDE if block == "128x128" else 1
-    padded = torch.nn.functional.pad(size, (0, columns * SIDE - size.shape[1], 0, rows * height - size.shape[0]))
-    return padded.view(rows, height, columns, SIDE).amax((1, 3))
+    height = FP8_SIDE if block == "128x128" else 1
+    padded = torch.nn.functional.pad(size, (0, columns * FP8_SIDE - size.shape[1], 0, rows * height - size.shape[0]))
+    return padded.view(rows, height, columns, FP8_SIDE).amax((1, 3))
 
 
 @quantise_fp8_p.def_impl
 def _impl(x, *, block):
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     amax = _amax(wide.abs(), block).to(torch.float32)
-    scale = (amax / FP8_MAX).clamp(min=SMALLEST_SCALE)
+    scale = (amax / FP8_MAX).clamp(min=FP8_SMALLEST_SCALE)
     scale = scale.masked_fill(amax == 0, 1.0).masked_fill(~amax.isfinite(), torch.nan)
     q = (wide * _spread(scale.reciprocal(), x.shape, block)).clamp(-FP8_MAX, FP8_MAX)
     return q.to(torch.float8_e4m3fn).contiguous(), scale

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._primitive import Cost, Primitive, ShardingRule
+from mpar.ops.primitive import Cost, Primitive, ShardingRule
 
 __all__ = ["Key", "dropout", "fold_in", "fold_key", "random_normal", "random_uniform"]
 

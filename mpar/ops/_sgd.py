@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mpar.ops._adamw import check_owned, check_update, empty_like_all
-from mpar.ops._primitive import Cost, Primitive
+from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["sgd", "sgd_many"]
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mpar.errors import DtypeError
-from mpar.ops._primitive import Cost, Primitive
+from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["sum_squares"]
 

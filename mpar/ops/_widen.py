@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from mpar.errors import DtypeError
-from mpar.ops._primitive import Cost, Primitive
+from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["widen"]
 
 widen_p = Primitive("widen", "x -> y", dtype="ScalarType")
-widen_p.may_grow_pending = True
+widen_p.placement.may_grow_pending = True
 
 
 def widen(x: Tensor, dtype: torch.dtype) -> Tensor:

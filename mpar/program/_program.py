@@ -1,5 +1,6 @@
 """The program as users hold it: the data, and everything that can be asked of it."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,12 +19,12 @@ __all__ = ["Program"]
 
 
 class Program(ProgramData):
-    """One training step of every rank: print it, prove it, predict it, simulate it, run it. Its data are `mpar.ir.ProgramData`."""
+    """One training step of every rank: its data, to print, prove, predict, simulate and run."""
 
     @classmethod
     def of(cls, data: ProgramData) -> "Program":
         """The same program with these questions."""
-        return cls(**vars(data))
+        return cls(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
 
     def verify(self) -> None:
         """Raise ProgramError, naming the line, unless the program is well-formed; `mpar.proof.verify` says what that means."""

@@ -1,6 +1,6 @@
 """Compile a training or evaluation step to a program. This loads the compiler, which `mpar.program` itself does not."""
 
-from mpar.chain import Chain
+from mpar.chain import Chain, check_chain
 from mpar.compiler import BUCKET_BYTES, BatchShape, CompileOptions, RecomputePolicy, Schedule, build, policy
 from mpar.hardware import Hardware
 from mpar.kernels import Kernels
@@ -106,6 +106,7 @@ def _compile(
     options: CompileOptions,
 ) -> Program:
     """Build the program and prove it."""
+    check_chain(model)
     strategy = preset(strategy) if isinstance(strategy, str) else strategy
     program = Program.of(build(model, optimizer, mesh, strategy, batch_shape, options))
     program.verify()

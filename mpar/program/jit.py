@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mpar import tree
+from mpar.compiler import choose_kernels, generate, positions_of
 from mpar.dtensor import to_local, wrap
 from mpar.errors import ShardingError
 from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
-from mpar.compiler import choose_kernels, generate, positions_of
 from mpar.runtime import ALONE, Comm, ProcessComm, load
 from mpar.sharding import Collective, RankGraph, check, collectives_of, describe_graph, lower, simulate_graph, trace
 from mpar.spec import P, normalise

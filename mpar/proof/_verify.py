@@ -4,7 +4,9 @@ from collections import Counter
 
 from mpar.errors import ProgramError
 from mpar.ir import ProgramData, Value
-from mpar.proof._meaning import NUM_SCALARS, check_meaning, describe, fail
+from mpar.proof._dataflow import check_dataflow
+from mpar.proof._fail import describe, fail
+from mpar.proof._step_end import NUM_SCALARS
 from mpar.schedules import Event, check_order
 
 __all__ = ["events", "verify"]
@@ -19,7 +21,7 @@ def verify(program: ProgramData, queues: str = "direction") -> None:
     - messages have two ends that agree on shape and dtype and meet in order, and nobody waits for ever, under the model of
       queues that is named (see `mpar.schedules.check_order`);
     - every microbatch's contribution enters each stored gradient exactly once, in the order of the schedule, and every other
-      operand is what it should be too, as far as the program shows it: see `check_meaning`.
+      operand is what it should be too, as far as the program shows it: see `check_dataflow`.
 
     Ranks that differ only along other axes than pp have one program, so they agree on every collective that does not cross pp:
     what holds of one rank for each position along pp holds of all.
@@ -30,7 +32,7 @@ def verify(program: ProgramData, queues: str = "direction") -> None:
     _check_collectives(program)
     _check_messages(program)
     check_order(events(program), queues=queues, describe=lambda rank, line: describe(program.parts[rank].instructions[line]))
-    check_meaning(program)
+    check_dataflow(program)
 
 
 def _check_lifetimes(program: ProgramData, position: int) -> None:

@@ -1,9 +1,14 @@
 """The compiler's first half: trace a function, place its values, lower it to one rank's graph, prove and simulate it."""
 
 from mpar.sharding import _collectives as collectives
+from mpar.sharding._bucket import bucket
 from mpar.sharding._check import check
+from mpar.sharding._cost import graph_cost, workspace_of
 from mpar.sharding._describe import Collective, collectives_of, describe_graph
 from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower
+from mpar.sharding._overlap import hidden_cost, overlap_posted
+from mpar.sharding._pass import erase_dead_nodes, graph_pass
+from mpar.sharding._ragged import mark_ragged
 from mpar.sharding._simulate import simulate_graph
 from mpar.sharding._trace import LogicalGraph, source_line, trace
 
@@ -12,12 +17,20 @@ __all__ = [
     "LogicalGraph",
     "RankGraph",
     "ReplicatedFallback",
+    "bucket",
     "check",
     "collectives",
     "collectives_of",
     "describe_graph",
+    "erase_dead_nodes",
+    "graph_cost",
+    "graph_pass",
+    "hidden_cost",
     "lower",
+    "mark_ragged",
+    "overlap_posted",
     "simulate_graph",
     "source_line",
     "trace",
+    "workspace_of",
 ]

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from mpar.ops._constrain import name_p
-from mpar.ops._einsum import einsum_p
+from mpar.ops import PRIMITIVES
 from mpar.sharding._pass import graph_pass
 
 __all__ = ["call_like", "common_subexpressions", "labels_of", "shape_of", "view_groups"]
 
 aten = torch.ops.aten
+name_p, einsum_p = PRIMITIVES["named"], PRIMITIVES["einsum"]
 VIEWS = (
     aten.view.default,
     aten._unsafe_view.default,

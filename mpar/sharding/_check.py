@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import Tensor, fx
 
 from mpar.errors import MparError, ShardingError
-from mpar.ops._primitive import primitive_of
+from mpar.ops import primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._check_order import check_order
 from mpar.sharding._lower import RankGraph
@@ -172,7 +172,7 @@ class _AxisCheck:
         declared = primitive.sharding_rule(**node.kwargs).need_replication if primitive else rule.replicate
         if factor in declared:
             self.fail(node, f"is sharded along factor {factor}, across which it works")
-        if primitive and factor in primitive.sharded:
+        if primitive and factor in primitive.placement.sharded:
             self.fail(node, f"is sharded along factor {factor}, and not told which part this rank holds")
         following = {name for name, leader in rule.follows.items() if leader == factor}
         for i, (operand, now, dims) in enumerate(zip(rule.operands, types, rule.factors, strict=True)):

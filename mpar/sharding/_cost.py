@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from mpar.ops._primitive import Cost, primitive_of
+from mpar.ops import Cost, primitive_of
 from mpar.sharding import _collectives as collectives
 
 __all__ = ["graph_cost", "node_cost", "workspace_of"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from mpar.ops._primitive import Primitive
+from mpar.ops import Primitive
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._rules import NodeRule
 from mpar.spec import P

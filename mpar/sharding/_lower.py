@@ -17,8 +17,7 @@ from torch import Tensor, fx
 from mpar import tree
 from mpar.errors import ShardingError
 from mpar.mesh import Mesh
-from mpar.ops._constrain import Marks, constrain_bwd_p, constrain_p, decode_axes
-from mpar.ops._primitive import primitive_of
+from mpar.ops import PRIMITIVES, Marks, decode_axes, primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._canonicalise import labels_of, shape_of
 from mpar.sharding._emit import Emit, Pending, Placed
@@ -29,6 +28,8 @@ from mpar.spec import P, check_spec, local_shape, normalise
 from mpar.strategy import AxisTable, spec_from_axes
 
 __all__ = ["RankGraph", "ReplicatedFallback", "lower"]
+
+constrain_p, constrain_bwd_p = PRIMITIVES["constrain"], PRIMITIVES["constrain_bwd"]
 
 
 class ReplicatedFallback(UserWarning):
@@ -101,9 +102,7 @@ class _Lowering:
             if node in self.hints or node.op != "call_function":
                 continue
             self.hints[node] = normalise(hint, self.mesh)
-            primitive = primitive_of(node.target)
-            widens = primitive is not None and primitive.may_grow_pending
-            if widens or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            if _may_grow(node) or torch.Tag.pointwise in getattr(node.target, "tags", ()):
                 todo.extend((used, hint) for used in node.all_input_nodes if shape_of(used) == shape_of(node))
 
     def run(self, out_specs: list[P | None]) -> RankGraph:
@@ -311,10 +310,10 @@ class _Lowering:
         remaining = iter(locals_)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: next(remaining))
         primitive = primitive_of(node.target)
-        active = [factor for factor in (primitive.sharded if primitive else ()) if axes_of.get(factor)]
-        if primitive is not None and (active or primitive.lowered is not None):
+        active = [factor for factor in (primitive.placement.sharded if primitive else ()) if axes_of.get(factor)]
+        if primitive is not None and (active or primitive.placement.lowered is not None):
             emit = Emit(self, rule, axes_of, active[0] if active else "")
-            out = (primitive.lowered or primitive.sharded[active[0]])(emit, *args, **kwargs)
+            out = (primitive.placement.lowered or primitive.placement.sharded[active[0]])(emit, *args, **kwargs)
             given = list(out) if isinstance(out, (tuple, list)) else [out]
             pieces = [self.piece(item, spec, emit.axes) for item, spec in zip(given, result_specs, strict=True)]
         else:
@@ -423,8 +422,7 @@ class _Lowering:
         passed = set()
         for i in rule.linear:
             alone = pending[i] - used - set().union(*(p for j, p in enumerate(pending) if j != i))
-            primitive = primitive_of(node.target)
-            if out_bytes <= rule.operands[i].meta["val"].nbytes or (primitive is not None and primitive.may_grow_pending):
+            if out_bytes <= rule.operands[i].meta["val"].nbytes or _may_grow(node):
                 passed |= alone
         return passed
 
@@ -443,6 +441,12 @@ class _Lowering:
             self.fallbacks.append(str(node.target))
             where = f" at {source_line(node)}" if source_line(node) else ""
             warnings.warn(f"{node.target}{where} has no sharding rule: it is computed whole on every rank", ReplicatedFallback, 2)
+
+
+def _may_grow(node: fx.Node) -> bool:
+    """Whether a pending sum passes through an op although its result has more bytes."""
+    primitive = primitive_of(node.target)
+    return primitive is not None and primitive.placement.may_grow_pending
 
 
 def _appears(factor: str, dims: tuple[tuple[str, ...], ...]) -> bool:

@@ -4,7 +4,7 @@ import operator
 
 from torch import fx
 
-from mpar.ops._primitive import Cost, primitive_of
+from mpar.ops import Cost, primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._cost import node_cost
 from mpar.sharding._pass import graph_pass

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 from torch import fx
 
-from mpar.ops._constrain import constrain_p
+from mpar.ops import PRIMITIVES
 
 __all__ = ["PASSES", "erase_dead_nodes", "graph_pass"]
 
 GraphPass = Callable[[fx.Graph], dict[str, int]]
+constrain_p = PRIMITIVES["constrain"]
 PASSES: dict[str, GraphPass] = {}
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from mpar.ops._primitive import primitive_of
+from mpar.ops import primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._pass import graph_pass
 

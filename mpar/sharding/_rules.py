@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mpar.ops._primitive import Primitive, primitive_of
+from mpar.ops import Primitive, primitive_of
 from mpar.sharding._canonicalise import PRODUCTS, shape_of, view_groups
 
 __all__ = ["NodeRule", "rule_of", "tensor_operands"]
@@ -110,7 +110,7 @@ def _primitive_rule(node: fx.Node, primitive: Primitive) -> NodeRule:
         factors,
         results,
         sizes,
-        set(rule.need_replication) - set(primitive.sharded) - set(follows),
+        set(rule.need_replication) - set(primitive.placement.sharded) - set(follows),
         linear,
         follows=follows,
         as_is={at[name] for name in rule.as_is},

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from mpar.collectives import combine
 from mpar.mesh import Mesh
-from mpar.ops._primitive import primitive_of
+from mpar.ops import primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._lower import RankGraph
 from mpar.shards import assemble, shard

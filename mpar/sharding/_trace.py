@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from mpar import tree
 from mpar.errors import TraceError
-from mpar.ops._constrain import marking
+from mpar.ops import marking
 from mpar.sharding._canonical import canonicalise
 from mpar.sharding._pass import erase_dead_nodes
 from mpar.sharding._watch import Calls, Watch, functional_form

@@ -31,6 +31,8 @@ INSTEAD = {
     "uniform": "mpar.ops.random_uniform(key, shape)",
 }
 
+COMPILER = frozenset({"compiler", "ir", "ops", "program", "runtime", "sharding"})
+"""Packages of ours whose lines are not those of a model: what is in them runs on behalf of a line above."""
 WRITERS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"})
 
 
@@ -127,5 +129,5 @@ def _user_line() -> str:
 @functools.cache
 def _is_users(code: CodeType) -> bool:
     path = Path(code.co_filename)
-    own = _HERE in path.parents and path.parent.name in ("ops", "sharding", "program")
+    own = _HERE in path.parents and path.relative_to(_HERE).parts[0] in COMPILER
     return not own and not code.co_filename.startswith((_TORCH, "<"))

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from mpar import checkpoint
+from mpar.compiler import Schedule, policy
 from mpar.data import Batches, LoadReport
 from mpar.errors import CheckpointError, ConfigError
 from mpar.models import Model
 from mpar.program import Program
-from mpar.compiler import Schedule, policy
 from mpar.program.compile import compile_eval, compile_step
 from mpar.schedules import Action, from_table, layout_letters
 from mpar.strategy import Strategy

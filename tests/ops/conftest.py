@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpar.ops._primitive import Primitive
+from mpar.ops.primitive import Primitive
 
 
 class Ranks(list):
@@ -72,7 +72,7 @@ def run_sharded() -> Callable[..., tuple[list[Ranks], list[str]]]:
         num_ranks = next(len(x) for x in operands if isinstance(x, (list, tuple)))
         emit = _Emit(num_ranks, factor, extents)
         wrapped = [Ranks(x) if isinstance(x, (list, tuple)) else x for x in operands]
-        out = primitive.sharded[factor](emit, *wrapped, **params)
+        out = primitive.placement.sharded[factor](emit, *wrapped, **params)
         results = [
             Ranks([sum(item.value)] * num_ranks) if isinstance(item, _Pending) else item
             for item in (out if isinstance(out, tuple) else (out,))

@@ -6,8 +6,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpar import ops
-from mpar.ops import _constrain, _cross_entropy, _linear_cross_entropy, _rows, _widen
-from mpar.ops._primitive import PRIMITIVES, primitive_of
+from mpar.ops import _constrain, _cross_entropy, _linear_cross_entropy, _widen
+from mpar.ops.experts import _rows
+from mpar.ops.primitive import PRIMITIVES, primitive_of
 
 LABELS, IDS = torch.tensor([[0, 3, -100], [2, 6, 1]]), torch.tensor([[0, 4, 4], [1, 0, 4]])
 EXPERTS, INVERSE = torch.tensor([[0, 2], [1, 2], [-1, 0], [0, 1]]), torch.tensor([[0, 5], [3, 6], [7, 1], [2, 4]])
@@ -169,9 +170,9 @@ def test_abstract_rules_say_what_implementations_give(dtype, make_tensor):
 @pytest.mark.parametrize("primitive", PRIMITIVES.values(), ids=lambda p: p.name)
 def test_every_rule_is_there(primitive):
     """Abstract, implementation, sharding, cost; batching unless the op takes lists, which only programs make."""
-    rules = {name: getattr(primitive, name) for name in ("abstract", "impl", "sharding", "cost")}
-    if not primitive.takes_lists:
-        rules["batching"] = primitive.batching
+    rules = {"abstract": primitive.abstract, "impl": primitive.impl, "cost": primitive.cost, "sharding": primitive.placement.rule}
+    if not primitive.signature.takes_lists:
+        rules["batching"] = primitive.transforms.batching
     assert [name for name, rule in rules.items() if rule is None] == []
 
 
@@ -187,5 +188,5 @@ def test_sharding_rules_are_consistent(primitive):
     factors = {name for dims in (*rule.operands, *rule.results) for names in dims for name in names}
     assert rule.need_replication <= factors
     assert rule.linear | rule.leads <= set(primitive.operands)
-    assert set(primitive.sharded) <= factors
+    assert set(primitive.placement.sharded) <= factors
     assert len(rule.operands) == len(primitive.operands) and len(rule.results) == len(primitive.results)

@@ -17,8 +17,8 @@ from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Program, State, batch_rows
-from mpar.runtime import Counter
 from mpar.program.compile import compile_step
+from mpar.runtime import Counter
 from mpar.strategy import preset
 from tests.program.oracle import BASE, DEEPSEEK, MOE, VOCAB
 

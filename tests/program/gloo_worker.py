@@ -13,12 +13,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from mpar import models, tree
+from mpar.compiler import RecomputePolicy
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import State, batch_rows
-from mpar.runtime import Counter
-from mpar.compiler import RecomputePolicy
 from mpar.program.compile import compile_step
+from mpar.runtime import Counter
 from mpar.shards import shard
 from mpar.strategy import preset
 from tests.program.conftest import CONFIG

@@ -9,8 +9,8 @@ it comes to an end, holds nothing but results, and these mean what those of the 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from mpar.program import Instruction, Program, Value
 from mpar.ir import Part
+from mpar.program import Instruction, Program, Value
 
 __all__ = ["Terms", "Wrong", "run"]
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from mpar import models
+from mpar.compiler import Schedule
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Program, batch_rows
-from mpar.runtime.comm._channels import Channels, Message
-from mpar.compiler import Schedule
 from mpar.program.compile import compile_eval, compile_step
+from mpar.runtime.comm._channels import Channels, Message
 from tests.program.conftest import CONFIG
 
 CASES = {  # mesh, strategy, schedule, tied

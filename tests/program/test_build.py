@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from mpar import models
+from mpar.compiler.build._passes import hoist_gathers
 from mpar.errors import ConfigError, ProgramError, ShapeError, ShardingError, UnknownNameError
+from mpar.ir import Instruction, Value
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.precision import Precision
 from mpar.program import State
-from mpar.compiler.build._passes import hoist_gathers
-from mpar.ir import Instruction, Value
 from mpar.program.compile import compile_step
 from mpar.spec import P
 from mpar.strategy import preset

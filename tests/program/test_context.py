@@ -13,7 +13,7 @@ import torch
 from mpar import Mesh, models
 from mpar.arrange import CONTEXT_PARALLEL
 from mpar.errors import ConfigError, ShapeError
-from mpar.ops import _attention_blocks as blocks
+from mpar.ops.sequence import _attention_blocks as blocks
 from mpar.program import Program, batch_rows
 from mpar.program.compile import compile_step
 from mpar.strategy import Strategy, preset

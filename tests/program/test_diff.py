@@ -9,8 +9,7 @@ import pytest
 from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
-from mpar.program import Program
-from mpar.program import diff
+from mpar.program import Program, diff
 from mpar.program.compile import compile_step
 
 CONFIG = {

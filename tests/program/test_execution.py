@@ -7,8 +7,8 @@ from mpar import Mesh, testing
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.optim import AdamW, Cosine
 from mpar.program import RankRun, Replay, State
-from mpar.runtime import ALONE, load
 from mpar.program.compile import compile_step
+from mpar.runtime import ALONE, load
 
 
 @pytest.fixture

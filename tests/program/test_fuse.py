@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from mpar import Mesh, ops
+from mpar.compiler.segment._compile import compile_function
 from mpar.kernels import Kernels
 from mpar.runtime import ALONE, load
-from mpar.compiler.segment._compile import compile_function
 from mpar.spec import P
 
 SM_90 = Kernels("auto", "sm_90")

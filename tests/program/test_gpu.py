@@ -10,9 +10,9 @@ from mpar.kernels import Kernels, kernels_for
 from mpar.optim import AdamW
 from mpar.program import RankRun, Replay, State
 from mpar.program import _run as runtime
+from mpar.program.compile import compile_step
 from mpar.runtime import ALONE
 from mpar.runtime._streams import HOME
-from mpar.program.compile import compile_step
 
 pytestmark = pytest.mark.gpu
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from mpar.compiler import RecomputePolicy
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES
 from mpar.optim import AdamW
 from mpar.program import RankRun, State, batch_rows
-from mpar.runtime.comm._lockstep import run_ranks
-from mpar.compiler import RecomputePolicy
 from mpar.program.compile import compile_step
+from mpar.runtime.comm._lockstep import run_ranks
 from mpar.shards import shard
 from tests.program.storage_tracker import StorageTracker, TrackedComm
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mpar import Mesh, models
+from mpar.compiler.build import _pipeline
+from mpar.compiler.build._writer import message_kind
 from mpar.errors import ProgramError
 from mpar.optim import AdamW
-from mpar.program import Instruction, Program, _stages
-from mpar.proof import verify
-from mpar.compiler.build._writer import message_kind
+from mpar.program import Instruction, Program
 from mpar.program.compile import compile_step
+from mpar.proof import verify
 from mpar.schedules import lower
 from tests.program.interpreter import Terms, Wrong, run
 
@@ -58,7 +59,7 @@ def make_program(pp, axes, strategy, layers, tied, schedule, microbatches, queue
     }
     model = models.from_config(config, vocab_multiple=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_stages, "lower", functools.partial(lower, queues=queues))
+        patch.setattr(_pipeline, "lower", functools.partial(lower, queues=queues))
         return compile_step(
             model,
             AdamW(1e-2),

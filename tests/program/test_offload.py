@@ -5,9 +5,9 @@ import torch
 
 import mpar
 from mpar import Mesh, models
+from mpar.compiler import RecomputePolicy
 from mpar.optim import AdamW, Constant
 from mpar.runtime import init_state
-from mpar.compiler import RecomputePolicy
 
 CONFIG = {
     "model_type": "llama",

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from mpar import Mesh, models, testing, tree
+from mpar.compiler import Schedule
 from mpar.errors import ConfigError, ShardingError, UnknownNameError
 from mpar.optim import AdamW
 from mpar.program import Program
-from mpar.compiler import Schedule
 from mpar.program.compile import compile_eval, compile_step
 from mpar.schedules import SCHEDULES, Action, actions, from_table
 from mpar.strategy import preset

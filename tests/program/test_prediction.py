@@ -3,17 +3,16 @@
 import pytest
 import torch
 
+from mpar.compiler import Schedule
 from mpar.errors import ProgramError
+from mpar.forecast import memory_timeline, message_durations, step_times
+from mpar.hardware import REFERENCE
+from mpar.ir import SegmentMemory, sweep
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Program, RankRun, State, batch_rows
-from mpar.ir import SegmentMemory, sweep
-from mpar.forecast import memory_timeline, message_durations
-from mpar.hardware import REFERENCE
-from mpar.runtime.comm._lockstep import run_ranks
-from mpar.forecast import step_times
-from mpar.compiler import Schedule
 from mpar.program.compile import compile_eval, compile_step
+from mpar.runtime.comm._lockstep import run_ranks
 from mpar.schedules import Costs, timeline
 from mpar.shards import shard
 from tests.program.storage_tracker import StorageTracker, TrackedComm

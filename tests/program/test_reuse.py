@@ -2,8 +2,8 @@
 
 import torch
 
-from mpar.mesh import Mesh
 from mpar.compiler.segment._reuse import reuse_operands
+from mpar.mesh import Mesh
 from mpar.sharding import lower, trace
 from mpar.spec import P
 

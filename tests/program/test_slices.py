@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mpar import Mesh, models, testing
-from mpar.program import Program
 from mpar.compiler import RecomputePolicy
+from mpar.program import Program
 from mpar.program.compile import compile_eval, compile_step
 from mpar.strategy import Strategy, preset
 from tests.models.variants import KINDS, VARIANTS

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mpar import Mesh, models
+from mpar.compiler.build._passes import insert_frees
 from mpar.errors import ConfigError, MparError, ProgramError, ShapeError
 from mpar.program import Instruction, Program
-from mpar.compiler.build._passes import insert_frees
 from mpar.program.compile import compile_step
 from mpar.strategy import preset
 from tests.program.oracle import BASE, MOE, Recorder

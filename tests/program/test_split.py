@@ -10,14 +10,14 @@ import torch
 from mpar import Mesh, models, testing, tree
 from mpar.arrange import arrange
 from mpar.chain import Segment
+from mpar.compiler import RecomputePolicy
+from mpar.compiler.build._units import make_units
+from mpar.compiler.segment._compile import compile_function, compile_segment, trace_segment
+from mpar.compiler.segment._split import split_backward, split_segment
 from mpar.ops import constrain
 from mpar.precision import precision
-from mpar.compiler import RecomputePolicy
 from mpar.runtime import ALONE, load
-from mpar.compiler.segment._compile import compile_function, compile_segment, trace_segment
 from mpar.runtime.comm._lockstep import run_ranks
-from mpar.compiler.segment._split import split_backward, split_segment
-from mpar.compiler.build._units import make_units
 from mpar.sharding import lower, trace
 from mpar.shards import shard
 from mpar.spec import P

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpar import Mesh, ops, testing
 from mpar.arrange import CONTEXT_PARALLEL, arrange, sequence_order
-from mpar.ops._attention import attention_p
+from mpar.ops.sequence._attention import attention_p
 from mpar.sharding import RankGraph, check, collectives, collectives_of, lower, simulate_graph, trace
 from mpar.strategy import Strategy, preset
 

@@ -68,7 +68,7 @@ def _facts(step: Step, kinds: Kinds, mesh: Mesh) -> Facts:
         context_parallel=strategy.context_parallel if shares_sequences else None,
         refused=placement.refused,
         reduce="each" if strategy.reduces_each else "last",
-        batch={key: microbatch_shape(value, options.num_slices) for key, value in placement.batch.items()},
+        batch={key: microbatch_shape(x, options.num_slices) for key, x in placement.batch.items() if x.ndim > 1},
         recompute=options.recompute.kind,
         kernels=options.chosen_kernels,
         schedule=options.schedule.name if options.schedule.table is None else "table",

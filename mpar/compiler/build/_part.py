@@ -52,7 +52,8 @@ def write_part(step: Step, writer: Writer, number: int) -> Part:
     metrics = write_losses(writer, step, actions.reported, cotangent)
     metrics.append(writer.metric("weight", total))
     metrics += [writer.metric(name, value) for name, value in reported.items()]
-    state_out, gradients = boundary.state, {}
+    state_out: list[Leaf] = boundary.state
+    gradients: dict[str, int] = {}
     if step.optimizer is not None:
         norm, state_out, gradients = _write_update(actions, boundary, reported)
         metrics.append(writer.metric("grad_norm", norm))

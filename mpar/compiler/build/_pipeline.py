@@ -133,7 +133,7 @@ def _found(request: _Request) -> list[list[list[Action]]]:
     schedule = request.schedule
     unknown = sorted(set(schedule.options) - {"placement", "cap_bytes"})
     wanted, cap_bytes = schedule.options.get("placement"), schedule.options.get("cap_bytes")
-    if unknown or wanted not in (None, "loop", "v") or not (cap_bytes is None or isinstance(cap_bytes, (int, float))):
+    if unknown or wanted not in (None, "loop", "v") or not (cap_bytes is None or isinstance(cap_bytes, (int, Sequence))):
         raise ConfigError(
             f"schedule auto: its options are placement (loop or v) and cap_bytes; here they are {dict(schedule.options)}"
         )

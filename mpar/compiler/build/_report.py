@@ -1,15 +1,16 @@
 """Report: what a step says of itself. Losses of segments become means over the batch; their metrics are added up."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mpar.ops import constrain
-from mpar.ir import Leaf
-from mpar.compiler.segment._compile import SegmentCode
+from mpar.compiler.build._reported import Reported
+from mpar.compiler.build._step import Step
 from mpar.compiler.build._writer import Writer
+from mpar.ir import Leaf
+from mpar.ops import constrain
 from mpar.spec import P
 
 __all__ = ["widest", "write_losses", "write_metrics"]

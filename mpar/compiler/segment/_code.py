@@ -1,4 +1,4 @@
-"""What the compiler knows of compiled code: kinds with the values that go in and come out, and a segment's forward and backward."""
+"""What the compiler knows of code: kinds with the values that go in and come out, and a segment's forward and backward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mpar.ops._primitive import primitive_of
+from mpar.ops import primitive_of
 from mpar.sharding import collectives
 
 __all__ = ["generate", "positions_of"]

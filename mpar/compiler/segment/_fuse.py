@@ -10,20 +10,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from mpar.kernels import REFERENCE, Kernels, choose
-from mpar.ops._add_layer_norm import add_layer_norm_bwd_p, add_layer_norm_p
-from mpar.ops._add_rms_norm import add_rms_norm_bwd_p, add_rms_norm_p
-from mpar.ops._layer_norm import layer_norm_p
-from mpar.ops._linear_cross_entropy import linear_cross_entropy_grad_p
-from mpar.ops._linear_cross_entropy import linear_cross_entropy_p as loss_p
-from mpar.ops._primitive import Primitive
-from mpar.ops._rms_norm import rms_norm_p
-from mpar.ops._rope import rope_many_p, rope_p
 from mpar.compiler.segment._reuse import dies_here, owns_storage
-from mpar.sharding._pass import erase_dead_nodes
+from mpar.kernels import REFERENCE, Kernels, choose
+from mpar.ops import PRIMITIVES, Primitive
+from mpar.sharding import erase_dead_nodes
 
 __all__ = ["fuse"]
 
+rms_norm_p, add_rms_norm_p, add_rms_norm_bwd_p = (PRIMITIVES[name] for name in ("rms_norm", "add_rms_norm", "add_rms_norm_bwd"))
+layer_norm_p, add_layer_norm_p = PRIMITIVES["layer_norm"], PRIMITIVES["add_layer_norm"]
+add_layer_norm_bwd_p = PRIMITIVES["add_layer_norm_bwd"]
+loss_p, linear_cross_entropy_grad_p = PRIMITIVES["linear_cross_entropy"], PRIMITIVES["linear_cross_entropy_grad"]
+rope_p, rope_many_p = PRIMITIVES["rope"], PRIMITIVES["rope_many"]
 NORMS = {rms_norm_p: add_rms_norm_p, layer_norm_p: add_layer_norm_p}
 NORM_GRADIENTS = {rms_norm_p.bwd: add_rms_norm_bwd_p, layer_norm_p.bwd: add_layer_norm_bwd_p}
 

@@ -6,7 +6,7 @@ from torch import fx
 
 from mpar.ir import KernelUse
 from mpar.kernels import ARCHITECTURES, CATALOGUE, REFERENCE, REFERENCE_WORKSPACE, Kernels, choose
-from mpar.ops._primitive import primitive_of
+from mpar.ops import primitive_of
 
 __all__ = ["choose_kernels"]
 

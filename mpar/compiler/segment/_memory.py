@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from mpar.ir import SegmentMemory
-from mpar.ops._primitive import primitive_of
+from mpar.ops import primitive_of
 from mpar.torch_private import storage_key
 
 __all__ = ["measure"]

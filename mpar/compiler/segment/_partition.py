@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from mpar.errors import ConfigError, UnknownNameError
-from mpar.ops._primitive import primitive_of
+from mpar.ops import primitive_of
 from mpar.sharding import collectives
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mpar.sharding._pass import graph_pass
+from mpar.sharding import graph_pass
 from mpar.torch_private import storage_key
 
 __all__ = ["dies_here", "overwrite_operands", "owns_storage", "reuse_operands"]

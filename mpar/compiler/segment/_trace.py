@@ -17,6 +17,8 @@ from mpar.sharding import trace
 
 __all__ = ["trace_segment"]
 
+Shape = tuple[tuple[int, ...], torch.dtype]
+
 
 def trace_segment(
     segment: Segment, params: Sequence[Any], x: Any, context: Mapping[str, Tensor], grad_dtypes: Sequence[torch.dtype]
@@ -34,7 +36,7 @@ def trace_segment(
 
 @dataclass(frozen=True)
 class _Function:
-    """A segment's function of flat leaves. structure: of (params, x, context); first: it is the first of the chain, whose x is None."""
+    """A segment's function of flat leaves. structure: of (params, x, context); first: of the chain, its x is None."""
 
     fn: Callable[..., tuple]
     structure: Any
@@ -69,7 +71,7 @@ class _Results:
 
 @functools.lru_cache(maxsize=256)
 def _trace_joint(
-    function: _Function, counts: tuple[int, int], key: tuple[tuple[tuple[int, ...], torch.dtype], ...], grad_dtypes: tuple[torch.dtype, ...]
+    function: _Function, counts: tuple[int, int], key: tuple[Shape, ...], grad_dtypes: tuple[torch.dtype, ...]
 ) -> TracedSegment:
     """counts: leaves of the parameters and of x; key: shape and dtype of every leaf of (parameters, x, context)."""
     num_params, num_x = counts

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from mpar.errors import ShapeError
-from mpar.ops._permute import expert_order_p, permute_p, unpermute_bwd_p, unpermute_p
-from mpar.ops._rows import group_rows_p, head_rows_p, own_experts_p, pad_rows_p, take_rows_p
+from mpar.ops.experts._permute import expert_order_p, permute_p, unpermute_bwd_p, unpermute_p
+from mpar.ops.experts._rows import group_rows_p, head_rows_p, own_experts_p, pad_rows_p, take_rows_p
 
 __all__ = ["combine_bwd_on_rank", "combine_on_rank", "dispatch_on_rank"]
 

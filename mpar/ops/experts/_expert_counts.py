@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._primitive import Cost, Primitive
-from mpar.ops._token_groups import check_group, group_of_token, group_sizes, num_groups
+from mpar.ops.experts._token_groups import check_group, group_of_token, group_sizes, num_groups
+from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["expert_counts", "group_counts"]
 

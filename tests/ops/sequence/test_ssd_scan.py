@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpar import Mesh, P, jit, ops, testing
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._causal_conv1d import causal_conv1d_p
-from mpar.ops._ssd_scan import ssd_scan_p
+from mpar.ops.sequence._causal_conv1d import causal_conv1d_p
+from mpar.ops.sequence._ssd_scan import ssd_scan_p
 
 B, N, H, K = 2, 4, 3, 5
 F64 = torch.float64

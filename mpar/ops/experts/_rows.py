@@ -6,7 +6,7 @@ Only the local programs of `_dispatch_ranks.py` use these ops. How many rows the
 import torch
 from torch import Tensor
 
-from mpar.ops._primitive import Cost, Primitive
+from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["group_rows_p", "head_rows_p", "own_experts_p", "pad_rows_p", "take_rows_p"]
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._primitive import Cost, Primitive
+from mpar.ops.primitive import Cost, Primitive
 
-__all__ = ["Order", "Score", "topk_router"]
+__all__ = ["ROUTER_TINY", "RouterOrder", "RouterScore", "topk_router"]
 
-Score = Literal["softmax", "sigmoid"]
-Order = Literal["pre", "post"]
-TINY = 1e-20
+RouterScore = Literal["softmax", "sigmoid"]
+RouterOrder = Literal["pre", "post"]
+ROUTER_TINY = 1e-20
 """Added to the sum that weights are divided by: sigmoid scores may all be zero."""
 
 _PARAMS = {
@@ -37,9 +37,9 @@ def topk_router(
     bias_E: Tensor | None = None,
     *,
     k: int,
-    score: Score = "softmax",
+    score: RouterScore = "softmax",
     normalise: bool = True,
-    order: Order = "pre",
+    order: RouterOrder = "pre",
     groups: int = 1,
     groups_kept: int = 1,
     group_best: int = 2,
@@ -65,10 +65,10 @@ def _check_numbers(num_experts: int, k: int, score: str, order: str, groups: int
     problems = []
     if not 1 <= k <= num_experts:
         problems.append(f"k is {k}, there are {num_experts} experts: 1 <= k <= {num_experts} is needed")
-    if score not in get_args(Score):
-        problems.append(f"score is {score!r}; there are {', '.join(get_args(Score))}")
-    if order not in get_args(Order):
-        problems.append(f"order is {order!r}; there are {', '.join(get_args(Order))}")
+    if score not in get_args(RouterScore):
+        problems.append(f"score is {score!r}; there are {', '.join(get_args(RouterScore))}")
+    if order not in get_args(RouterOrder):
+        problems.append(f"order is {order!r}; there are {', '.join(get_args(RouterOrder))}")
     if groups < 1 or num_experts % groups:
         problems.append(f"groups is {groups}, which does not divide {num_experts} experts")
     elif not 1 <= groups_kept <= groups or groups_kept * (num_experts // groups) < k:
@@ -101,7 +101,7 @@ def _impl(logits, bias, *, k, score, normalise, order, groups, groups_kept, grou
     experts = _choose(values if bias is None else values + bias.to(wide.dtype), k, groups, groups_kept, group_best)
     weights = _chosen(wide, scores, experts, score, order)
     if normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        weights = weights / (weights.sum(-1, keepdim=True) + ROUTER_TINY)
     weights = (weights * scale).masked_fill(wide.isnan().any(-1, keepdim=True), torch.nan)
     return weights, experts.to(torch.int32), scores
 
@@ -133,7 +133,7 @@ def _vjp(logits, experts, scores, dweights, dscores, *, k, score, normalise, ord
     dchosen = torch.zeros_like(scores[..., :k]) if dweights is None else dweights * scale
     chosen = _chosen(logits.to(scores.dtype), scores, experts, score, order)
     if normalise:
-        total = chosen.sum(-1, keepdim=True) + TINY
+        total = chosen.sum(-1, keepdim=True) + ROUTER_TINY
         dchosen = (dchosen - (dchosen * chosen).sum(-1, keepdim=True) / total) / total
     if score == "sigmoid":
         return (scores * (1 - scores) * dscores.scatter_add(-1, experts, dchosen)).to(logits.dtype).contiguous()

@@ -7,7 +7,7 @@ import torch
 
 from mpar import ops, testing
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops import _attention
+from mpar.ops.sequence import _attention
 
 Q_ORDER, K_ORDER = torch.tensor([0, 9, 1, 8, 2, 7, 3]), torch.tensor([5, 4, 3, 2, 1, 6, 7, 8, 9])
 Q_DOCUMENTS = torch.tensor([[0, 0, 1, 1, -1, 2, 2], [5, 5, 5, 5, 5, 5, 6]])

@@ -5,7 +5,7 @@ import torch
 
 from mpar import ops, testing
 from mpar.errors import ConfigError, DifferentiationError, DtypeError, ShapeError
-from mpar.ops._grouped_matmul import grouped_matmul_dw_p
+from mpar.ops.experts._grouped_matmul import grouped_matmul_dw_p
 
 F64 = torch.float64
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpar.ops._attention import attention_p
-from mpar.ops._merge_attention import merge_attention_p
+from mpar.ops.sequence._attention import attention_p
+from mpar.ops.sequence._merge_attention import merge_attention_p
 
 __all__ = ["KeyPart", "attention_parts"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mpar import ops, testing
-from mpar.ops import _attention_blocks as blocks
-from mpar.ops._attention import attention_p
+from mpar.ops.sequence import _attention_blocks as blocks
+from mpar.ops.sequence._attention import attention_p
 from tests.ops.storages import Storages
 
 F64 = torch.float64

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpar.ops._merge_attention import merge_attention_p
+from mpar.ops.sequence._merge_attention import merge_attention_p
 
 __all__ = ["attend_on_rank", "attend_on_rank_bwd", "ring", "ring_bwd"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._dispatch_ranks import combine_bwd_on_rank, combine_on_rank, dispatch_on_rank
-from mpar.ops._permute import expert_order_p, permute_p, unpermute_bwd_p, unpermute_p
-from mpar.ops._primitive import Cost, Primitive
+from mpar.ops.experts._dispatch_ranks import combine_bwd_on_rank, combine_on_rank, dispatch_on_rank
+from mpar.ops.experts._permute import expert_order_p, permute_p, unpermute_bwd_p, unpermute_p
+from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["combine", "combine_bwd_p", "combine_p", "dispatch", "dispatch_p"]
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._primitive import Cost, Primitive, ShardingRule, parse_sharding
-from mpar.ops._token_groups import check_group, group_of_token, group_sizes
+from mpar.ops.experts._token_groups import check_group, group_of_token, group_sizes
+from mpar.ops.primitive import Cost, Primitive, ShardingRule, parse_sharding
 
 __all__ = ["limit_capacity"]
 
@@ -38,8 +38,8 @@ def limit_capacity(
     """
     if 2 <= experts.ndim != 3 and experts.shape == weights.shape:
         rows = (experts.shape[:-2].numel(), *experts.shape[-2:])
-        params = {"num_experts": num_experts, "capacity": capacity, "group": group_sizes("limit_capacity", rows, groups)}
-        return limit_capacity_p.bind(experts.reshape(rows), weights.reshape(rows), order_S, **params).view(experts.shape)
+        operands, group = (experts.reshape(rows), weights.reshape(rows), order_S), group_sizes("limit_capacity", rows, groups)
+        return limit_capacity_p.bind(*operands, num_experts=num_experts, capacity=capacity, group=group).view(experts.shape)
     group = group_sizes("limit_capacity", experts.shape, groups) if experts.ndim == 3 else [1, 1]
     return limit_capacity_p.bind(experts, weights, order_S, num_experts=num_experts, capacity=capacity, group=group)
 

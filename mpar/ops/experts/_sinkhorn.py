@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._primitive import Cost, Primitive, ShardingRule, parse_sharding
-from mpar.ops._token_groups import by_group, check_group, group_sizes, num_groups
+from mpar.ops.experts._token_groups import by_group, check_group, group_sizes, num_groups
+from mpar.ops.primitive import Cost, Primitive, ShardingRule, parse_sharding
 
 __all__ = ["sinkhorn"]
 

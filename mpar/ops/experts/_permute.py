@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops._primitive import Cost, Primitive
+from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["expert_order", "permute", "unpermute"]
 

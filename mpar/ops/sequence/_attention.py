@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
-from mpar.ops import _attention_blocks
-from mpar.ops._attention_ring import attend_on_rank, attend_on_rank_bwd, ring, ring_bwd
-from mpar.ops._primitive import Cost, Primitive
+from mpar.ops.primitive import Cost, Primitive
+from mpar.ops.sequence import _attention_blocks
+from mpar.ops.sequence._attention_ring import attend_on_rank, attend_on_rank_bwd, ring, ring_bwd
 
 __all__ = ["attention"]
 

@@ -1,0 +1,18 @@
+"""What a primitive is: an op with its meaning, and a rule for every transformation."""
+
+from mpar.ops.primitive._autograd import Operand, Static
+from mpar.ops.primitive._primitive import PRIMITIVES, Cost, Primitive, primitive_of
+from mpar.ops.primitive._sharding_rule import Factors, Placement, ShardingRule, parse_sharding
+
+__all__ = [
+    "PRIMITIVES",
+    "Cost",
+    "Factors",
+    "Operand",
+    "Placement",
+    "Primitive",
+    "ShardingRule",
+    "Static",
+    "parse_sharding",
+    "primitive_of",
+]

@@ -1,0 +1,132 @@
+"""The `torch.autograd.Function` around a primitive: what `torch.func.grad`, `vjp`, `vmap` and `.backward()` do with it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from mpar.errors import DifferentiationError
+from mpar.ops.primitive._batching import Batched, BatchingRule, Results
+from mpar.ops.primitive._signature import Signature
+
+__all__ = ["Operand", "Static", "Transforms", "Vjp", "gradients_like_operands", "make_function", "no_gradient"]
+
+Static = bool | int | float | str | torch.dtype | Sequence[int] | Sequence[bool] | Sequence[float] | None
+"""A static parameter of a primitive."""
+Operand = Tensor | None | Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Vjp:
+    """The gradient of a primitive: `fn` takes the values that `reads` names and returns those that `gives` names."""
+
+    reads: tuple[str, ...]
+    gives: tuple[str, ...]
+    fn: Callable[..., Results]
+
+
+@dataclass
+class Transforms:
+    """What transformations of functions do with a primitive: its gradient and its batching rule, once they are defined."""
+
+    vjp: Vjp | None = None
+    batching: BatchingRule | None = None
+
+
+class _Saved(FunctionCtx):
+    """What a call keeps for its backward pass."""
+
+    params: dict[str, Static]
+    names: list[str]
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
+class _BatchInfo:
+    """What torch tells a batching rule."""
+
+    batch_size: int
+
+
+def make_function(
+    name: str, op: Callable[..., Results], signature: Signature, transforms: Transforms
+) -> type[torch.autograd.Function]:
+    """The autograd Function around `op`; its flat arguments are the operands, then the parameters in order.
+
+    `transforms` is read when the function is called, so that rules may be defined after it.
+    """
+    num_operands, keys = len(signature.operands), tuple(signature.params)
+
+    def split(flat: tuple) -> tuple[Sequence[Tensor | None], dict[str, Static]]:
+        return flat[:num_operands], dict(zip(keys, flat[num_operands:], strict=True))
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(*flat: Operand | Static) -> Results:
+            operands, params = split(flat)
+            return op(*operands, **params)
+
+        @staticmethod
+        def setup_context(ctx: _Saved, inputs: tuple[Operand | Static, ...], output: Results) -> None:
+            ctx.set_materialize_grads(False)
+            operands, ctx.params = split(inputs)
+            results = output if isinstance(output, tuple) else (output,)
+            ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
+            if transforms.vjp is not None:
+                given = dict(zip(signature.operands, operands, strict=True)) | dict(zip(signature.results, results, strict=True))
+                kept = {read: value for read in transforms.vjp.reads if isinstance(value := given.get(read), Tensor)}
+                ctx.names = list(kept)
+                ctx.save_for_backward(*kept.values())
+
+        @staticmethod
+        def backward(ctx: _Saved, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+            vjp = transforms.vjp
+            if vjp is None:
+                raise no_gradient(name)
+            if all(dy is None for dy in cotangents):
+                return (None,) * (num_operands + len(keys))
+            values: dict[str, Tensor | None] = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+            values |= {f"d{result}": dy for result, dy in zip(signature.results, cotangents, strict=True)}
+            grads = vjp.fn(*(values.get(read) for read in vjp.reads), **ctx.params)
+            by_name = dict(zip(vjp.gives, grads if isinstance(grads, tuple) else (grads,), strict=True))
+            wanted = zip(signature.operands, ctx.needs_input_grad[:num_operands], strict=True)
+            return *(by_name.get(f"d{operand}") if needed else None for operand, needed in wanted), *(None for _ in keys)
+
+        @staticmethod
+        def vmap(info: _BatchInfo, in_dims: tuple[int | None, ...], *flat: Operand | Static) -> Batched:
+            operands, params = split(flat)
+            if transforms.batching is None:
+                raise DifferentiationError(f"cannot vmap {name}: it has no batching rule")
+            return transforms.batching(info.batch_size, in_dims[:num_operands], *operands, **params)
+
+    Function.__name__ = Function.__qualname__ = name
+    return Function
+
+
+def no_gradient(name: str) -> DifferentiationError:
+    """The error of an op that has no gradient rule."""
+    second = " (it is itself a gradient; second derivatives stop here)" if name.endswith("_bwd") else ""
+    return DifferentiationError(
+        f"cannot differentiate {name}: it has no gradient rule{second}.\n"
+        "Detach its operands, or write the function with ops that can be differentiated again."
+    )
+
+
+def gradients_like_operands(name: str, reads: Sequence[str], gives: Sequence[str]) -> Callable[..., Results]:
+    """The abstract rule of a gradient: each looks like its operand, contiguous; that of an absent operand is an empty vector."""
+    unread = [gradient for gradient in gives if gradient[1:] not in reads]
+
+    def abstract(*operands: Tensor | None, **params: Static) -> Results:
+        assert not unread, f"{name}_bwd does not read the operands of {unread}: define its abstract rule"
+        given = dict(zip(reads, operands, strict=True))
+        likes = [given[gradient[1:]] for gradient in gives]
+        first = next(operand for operand in operands if operand is not None)
+        results = tuple(
+            first.new_empty(0) if like is None else torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            for like in likes
+        )
+        return results if len(results) > 1 else results[0]
+
+    return abstract

@@ -1,0 +1,227 @@
+"""Primitive: an op and all its rules in one object. Forward and backward are one graph node each.
+
+Every primitive is a torch op `mpar::<name>`. A `torch.autograd.Function` around it gives `torch.func.grad`, `vjp`, `vmap`
+and `.backward()`; below that the op is opaque, so tracing sees one node. The kernel that torch calls runs the abstract
+rule first: wrong operands raise the same error eagerly and while tracing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar.ops.primitive._autograd import Operand, Static, Transforms, Vjp, gradients_like_operands, make_function, no_gradient
+from mpar.ops.primitive._batching import BatchingRule, batch_by_loop, batch_folded, batch_leading
+from mpar.ops.primitive._sharding_rule import Placement, ShardingRule, parse_sharding
+from mpar.ops.primitive._signature import parse_signature
+
+__all__ = ["PRIMITIVES", "Cost", "Primitive", "primitive_of"]
+
+PRIMITIVES: dict[str, "Primitive"] = {}
+_BY_OP: dict[object, "Primitive"] = {}
+_LIBRARY = torch.library.Library("mpar", "DEF")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call costs: floating-point operations, bytes read and written, bytes of workspace freed before it returns."""
+
+    flops: int
+    bytes: int
+    workspace: int = 0
+
+
+class Primitive:
+    """An op named `name` with tensor operands and results `signature`, such as `"x, weight? -> y"`.
+
+    An operand with `?` may be None, one with `[]` is a list of tensors. `params` are the static keyword arguments with
+    their types in torch's schema language (`eps="float"`). An `int` parameter may become a value read at run time
+    in a rank graph (a shard's offset), so implementations must not specialise on it.
+
+    `mutates` names operands that the implementation writes over; with `asks_host` it reads data on the host.
+    """
+
+    def __init__(self, name: str, signature: str, **params: str) -> None:
+        self.name = name
+        self.signature = parse_signature(signature, params)
+        self.abstract: Callable | None = None
+        self.impl: Callable | None = None
+        self.cost: Callable[..., Cost] | None = None
+        self.bwd: Any = None  # a Primitive once def_vjp has run, which type checkers cannot know
+        self.transforms = Transforms()
+        self.placement = Placement()
+        self.mutates: tuple[str, ...] = ()
+        self.asks_host = False
+        _LIBRARY.define(f"{name}{self.signature.schema}")
+        torch.library.register_fake(f"mpar::{name}", self._run_abstract, lib=_LIBRARY)
+        self.op = getattr(torch.ops.mpar, name).default
+        self._function = make_function(name, self.op, self.signature, self.transforms)
+        PRIMITIVES[name] = _BY_OP[self.op] = self
+
+    def __repr__(self) -> str:
+        return f"Primitive({self.name})"
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the operands."""
+        return self.signature.operands
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of the results."""
+        return self.signature.results
+
+    @property
+    def params(self) -> dict[str, str]:
+        """The static parameters and their types in torch's schema language."""
+        return self.signature.params
+
+    def bind(self, *operands: Operand, **params: Static) -> Any:
+        """Apply the primitive; `params` must name every static parameter. Gives a tensor, or one for each result."""
+        if self.signature.takes_lists:
+            tensors = [x for given in operands for x in ([given] if given is None or isinstance(given, Tensor) else given)]
+            if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+                raise no_gradient(self.name)
+        if self.signature.takes_lists or (self.transforms.batching is None and self.transforms.vjp is None):
+            return self.op(*operands, **params)
+        return self._function.apply(*operands, *(params[key] for key in self.params))
+
+    def def_abstract(self, fn: Callable) -> Callable:
+        """`fn(*operands, **params)` checks its operands and returns results without data: shapes, dtypes and strides."""
+        self.abstract = fn
+        return fn
+
+    def def_impl(self, fn: Callable) -> Callable:
+        """`fn(*operands, **params)` is the meaning of the op on plain tensors."""
+        self.impl = fn
+        self.def_impl_on("CompositeExplicitAutograd", fn)
+        return fn
+
+    def def_impl_on(self, key: str, fn: Callable) -> None:
+        """`fn` is called for tensors of torch's dispatch key, such as "CUDA"; it must reproduce the meaning of the op."""
+
+        def checked(*operands: Operand, **params: Static) -> object:
+            self._run_abstract(*(_without_data(operand) for operand in operands), **params)
+            return fn(*operands, **params)
+
+        _LIBRARY.impl(self.name, checked, key)
+
+    def def_vjp(self, signature: str) -> Callable[[Callable], Callable]:
+        """Define the gradient as the primitive `<name>_bwd` with operands and results as in `"x, y, dy -> dx"`.
+
+        Operands are operands of the forward (`x`), its results (`y`) and cotangents of results (`dy`): what is not named is
+        not kept for the backward pass. Results are gradients of operands; those not named get none. The function is the
+        implementation of `<name>_bwd`; a cotangent that the caller does not have comes as None. Its abstract rule is preset:
+        a gradient looks like its operand, contiguous; that of an operand which is None is `first operand.new_empty(0)`.
+        """
+
+        def register(fn: Callable) -> Callable:
+            reads, gives = _names(signature)
+            operands = ", ".join(f"{name}?" if self._may_be_none(name) else name for name in reads)
+            self.bwd = Primitive(f"{self.name}_bwd", f"{operands} -> {', '.join(gives)}", **self.params)
+            self.bwd.def_impl(fn)
+            self.bwd.def_abstract(gradients_like_operands(self.name, reads, gives))
+            self.bwd.def_batching_loop()
+            self.transforms.vjp = Vjp(reads, gives, self.bwd.bind)
+            return fn
+
+        return register
+
+    def def_vjp_by_ops(self, signature: str) -> Callable[[Callable], Callable]:
+        """Like `def_vjp` for a gradient that is itself made of differentiable ops: no new primitive, any order of derivative."""
+
+        def register(fn: Callable) -> Callable:
+            self.transforms.vjp = Vjp(*_names(signature), fn)
+            return fn
+
+        return register
+
+    def def_sharding(self, rule: str, **extras: str) -> None:
+        """State the factors of every dim, such as `"... d, d -> ... d"`; the rule of an operand that is None is skipped.
+
+        extras: what `parse_sharding` takes: need_replication, linear, follows, as_is, ragged, leads, sizes.
+        """
+        self.placement.rule = self._check_rule(parse_sharding(rule, **extras))
+
+    def def_sharding_from(self, fn: Callable[..., ShardingRule]) -> Callable[..., ShardingRule]:
+        """`fn(**params) -> ShardingRule` for an op whose dims depend on its parameters, such as einsum."""
+        self.placement.rule = fn
+        return fn
+
+    def sharding_rule(self, **params: Static) -> ShardingRule:
+        """The factors of every dim for these static parameters."""
+        rule = self.placement.rule
+        assert rule is not None, f"primitive {self.name} has no sharding rule"
+        return rule if isinstance(rule, ShardingRule) else self._check_rule(rule(**params))
+
+    def def_sharded(self, factor: str) -> Callable[[Callable], Callable]:
+        """`fn(emit, *operands, **params)` is the local program when `factor` is sharded (`sharding/_emit.py` has `emit`).
+
+        Of several such factors that are sharded, the one that was defined first decides.
+        """
+
+        def register(fn: Callable) -> Callable:
+            self.placement.sharded[factor] = fn
+            return fn
+
+        return register
+
+    def def_lowered(self, fn: Callable) -> Callable:
+        """`fn(emit, *operands, **params)` is the local program always, on one rank too: the op is a name for several."""
+        self.placement.lowered = fn
+        return fn
+
+    def def_cost(self, fn: Callable[..., Cost]) -> Callable[..., Cost]:
+        """`fn(*operands, **params) -> Cost` from operands without data."""
+        self.cost = fn
+        return fn
+
+    def def_batching(self, fn: BatchingRule) -> BatchingRule:
+        """`fn(size, dims, *operands, **params) -> (results, dims of results)`: `dims` has each operand's batched dim, or None."""
+        self.transforms.batching = fn
+        return fn
+
+    def def_batching_loop(self) -> None:
+        """Batch example by example and stack: for ops whose operands have no room for one more dim."""
+        self.transforms.batching = batch_by_loop(self.bind)
+
+    def def_batching_leading(self) -> None:
+        """Batch by one more leading dim. Every operand whose rule starts with `...` gets it; the others must not be batched,
+        else the batch is done example by example."""
+        self.transforms.batching = batch_leading(self.bind, self.sharding_rule)
+
+    def def_batching_folded(self) -> None:
+        """Batch by folding into dim 0. Every operand whose rule starts with the first factor of the first operand (`b`) gets the
+        batch folded in; the others must not be batched, else the batch is done example by example."""
+        self.transforms.batching = batch_folded(self.bind, self.sharding_rule)
+
+    def _check_rule(self, rule: ShardingRule) -> ShardingRule:
+        assert len(rule.operands) == len(self.operands), (self.name, rule)
+        assert len(rule.results) == len(self.results), (self.name, rule)
+        return rule
+
+    def _run_abstract(self, *operands: Operand, **params: Static) -> Any:
+        assert self.abstract is not None, f"primitive {self.name} has no abstract rule"
+        return self.abstract(*operands, **params)
+
+    def _may_be_none(self, name: str) -> bool:
+        cotangent = name.startswith("d") and name[1:] in self.results
+        return cotangent or name in self.signature.optional
+
+
+def primitive_of(target: object) -> Primitive | None:
+    """The primitive behind an FX target, or None if it is another op."""
+    return _BY_OP.get(target)
+
+
+def _names(signature: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    reads, gives = (tuple(part.strip() for part in side.split(",")) for side in signature.split("->"))
+    return reads, gives
+
+
+def _without_data(x: Operand) -> Operand:
+    if isinstance(x, Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return None if x is None else [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in x]

@@ -1,0 +1,98 @@
+"""Gradients: each stored gradient is the sum of the contributions of every piece, each once, in the order of the schedule."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from mpar.errors import ProgramError
+from mpar.ir import Piece, ProgramData
+from mpar.proof._labels import Contributed, Label, Sum, Terms, as_text, before_reduction, reduced
+
+__all__ = ["check_gradients"]
+
+Items = Counter[tuple[str, Piece | None]]
+
+
+def check_gradients(program: ProgramData, terms: Terms, labels: Mapping[int, Label]) -> None:
+    """Raise ProgramError unless every finished gradient is what the schedule says. labels: of all values."""
+    uses = _uses(program)
+    expected = _expected(program, terms, uses)
+    for position, part in enumerate(program.parts):
+        for path, value in part.gradients.items():
+            if labels[value] != expected[path]:
+                segments = {use.rstrip("'") for use in uses[path]}
+                _refuse_unless_whole(path, _items(terms, path, labels[value]), segments, program)
+                where = f"pp={position} " if len(program.parts) > 1 else ""
+                why = "is not added in the order of the schedule, or not reduced once"
+                raise ProgramError(f"invalid program: {where}the gradient of {path} {why}")
+
+
+def _uses(program: ProgramData) -> dict[str, dict[str, int]]:
+    """By parameter, the position along pp of each of its uses."""
+    uses: dict[str, dict[str, int]] = {}
+    for position, part in enumerate(program.parts):
+        for given in part.contributions.values():
+            uses.setdefault(given.path, {})[given.use] = position
+    return uses
+
+
+def _expected(program: ProgramData, terms: Terms, uses: Mapping[str, Mapping[str, int]]) -> dict[str, Label]:
+    """By path, the term that a gradient should be: microbatches in the order of the schedule, then uses in that of the chain."""
+    facts, orders = program.facts, _backwards(program)
+    chain = {name: index for index, name in enumerate(facts.stage_of)}
+    expected = {}
+    for path, positions in uses.items():
+        sums: list[Label] = []
+        items: Items = Counter()
+        for use in sorted(positions, key=lambda use: (chain[use.rstrip("'")], len(use))):
+            segment = use.rstrip("'")
+            order = orders.get((positions[use], facts.stage_of[segment]), [])
+            pieces = [[Piece(m, c) for c in reversed(range(program.num_slices))] for m in order]  # the last slice first
+            items.update((segment, piece) for of_microbatch in pieces for piece in of_microbatch)
+            given = [[Label(Contributed(path, use), piece) for piece in of_microbatch] for of_microbatch in pieces]
+            if given and facts.reduce == "each":
+                sums.append(terms.fold(reduced(terms.fold(of_microbatch)) for of_microbatch in given))
+            elif given:
+                sums.append(reduced(terms.fold(label for of_microbatch in given for label in of_microbatch)))
+        _refuse_unless_whole(path, items, {use.rstrip("'") for use in positions}, program)
+        expected[path] = terms.fold(sums)
+    return expected
+
+
+def _backwards(program: ProgramData) -> dict[tuple[int, int], list[int]]:
+    """The order of microbatches in which each position does the backward of each of its stages."""
+    orders: dict[tuple[int, int], list[int]] = {}
+    for position, actions in enumerate(program.schedule):
+        for action in actions:
+            if action.kind in "BW":
+                orders.setdefault((position, action.stage), []).append(action.microbatch)
+    return orders
+
+
+def _items(terms: Terms, path: str, label: Label) -> Items:
+    """What a term adds up, for a message: (segment, piece) of contributions to `path`, else words."""
+    counts = Counter({before_reduction(label): 1})
+    items: Items = Counter()
+    for number in reversed(range(len(terms))):
+        count = counts.pop(Label(Sum(number)), 0)
+        for operand in terms.operands(Sum(number)) if count else ():
+            counts[before_reduction(operand)] += count
+    for (what, piece), count in counts.items():
+        known = isinstance(what, Contributed) and what.path == path
+        items[(what.use.rstrip("'") if isinstance(what, Contributed) and known else as_text(Label(what, piece))), piece] += count
+    return items
+
+
+def _refuse_unless_whole(path: str, items: Items, segments: set[str], program: ProgramData) -> None:
+    """Every piece of every segment that reads a parameter adds to its gradient once."""
+    whole: Items = Counter({(segment, piece): 1 for segment in segments for piece in program.pieces})
+    if items != whole:
+        missing, extra = (sorted(map(_as_words, difference.elements())) for difference in (whole - items, items - whole))
+        raise ProgramError(
+            f"invalid program: the gradient of {path} lacks the contributions {missing} (use, microbatch)"
+            f" and has {extra} too often"
+        )
+
+
+def _as_words(item: tuple[str, Piece | None]) -> str:
+    use, piece = item
+    return use if piece is None else f"{use} mb{piece.microbatch}" + (f".{piece.slice}" if piece.slice else "")
