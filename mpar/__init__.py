@@ -13,8 +13,8 @@ _HOME = {
     "compile_eval": "mpar.program.compile",
     "compile_step": "mpar.program.compile",
     "generate": "mpar.infer",
-    "jit": "mpar.program.compile",
-    "value_and_grad": "mpar.program.compile",
+    "jit": "mpar.program.jit",
+    "value_and_grad": "mpar.program.jit",
 }
 _PACKAGES = ("checkpoint", "data", "dtensor", "infer", "models", "ops", "optim", "program", "sharding", "tree")
 

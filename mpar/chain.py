@@ -61,7 +61,8 @@ class Segment:
                before gave (the first gets None); `losses` maps a name to a scalar that training minimises. "loss" is the sum
                over tokens; others are side losses, reported under their names. All of them, of every segment, are multiplied
                by one over the chain's weight of the whole batch: a side loss that is a mean must be multiplied by the weight of
-               its own batch. A third result maps names to tensors that are added over microbatches and reported. It must be hashable: segments with equal `fn` and shapes are one kind.
+               its own batch. A third result maps names to tensors that are added over microbatches and reported. It must be
+               hashable: segments with equal `fn` and shapes are one kind.
     paths:     where its parameters are in the tree: `("layers.3",)`, or `("head", "embed.table_VD")` for a tied head.
     out_axes:  logical axes of the leaves of the `x` that it returns.
     carry:     how it goes from slice to slice of its rows; None: its positions see nothing of each other.

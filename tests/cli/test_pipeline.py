@@ -125,7 +125,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> N
         f"""import os
 if os.environ.get("RANK") == "0":
     import time
-    from mpar.program import _channels
+    from mpar.runtime.comm import _channels
     send, count = _channels.Channels.send, [0]
     def slow(self, x, peer, message, kind):
         count[0] += 1

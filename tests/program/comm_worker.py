@@ -18,8 +18,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 from mpar.collectives import combine
 from mpar.errors import MeshError
 from mpar.mesh import Mesh
-from mpar.program import _shared_memory as shared_memory
 from mpar.runtime import ProcessComm
+from mpar.runtime.comm import _shared_memory as shared_memory
 
 AXES = ("tp",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mpar import Mesh, State, models, testing, tree
+from mpar.optimizer import Optimizer
 from mpar.program.compile import compile_step
 from mpar.strategy import preset
 
@@ -28,7 +29,7 @@ FACTORISATIONS = [(dp, fsdp, 8 // dp // fsdp) for dp in (1, 2, 4, 8) for fsdp in
 LEARNING_RATE = 0.25
 
 
-class Recorder:
+class Recorder(Optimizer):
     """An optimizer that takes one step down and keeps the gradient as its state, where a test can read it."""
 
     slots = ("g",)

@@ -9,9 +9,9 @@ from mpar import Mesh, models, testing, tree
 from mpar.kernels import Kernels, kernels_for
 from mpar.optim import AdamW
 from mpar.program import RankRun, Replay, State
-from mpar.program import _run as runtime
 from mpar.program.compile import compile_step
 from mpar.runtime import ALONE
+from mpar.runtime import _rank_run as runtime
 from mpar.runtime._streams import HOME
 
 pytestmark = pytest.mark.gpu

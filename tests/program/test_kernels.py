@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from mpar.ir._kernels import check_device
 
 from mpar import Mesh, models, testing
 from mpar.errors import ConfigError, KernelError, UnknownNameError
@@ -12,9 +11,10 @@ from mpar.hardware import hardware
 from mpar.kernels import CATALOGUE, Kernels, _attention_support, choose, implementation
 from mpar.optim import AdamW
 from mpar.program import RankRun
-from mpar.program import _run as runtime
 from mpar.program.compile import compile_step
 from mpar.runtime import ALONE, State
+from mpar.runtime import _load as runtime
+from mpar.runtime._device import check_device
 
 TINY = {
     "model_type": "qwen3",

@@ -5,11 +5,11 @@ from math import prod
 
 import pytest
 import torch
-from mpar.ir._kernels import asking_references
 
 from mpar import Mesh, models, testing
 from mpar.arrange import sequence_order
 from mpar.program import Program
+from mpar.runtime._device import asking_references
 from mpar.strategy import Strategy
 from tests.program.oracle import DEEPSEEK, GPT_OSS, MOE, Problem
 from tests.program.test_experts import FOLDS, MIXTRAL_HAS_NOT, SHAPE, compiled, spread

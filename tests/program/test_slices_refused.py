@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from mpar import Mesh, models
+from mpar.chain import Chain
 from mpar.compiler.build._passes import insert_frees
 from mpar.errors import ConfigError, MparError, ProgramError, ShapeError
+from mpar.ir import Piece
 from mpar.program import Instruction, Program
 from mpar.program.compile import compile_step
 from mpar.strategy import preset
@@ -86,10 +88,10 @@ def test_what_another_microbatch_left_is_refused():
     """A forward that reads keys of another microbatch."""
     program = make_program(num_microbatches=2)
     steps = program.parts[0].instructions
-    left = {(segment, piece, n): value for value, (segment, piece, n) in program.parts[0].left.items()}
+    left = {(made.segment, made.piece, made.index): value for value, made in program.parts[0].handed_on.items()}
     for n in range(2):
         line = find(steps, "forward", "layers.0", 4 + 2)
-        changed = reading(steps[line], {left["layers.0", 4 + 1, n]: left["layers.0", 1, n]})
+        changed = reading(steps[line], {left["layers.0", Piece(1, 1), n]: left["layers.0", Piece(0, 1), n]})
         assert changed != steps[line]
         with pytest.raises(ProgramError, match="which belongs to another microbatch"):
             spoiled(program, 0, [*steps[:line], changed, *steps[line + 1 :]]).verify()
@@ -113,10 +115,10 @@ def test_what_a_later_slice_left_is_refused():
     """A forward that comes behind that of a later slice and reads what this one left."""
     program = make_program(window=True)
     steps = program.parts[0].instructions
-    left = {(segment, piece, n): value for value, (segment, piece, n) in program.parts[0].left.items()}
+    left = {(made.segment, made.piece, made.index): value for value, made in program.parts[0].handed_on.items()}
     first, second = (find(steps, "forward", "layers.0", piece) for piece in (1, 2))
-    early = reading(steps[second], {left["layers.0", 1, n]: left["layers.0", 0, n] for n in range(2)})
-    late = reading(steps[first], {left["layers.0", 0, n]: left["layers.0", 2, n] for n in range(2)})
+    early = reading(steps[second], {left["layers.0", Piece(0, 1), n]: left["layers.0", Piece(0, 0), n] for n in range(2)})
+    late = reading(steps[first], {left["layers.0", Piece(0, 0), n]: left["layers.0", Piece(0, 2), n] for n in range(2)})
     assert early != steps[second] and late != steps[first]
     moved = [*steps[:first], *steps[first + 1 : second], early, late, *steps[second + 1 :]]
     with pytest.raises(ProgramError, match="which belongs to a later slice"):
@@ -151,16 +153,22 @@ def test_exchanged_backwards_are_refused(schedule):
             spoiled(program, 0, [changed.get(line, step) for line, step in enumerate(steps)]).verify()
 
 
-class Plain:
-    """A chain that does not say whether its rows can be cut."""
+class Plain(Chain):
+    """A chain that does not say whether its rows can be cut: it has all that a chain must have, and nothing else."""
 
-    def __init__(self, model) -> None:
+    def __init__(self, model: models.Model) -> None:
         self.model = model
 
-    def __getattr__(self, name: str):
-        if name == "whole_rows":
-            raise AttributeError(name)
-        return getattr(self.model, name)
+    segments = property(lambda self: self.model.segments)
+    abstract_params = property(lambda self: self.model.abstract_params)
+    param_axes = property(lambda self: self.model.param_axes)
+    batch_axes = property(lambda self: self.model.batch_axes)
+
+    def context(self, batch, row_length=None):
+        return self.model.context(batch, row_length)
+
+    def weight(self, batch):
+        return self.model.weight(batch)
 
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 12}

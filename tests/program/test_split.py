@@ -12,8 +12,16 @@ from mpar.arrange import arrange
 from mpar.chain import Segment
 from mpar.compiler import RecomputePolicy
 from mpar.compiler.build._units import make_units
-from mpar.compiler.segment._compile import compile_function, compile_segment, trace_segment
-from mpar.compiler.segment._split import split_backward, split_segment
+from mpar.compiler.segment import (
+    SegmentSpecs,
+    Target,
+    compile_function,
+    compile_segment,
+    split_segment,
+    trace_segment,
+)
+from mpar.compiler.segment._split import split_backward
+from mpar.kernels import KERNELS
 from mpar.ops import constrain
 from mpar.precision import precision
 from mpar.runtime import ALONE, load
@@ -83,8 +91,9 @@ def compile_case(case, recompute, grad_dtype=torch.float64):
     params, x, context = tree.map_leaves(meta, (case.params, case.x, case.context))
     paths = tuple(f"p{i}" for i in range(len(params)))
     traced = trace_segment(Segment("s", case.fn, paths), params, x, context, [grad_dtype] * len(params))
-    specs = [[P()] * n for n in (traced.num_params, traced.num_x, traced.num_context, len(traced.x_out))]
-    return compile_segment("s", traced, Mesh(dp=1), preset("ddp"), *specs, recompute)
+    specs = [(P(),) * n for n in (traced.num_params, traced.num_x, traced.num_context, len(traced.x_out))]
+    target = Target(Mesh(dp=1), preset("ddp").compute, recompute, KERNELS)
+    return compile_segment("s", traced, SegmentSpecs(*specs), target)
 
 
 def primals_of(case):
@@ -193,7 +202,8 @@ def compile_chain(name, strategy_name, recompute, number, chunk=None):
     units = make_units(model, strategy, mesh, numbers)
     batch = tree.map_leaves(meta, a_batch())
     batch_specs = [strategy.compute_spec(model.batch_axes[key], mesh) for key in batch]
-    context = compile_function("context", model.context, (batch,), mesh, batch_specs, table=strategy.compute, resolve=True)
+    target = Target(mesh, strategy.compute, recompute, KERNELS)
+    context = compile_function("context", model.context, (batch,), target, batch_specs, resolve=True)
     shapes = tree.map_leaves(meta, model.context(a_batch()))
     x, x_specs, out = None, [], []
     for segment in model.segments:
@@ -205,7 +215,8 @@ def compile_chain(name, strategy_name, recompute, number, chunk=None):
         traced = trace_segment(segment, params, x, shapes, grad_dtypes)
         specs = [spec for unit in read for spec in unit.compute]
         out_specs = [strategy.compute_spec(segment.out_axes, mesh)] if traced.x_out else []
-        code = compile_segment(segment.name, traced, mesh, strategy, specs, x_specs, context.out_specs, out_specs, recompute)
+        places = SegmentSpecs(tuple(specs), tuple(x_specs), context.out_specs, tuple(out_specs))
+        code = compile_segment(segment.name, traced, places, target)
         out.append((segment, code, dtypes))
         x, x_specs = traced.x_out[0] if traced.x_out else None, out_specs
     return model, mesh, out, context, batch_specs
