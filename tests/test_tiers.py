@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.sampling import Case, sample
 from tests.tiers import COLLECTED
 
@@ -64,7 +65,7 @@ def run_tiny(tmp_path):
         root = str(Path(__file__).parents[1])
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | {"PYTHONPATH": root}
         command = [sys.executable, "-m", "pytest", "-p", "tests.tiers", "-p", "no:cacheprovider", *args]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
