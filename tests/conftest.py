@@ -4,11 +4,15 @@ import os
 from collections.abc import Callable, Sequence
 
 import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported, and so do the processes that tests start
 import torch
 from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any test imports a kernel: without a GPU they run in the interpreter
+
+pytest_plugins = ["tests.tiers"]
 
 
 @pytest.fixture

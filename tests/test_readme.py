@@ -11,6 +11,7 @@ import pytest
 from mpar.cli import _main
 from mpar.cli._compose import check_overrides
 from mpar.train import TrainConfig
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,7 +23,7 @@ COMMANDS = re.findall(r"^(?:\$ )?(?:torchrun .* -m )?mpar ((?:train|plan)\b(?:.*
 def test_block_runs(number, tmp_path):
     """Each block runs by itself in an empty folder, without a warning."""
     command = [sys.executable, "-W", "error", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{BLOCKS[number]}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
 
 

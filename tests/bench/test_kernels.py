@@ -32,6 +32,7 @@ from bench.kernels._server import Server
 from bench.kernels.rows import all_rows, long_rows
 from tests.bench import stuck
 from tests.kernels import interpreter
+from tests.patience import PATIENCE_S
 
 NOT_BUILT = {22}
 """Rows whose kernels do not exist yet."""
@@ -41,7 +42,7 @@ def test_every_row_runs():
     """All rows, at tiny sizes in the interpreter, agree with float64; peers that work on a CPU do too."""
     command = [sys.executable, "-m", "bench.kernels", "run", "--tiny"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = re.findall(r"^\[\d+ s\] (\d+) .*?: (NOT BUILT)?", done.stdout, re.MULTILINE)
     assert len(lines) == len({(row.name, row.dtype, *row.tiny.items()) for row in all_rows()}) >= 24
@@ -284,5 +285,5 @@ for implementations in CATALOGUE.values():
 
 def test_kernels_need_little():
     """Ops, kernels and rows are imported with torch, Triton, numpy and PyYAML alone."""
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr

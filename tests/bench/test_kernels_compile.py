@@ -24,6 +24,7 @@ from bench.kernels._facts import Facts, read_ptxas, read_sass, read_ttgir, read_
 from bench.kernels._unit import specialise, target
 from mpar.kernels.offline import Launch, Tuning
 from tests.bench import stuck
+from tests.patience import PATIENCE_S
 
 
 def kernel(a_ptr, b_ptr, tiles, rows, one, many, three, rate, none, BLOCK: tl.constexpr, WIDE: tl.constexpr):
@@ -266,7 +267,7 @@ def compiled(*words: str) -> subprocess.CompletedProcess[str]:
         "--jobs",
         "1",
     ]
-    return subprocess.run([*command, *words], capture_output=True, text=True, env=os.environ, timeout=300)
+    return subprocess.run([*command, *words], capture_output=True, text=True, env=os.environ, timeout=PATIENCE_S)
 
 
 def test_a_kernel_is_compiled_and_held_to_the_ledger(tmp_path):

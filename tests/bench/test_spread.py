@@ -9,11 +9,12 @@ from bench.context import _torch as context
 from bench.context.__main__ import main as context_main
 from bench.experts.__main__ import main as experts_main
 from bench.spmd._run import LossesDiffer
+from tests.patience import PATIENCE_S
 
 
 def test_torch_programs_are_right():
     """On two ranks attention and experts of every peer give the outputs and gradients of whole tensors."""
-    lines = dict(line.split(": ") for line in launch(2, "tests.bench.spread", [], timeout_s=120).splitlines())
+    lines = dict(line.split(": ") for line in launch(2, "tests.bench.spread", [], timeout_s=PATIENCE_S).splitlines())
     assert set(lines) == {*(f"context {m}" for m in context.METHODS), "experts all_to_all", "experts all_gather"}
     assert all(float(error) < 2e-5 for error in lines.values()), lines
 

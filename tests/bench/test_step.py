@@ -23,6 +23,7 @@ from bench.step._run import run
 from bench.step._worker import _Worker, serve
 from mpar import models
 from mpar.kernels import Kernels
+from tests.patience import PATIENCE_S
 
 X4, LLAMA = CASES[0], CASES[1]
 EAGER, PEER, GRAPH = "mpar eager", "transformers fp32", "mpar cuda_graph"
@@ -68,7 +69,7 @@ def test_a_tiny_run_goes_through_the_command_line(tmp_path):
     """Processes, blocks, profile: every row that can run on a CPU is ok, and nothing is left that looks like a figure."""
     command = [sys.executable, "-m", "bench.step", "run", "--tiny", "--cases", LLAMA.key, "--profile", "--out", str(tmp_path)]
     done = subprocess.run(
-        [*command, "--variants", f"{EAGER},{GRAPH},{PEER}"], capture_output=True, text=True, timeout=120, check=False
+        [*command, "--variants", f"{EAGER},{GRAPH},{PEER}"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("tokens/s") == 4 and "mpar cuda_graph: MISSING: needs a GPU" in done.stdout

@@ -13,13 +13,14 @@ from torch import Tensor
 from mpar import checkpoint
 from mpar.mesh import Mesh
 from mpar.spec import P
+from tests.patience import PATIENCE_S
 
 State = dict[str, tuple[Tensor, P]]
 
 
 def on_all_ranks(num_ranks: int, fn: Callable[[int, Callable[[], None]], Any]) -> list[Any]:
-    """`fn(rank, barrier)` in one thread per rank; results or exceptions, in rank order. A stuck barrier breaks after 20 s."""
-    barrier = threading.Barrier(num_ranks, timeout=20)
+    """`fn(rank, barrier)` in one thread per rank; results or exceptions, in rank order. A stuck barrier breaks."""
+    barrier = threading.Barrier(num_ranks, timeout=PATIENCE_S)
 
     def run(rank: int) -> Any:
         try:

@@ -14,6 +14,7 @@ from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
 from mpar.spec import P
 from tests.checkpoint.ranks import cut, on_all_ranks, same_bits, save_all, wanted_of
+from tests.tiers import examples
 
 MESHES = [Mesh(dp=1), Mesh(dp=2, tp=2), Mesh(fsdp=4), Mesh(fsdp=3, tp=2), Mesh(dp=2, fsdp=2, tp=2), Mesh(tp=6)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -47,7 +48,7 @@ def cases(draw):
     return source, target, tensors, *pick
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(cases())
 def test_any_mesh_reads_any_checkpoint(case):
     """Saved from one mesh and specs, loaded on another: every rank's shards are equal in every bit."""

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 SMALL = [
     "model.config.num_hidden_layers=1",
     "model.config.hidden_size=32",
@@ -32,7 +34,7 @@ def environment() -> dict[str, str]:
 
 
 def run_mpar(
-    args: Sequence[str], folder: Path, *, launcher: Sequence[str] = ("-m", "mpar"), timeout_s: float = 180
+    args: Sequence[str], folder: Path, *, launcher: Sequence[str] = ("-m", "mpar"), timeout_s: float = PATIENCE_S
 ) -> subprocess.CompletedProcess:
     """`mpar ARGS` in `folder`; its output is text."""
     command = [sys.executable, *launcher, *args]

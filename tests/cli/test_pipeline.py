@@ -141,7 +141,7 @@ if os.environ.get("RANK") == "0":
 
 def test_a_message_that_comes_late(mpar, tmp_path, monkeypatch):
     """A message delayed by 5 s delays the run; its numbers are those of a run without delay."""
-    how = [*DEEP, "mesh=pp2", "strategy=ddp", "steps=3", "timeout_s=30"]
+    how = [*DEEP, "mesh=pp2", "strategy=ddp", "steps=3", "timeout_s=120"]
     assert mpar("train", *how, "run_dir=prompt").returncode == 0
     faulty(tmp_path, monkeypatch, 5)
     late = mpar("train", *how, "run_dir=late")
@@ -154,8 +154,8 @@ def test_a_message_that_never_comes(mpar, tmp_path, monkeypatch):
     """All stop after `timeout_s`; the rank that waits names the message and the line that sends it, where the other one is."""
     faulty(tmp_path, monkeypatch, 1000)
     began = time.monotonic()
-    done = mpar("train", *DEEP, "mesh=pp2", "strategy=ddp", "steps=5", "timeout_s=5", "run_dir=run")
-    assert time.monotonic() - began < 90
+    done = mpar("train", *DEEP, "mesh=pp2", "strategy=ddp", "steps=5", "timeout_s=15", "run_dir=run")
+    assert time.monotonic() - began < 300
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     found = re.search(

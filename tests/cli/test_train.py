@@ -16,6 +16,7 @@ import transformers
 from mpar import checkpoint, models, testing
 from mpar.train import read_metrics
 from tests.cli.conftest import SMALL, environment
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.gloo
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
@@ -145,7 +146,7 @@ def started(tmp_path: Path, *more: str) -> tuple[subprocess.Popen, list[int]]:
     """A run that would take very long, once it has made steps: its launcher and the process ids of its ranks."""
     args = [sys.executable, "-m", "mpar", "train", *SMALL, "steps=1000000", "run_dir=run", "progress=false", *more]
     launcher = subprocess.Popen(args, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 3:
         assert time.monotonic() < deadline
         assert launcher.poll() is None, launcher.communicate()
@@ -186,10 +187,10 @@ def test_a_killed_rank_stops_all_and_each_place_is_told(tmp_path):
 
 def test_a_stopped_rank_is_found_by_the_watchdog(tmp_path):
     """A rank that stands still: after `timeout_s` the run ends, and the message says who waited for whom."""
-    launcher, ranks = started(tmp_path, "timeout_s=4")
+    launcher, ranks = started(tmp_path, "timeout_s=15")
     os.kill(ranks[1], signal.SIGSTOP)
     try:
-        _, text = launcher.communicate(timeout=90)
+        _, text = launcher.communicate(timeout=PATIENCE_S)
     finally:
         for pid in ranks:
             if Path(f"/proc/{pid}").exists():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mpar.data import Batches, BatchShape, Documents
 from mpar.data._packing import pack
 from mpar.errors import ConfigError, DataError
+from tests.tiers import examples
 
 
 def make_documents(lengths, vocab_size=97, seed=0):
@@ -142,7 +143,7 @@ def test_packing_fills_log_normal_lengths(seq_len):
     assert batches.fill_ratio >= 0.98
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.integers(1, 50), max_size=60))
 def test_bins_hold_every_item_once_and_do_not_overflow(lengths):
     """No bin exceeds the capacity, and no two bins could have been one."""

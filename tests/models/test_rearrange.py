@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mpar.errors import ConfigError
 from mpar.models._rearrange import parse_rearrange
+from tests.tiers import examples
 
 
 @st.composite
@@ -41,7 +42,7 @@ def by_hand(stored, left, right, sizes, padding):
     return leaf
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(transforms())
 def test_slices_are_those_of_the_whole_and_only_they_are_read(case):
     """Any slice of the leaf is read right, and exactly its unpadded elements are fetched, each once."""
@@ -61,7 +62,7 @@ def test_slices_are_those_of_the_whole_and_only_they_are_read(case):
     assert sum(fetched) == int((expected != 0).sum())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(transforms())
 def test_write_is_the_inverse_of_read(case):
     """Reading the whole leaf and writing it gives the stored tensor back, bit for bit."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mpar import ops, testing
 from mpar.errors import DtypeError, ShapeError
+from tests.tiers import examples
 
 SIZES = {"a": 2, "b": 3, "c": 1, "d": 4, "e": 5}
 letters = st.permutations("abcde").map("".join)
@@ -20,7 +21,7 @@ def equations(draw):
     return f"{a},{b}->{''.join(output[: draw(st.integers(0, len(output)))])}"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(equation=equations(), strided=st.booleans())
 def test_matches_torch(equation, strided):
     """Values, first and second derivatives are right and results contiguous, for sums, products and transposes alike."""

@@ -7,11 +7,13 @@ import time
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 pytestmark = pytest.mark.gloo
 FOLDER = pathlib.Path(__file__).parent
 
 
-def torchrun(num_ranks, script, *args, timeout=200):
+def torchrun(num_ranks, script, *args, timeout=PATIENCE_S):
     """The finished launch of `script` on `num_ranks` processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return subprocess.run([*command, str(FOLDER / script), *args], capture_output=True, text=True, timeout=timeout, check=False)

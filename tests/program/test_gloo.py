@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mpar.shards import shard
+from tests.patience import PATIENCE_S
 from tests.program.gloo_worker import CASES, make_batches, make_program
 
 pytestmark = pytest.mark.gloo
@@ -21,7 +22,7 @@ def runs(tmp_path_factory):
     out = tmp_path_factory.mktemp("gloo") / "results.pt"
     worker = pathlib.Path(__file__).with_name("gloo_worker.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(worker), str(out)]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(out)
 

@@ -11,6 +11,7 @@ import torch
 import mpar
 from mpar import Mesh, P
 from mpar.errors import MeshError
+from tests.patience import PATIENCE_S
 
 
 def test_one_rank_runs_on_plain_tensors():
@@ -35,7 +36,6 @@ def test_four_ranks_run_on_dtensors():
     worker = pathlib.Path(__file__).with_name("jit_worker.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(worker)]
     root = worker.parents[2]
-    done = subprocess.run(
-        launch, capture_output=True, text=True, timeout=300, check=False, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
-    )
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=root, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mpar.shards import shard
+from tests.patience import PATIENCE_S
 from tests.program.pipeline_worker import (
     CASES,
     GROUPED,
@@ -37,7 +38,7 @@ def ranks(tmp_path_factory):
         (folder / f"{case}.pickle").write_bytes(pickle.dumps((make_program(case), make_eval(case))))
     worker = pathlib.Path(__file__).with_name("pipeline_worker.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(worker), str(folder)]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"{rank}.pt") for rank in RANKS]
 

@@ -11,6 +11,7 @@ from mpar.sharding import ReplicatedFallback
 from mpar.sharding._simulate import distribute, run_lockstep
 from mpar.shards import assemble
 from tests.sharding.expressions import expressions, meshes, specs
+from tests.tiers import examples
 
 THOROUGH = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 
@@ -51,7 +52,7 @@ def compile_(fn, args, draw, mesh, results):
         return jit(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs).lower(*args)
 
 
-@settings(THOROUGH, max_examples=120)
+@settings(THOROUGH, max_examples=examples(120))
 @given(st.data())
 def test_random_function_is_exact(data):
     """A function of several results."""
@@ -63,7 +64,7 @@ def test_random_function_is_exact(data):
     assert_same(lowered, args, expected)
 
 
-@settings(THOROUGH, max_examples=80)
+@settings(THOROUGH, max_examples=examples(80))
 @given(st.data())
 def test_random_gradient_is_exact(data):
     """A value and its gradients."""

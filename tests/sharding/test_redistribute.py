@@ -14,6 +14,7 @@ from mpar.shards import assemble
 from mpar.spec import normalise
 from tests.sharding.expressions import MESHES, expressions, specs
 from tests.sharding.test_random_functions import compile_, numbers, split
+from tests.tiers import examples
 
 THOROUGH = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 MESH = Mesh(a=2, b=2)
@@ -39,7 +40,7 @@ def carry_out(step, columns, mesh):
     return out
 
 
-@settings(THOROUGH, max_examples=300)
+@settings(THOROUGH, max_examples=examples(300))
 @given(st.data())
 def test_plan_gives_the_target(data):
     """Whatever the two specs, the steps give every rank its part of the target; a pending sum may stay or be carried out."""
@@ -151,7 +152,7 @@ def test_an_op_of_its_result_alone_comes_where_it_is_placed():
     assert filled.meta["val"].shape[0] == 2
 
 
-@settings(THOROUGH, max_examples=40)
+@settings(THOROUGH, max_examples=examples(40))
 @given(st.data())
 def test_buckets_keep_every_value(data):
     """Joined collectives give, bit for bit, what they gave alone."""

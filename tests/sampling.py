@@ -1,0 +1,56 @@
+"""Which cases of the parametrised tests the quick tier keeps: a pure function of the cases and a seed."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+__all__ = ["CASES", "Case", "sample"]
+
+CASES = 4  # how many cases of a function the quick tier keeps, unless the function's mark says another number
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collected test.
+
+    `module` and `function` say where it stands; `values` says, for each parameter, which of its values this case takes. `most` is
+    the number of cases of its function that the quick tier keeps; 0 leaves all of them to the full tier.
+    """
+
+    module: str
+    function: str
+    label: str = ""
+    values: Mapping[str, int] = field(default_factory=dict)
+    most: int = CASES
+
+
+def sample(cases: Sequence[Case], seed: int) -> list[bool]:
+    """Whether the quick tier keeps each of `cases`.
+
+    Of every function it keeps as many cases as the function allows, and prefers those that bring in values of parameters that no
+    kept case has. Among equals the seed decides by a case's module and label alone, so functions of one module that have the same
+    cases keep the same ones, and what is built for a case is built once.
+    """
+    kept = [False] * len(cases)
+    order = sorted(range(len(cases)), key=lambda i: (cases[i].module, cases[i].function))
+    for _, group in groupby(order, key=lambda i: (cases[i].module, cases[i].function)):
+        ranked = sorted(group, key=lambda i: _rank(cases[i], seed))
+        for i in _covering(ranked, cases, min(cases[i].most for i in ranked)):
+            kept[i] = True
+    return kept
+
+
+def _covering(ranked: Iterable[int], cases: Sequence[Case], most: int) -> list[int]:
+    """At most `most` of `ranked`: each time the first of those that bring in the most new values of parameters."""
+    remaining, chosen, seen = list(ranked), [], set()
+    while remaining and len(chosen) < most:
+        best = max(remaining, key=lambda i: len(cases[i].values.items() - seen))  # the first of equals
+        remaining.remove(best)
+        chosen.append(best)
+        seen |= cases[best].values.items()
+    return chosen
+
+
+def _rank(case: Case, seed: int) -> bytes:
+    return hashlib.blake2b(f"{seed} {case.module} {case.label}".encode()).digest()

@@ -1,0 +1,137 @@
+"""A plugin of pytest: the quick tier runs a sample of the tests that a seed picks, the full tier (`--full`) runs all of them.
+
+Tests that a person asks for by name (a file, a node id, `-k`, `--lf`) all run in either tier. Tests that need a GPU run where
+`-m` asks for them.
+"""
+
+import os
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from xdist.workermanage import WorkerController
+
+from tests.sampling import CASES, Case, sample
+
+__all__ = ["COLLECTED", "examples"]
+
+MAX_WORKERS = 8  # each of them holds a gigabyte
+COLLECTED = pytest.StashKey[tuple[Case, ...]]()
+"""The tests that were collected and need no GPU, before the tier left any out."""
+
+
+def examples(in_full_tier: int) -> int:
+    """How many examples a property takes in this tier, where the full tier takes `in_full_tier`."""
+    return max(1, in_full_tier * settings.default.max_examples // 100)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tiers")
+    group.addoption("--full", action="store_true", help="run all tests instead of the quick tier's sample")
+    drawn = "draw the quick tier's sample and the examples of hypothesis by the seed N instead of one that the commit gives"
+    group.addoption("--sample-seed", type=int, metavar="N", help=drawn)
+
+
+@pytest.hookimpl(tryfirst=True)  # the plugin of hypothesis reads its seed after this
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full(reason): only the full tier runs this test")
+    config.addinivalue_line("markers", f"cases(n): the quick tier keeps n cases of this function; without the mark {CASES}")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; runs where -m asks for it")
+    option = config.option
+    if hasattr(config, "workerinput"):
+        option.sample_seed = config.workerinput["sample_seed"]
+    elif option.sample_seed is None:
+        option.sample_seed = _seed_of_commit(config.rootpath)
+    if option.hypothesis_seed is None:
+        option.hypothesis_seed = str(option.sample_seed)
+    for tier, max_examples in (("quick", 20), ("full", 100)):
+        settings.register_profile(tier, max_examples=max_examples, deadline=None, print_blob=True)  # the machine may be busy
+    if option.hypothesis_profile is None:
+        settings.load_profile(_tier(config))
+    config.pluginmanager.register(_Ledger(config), "tiers_ledger")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One worker per core; none for a single file, whose tests are often over before workers have started, and none with `-s`."""
+    single_file = len(config.args) == 1 and len(_named_files(config)) == 1
+    return 0 if single_file or config.option.capture == "no" else min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+
+
+def pytest_configure_node(node: WorkerController) -> None:
+    """Workers get the seed from here: the commit may change while they run."""
+    node.workerinput["sample_seed"] = node.config.option.sample_seed
+
+
+class _Ledger:
+    """What was collected, what of it was selected, and how long the tests took."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.in_sample: dict[str, bool] = {}  # node id of each collected test -> whether the quick tier's sample has it
+        self.num_selected = 0
+        self.seconds: Counter[str] = Counter()
+
+    @pytest.hookimpl(trylast=True)  # -k and -m come first
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        with_gpu = "gpu" in config.option.markexpr
+        runnable = [item for item in items if with_gpu or item.get_closest_marker("gpu") is None]
+        cases = tuple(_case(item) for item in runnable)
+        config.stash[COLLECTED] = cases
+        sampled = sample(cases, config.option.sample_seed)
+        self.in_sample = {item.nodeid: in_sample for item, in_sample in zip(runnable, sampled, strict=True)}
+        everything = config.option.full or bool(config.option.keyword) or bool(config.getoption("lf", False))
+        named = _named_files(config)
+        selected = {item for item in runnable if everything or self.in_sample[item.nodeid] or item.path in named}
+        self.num_selected = len(selected)
+        config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+        items[:] = [item for item in items if item in selected]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self.config, "workerinput"):
+            self.config.workeroutput.update(in_sample=self.in_sample, num_selected=self.num_selected)
+
+    def pytest_testnodedown(self, node: WorkerController) -> None:
+        if hasattr(node, "workeroutput"):  # a worker that crashed has none
+            self.in_sample, self.num_selected = node.workeroutput["in_sample"], node.workeroutput["num_selected"]
+
+    def pytest_report_header(self, config: pytest.Config) -> str:
+        return f"tier: {_tier(config)}, --sample-seed {config.option.sample_seed}"
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        ran = f"{self.num_selected:,} of {len(self.in_sample):,} tests in {self.seconds.total():,.0f} s of work"
+        sample_s = sum(seconds for name, seconds in self.seconds.items() if self.in_sample.get(name))
+        sampled = f"{sum(self.in_sample.values()):,} tests in {sample_s:,.0f} s"
+        terminalreporter.write_line(f"{_tier(config)} tier: {ran}; the sample of seed {config.option.sample_seed}: {sampled}")
+
+
+def _tier(config: pytest.Config) -> str:
+    return "full" if config.option.full else "quick"
+
+
+def _seed_of_commit(root: Path) -> int:
+    """The first 32 bits of the commit's name; 0 outside of a repository."""
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    return int(found.stdout[:8], 16) if found.returncode == 0 else 0
+
+
+def _named_files(config: pytest.Config) -> set[Path]:
+    """The files that the command line names, alone or in a node id."""
+    paths = (config.invocation_params.dir / arg.split("::")[0] for arg in config.args)
+    return {path.resolve() for path in paths if path.is_file()}
+
+
+def _case(item: pytest.Item) -> Case:
+    """What the sample has to know of a test."""
+    full, cases = item.get_closest_marker("full"), item.get_closest_marker("cases")
+    if full is not None and not (full.args and isinstance(full.args[0], str)):
+        raise pytest.UsageError(f"{item.nodeid}: the mark `full` needs a reason, as in full('trains for 30 s')")
+    most = 0 if full is not None else CASES if cases is None else cases.args[0]
+    name, _, label = item.name.partition("[")
+    place = item.nodeid.removesuffix(item.name) + name
+    values = item.callspec.indices if label else {}
+    return Case(module=item.nodeid.split("::")[0], function=place, label=label, values=values, most=most)
