@@ -31,7 +31,7 @@ from bench.kernels._run import run, write_table
 from bench.kernels._server import Server
 from bench.kernels.rows import all_rows, long_rows
 from tests.bench import stuck
-from tests.kernels import interpreter
+from tools import triton_interpreter
 
 NOT_BUILT = {22}
 """Rows whose kernels do not exist yet."""
@@ -53,7 +53,7 @@ def test_the_long_form_runs():
     assert len({row.key for row in (*all_rows(), *long_rows())}) == len(all_rows()) + len(long_rows())
     halves = {row.name: row for row in long_rows() if row.dtype == "float16"}
     assert set(halves) == {"attention fwd", "attention bwd"}
-    interpreter.install()
+    triton_interpreter.install()
     assert [measure(row, "cpu", None, 1.0).get("error") for row in halves.values()] == [None, None]
 
 

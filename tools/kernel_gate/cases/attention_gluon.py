@@ -4,8 +4,8 @@ import functools
 
 import torch
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
 
 B, S, N, K = 2, 8192, 32, 8
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from bench.kernels._case import Case
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case
 
 SHAPE = (16384, 14336)
 

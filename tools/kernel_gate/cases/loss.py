@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
 
 NUM_TOKENS, HIDDEN_SIZE = 8192, 4096
 WIDTHS = {"V128256": 128256, "V16032 of 8": 16032, "V50257": 50257}

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from bench.kernels._case import Case, Make
 from mpar import kernels
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
 
 HEADS = {"64": (64, 64), "128": (128, 128), "256": (256, 256), "192,128": (192, 128)}
 PLAIN = {"causal": True, "window": None, "scale": 0.1, "soft_cap": None}

@@ -2,8 +2,8 @@
 
 import torch
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
 
 BATCH, LENGTH, QUERIES, KEYS = 2, 8192, 32, 8
 WIDE = "the table of a token is narrower than the block of threads; it is read once for all heads"

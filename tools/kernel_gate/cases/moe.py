@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
 from mpar.kernels._grouped_matmul import zero_rest
 from mpar.kernels._launch import launch, tuned
+from tools.kernel_gate._case import Case, Make
 
 T, D, F, E, K = 16384, 2048, 1536, 128, 8
 ROUTER = {"k": K, "score": "softmax", "normalise": True, "order": "pre", "groups": 1, "groups_kept": 1} | {

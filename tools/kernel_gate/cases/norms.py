@@ -2,8 +2,8 @@
 
 import torch
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
 
 TOKENS = 16384
 NARROW = (

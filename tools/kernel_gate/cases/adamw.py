@@ -2,8 +2,8 @@
 
 import torch
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
 
 SHAPES = 2 * (
     (4096, 4096),

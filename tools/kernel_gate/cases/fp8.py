@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
 
 T, D, N = 16384, 4096, 8192
 CHIPS = ("sm_90", "sm_100")  # sm_80 has no e4m3

@@ -2,8 +2,8 @@
 
 import torch
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
 
 TOKENS, HIDDEN = 16384, 14336
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
