@@ -36,8 +36,7 @@ class Server:
         if isinstance(answer, str) and self._partial:
             return self._partial | {"cut": answer, "seconds": timeout_s}
         if isinstance(answer, str):
-            line = {"row": row.key, "number": row.number, "name": row.name, "dtype": row.dtype, "shape": dict(row.shape)}
-            return line | {"status": "failed", "error": answer, "variants": {}, "bars": {}, "seconds": timeout_s}
+            return row.about() | {"status": "failed", "error": answer, "variants": {}, "bars": {}, "seconds": timeout_s}
         if any(words in answer.get("error", "") for words in STICKY):
             self.close()
         return answer

@@ -4,8 +4,9 @@ import torch
 
 from mpar.kernels import implementation
 from tools.kernel_gate._case import Case
+from tools.kernel_shapes import GATE
 
-SHAPE = (16384, 14336)
+SHAPE = GATE.dims("MF")
 
 CASES = [
     Case(
