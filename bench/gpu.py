@@ -1,9 +1,10 @@
 """`python -m bench.gpu --out FOLDER`: everything worth running on one GPU, unattended, in ten minutes.
 
 Numerics first: every entry of the table of kernels against float64 and against itself, by `pytest -m gpu` where pytest is
-installed, which also runs programs, and by a plain loop where it is not. Then the table of kernels beside peers, then training
-steps beside peers. A part that fails or runs out of time costs the others nothing; one that runs out of time is interrupted, so
-that it can say what it has found. Each leaves its files in the folder, and its output, as it comes, in <part>.txt.
+installed, which also runs programs, and by `tools.kernel_gate check` where it is not. Then the table of kernels beside peers,
+then training steps beside peers. A part that fails or runs out of time costs the others nothing; one that runs out of time is
+interrupted, so that it can say what it has found. Each leaves its files in the folder, and its output, as it comes, in
+<part>.txt.
 """
 
 import argparse
@@ -13,14 +14,9 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
-from typing import TextIO
 
 from bench._machine import ROOT
-from bench.kernels._case import all_cases, calling
-from mpar.kernels import kernels_for
-from tests.kernels.checked import checked, make_on
 
 SHARES = {"numerics": 0.45, "kernels": 0.55, "step": 0.85, "gluon": 1.0}
 """What a part may take of the time that is then left, in order. Kernels in Gluon wait at barriers, and can hang: last."""
@@ -37,10 +33,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=570.0, help="for all parts together")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git")
     parser.add_argument("--parts", nargs="+", default=list(SHARES), choices=list(SHARES))
-    parser.add_argument("--plain", action="store_true", help="only the plain loop over the table, in this process")
     args = parser.parse_args()
-    if args.plain:
-        return check_table(sys.stdout)
     args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would the parts
     ends = time.perf_counter() + args.seconds
@@ -85,31 +78,13 @@ def _command(part: str, out: Path, commit: str, seconds: float) -> list[str]:
         return [*python, *PYTEST, "-k", "gluon", *files]
     if part == "numerics":
         if importlib.util.find_spec("pytest") is None:
-            return [*python, "bench.gpu", "--plain", "--out", str(out)]
+            return [*python, "tools.kernel_gate", "check"]
         table = "tests/kernels/test_table.py"
         others = (str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/kernels").glob("test_*.py")))
         files = ["tests/program/test_gpu.py", table, *(path for path in others if path != table)]  # in this order
         return [*python, *PYTEST, "-k", "not gluon", *files]
     given = ["--seconds", f"{seconds:.0f}", "--out", str(out), *(["--commit", commit] if commit else [])]
     return [*python, f"bench.{part}", "run", *given]
-
-
-def check_table(out: TextIO, device: str = "cuda") -> int:
-    """Every case of the table for the chip that is here; the number that are wrong."""
-    arch, wrong = kernels_for("auto", device).arch, 0
-    cases = [case for case in all_cases() if not case.archs or arch in case.archs]
-    cases.sort(key=lambda case: "gluon" in case.name)  # barriers of our own can hang: last
-    for case in cases:
-        try:
-            with calling(checked):
-                case.run(make_on(device))
-            out.write(f"right  {case.name}\n")
-        except Exception:  # whatever it is, the other cases are checked
-            wrong += 1
-            out.write(f"WRONG  {case.name}\n{traceback.format_exc()}\n")
-        out.flush()
-    out.write(f"{len(cases) - wrong} of {len(cases)} cases are right\n")
-    return wrong
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Kernels: compiled for every chip without a GPU and checked; timed beside their peers on a GPU."""
+"""Kernels: checked against float64 and timed beside their peers, on a GPU. `tools/kernel_gate` compiles them without one."""

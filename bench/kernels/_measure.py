@@ -38,13 +38,13 @@ def measure(
     `partial` gets the line as far as it is once ours is timed: peers may take long to compile.
     """
     started = time.perf_counter()
-    line: dict[str, Any] = {"row": row.key, "number": row.number, "name": row.name, "dtype": row.dtype, "shape": dict(row.shape)}
-    line |= {"status": "ok", "variants": {}, "bars": {bar.text: "not measured" for bar in row.bars}}
+    line = row.about() | {"status": "ok", "variants": {}, "bars": {bar.text: "not measured" for bar in row.bars}}
     if row.build is None:
         return line | {"status": "not built", "error": row.missing}
     setting = Setting(torch.device(device), torch.Generator(device).manual_seed(SEED))
+    sizes = row.shape.tiny if ceilings is None else row.shape.sizes
     try:
-        _fill(line, row, row.build(setting, **(row.tiny if ceilings is None else row.shape)), ceilings, share, partial)
+        _fill(line, row, row.build(setting, **sizes), ceilings, share, partial)
     except UnknownNameError as error:
         line |= {"status": "not built", "error": str(error)}
     except Exception as error:  # a row that fails is a line of the table, and the others go on

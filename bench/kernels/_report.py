@@ -65,7 +65,7 @@ def sentence(line: Mapping[str, Any]) -> str:
 
 
 def _cells(row: Row, line: Mapping[str, Any] | None) -> list[str]:
-    shape = " ".join(f"{key}{value}" for key, value in row.shape.items()) + f" {row.dtype}"
+    shape = " ".join(f"{key}{value}" for key, value in row.shape.sizes.items()) + f" {row.dtype}"
     first = [str(row.number), row.name, shape]
     if row.build is None:
         return [*first, "", row.missing, *[""] * 8, _bars(row, None)]

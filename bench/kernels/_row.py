@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tools.kernel_shapes import Shape
+
 __all__ = [
     "Bar",
     "Built",
@@ -121,7 +123,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Row:
-    """`build(setting, **shape)` makes the operands at production's sizes, or at `tiny` ones for the interpreter.
+    """`build(setting, **sizes)` makes the operands, with the shape's sizes or, for the interpreter, with its tiny ones.
 
     number: its line in the table; several rows may share one. missing: why it cannot be measured at all.
     """
@@ -129,8 +131,7 @@ class Row:
     number: int
     name: str
     build: Callable[..., Built] | None
-    shape: Mapping[str, Any]
-    tiny: Mapping[str, Any]
+    shape: Shape
     bars: Sequence[Bar] = ()
     dtype: str = "bfloat16"
     missing: str = ""
@@ -138,7 +139,11 @@ class Row:
     @property
     def key(self) -> str:
         """Names the row among all."""
-        return f"{self.number} {self.name}, {', '.join(f'{k} {v}' for k, v in self.shape.items())}, {self.dtype}"
+        return f"{self.number} {self.name}, {', '.join(f'{k} {v}' for k, v in self.shape.sizes.items())}, {self.dtype}"
+
+    def about(self) -> dict[str, Any]:
+        """What a line of results says of the row itself."""
+        return {"row": self.key, "number": self.number, "name": self.name, "dtype": self.dtype, "shape": dict(self.shape.sizes)}
 
 
 def attempt(make: Callable[[], Variant | str]) -> Variant | str:

@@ -35,7 +35,7 @@ def run(numbers: Sequence[int], *, long: bool = False, tiny: bool, seconds: floa
     rows = [row for row in (long_rows() if long else all_rows()) if not numbers or row.number in numbers]
     if tiny:
         rows = list(
-            {(row.name, row.dtype, *row.tiny.items()): row for row in rows}.values()
+            {(row.name, row.dtype, *row.shape.tiny.items()): row for row in rows}.values()
         )  # one of those that differ in size alone
         os.environ["TRITON_INTERPRET"] = "1"  # read where Triton is imported, in the process that measures
     server = Server("cpu" if tiny else "cuda")
@@ -68,7 +68,7 @@ def write_table(out: Path) -> None:
 
 
 def _not_reached(row: Row) -> dict[str, Any]:
-    return {"row": row.key, "number": row.number, "status": "not reached", "error": "time was over", "variants": {}, "bars": {}}
+    return row.about() | {"status": "not reached", "error": "time was over", "variants": {}, "bars": {}}
 
 
 def _peers_disagree(line: Mapping[str, Any], tiny: bool) -> bool:

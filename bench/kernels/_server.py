@@ -1,6 +1,5 @@
 """Server: a process that measures rows one after the other; a row that hangs or kills it costs that row alone."""
 
-import importlib
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -10,6 +9,7 @@ from bench.kernels import _timing
 from bench.kernels._measure import STICKY, measure
 from bench.kernels._row import Row
 from bench.kernels.rows import all_rows, long_rows
+from tools import triton_interpreter
 
 __all__ = ["Server"]
 
@@ -36,8 +36,7 @@ class Server:
         if isinstance(answer, str) and self._partial:
             return self._partial | {"cut": answer, "seconds": timeout_s}
         if isinstance(answer, str):
-            line = {"row": row.key, "number": row.number, "name": row.name, "dtype": row.dtype, "shape": dict(row.shape)}
-            return line | {"status": "failed", "error": answer, "variants": {}, "bars": {}, "seconds": timeout_s}
+            return row.about() | {"status": "failed", "error": answer, "variants": {}, "bars": {}, "seconds": timeout_s}
         if any(words in answer.get("error", "") for words in STICKY):
             self.close()
         return answer
@@ -62,8 +61,8 @@ class Server:
 
 def serve(connection: Connection, device: str) -> None:
     """Answer until nobody asks."""
-    if device == "cpu":  # Triton's interpreter needs corrections, which the tests have
-        importlib.import_module("tests.kernels.interpreter").install()
+    if device == "cpu":
+        triton_interpreter.install()
     rows = {row.key: row for row in (*all_rows(), *long_rows())}
     while True:
         try:

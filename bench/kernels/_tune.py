@@ -12,14 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
-from bench.kernels import _timing, _worker
-from bench.kernels._case import Case, all_cases, calling
-from bench.kernels._checks import failures
-from bench.kernels._unit import entry_names, record
+from bench.kernels import _timing
 from mpar.errors import KernelError
 from mpar.kernels import implementation, kernels_for
 from mpar.kernels.offline import TABLE, Tuning, replaced, tuning
 from mpar.testing import TOLERANCES, relative_error
+from tools.kernel_gate import Case, all_cases, calling, compiled_facts, entry_names, failures, launch_table, record
 
 __all__ = ["candidates", "rewritten", "tune"]
 
@@ -102,9 +100,7 @@ def _problem(case: Case, arch: str) -> str:
     """What keeps a candidate from being shipped, as the compiler sees it."""
     try:
         found = [
-            message
-            for unit in record(case, arch)
-            for message in failures(_worker.compiled_facts(unit), case, arch, triton.__version__)
+            message for unit in record(case, arch) for message in failures(compiled_facts(unit), case, arch, triton.__version__)
         ]
     except Exception as error:  # of the compiler or the launch function: this candidate is none
         return f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"
@@ -125,7 +121,7 @@ def _difference(calls: Callable[[], list[Tensor]], expected: list[Tensor]) -> st
 
 
 def _sizes(case: Case, kernel: str, arch: str) -> set[str | None]:
-    table = _worker.launch_table(arch)
+    table = launch_table(arch)
     return {size for name, size in entry_names(record(case, arch), table) if name == kernel}
 
 

@@ -4,7 +4,7 @@ import os
 import time
 from multiprocessing.connection import Connection
 
-__all__ = ["answers", "compiles_or_ends", "ends", "hangs", "starts", "sticks"]
+__all__ = ["answers", "ends", "hangs", "starts", "sticks"]
 
 
 def hangs(connection: Connection, device: str) -> None:
@@ -39,10 +39,3 @@ def starts(connection: Connection, device: str) -> None:
     connection.recv()
     connection.send((False, {"status": "ok", "variants": {"ours": {"ms": 1.0}}}))
     time.sleep(600)
-
-
-def compiles_or_ends(units: list[dict[str, str]], out: str) -> list[dict[str, object]]:
-    """As a compiler does that crashes on one kernel."""
-    if units[0]["key"] == "crash":
-        os._exit(11)
-    return [{**unit, "facts": None, "failures": [], "seconds": 0.0} for unit in units]

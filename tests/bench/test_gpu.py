@@ -1,6 +1,5 @@
 """The one command for a GPU: its parts are started, timed, and reported, whatever they do."""
 
-import io
 import re
 import signal
 import sys
@@ -9,7 +8,6 @@ import pytest
 
 from bench import gpu
 from bench._machine import ROOT
-from bench.kernels._case import Case
 
 
 def test_parts_are_reported(tmp_path, monkeypatch, capsys):
@@ -54,19 +52,3 @@ def test_commands_exist(part, tmp_path):
     command = gpu._command(part, tmp_path, "abc", 100.0)
     assert command[:2] == [sys.executable, "-m"]
     assert command[2] in ("pytest", "bench.kernels", "bench.step")
-
-
-def test_a_wrong_case_does_not_stop_the_others(monkeypatch):
-    """What raises is counted, with its traceback, and the rest is checked."""
-
-    def fail(make):
-        raise AssertionError("other bits")
-
-    cases = [Case("bad", ("swiglu_fwd",), fail), Case("good", ("swiglu_fwd",), lambda make: None)]
-    monkeypatch.setattr(gpu, "all_cases", lambda: cases)
-    out = io.StringIO()
-    assert gpu.check_table(out, "cpu") == 1
-    assert "WRONG  bad" in out.getvalue()
-    assert "other bits" in out.getvalue()
-    assert "right  good" in out.getvalue()
-    assert out.getvalue().endswith("1 of 2 cases are right\n")

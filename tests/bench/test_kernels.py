@@ -31,8 +31,9 @@ from bench.kernels._run import run, write_table
 from bench.kernels._server import Server
 from bench.kernels.rows import all_rows, long_rows
 from tests.bench import stuck
-from tests.kernels import interpreter
 from tests.patience import PATIENCE_S
+from tools import kernel_shapes, triton_interpreter
+from tools.kernel_shapes import Shape
 
 NOT_BUILT = {22}
 """Rows whose kernels do not exist yet."""
@@ -45,7 +46,7 @@ def test_every_row_runs():
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = re.findall(r"^\[\d+ s\] (\d+) .*?: (NOT BUILT)?", done.stdout, re.MULTILINE)
-    assert len(lines) == len({(row.name, row.dtype, *row.tiny.items()) for row in all_rows()}) >= 24
+    assert len(lines) == len({(row.name, row.dtype, *row.shape.tiny.items()) for row in all_rows()}) >= 24
     assert {int(number) for number, missing in lines if missing} == NOT_BUILT
 
 
@@ -54,7 +55,7 @@ def test_the_long_form_runs():
     assert len({row.key for row in (*all_rows(), *long_rows())}) == len(all_rows()) + len(long_rows())
     halves = {row.name: row for row in long_rows() if row.dtype == "float16"}
     assert set(halves) == {"attention fwd", "attention bwd"}
-    interpreter.install()
+    triton_interpreter.install()
     assert [measure(row, "cpu", None, 1.0).get("error") for row in halves.values()] == [None, None]
 
 
@@ -66,10 +67,24 @@ def test_the_table_is_whole():
     assert all(row.bars for row in rows if row.build is not None)
 
 
+def test_rows_have_their_shapes_from_the_table():
+    """Every shape that has tiny sizes is a row's, and no row has a shape of its own."""
+    named = [value for name, value in vars(kernel_shapes).items() if not name.startswith("_")]
+    declared = [
+        x
+        for value in named
+        for x in (value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value])
+    ]
+    timed = {id(x) for x in declared if isinstance(x, Shape) and x.tiny}
+    assert timed == {id(row.shape) for row in (*all_rows(), *long_rows()) if row.build is not None}
+
+
 def row(ours, peers=None, reference=None) -> Row:
     """A row whose results should be 1, 2, 3."""
     expected = reference or (lambda: [torch.tensor([1.0, 2.0, 3.0])])
-    return Row(12, "a kernel", lambda setting: Built(Variant(ours), peers or {}, expected, 12), {}, {}, [of_copy(0.9)], "float32")
+    return Row(
+        12, "a kernel", lambda setting: Built(Variant(ours), peers or {}, expected, 12), Shape({}), [of_copy(0.9)], "float32"
+    )
 
 
 def good() -> list[torch.Tensor]:

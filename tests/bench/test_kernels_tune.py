@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from bench.kernels import _tune
-from bench.kernels._case import Case, all_cases, calling
 from bench.kernels._tune import candidates, rewritten
 from mpar.kernels import implementation
 from mpar.kernels.offline import Tuning, replaced, tuning
+from tools.kernel_gate import Case, all_cases, calling
 
 TABLE = """# a head
 first:

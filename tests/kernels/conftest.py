@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.interpreter import install
+from tools.triton_interpreter import install
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

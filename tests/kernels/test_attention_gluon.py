@@ -175,8 +175,8 @@ def test_refuses_when_called(make_tensor):
 
 
 def test_compiles_as_meant(tmp_path):
-    """For sm_90: the bars of `bench.kernels compile`; warps give registers away; exponentials run beside products."""
-    command = [sys.executable, "-m", "bench.kernels", "compile", "--arch", "sm_90", "--jobs", "1", "--out", str(tmp_path)]
+    """For sm_90: the bars of `tools.kernel_gate compile`; warps give registers away; exponentials run beside products."""
+    command = [sys.executable, "-m", "tools.kernel_gate", "compile", "--arch", "sm_90", "--jobs", "1", "--out", str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
         [*command, "--only", "attention gluon 128 causal bfloat16"], env=environment, capture_output=True, text=True

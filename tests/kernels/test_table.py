@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bench.kernels._case import all_cases, calling
 from mpar.kernels import ARCHITECTURES, kernels_for
-from tests.kernels.checked import checked, make_on
+from tools.checked_kernels import checked, make_on
+from tools.kernel_gate import all_cases, calling
 
 pytestmark = pytest.mark.gpu
 

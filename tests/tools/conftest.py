@@ -1,9 +1,17 @@
-"""A small repository for tools to work on."""
+"""A small repository for tools to work on; and where kernels run: on a GPU where there is one, else in Triton's interpreter."""
 
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+
+from tools.triton_interpreter import install
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+if DEVICE == "cpu":
+    install()
 
 SAMPLE = '''\
 """Arithmetic, of which tests know a part."""
@@ -77,3 +85,9 @@ def repository(tmp_path: Path) -> Path:
     git(root, "add", "--all")
     git(root, "commit", "--quiet", "--message", "sample")
     return root
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where kernels run."""
+    return DEVICE

@@ -17,6 +17,15 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.kernels._row import Built, Row, Setting, Variant, attempt, tflops, times
 from mpar.kernels import implementation
+from tools.kernel_shapes import (
+    ATTENTION,
+    ATTENTION_LATENT,
+    ATTENTION_LENGTHS,
+    ATTENTION_LONG,
+    ATTENTION_PACKED,
+    ATTENTION_SMALL_HEADS,
+    ATTENTION_WINDOW,
+)
 
 __all__ = ["LONG_ROWS", "ROWS"]
 
@@ -278,55 +287,32 @@ def _half(row: Row) -> Row:
     return dataclasses.replace(row, build=functools.partial(row.build, dtype=torch.float16), dtype="float16")
 
 
-TINY = {"B": 1, "S": 40, "N": 2, "K": 1, "H": 64}
-D128 = {"B": 2, "S": 8192, "N": 32, "K": 8, "H": 128}
-LONG = {"B": 1, "S": 16384, "N": 16, "K": 16, "H": 128}
-PACKED = {"B": 1, "S": 32768, "N": 32, "K": 8, "H": 128, "documents": 24}
-LATENT = {"B": 2, "S": 8192, "N": 16, "K": 16, "H": 192, "V": 128}
-
 ROWS = [
-    Row(1, "attention fwd", dense, D128, TINY, [times("sdpa cudnn", 0.70), tflops(400)]),
-    Row(2, "attention fwd", dense, LONG, TINY, [times("sdpa cudnn", 0.70), times("sdpa flash", 1.15)]),
-    Row(3, "attention fwd", dense, {"B": 4, "S": 4096, "N": 32, "K": 32, "H": 64}, TINY, [times("sdpa", 0.80)]),
+    Row(1, "attention fwd", dense, ATTENTION["128"], [times("sdpa cudnn", 0.70), tflops(400)]),
+    Row(2, "attention fwd", dense, ATTENTION_LONG, [times("sdpa cudnn", 0.70), times("sdpa flash", 1.15)]),
+    Row(3, "attention fwd", dense, ATTENTION_SMALL_HEADS, [times("sdpa", 0.80)]),
     *(
         Row(
             4,
             "attention bwd",
             functools.partial(dense, backward=True),
             shape,
-            TINY,
             [times("sdpa cudnn", 0.55), times("sdpa flash", 0.90)],
         )
-        for shape in (D128, LONG)
+        for shape in (ATTENTION["128"], ATTENTION_LONG)
     ),
-    Row(5, "attention packed fwd", masked, PACKED, TINY | {"documents": 3}, [times("flex_attention", 1.15)]),
+    Row(5, "attention packed fwd", masked, ATTENTION_PACKED, [times("flex_attention", 1.15)]),
     Row(
         5,
         "attention packed bwd",
         functools.partial(masked, backward=True),
-        PACKED,
-        TINY | {"documents": 3},
+        ATTENTION_PACKED,
         [times("flex_attention", 1.15)],
     ),
-    Row(
-        6,
-        "attention window fwd",
-        masked,
-        {"B": 1, "S": 32768, "N": 32, "K": 8, "H": 128, "window": 4096},
-        TINY | {"window": 9},
-        [times("flex_attention", 1.10)],
-    ),
-    Row(
-        7,
-        "attention latent fwd",
-        two_head_sizes,
-        LATENT,
-        {"B": 1, "S": 40, "N": 2, "K": 2, "H": 192, "V": 128},
-        [times("padded sdpa", 1.10)],
-    ),
+    Row(6, "attention window fwd", masked, ATTENTION_WINDOW, [times("flex_attention", 1.10)]),
+    Row(7, "attention latent fwd", two_head_sizes, ATTENTION_LATENT, [times("padded sdpa", 1.10)]),
 ]
 
-TOTAL = 16384
 LONG_ROWS = [
     *(_half(row) for row in ROWS if row.number <= 4),
     *(
@@ -335,12 +321,9 @@ LONG_ROWS = [
             f"attention {name}",
             functools.partial(dense, backward=backward),
             shape,
-            TINY,
             ROWS[0].bars[:1] if not backward else [],
         )
-        for S in (1024, 2048, 4096, 8192, 32768)
-        for H, N in ((128, 16), (64, 32))
-        for shape in [{"B": max(1, TOTAL // S), "S": S, "N": N, "K": N, "H": H}]
+        for shape in ATTENTION_LENGTHS
         for number, name, backward in ((2, "fwd", False), (4, "bwd", True))
     ),
 ]

@@ -11,11 +11,12 @@ from torch import Tensor
 from bench.kernels._row import Built, Row, Setting, Variant, at_most_ms, either, of_copy, tflops, times
 from bench.kernels.rows._liger import NOT_INSTALLED, liger
 from mpar.kernels import implementation
+from tools.kernel_shapes import EXPERTS, GROUPED_MATMUL, PERMUTE, ROUTER
 
 __all__ = ["ROWS"]
 
 CHECKED = 256
-ROUTER = {"score": "softmax", "normalise": True, "order": "pre", "groups": 1, "groups_kept": 1} | {"group_best": 2, "scale": 1.0}
+SOFTMAX = {"score": "softmax", "normalise": True, "order": "pre", "groups": 1, "groups_kept": 1} | {"group_best": 2, "scale": 1.0}
 
 
 def route(setting: Setting, *, T: int, E: int, k: int) -> Built:
@@ -26,7 +27,7 @@ def route(setting: Setting, *, T: int, E: int, k: int) -> Built:
         "eager": Variant(lambda: _route(logits, k), _rows),
         "torch.compile": Variant(lambda: compiled(logits, k), _rows),
     }
-    ours = Variant(lambda: implementation("topk_router", "triton")(logits, None, k=k, **ROUTER)[:2], _rows)
+    ours = Variant(lambda: implementation("topk_router", "triton")(logits, None, k=k, **SOFTMAX)[:2], _rows)
     return Built(ours, peers, lambda: _route(logits[:CHECKED].double(), k), 2 * logits.nbytes + 8 * T * k)
 
 
@@ -177,7 +178,7 @@ def _layer_operands(setting: Setting, T: int, E: int, D: int, F: int) -> tuple[T
 
 def _layer(x: Tensor, router: Tensor, up: Tensor, down: Tensor, k: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     triton = functools.partial(implementation, name="triton")
-    weights, experts, _ = triton("topk_router")(x.float() @ router, None, k=k, **ROUTER)
+    weights, experts, _ = triton("topk_router")(x.float() @ router, None, k=k, **SOFTMAX)
     _, inverse, _, offsets = triton("expert_order")(experts, num_experts=up.shape[0])
     rows = triton("permute")(x, inverse)
     both = triton("grouped_matmul")(rows, up, offsets)
@@ -259,28 +260,11 @@ def _last_rows(y: Tensor) -> list[Tensor]:
     return [y[-CHECKED:]]
 
 
-MOVED, MOVED_TINY = {"T": 16384, "k": 8, "D": 2048, "E": 128}, {"T": 6, "k": 2, "D": 32, "E": 4}
-MOE, MOE_TINY = {"T": 16384, "E": 128, "k": 8, "D": 2048, "F": 768}, {"T": 7, "E": 4, "k": 2, "D": 32, "F": 16}
 ROWS = [
-    Row(
-        17,
-        "router",
-        route,
-        {"T": 16384, "E": 128, "k": 8},
-        {"T": 7, "E": 8, "k": 2},
-        [times("eager", 3.0), at_most_ms(0.02)],
-        dtype="float32",
-    ),
-    Row(18, "permute", permute, MOVED, MOVED_TINY, [of_copy(0.80)]),
-    Row(18, "unpermute", unpermute, MOVED, MOVED_TINY, [of_copy(0.80)]),
-    Row(
-        19,
-        "grouped product",
-        grouped,
-        {"R": 131072, "E": 128, "D": 2048, "F": 1536},
-        {"R": 24, "E": 3, "D": 32, "F": 48},
-        [either(times("grouped_mm", 0.90), tflops(500))],
-    ),
-    Row(20, "experts fwd", layer, MOE, MOE_TINY, [times("liger", 1.2), times("grouped_mm and eager", 1.2)]),
-    Row(20, "experts fwd+bwd", layer_with_gradients, MOE, MOE_TINY, [times("liger", 1.2), times("grouped_mm and eager", 1.2)]),
+    Row(17, "router", route, ROUTER, [times("eager", 3.0), at_most_ms(0.02)], dtype="float32"),
+    Row(18, "permute", permute, PERMUTE, [of_copy(0.80)]),
+    Row(18, "unpermute", unpermute, PERMUTE, [of_copy(0.80)]),
+    Row(19, "grouped product", grouped, GROUPED_MATMUL, [either(times("grouped_mm", 0.90), tflops(500))]),
+    Row(20, "experts fwd", layer, EXPERTS, [times("liger", 1.2), times("grouped_mm and eager", 1.2)]),
+    Row(20, "experts fwd+bwd", layer_with_gradients, EXPERTS, [times("liger", 1.2), times("grouped_mm and eager", 1.2)]),
 ]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bench.kernels._row import Built, Row, Setting, Variant, of_copy, tflops, times
 from mpar.kernels import implementation
+from tools.kernel_shapes import FP8_MATMUL, QUANTISE
 
 __all__ = ["ROWS"]
 
@@ -75,15 +76,13 @@ def _rows(y: Tensor) -> list[Tensor]:
     return [y[:CHECKED]]
 
 
-SQUARE, TINY = {"M": 8192, "N": 8192, "K": 8192}, {"M": 16, "N": 144, "K": 256}
 ROWS = [
     *(
         Row(
             23,
             "fp8 quantise and transpose" if transposed else "fp8 quantise",
             functools.partial(quantise, transposed=transposed),
-            {"M": 16384, "N": 4096},
-            {"M": 128, "N": 128},
+            QUANTISE,
             [of_copy(0.80)],
         )
         for transposed in (False, True)
@@ -92,8 +91,7 @@ ROWS = [
         24,
         "fp8 product, scales by row",
         functools.partial(multiply, blocks=("row", "row")),
-        SQUARE,
-        TINY,
+        FP8_MATMUL,
         [times("torch._scaled_mm", 0.85)],
         dtype="float8_e4m3fn",
     ),
@@ -101,8 +99,7 @@ ROWS = [
         24,
         "fp8 product, scales by block",
         functools.partial(multiply, blocks=("1x128", "128x128")),
-        SQUARE,
-        TINY,
+        FP8_MATMUL,
         [tflops(900)],
         dtype="float8_e4m3fn",
     ),

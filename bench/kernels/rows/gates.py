@@ -9,6 +9,7 @@ from torch import Tensor
 from bench.kernels._row import Built, Row, Setting, Variant, of_copy
 from bench.kernels.rows._liger import NOT_INSTALLED, liger
 from mpar.kernels import implementation
+from tools.kernel_shapes import GATE
 
 __all__ = ["ROWS"]
 
@@ -62,8 +63,7 @@ def _each(grads: Any) -> list[Tensor]:
     return [x[:ROWS_CHECKED] for x in grads]
 
 
-SHAPE, TINY = {"M": 16384, "F": 14336}, {"M": 3, "F": 40}
 ROWS = [
-    Row(12, "swiglu fwd", forward, SHAPE, TINY, [of_copy(0.92)]),
-    Row(12, "swiglu bwd", backward, SHAPE, TINY, [of_copy(0.90)]),
+    Row(12, "swiglu fwd", forward, GATE, [of_copy(0.92)]),
+    Row(12, "swiglu bwd", backward, GATE, [of_copy(0.90)]),
 ]

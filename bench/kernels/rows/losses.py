@@ -12,6 +12,7 @@ from bench.kernels._row import Built, Row, Setting, Variant, extra_memory, of_co
 from bench.kernels.rows._liger import NOT_INSTALLED, liger
 from mpar.kernels import implementation
 from mpar.testing import TOLERANCES
+from tools.kernel_shapes import CROSS_ENTROPY, CROSS_ENTROPY_SHARD, HEAD_LOSS, HEAD_LOSS_LONG
 
 __all__ = ["ROWS"]
 
@@ -170,31 +171,15 @@ def _head_slices(result: Any) -> list[Tensor]:
     return [loss.view(1), dx[:CHECKED], dhead[:, :CHECKED]]
 
 
-LLAMA = {"D": 4096, "V": 128256}
 ROWS = [
-    Row(13, "cross entropy fwd+bwd", full, {"T": 8192, "V": 128256}, {"T": 5, "V": 72}, [of_copy(0.85), times("liger", 1.3)]),
-    Row(
-        14,
-        "cross entropy of a shard fwd+bwd",
-        shard,
-        {"T": 8192, "V": 16032, "shards": 8},
-        {"T": 5, "V": 40, "shards": 4},
-        [of_copy(0.80)],
-    ),
+    Row(13, "cross entropy fwd+bwd", full, CROSS_ENTROPY, [of_copy(0.85), times("liger", 1.3)]),
+    Row(14, "cross entropy of a shard fwd+bwd", shard, CROSS_ENTROPY_SHARD, [of_copy(0.80)]),
     Row(
         15,
         "linear cross entropy fwd+bwd",
         head,
-        {"T": 8192} | LLAMA,
-        {"T": 5, "D": 16, "V": 72},
+        HEAD_LOSS,
         [times("liger", 1.2), times("torch.compile", 0.92), extra_memory("torch.compile", 0.25)],
     ),
-    Row(
-        16,
-        "linear cross entropy fwd+bwd",
-        head,
-        {"T": 32768} | LLAMA,
-        {"T": 5, "D": 16, "V": 72},
-        [times("liger", 1.1), times("torch.compile", 0.95)],
-    ),
+    Row(16, "linear cross entropy fwd+bwd", head, HEAD_LOSS_LONG, [times("liger", 1.1), times("torch.compile", 0.95)]),
 ]

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from bench.kernels._row import Built, Row, Setting, Variant, of_copy
 from mpar.kernels import implementation
+from tools.kernel_shapes import MERGE
 
 __all__ = ["ROWS"]
 
@@ -34,4 +35,4 @@ def _first(pair: tuple[Tensor, Tensor]) -> list[Tensor]:
     return [x[:, :CHECKED] for x in pair]
 
 
-ROWS = [Row(8, "attention merge", merge, {"S": 32768, "N": 32, "H": 128}, {"S": 9, "N": 2, "H": 64}, [of_copy(0.85)])]
+ROWS = [Row(8, "attention merge", merge, MERGE, [of_copy(0.85)])]

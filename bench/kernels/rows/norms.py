@@ -9,6 +9,7 @@ from torch import Tensor
 from bench.kernels._row import Built, Row, Setting, Variant, of_copy, times
 from bench.kernels.rows._liger import NOT_INSTALLED, liger
 from mpar.kernels import implementation
+from tools.kernel_shapes import NORMS
 
 __all__ = ["ROWS"]
 
@@ -97,19 +98,11 @@ def _slices(pair: Any) -> list[Tensor]:
     return [dx[:CHECKED], dweight]
 
 
-TINY = {"M": 5, "N": 48}
 ROWS = [
     row
     for N in (4096, 8192)
     for row in (
-        Row(
-            10,
-            "add and rms norm fwd",
-            forward,
-            {"M": 16384, "N": N},
-            TINY,
-            [of_copy(0.90), times("torch.compile", 1.0), times("liger", 1.0)],
-        ),
-        Row(11, "add and rms norm bwd", backward, {"M": 16384, "N": N}, TINY, [of_copy(0.80), times("liger", 1.5)]),
+        Row(10, "add and rms norm fwd", forward, NORMS[N], [of_copy(0.90), times("torch.compile", 1.0), times("liger", 1.0)]),
+        Row(11, "add and rms norm bwd", backward, NORMS[N], [of_copy(0.80), times("liger", 1.5)]),
     )
 ]

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from bench.kernels._row import Built, Row, Setting, Variant, attempt, of_copy
 from mpar.kernels import implementation
+from tools.kernel_shapes import ADAMW
 
 __all__ = ["ROWS"]
 
@@ -75,8 +76,7 @@ ROWS = [
         21,
         "adamw",
         update,
-        {"elements": 1_000_000_000, "tensors": 4},
-        {"elements": 96, "tensors": 2},
+        ADAMW,
         [of_copy(0.90)],
         dtype="float32, bfloat16 gradients and copies",
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 from bench.kernels._row import Built, Row, Setting, Variant, of_copy, times
 from bench.kernels.rows._liger import NOT_INSTALLED, liger
 from mpar.kernels import implementation
+from tools.kernel_shapes import ROPE_LONG
 
 __all__ = ["ROWS"]
 
@@ -48,9 +49,8 @@ def _first(pair: list[Tensor]) -> list[Tensor]:
     return [x[:, :TOKENS_CHECKED] for x in pair]
 
 
-SHAPE, TINY = {"S": 16384, "N": 32, "K": 8, "H": 128}, {"S": 5, "N": 4, "K": 2, "H": 16}
 BARS = [of_copy(0.85), times("liger", 1.0)]
 ROWS = [
-    Row(9, "rope fwd", functools.partial(rotate, backward=False), SHAPE, TINY, BARS),
-    Row(9, "rope bwd", functools.partial(rotate, backward=True), SHAPE, TINY, BARS),
+    Row(9, "rope fwd", functools.partial(rotate, backward=False), ROPE_LONG, BARS),
+    Row(9, "rope bwd", functools.partial(rotate, backward=True), ROPE_LONG, BARS),
 ]

@@ -5,11 +5,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench._report import RESULTS
-
 __all__ = ["LEDGER", "line", "read", "write"]
 
-LEDGER = RESULTS / "registers.json"
+LEDGER = Path(__file__).resolve().parent / "registers.json"
 
 
 def read(path: Path, version: str) -> dict[str, dict[str, dict[str, Any]]]:

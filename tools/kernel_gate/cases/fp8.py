@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
+from tools.kernel_shapes import FP8_MATMUL, QUANTISE
 
-T, D, N = 16384, 4096, 8192
 CHIPS = ("sm_90", "sm_100")  # sm_80 has no e4m3
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 SCALES = "scales are 4 bytes each, columns of them apart"
@@ -26,12 +26,19 @@ def _entries(block: str) -> tuple[str, ...]:
 
 
 def _matmul(make: Make, a_block: str, b_block: str) -> object:
-    shapes = {"tensor": (1, 1), "row": (N, 1), "1x128": (N, N // 128), "128x128": (N // 128, N // 128)}
+    M, N, K = FP8_MATMUL.dims("MNK")
 
-    def operand(block: str) -> tuple[Tensor, Tensor]:
-        return make((N, N), BF16).to(FP8), make(shapes[block], FP32).abs()
+    def operand(rows: int, block: str) -> tuple[Tensor, Tensor]:
+        scales = {"tensor": (1, 1), "row": (rows, 1), "1x128": (rows, K // 128), "128x128": (rows // 128, K // 128)}
+        return make((rows, K), BF16).to(FP8), make(scales[block], FP32).abs()
 
-    return _call("fp8_matmul", *operand(a_block), *operand(b_block), a_block=a_block, b_block=b_block, dtype=BF16)
+    return _call("fp8_matmul", *operand(M, a_block), *operand(N, b_block), a_block=a_block, b_block=b_block, dtype=BF16)
+
+
+def _dequantise(make: Make, block: str) -> object:
+    M, N = QUANTISE.dims("MN")
+    scale = make((M, 1) if block == "row" else (M, N // 128), FP32)
+    return _call("dequantise_fp8", make((M, N), BF16).to(FP8), scale, block=block, dtype=BF16)
 
 
 CASES = [
@@ -39,7 +46,9 @@ CASES = [
         Case(
             f"{primitive} {block} {str(dtype).removeprefix('torch.')}",
             _entries(block),
-            lambda make, primitive=primitive, block=block, dtype=dtype: _call(primitive, make((T, D), dtype), block=block),
+            lambda make, primitive=primitive, block=block, dtype=dtype: _call(
+                primitive, make(QUANTISE.dims("MN"), dtype), block=block
+            ),
             archs=CHIPS,
             scalar_loads=SCALES,
         )
@@ -50,13 +59,7 @@ CASES = [
         Case(
             f"dequantise_fp8 {block}",
             ("dequantise_fp8",),
-            lambda make, block=block: _call(
-                "dequantise_fp8",
-                make((T, D), BF16).to(FP8),
-                make((T, 1) if block == "row" else (T, D // 128), FP32),
-                block=block,
-                dtype=BF16,
-            ),
+            lambda make, block=block: _dequantise(make, block),
             archs=CHIPS,
             scalar_loads=SCALES,
         )

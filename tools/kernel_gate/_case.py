@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from bench.kernels import cases
+from tools.kernel_gate import cases
 
 __all__ = ["Case", "Make", "all_cases", "calling"]
 
@@ -41,7 +41,7 @@ class Case:
 
 
 def all_cases() -> tuple[Case, ...]:
-    """Every case of `bench/kernels/cases`, file by file."""
+    """Every case of `tools/kernel_gate/cases`, file by file."""
     names = sorted(module.name for module in pkgutil.iter_modules(cases.__path__))
     found = tuple(case for name in names for case in importlib.import_module(f"{cases.__name__}.{name}").CASES)
     twice = {case.name for case in found if sum(other.name == case.name for other in found) > 1}

@@ -3,35 +3,41 @@
 import torch
 from torch import Tensor
 
-from bench.kernels._case import Case, Make
 from mpar import kernels
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
+from tools.kernel_shapes import ATTENTION, MERGE, Shape
 
-HEADS = {"64": (64, 64), "128": (128, 128), "256": (256, 256), "192,128": (192, 128)}
 PLAIN = {"causal": True, "window": None, "scale": 0.1, "soft_cap": None}
-B, S, N, K = 2, 8192, 32, 8
 ROWS_OF_A_HEAD = "lse is (B, S, N), so that its rows of one head are N apart; every element of out and dout is loaded by 128 bits"
 
 ONE_LSE = "a row has one number of each lse; every element of out and dout is loaded by 128 bits"
 
 
-def _masks(make: Make, documents: bool, orders: bool, sinks: bool) -> tuple[Tensor | None, ...]:
+def _masks(make: Make, shape: Shape, documents: bool, orders: bool, sinks: bool) -> tuple[Tensor | None, ...]:
     """Operands after q, k and v; ids and orders of the right shapes, in order."""
+    B, S, N = shape.dims("BSN")
     ids = make((B, S), torch.float32).abs().mul(8).to(torch.int32).sort(1).values if documents else None
     order = make((S,), torch.float32).argsort().to(torch.int32) if orders else None
     return order, order, ids, ids, make((N,), torch.bfloat16) if sinks else None
 
 
-def _forward(make: Make, size: str, dtype: torch.dtype, *masks: bool, **params: object) -> object:
-    head, value = HEADS[size]
-    q, k, v = make((B, S, N, head), dtype), make((B, S, K, head), dtype), make((B, S, K, value), dtype)
-    return implementation("attention", "triton")(q, k, v, *_masks(make, *masks), **PLAIN | params)
+def _operands(make: Make, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v."""
+    B, S, N, K, H = shape.dims("BSNKH")
+    return make((B, S, N, H), dtype), make((B, S, K, H), dtype), make((B, S, K, shape.sizes.get("V", H)), dtype)
 
 
-def _backward(make: Make, size: str, dtype: torch.dtype, *masks: bool, **params: object) -> object:
-    head, value = HEADS[size]
-    q, k, v = make((B, S, N, head), dtype), make((B, S, K, head), dtype), make((B, S, K, value), dtype)
-    operands, params = (q, k, v, *_masks(make, *masks)), PLAIN | params
+def _forward(make: Make, shape: Shape, dtype: torch.dtype, *masks: bool, **params: object) -> object:
+    q, k, v = _operands(make, shape, dtype)
+    return implementation("attention", "triton")(q, k, v, *_masks(make, shape, *masks), **PLAIN | params)
+
+
+def _backward(make: Make, shape: Shape, dtype: torch.dtype, *masks: bool, **params: object) -> object:
+    q, k, v = _operands(make, shape, dtype)
+    operands, params = (q, k, v, *_masks(make, shape, *masks)), PLAIN | params
+    B, S, N = shape.dims("BSN")
+    value = v.shape[3]
     if q.is_meta:
         out, lse = make((B, S, N, value), dtype), make((B, S, N), torch.float32)
     else:  # of other results the gradients would be infinite in float16; this call is neither checked nor timed
@@ -46,7 +52,7 @@ def _pair(
 ) -> list[Case]:  # fmt: skip
     """Forward and backward."""
     ranges = ("attention_ranges",) if documents or orders else ()
-    arguments = size, dtype, documents, orders, sinks
+    arguments = ATTENTION[size], dtype, documents, orders, sinks
     return [
         Case(
             f"attention {size} {what}",
@@ -68,21 +74,21 @@ def _pair(
 
 
 def _merge(make: Make) -> object:
-    shape = (1, 32768, N, 128)
+    shape = (1, *MERGE.dims("SNH"))
     parts = make(shape, torch.bfloat16), make(shape[:3], torch.float32)
     return implementation("merge_attention", "triton")(*parts, *parts)
 
 
 def _merge_bwd(make: Make) -> object:
-    shape = (1, 32768, N, 128)
+    shape = (1, *MERGE.dims("SNH"))
     parts = make(shape, torch.bfloat16), make(shape[:3], torch.float32)
     return implementation("merge_attention_bwd", "triton")(*parts, *parts, *parts)
 
 
 CASES = [
-    *(case for size in HEADS for case in _pair(size, "bfloat16")),
+    *(case for size in ATTENTION for case in _pair(size, "bfloat16")),
     *_pair("128", "float16", torch.float16),
-    *(case for size in HEADS for case in _pair(size, "documents", documents=True)),
+    *(case for size in ATTENTION for case in _pair(size, "documents", documents=True)),
     *_pair("128", "documents, window", documents=True, window=128),
     *_pair("128", "orders", orders=True),
     *_pair("64", "window and sinks", sinks=True, window=128),

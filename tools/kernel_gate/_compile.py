@@ -11,9 +11,9 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from bench.kernels import _ledger, _worker
-from bench.kernels._checks import ledger_failures
-from bench.kernels._facts import Facts
+from tools.kernel_gate import _ledger, _worker
+from tools.kernel_gate._checks import ledger_failures
+from tools.kernel_gate._facts import Facts
 
 __all__ = ["compile_all", "table"]
 

@@ -1,6 +1,7 @@
 """Kernels that are compiled without a GPU: as Triton's JIT would, and held to their bars."""
 
 import concurrent.futures
+import io
 import json
 import multiprocessing
 import os
@@ -17,14 +18,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bench.kernels import _compile, _ledger
-from bench.kernels._case import Case, all_cases
-from bench.kernels._checks import MORE_REGISTERS, failures, ledger_failures
-from bench.kernels._facts import Facts, read_ptxas, read_sass, read_ttgir, read_ttir
-from bench.kernels._unit import specialise, target
 from mpar.kernels.offline import Launch, Tuning
-from tests.bench import stuck
 from tests.patience import PATIENCE_S
+from tests.tools import stuck
+from tools.kernel_gate import _check, _compile, _ledger
+from tools.kernel_gate._case import Case, all_cases
+from tools.kernel_gate._checks import MORE_REGISTERS, failures, ledger_failures
+from tools.kernel_gate._facts import Facts, read_ptxas, read_sass, read_ttgir, read_ttir
+from tools.kernel_gate._unit import specialise, target
 
 
 def kernel(a_ptr, b_ptr, tiles, rows, one, many, three, rate, none, BLOCK: tl.constexpr, WIDE: tl.constexpr):
@@ -254,11 +255,11 @@ def test_what_passes_is_kept_at_once(tmp_path):
 
 
 def compiled(*words: str) -> subprocess.CompletedProcess[str]:
-    """`python -m bench.kernels compile` of one kernel."""
+    """`python -m tools.kernel_gate compile` of one kernel."""
     command = [
         sys.executable,
         "-m",
-        "bench.kernels",
+        "tools.kernel_gate",
         "compile",
         "--only",
         "swiglu_fwd bfloat16",
@@ -293,3 +294,19 @@ def test_cases_have_names_of_their_own():
     cases = all_cases()
     assert len({case.name for case in cases}) == len(cases) > 1
     assert all(case.kernels for case in cases)
+
+
+def test_a_wrong_case_does_not_stop_the_others(monkeypatch):
+    """What raises is counted, with its traceback, and the rest is checked."""
+
+    def fail(make):
+        raise AssertionError("other bits")
+
+    cases = [Case("bad", ("swiglu_fwd",), fail), Case("good", ("swiglu_fwd",), lambda make: None)]
+    monkeypatch.setattr(_check, "all_cases", lambda: cases)
+    out = io.StringIO()
+    assert _check.check_cases(out, "cpu") == 1
+    assert "WRONG  bad" in out.getvalue()
+    assert "other bits" in out.getvalue()
+    assert "right  good" in out.getvalue()
+    assert out.getvalue().endswith("1 of 2 cases are right\n")

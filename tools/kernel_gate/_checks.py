@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from bench.kernels._case import Case
-from bench.kernels._facts import Facts
 from mpar.kernels import ARCHITECTURES
+from tools.kernel_gate._case import Case
+from tools.kernel_gate._facts import Facts
 
 __all__ = ["MORE_REGISTERS", "failures", "ledger_failures"]
 

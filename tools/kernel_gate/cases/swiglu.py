@@ -2,10 +2,11 @@
 
 import torch
 
-from bench.kernels._case import Case
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case
+from tools.kernel_shapes import GATE
 
-SHAPE = (16384, 14336)
+SHAPE = GATE.dims("MF")
 
 CASES = [
     Case(

@@ -5,17 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
 from mpar.kernels._grouped_matmul import zero_rest
 from mpar.kernels._launch import launch, tuned
+from tools.kernel_gate._case import Case, Make
+from tools.kernel_shapes import GROUPED_MATMUL, PERMUTE
 
-T, D, F, E, K = 16384, 2048, 1536, 128, 8
-ROUTER = {"k": K, "score": "softmax", "normalise": True, "order": "pre", "groups": 1, "groups_kept": 1} | {
+T, K, D, E = PERMUTE.dims("TkDE")
+R, F = GROUPED_MATMUL.dims("RF")  # R = T * K rows of tokens, one for each expert that a token takes
+BY_SOFTMAX = {"k": K, "score": "softmax", "normalise": True, "order": "pre", "groups": 1, "groups_kept": 1} | {
     "group_best": 2,
     "scale": 1.0,
 }
-GROUPED = ROUTER | {"score": "sigmoid", "groups": 8, "groups_kept": 4, "scale": 2.5}
+BY_GROUPS = BY_SOFTMAX | {"score": "sigmoid", "groups": 8, "groups_kept": 4, "scale": 2.5}
 SCALARS = "a program reads and writes a few numbers per token"
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -27,7 +29,7 @@ def _integers(make: Make, *shape: int) -> Tensor:
 
 def _places(make: Make) -> Tensor:
     """The row of each of the K copies of a token, (T, K): every row once."""
-    return make((T * K,), FP32).argsort().to(torch.int32).view(T, K)
+    return make((R,), FP32).argsort().to(torch.int32).view(T, K)
 
 
 def _call(primitive: str, *operands: Any, **params: Any) -> object:
@@ -46,12 +48,12 @@ def _router_bwd(make: Make, num_experts: int, **params: Any) -> object:
 
 def _ends(make: Make) -> Tensor:
     """Ends of 128 groups of 1024 rows."""
-    return _integers(make, E).add_(T * K // E).cumsum(0).to(torch.int32)
+    return _integers(make, E).add_(R // E).cumsum(0).to(torch.int32)
 
 
 def _grouped(make: Make, dtype: torch.dtype, transposed: bool) -> object:
     w = make((E, F, D), dtype).transpose(1, 2) if transposed else make((E, D, F), dtype)
-    return _call("grouped_matmul", make((T * K, D), dtype), w, _ends(make))
+    return _call("grouped_matmul", make((R, D), dtype), w, _ends(make))
 
 
 def _launch_rest(y: Tensor, ends: Tensor) -> None:
@@ -60,25 +62,25 @@ def _launch_rest(y: Tensor, ends: Tensor) -> None:
 
 
 CASES = [
-    Case("topk_router 8 of 128", ("topk_router_fwd",), lambda make: _router(make, E, **ROUTER), scalar_loads=SCALARS),
-    Case("topk_router_bwd 8 of 128", ("topk_router_bwd",), lambda make: _router_bwd(make, E, **ROUTER), scalar_loads=SCALARS),
+    Case("topk_router 8 of 128", ("topk_router_fwd",), lambda make: _router(make, E, **BY_SOFTMAX), scalar_loads=SCALARS),
+    Case("topk_router_bwd 8 of 128", ("topk_router_bwd",), lambda make: _router_bwd(make, E, **BY_SOFTMAX), scalar_loads=SCALARS),
     Case(
         "topk_router 8 of 64, by chosen logits",
         ("topk_router_fwd",),
-        lambda make: _router(make, 64, **ROUTER | {"order": "post"}),
+        lambda make: _router(make, 64, **BY_SOFTMAX | {"order": "post"}),
         scalar_loads=SCALARS,
     ),
     Case(
         "topk_router_bwd 8 of 64, by chosen logits",
         ("topk_router_bwd",),
-        lambda make: _router_bwd(make, 64, **ROUTER | {"order": "post"}),
+        lambda make: _router_bwd(make, 64, **BY_SOFTMAX | {"order": "post"}),
         scalar_loads=SCALARS,
     ),
     *(
         Case(
             f"topk_router 8 of {n}, 4 of 8 groups",
             ("topk_router_fwd",),
-            lambda make, n=n: _router(make, n, **GROUPED),
+            lambda make, n=n: _router(make, n, **BY_GROUPS),
             scalar_loads=SCALARS,
         )
         for n in (256, 512, 1024)
@@ -87,7 +89,7 @@ CASES = [
         Case(
             f"topk_router_bwd 8 of {n}",
             ("topk_router_bwd",),
-            lambda make, n=n: _router_bwd(make, n, **GROUPED),
+            lambda make, n=n: _router_bwd(make, n, **BY_GROUPS),
             scalar_loads=SCALARS,
         )
         for n in (256, 512, 1024)
@@ -112,17 +114,17 @@ CASES = [
     Case(
         "unpermute weighted bfloat16",
         ("unpermute",),
-        lambda make: _call("unpermute", make((T * K, D), BF16), _places(make), make((T, K), FP32)),
+        lambda make: _call("unpermute", make((R, D), BF16), _places(make), make((T, K), FP32)),
     ),
     Case(
         "unpermute bfloat16",
         ("unpermute",),
-        lambda make: _call("unpermute", make((T * K, D), BF16), _places(make), None),
+        lambda make: _call("unpermute", make((R, D), BF16), _places(make), None),
     ),
     Case(
         "unpermute_bwd bfloat16",
         ("unpermute_bwd",),
-        lambda make: _call("unpermute_bwd", make((T * K, D), BF16), _places(make), make((T, K), FP32), make((T, D), BF16)),
+        lambda make: _call("unpermute_bwd", make((R, D), BF16), _places(make), make((T, K), FP32), make((T, D), BF16)),
         scalar_loads="place and weight of each of K rows are numbers of their own",
     ),
     *(
@@ -140,7 +142,7 @@ CASES = [
         Case(
             f"grouped_matmul_dw {str(dtype).removeprefix('torch.')}",
             ("grouped_matmul_dw",),
-            lambda make, dtype=dtype: _call("grouped_matmul_dw", make((T * K, D), dtype), make((T * K, F), dtype), _ends(make)),
+            lambda make, dtype=dtype: _call("grouped_matmul_dw", make((R, D), dtype), make((R, F), dtype), _ends(make)),
             matrix=dtype != FP32,
             tma=True,
         )
@@ -149,6 +151,6 @@ CASES = [
     Case(
         "grouped_matmul by torch, rows of no expert",
         ("grouped_matmul_rest",),
-        lambda make: _launch_rest(make((T * K, F), BF16), _ends(make)),
+        lambda make: _launch_rest(make((R, F), BF16), _ends(make)),
     ),
 ]

@@ -15,12 +15,12 @@ import triton
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from bench.kernels._case import Case, all_cases
-from bench.kernels._checks import failures
-from bench.kernels._facts import Facts, read_ptxas, read_sass, read_ttgir, read_ttir
-from bench.kernels._unit import Unit, entry_names, record, target
 from mpar.errors import KernelError
 from mpar.kernels.offline import Tuning, classes, kernels, tuning
+from tools.kernel_gate._case import Case, all_cases
+from tools.kernel_gate._checks import failures
+from tools.kernel_gate._facts import Facts, read_ptxas, read_sass, read_ttgir, read_ttir
+from tools.kernel_gate._unit import Unit, entry_names, record, target
 
 __all__ = ["compile_units", "compiled_facts", "launch_table", "plan"]
 

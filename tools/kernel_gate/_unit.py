@@ -14,9 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITCallable, JITFunction, create_function_from_signature
 
-from bench.kernels._case import Case
 from mpar.kernels import ARCHITECTURES
 from mpar.kernels.offline import Launch, Tuning, recording
+from tools.kernel_gate._case import Case
 
 __all__ = ["Unit", "entry_names", "record", "specialise", "target"]
 

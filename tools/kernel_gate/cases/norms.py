@@ -2,35 +2,34 @@
 
 import torch
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
+from tools.kernel_shapes import NORMS
 
-TOKENS = 16384
 NARROW = (
     "rows of a few hundred columns are held by few threads each; weights and their gradients are read and written in narrow words"
 )
-WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 EPS = 1e-6
 
 
 def _add_rms_norm(make: Make, width: int, dtype: torch.dtype) -> None:
-    x, residual = make((TOKENS, width), dtype), make((TOKENS, width), dtype)
+    x, residual = make(NORMS[width].dims("MN"), dtype), make(NORMS[width].dims("MN"), dtype)
     implementation("add_rms_norm", "triton")(x, residual, make((width,), dtype), eps=EPS)
 
 
 def _add_rms_norm_bwd(make: Make, width: int, dtype: torch.dtype) -> None:
-    total, dy, dtotal = (make((TOKENS, width), dtype) for _ in range(3))
+    total, dy, dtotal = (make(NORMS[width].dims("MN"), dtype) for _ in range(3))
     implementation("add_rms_norm_bwd", "triton")(total, make((width,), dtype), dy, dtotal, eps=EPS)
 
 
 def _add_layer_norm(make: Make, width: int, dtype: torch.dtype) -> None:
-    x, residual = make((TOKENS, width), dtype), make((TOKENS, width), dtype)
+    x, residual = make(NORMS[width].dims("MN"), dtype), make(NORMS[width].dims("MN"), dtype)
     weight, bias = make((width,), dtype), make((width,), dtype)
     implementation("add_layer_norm", "triton")(x, residual, weight, bias, eps=EPS)
 
 
 def _add_layer_norm_bwd(make: Make, width: int, dtype: torch.dtype) -> None:
-    total, dy, dtotal = (make((TOKENS, width), dtype) for _ in range(3))
+    total, dy, dtotal = (make(NORMS[width].dims("MN"), dtype) for _ in range(3))
     weight, bias = make((width,), dtype), make((width,), dtype)
     implementation("add_layer_norm_bwd", "triton")(total, weight, bias, dy, dtotal, eps=EPS)
 
@@ -56,7 +55,7 @@ def _cases(width: int, dtype: torch.dtype) -> list[Case]:
 
 
 CASES = [
-    *(case for width in WIDTHS for case in _cases(width, torch.bfloat16)),
+    *(case for width in NORMS for case in _cases(width, torch.bfloat16)),
     *_cases(4096, torch.float16),
     *_cases(4096, torch.float32),
     Case(

@@ -2,22 +2,23 @@
 
 import torch
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
+from tools.kernel_shapes import ROPE
 
-BATCH, LENGTH, QUERIES, KEYS = 2, 8192, 32, 8
+B, S, N, K = ROPE.dims("BSNK")
 WIDE = "the table of a token is narrower than the block of threads; it is read once for all heads"
 
 
 def _many(make: Make, size: int, turned: int, dtype: torch.dtype, interleaved: bool) -> None:
-    q, k = make((BATCH, LENGTH, QUERIES, size), dtype), make((BATCH, LENGTH, KEYS, size), dtype)
-    cos, sin = (make((1, LENGTH, turned // 2), torch.float32) for _ in range(2))
+    q, k = make((B, S, N, size), dtype), make((B, S, K, size), dtype)
+    cos, sin = (make((1, S, turned // 2), torch.float32) for _ in range(2))
     implementation("rope_many", "triton")([q, k], cos, sin, interleaved=interleaved)
 
 
 def _one(make: Make, size: int, turned: int, dtype: torch.dtype) -> None:
-    cos, sin = (make((1, LENGTH, turned // 2), torch.float32) for _ in range(2))
-    implementation("rope", "triton")(make((BATCH, LENGTH, QUERIES, size), dtype), cos, sin, interleaved=False)
+    cos, sin = (make((1, S, turned // 2), torch.float32) for _ in range(2))
+    implementation("rope", "triton")(make((B, S, N, size), dtype), cos, sin, interleaved=False)
 
 
 def _case(size: int, turned: int, dtype: torch.dtype = torch.bfloat16, interleaved: bool = False) -> Case:

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench._machine import ROOT
-
 __all__ = ["CACHE", "VERSIONS", "all_versions"]
 
+ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = {"3.6.0": ("numpy<2.4",), "3.9.0": ()}
 """Triton, and what it needs besides: the interpreter of 3.6 uses arrays of one element as indices, which numpy 2.4 refuses."""
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mpar" / "triton"
@@ -40,7 +39,7 @@ def all_versions(versions: Sequence[str], *, cache: Path, jobs: int, compile_wor
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         paths = [str(folder), str(ROOT), *environment.get("PYTHONPATH", "").split(os.pathsep)]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        compiling = [sys.executable, "-m", "bench.kernels", "compile", "--jobs", str(jobs), *compile_words]
+        compiling = [sys.executable, "-m", "tools.kernel_gate", "compile", "--jobs", str(jobs), *compile_words]
         testing = [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), "tests/kernels"]
         steps += [_step(version, name, words, environment) for name, words in (("compile", compiling), ("test", testing))]
     for step in steps:

@@ -2,27 +2,17 @@
 
 import torch
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
+from tools.kernel_shapes import ADAMW_TENSORS
 
-SHAPES = 2 * (
-    (4096, 4096),
-    (4096, 1024),
-    (4096, 1024),
-    (4096, 4096),
-    (4096, 14336),
-    (4096, 14336),
-    (14336, 4096),
-    (4096,),
-    (4096,),
-)
 SCALARS = "a program looks up its tensors' addresses, 8 bytes each, and the scalars of the step"
 
 
 def _update(make: Make, grad: torch.dtype, copy: torch.dtype | None, skips: bool) -> None:
-    params, ms, vs = ([make(shape, torch.float32) for shape in SHAPES] for _ in range(3))
-    grads = [make(shape, grad) for shape in SHAPES]
-    copies = [] if copy is None else [make(shape, copy) for shape in SHAPES]
+    params, ms, vs = ([make(shape, torch.float32) for shape in ADAMW_TENSORS] for _ in range(3))
+    grads = [make(shape, grad) for shape in ADAMW_TENSORS]
+    copies = [] if copy is None else [make(shape, copy) for shape in ADAMW_TENSORS]
     one = make((), torch.float64).abs() + 1
     skip = one < 0 if skips else None
     hyper = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mpar.kernels import _choose
-from tests.kernels import checked as module
-from tests.kernels.checked import checked, make_on
+from tools import checked_kernels as module
+from tools.checked_kernels import checked, make_on
 
 
 def call_swiglu(device):

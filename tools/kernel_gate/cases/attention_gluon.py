@@ -4,14 +4,14 @@ import functools
 
 import torch
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
+from tools.kernel_shapes import ATTENTION
 
-B, S, N, K = 2, 8192, 32, 8
 
-
-def _forward(make: Make, size: int, dtype: torch.dtype, causal: bool) -> object:
-    q, k, v = make((B, S, N, size), dtype), make((B, S, K, size), dtype), make((B, S, K, size), dtype)
+def _forward(make: Make, size: str, dtype: torch.dtype, causal: bool) -> object:
+    B, S, N, K, H = ATTENTION[size].dims("BSNKH")
+    q, k, v = make((B, S, N, H), dtype), make((B, S, K, H), dtype), make((B, S, K, H), dtype)
     masks = (None,) * 5
     return implementation("attention", "gluon")(q, k, v, *masks, causal=causal, window=None, scale=0.1, soft_cap=None)
 
@@ -26,9 +26,9 @@ CASES = [
         archs=("sm_90",),
     )
     for size, dtype, causal in [
-        (64, torch.bfloat16, True),
-        (128, torch.bfloat16, True),
-        (128, torch.bfloat16, False),
-        (128, torch.float16, True),
+        ("64", torch.bfloat16, True),
+        ("128", torch.bfloat16, True),
+        ("128", torch.bfloat16, False),
+        ("128", torch.float16, True),
     ]
 ]

@@ -2,19 +2,20 @@
 
 import torch
 
-from bench.kernels._case import Case, Make
 from mpar.kernels import implementation
+from tools.kernel_gate._case import Case, Make
+from tools.kernel_shapes import GATE
 
-TOKENS, HIDDEN = 16384, 14336
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _operands(make: Make, dtype: torch.dtype, packed: bool) -> list[torch.Tensor]:
-    dy = make((TOKENS, HIDDEN), dtype)
+    M, F = GATE.dims("MF")
+    dy = make((M, F), dtype)
     if not packed:
-        return [make((TOKENS, HIDDEN), dtype), make((TOKENS, HIDDEN), dtype), dy]
-    both = make((TOKENS, 2 * HIDDEN), dtype)
-    return [both[:, :HIDDEN], both[:, HIDDEN:], dy]
+        return [make((M, F), dtype), make((M, F), dtype), dy]
+    both = make((M, 2 * F), dtype)
+    return [both[:, :F], both[:, F:], dy]
 
 
 def _geglu(make: Make, dtype: torch.dtype, approximate: str, packed: bool) -> None:
