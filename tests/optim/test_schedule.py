@@ -171,3 +171,51 @@ def test_a_number_is_a_constant_rate():
     """`learning_rate` takes a schedule or a plain number."""
     assert [learning_rate(0.5, step) for step in (1, 100)] == [0.5, 0.5]
     assert learning_rate(Linear(lr=1.0, total_steps=4), 1) == 0.75
+
+
+SHORT_RUNS = [(total, ratio) for total in (1, 2, 3, 4, 7) for ratio in (0.01, 0.1, 1 / 3, 0.5, 0.9, 0.99)]
+
+
+@pytest.mark.parametrize("kind", [Constant, Linear, Cosine], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("total", "ratio"), SHORT_RUNS)
+def test_warmup_of_short_runs(kind, total, ratio):
+    """A ratio below 1 warms up for its share of the run, rounded up, and always leaves one step, so every kind can be made.
+
+    Of a run of one step nothing is warm-up.
+    """
+    schedule = kind(lr=3.0, total_steps=total, warmup_ratio=ratio)
+    warmup = next(steps for steps in range(total) if steps >= ratio * total - 1e-6 or steps == total - 1)
+    assert schedule.num_warmup_steps == warmup
+    rates = [schedule(step) for step in range(1, total + 1)]
+    assert rates[:warmup] == pytest.approx([3.0 * step / warmup for step in range(1, warmup + 1)], rel=1e-15)
+    assert rates[-1] == (3.0 if kind is Constant else 0.0)
+
+
+@pytest.mark.parametrize("total", [1, 2, 5])
+@pytest.mark.parametrize("given", ["warmup_steps", "warmup_ratio"])
+def test_warmup_as_long_as_the_run(given, total):
+    """A constant rate reaches its peak at the last step, not before and not after; what decays has no step left to do it in."""
+    warmup = {given: total if given == "warmup_steps" else 1.0}
+    schedule = Constant(lr=3.0, total_steps=total, **warmup)
+    assert schedule.num_warmup_steps == total
+    assert [schedule(step) for step in range(1, total + 3)] == pytest.approx([3 * s / total for s in range(1, total)] + [3.0] * 3)
+    for kind in (Linear, Cosine, WSD):
+        with pytest.raises(ConfigError, match=f"warm-up takes all {total} steps and leaves none to decay in; use Constant"):
+            kind(lr=3.0, total_steps=total, **warmup)
+
+
+@pytest.mark.parametrize("kind", [Constant, Linear, Cosine, WSD], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("total", [1, 2, 5])
+def test_warmup_longer_than_the_run(kind, total):
+    """It would never reach the peak: refused with both numbers, by one step as by many. Without an end a constant rate may."""
+    for warmup in (total + 1, 100 * total):
+        with pytest.raises(ConfigError, match=f"warm-up takes {warmup} steps, more than total_steps={total}$"):
+            kind(lr=3.0, total_steps=total, warmup_steps=warmup)
+    assert Constant(lr=3.0, warmup_steps=total + 1)(total + 1) == 3.0
+
+
+@pytest.mark.parametrize("warmup_steps", [3, 6, 48])
+def test_warmup_ends_at_exactly_the_peak(warmup_steps):
+    """Update w has lr to the last bit, though lr * w / w rounds to another number."""
+    assert 0.1 * warmup_steps / warmup_steps != 0.1
+    assert Constant(lr=0.1, warmup_steps=warmup_steps)(warmup_steps) == 0.1
