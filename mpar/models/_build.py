@@ -12,8 +12,8 @@ from mpar import tree
 from mpar.arrange import arrange
 from mpar.errors import ConfigError, ShardingError
 from mpar.mesh import Mesh
-from mpar.models._hf_weights import HfReader, load_params, read_json
 from mpar.models._model import Model, make_model
+from mpar.models.hf._weights import HfReader, load_params, read_json
 from mpar.strategy import Strategy, preset
 
 __all__ = ["build", "from_config", "from_hf", "storage_specs"]

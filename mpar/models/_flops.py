@@ -4,8 +4,8 @@ import re
 
 from mpar import tree
 from mpar.models._model import Model
-from mpar.models._moe import MoeConfig
-from mpar.models._parts import part_of
+from mpar.models.layers._parts import part_of
+from mpar.models.layers.moe._moe import MoeConfig
 
 __all__ = ["flops_per_token"]
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from mpar import ops, tree
 from mpar.chain import Axes, Segment
 from mpar.errors import ConfigError, DataError, DtypeError, ShapeError
-from mpar.models import _decoder as decoder
-from mpar.models._architectures import ARCHITECTURES, Architecture, decoder_config
-from mpar.models._decoder import DecoderConfig, DecoderParams
-from mpar.models._multi_token import NEXT_KEYS, NEXT_WEIGHTS
-from mpar.models._parts import Update, part_of
-from mpar.models._rope import rope_tables, table_keys
+from mpar.models.architectures._architecture import ARCHITECTURES, Architecture, decoder_config
+from mpar.models.decoder import _decoder as decoder
+from mpar.models.decoder._decoder import DecoderConfig, DecoderParams
+from mpar.models.decoder._multi_token import NEXT_KEYS, NEXT_WEIGHTS
+from mpar.models.layers._parts import Update, part_of
+from mpar.models.layers._rope import rope_tables, table_keys
 
 __all__ = ["Model", "make_model"]
 

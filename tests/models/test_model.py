@@ -7,8 +7,9 @@ import torch
 
 from mpar import models, testing, tree
 from mpar.errors import ConfigError, DataError, DtypeError, ShapeError
-from mpar.models import _decoder, _model
-from mpar.models._moe import MoeConfig
+from mpar.models import _model
+from mpar.models.decoder import _decoder
+from mpar.models.layers.moe._moe import MoeConfig
 from tests.models.variants import KINDS, VARIANTS
 
 CONFIG = {

@@ -1,0 +1,1 @@
+"""Architectures: what tells one Hugging Face model type from another, one declaration for each, and the table of them."""

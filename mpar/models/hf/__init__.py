@@ -1,0 +1,1 @@
+"""Hugging Face folders: reading any part of any leaf from safetensors, and writing what transformers loads."""

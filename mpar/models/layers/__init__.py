@@ -1,0 +1,1 @@
+"""Layers: what a decoder is made of. Attention, feed-forward layers, experts, scans, norms, rotations; each with its config."""
