@@ -1,6 +1,7 @@
 """Pytrees: parameters, optimizer state and batches are nested tuples, dicts and frozen dataclasses with tensors at the leaves.
 
-A leaf's *path* is a string such as `layers.3.q_DNH`: it names the leaf in checkpoints, errors and random keys.
+A leaf's *path* is a string such as `layers.3.q_DNH`: it names the leaf in checkpoints, errors and random keys. A dataclass may be
+generic in `Leaf`, to say what stands at its leaves: `Head[Tensor]` holds parameters, `Head[Axes]` the logical axes of each.
 """
 
 import dataclasses
@@ -9,10 +10,12 @@ from typing import Any, TypeVar, dataclass_transform
 
 from mpar.torch_private import pytree
 
-__all__ = ["flatten", "get", "leaves", "leaves_with_path", "map_leaves", "paths", "replace", "struct", "unflatten"]
+__all__ = ["Leaf", "flatten", "get", "leaves", "leaves_with_path", "map_leaves", "paths", "replace", "struct", "unflatten"]
 
 T = TypeVar("T")
-Leaf = Callable[[Any], bool]
+Leaf = TypeVar("Leaf")
+"""What stands at the leaves of a struct: tensors, their sizes, their axes."""
+IsLeaf = Callable[[Any], bool]
 
 
 @dataclass_transform(frozen_default=True)
@@ -26,7 +29,7 @@ def struct(cls: type[T]) -> type[T]:
     return cls
 
 
-def flatten(tree: Any, is_leaf: Leaf | None = None) -> tuple[list[Any], Any]:
+def flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
     """`(leaves, structure)` of `tree`; `unflatten(structure, leaves)` is its inverse."""
     return pytree.tree_flatten(tree, is_leaf=is_leaf)
 
@@ -36,23 +39,23 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
     return pytree.tree_unflatten(list(leaves), structure)
 
 
-def leaves(tree: Any, is_leaf: Leaf | None = None) -> list[Any]:
+def leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
     """The leaves of `tree` in order."""
     return pytree.tree_leaves(tree, is_leaf=is_leaf)
 
 
-def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Leaf | None = None) -> Any:
+def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf | None = None) -> Any:
     """Apply `fn` leaf by leaf to `tree` and to `rest`, which have the same structure."""
     return pytree.tree_map(fn, tree, *rest, is_leaf=is_leaf)
 
 
-def leaves_with_path(tree: Any, is_leaf: Leaf | None = None) -> list[tuple[str, Any]]:
+def leaves_with_path(tree: Any, is_leaf: IsLeaf | None = None) -> list[tuple[str, Any]]:
     """`(path, leaf)` for every leaf, in order; a path joins field names, keys and indices with dots."""
     pairs, _ = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [(".".join(_key_name(key) for key in path), leaf) for path, leaf in pairs]
 
 
-def paths(tree: Any, is_leaf: Leaf | None = None) -> list[str]:
+def paths(tree: Any, is_leaf: IsLeaf | None = None) -> list[str]:
     """The path of every leaf, in order."""
     return [path for path, _ in leaves_with_path(tree, is_leaf)]
 

@@ -11,7 +11,7 @@ from mpar import models
 from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
 from mpar.models import Model
-from mpar.models.hf._weights import stored_leaves
+from mpar.models.hf import stored_leaves
 from mpar.optim import AdamW
 from mpar.program import Program, State, describe_kernels, format_bytes
 from mpar.program._hardware import hardware

@@ -1,19 +1,15 @@
 """DeepSeek-V2 (arXiv:2405.04434): latent attention, dense layers first, then shared and routed experts in groups."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from mpar.errors import ConfigError
 from mpar.models.architectures._architecture import Architecture, Plain, Ropes
 from mpar.models.architectures._llama import LLAMA_NAMES
-from mpar.models.architectures.keys._experts import expert_names
-from mpar.models.architectures.keys._keys import COMMON_KEYS, Key
-from mpar.models.architectures.keys._rope import read_rope
-from mpar.models.layers._feed_forward import MlpConfig
-from mpar.models.layers._latent_attention import LatentAttentionConfig
-from mpar.models.layers._rope import MAIN
-from mpar.models.layers.moe._moe import MoeConfig
+from mpar.models.architectures.keys import COMMON_KEYS, Key, Values, expert_names, read_rope
+from mpar.models.decoder import DecoderConfig
+from mpar.models.layers import MAIN, LatentAttentionConfig, MlpConfig, MoeConfig
 
 __all__ = [
     "DEEPSEEK_IGNORED",
@@ -76,7 +72,7 @@ DEEPSEEK_IGNORED = {
 }
 
 
-def check_deepseek(title: str, values: Mapping[str, Any]) -> None:
+def check_deepseek(title: str, values: Values) -> None:
     """Raise ConfigError unless head sizes and numbers fit each other."""
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     size = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
@@ -89,12 +85,12 @@ def check_deepseek(title: str, values: Mapping[str, Any]) -> None:
         raise ConfigError(f"cannot read {title}:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def latent_rope(title: str, values: Mapping[str, Any], head_size: int, ignore: Sequence[str]) -> Ropes:
+def latent_rope(title: str, values: Values, head_size: int, ignore: Sequence[str]) -> Ropes:
     """The rotation of the part of heads that has one."""
     return ((MAIN, read_rope(title, values, values["qk_rope_head_dim"], ignore)),)
 
 
-def latent_attention(values: Mapping[str, Any], *, interleaved: bool) -> LatentAttentionConfig:
+def latent_attention(values: Values, *, interleaved: bool) -> LatentAttentionConfig:
     """The attention that the keys describe; with YaRN's mscale_all_dim the scores grow (arXiv:2309.00071, eq. 22)."""
     rope = (values["rope_scaling"] or {}) | (values["rope_parameters"] or {})
     scale = (values["qk_nope_head_dim"] + values["qk_rope_head_dim"]) ** -0.5
@@ -114,9 +110,9 @@ def latent_attention(values: Mapping[str, Any], *, interleaved: bool) -> LatentA
     )
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
     check_deepseek(title, values)
-    plain = plain.change(mlp={"bias": values["mlp_bias"]})
+    mlp = replace(plain.mlp, bias=values["mlp_bias"])
     grouped = values["topk_method"] == "group_limited_greedy"
     experts = MoeConfig(
         num_experts=values["n_routed_experts"],
@@ -134,7 +130,7 @@ def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, 
     )
     dense, num_layers = min(values["first_k_dense_replace"], plain.num_layers), plain.num_layers
     attention = latent_attention(values, interleaved=True)
-    return plain.stack((attention,) * num_layers, (plain.mlp,) * dense + (experts,) * (num_layers - dense))
+    return plain.stack(attention, [mlp if i < dense else experts for i in range(num_layers)])
 
 
 DEEPSEEK_V2 = Architecture(

@@ -1,8 +1,5 @@
 """DeepSeek-V3 (arXiv:2412.19437): sigmoid scores, and a bias that balances the choice of experts without a loss."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from mpar.models.architectures._architecture import Architecture, Plain
 from mpar.models.architectures._deepseek_v2 import (
     DEEPSEEK_IGNORED,
@@ -12,9 +9,9 @@ from mpar.models.architectures._deepseek_v2 import (
     latent_attention,
     latent_rope,
 )
-from mpar.models.architectures.keys._keys import Key
-from mpar.models.layers._feed_forward import MlpConfig
-from mpar.models.layers.moe._moe import MoeConfig
+from mpar.models.architectures.keys import Key, Values
+from mpar.models.decoder import DecoderConfig
+from mpar.models.layers import MlpConfig, MoeConfig
 
 __all__ = ["DEEPSEEK_V3"]
 
@@ -37,7 +34,7 @@ MTP_NAMES = {
 }
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
     check_deepseek(title, values)
     experts = MoeConfig(
         num_experts=values["n_routed_experts"],
@@ -54,7 +51,7 @@ def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, 
     )
     dense, num_layers = min(values["first_k_dense_replace"], plain.num_layers), plain.num_layers
     attention = latent_attention(values, interleaved=bool(values["rope_interleave"]))
-    return plain.stack((attention,) * num_layers, (plain.mlp,) * dense + (experts,) * (num_layers - dense))
+    return plain.stack(attention, [plain.mlp if i < dense else experts for i in range(num_layers)])
 
 
 DEEPSEEK_V3 = Architecture(

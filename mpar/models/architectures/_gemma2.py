@@ -1,13 +1,13 @@
 """Gemma 2 (arXiv:2408.00118): norms before and behind every part, soft caps, windows in every other layer, scaled embeddings."""
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mpar.models.architectures._architecture import Architecture, Plain, windowed
 from mpar.models.architectures._llama import LLAMA_NAMES
-from mpar.models.architectures.keys._keys import COMMON_KEYS, Key, windows_of
+from mpar.models.architectures.keys import COMMON_KEYS, Key, Values, windows_of
+from mpar.models.decoder import DecoderConfig
 
-__all__ = ["GEMMA2", "GEMMA2_NAMES", "GEMMA_IGNORED", "GEMMA_KEYS", "gemma_parts"]
+__all__ = ["GEMMA2", "GEMMA2_NAMES", "GEMMA_IGNORED", "GEMMA_KEYS", "gemma_plain"]
 
 _BLOCK = "model.layers.{i}"
 GEMMA2_NAMES = {
@@ -34,24 +34,26 @@ GEMMA_KEYS = {
 GEMMA_IGNORED = {"hidden_act": "transformers reads hidden_activation and not this key, which older configs have too"}
 
 
-def gemma_parts(values: Mapping[str, Any], plain: Plain) -> tuple[Plain, dict[str, Any]]:
-    """The parts that all Gemmas have, and the fields of DecoderConfig in which they differ from the plain decoder."""
-    bias = values["attention_bias"]
-    norm = {"offset": 1.0}
-    plain = plain.change(
-        attention={"qkv_bias": bias, "o_bias": bias, "scale": values["query_pre_attn_scalar"] ** -0.5}, norm=norm
+def gemma_plain(values: Values, plain: Plain) -> Plain:
+    """What all Gemmas have in common."""
+    bias, scale = values["attention_bias"], values["query_pre_attn_scalar"] ** -0.5
+    return replace(
+        plain,
+        decoder=replace(
+            plain.decoder, embed_scale=values["hidden_size"] ** 0.5, logits_soft_cap=values["final_logit_softcapping"]
+        ),
+        norm=replace(plain.norm, offset=1.0),
+        heads=replace(plain.attention, qkv_bias=bias, o_bias=bias, scale=scale),
     )
-    rest = {"embed_scale": values["hidden_size"] ** 0.5, "logits_soft_cap": values["final_logit_softcapping"]}
-    return plain, rest
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
-    plain, rest = gemma_parts(values, plain)
-    plain = plain.change(attention={"soft_cap": values["attn_logit_softcapping"]})
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
+    plain = gemma_plain(values, plain)
+    attention = replace(plain.attention, soft_cap=values["attn_logit_softcapping"])
     kinds = values["layer_types"]
     if kinds is None:
         kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(plain.num_layers)]
-    return plain.stack(windowed(plain.attention, windows_of(title, values, kinds)), norms="both") | rest
+    return plain.stack(windowed(attention, windows_of(title, values, kinds)), norms="both")
 
 
 GEMMA2 = Architecture(

@@ -3,16 +3,15 @@
 Layers with a window have a rotation of their own, with a smaller theta ("local"); every sixth layer sees all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from mpar.errors import ConfigError
 from mpar.models.architectures._architecture import Architecture, Plain, Ropes, windowed
-from mpar.models.architectures._gemma2 import GEMMA2_NAMES, GEMMA_IGNORED, GEMMA_KEYS, gemma_parts
-from mpar.models.architectures.keys._keys import Key, refusal, windows_of
-from mpar.models.architectures.keys._rope import read_rope
-from mpar.models.layers._rope import MAIN
+from mpar.models.architectures._gemma2 import GEMMA2_NAMES, GEMMA_IGNORED, GEMMA_KEYS, gemma_plain
+from mpar.models.architectures.keys import Key, Values, read_rope, refusal, windows_of
+from mpar.models.decoder import DecoderConfig
+from mpar.models.layers import MAIN
 
 __all__ = ["GEMMA3"]
 
@@ -25,7 +24,7 @@ GEMMA3_NAMES = {
 }
 
 
-def _ropes(title: str, values: Mapping[str, Any], head_size: int, ignore: Sequence[str]) -> Ropes:
+def _ropes(title: str, values: Values, head_size: int, ignore: Sequence[str]) -> Ropes:
     """Both rotations: rope_parameters by layer type, or rope_theta with rope_scaling and rope_local_base_freq."""
     nested = values["rope_parameters"] or {}
     strange = sorted(set(nested) - set(_KINDS))
@@ -44,15 +43,15 @@ def _ropes(title: str, values: Mapping[str, Any], head_size: int, ignore: Sequen
     return tuple(found)
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
-    plain, rest = gemma_parts(values, plain)
-    plain = plain.change(attention={"qk_norm": "head", "norm": plain.norm})
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
+    plain = gemma_plain(values, plain)
+    attention = replace(plain.attention, qk_norm="head", norm=plain.norm)
     kinds, pattern = values["layer_types"], values["sliding_window_pattern"]
     if kinds is None:
         kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(plain.num_layers)]
-    mixers = windowed(plain.attention, windows_of(title, values, kinds))
+    mixers = windowed(attention, windows_of(title, values, kinds))
     mixers = tuple(replace(mixer, rope=_KINDS[kind][0]) for mixer, kind in zip(mixers, kinds, strict=True))
-    return plain.stack(mixers, norms="both") | rest
+    return plain.stack(mixers, norms="both")
 
 
 GEMMA3 = Architecture(

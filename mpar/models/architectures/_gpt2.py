@@ -1,12 +1,11 @@
 """GPT-2 (Radford et al. 2019): learned positions, layer norms and biases throughout, a feed-forward layer without gate."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from mpar.models.architectures._architecture import Architecture, Plain, no_rope
-from mpar.models.architectures.keys._keys import COMMON_KEYS, Key
-from mpar.models.layers._feed_forward import MlpConfig
+from mpar.models.architectures.keys import COMMON_KEYS, Key, Values
+from mpar.models.decoder import DecoderConfig
+from mpar.models.layers import MlpConfig
 
 __all__ = ["GPT2"]
 
@@ -46,18 +45,18 @@ _SUMMARY = "belongs to the head of multiple-choice models"
 _DROPOUT = "GPT-2 was trained with dropout, its published configs say so, and no model here has any"
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
     size, head_size = values["hidden_size"], plain.attention.head_size
-    activation = _ACTIVATIONS.get(values["activation_function"], values["activation_function"])
-    plain = replace(plain, mlp=MlpConfig(values["n_inner"] or 4 * size, activation, gated=False, bias=True))
+    written: str = values["activation_function"]
+    activation = _ACTIVATIONS.get(written, written)
+    mlp = MlpConfig(values["n_inner"] or 4 * size, activation, gated=False, bias=True)
     scale = head_size**-0.5 if values["scale_attn_weights"] else 1.0
-    plain = plain.change(
-        attention={"qkv_bias": True, "o_bias": True, "rope": None, "scale": scale}, norm={"kind": "layer_norm", "bias": True}
-    )
-    mixers = [plain.attention] * plain.num_layers
+    attention = replace(plain.attention, qkv_bias=True, o_bias=True, rope=None, scale=scale)
+    mixers = [attention] * plain.num_layers
     if values["scale_attn_by_inverse_layer_idx"]:
         mixers = [replace(mixer, scale=scale / (i + 1)) for i, mixer in enumerate(mixers)]
-    return plain.stack(mixers) | {"num_positions": values["n_positions"]}
+    plain = replace(plain, norm=replace(plain.norm, kind="layer_norm", bias=True))
+    return replace(plain.stack(mixers, mlp), num_positions=values["n_positions"])
 
 
 GPT2 = Architecture(

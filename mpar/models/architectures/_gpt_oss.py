@@ -1,13 +1,13 @@
 """gpt-oss (arXiv:2508.10925): sinks of attention, windows in every other layer, YaRN, experts with biases and a clamped gate."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from mpar.models.architectures._architecture import Architecture, Plain, Ropes, windowed
+from mpar.models.architectures._architecture import Architecture, Plain, Ropes, one_rope, windowed
 from mpar.models.architectures._llama import LLAMA_NAMES
-from mpar.models.architectures.keys._experts import EXPERT_KEYS, aux_loss, num_experts, rope_with_theta
-from mpar.models.architectures.keys._keys import COMMON_KEYS, Key, read_windows
-from mpar.models.layers.moe._moe import MoeConfig
+from mpar.models.architectures.keys import COMMON_KEYS, EXPERT_KEYS, Key, Values, aux_loss, num_experts, read_windows
+from mpar.models.decoder import DecoderConfig
+from mpar.models.layers import MoeConfig
 
 __all__ = ["GPT_OSS"]
 
@@ -35,15 +35,15 @@ YARN = {
 """What a config without a rotation of its own has."""
 
 
-def _ropes(title: str, values: Mapping[str, Any], head_size: int, ignore: Sequence[str]) -> Ropes:
+def _ropes(title: str, values: Values, head_size: int, ignore: Sequence[str]) -> Ropes:
     if not values["rope_scaling"] and not values["rope_parameters"]:
         values = {**values, "rope_parameters": YARN}
-    return rope_with_theta(150_000.0)(title, values, head_size, ignore)
+    return one_rope(title, values, head_size, ignore, theta=150_000.0)
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
-    bias, num_layers = values["attention_bias"], plain.num_layers
-    plain = plain.change(attention={"qkv_bias": bias, "o_bias": bias, "sinks": True})
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
+    bias = values["attention_bias"]
+    attention = replace(plain.attention, qkv_bias=bias, o_bias=bias, sinks=True)
     experts = MoeConfig(
         num_experts=num_experts(title, values, default=128),
         top_k=values["num_experts_per_tok"],
@@ -58,9 +58,9 @@ def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, 
     )
     kinds = values["layer_types"]
     if kinds is None:
-        kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)]
+        kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(plain.num_layers)]
     windows = read_windows(title, {**values, "layer_types": kinds, "use_sliding_window": values["sliding_window"] is not None})
-    return plain.stack(windowed(plain.attention, windows), (experts,) * num_layers)
+    return plain.stack(windowed(attention, windows), experts)
 
 
 GPT_OSS = Architecture(

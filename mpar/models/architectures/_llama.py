@@ -1,10 +1,10 @@
 """Llama 3, 3.1, 3.2 (arXiv:2407.21783) and its forerunners: the plain decoder, with optional biases."""
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mpar.models.architectures._architecture import Architecture, Plain
-from mpar.models.architectures.keys._keys import COMMON_KEYS, Key
+from mpar.models.architectures.keys import COMMON_KEYS, Key, Values
+from mpar.models.decoder import DecoderConfig
 
 __all__ = ["LLAMA", "LLAMA_NAMES"]
 
@@ -32,9 +32,9 @@ LLAMA_NAMES = {
 }
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
     bias = values["attention_bias"]
-    return plain.change(attention={"qkv_bias": bias, "o_bias": bias}, mlp={"bias": values["mlp_bias"]}).stack()
+    return plain.stack(replace(plain.attention, qkv_bias=bias, o_bias=bias), replace(plain.mlp, bias=values["mlp_bias"]))
 
 
 LLAMA = Architecture(

@@ -1,17 +1,15 @@
 """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): layers of the mixer alone, with RMS norms before them and at the end."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from mpar.errors import ConfigError
 from mpar.models.architectures._architecture import Architecture, Plain, no_rope
-from mpar.models.architectures.keys._keys import COMMON_KEYS, Key
-from mpar.models.layers.mamba._mamba import MambaConfig
+from mpar.models.architectures.keys import COMMON_KEYS, NUMBER, Key, Values
+from mpar.models.decoder import DecoderConfig
+from mpar.models.layers import MambaConfig
 
 __all__ = ["MAMBA2"]
 
-NUMBER = (int, float)
 COMMON = ("is_encoder_decoder", "add_cross_attention", "is_decoder", "pruned_heads", "tie_word_embeddings")
 
 _LAYER = "backbone.layers.{i}"
@@ -46,7 +44,7 @@ _NAMES = {
 }
 
 
-def _limits(value: Any) -> tuple[float | None, float | None]:
+def _limits(value: object) -> tuple[float | None, float | None]:
     """The bounds of steps; steps are positive, so that none but a positive lower bound matters."""
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise ConfigError(f"time_step_limit={value!r}: must be two numbers")
@@ -56,7 +54,7 @@ def _limits(value: Any) -> tuple[float | None, float | None]:
     return bounds[0] if bounds[0] > 0 else None, bounds[1] if math.isfinite(bounds[1]) else None
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
     problems = []
     inner, heads, head_size = values["expand"] * values["hidden_size"], values["num_heads"], values["head_dim"]
     if inner != heads * head_size:
@@ -84,7 +82,7 @@ def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, 
         norm_eps=values["layer_norm_epsilon"],
         out_scale=values["num_hidden_layers"] ** -0.5 if values["rescale_prenorm_residual"] else 1.0,
     )
-    return plain.stack([mixer] * plain.num_layers, [None] * plain.num_layers)
+    return plain.stack(mixer, [None] * plain.num_layers)
 
 
 MAMBA2 = Architecture(

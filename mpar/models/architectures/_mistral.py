@@ -1,17 +1,17 @@
 """Mistral (arXiv:2310.06825): the plain decoder with a sliding window in every layer, or, from version 0.2 on, in none."""
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mpar.models.architectures._architecture import Architecture, Plain
 from mpar.models.architectures._llama import LLAMA_NAMES
-from mpar.models.architectures.keys._keys import COMMON_KEYS, Key
+from mpar.models.architectures.keys import COMMON_KEYS, Key, Values
+from mpar.models.decoder import DecoderConfig
 
 __all__ = ["MISTRAL"]
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
-    return plain.change(attention={"window": values["sliding_window"]}).stack()
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
+    return plain.stack(replace(plain.attention, window=values["sliding_window"]))
 
 
 MISTRAL = Architecture(

@@ -1,13 +1,13 @@
 """Mixtral (arXiv:2401.04088): every feed-forward layer is a mixture of experts, two of eight for each token."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from mpar.models.architectures._architecture import Architecture, Plain, windowed
+from mpar.models.architectures._architecture import Architecture, Plain, Ropes, one_rope
 from mpar.models.architectures._llama import LLAMA_NAMES
-from mpar.models.architectures.keys._experts import EXPERT_KEYS, aux_loss, expert_names, num_experts, rope_with_theta
-from mpar.models.architectures.keys._keys import COMMON_KEYS, Key
-from mpar.models.layers.moe._moe import MoeConfig
+from mpar.models.architectures.keys import COMMON_KEYS, EXPERT_KEYS, Key, Values, aux_loss, expert_names, num_experts
+from mpar.models.decoder import DecoderConfig
+from mpar.models.layers import MoeConfig
 
 __all__ = ["MIXTRAL"]
 
@@ -19,7 +19,11 @@ MIXTRAL_NAMES = {
 }
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
+def _ropes(title: str, values: Values, head_size: int, ignore: Sequence[str]) -> Ropes:
+    return one_rope(title, values, head_size, ignore, theta=1e6)
+
+
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
     experts = MoeConfig(
         num_experts=num_experts(title, values, default=8),
         top_k=values["num_experts_per_tok"],
@@ -27,8 +31,7 @@ def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, 
         activation=values["hidden_act"],
         aux_loss=aux_loss(values),
     )
-    num_layers = plain.num_layers
-    return plain.stack(windowed(plain.attention, (values["sliding_window"],) * num_layers), (experts,) * num_layers)
+    return plain.stack(replace(plain.attention, window=values["sliding_window"]), experts)
 
 
 MIXTRAL = Architecture(
@@ -45,5 +48,5 @@ MIXTRAL = Architecture(
     },
     settings=_settings,
     names=MIXTRAL_NAMES,
-    ropes=rope_with_theta(1e6),
+    ropes=_ropes,
 )

@@ -1,11 +1,11 @@
 """OLMo 2 (arXiv:2501.00656): norms behind attention and feed-forward layer, none before; RMS norms over all of a query or key."""
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mpar.models.architectures._architecture import Architecture, Plain
 from mpar.models.architectures._llama import LLAMA_NAMES
-from mpar.models.architectures.keys._keys import COMMON_KEYS, Key
+from mpar.models.architectures.keys import COMMON_KEYS, Key, Values
+from mpar.models.decoder import DecoderConfig
 
 __all__ = ["OLMO2"]
 
@@ -19,9 +19,9 @@ OLMO2_NAMES = {
 }
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
     bias = values["attention_bias"]
-    return plain.change(attention={"qkv_bias": bias, "o_bias": bias, "qk_norm": "width"}).stack(norms="post")
+    return plain.stack(replace(plain.attention, qkv_bias=bias, o_bias=bias, qk_norm="width"), norms="post")
 
 
 OLMO2 = Architecture(

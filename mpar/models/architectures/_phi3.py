@@ -1,13 +1,13 @@
 """Phi-3 (arXiv:2404.14219): a Llama whose projections are stored together; LongRoPE, rotation of a part of each head."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from mpar.models.architectures._architecture import Architecture, Plain, Ropes
 from mpar.models.architectures._llama import LLAMA_NAMES
-from mpar.models.architectures.keys._keys import COMMON_KEYS, Key
-from mpar.models.architectures.keys._rope import read_rope
-from mpar.models.layers._rope import MAIN
+from mpar.models.architectures.keys import COMMON_KEYS, Key, Values, read_rope
+from mpar.models.decoder import DecoderConfig
+from mpar.models.layers import MAIN
 
 __all__ = ["PHI3"]
 
@@ -24,13 +24,13 @@ _NO_DROPOUT = Key((int, float), 0.0, accepted=(0,))
 _NO_BIAS = Key((bool,), False, accepted=(False,))
 
 
-def _ropes(title: str, values: Mapping[str, Any], head_size: int, ignore: Sequence[str]) -> Ropes:
+def _ropes(title: str, values: Values, head_size: int, ignore: Sequence[str]) -> Ropes:
     aliases = {"su": "longrope", "yarn": "longrope"}  # what the first checkpoints called it
     return ((MAIN, read_rope(title, values, head_size, ignore, partial=True, aliases=aliases)),)
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
-    return plain.change(attention={"window": values["sliding_window"]}).stack()
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
+    return plain.stack(replace(plain.attention, window=values["sliding_window"]))
 
 
 PHI3 = Architecture(

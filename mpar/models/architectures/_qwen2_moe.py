@@ -1,14 +1,23 @@
 """Qwen2-MoE and Qwen1.5-MoE (arXiv:2407.10671, section 2.2.2): experts, and a shared expert with a gate for every token."""
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mpar.models.architectures._architecture import Architecture, Plain, windowed
 from mpar.models.architectures._llama import LLAMA_NAMES
-from mpar.models.architectures.keys._experts import EXPERT_KEYS, aux_loss, expert_names, num_experts, sparse_layers
-from mpar.models.architectures.keys._keys import COMMON_KEYS, WINDOW_KEYS, Key, read_windows
-from mpar.models.layers._feed_forward import MlpConfig
-from mpar.models.layers.moe._moe import MoeConfig
+from mpar.models.architectures.keys import (
+    COMMON_KEYS,
+    EXPERT_KEYS,
+    WINDOW_KEYS,
+    Key,
+    Values,
+    aux_loss,
+    expert_names,
+    num_experts,
+    read_windows,
+    sparse_layers,
+)
+from mpar.models.decoder import DecoderConfig
+from mpar.models.layers import MlpConfig, MoeConfig
 
 __all__ = ["QWEN2_MOE", "SPARSE_KEYS"]
 
@@ -30,8 +39,8 @@ SPARSE_KEYS = {
 }
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
-    plain = plain.change(attention={"qkv_bias": values["qkv_bias"]})
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
+    attention = replace(plain.attention, qkv_bias=values["qkv_bias"])
     experts = MoeConfig(
         num_experts=num_experts(title, values, default=60),
         top_k=values["num_experts_per_tok"],
@@ -43,10 +52,10 @@ def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, 
         aux_loss=aux_loss(values),
     )
     mlps = [experts if sparse else plain.mlp for sparse in sparse_layers(title, values)]
-    return plain.stack(windowed(plain.attention, _windows(title, values)), mlps)
+    return plain.stack(windowed(attention, _windows(title, values)), mlps)
 
 
-def _windows(title: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
+def _windows(title: str, values: Values) -> tuple[int | None, ...]:
     """Without layer_types every other layer below max_window_layers slides, the first with them."""
     if values["layer_types"] is None:
         slides = [i % 2 == 0 and i < values["max_window_layers"] for i in range(values["num_hidden_layers"])]

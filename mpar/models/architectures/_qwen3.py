@@ -1,11 +1,11 @@
 """Qwen3, dense (arXiv:2505.09388): RMS norms of each query and key head before RoPE; a head size of its own."""
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mpar.models.architectures._architecture import Architecture, Plain, windowed
 from mpar.models.architectures._llama import LLAMA_NAMES
-from mpar.models.architectures.keys._keys import COMMON_KEYS, WINDOW_KEYS, Key, read_windows
+from mpar.models.architectures.keys import COMMON_KEYS, WINDOW_KEYS, Key, Values, read_windows
+from mpar.models.decoder import DecoderConfig
 
 __all__ = ["QWEN3"]
 
@@ -16,10 +16,10 @@ QWEN3_NAMES = {
 }
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
     bias = values["attention_bias"]
-    plain = plain.change(attention={"qkv_bias": bias, "o_bias": bias, "qk_norm": "head"})
-    return plain.stack(windowed(plain.attention, read_windows(title, values)))
+    attention = replace(plain.attention, qkv_bias=bias, o_bias=bias, qk_norm="head")
+    return plain.stack(windowed(attention, read_windows(title, values)))
 
 
 QWEN3 = Architecture(

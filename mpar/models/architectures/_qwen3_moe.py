@@ -1,14 +1,13 @@
 """Qwen3-MoE (arXiv:2505.09388, table 2): Qwen3's attention with experts, none of them shared."""
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mpar.models.architectures._architecture import Architecture, Plain
 from mpar.models.architectures._qwen2_moe import SPARSE_KEYS
 from mpar.models.architectures._qwen3 import QWEN3_NAMES
-from mpar.models.architectures.keys._experts import aux_loss, expert_names, num_experts, sparse_layers
-from mpar.models.architectures.keys._keys import COMMON_KEYS, Key
-from mpar.models.layers.moe._moe import MoeConfig
+from mpar.models.architectures.keys import COMMON_KEYS, Key, Values, aux_loss, expert_names, num_experts, sparse_layers
+from mpar.models.decoder import DecoderConfig
+from mpar.models.layers import MoeConfig
 
 __all__ = ["QWEN3_MOE"]
 
@@ -20,9 +19,9 @@ QWEN3_MOE_NAMES = {
 }
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
     bias, window = values["attention_bias"], values["sliding_window"] if values["use_sliding_window"] else None
-    plain = plain.change(attention={"qkv_bias": bias, "o_bias": bias, "qk_norm": "head", "window": window})
+    attention = replace(plain.attention, qkv_bias=bias, o_bias=bias, qk_norm="head", window=window)
     experts = MoeConfig(
         num_experts=num_experts(title, values, default=128),
         top_k=values["num_experts_per_tok"],
@@ -31,7 +30,7 @@ def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, 
         normalise=values["norm_topk_prob"],
         aux_loss=aux_loss(values),
     )
-    return plain.stack(mlps=[experts if sparse else plain.mlp for sparse in sparse_layers(title, values)])
+    return plain.stack(attention, [experts if sparse else plain.mlp for sparse in sparse_layers(title, values)])
 
 
 QWEN3_MOE = Architecture(

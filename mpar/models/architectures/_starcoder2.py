@@ -1,11 +1,11 @@
 """Starcoder2 (arXiv:2402.19173): layer norms with biases, a feed-forward layer without gate, biases on all projections."""
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mpar.models.architectures._architecture import Architecture, Plain
 from mpar.models.architectures._llama import LLAMA_NAMES
-from mpar.models.architectures.keys._keys import COMMON_KEYS, Key
+from mpar.models.architectures.keys import COMMON_KEYS, Key, Values
+from mpar.models.decoder import DecoderConfig
 
 __all__ = ["STARCODER2"]
 
@@ -23,13 +23,11 @@ STARCODER2_NAMES = {
 NO_DROPOUT = Key((int, float), 0.0, accepted=(0,))
 
 
-def _settings(title: str, values: Mapping[str, Any], plain: Plain) -> dict[str, Any]:
+def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
     bias = values["use_bias"]
-    return plain.change(
-        attention={"qkv_bias": bias, "o_bias": bias, "window": values["sliding_window"]},
-        mlp={"gated": False, "bias": bias},
-        norm={"kind": "layer_norm", "bias": True},  # whatever use_bias says
-    ).stack()
+    attention = replace(plain.attention, qkv_bias=bias, o_bias=bias, window=values["sliding_window"])
+    norm = replace(plain.norm, kind="layer_norm", bias=True)  # whatever use_bias says
+    return replace(plain, norm=norm).stack(attention, replace(plain.mlp, gated=False, bias=bias))
 
 
 STARCODER2 = Architecture(

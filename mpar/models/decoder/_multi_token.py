@@ -3,84 +3,59 @@
 It reads the normed output of the decoder at a position and the embedding of the next token, and shares embedding and head.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from mpar.errors import ConfigError
-from mpar.tree import struct
+from mpar import ops
+from mpar.models.decoder._block import BlockSegment
+from mpar.models.decoder._head import HeadSegment
+from mpar.models.decoder._next_tokens import NEXT_WEIGHTS
+from mpar.models.decoder._params import Head
+from mpar.models.decoder._places import BLOCK, RESIDUAL
+from mpar.models.layers import normalise
 
-__all__ = [
-    "NEXT_KEYS",
-    "NEXT_WEIGHTS",
-    "MultiToken",
-    "MultiTokenConfig",
-    "multi_token_axes",
-    "multi_token_shapes",
-    "with_next_tokens",
-]
-
-NEXT_KEYS = ("next_tokens", "next_labels")
-"""Batch keys (B, S) that it reads; see `with_next_tokens`."""
-NEXT_WEIGHTS = "next_token_weights"
-"""That of a batch with token_weights: those of the next labels."""
+__all__ = ["MultiTokenSegment"]
 
 
 @dataclass(frozen=True)
-class MultiTokenConfig:
-    """layer: the LayerConfig of the further layer. loss_weight: of its loss; ConfigError unless it is positive and finite."""
+class MultiTokenSegment:
+    """The loss of the token after the next, beside the residual stream, which it hands on as it is."""
 
-    layer: Any
-    loss_weight: float
+    block: BlockSegment
+    head: HeadSegment
+    weight: float
 
-    def __post_init__(self) -> None:
-        if not 0 < self.loss_weight < math.inf:
-            raise ConfigError(
-                f"cannot predict further tokens with mtp_loss_weight={self.loss_weight}: it must be positive, or None (null) for "
-                "a model without the layer"
-            )
+    def __call__(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> tuple:
+        """(B, S, D) to `((B, S, D), losses)`, with metrics if the layer has some; without next_labels there is nothing to do.
 
+        The loss is a sum over tokens, divided by the weight of all labels like the main one (arXiv:2412.19437, eq. 24). Positions
+        without a next token have no loss; a router of the layer sends and counts them like others.
+        """
+        x, _, *rest = self.slice(params, x, context, ())
+        return x, *rest
 
-@struct
-class MultiToken:
-    """Norms of the two inputs, the matrices that join them, the layer, the norm before the shared head."""
+    def slice(self, params: tuple, x: Tensor, context: Mapping[str, Tensor], past: tuple) -> tuple:
+        """The same for slices of rows, see `Carry`: what is left to later ones comes second."""
+        if "next_labels" not in context:
+            return x, None, {}
+        y_BSD, embed, own_head = self.hidden(params, x, context), params[1], params[2]
+        y_BSD, left, losses, *metrics = self.block.slice((params[0].block,), y_BSD, context, past)
+        labels = {"labels": context["next_labels"]}
+        if NEXT_WEIGHTS in context:
+            labels["token_weights"] = context[NEXT_WEIGHTS]
+        head: Head[Tensor] = Head(norm_D=params[0].norm_D, head_DV=own_head.head_DV)
+        losses["mtp_loss"] = self.weight * self.head((head, embed), y_BSD, labels)[1]["loss"]
+        return x, left, losses, *metrics
 
-    embed_norm_D: Tensor
-    hidden_norm_D: Tensor
-    embed_DD: Tensor
-    hidden_DD: Tensor
-    block: Any
-    norm_D: Tensor
-
-
-def multi_token_shapes(hidden_size: int, block: Any) -> MultiToken:
-    """The parameters with a tuple of sizes for each leaf; `block` is that of the layer."""
-    D = hidden_size
-    return cast(Any, MultiToken)((D,), (D,), (D, D), (D, D), block, (D,))
-
-
-def multi_token_axes(block: Any) -> MultiToken:
-    """The logical axes of each leaf."""
-    norm, join = ("embed",), ("embed", None)
-    return cast(Any, MultiToken)(norm, norm, join, join, block, norm)
-
-
-def with_next_tokens(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`batch` with next_tokens and next_labels: what tokens and labels (B, S) hold one position further in the same document.
-
-    Where there is no such position, the token is 0 and the label -100. With token_weights, next_token_weights are those of the
-    next labels. Rows must be in their own order, so this comes before any dealing out to ranks that share a sequence.
-    """
-    tokens_BS, labels_BS, documents_BS = batch["tokens"], batch["labels"], batch.get("documents")
-    there_BS = torch.ones_like(tokens_BS, dtype=torch.bool)
-    there_BS[:, -1] = False
-    if documents_BS is not None:
-        there_BS &= documents_BS == documents_BS.roll(-1, 1)
-    fills = {"next_tokens": (tokens_BS, 0), "next_labels": (labels_BS, -100)}
-    if "token_weights" in batch:
-        fills[NEXT_WEIGHTS] = (batch["token_weights"], 0)
-    return {**batch, **{key: x_BS.roll(-1, 1).masked_fill(~there_BS, fill) for key, (x_BS, fill) in fills.items()}}
+    def hidden(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """What the further layer reads: the normed output of the decoder and the next token, joined."""
+        own, embed, head = params
+        norm = self.head.norm
+        next_BSD = ops.constrain(ops.embedding(context["next_tokens"], embed.table_VD), RESIDUAL)
+        x = normalise(norm, x, head.norm_D, head.norm_bias_D, "final_norm")
+        next_BSD = ops.constrain(normalise(norm, next_BSD, own.embed_norm_D, None, "mtp_norm"), BLOCK)
+        x = ops.constrain(normalise(norm, x, own.hidden_norm_D, None, "mtp_norm"), BLOCK)
+        joined_BSD = ops.einsum("bsd,de->bse", next_BSD, own.embed_DD) + ops.einsum("bsd,de->bse", x, own.hidden_DD)
+        return ops.constrain(joined_BSD, RESIDUAL)

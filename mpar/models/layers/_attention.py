@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Generic, Literal
 
 import torch
 from torch import Tensor
 
 from mpar import ops
+from mpar.chain import Axes
 from mpar.models.layers._attend_past import attend_past
 from mpar.models.layers._norm import NormConfig, normalise
 from mpar.models.layers._rope import MAIN, table_keys
-from mpar.tree import struct
+from mpar.models.layers._sizes import Sizes
+from mpar.tree import Leaf, struct
 
 __all__ = [
     "ATTENTION_AXES",
@@ -53,25 +55,25 @@ class AttentionConfig:
 
 
 @struct
-class Attention:
+class Attention(Generic[Leaf]):
     """Projections; biases, norms and sinks where the config asks for them. C: all features of all heads, N * H or K * H."""
 
-    q_DNH: Tensor
-    k_DKH: Tensor
-    v_DKH: Tensor
-    o_NHD: Tensor
-    q_bias_NH: Tensor | None = None
-    k_bias_KH: Tensor | None = None
-    v_bias_KH: Tensor | None = None
-    o_bias_D: Tensor | None = None
-    q_norm_H: Tensor | None = None
-    k_norm_H: Tensor | None = None
-    q_norm_C: Tensor | None = None
-    k_norm_C: Tensor | None = None
-    sinks_N: Tensor | None = None
+    q_DNH: Leaf
+    k_DKH: Leaf
+    v_DKH: Leaf
+    o_NHD: Leaf
+    q_bias_NH: Leaf | None = None
+    k_bias_KH: Leaf | None = None
+    v_bias_KH: Leaf | None = None
+    o_bias_D: Leaf | None = None
+    q_norm_H: Leaf | None = None
+    k_norm_H: Leaf | None = None
+    q_norm_C: Leaf | None = None
+    k_norm_C: Leaf | None = None
+    sinks_N: Leaf | None = None
 
 
-ATTENTION_AXES = cast(Any, Attention)(
+ATTENTION_AXES: Attention[Axes] = Attention(
     q_DNH=("embed", "heads", "head"),
     k_DKH=("embed", "kv_heads", "head"),
     v_DKH=("embed", "kv_heads", "head"),
@@ -98,23 +100,23 @@ class AttentionState:
 
 
 @struct
-class AttentionLeft:
+class AttentionLeft(Generic[Leaf]):
     """Keys, turned, and values of a slice of rows, which later slices attend to."""
 
-    k_BMKH: Tensor
-    v_BMKH: Tensor
+    k_BMKH: Leaf
+    v_BMKH: Leaf
 
 
-LEFT = ("batch", "attend_seq", "attend_kv_heads", "head")  # not gathered, if keys are while queries attend to them
-KEYS = ("batch", "attend_kv_seq", "attend_kv_heads", "head")
-ATTENTION_LEFT_AXES = cast(Any, AttentionLeft)(LEFT, LEFT)
+LEFT: Axes = ("batch", "attend_seq", "attend_kv_heads", "head")  # not gathered, if keys are while queries attend to them
+KEYS: Axes = ("batch", "attend_kv_seq", "attend_kv_heads", "head")
+ATTENTION_LEFT_AXES: AttentionLeft[Axes] = AttentionLeft(LEFT, LEFT)
 
 
-def attention_shapes(config: AttentionConfig, hidden_size: int) -> Attention:
+def attention_shapes(config: AttentionConfig, hidden_size: int) -> Attention[Sizes]:
     """The parameters with a tuple of sizes for each leaf."""
     D, N, K, H = hidden_size, config.num_heads, config.num_kv_heads, config.head_size
     qkv, heads, width = config.qkv_bias, config.qk_norm == "head", config.qk_norm == "width"
-    return cast(Any, Attention)(
+    return Attention(
         q_DNH=(D, N, H),
         k_DKH=(D, K, H),
         v_DKH=(D, K, H),
@@ -131,7 +133,7 @@ def attention_shapes(config: AttentionConfig, hidden_size: int) -> Attention:
     )
 
 
-def attend(params: Attention, config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+def attend(params: Attention[Tensor], config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
     """Causal attention of `x_BSD` to itself, within a document and, if given, within a window.
 
     `context` has the RoPE tables; documents (B, S) where rows are packed; order (S,) where they are permuted.
@@ -140,20 +142,32 @@ def attend(params: Attention, config: AttentionConfig, x_BSD: Tensor, context: M
 
 
 def attend_slice(
-    params: Attention, config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor], past: Sequence[AttentionLeft]
-) -> tuple[Tensor, AttentionLeft]:
+    params: Attention[Tensor],
+    config: AttentionConfig,
+    x_BSD: Tensor,
+    context: Mapping[str, Tensor],
+    past: Sequence[AttentionLeft[Tensor]],
+) -> tuple[Tensor, AttentionLeft[Tensor]]:
     """The same where `x_BSD` are slices of rows; `past` has keys and values of those before. And what is left to later ones."""
     q_BSNH, k_BSKH, v_BSKH = _projected(params, config, x_BSD, context)
     q_BSNH = ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head"))
-    own = cast(Any, AttentionLeft)(ops.constrain(k_BSKH, LEFT), ops.constrain(v_BSKH, LEFT))
+    own = AttentionLeft(ops.constrain(k_BSKH, LEFT), ops.constrain(v_BSKH, LEFT))
     keys, *before = ((ops.constrain(left.k_BMKH, KEYS), ops.constrain(left.v_BMKH, KEYS)) for left in (own, *past))
-    how: dict[str, Any] = {"window": config.window, "scale": config.scale, "soft_cap": config.soft_cap}
-    out_BSNH = attend_past(q_BSNH, *keys, before, context, sinks_N=params.sinks_N, **how)
+    out_BSNH = attend_past(
+        q_BSNH,
+        *keys,
+        before,
+        context,
+        sinks_N=params.sinks_N,
+        window=config.window,
+        scale=config.scale,
+        soft_cap=config.soft_cap,
+    )
     return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), own
 
 
 def attend_step(
-    params: Attention, config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor], state: AttentionState | None
+    params: Attention[Tensor], config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor], state: AttentionState | None
 ) -> tuple[Tensor, AttentionState]:
     """The same for the tokens that follow those of `state` (None: the first of all), and the state after them.
 
@@ -178,11 +192,11 @@ def attend_step(
         soft_cap=config.soft_cap,
     )
     first = 0 if config.window is None else max(0, order_M.shape[0] - config.window + 1)
-    return _merged(params, out_BSNH), cast(Any, AttentionState)(k_BMKH[:, first:], v_BMKH[:, first:], order_M[first:])
+    return _merged(params, out_BSNH), AttentionState(k_BMKH[:, first:], v_BMKH[:, first:], order_M[first:])
 
 
 def _projected(
-    params: Attention, config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
+    params: Attention[Tensor], config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys, normed and turned, and values."""
     q_BSNH = _heads(x_BSD, params.q_DNH, params.q_bias_NH, "q")
@@ -197,7 +211,7 @@ def _projected(
     return q_BSNH, k_BSKH, v_BSKH
 
 
-def _merged(params: Attention, out_BSNH: Tensor) -> Tensor:
+def _merged(params: Attention[Tensor], out_BSNH: Tensor) -> Tensor:
     """The projection out of all heads."""
     out_BSNH = ops.name(out_BSNH, "attn")
     out_BSD = ops.constrain(ops.einsum("bsnh,nhd->bsd", out_BSNH, params.o_NHD), ("batch", "residual_seq", "embed"))

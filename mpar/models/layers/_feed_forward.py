@@ -3,15 +3,17 @@
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Generic, cast
 
 import torch
 from torch import Tensor
 
 from mpar import ops
+from mpar.chain import Axes
 from mpar.errors import ConfigError
+from mpar.models.layers._sizes import Sizes
 from mpar.ops._mlp_tiled import Activation
-from mpar.tree import struct
+from mpar.tree import Leaf, struct
 
 __all__ = ["ACTIVATIONS", "FEED_FORWARD_AXES", "FeedForward", "MlpConfig", "feed_forward", "mlp", "mlp_shapes"]
 
@@ -38,18 +40,18 @@ class MlpConfig:
 
 
 @struct
-class FeedForward:
+class FeedForward(Generic[Leaf]):
     """`down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`; biases are optional."""
 
-    gate_DF: Tensor | None
-    up_DF: Tensor
-    down_FD: Tensor
-    gate_bias_F: Tensor | None = None
-    up_bias_F: Tensor | None = None
-    down_bias_D: Tensor | None = None
+    gate_DF: Leaf | None
+    up_DF: Leaf
+    down_FD: Leaf
+    gate_bias_F: Leaf | None = None
+    up_bias_F: Leaf | None = None
+    down_bias_D: Leaf | None = None
 
 
-FEED_FORWARD_AXES = cast(Any, FeedForward)(
+FEED_FORWARD_AXES: FeedForward[Axes] = FeedForward(
     gate_DF=("embed", "mlp"),
     up_DF=("embed", "mlp"),
     down_FD=("mlp", "embed"),
@@ -70,10 +72,10 @@ ACTIVATIONS: dict[str, Activate] = {
 """Name of the activation, as Hugging Face writes it, to `(fn(gate, up), fn(up))`."""
 
 
-def mlp_shapes(config: MlpConfig, hidden_size: int) -> FeedForward:
+def mlp_shapes(config: MlpConfig, hidden_size: int) -> FeedForward[Sizes]:
     """The parameters with a tuple of sizes for each leaf."""
     D, F = hidden_size, config.size
-    return cast(Any, FeedForward)(
+    return FeedForward(
         gate_DF=(D, F) if config.gated else None,
         up_DF=(D, F),
         down_FD=(F, D),
@@ -83,7 +85,7 @@ def mlp_shapes(config: MlpConfig, hidden_size: int) -> FeedForward:
     )
 
 
-def mlp(params: FeedForward, config: MlpConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+def mlp(params: FeedForward[Tensor], config: MlpConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
     """The layer applied to `x_BSD`."""
     if config.chunk is None:
         return feed_forward(params, x_BSD, activation=config.activation)
@@ -92,7 +94,7 @@ def mlp(params: FeedForward, config: MlpConfig, x_BSD: Tensor, context: Mapping[
     return ops.name(ops.constrain(out_BSD, ("batch", "residual_seq", "embed")), "mlp_out")
 
 
-def feed_forward(params: FeedForward, x_BSD: Tensor, *, activation: str) -> Tensor:
+def feed_forward(params: FeedForward[Tensor], x_BSD: Tensor, *, activation: str) -> Tensor:
     """The layer applied to `x_BSD`; `activation` is a key of ACTIVATIONS."""
     gated, plain = ACTIVATIONS[activation]
     if params.gate_DF is None:

@@ -5,16 +5,18 @@ A part of each query and key has no position; the rest has RoPE, and its key is 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Generic
 
 import torch
 from torch import Tensor
 
 from mpar import ops
+from mpar.chain import Axes
 from mpar.errors import ConfigError
 from mpar.models.layers._attend_past import attend_past
 from mpar.models.layers._rope import MAIN, table_keys
-from mpar.tree import struct
+from mpar.models.layers._sizes import Sizes
+from mpar.tree import Leaf, struct
 
 __all__ = [
     "LATENT_ATTENTION_AXES",
@@ -71,26 +73,26 @@ class LatentAttentionConfig:
 
 
 @struct
-class LatentAttention:
+class LatentAttention(Generic[Leaf]):
     """Projections. C: the latent of keys and values; L: that of queries, without which `q_DNH` is the only one of queries.
 
     `kv_a_DC` gives the latent and behind it the key's part with RoPE; `kv_b_CNH` gives each head's key and behind it its value.
     """
 
-    kv_a_DC: Tensor
-    kv_a_norm_C: Tensor
-    kv_b_CNH: Tensor
-    o_NHD: Tensor
-    q_DNH: Tensor | None = None
-    q_a_DL: Tensor | None = None
-    q_a_norm_L: Tensor | None = None
-    q_b_LNH: Tensor | None = None
-    q_a_bias_L: Tensor | None = None
-    kv_a_bias_C: Tensor | None = None
-    o_bias_D: Tensor | None = None
+    kv_a_DC: Leaf
+    kv_a_norm_C: Leaf
+    kv_b_CNH: Leaf
+    o_NHD: Leaf
+    q_DNH: Leaf | None = None
+    q_a_DL: Leaf | None = None
+    q_a_norm_L: Leaf | None = None
+    q_b_LNH: Leaf | None = None
+    q_a_bias_L: Leaf | None = None
+    kv_a_bias_C: Leaf | None = None
+    o_bias_D: Leaf | None = None
 
 
-LATENT_ATTENTION_AXES = cast(Any, LatentAttention)(
+LATENT_ATTENTION_AXES: LatentAttention[Axes] = LatentAttention(
     kv_a_DC=("embed", None),
     kv_a_norm_C=(None,),
     kv_b_CNH=(None, "heads", "head"),
@@ -105,10 +107,10 @@ LATENT_ATTENTION_AXES = cast(Any, LatentAttention)(
 )
 
 
-def latent_attention_shapes(config: LatentAttentionConfig, hidden_size: int) -> LatentAttention:
+def latent_attention_shapes(config: LatentAttentionConfig, hidden_size: int) -> LatentAttention[Sizes]:
     """The parameters with a tuple of sizes for each leaf."""
     D, N, L, C = hidden_size, config.num_heads, config.q_rank, config.kv_rank
-    return cast(Any, LatentAttention)(
+    return LatentAttention(
         kv_a_DC=(D, C + config.rope_size),
         kv_a_norm_C=(C,),
         kv_b_CNH=(C, N, config.nope_size + config.v_size),
@@ -133,17 +135,19 @@ class LatentState:
 
 
 @struct
-class LatentLeft:
+class LatentLeft(Generic[Leaf]):
     """Latents and turned parts of keys of a slice of rows, which later slices attend to."""
 
-    latent_BMC: Tensor
-    k_rope_BMH: Tensor
+    latent_BMC: Leaf
+    k_rope_BMH: Leaf
 
 
-LATENT_LEFT_AXES = cast(Any, LatentLeft)(*[("batch", "seq", None)] * 2)
+LATENT_LEFT_AXES: LatentLeft[Axes] = LatentLeft(("batch", "seq", None), ("batch", "seq", None))
 
 
-def latent_attend(params: LatentAttention, config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+def latent_attend(
+    params: LatentAttention[Tensor], config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
+) -> Tensor:
     """Causal attention of `x_BSD` to itself, within a document.
 
     `context` has the RoPE tables; documents (B, S) where rows are packed; order (S,) where they are permuted.
@@ -152,18 +156,18 @@ def latent_attend(params: LatentAttention, config: LatentAttentionConfig, x_BSD:
 
 
 def latent_slice(
-    params: LatentAttention,
+    params: LatentAttention[Tensor],
     config: LatentAttentionConfig,
     x_BSD: Tensor,
     context: Mapping[str, Tensor],
-    past: Sequence[LatentLeft],
-) -> tuple[Tensor, LatentLeft]:
+    past: Sequence[LatentLeft[Tensor]],
+) -> tuple[Tensor, LatentLeft[Tensor]]:
     """The same where `x_BSD` are slices of rows; `past` has the latents of those before. And what is left to later ones.
 
     Keys and values of the past are made from its latents again, which are far smaller.
     """
     q_nope_BSNH, q_rope_BSNH = _queries(params, config, x_BSD, context)
-    own = cast(Any, LatentLeft)(*_latents(params, config, x_BSD, context))
+    own = LatentLeft(*_latents(params, config, x_BSD, context))
     q_BSNH = ops.name(torch.cat([q_nope_BSNH, q_rope_BSNH], -1), "q_rope")
     q_BSNH = ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head"))
     (k_BSNH, v_BSNH), *before = (_keys(params, config, left) for left in (own, *past))
@@ -171,7 +175,7 @@ def latent_slice(
     return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), own
 
 
-def _keys(params: LatentAttention, config: LatentAttentionConfig, left: LatentLeft) -> tuple[Tensor, Tensor]:
+def _keys(params: LatentAttention[Tensor], config: LatentAttentionConfig, left: LatentLeft[Tensor]) -> tuple[Tensor, Tensor]:
     """Keys and values of the tokens whose latents these are."""
     up_BMNH = ops.einsum("bsc,cnh->bsnh", left.latent_BMC, params.kv_b_CNH)
     k_nope_BMNH, v_BMNH = up_BMNH.split([config.nope_size, config.v_size], -1)
@@ -181,7 +185,7 @@ def _keys(params: LatentAttention, config: LatentAttentionConfig, left: LatentLe
 
 
 def latent_step(
-    params: LatentAttention,
+    params: LatentAttention[Tensor],
     config: LatentAttentionConfig,
     x_BSD: Tensor,
     context: Mapping[str, Tensor],
@@ -206,11 +210,11 @@ def latent_step(
         q_BSNC, k_BM1C, latent_BMC[:, :, None], q_order=context["order"], k_order=order_M, causal=True, scale=_scale(config)
     )
     out_BSNH = ops.einsum("bsnc,cnh->bsnh", mixed_BSNC, out_CNH)
-    return _merged(params, out_BSNH), cast(Any, LatentState)(latent_BMC, k_rope_BMH, order_M)
+    return _merged(params, out_BSNH), LatentState(latent_BMC, k_rope_BMH, order_M)
 
 
 def _queries(
-    params: LatentAttention, config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
+    params: LatentAttention[Tensor], config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The parts without and with RoPE, the latter turned."""
     if params.q_DNH is not None:
@@ -225,7 +229,7 @@ def _queries(
 
 
 def _latents(
-    params: LatentAttention, config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
+    params: LatentAttention[Tensor], config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The normed latent of keys and values, and the part of the key with RoPE, turned, that all heads share."""
     both_BSC = ops.name(_plus(ops.einsum("bsd,dc->bsc", x_BSD, params.kv_a_DC), params.kv_a_bias_C), "kv_latent")
@@ -243,7 +247,7 @@ def _scale(config: LatentAttentionConfig) -> float:
     return config.qk_size**-0.5 if config.scale is None else config.scale
 
 
-def _merged(params: LatentAttention, out_BSNH: Tensor) -> Tensor:
+def _merged(params: LatentAttention[Tensor], out_BSNH: Tensor) -> Tensor:
     """The projection out of all heads."""
     out_BSNH = ops.name(out_BSNH, "attn")
     out_BSD = ops.constrain(ops.einsum("bsnh,nhd->bsd", out_BSNH, params.o_NHD), ("batch", "residual_seq", "embed"))

@@ -5,7 +5,7 @@ import transformers
 
 from mpar import models
 from mpar.errors import ConfigError, UnknownNameError
-from mpar.models.architectures.keys._keys import IGNORED_KEYS
+from mpar.models.architectures.keys import IGNORED_KEYS
 from tests.models.variants import BASE, GPT2, KINDS
 
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}

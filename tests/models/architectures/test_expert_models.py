@@ -14,8 +14,7 @@ from mpar.conf_dir import conf_dir
 from mpar.errors import CheckpointError, ConfigError, UnknownNameError
 from mpar.infer import generate
 from mpar.mesh import Mesh
-from mpar.models.layers.moe import _moe
-from mpar.models.layers.moe._moe import MoeConfig
+from mpar.models.layers.moe import MoeConfig, _moe
 from mpar.optim import AdamW
 from mpar.program.compiler import compile_step
 from tests.models.variants import KINDS, VARIANTS

@@ -9,7 +9,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from mpar import testing
 from mpar.errors import ConfigError
-from mpar.models.layers._latent_attention import (
+from mpar.models.layers import (
     LatentAttention,
     LatentAttentionConfig,
     latent_attend,

@@ -8,7 +8,7 @@ from transformers.models.mamba2 import modeling_mamba2 as hf
 
 from mpar import ops, testing
 from mpar.errors import ConfigError
-from mpar.models.layers.mamba._mamba import MAMBA_AXES, Mamba, MambaConfig, init_mamba_leaf, mamba, mamba_shapes, mamba_step
+from mpar.models.layers.mamba import MAMBA_AXES, Mamba, MambaConfig, init_mamba_leaf, mamba, mamba_shapes, mamba_step
 
 D, B, S = 12, 2, 11
 CONFIG = MambaConfig(num_heads=4, head_size=6, num_groups=2, state_size=5, chunk=4)

@@ -15,8 +15,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from mpar import testing, tree
 from mpar.errors import ConfigError, UnknownNameError
-from mpar.models.layers._feed_forward import FeedForward, MlpConfig
-from mpar.models.layers.moe._moe import Moe, MoeConfig, moe, moe_shapes, router_logits, updated_choice_bias, with_router_options
+from mpar.models.layers import FeedForward, MlpConfig
+from mpar.models.layers.moe import Moe, MoeConfig, moe, moe_shapes, router_logits, updated_choice_bias, with_router_options
 
 B, S, D, E, K, F = 2, 9, 10, 8, 3, 7
 BASE = MoeConfig(num_experts=E, top_k=K, mlp_size=F)

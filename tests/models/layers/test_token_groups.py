@@ -8,7 +8,7 @@ import torch
 
 from mpar import testing, tree
 from mpar.errors import ConfigError, ShapeError
-from mpar.models.layers.moe._moe import moe
+from mpar.models.layers.moe import moe
 from tests.models.layers.test_moe import BASE, FULL, LOSSES, WEIGHT, D, drawn, normal
 
 B, S = 4, 6

@@ -1,14 +1,9 @@
 """What configs and checkpoints of models with experts have in common: keys, and names of stored weights."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
 from mpar.errors import ConfigError
-from mpar.models.architectures.keys._keys import Key
-from mpar.models.architectures.keys._rope import read_rope
-from mpar.models.layers._rope import MAIN, Rope
+from mpar.models.architectures.keys._key import Key, Values
 
-__all__ = ["EXPERT_KEYS", "aux_loss", "expert_names", "num_experts", "rope_with_theta", "sparse_layers"]
+__all__ = ["EXPERT_KEYS", "aux_loss", "expert_names", "num_experts", "sparse_layers"]
 
 EXPERT_KEYS = {
     "num_experts": Key((int,), None, nullable=True, positive=True),
@@ -19,7 +14,7 @@ EXPERT_KEYS = {
 """num_experts and num_local_experts are two names of one thing: transformers writes either."""
 
 
-def num_experts(title: str, values: Mapping[str, Any], default: int) -> int:
+def num_experts(title: str, values: Values, default: int) -> int:
     """The number of experts. Raises ConfigError if its two keys disagree."""
     given = {name: values[name] for name in ("num_experts", "num_local_experts") if values[name] is not None}
     if len(set(given.values())) > 1:
@@ -27,27 +22,18 @@ def num_experts(title: str, values: Mapping[str, Any], default: int) -> int:
     return next(iter(given.values()), default)
 
 
-def aux_loss(values: Mapping[str, Any]) -> float:
+def aux_loss(values: Values) -> float:
     """The coefficient of the load-balancing loss: transformers adds it where the model puts its router logits out."""
     return float(values["router_aux_loss_coef"]) if values["output_router_logits"] else 0.0
 
 
-def sparse_layers(title: str, values: Mapping[str, Any]) -> tuple[bool, ...]:
+def sparse_layers(title: str, values: Values) -> tuple[bool, ...]:
     """Whether each layer has experts: every decoder_sparse_step-th has, but those of mlp_only_layers."""
     num_layers, step, plain = values["num_hidden_layers"], values["decoder_sparse_step"], values["mlp_only_layers"] or []
     wrong = [layer for layer in plain if not isinstance(layer, int) or not 0 <= layer < num_layers]
     if wrong:
         raise ConfigError(f"cannot read {title}: mlp_only_layers has {wrong}; there are layers 0 to {num_layers - 1}")
     return tuple(i not in plain and (i + 1) % step == 0 for i in range(num_layers))
-
-
-def rope_with_theta(theta: float) -> Callable[[str, Mapping[str, Any], int, Sequence[str]], tuple[tuple[str, Rope], ...]]:
-    """The one rotation that a config describes, with its own default of rope_theta."""
-
-    def ropes(title: str, values: Mapping[str, Any], head_size: int, ignore: Sequence[str]) -> tuple[tuple[str, Rope], ...]:
-        return ((MAIN, read_rope(title, values, head_size, ignore, theta=theta)),)
-
-    return ropes
 
 
 def expert_names(

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpar.errors import ConfigError
-from mpar.models.architectures.keys._keys import is_number, refusal
-from mpar.models.layers._rope import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
+from mpar.models.architectures.keys._key import Values, is_number, refusal
+from mpar.models.layers import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
 
 __all__ = ["read_rope"]
 
@@ -32,7 +32,7 @@ _LISTS = ("short_factor", "long_factor")
 
 def read_rope(
     title: str,
-    values: Mapping[str, Any],
+    values: Values,
     head_size: int,
     ignore: Sequence[str],
     *,
@@ -88,7 +88,7 @@ def _problems(kind: str, given: Mapping[str, Any], unknown: Sequence[str], share
     return found
 
 
-def _one_layout(title: str, values: Mapping[str, Any], default_theta: float) -> tuple[float, dict[str, Any]]:
+def _one_layout(title: str, values: Values, default_theta: float) -> tuple[float, dict[str, Any]]:
     old, new = values["rope_scaling"], values["rope_parameters"]
     if old and new:
         disagree = {key: (old[key], new[key]) for key in old if key in new and old[key] != new[key]}
@@ -108,7 +108,7 @@ def _one_layout(title: str, values: Mapping[str, Any], default_theta: float) -> 
     return float(theta), given
 
 
-def _make_rope(kind: str, given: Mapping[str, Any], theta: float, size: int, values: Mapping[str, Any]) -> Rope:
+def _make_rope(kind: str, given: Mapping[str, Any], theta: float, size: int, values: Values) -> Rope:
     max_positions = values["max_position_embeddings"]
     original = values["original_max_position_embeddings"] or given.get("original_max_position_embeddings") or max_positions
     if kind == "linear":

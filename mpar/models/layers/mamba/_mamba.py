@@ -1,9 +1,7 @@
 """The Mamba-2 mixer (Dao and Gu 2024, arXiv:2405.21060, sections 6 and 7): convolution, state-space scan, gated norm."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Generic
 
 import torch
 from torch import Tensor
@@ -11,138 +9,27 @@ from torch import Tensor
 from mpar import ops
 from mpar.chain import Axes, of_past
 from mpar.errors import ConfigError
-from mpar.tree import map_leaves, struct
+from mpar.models.layers.mamba._config import MambaConfig
+from mpar.models.layers.mamba._params import Mamba
+from mpar.tree import Leaf, map_leaves, struct
 
-__all__ = [
-    "MAMBA_AXES",
-    "MAMBA_LEFT_AXES",
-    "Mamba",
-    "MambaConfig",
-    "MambaState",
-    "init_mamba_leaf",
-    "mamba",
-    "mamba_shapes",
-    "mamba_slice",
-    "mamba_step",
-]
-
+__all__ = ["MAMBA_LEFT_AXES", "MambaState", "mamba", "mamba_slice", "mamba_step"]
 
 HEADS: Axes = ("batch", "attend_seq", "attend_heads", "head")  # where attention over the same heads would have queries, and keys
 GROUPS: Axes = ("batch", "attend_kv_seq", "attend_kv_heads", None)
 
 
-@dataclass(frozen=True)
-class MambaConfig:
-    """Sizes of one mixer.
-
-    num_heads, head_size: of the scan; their product is the inner size. num_groups: heads of a group share b and c.
-    state_size: of each head's state, per element of the head. conv_width: tokens that the convolution sees.
-    chunk:      tokens that are worked on at once; no part of the function.
-    dt_limits:  the step, after softplus, is kept within them; None is no limit.
-    dt_range, dt_floor: steps that fresh parameters begin with: log-uniform in the range, at least the floor.
-    out_scale:  what the fresh projection out is multiplied by: where layers are many, residuals begin small.
-    bias, conv_bias: whether the projections in and out, and the convolution, have biases.
-    Raises ConfigError with all sizes that cannot be.
-    """
-
-    num_heads: int
-    head_size: int
-    num_groups: int
-    state_size: int
-    conv_width: int = 4
-    chunk: int = 256
-    dt_limits: tuple[float | None, float | None] = (None, None)
-    dt_range: tuple[float, float] = (0.001, 0.1)
-    dt_floor: float = 1e-4
-    bias: bool = False
-    conv_bias: bool = True
-    norm_eps: float = 1e-5
-    out_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        names = ("num_heads", "head_size", "num_groups", "state_size", "conv_width", "chunk")
-        problems = [f"{name}={getattr(self, name)}: must be a positive int" for name in names if getattr(self, name) < 1]
-        if not problems and self.num_heads % self.num_groups:
-            problems.append(f"num_groups={self.num_groups} does not divide num_heads={self.num_heads}")
-        low, high = self.dt_limits
-        if low is not None and high is not None and not low <= high:
-            problems.append(f"dt_limits={self.dt_limits}: the first must not exceed the second")
-        if not 0 < self.dt_range[0] <= self.dt_range[1] or not self.dt_floor > 0:
-            problems.append(
-                f"dt_range={self.dt_range}, dt_floor={self.dt_floor}: steps are positive, the first not above the second"
-            )
-        if problems:
-            raise ConfigError("cannot make a mamba layer:\n" + "\n".join(f"  {problem}" for problem in problems))
-
-
 @struct
-class Mamba:
-    """Parameters. z is the gate; b, c and x pass through the convolution (W taps); dt is a step for each head.
-
-    The decay of a head is exp(-dt exp(a_log)). C is the inner size, N * H.
-    """
-
-    z_DNH: Tensor
-    x_DNH: Tensor
-    b_DGK: Tensor
-    c_DGK: Tensor
-    dt_DN: Tensor
-    conv_x_NHW: Tensor
-    conv_b_GKW: Tensor
-    conv_c_GKW: Tensor
-    dt_bias_N: Tensor
-    a_log_N: Tensor
-    skip_N: Tensor
-    norm_C: Tensor
-    out_NHD: Tensor
-    conv_x_bias_NH: Tensor | None = None
-    conv_b_bias_GK: Tensor | None = None
-    conv_c_bias_GK: Tensor | None = None
-    z_bias_NH: Tensor | None = None
-    x_bias_NH: Tensor | None = None
-    b_bias_GK: Tensor | None = None
-    c_bias_GK: Tensor | None = None
-    dt_in_bias_N: Tensor | None = None
-    out_bias_D: Tensor | None = None
-
-
-MAMBA_AXES = cast(Any, Mamba)(
-    z_DNH=("embed", "heads", "head"),
-    x_DNH=("embed", "heads", "head"),
-    b_DGK=("embed", "kv_heads", None),
-    c_DGK=("embed", "kv_heads", None),
-    dt_DN=("embed", "heads"),
-    conv_x_NHW=("heads", "head", None),
-    conv_b_GKW=("kv_heads", None, None),
-    conv_c_GKW=("kv_heads", None, None),
-    dt_bias_N=("heads",),
-    a_log_N=("heads",),
-    skip_N=("heads",),
-    norm_C=("heads",),  # with one dim, as the other gains: those are not decayed
-    out_NHD=("heads", "head", "embed"),
-    conv_x_bias_NH=("heads", "head"),
-    conv_b_bias_GK=("kv_heads", None),
-    conv_c_bias_GK=("kv_heads", None),
-    z_bias_NH=("heads", "head"),
-    x_bias_NH=("heads", "head"),
-    b_bias_GK=("kv_heads", None),
-    c_bias_GK=("kv_heads", None),
-    dt_in_bias_N=("heads",),
-    out_bias_D=("embed",),
-)
-
-
-@struct
-class MambaState:
+class MambaState(Generic[Leaf]):
     """What a layer keeps of the tokens so far: the last T = W - 1 inputs of the convolution, and the state of the scan."""
 
-    conv_x_BTNH: Tensor
-    conv_b_BTGK: Tensor
-    conv_c_BTGK: Tensor
-    scan_BNHK: Tensor
+    conv_x_BTNH: Leaf
+    conv_b_BTGK: Leaf
+    conv_c_BTGK: Leaf
+    scan_BNHK: Leaf
 
 
-MAMBA_LEFT_AXES = cast(Any, MambaState)(
+MAMBA_LEFT_AXES: MambaState[Axes] = MambaState(
     conv_x_BTNH=(HEADS[0], None, *HEADS[2:]),
     conv_b_BTGK=(GROUPS[0], None, *GROUPS[2:]),
     conv_c_BTGK=(GROUPS[0], None, *GROUPS[2:]),
@@ -150,36 +37,7 @@ MAMBA_LEFT_AXES = cast(Any, MambaState)(
 )
 
 
-def mamba_shapes(config: MambaConfig, hidden_size: int) -> Mamba:
-    """The parameters with a tuple of sizes for each leaf."""
-    D, N, H, G, K, W = hidden_size, config.num_heads, config.head_size, config.num_groups, config.state_size, config.conv_width
-    return cast(Any, Mamba)(
-        z_DNH=(D, N, H),
-        x_DNH=(D, N, H),
-        b_DGK=(D, G, K),
-        c_DGK=(D, G, K),
-        dt_DN=(D, N),
-        conv_x_NHW=(N, H, W),
-        conv_b_GKW=(G, K, W),
-        conv_c_GKW=(G, K, W),
-        dt_bias_N=(N,),
-        a_log_N=(N,),
-        skip_N=(N,),
-        norm_C=(N * H,),
-        out_NHD=(N, H, D),
-        conv_x_bias_NH=(N, H) if config.conv_bias else None,
-        conv_b_bias_GK=(G, K) if config.conv_bias else None,
-        conv_c_bias_GK=(G, K) if config.conv_bias else None,
-        z_bias_NH=(N, H) if config.bias else None,
-        x_bias_NH=(N, H) if config.bias else None,
-        b_bias_GK=(G, K) if config.bias else None,
-        c_bias_GK=(G, K) if config.bias else None,
-        dt_in_bias_N=(N,) if config.bias else None,
-        out_bias_D=(D,) if config.bias else None,
-    )
-
-
-def mamba(params: Mamba, config: MambaConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+def mamba(params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
     """The layer applied to `x_BSD`; `context` has documents (B, S) where rows are packed: each begins without a past.
 
     Raises ConfigError if the context has an order: tokens that are permuted cannot be scanned.
@@ -189,8 +47,8 @@ def mamba(params: Mamba, config: MambaConfig, x_BSD: Tensor, context: Mapping[st
 
 
 def mamba_slice(
-    params: Mamba, config: MambaConfig, x_BSD: Tensor, context: Mapping[str, Tensor], past: Sequence[MambaState]
-) -> tuple[Tensor, MambaState]:
+    params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor, context: Mapping[str, Tensor], past: Sequence[MambaState[Tensor]]
+) -> tuple[Tensor, MambaState[Tensor]]:
     """The same where `x_BSD` are slices of rows, and the state after them; `past` has that of the slice before, if there is one.
 
     A document that begins with the slice has no past.
@@ -204,7 +62,7 @@ def mamba_slice(
     return out_BSD, left if documents_BS is None else _of_last_document(left, documents_BS)
 
 
-def _of_last_document(state: MambaState, documents_BS: Tensor) -> MambaState:
+def _of_last_document(state: MambaState[Tensor], documents_BS: Tensor) -> MambaState[Tensor]:
     """The state after a slice without those inputs of the convolution behind which another document begins in the slice."""
     inputs = state.conv_x_BTNH, state.conv_b_BTGK, state.conv_c_BTGK
     count, num_kept = documents_BS.shape[1], state.conv_x_BTNH.shape[1]
@@ -212,18 +70,23 @@ def _of_last_document(state: MambaState, documents_BS: Tensor) -> MambaState:
     same_BS = ends_BS.flip(1).cumsum(1).flip(1) == 0
     older_BT = same_BS[:, :1].expand(-1, max(0, num_kept - count))  # of slices before, which left what goes on with the first
     same_BT = torch.cat([older_BT, same_BS[:, max(0, count - num_kept) :]], 1)
-    kept = (torch.where(same_BT[..., None, None], x, 0.0) for x in inputs)
-    return cast(Any, MambaState)(*kept, state.scan_BNHK)
+    conv_x_BTNH, conv_b_BTGK, conv_c_BTGK = (torch.where(same_BT[..., None, None], x, 0.0) for x in inputs)
+    return MambaState(conv_x_BTNH, conv_b_BTGK, conv_c_BTGK, state.scan_BNHK)
 
 
 def mamba_step(
-    params: Mamba, config: MambaConfig, x_BSD: Tensor, state: MambaState | None, documents_BS: Tensor | None = None
-) -> tuple[Tensor, MambaState]:
+    params: Mamba[Tensor],
+    config: MambaConfig,
+    x_BSD: Tensor,
+    state: MambaState[Tensor] | None,
+    documents_BS: Tensor | None = None,
+) -> tuple[Tensor, MambaState[Tensor]]:
     """The layer applied to the tokens that follow those of `state` (None: the first of all), and the state after them."""
     out_BSD, inputs, scan_BNHK = _run(params, config, x_BSD, documents_BS, state)
     old = _parts(state)[:3]
     kept = (_last(x, before, config.conv_width - 1) for x, before in zip(inputs, old, strict=True))
-    return out_BSD, cast(Any, MambaState)(*kept, scan_BNHK)
+    conv_x_BTNH, conv_b_BTGK, conv_c_BTGK = kept
+    return out_BSD, MambaState(conv_x_BTNH, conv_b_BTGK, conv_c_BTGK, scan_BNHK)
 
 
 def _check_order(context: Mapping[str, Tensor]) -> None:
@@ -234,7 +97,7 @@ def _check_order(context: Mapping[str, Tensor]) -> None:
         )
 
 
-def _parts(state: MambaState | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+def _parts(state: MambaState[Tensor] | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     if state is None:
         return None, None, None, None
     return state.conv_x_BTNH, state.conv_b_BTGK, state.conv_c_BTGK, state.scan_BNHK
@@ -249,7 +112,7 @@ def _last(x: Tensor, before: Tensor | None, count: int) -> Tensor:
 
 
 def _run(
-    params: Mamba, config: MambaConfig, x_BSD: Tensor, documents_BS: Tensor | None, state: MambaState | None
+    params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor, documents_BS: Tensor | None, state: MambaState[Tensor] | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
     """The output, the inputs of the convolution, and the final state of the scan."""
     # those of groups first: the gradients of the others, sums over heads on all ranks, are then added up before they are reduced
@@ -300,7 +163,7 @@ def _convolve(
     return ops.name(torch.nn.functional.silu(y), label)
 
 
-def _steps(params: Mamba, config: MambaConfig, x_BSD: Tensor) -> Tensor:
+def _steps(params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor) -> Tensor:
     """Each token's and head's step, positive, float32 or wider: sums of steps over a chunk are exponents."""
     dt_BSN = ops.name(ops.einsum("bsd,dn->bsn", x_BSD, params.dt_DN), "dt")
     if params.dt_in_bias_N is not None:
@@ -321,25 +184,3 @@ def _gated_norm(y_BSNH: Tensor, z_BSNH: Tensor, gain_C: Tensor, config: MambaCon
     rstd_BSG = torch.rsqrt(total_BSG / (groups[1] * config.head_size) + config.norm_eps)
     normed_BSNH = (wide_BSGRH * rstd_BSG[..., None, None]).flatten(2, 3).to(y_BSNH.dtype)
     return ops.name(normed_BSNH * gain_C.unflatten(0, (config.num_heads, config.head_size)), "mamba_norm")
-
-
-def init_mamba_leaf(config: MambaConfig, field: str, key: ops.Key, bounds: list[range], dtype: torch.dtype) -> Tensor | None:
-    """The part within `bounds` of a fresh leaf, or None if it begins as leaves of its kind do elsewhere.
-
-    Decays exp(-dt n) for head n = 1, 2, ...; steps as `dt_range` says; taps and the projection out uniform within the inverse
-    root of the number of terms that are added up, as torch begins such layers.
-    """
-    sizes, starts = [len(bound) for bound in bounds], [bound.start for bound in bounds]
-    if field == "a_log_N":
-        return torch.arange(starts[0] + 1, starts[0] + 1 + sizes[0], dtype=torch.float64).log().to(dtype)
-    if field == "skip_N":
-        return torch.ones(sizes, dtype=dtype)
-    if field == "dt_bias_N":
-        low, high = (math.log(bound) for bound in config.dt_range)
-        dt = (ops.random_uniform(key, sizes, starts=starts).double() * (high - low) + low).exp().clamp(min=config.dt_floor)
-        return (dt + torch.log(-torch.expm1(-dt))).to(dtype)  # the inverse of softplus
-    if field in ("conv_x_NHW", "conv_b_GKW", "conv_c_GKW", "out_NHD"):
-        inner = config.num_heads * config.head_size
-        bound = config.out_scale / math.sqrt(inner) if field == "out_NHD" else 1 / math.sqrt(config.conv_width)
-        return ((2 * ops.random_uniform(key, sizes, starts=starts).double() - 1) * bound).to(dtype)
-    return None

@@ -79,16 +79,24 @@ class MoeConfig:
             raise ConfigError("cannot make a layer of experts:\n" + "\n".join(f"  {problem}" for problem in problems))
 
     @property
-    def side_losses(self) -> bool:
-        """Whether it needs context["weight"]: for losses beside the main one, or to know a batch with labels from generation."""
-        return bool(self.of_all_tokens)
-
-    @property
     def of_all_tokens(self) -> tuple[str, ...]:
-        """The options, `name=value`, with which it looks at all tokens of a microbatch, or has a loss of them."""
+        """The options, `name=value`, with which it looks at all tokens of a microbatch, or has a loss of them.
+
+        Where there are any it needs context["weight"]: for these losses, or to know a batch with labels from generation.
+        """
         looks = [f"kind={self.kind}"] * (self.kind != "topk")
         looks += [f"capacity_factor={self.capacity_factor}"] * (self.capacity_factor is not None)
         return *looks, *(f"{name}={getattr(self, name)}" for name in SIDE_LOSSES if getattr(self, name))
+
+    @property
+    def whole_step(self) -> str | None:
+        """Why a step must be one microbatch, and what else to do; None if it may be cut."""
+        if not self.global_aux_loss:
+            return None
+        return (
+            "global_aux_loss is of the loads of the whole step, which are not known before the first backward.\n"
+            "Use num_microbatches=1, or aux_loss, which is of the loads of each microbatch."
+        )
 
     def capacity(self, num_tokens: int) -> int:
         """Rows that an expert takes of a group of so many tokens; there must be a `capacity_factor`."""
@@ -97,6 +105,12 @@ class MoeConfig:
 
 
 def _problems(config: MoeConfig) -> list[str]:
+    """Everything that does not fit."""
+    return [*_wrong_experts(config), *_wrong_values(config), *_wrong_options(config)]
+
+
+def _wrong_experts(config: MoeConfig) -> list[str]:
+    """What is wrong with the numbers of experts and their groups."""
     experts, found = config.num_experts, []
     sizes = {name: getattr(config, name) for name in ("num_experts", "top_k", "mlp_size")}
     found += [f"{name}={size}: must be a positive int" for name, size in sizes.items() if size < 1]
@@ -109,6 +123,12 @@ def _problems(config: MoeConfig) -> list[str]:
         found.append(f"groups_kept={config.groups_kept}: {held} do not hold top_k={config.top_k}")
     if config.group_best not in (1, 2):
         found.append(f"group_best={config.group_best}: it is 1 or 2")
+    return found
+
+
+def _wrong_values(config: MoeConfig) -> list[str]:
+    """Fields whose value is none of those that they may have."""
+    found = []
     choices = {
         "activation": tuple(ACTIVATIONS),
         "score": get_args(Score),
@@ -129,6 +149,12 @@ def _problems(config: MoeConfig) -> list[str]:
     for name in ("grouped", "padded"):
         if not isinstance(getattr(config, name), bool):
             found.append(f"{name}={getattr(config, name)!r}: must be True or False")
+    return found
+
+
+def _wrong_options(config: MoeConfig) -> list[str]:
+    """Options that need, or exclude, another one."""
+    found = []
     if config.padded and config.capacity_factor is None:
         found.append("padded=True needs a capacity: set capacity_factor, such as 1.25")
     if config.padded and not config.grouped:
@@ -153,9 +179,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def with_router_options(config: MoeConfig, options: Mapping[str, Any]) -> MoeConfig:
+def with_router_options(config: MoeConfig, options: Mapping[str, object]) -> MoeConfig:
     """The same layer with `options`, of ROUTER_OPTIONS. Raises UnknownNameError with all others, or ConfigError."""
     unknown = sorted(set(options) - set(ROUTER_OPTIONS))
     if unknown:
         raise UnknownNameError(f"cannot set router options {unknown}: there are {', '.join(sorted(ROUTER_OPTIONS))}")
-    return dataclasses.replace(config, **options)
+    fields: dict[str, Any] = dict(options)  # what does not fit its field is refused when the config is made
+    return dataclasses.replace(config, **fields)
