@@ -4,7 +4,8 @@ A leaf's *path* is a string such as `layers.3.q_DNH`: it names the leaf in check
 
 What the functions take and return is said by types as far as a tree's class says it. The classes of trees belong to the models,
 and one class holds tensors, specs or logical axes by turns, so `Tree` covers them all. Leaves are tensors unless the caller
-passes `is_leaf`, which then says of what type they are.
+passes `is_leaf`, which then says of what type they are. A dataclass may be generic in `Leaf`, to say what stands at its leaves:
+`Head[Tensor]` holds parameters, `Head[Axes]` the logical axes of each.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from torch import Tensor
 from mpar.torch_private import pytree
 
 __all__ = [
+    "Leaf",
     "Structure",
     "Tree",
     "flatten",
@@ -35,7 +37,7 @@ Tree: TypeAlias = object
 T = TypeVar("T")
 """The class of a tree, where what comes out has that of what goes in."""
 Leaf = TypeVar("Leaf")
-"""What `is_leaf` says that a leaf is."""
+"""What stands at the leaves of a struct: tensors, their sizes, their axes; or what `is_leaf` says that a leaf is."""
 
 
 @dataclass(frozen=True)

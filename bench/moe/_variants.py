@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from mpar import jit, ops
 from mpar.mesh import Mesh
-from mpar.models._moe import Moe, MoeConfig, moe
+from mpar.models.layers.moe import Moe, MoeConfig, moe
 from mpar.strategy import preset
 
 __all__ = ["VARIANTS", "Case", "Data", "make"]

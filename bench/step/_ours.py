@@ -12,7 +12,7 @@ from mpar.hardware import hardware
 from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
 from mpar.models import Model
-from mpar.models._hf_weights import stored_leaves
+from mpar.models.hf import stored_leaves
 from mpar.optim import AdamW
 from mpar.program import Program, State, describe_kernels, format_bytes
 from mpar.program.compile import compile_step

@@ -1,30 +1,38 @@
-"""Models: decoders as chains of segments, and their Hugging Face weights in both directions."""
+"""Models: decoders as chains of segments, and their Hugging Face weights in both directions.
 
-from mpar.models._architectures import ARCHITECTURES
-from mpar.models._build import build, from_config, from_hf, storage_specs
-from mpar.models._decoder import DecoderConfig, DecoderParams
-from mpar.models._deepseek_v2 import DEEPSEEK_V2
-from mpar.models._deepseek_v3 import DEEPSEEK_V3
+architectures: declarations of model types.        decoder: config, parameters and segments of all of them.
+layers:        what decoders are made of.          hf: folders of weights.
+"""
+
+from mpar.models._build import build, from_config, from_hf
 from mpar.models._flops import flops_per_token
-from mpar.models._gemma2 import GEMMA2
-from mpar.models._gemma3 import GEMMA3
-from mpar.models._gpt2 import GPT2
-from mpar.models._gpt_oss import GPT_OSS
-from mpar.models._hf_weights import HfReader, hf_tensors, load_params, shard_slices, to_hf
-from mpar.models._llama import LLAMA
-from mpar.models._mamba2 import MAMBA2
-from mpar.models._mistral import MISTRAL
-from mpar.models._mixtral import MIXTRAL
 from mpar.models._model import Model
-from mpar.models._moe_config import MoeConfig
-from mpar.models._multi_token import with_next_tokens
-from mpar.models._olmo2 import OLMO2
-from mpar.models._phi3 import PHI3
-from mpar.models._qwen2 import QWEN2
-from mpar.models._qwen2_moe import QWEN2_MOE
-from mpar.models._qwen3 import QWEN3
-from mpar.models._qwen3_moe import QWEN3_MOE
-from mpar.models._starcoder2 import STARCODER2
+from mpar.models._options import ModelOptions
+from mpar.models._storage import storage_specs
+from mpar.models.architectures import (
+    ARCHITECTURES,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    GPT_OSS,
+    LLAMA,
+    MAMBA2,
+    MISTRAL,
+    MIXTRAL,
+    OLMO2,
+    PHI3,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    STARCODER2,
+    Architecture,
+)
+from mpar.models.decoder import DecoderConfig, DecoderParams, with_next_tokens
+from mpar.models.hf import HfReader, hf_tensors, load_params, shard_slices, to_hf
+from mpar.models.layers import MoeConfig
 
 __all__ = [
     "ARCHITECTURES",
@@ -45,10 +53,12 @@ __all__ = [
     "QWEN3",
     "QWEN3_MOE",
     "STARCODER2",
+    "Architecture",
     "DecoderConfig",
     "DecoderParams",
     "HfReader",
     "Model",
+    "ModelOptions",
     "MoeConfig",
     "build",
     "flops_per_token",

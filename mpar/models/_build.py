@@ -1,129 +1,90 @@
 """From a name and a dict, a config.json, or a folder of Hugging Face weights to a model."""
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
+from torch import Tensor
 
 import mpar
 from mpar import tree
-from mpar.arrange import arrange
 from mpar.errors import ConfigError, ShardingError
 from mpar.mesh import Mesh
-from mpar.models._hf_weights import HfReader, load_params, read_json
-from mpar.models._model import Model, make_model
+from mpar.models._model import Model
+from mpar.models._options import ModelOptions, OptionWords, with_options
+from mpar.models._storage import storage_specs
+from mpar.models.architectures import ARCHITECTURES, Architecture, find_architecture, read_decoder
+from mpar.models.decoder import DecoderParams
+from mpar.models.hf import HfReader, load_params, read_json
 from mpar.strategy import Strategy, preset
 
-__all__ = ["build", "from_config", "from_hf", "storage_specs"]
-
-Config = Mapping[str, Any] | str | os.PathLike[str]
+__all__ = ["build", "from_config", "from_hf"]
 
 
 def build(
     architecture: str,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
+    options: ModelOptions | None = None,
     *,
-    ignore: Sequence[str] = (),
-    dtype: torch.dtype = torch.float32,
-    vocab_multiple: int = 128,
-    logits_chunk: int | None = None,
-    mlp_chunk: int | None = None,
-    router: Mapping[str, Any] | None = None,
-    mtp_loss_weight: float | None = None,
+    architectures: Mapping[str, Architecture] = ARCHITECTURES,
+    **words: Unpack[OptionWords],
 ) -> Model:
-    """A model of `architecture`, a key of ARCHITECTURES, with a config in Hugging Face's words.
+    """A model of `architecture`, a key of `architectures`, with a config in Hugging Face's words.
 
-    `mtp_loss_weight` asks for multi-token prediction (DeepSeek-V3): a layer that learns the token after the next, its loss times
-    this.
-    `router` has options for the routers of experts, which no config.json has: see `with_router_options`. `logits_chunk` and
-    `mlp_chunk` are tokens whose logits, and whose feed-forward layers, are computed at once; None is all.
+    `words` are fields of ModelOptions, such as dtype=torch.bfloat16; they replace those of `options`.
     Raises UnknownNameError for an unknown architecture or option, ConfigError with everything that is wrong with `config`.
     """
     if config.get("model_type", architecture) != architecture:
         raise ConfigError(
             f"cannot build a {architecture} from a config of model_type={config['model_type']!r}; drop one of the two"
         )
-    raw = {"model_type": architecture, **config}
-    return make_model(
-        raw,
-        ignore=ignore,
-        dtype=dtype,
-        vocab_multiple=vocab_multiple,
-        logits_chunk=logits_chunk,
-        mlp_chunk=mlp_chunk,
-        router=router,
-        mtp_loss_weight=mtp_loss_weight,
-    )
+    return _make_model({"model_type": architecture, **config}, None, _options(options, words), architectures)
 
 
 def from_config(
-    config: Config,
+    config: Mapping[str, object] | str | os.PathLike[str],
+    options: ModelOptions | None = None,
     *,
-    ignore: Sequence[str] = (),
-    dtype: torch.dtype = torch.float32,
-    vocab_multiple: int = 128,
-    logits_chunk: int | None = None,
-    mlp_chunk: int | None = None,
-    router: Mapping[str, Any] | None = None,
-    mtp_loss_weight: float | None = None,
+    architectures: Mapping[str, Architecture] = ARCHITECTURES,
+    **words: Unpack[OptionWords],
 ) -> Model:
     """The model that a Hugging Face config describes: a dict, a config.json, or a folder with one.
 
-    `ignore` names keys that are unknown here and known to change nothing; `router` is as in `build`.
-    Raises as `build`, and CheckpointError for a bad file.
+    Its model_type is looked up in `architectures`, which may hold ones of your own: {"ours": OURS}, see
+    `mpar.models.architectures`. `options` and `words` are as in `build`. Raises as `build`, and CheckpointError for a bad file.
     """
     raw, generation = _read(config)
-    return make_model(
-        raw,
-        ignore=ignore,
-        dtype=dtype,
-        vocab_multiple=vocab_multiple,
-        logits_chunk=logits_chunk,
-        mlp_chunk=mlp_chunk,
-        router=router,
-        mtp_loss_weight=mtp_loss_weight,
-        generation=generation,
-    )
+    return _make_model(raw, generation, _options(options, words), architectures)
 
 
 def from_hf(
     path: str | os.PathLike[str],
-    dtype: torch.dtype | None = None,
+    options: ModelOptions | None = None,
+    *,
     mesh: Mesh | None = None,
     strategy: Strategy | str | None = None,
-    *,
     rank: int | None = None,
-    ignore: Sequence[str] = (),
-    vocab_multiple: int = 128,
-    logits_chunk: int | None = None,
-    mlp_chunk: int | None = None,
-    router: Mapping[str, Any] | None = None,
-    mtp_loss_weight: float | None = None,
-) -> tuple[Model, Any]:
-    """`(model, params)` from a folder with config.json and safetensors; `dtype` is by default that of the stored tensors.
+    architectures: Mapping[str, Architecture] = ARCHITECTURES,
+    **words: Unpack[OptionWords],
+) -> tuple[Model, DecoderParams[Tensor]]:
+    """`(model, params)` from a folder with config.json and safetensors; the dtype is by default that of the stored tensors.
 
     With `mesh` and `strategy` a rank reads only the bytes of its shards, as the strategy stores them. In a job of
     torch.distributed the parameters are DTensors on the bound mesh; with `rank` they are that rank's local shards, and no
-    process is needed.
+    process is needed. `options`, `words` and `architectures` are as in `from_config`.
     Raises CheckpointError, ConfigError, MeshError or ShardingError.
     """
     if (mesh is None) != (strategy is None):
         raise ShardingError("cannot load shards: mesh and strategy come together; pass both, or neither for whole parameters")
-    model = from_config(
-        path,
-        ignore=ignore,
-        vocab_multiple=vocab_multiple,
-        logits_chunk=logits_chunk,
-        mlp_chunk=mlp_chunk,
-        router=router,
-        mtp_loss_weight=mtp_loss_weight,
-    )
-    if dtype is None:
+    chosen = _options(options, words)
+    model = from_config(path, chosen, architectures=architectures)
+    if chosen.dtype is None:
         with HfReader(model, path) as reader:
-            dtype = reader.dtype
-    model = model.with_dtype(dtype)
+            model = model.with_dtype(reader.dtype)
     if mesh is None or strategy is None:
         return model, load_params(model, path)
     specs, mesh = storage_specs(model, mesh, preset(strategy) if isinstance(strategy, str) else strategy)
@@ -134,15 +95,32 @@ def from_hf(
     return model, tree.map_leaves(lambda local, spec: mpar.dtensor.wrap(local, spec, mesh, device_mesh), shards, specs)
 
 
-def storage_specs(model: Model, mesh: Mesh, strategy: Strategy) -> tuple[Any, Mesh]:
-    """`(specs, mesh)`: the tree of P by which `strategy` stores the parameters; the mesh with the axes that it split."""
-    shapes, axes = model.abstract_params, model.param_axes
-    strategy, mesh = arrange(strategy, mesh, shapes, axes)
-    paths, structure = tree.paths(shapes), tree.flatten(shapes)[1]
-    return tree.unflatten(structure, [strategy.storage_spec(tree.get(axes, path), "param", mesh) for path in paths]), mesh
+def _options(options: ModelOptions | None, words: OptionWords) -> ModelOptions:
+    return replace(options or ModelOptions(), **words)
 
 
-def _read(config: Config) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _make_model(
+    raw: Mapping[str, object],
+    generation: Mapping[str, object] | None,
+    options: ModelOptions,
+    architectures: Mapping[str, Architecture],
+) -> Model:
+    """The model that the Hugging Face config `raw` describes; `generation` is the file beside it."""
+    architecture = find_architecture(raw, architectures)
+    config = with_options(read_decoder(raw, architecture, options.ignore), options, architecture, architectures)
+    return Model(
+        config=config,
+        dtype=options.dtype or torch.float32,
+        architecture=architecture,
+        hf_config_json=json.dumps(raw),
+        hf_generation_json=None if generation is None else json.dumps(generation),
+    )
+
+
+def _read(
+    config: Mapping[str, object] | str | os.PathLike[str],
+) -> tuple[dict[str, object], dict[str, object] | None]:
+    """The config, and what generation_config.json beside it says."""
     if isinstance(config, Mapping):
         return dict(config), None
     path = Path(config)

@@ -4,8 +4,7 @@ import re
 
 from mpar import tree
 from mpar.models._model import Model
-from mpar.models._moe import MoeConfig
-from mpar.models._parts import part_of
+from mpar.models.layers import MoeConfig, part_of
 
 __all__ = ["flops_per_token"]
 

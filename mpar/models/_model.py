@@ -2,33 +2,26 @@
 
 import functools
 import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from mpar import ops, tree
+from mpar import tree
 from mpar.chain import Axes, Segment
-from mpar.errors import ConfigError, DataError, DtypeError, ShapeError
-from mpar.models import _decoder as decoder
-from mpar.models._architectures import ARCHITECTURES, Architecture, decoder_config
-from mpar.models._decoder import DecoderConfig, DecoderParams
-from mpar.models._multi_token import NEXT_KEYS, NEXT_WEIGHTS
-from mpar.models._parts import Update, part_of
-from mpar.models._rope import rope_tables, table_keys
+from mpar.errors import ConfigError, DataError, ShapeError
+from mpar.models import decoder
+from mpar.models._batch import BATCH_KEYS, ORDER, Batch, batch_weight, check_batch
+from mpar.models.architectures import Architecture
+from mpar.models.decoder import NEXT_KEYS, NEXT_WEIGHTS, BlockSegment, DecoderConfig, DecoderParams
+from mpar.models.layers import State, Update, part_of, rope_tables, table_keys
 
-__all__ = ["Model", "make_model"]
+__all__ = ["DecodeState", "Model"]
 
-Batch = dict[str, Tensor]
-BATCH_KEYS = ("tokens", "labels", "positions", "documents", "token_weights")
-FLOATS = ("token_weights", NEXT_WEIGHTS)
-ORDER = "order"
-IGNORE_INDEX = -100
-INIT_BLOCK = 1 << 22
-"""Elements that are drawn at once."""
+DecodeState = tuple[int, tuple[State | None, ...]]
+"""How many tokens there were, and what each layer keeps of them."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +29,20 @@ class Model:
     """A decoder-only language model; it holds no tensors. Satisfies `mpar.chain.Chain`.
 
     dtype: of its parameters; tables of RoPE and the loss are float32 or wider.
+    architecture: names and settings of its Hugging Face model type.
     hf_config_json, hf_generation_json: the Hugging Face files it came from, for export.
     """
 
-    name: str
     config: DecoderConfig
     dtype: torch.dtype
+    architecture: Architecture = field(repr=False, hash=False)
     hf_config_json: str
     hf_generation_json: str | None = None
 
     @property
-    def architecture(self) -> Architecture:
-        """Names and settings of its Hugging Face model type."""
-        return ARCHITECTURES[self.name]
+    def name(self) -> str:
+        """The Hugging Face model type."""
+        return self.architecture.name
 
     @property
     def vocab_size(self) -> int:
@@ -56,12 +50,12 @@ class Model:
         return self.config.vocab_size
 
     @property
-    def abstract_params(self) -> DecoderParams:
+    def abstract_params(self) -> DecoderParams[Tensor]:
         """The parameter tree with meta tensors; the vocabulary is padded."""
         return decoder.meta_params(self.config, self.dtype)
 
     @property
-    def param_axes(self) -> DecoderParams:
+    def param_axes(self) -> DecoderParams[Axes]:
         """The parameter tree with the logical axes of each leaf."""
         return decoder.axes(self.config)
 
@@ -81,7 +75,7 @@ class Model:
 
     @property
     def updates(self) -> dict[str, Update]:
-        """Path of each parameter without gradient -> (metric, `fn(parameter, total)`), which gives it after a step."""
+        """Path of each parameter without gradient -> how it is updated after a step."""
         found = {}
         places = [(f"layers.{i}", f"layers.{i}", layer) for i, layer in enumerate(self.config.layers)]
         if self.config.multi_token is not None:
@@ -96,12 +90,8 @@ class Model:
     @property
     def whole_step(self) -> str | None:
         """Why a step of it must be one microbatch, and what else to do; None if it may be cut."""
-        if not any(getattr(part, "global_aux_loss", 0) for layer in self.config.layers for part in layer.parts):
-            return None
-        return (
-            "global_aux_loss is of the loads of the whole step, which are not known before the first backward.\n"
-            "Use num_microbatches=1, or aux_loss, which is of the loads of each microbatch."
-        )
+        reasons = (part_of(part).whole_step(part) for layer in self.config.layers for part in layer.parts)
+        return next((reason for reason in reasons if reason is not None), None)
 
     @property
     def whole_rows(self) -> str | None:
@@ -149,7 +139,7 @@ class Model:
         learn them. weight, which side losses are multiplied by, is there if a layer has such losses and the batch has labels.
         Raises DataError, ShapeError, DtypeError or ConfigError.
         """
-        _check(batch, (*self._row_keys, ORDER), self.max_positions, row_length)
+        check_batch(batch, (*self._row_keys, ORDER), self.max_positions, row_length)
         weights = [NEXT_WEIGHTS] if self.next_keys and "token_weights" in batch else []
         missing = [key for key in (*self.next_keys, *weights) if key not in batch]
         if missing and "labels" in batch:
@@ -170,16 +160,10 @@ class Model:
 
     def weight(self, batch: Batch) -> Tensor:
         """The sum of the token_weights (default 1) of the tokens whose label is not -100: a scalar, float32 or wider."""
-        if "labels" not in batch:
-            raise DataError("cannot weigh a batch without labels")
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        counted = batch["labels"] != IGNORE_INDEX
-        if "token_weights" not in batch:
-            return counted.to(dtype).sum()
-        return torch.where(counted, batch["token_weights"].to(dtype), 0.0).sum()
+        return batch_weight(batch, torch.promote_types(self.dtype, torch.float32))
 
     def apply(
-        self, params: DecoderParams, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+        self, params: DecoderParams[Tensor], tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
         """Logits (B, S, vocab_size) for each position's next token. `positions` feed RoPE (default 0, 1, ...).
 
@@ -191,7 +175,9 @@ class Model:
         x, _ = _fold(body, params, context)
         return decoder.head_segment(self.config).logits(_subtrees(last, params), x)[..., : self.vocab_size]
 
-    def step(self, params: DecoderParams, tokens_BS: Tensor, state: tuple | None = None) -> tuple[Tensor, tuple]:
+    def step(
+        self, params: DecoderParams[Tensor], tokens_BS: Tensor, state: DecodeState | None = None
+    ) -> tuple[Tensor, DecodeState]:
         """Logits (B, S, vocab_size) of the tokens that follow those of `state` (None: the first of all), and the state after.
 
         The state is how many tokens there were, and an entry for each layer: keys and values of those that later tokens can see,
@@ -208,14 +194,14 @@ class Model:
         order = torch.arange(start, end, device=tokens_BS.device)
         context = self.context({"tokens": tokens_BS, "positions": order.expand(tokens_BS.shape)}) | {ORDER: order}
         x, _ = _fold([first], params, context)
-        after = []
+        after: list[State | None] = []
         for segment, before in zip(blocks, layers, strict=True):
-            x, new = cast(decoder.BlockSegment, segment.fn).step(_subtrees(segment, params), x, context, before)
+            x, new = cast(BlockSegment, segment.fn).step(_subtrees(segment, params), x, context, before)
             after.append(new)
         logits = decoder.head_segment(self.config).logits(_subtrees(last, params), x)[..., : self.vocab_size]
         return logits, (end, tuple(after))
 
-    def loss(self, params: DecoderParams, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, params: DecoderParams[Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
         """`(sum of token_weight * cross-entropy in nats, weight)`; the mean loss is their quotient.
 
         `batch` has tokens and labels (already shifted: position s learns to give labels[s]); -100 is not counted.
@@ -225,7 +211,7 @@ class Model:
         _, losses = _fold(self.segments, params, self.context(batch))
         return losses["loss"], self.weight(batch)
 
-    def init(self, seed: int, dtype: torch.dtype | None = None) -> DecoderParams:
+    def init(self, seed: int, dtype: torch.dtype | None = None) -> DecoderParams[Tensor]:
         """Fresh parameters: matrices normal with the config's initializer_range, gains one, biases and padding zero.
 
         Every element depends on `seed`, its path and its global index alone: `init_leaf` gives the same in parts.
@@ -236,78 +222,21 @@ class Model:
 
     def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
         """The part `slices` (default: all) of the leaf at `path` of `init(seed)`, without making the rest."""
-        shape, names = tree.get(decoder.shapes(self.config), path), tree.get(self.param_axes, path)
-        bounds = [range(size)[part] for size, part in zip(shape, slices or [slice(None)] * len(shape), strict=True)]
-        sizes = [len(bound) for bound in bounds]
-        own = self._part_leaf(seed, path, bounds)
-        if own is not None:
-            return own
-        field = path.rpartition(".")[2]
-        if "bias" in field:
-            return torch.zeros(sizes, dtype=self.dtype)
-        if "norm" in field:
-            return torch.full(sizes, self.config.norm.first_gain, dtype=self.dtype)
-        values = _normal(ops.fold_key(seed, path), bounds, self.dtype).mul_(self.config.initializer_range)
-        if "vocab" in names:
-            dim = names.index("vocab")
-            real = torch.arange(bounds[dim].start, bounds[dim].stop) < self.vocab_size
-            real = real.reshape([-1 if d == dim else 1 for d in range(len(sizes))])
-            values.masked_fill_(~real, 0.0)
-        return values
-
-    def _part_leaf(self, seed: int, path: str, bounds: list[range]) -> Tensor | None:
-        """A fresh leaf if its part says how it starts."""
-        keys = path.split(".")
-        if keys[0] != "layers":
-            return None
-        for config in self.config.layers[int(keys[1])].parts:
-            part = part_of(config)
-            if part.field == keys[2] and part.init is not None:
-                return part.init(config, ".".join(keys[3:]), ops.fold_key(seed, path), bounds, self.dtype)
-        return None
+        return decoder.init_leaf(self.config, self.dtype, seed, path, slices)
 
     @functools.cached_property
-    def hf_config(self) -> dict[str, Any]:
+    def hf_config(self) -> dict[str, object]:
         """The Hugging Face config it came from; do not change it."""
         return json.loads(self.hf_config_json)
 
 
-def make_model(
-    raw: dict[str, Any],
-    *,
-    ignore: Sequence[str] = (),
-    dtype: torch.dtype = torch.float32,
-    vocab_multiple: int = 128,
-    logits_chunk: int | None = None,
-    mlp_chunk: int | None = None,
-    router: Mapping[str, Any] | None = None,
-    mtp_loss_weight: float | None = None,
-    generation: dict[str, Any] | None = None,
-) -> Model:
-    """The model that the Hugging Face config `raw` describes. Raises ConfigError with everything that is wrong with it."""
-    if not dtype.is_floating_point:
-        raise ConfigError(f"cannot make a model with parameters of {dtype}: choose a floating dtype")
-    config = decoder_config(raw, ignore, vocab_multiple, logits_chunk, router, mtp_loss_weight)
-    model = Model(raw["model_type"], config, dtype, json.dumps(raw), None if generation is None else json.dumps(generation))
-    return model if mlp_chunk is None else model.with_mlp_chunk(mlp_chunk)
-
-
-def _normal(key: tuple[int, int], bounds: Sequence[range], dtype: torch.dtype) -> Tensor:
-    """The part within `bounds` of normal numbers, drawn by rows: the generator needs many times its result as workspace."""
-    sizes, starts = [len(bound) for bound in bounds], [bound.start for bound in bounds]
-    out = torch.empty(sizes, dtype=dtype)
-    num_rows = max(1, INIT_BLOCK // max(1, math.prod(sizes[1:])))
-    for row in range(0, sizes[0], num_rows):
-        part = out[row : row + num_rows]
-        part.copy_(ops.random_normal(key, part.shape, starts=[starts[0] + row, *starts[1:]]))
-    return out
-
-
-def _subtrees(segment: Segment, params: DecoderParams) -> tuple:
+def _subtrees(segment: Segment, params: DecoderParams[Tensor]) -> tuple:
     return tuple(tree.get(params, path) for path in segment.paths)
 
 
-def _fold(segments: Sequence[Segment], params: DecoderParams, context: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+def _fold(
+    segments: Sequence[Segment], params: DecoderParams[Tensor], context: dict[str, Tensor]
+) -> tuple[Any, dict[str, Tensor]]:
     x: Any = None
     total: dict[str, Tensor] = {}
     for segment in segments:
@@ -315,23 +244,3 @@ def _fold(segments: Sequence[Segment], params: DecoderParams, context: dict[str,
         for name, value in losses.items():
             total[name] = total[name] + value if name in total else value
     return x, total
-
-
-def _check(batch: Batch, known: Sequence[str], max_positions: int | None, row_length: int | None) -> None:
-    unknown = sorted(set(batch) - set(known))
-    if unknown or "tokens" not in batch:
-        raise DataError(f"cannot read a batch with {sorted(batch)}: it needs tokens and may have {', '.join(known[1:])}")
-    shape = tuple(batch["tokens"].shape)
-    wrong = {key: tuple(x.shape) for key, x in batch.items() if tuple(x.shape) != (shape[1:] if key == ORDER else shape)}
-    if len(shape) != 2 or wrong:
-        raise ShapeError(
-            f"cannot read a batch with tokens {shape} and {wrong or 'nothing else'}: order must be (S,), all others (B, S)"
-        )
-    floats = {key: value.dtype for key, value in batch.items() if key not in FLOATS and value.is_floating_point()}
-    if floats:
-        raise DtypeError(f"cannot read a batch with {floats}: these must be integers")
-    length = row_length or shape[1]
-    if max_positions is not None and length > max_positions:  # given positions too go up to there: what they are is not looked at
-        raise ShapeError(
-            f"cannot read rows of {length} tokens: this model has learned {max_positions} positions; use shorter rows"
-        )

@@ -14,7 +14,7 @@ from mpar.data import Batches, DataConfig, Tokenizer, byte_tokenizer, load_datas
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
-from mpar.models import Model
+from mpar.models import Model, ModelOptions
 from mpar.optim import SGD, WSD, AdamW, Constant, Cosine, Linear, Schedule
 from mpar.program import Hardware
 from mpar.strategy import Strategy, preset
@@ -88,16 +88,16 @@ def _model_of(group: ModelConfig, router: Mapping[str, Any] | None) -> Model:
         )
     source = group.path if group.path is not None else group.config
     assert source is not None
-    return models.from_config(
-        source,
-        ignore=group.ignore,
+    options = ModelOptions(
         dtype=torch.float32,
+        ignore=group.ignore,
         vocab_multiple=group.vocab_multiple,
         logits_chunk=group.logits_chunk,
         mlp_chunk=group.mlp_chunk,
         router=router,
         mtp_loss_weight=group.mtp_loss_weight,
     )
+    return models.from_config(source, options)
 
 
 def make_tokenizer(config: TrainConfig) -> Tokenizer:

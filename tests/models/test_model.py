@@ -7,8 +7,9 @@ import torch
 
 from mpar import models, testing, tree
 from mpar.errors import ConfigError, DataError, DtypeError, ShapeError
-from mpar.models import _decoder, _model
-from mpar.models._moe import MoeConfig
+from mpar.models.decoder import _init
+from mpar.models.decoder._embed import rounded
+from mpar.models.layers import MoeConfig
 from tests.models.variants import KINDS, VARIANTS
 
 CONFIG = {
@@ -119,7 +120,7 @@ def test_rows_longer_than_learned_positions_are_refused():
 @pytest.mark.parametrize("value", [1.0, 32.0**0.5, 3072**0.5, 3584**0.5, 59.75, 0.1, 55.5])
 def test_scales_are_rounded_as_the_dtype_does(value, dtype):
     """The scale of embeddings is the number that the dtype holds, ties to even."""
-    assert _decoder._rounded(value, dtype) == torch.tensor(value, dtype=torch.float64).to(dtype).item()
+    assert rounded(value, dtype) == torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
 def test_side_losses_get_the_weight_of_the_batch():
@@ -250,7 +251,7 @@ def test_init_of_a_shard_is_part_of_the_whole(path):
 
 def test_init_does_not_depend_on_padding_or_blocks(monkeypatch):
     """The same weights whatever multiple the vocabulary is padded to and however many elements are drawn at once."""
-    monkeypatch.setattr(_model, "INIT_BLOCK", 1000)
+    monkeypatch.setattr(_init, "INIT_BLOCK", 1000)
     other = models.build("qwen3", {**CONFIG}, dtype=torch.float64, vocab_multiple=8)
     assert torch.equal(other.init(3).head.head_DV[:, :150], made()[1].head.head_DV[:, :150])
 

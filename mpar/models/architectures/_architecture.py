@@ -1,0 +1,107 @@
+"""Architecture: what tells one Hugging Face model type from another.
+
+To add one, declare an `Architecture` in a module of its own: a map of config keys, a map of weight names (see
+`mpar/models/hf/_weight_map.py`), and `settings`, which puts layers together from parts; and name it in `_table.py`. One that is
+not ours is handed to `models.from_config` and the like in a table of its own. Its parity with transformers is tested once it has
+variants in the table of tests/models/variants.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from mpar.models.architectures.keys import Key, Values, read_rope
+from mpar.models.decoder import DecoderConfig, LayerConfig
+from mpar.models.layers import MAIN, AttentionConfig, Mixer, Mlp, MlpConfig, NormConfig, Rope
+
+__all__ = ["Architecture", "Plain", "Ropes", "no_rope", "one_rope", "windowed"]
+
+Ropes = tuple[tuple[str, Rope], ...]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The plain decoder, as far as the common keys tell: what an architecture's settings start from.
+
+    decoder: everything but layers and norm.
+    norm:    of all layers and of the head.
+    heads:   what `attention` gives; None for configs without num_attention_heads.
+    hidden:  what `mlp` gives; None for configs without intermediate_size.
+    """
+
+    decoder: DecoderConfig
+    norm: NormConfig
+    num_layers: int
+    heads: AttentionConfig | None
+    hidden: MlpConfig | None
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The plain attention, for architectures whose configs have num_attention_heads."""
+        assert self.heads is not None, "keys of this architecture have no num_attention_heads"
+        return self.heads
+
+    @property
+    def mlp(self) -> MlpConfig:
+        """The plain feed-forward layer, for architectures whose configs have intermediate_size."""
+        assert self.hidden is not None, "keys of this architecture have no intermediate_size"
+        return self.hidden
+
+    def stack(
+        self,
+        mixers: Mixer | Sequence[Mixer] | None = None,
+        mlps: Mlp | Sequence[Mlp | None] | None = None,
+        norms: Literal["pre", "post", "both"] = "pre",
+    ) -> DecoderConfig:
+        """The decoder with these layers: one mixer, and one mlp, for all of them, or one for each; by default the plain one."""
+        mixers = self.attention if mixers is None else mixers
+        mlps = self.mlp if mlps is None else mlps
+        every_mixer = mixers if isinstance(mixers, Sequence) else (mixers,) * self.num_layers
+        every_mlp = mlps if isinstance(mlps, Sequence) else (mlps,) * self.num_layers
+        layers = [LayerConfig(mixer, mlp, self.norm, norms) for mixer, mlp in zip(every_mixer, every_mlp, strict=True)]
+        return replace(self.decoder, layers=tuple(layers), norm=self.norm)
+
+
+def windowed(attention: AttentionConfig, windows: Sequence[int | None]) -> tuple[AttentionConfig, ...]:
+    """One attention per layer, the same but for its window."""
+    return tuple(replace(attention, window=window) for window in windows)
+
+
+def one_rope(title: str, values: Values, head_size: int, ignore: Sequence[str], theta: float = 10_000.0) -> Ropes:
+    """The one rotation that a config describes; `theta` where it has none."""
+    return ((MAIN, read_rope(title, values, head_size, ignore, theta=theta)),)
+
+
+def no_rope(title: str, values: Values, head_size: int, ignore: Sequence[str]) -> Ropes:
+    """No rotation."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One model type. It is data: that it exists tells nobody of it, so that `dataclasses.replace` makes a private variant.
+
+    hf_class: the class in transformers.        keys: what its config may hold.
+    settings: `fn(title, values, plain)` gives the decoder; it starts from `plain.stack()`.
+    names:    path of a leaf -> (name of the stored tensor, transform), as in `mpar/models/hf/_weight_map.py`.
+    base:     what the names of the decoder begin with; checkpoints of the decoder without head may lack it.
+    ignored:  keys that its configs have and that are not read, with the reason.
+    words:    common key -> the key by which its configs call it.
+    ropes:    `fn(title, values, head_size, ignore)` gives the rotations by name.
+    norm_eps: the key of the norms' eps.
+    absent:   names that old or tied checkpoints may hold and that carry nothing.
+    layers_behind: the key by which its configs count the layers behind the last one, for further tokens; None: it has none.
+    """
+
+    name: str
+    hf_class: str
+    keys: Mapping[str, Key]
+    settings: Callable[[str, Values, Plain], DecoderConfig]
+    names: Mapping[str, tuple[str, str]]
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+    ropes: Callable[[str, Values, int, Sequence[str]], Ropes] = one_rope
+    base: str = "model."
+    norm_eps: str = "rms_norm_eps"
+    absent: tuple[str, ...] = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
+    layers_behind: str | None = None

@@ -1,0 +1,48 @@
+"""What configs and checkpoints of models with experts have in common: keys, and names of stored weights."""
+
+from mpar.errors import ConfigError
+from mpar.models.architectures.keys._key import Key, Values
+
+__all__ = ["EXPERT_KEYS", "aux_loss", "expert_names", "num_experts", "sparse_layers"]
+
+EXPERT_KEYS = {
+    "num_experts": Key((int,), None, nullable=True, positive=True),
+    "num_local_experts": Key((int,), None, nullable=True, positive=True),
+    "router_aux_loss_coef": Key((int, float), 0.001),
+    "output_router_logits": Key((bool,), False),
+}
+"""num_experts and num_local_experts are two names of one thing: transformers writes either."""
+
+
+def num_experts(title: str, values: Values, default: int) -> int:
+    """The number of experts. Raises ConfigError if its two keys disagree."""
+    given = {name: values[name] for name in ("num_experts", "num_local_experts") if values[name] is not None}
+    if len(set(given.values())) > 1:
+        raise ConfigError(f"cannot read {title}: {given} disagree.\nRemove one of the two keys.")
+    return next(iter(given.values()), default)
+
+
+def aux_loss(values: Values) -> float:
+    """The coefficient of the load-balancing loss: transformers adds it where the model puts its router logits out."""
+    return float(values["router_aux_loss_coef"]) if values["output_router_logits"] else 0.0
+
+
+def sparse_layers(title: str, values: Values) -> tuple[bool, ...]:
+    """Whether each layer has experts: every decoder_sparse_step-th has, but those of mlp_only_layers."""
+    num_layers, step, plain = values["num_hidden_layers"], values["decoder_sparse_step"], values["mlp_only_layers"] or []
+    wrong = [layer for layer in plain if not isinstance(layer, int) or not 0 <= layer < num_layers]
+    if wrong:
+        raise ConfigError(f"cannot read {title}: mlp_only_layers has {wrong}; there are layers 0 to {num_layers - 1}")
+    return tuple(i not in plain and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def expert_names(
+    prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> dict[str, tuple[str, str]]:
+    """Leaf of the experts -> (the stored tensors, one for each expert; transform). `prefix` is the layer's mlp."""
+    stored = f"{prefix}.experts.{{e}}"
+    return {
+        "layers.{i}.mlp.gate_EDF": (f"{stored}.{gate}.weight", "f d -> e d f"),
+        "layers.{i}.mlp.up_EDF": (f"{stored}.{up}.weight", "f d -> e d f"),
+        "layers.{i}.mlp.down_EFD": (f"{stored}.{down}.weight", "d f -> e f d"),
+    }

@@ -1,0 +1,90 @@
+"""Reading a Hugging Face config.json: every key is used, or in a table of ignored ones with the reason, or an error."""
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpar.errors import ConfigError
+
+__all__ = ["NUMBER", "REQUIRED", "Key", "Values", "is_number", "read_config", "refusal"]
+
+
+class Missing(enum.Enum):
+    """What stands for the default of a key that has none; it is the same object in every process."""
+
+    REQUIRED = "required"
+
+
+REQUIRED = Missing.REQUIRED
+NUMBER = (int, float)
+Values = Mapping[str, Any]
+"""The values of a config by key. Each is of a kind that its `Key` accepts, which has been checked when it was read."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a key may hold; `default` counts where it is missing, `accepted` (if not empty) are the values implemented."""
+
+    kind: tuple[type, ...]
+    default: Any = REQUIRED
+    nullable: bool = False
+    positive: bool = False
+    accepted: tuple[Any, ...] = field(default=())
+
+
+def read_config(
+    title: str, raw: Mapping[str, object], keys: Mapping[str, Key], ignore: Sequence[str], ignored: Mapping[str, str]
+) -> Values:
+    """The values of `keys`, defaults filled in; keys of `ignored` and `ignore` are not looked at.
+
+    Raises ConfigError with every unknown key and unusable value of `raw`.
+    """
+    problems = []
+    unknown = sorted(key for key in raw if key not in keys and key not in ignored and key not in ignore)
+    if unknown:
+        problems.append(f"unknown keys: {', '.join(f'{key}={raw[key]!r}' for key in unknown)}")
+    values: dict[str, Any] = {}
+    for name, key in keys.items():
+        value = raw.get(name, key.default)
+        values[name] = value
+        if value is REQUIRED:
+            problems.append(f"{name} is missing")
+        elif name in raw and not _has_kind(value, key):
+            problems.append(f"{name}={value!r}: must be {_kinds(key)}")
+        elif key.accepted and value not in key.accepted and name not in ignore:
+            accepted = ", ".join(repr(item) for item in key.accepted if item is not None)
+            problems.append(f"{name}={value!r}: only {accepted} {'is' if ',' not in accepted else 'are'} implemented")
+    if problems:
+        raise ConfigError(refusal(title, problems, unknown))
+    return values
+
+
+def _has_kind(value: Any, key: Key) -> bool:
+    if value is None:
+        return key.nullable
+    if isinstance(value, bool) and bool not in key.kind:
+        return False
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    fits = isinstance(value, key.kind)
+    return fits and not (key.positive and value <= 0)
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is a finite number."""
+    return isinstance(value, NUMBER) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _kinds(key: Key) -> str:
+    kinds = " or ".join(kind.__name__ for kind in key.kind)
+    return f"{'a positive ' if key.positive else ''}{kinds}{' or null' if key.nullable else ''}"
+
+
+def refusal(title: str, problems: Sequence[str], unknown: Sequence[str] = ()) -> str:
+    """The text of an error with all `problems`, and what to do about unknown keys."""
+    lines = "\n".join(f"  {problem}" for problem in problems)
+    names = ", ".join(repr(key) for key in unknown)
+    way_out = f"\nIf the unknown keys do not change what the model computes, pass ignore=({names},)." if unknown else ""
+    return f"cannot read {title}:\n{lines}{way_out}"

@@ -1,0 +1,32 @@
+"""The decoder: its config, its parameters and how they start, and the segments that its chain is made of."""
+
+from mpar.models.decoder._block import BlockSegment
+from mpar.models.decoder._chain import segments
+from mpar.models.decoder._config import DecoderConfig, LayerConfig, MultiTokenConfig, with_mlp_chunk
+from mpar.models.decoder._head import HeadSegment, head_segment
+from mpar.models.decoder._init import init_leaf
+from mpar.models.decoder._next_tokens import NEXT_KEYS, NEXT_WEIGHTS, with_next_tokens
+from mpar.models.decoder._params import Block, DecoderParams, Embed, Head, MultiToken, axes, meta_params, shapes
+
+__all__ = [
+    "NEXT_KEYS",
+    "NEXT_WEIGHTS",
+    "Block",
+    "BlockSegment",
+    "DecoderConfig",
+    "DecoderParams",
+    "Embed",
+    "Head",
+    "HeadSegment",
+    "LayerConfig",
+    "MultiToken",
+    "MultiTokenConfig",
+    "axes",
+    "head_segment",
+    "init_leaf",
+    "meta_params",
+    "segments",
+    "shapes",
+    "with_mlp_chunk",
+    "with_next_tokens",
+]

@@ -1,0 +1,158 @@
+"""What a decoder is: its layers, the norm at its end, its rotations, its vocabulary, the layer for further tokens."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mpar.errors import ConfigError
+from mpar.models.layers import (
+    MambaConfig,
+    Mixer,
+    Mlp,
+    MoeConfig,
+    NormConfig,
+    PartConfig,
+    Rope,
+    depends_on_length,
+    part_of,
+)
+
+__all__ = ["DecoderConfig", "LayerConfig", "MultiTokenConfig", "with_mlp_chunk"]
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One layer: its mixer of tokens, its feed-forward layer (None: it has none), and its norms.
+
+    norms: where they stand: "pre", x + f(norm(x)); "post", x + norm(f(x)) (OLMo 2, arXiv:2501.00656, section 3.2); or "both".
+    """
+
+    mixer: Mixer
+    mlp: Mlp | None
+    norm: NormConfig = NormConfig()  # noqa: RUF009 (it is frozen)
+    norms: Literal["pre", "post", "both"] = "pre"
+
+    @property
+    def parts(self) -> tuple[PartConfig, ...]:
+        """The configs of its parts, in order."""
+        return (self.mixer,) if self.mlp is None else (self.mixer, self.mlp)
+
+    @property
+    def sequential(self) -> bool:
+        """Whether its mixer goes from token to token, and cannot take them in another order."""
+        return isinstance(self.mixer, MambaConfig)
+
+    @property
+    def of_all_tokens(self) -> tuple[str, ...]:
+        """The options, `name=value`, with which parts look at all tokens of a microbatch, or have a loss of them."""
+        return tuple(option for part in self.parts for option in part_of(part).of_all_tokens(part))
+
+
+@dataclass(frozen=True)
+class MultiTokenConfig:
+    """The further `layer`, and the weight of its loss. Raises ConfigError unless that is positive and finite."""
+
+    layer: LayerConfig
+    loss_weight: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.loss_weight < math.inf:
+            raise ConfigError(
+                f"cannot predict further tokens with mtp_loss_weight={self.loss_weight}: it must be positive, or None (null) for "
+                "a model without the layer"
+            )
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Everything that the mathematics depends on.
+
+    norm:            of the head. ropes: the rotations by name; mixers say which they use.
+    embed_scale:     what embeddings are multiplied by, rounded to their dtype (Gemma: sqrt(hidden_size)).
+    num_positions:   rows of a learned embedding of positions, None for none.
+    logits_soft_cap: bound of the logits (Gemma 2, arXiv:2408.00118, section 2).
+    vocab_multiple:  the vocabulary is padded inside to a multiple of it.
+    multi_token:     the layer that learns the token after the next, None for none.
+    logits_chunk:    None makes the logits at once, a number computes the loss from that many tokens at a time without keeping
+                     them.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerConfig, ...]
+    norm: NormConfig = NormConfig()  # noqa: RUF009 (it is frozen)
+    ropes: tuple[tuple[str, Rope], ...] = ()
+    initializer_range: float = 0.02
+    tied: bool = False
+    embed_scale: float | None = None
+    num_positions: int | None = None
+    logits_soft_cap: float | None = None
+    multi_token: MultiTokenConfig | None = None
+    vocab_multiple: int = 128
+    logits_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.logits_chunk is not None and self.logits_soft_cap is not None:
+            raise ConfigError(
+                f"cannot compute the loss from logits_chunk={self.logits_chunk} tokens at a time: this model bounds its logits "
+                f"(soft cap {self.logits_soft_cap}), which the loss in chunks does not do. Use logits_chunk=None."
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.layers)
+
+    @property
+    def every_layer(self) -> tuple[LayerConfig, ...]:
+        """The layers, and behind them that for further tokens."""
+        return self.layers if self.multi_token is None else (*self.layers, self.multi_token.layer)
+
+    @property
+    def side_losses(self) -> bool:
+        """Whether any layer has losses of its own, or looks at all tokens: it needs the batch's total token weight."""
+        return any(layer.of_all_tokens for layer in self.every_layer)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether every layer can go on from a state, and no rotation of earlier tokens changes as the row grows."""
+        fixed = not any(depends_on_length(rope) for _, rope in self.ropes)
+        return fixed and all(part_of(layer.mixer).step is not None for layer in self.layers)
+
+    @property
+    def whole_rows(self) -> str | None:
+        """Why rows cannot be cut into slices; None if they can."""
+        if any(part_of(layer.mixer).slice is None for layer in self.every_layer):
+            return "a mixer of its layers needs whole rows."
+        if len({layer.sequential for layer in self.layers}) > 1:
+            return "it has layers that scan, whose positions have no order, beside others, which need it."
+        looks = dict.fromkeys(option for layer in self.every_layer for option in layer.of_all_tokens)
+        if looks:
+            return (
+                f"its routers look at all tokens of a microbatch, for {', '.join(looks)}.\n"
+                "Use routers (model.router) without; the choice_bias of DeepSeek-V3 balances without a loss."
+            )
+        return None
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: the vocabulary, rounded up."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+def with_mlp_chunk(config: DecoderConfig, chunk: int | None) -> DecoderConfig:
+    """The same with feed-forward layers, shared experts too, that take `chunk` tokens at a time. Raises ConfigError."""
+    layers = tuple(replace(layer, mlp=_with_chunk(layer.mlp, chunk)) for layer in config.layers)
+    layered = [layer.mlp.shared if isinstance(layer.mlp, MoeConfig) else layer.mlp for layer in layers]
+    if chunk is not None and not any(layered):
+        raise ConfigError(f"cannot use mlp_chunk={chunk}: this model has no feed-forward layer that every token goes through")
+    further = config.multi_token
+    if further is not None:
+        further = replace(further, layer=replace(further.layer, mlp=_with_chunk(further.layer.mlp, chunk)))
+    return replace(config, layers=layers, multi_token=further)
+
+
+def _with_chunk(mlp: Mlp | None, chunk: int | None) -> Mlp | None:
+    if isinstance(mlp, MoeConfig):
+        return replace(mlp, shared=None if mlp.shared is None else replace(mlp.shared, chunk=chunk))
+    return None if mlp is None else replace(mlp, chunk=chunk)

@@ -1,0 +1,40 @@
+"""The first segment: tokens, and learned positions, to the residual stream."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mpar import ops
+from mpar.models.decoder._params import Embed
+from mpar.models.decoder._places import RESIDUAL
+
+__all__ = ["EmbedSegment", "rounded"]
+
+
+@dataclass(frozen=True)
+class EmbedSegment:
+    """Tokens to the residual stream."""
+
+    scale: float | None = None
+
+    def __call__(self, params: tuple[Embed[Tensor]], x: None, context: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """`x` is None; gives (B, S, D)."""
+        (embed,) = params
+        y_BSD = ops.constrain(ops.embedding(context["tokens"], embed.table_VD), RESIDUAL)
+        if self.scale is not None:
+            y_BSD = y_BSD * rounded(self.scale, y_BSD.dtype)
+        if embed.positions_SD is not None:
+            positions = context["positions"]
+            batch = None if positions.shape[0] == 1 else RESIDUAL[0]
+            y_BSD = y_BSD + ops.constrain(ops.embedding(positions, embed.positions_SD), (batch, *RESIDUAL[1:]))
+        return y_BSD, {}
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """`value` as `dtype` holds it."""
+    fraction, exponent = math.frexp(value)
+    bits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    return math.ldexp(round(math.ldexp(fraction, bits)), exponent - bits)

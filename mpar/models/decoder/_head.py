@@ -1,0 +1,62 @@
+"""The last segment: final norm, output matrix, cross-entropy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mpar import ops
+from mpar.models.decoder._config import DecoderConfig
+from mpar.models.decoder._places import BLOCK
+from mpar.models.layers import NormConfig, normalise
+
+__all__ = ["HeadSegment", "head_segment"]
+
+
+@dataclass(frozen=True)
+class HeadSegment:
+    """Final norm, output matrix, cross-entropy."""
+
+    norm: NormConfig
+    vocab_size: int
+    logits_chunk: int | None
+    soft_cap: float | None = None
+
+    def __call__(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> tuple[None, dict[str, Tensor]]:
+        """(B, S, D) to the sum of the losses of its tokens."""
+        labels_BS, weights_BS = context["labels"], context.get("token_weights")
+        if self.logits_chunk is None:
+            loss, _ = ops.cross_entropy(self.logits(params, x), labels_BS, token_weights=weights_BS, vocab_size=self.vocab_size)
+        else:
+            loss, _ = ops.linear_cross_entropy(
+                self._normed(params, x),
+                _matrix_DV(params),
+                labels_BS,
+                token_weights=weights_BS,
+                vocab_size=self.vocab_size,
+                chunk=self.logits_chunk,
+            )
+        return None, {"loss": loss}
+
+    def logits(self, params: tuple, x: Tensor) -> Tensor:
+        """(B, S, D) to logits over the padded vocabulary."""
+        normed = self._normed(params, x)
+        if params[0].head_DV is None:
+            logits_BSV = ops.einsum("bsd,vd->bsv", normed, params[1].table_VD)
+        else:
+            logits_BSV = ops.einsum("bsd,dv->bsv", normed, params[0].head_DV)
+        if self.soft_cap is not None:
+            logits_BSV = (logits_BSV / self.soft_cap).tanh() * self.soft_cap
+        return ops.name(logits_BSV, "logits")
+
+    def _normed(self, params: tuple, x: Tensor) -> Tensor:
+        return ops.constrain(normalise(self.norm, x, params[0].norm_D, params[0].norm_bias_D, "final_norm"), BLOCK)
+
+
+def _matrix_DV(params: tuple) -> Tensor:
+    return params[1].table_VD.transpose(0, 1) if params[0].head_DV is None else params[0].head_DV
+
+
+def head_segment(config: DecoderConfig) -> HeadSegment:
+    """The last function of the chain, which also gives logits."""
+    return HeadSegment(config.norm, config.vocab_size, config.logits_chunk, config.logits_soft_cap)

@@ -1,0 +1,9 @@
+"""Hugging Face folders: reading any part of any leaf from safetensors, and writing what transformers loads."""
+
+from mpar.models.hf._export import hf_tensors, to_hf
+from mpar.models.hf._folder import read_json
+from mpar.models.hf._load import load_params, shard_slices
+from mpar.models.hf._reader import HfReader
+from mpar.models.hf._stored import stored_leaves
+
+__all__ = ["HfReader", "hf_tensors", "load_params", "read_json", "shard_slices", "stored_leaves", "to_hf"]

@@ -1,0 +1,86 @@
+"""Layers: what a decoder is made of. Attention, feed-forward layers, experts, scans, norms, rotations; each with its config."""
+
+from mpar.models.layers._attention import Attention, AttentionConfig
+from mpar.models.layers._feed_forward import ACTIVATIONS, FeedForward, MlpConfig
+from mpar.models.layers._latent_attention import (
+    LatentAttention,
+    LatentAttentionConfig,
+    latent_attend,
+    latent_attention_shapes,
+    latent_step,
+)
+from mpar.models.layers._norm import NormConfig, normalise
+from mpar.models.layers._parts import (
+    PARTS,
+    Applied,
+    Left,
+    Mixer,
+    Mlp,
+    Part,
+    PartConfig,
+    PartParams,
+    State,
+    Update,
+    apply_part,
+    part_of,
+)
+from mpar.models.layers._rope import (
+    MAIN,
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    Rope,
+    YarnRope,
+    depends_on_length,
+    rope_tables,
+    table_keys,
+)
+from mpar.models.layers._sizes import Sizes, is_sizes
+from mpar.models.layers.mamba import MambaConfig
+from mpar.models.layers.moe import ROUTER_OPTIONS, Moe, MoeConfig, moe, with_router_options
+
+__all__ = [
+    "ACTIVATIONS",
+    "MAIN",
+    "PARTS",
+    "ROUTER_OPTIONS",
+    "Applied",
+    "Attention",
+    "AttentionConfig",
+    "DynamicRope",
+    "FeedForward",
+    "LatentAttention",
+    "LatentAttentionConfig",
+    "Left",
+    "LinearRope",
+    "Llama3Rope",
+    "LongRope",
+    "MambaConfig",
+    "Mixer",
+    "Mlp",
+    "MlpConfig",
+    "Moe",
+    "MoeConfig",
+    "NormConfig",
+    "Part",
+    "PartConfig",
+    "PartParams",
+    "Rope",
+    "Sizes",
+    "State",
+    "Update",
+    "YarnRope",
+    "apply_part",
+    "depends_on_length",
+    "is_sizes",
+    "latent_attend",
+    "latent_attention_shapes",
+    "latent_step",
+    "moe",
+    "normalise",
+    "part_of",
+    "rope_tables",
+    "table_keys",
+    "with_router_options",
+]

@@ -1,0 +1,258 @@
+"""Multi-head latent attention: keys and values come from one small latent per token (DeepSeek-V2, arXiv:2405.04434, sec. 2.1).
+
+A part of each query and key has no position; the rest has RoPE, and its key is the same for all heads ("decoupled", sec. 2.1.3).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from mpar import ops
+from mpar.chain import Axes
+from mpar.errors import ConfigError
+from mpar.models.layers._attend_past import attend_past
+from mpar.models.layers._rope import MAIN, table_keys
+from mpar.models.layers._sizes import Sizes
+from mpar.tree import Leaf, struct
+
+__all__ = [
+    "LATENT_ATTENTION_AXES",
+    "LATENT_LEFT_AXES",
+    "LatentAttention",
+    "LatentAttentionConfig",
+    "LatentLeft",
+    "LatentState",
+    "latent_attend",
+    "latent_attention_shapes",
+    "latent_slice",
+    "latent_step",
+]
+
+
+@dataclass(frozen=True)
+class LatentAttentionConfig:
+    """Sizes of one layer's attention.
+
+    q_rank:  size of the latent that queries come from, None where they come from x; kv_rank: the same of keys and values.
+    nope_size, rope_size: the parts of a query or key without and with RoPE; v_size: of a value.
+    scale:   what q @ k is multiplied by, None for 1 / sqrt(nope_size + rope_size).
+    interleaved: RoPE turns neighbours (0, 1), (2, 3), ..., not element i with i + rope_size / 2.
+    bias:    the projections down to latents, and the one out, have biases. norm_eps: of the norms of latents.
+    rope:    which of the model's RoPE tables turns the parts of `rope_size`.
+    Raises ConfigError with all sizes that cannot be.
+    """
+
+    num_heads: int
+    kv_rank: int
+    nope_size: int
+    rope_size: int
+    v_size: int
+    q_rank: int | None = None
+    scale: float | None = None
+    interleaved: bool = True
+    bias: bool = False
+    norm_eps: float = 1e-6
+    rope: str = MAIN
+
+    def __post_init__(self) -> None:
+        names = ("num_heads", "kv_rank", "nope_size", "rope_size", "v_size", "q_rank")
+        sizes = {name: getattr(self, name) for name in names}
+        problems = [f"{name}={size}: must be a positive int" for name, size in sizes.items() if size is not None and size < 1]
+        if self.rope_size % 2:
+            problems.append(f"rope_size={self.rope_size} is odd; RoPE turns pairs")
+        if problems:
+            raise ConfigError("cannot make latent attention:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+    @property
+    def qk_size(self) -> int:
+        """The size of a query or key head."""
+        return self.nope_size + self.rope_size
+
+
+@struct
+class LatentAttention(Generic[Leaf]):
+    """Projections. C: the latent of keys and values; L: that of queries, without which `q_DNH` is the only one of queries.
+
+    `kv_a_DC` gives the latent and behind it the key's part with RoPE; `kv_b_CNH` gives each head's key and behind it its value.
+    """
+
+    kv_a_DC: Leaf
+    kv_a_norm_C: Leaf
+    kv_b_CNH: Leaf
+    o_NHD: Leaf
+    q_DNH: Leaf | None = None
+    q_a_DL: Leaf | None = None
+    q_a_norm_L: Leaf | None = None
+    q_b_LNH: Leaf | None = None
+    q_a_bias_L: Leaf | None = None
+    kv_a_bias_C: Leaf | None = None
+    o_bias_D: Leaf | None = None
+
+
+LATENT_ATTENTION_AXES: LatentAttention[Axes] = LatentAttention(
+    kv_a_DC=("embed", None),
+    kv_a_norm_C=(None,),
+    kv_b_CNH=(None, "heads", "head"),
+    o_NHD=("heads", "head", "embed"),
+    q_DNH=("embed", "heads", "head"),
+    q_a_DL=("embed", None),
+    q_a_norm_L=(None,),
+    q_b_LNH=(None, "heads", "head"),
+    q_a_bias_L=(None,),
+    kv_a_bias_C=(None,),
+    o_bias_D=("embed",),
+)
+
+
+def latent_attention_shapes(config: LatentAttentionConfig, hidden_size: int) -> LatentAttention[Sizes]:
+    """The parameters with a tuple of sizes for each leaf."""
+    D, N, L, C = hidden_size, config.num_heads, config.q_rank, config.kv_rank
+    return LatentAttention(
+        kv_a_DC=(D, C + config.rope_size),
+        kv_a_norm_C=(C,),
+        kv_b_CNH=(C, N, config.nope_size + config.v_size),
+        o_NHD=(N, config.v_size, D),
+        q_DNH=(D, N, config.qk_size) if L is None else None,
+        q_a_DL=None if L is None else (D, L),
+        q_a_norm_L=None if L is None else (L,),
+        q_b_LNH=None if L is None else (L, N, config.qk_size),
+        q_a_bias_L=(L,) if config.bias and L is not None else None,
+        kv_a_bias_C=(C + config.rope_size,) if config.bias else None,
+        o_bias_D=(D,) if config.bias else None,
+    )
+
+
+@struct
+class LatentState:
+    """Of each token so far the latent and the turned part of the key, which is all that keys and values are made of."""
+
+    latent_BMC: Tensor
+    k_rope_BMH: Tensor
+    order_M: Tensor
+
+
+@struct
+class LatentLeft(Generic[Leaf]):
+    """Latents and turned parts of keys of a slice of rows, which later slices attend to."""
+
+    latent_BMC: Leaf
+    k_rope_BMH: Leaf
+
+
+LATENT_LEFT_AXES: LatentLeft[Axes] = LatentLeft(("batch", "seq", None), ("batch", "seq", None))
+
+
+def latent_attend(
+    params: LatentAttention[Tensor], config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
+) -> Tensor:
+    """Causal attention of `x_BSD` to itself, within a document.
+
+    `context` has the RoPE tables; documents (B, S) where rows are packed; order (S,) where they are permuted.
+    """
+    return latent_slice(params, config, x_BSD, context, ())[0]
+
+
+def latent_slice(
+    params: LatentAttention[Tensor],
+    config: LatentAttentionConfig,
+    x_BSD: Tensor,
+    context: Mapping[str, Tensor],
+    past: Sequence[LatentLeft[Tensor]],
+) -> tuple[Tensor, LatentLeft[Tensor]]:
+    """The same where `x_BSD` are slices of rows; `past` has the latents of those before. And what is left to later ones.
+
+    Keys and values of the past are made from its latents again, which are far smaller.
+    """
+    q_nope_BSNH, q_rope_BSNH = _queries(params, config, x_BSD, context)
+    own = LatentLeft(*_latents(params, config, x_BSD, context))
+    q_BSNH = ops.name(torch.cat([q_nope_BSNH, q_rope_BSNH], -1), "q_rope")
+    q_BSNH = ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head"))
+    (k_BSNH, v_BSNH), *before = (_keys(params, config, left) for left in (own, *past))
+    out_BSNH = attend_past(q_BSNH, k_BSNH, v_BSNH, before, context, scale=_scale(config))
+    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), own
+
+
+def _keys(params: LatentAttention[Tensor], config: LatentAttentionConfig, left: LatentLeft[Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values of the tokens whose latents these are."""
+    up_BMNH = ops.einsum("bsc,cnh->bsnh", left.latent_BMC, params.kv_b_CNH)
+    k_nope_BMNH, v_BMNH = up_BMNH.split([config.nope_size, config.v_size], -1)
+    k_BMNH = torch.cat([k_nope_BMNH, left.k_rope_BMH[:, :, None].expand(-1, -1, config.num_heads, -1)], -1)
+    place = ("batch", "attend_kv_seq", "attend_kv_heads", "head")
+    return ops.constrain(ops.name(k_BMNH, "k_rope"), place), ops.constrain(ops.name(v_BMNH, "v"), place)
+
+
+def latent_step(
+    params: LatentAttention[Tensor],
+    config: LatentAttentionConfig,
+    x_BSD: Tensor,
+    context: Mapping[str, Tensor],
+    state: LatentState | None,
+) -> tuple[Tensor, LatentState]:
+    """The same for the tokens that follow those of `state` (None: the first of all), and the state after them.
+
+    Queries come down to the latent instead of latents up to keys and values (sec. 2.1.2): the heads attend to the state itself.
+    `context` has order (S,), the tokens' positions, and the RoPE tables at these.
+    """
+    q_nope_BSNH, q_rope_BSNH = _queries(params, config, x_BSD, context)
+    latent_BMC, k_rope_BMH = _latents(params, config, x_BSD, context)
+    order_M = context["order"]
+    if state is not None:
+        latent_BMC = torch.cat([state.latent_BMC, latent_BMC], 1)
+        k_rope_BMH = torch.cat([state.k_rope_BMH, k_rope_BMH], 1)
+        order_M = torch.cat([state.order_M, order_M])
+    up_CNH, out_CNH = params.kv_b_CNH.split([config.nope_size, config.v_size], -1)
+    q_BSNC = torch.cat([ops.einsum("bsnh,cnh->bsnc", q_nope_BSNH, up_CNH), q_rope_BSNH], -1)
+    k_BM1C = torch.cat([latent_BMC, k_rope_BMH], -1)[:, :, None]
+    mixed_BSNC, _ = ops.attention(
+        q_BSNC, k_BM1C, latent_BMC[:, :, None], q_order=context["order"], k_order=order_M, causal=True, scale=_scale(config)
+    )
+    out_BSNH = ops.einsum("bsnc,cnh->bsnh", mixed_BSNC, out_CNH)
+    return _merged(params, out_BSNH), LatentState(latent_BMC, k_rope_BMH, order_M)
+
+
+def _queries(
+    params: LatentAttention[Tensor], config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The parts without and with RoPE, the latter turned."""
+    if params.q_DNH is not None:
+        q_BSNH = ops.einsum("bsd,dnh->bsnh", x_BSD, params.q_DNH)
+    else:
+        assert params.q_a_DL is not None and params.q_b_LNH is not None
+        latent_BSL = ops.name(_plus(ops.einsum("bsd,dl->bsl", x_BSD, params.q_a_DL), params.q_a_bias_L), "q_latent")
+        latent_BSL = ops.name(ops.rms_norm(latent_BSL, params.q_a_norm_L, eps=config.norm_eps), "q_norm")
+        q_BSNH = ops.einsum("bsl,lnh->bsnh", latent_BSL, params.q_b_LNH)
+    nope_BSNH, rope_BSNH = ops.name(q_BSNH, "q").split([config.nope_size, config.rope_size], -1)
+    return nope_BSNH, _turned(config, rope_BSNH, context)
+
+
+def _latents(
+    params: LatentAttention[Tensor], config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The normed latent of keys and values, and the part of the key with RoPE, turned, that all heads share."""
+    both_BSC = ops.name(_plus(ops.einsum("bsd,dc->bsc", x_BSD, params.kv_a_DC), params.kv_a_bias_C), "kv_latent")
+    latent_BSC, rope_BSH = both_BSC.split([config.kv_rank, config.rope_size], -1)
+    latent_BSC = ops.name(ops.rms_norm(latent_BSC, params.kv_a_norm_C, eps=config.norm_eps), "kv_norm")
+    return latent_BSC, _turned(config, rope_BSH[:, :, None], context)[:, :, 0]
+
+
+def _turned(config: LatentAttentionConfig, x_BSNH: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+    cos, sin = (context[key] for key in table_keys(config.rope))
+    return ops.rope(x_BSNH, cos, sin, interleaved=config.interleaved)
+
+
+def _scale(config: LatentAttentionConfig) -> float:
+    return config.qk_size**-0.5 if config.scale is None else config.scale
+
+
+def _merged(params: LatentAttention[Tensor], out_BSNH: Tensor) -> Tensor:
+    """The projection out of all heads."""
+    out_BSNH = ops.name(out_BSNH, "attn")
+    out_BSD = ops.constrain(ops.einsum("bsnh,nhd->bsd", out_BSNH, params.o_NHD), ("batch", "residual_seq", "embed"))
+    return ops.name(_plus(out_BSD, params.o_bias_D), "attn_out")
+
+
+def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias

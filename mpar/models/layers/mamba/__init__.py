@@ -1,0 +1,19 @@
+"""The Mamba-2 mixer: its config, its parameters and how fresh ones start, its function."""
+
+from mpar.models.layers.mamba._config import MambaConfig
+from mpar.models.layers.mamba._init import init_mamba_leaf
+from mpar.models.layers.mamba._mamba import MAMBA_LEFT_AXES, MambaState, mamba, mamba_slice, mamba_step
+from mpar.models.layers.mamba._params import MAMBA_AXES, Mamba, mamba_shapes
+
+__all__ = [
+    "MAMBA_AXES",
+    "MAMBA_LEFT_AXES",
+    "Mamba",
+    "MambaConfig",
+    "MambaState",
+    "init_mamba_leaf",
+    "mamba",
+    "mamba_shapes",
+    "mamba_slice",
+    "mamba_step",
+]

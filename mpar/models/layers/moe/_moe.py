@@ -1,0 +1,60 @@
+"""Mixture of experts: a router chooses a few feed-forward layers for each token (Shazeer et al. 2017, arXiv:1701.06538)."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from mpar import ops
+from mpar.models.layers.moe._config import MoeConfig
+from mpar.models.layers.moe._experts import capacity_of, grouped_experts, padded_experts, sequential_experts
+from mpar.models.layers.moe._losses import side_losses
+from mpar.models.layers.moe._params import Moe
+from mpar.models.layers.moe._router import route, router_logits
+from mpar.ops import group_sizes
+
+__all__ = ["moe"]
+
+TOKENS = ("moe_batch", "moe_seq", "embed")
+
+
+def moe(
+    params: Moe[Tensor], config: MoeConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """`(y_BSD, losses, metrics)`. Tokens of document -1 (padding) go to no expert and count in no loss.
+
+    losses:  side losses times their coefficient and times context["weight"], which all losses of a batch are divided by; none
+             where the context has no weight. aux_loss is E * sum over experts of (slots / tokens) * (mean score), as in
+             transformers, for one layer; seq_aux_loss the mean over rows of the same, divided by top_k; z_loss the mean square
+             of the logits' log-sum-exp. Scores are normalised to sum 1. global_aux_loss is aux_loss over the whole step.
+    metrics: expert_counts (E,): the slots that chose each expert; with a capacity dropped (): the slots that did not fit.
+    """
+    if "weight" in context:
+        group_sizes("a layer of experts", x_BSD.shape, config.token_groups)
+    tokens_BSD = ops.constrain(x_BSD, TOKENS)
+    logits_BSE = router_logits(params, tokens_BSD)
+    documents_BS = context.get("documents")
+    routed_BS = None if documents_BS is None else documents_BS != -1
+    weights_BSK, experts_BSK, scores_BSE = route(params, config, logits_BSE, routed_BS, context)
+    if routed_BS is not None:
+        experts_BSK = experts_BSK.masked_fill(~routed_BS[..., None], -1)
+    counts_E = ops.expert_counts(experts_BSK, num_experts=config.num_experts)
+    metrics = {"expert_counts": counts_E}
+    losses: dict[str, Tensor] = {}
+    if "weight" in context:
+        losses = side_losses(config, logits_BSE, scores_BSE, experts_BSK, counts_E, routed_BS, context["weight"])
+    padded = False
+    if config.capacity_factor is not None and "weight" in context:
+        kept_BSK = ops.limit_capacity(
+            experts_BSK,
+            weights_BSK,
+            context.get("order"),
+            num_experts=config.num_experts,
+            capacity=capacity_of(config, x_BSD),
+            groups=config.token_groups,
+        )
+        padded = config.padded
+        metrics["dropped"] = (experts_BSK != kept_BSK).sum()
+        experts_BSK = kept_BSK
+    apply = padded_experts if padded else grouped_experts if config.grouped else sequential_experts
+    y_BSD, shared_BSD = apply(params, config, tokens_BSD, x_BSD, experts_BSK, weights_BSK, context)
+    return ops.name(y_BSD if shared_BSD is None else y_BSD + shared_BSD, "mlp_out"), losses, metrics
