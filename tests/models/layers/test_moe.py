@@ -398,7 +398,7 @@ def test_generation_looks_at_no_other_token(options):
     """Without a weight in the context every router chooses by its logits, nothing is dropped, and there are no losses."""
     config = dataclasses.replace(BASE, **options)
     params, x = drawn(config), normal(B, S, D, seed=30)
-    assert config.side_losses
+    assert config.of_all_tokens
     y, losses, metrics = moe(params, config, x, {})
     testing.assert_close(y, moe(params, BASE, x, {})[0])
     assert not losses and set(metrics) == {"expert_counts"}
