@@ -1,7 +1,7 @@
 """Chain: what a model is to the compiler. A list of segments over one parameter tree, and the logical axes of its values.
 
-A segment is a pure function `fn(params, x, context) -> (x, losses[, metrics])`. Equal layers share one `fn` object and are
-compiled once.
+A segment is a pure function `fn(params, x, context, training=...) -> (x, losses[, metrics])`. Equal layers share one `fn` object
+and are compiled once.
 """
 
 import difflib
@@ -31,15 +31,15 @@ def is_axes(x: object) -> TypeGuard[Axes]:
 class Carry:
     """How a segment goes on where an earlier slice of the same rows ended.
 
-    fn:    `fn(params, x, context, past) -> (x, left, losses[, metrics])`. left is what later slices need of this one, a tree of
-           floating tensors, or None; `past` is a tuple of what earlier ones left, oldest first. Of these the context has
-           CONTEXT_OF_PAST too, as far as it has them, under the keys that `of_past` gives.
+    fn:    `fn(params, x, context, past, training=...) -> (x, left, losses[, metrics])`. left is what later slices need of this
+           one, a tree of floating tensors, or None; `past` is a tuple of what earlier ones left, oldest first. Of these the
+           context has CONTEXT_OF_PAST too, as far as it has them, under the keys that `of_past` gives.
     axes:  logical axes of the leaves of left.
     reach: of how many positions a position reads what is left, itself among them, as of a window; None: of all before it.
            Slices out of reach are not in `past`. 2 is enough for a state, which every slice leaves anew.
     """
 
-    fn: Callable[[tuple, Any, Any, tuple], tuple]
+    fn: Callable[..., tuple]
     axes: Any
     reach: int | None = None
 
@@ -57,19 +57,20 @@ def of_past(key: str, index: int) -> str:
 class Segment:
     """One function of the chain.
 
-    fn:        `fn(params, x, context) -> (x, losses)`; `params` is a tuple of the subtrees at `paths`; `x` is what the segment
-               before gave (the first gets None); `losses` maps a name to a scalar that training minimises. "loss" is the sum
-               over tokens; others are side losses, reported under their names. All of them, of every segment, are multiplied
-               by one over the chain's weight of the whole batch: a side loss that is a mean must be multiplied by the weight of
-               its own batch. A third result maps names to tensors that are added over microbatches and reported. It must be
-               hashable: segments with equal `fn` and shapes are one kind.
+    fn:        `fn(params, x, context, training=...) -> (x, losses)`; `params` is a tuple of the subtrees at `paths`; `x` is what
+               the segment before gave (the first gets None); `losses` maps a name to a scalar that training minimises. "loss" is
+               the sum over tokens; others are side losses, reported under their names. All of them, of every segment, are
+               multiplied by one over the chain's weight of the whole batch: a side loss that is a mean must be multiplied by the
+               weight of its own batch. A third result maps names to tensors that are added over microbatches and reported.
+               `training` is a bool: whether the pass trains; where it evaluates, a token should not depend on others of its
+               batch. It must be hashable: segments with equal `fn` and shapes are one kind.
     paths:     where its parameters are in the tree: `("layers.3",)`, or `("head", "embed.table_VD")` for a tied head.
     out_axes:  logical axes of the leaves of the `x` that it returns.
     carry:     how it goes from slice to slice of its rows; None: its positions see nothing of each other.
     """
 
     name: str
-    fn: Callable[[tuple, Any, Any], tuple]
+    fn: Callable[..., tuple]
     paths: tuple[str, ...]
     out_axes: Any = field(default=None)
     carry: Carry | None = None

@@ -172,7 +172,7 @@ class Model:
         batch = {"tokens": tokens_BS, "positions": positions, "documents": documents}
         context = self.context({key: value for key, value in batch.items() if value is not None})
         *body, last = self.segments
-        x, _ = _fold(body, params, context)
+        x, _ = _fold(body, params, context, training=False)
         return decoder.head_segment(self.config).logits(_subtrees(last, params), x)[..., : self.vocab_size]
 
     def step(
@@ -193,7 +193,7 @@ class Model:
             raise ShapeError(f"cannot go on to {end} tokens: this model has learned {self.max_positions} positions")
         order = torch.arange(start, end, device=tokens_BS.device)
         context = self.context({"tokens": tokens_BS, "positions": order.expand(tokens_BS.shape)}) | {ORDER: order}
-        x, _ = _fold([first], params, context)
+        x, _ = _fold([first], params, context, training=False)
         after: list[State | None] = []
         for segment, before in zip(blocks, layers, strict=True):
             x, new = cast(BlockSegment, segment.fn).step(_subtrees(segment, params), x, context, before)
@@ -202,13 +202,13 @@ class Model:
         return logits, (end, tuple(after))
 
     def loss(self, params: DecoderParams[Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        """`(sum of token_weight * cross-entropy in nats, weight)`; the mean loss is their quotient.
+        """`(sum of token_weight * cross-entropy in nats, weight)` of a pass that trains; the mean loss is their quotient.
 
         `batch` has tokens and labels (already shifted: position s learns to give labels[s]); -100 is not counted.
         """
         if "labels" not in batch:
             raise DataError(f"cannot compute a loss: the batch has {sorted(batch)}, no labels")
-        _, losses = _fold(self.segments, params, self.context(batch))
+        _, losses = _fold(self.segments, params, self.context(batch), training=True)
         return losses["loss"], self.weight(batch)
 
     def init(self, seed: int, dtype: torch.dtype | None = None) -> DecoderParams[Tensor]:
@@ -235,12 +235,12 @@ def _subtrees(segment: Segment, params: DecoderParams[Tensor]) -> tuple:
 
 
 def _fold(
-    segments: Sequence[Segment], params: DecoderParams[Tensor], context: dict[str, Tensor]
+    segments: Sequence[Segment], params: DecoderParams[Tensor], context: dict[str, Tensor], *, training: bool
 ) -> tuple[Any, dict[str, Tensor]]:
     x: Any = None
     total: dict[str, Tensor] = {}
     for segment in segments:
-        x, losses, *_ = segment.fn(_subtrees(segment, params), x, context)
+        x, losses, *_ = segment.fn(_subtrees(segment, params), x, context, training=training)
         for name, value in losses.items():
             total[name] = total[name] + value if name in total else value
     return x, total

@@ -70,10 +70,10 @@ def test_loss_equals_transformers(pair):
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), BATCH["next_labels"].flatten(), reduction="sum")
     embed, *layers, segment, _ = model.segments
     context = model.context(BATCH)
-    x, _ = embed.fn((params.embed,), None, context)
+    x, _ = embed.fn((params.embed,), None, context, training=True)
     for i, layer in enumerate(layers):
-        x = layer.fn((params.layers[i],), x, context)[0]
-    after, losses, metrics = segment.fn((params.mtp, params.embed, params.head), x, context)
+        x = layer.fn((params.layers[i],), x, context, training=True)[0]
+    after, losses, metrics = segment.fn((params.mtp, params.embed, params.head), x, context, training=True)
     testing.assert_close(losses["mtp_loss"], 0.3 * expected, rtol=1e-5)
     assert torch.equal(after, x)
     assert int(metrics["expert_counts"].sum()) == TOKENS.numel() * 3
@@ -114,7 +114,7 @@ def losses_of(model, params):
     """Sums of losses over the tokens of BATCH, by name; those of one name added."""
     x, found, context = None, {}, model.context(BATCH)
     for segment in model.segments:
-        x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, context)
+        x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, context, training=True)
         found = {**found, **{name: found.get(name, 0) + value for name, value in losses.items()}}
     return found
 
@@ -148,7 +148,7 @@ def test_steps_equal_autograd(mesh, strategy):
     leaves = [leaf.requires_grad_() for leaf in tree.leaves(params)]
     x, total, context = None, 0, model.context(batch)
     for segment in model.segments:
-        x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, context)
+        x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, context, training=True)
         total = total + sum(losses.values())
     grads = torch.autograd.grad(total / model.weight(batch), leaves, materialize_grads=True)
     optimizer = SGD(lr=1.0, clip_norm=None)

@@ -88,7 +88,7 @@ class Problem:
             rows = {key: x.chunk(self.num_microbatches)[m] for key, x in self.batch.items()}
             x, context = None, self.model.context(rows)
             for segment in self.model.segments:
-                x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, context)
+                x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, context, training=True)
                 for name, value in losses.items():
                     totals[name] = totals.get(name, 0.0) + value
         weight = self.model.weight(self.batch)

@@ -25,98 +25,98 @@ def normal(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
-def shared_weight(params, x, context):
+def shared_weight(params, x, context, *, training):
     (w,) = params
     return torch.tanh(x @ w) @ w, {}
 
 
-def parent_and_child(params, x, context):
+def parent_and_child(params, x, context, *, training):
     a, b, c = params
     parent = x @ a
     child = torch.sin(parent) @ b
     return parent @ c + child * parent, {}
 
 
-def chunks(params, x, context):
+def chunks(params, x, context, *, training):
     (w,) = params
     left, right = torch.chunk(x @ w, 2, dim=-1)
     first, second, third = torch.split(torch.cat([left * right, x], -1), [1, 2, 3], -1)
     return torch.cat([third, first.cos(), second * first], -1), {}
 
 
-def weight_only_branch(params, x, context):
+def weight_only_branch(params, x, context, *, training):
     w, v = params
     return x @ w, {"decay": (v * v).sum() + v.exp().mean()}
 
 
-def output_without_input(params, x, context):
+def output_without_input(params, x, context, *, training):
     w, v = params
     return {"a": x @ w, "b": torch.tanh(v @ w)}, {}
 
 
-def unused_input(params, x, context):
+def unused_input(params, x, context, *, training):
     (w,) = params
     return (context["c"] * 2) @ w, {}
 
 
-def partly_unused_input(params, x, context):
+def partly_unused_input(params, x, context, *, training):
     (w,) = params
     return x["a"] @ w, {}
 
 
-def integers(params, x, context):
+def integers(params, x, context, *, training):
     (w,) = params
     return {"ids": x["ids"] + 1, "h": torch.tanh(x["h"] @ w) + x["ids"][:, None]}, {}
 
 
-def unused_parameter(params, x, context):
+def unused_parameter(params, x, context, *, training):
     w, _ = params
     return x @ w, {}
 
 
-def tied_embedding(params, x, context):
+def tied_embedding(params, x, context, *, training):
     (table,) = params
     hidden = ops.embedding(context["ids"], table) + x
     return None, {"loss": ops.cross_entropy(torch.tanh(hidden) @ table.t(), context["ids"])[0]}
 
 
-def several_leaves(params, x, context):
+def several_leaves(params, x, context, *, training):
     w, v = params
     a, (b, c) = x["a"], x["bc"]
     return {"p": a @ w + b, "q": (c, (b * c) @ v)}, {}
 
 
-def side_losses(params, x, context):
+def side_losses(params, x, context, *, training):
     w, v = params
     hidden = torch.tanh(x @ w)
     return hidden @ v, {"aux": hidden.square().mean(), "z": (hidden @ v).exp().sum() * 1e-2}
 
 
-def passed_through(params, x, context):
+def passed_through(params, x, context, *, training):
     (w,) = params
     return {"same": x, "new": x @ w}, {}
 
 
-def loss_alone(params, x, context):
+def loss_alone(params, x, context, *, training):
     w, gain = params
     return None, {"loss": (ops.rms_norm(x, gain, eps=1e-6) @ w).square().sum()}
 
 
-def block(params, x, context):
+def block(params, x, context, *, training):
     gain, bias, gate, up, down = params
     normed = ops.rms_norm(x, gain, eps=1e-6)
     return x + (ops.swiglu(normed @ gate + bias, normed @ up) @ down), {}
 
 
-def context_scale(params, x, context):
+def context_scale(params, x, context, *, training):
     return (x * torch.sin(context["c"])) @ params[0], {}
 
 
-def no_parameters(params, x, context):
+def no_parameters(params, x, context, *, training):
     return torch.sin(x), {}
 
 
-def first(params, x, context):
+def first(params, x, context, *, training):
     return torch.sin(context["c"] @ params[0]), {}
 
 
@@ -166,7 +166,7 @@ def random_case(seed, *, mixed=False):
     steps = [(draw.choice(STEPS), draw.randrange(5 + i), draw.randrange(5 + i)) for i in range(14)]
     results = [draw.randrange(5 + len(steps) // 2, 5 + len(steps)) for _ in range(3)]
 
-    def fn(params, x, context):
+    def fn(params, x, context, *, training):
         a, b, c = x["a"], x["b"], context["c"]
         values = [params[0] @ a, params[1] * b, a, b, c + a] if mixed else [*params, a, b, c]
         for step, left, right in steps:

@@ -21,7 +21,13 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 def trace_segment(
-    segment: Segment, params: Sequence[Any], x: Any, context: Mapping[str, Tensor], grad_dtypes: Sequence[torch.dtype]
+    segment: Segment,
+    params: Sequence[Any],
+    x: Any,
+    context: Mapping[str, Tensor],
+    grad_dtypes: Sequence[torch.dtype],
+    *,
+    training: bool,
 ) -> TracedSegment:
     """Trace `segment.fn` with its gradient; arguments are trees of tensors without data, `params` one subtree for each path.
 
@@ -31,7 +37,7 @@ def trace_segment(
     leaves, structure = tree.flatten((tuple(params), () if x is None else x, dict(context)))
     counts = (len(tree.leaves(tuple(params))), len(tree.leaves(() if x is None else x)))
     key = tuple((tuple(t.shape), t.dtype) for t in leaves)
-    return _trace_joint(_Function(segment.fn, structure, first=x is None), counts, key, tuple(grad_dtypes))
+    return _trace_joint(_Function(segment.fn, structure, first=x is None, training=training), counts, key, tuple(grad_dtypes))
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,11 @@ class _Function:
     fn: Callable[..., tuple]
     structure: Any
     first: bool
+    training: bool
 
     def __call__(self, leaves: Sequence[Tensor]) -> "_Results":
         params, x, context = tree.unflatten(self.structure, list(leaves))
-        out, losses, *metrics = self.fn(params, None if self.first else x, context)
+        out, losses, *metrics = self.fn(params, None if self.first else x, context, training=self.training)
         x_leaves, structure = tree.flatten(() if out is None else out)
         return _Results(x_leaves, structure, losses, metrics[0] if metrics else {})
 

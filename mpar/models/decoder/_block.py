@@ -23,12 +23,14 @@ class BlockSegment:
 
     layer: LayerConfig
 
-    def __call__(self, params: tuple[Block[Tensor]], x: Tensor, context: Mapping[str, Tensor]) -> tuple:
+    def __call__(self, params: tuple[Block[Tensor]], x: Tensor, context: Mapping[str, Tensor], *, training: bool) -> tuple:
         """(B, S, D) to `((B, S, D), losses)`, or `((B, S, D), losses, metrics)` if a part has metrics."""
-        x, _, *rest = self.slice(params, x, context, ())
+        x, _, *rest = self.slice(params, x, context, (), training=training)
         return x, *rest
 
-    def slice(self, params: tuple[Block[Tensor]], x: Tensor, context: Mapping[str, Tensor], past: tuple) -> tuple:
+    def slice(
+        self, params: tuple[Block[Tensor]], x: Tensor, context: Mapping[str, Tensor], past: tuple, *, training: bool
+    ) -> tuple:
         """The same for slices of rows, see `Carry`: what is left to later ones comes second."""
         losses: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
@@ -40,7 +42,7 @@ class BlockSegment:
             if part.slice is not None:
                 y, left = part.slice(own, config, normed, context, past)
                 return y
-            y, more_losses, more_metrics = apply_part(own, config, normed, context)
+            y, more_losses, more_metrics = apply_part(own, config, normed, context, training=training)
             losses.update(more_losses)
             metrics.update(more_metrics)
             return y
@@ -58,7 +60,7 @@ class BlockSegment:
             nonlocal left
             part = part_of(config)
             if part.step is None:
-                return apply_part(own, config, normed, context)[0]
+                return apply_part(own, config, normed, context, training=False)[0]
             y, left = part.step(own, config, normed, context, left)
             return y
 

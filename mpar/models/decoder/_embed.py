@@ -20,7 +20,9 @@ class EmbedSegment:
 
     scale: float | None = None
 
-    def __call__(self, params: tuple[Embed[Tensor]], x: None, context: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, params: tuple[Embed[Tensor]], x: None, context: Mapping[str, Tensor], *, training: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """`x` is None; gives (B, S, D)."""
         (embed,) = params
         y_BSD = ops.constrain(ops.embedding(context["tokens"], embed.table_VD), RESIDUAL)

@@ -22,7 +22,9 @@ class HeadSegment:
     logits_chunk: int | None
     soft_cap: float | None = None
 
-    def __call__(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> tuple[None, dict[str, Tensor]]:
+    def __call__(
+        self, params: tuple, x: Tensor, context: Mapping[str, Tensor], *, training: bool
+    ) -> tuple[None, dict[str, Tensor]]:
         """(B, S, D) to the sum of the losses of its tokens."""
         labels_BS, weights_BS = context["labels"], context.get("token_weights")
         if self.logits_chunk is None:

@@ -27,26 +27,26 @@ class MultiTokenSegment:
     head: HeadSegment
     weight: float
 
-    def __call__(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> tuple:
+    def __call__(self, params: tuple, x: Tensor, context: Mapping[str, Tensor], *, training: bool) -> tuple:
         """(B, S, D) to `((B, S, D), losses)`, with metrics if the layer has some; without next_labels there is nothing to do.
 
         The loss is a sum over tokens, divided by the weight of all labels like the main one (arXiv:2412.19437, eq. 24). Positions
         without a next token have no loss; a router of the layer sends and counts them like others.
         """
-        x, _, *rest = self.slice(params, x, context, ())
+        x, _, *rest = self.slice(params, x, context, (), training=training)
         return x, *rest
 
-    def slice(self, params: tuple, x: Tensor, context: Mapping[str, Tensor], past: tuple) -> tuple:
+    def slice(self, params: tuple, x: Tensor, context: Mapping[str, Tensor], past: tuple, *, training: bool) -> tuple:
         """The same for slices of rows, see `Carry`: what is left to later ones comes second."""
         if "next_labels" not in context:
             return x, None, {}
         y_BSD, embed, own_head = self.hidden(params, x, context), params[1], params[2]
-        y_BSD, left, losses, *metrics = self.block.slice((params[0].block,), y_BSD, context, past)
+        y_BSD, left, losses, *metrics = self.block.slice((params[0].block,), y_BSD, context, past, training=training)
         labels = {"labels": context["next_labels"]}
         if NEXT_WEIGHTS in context:
             labels["token_weights"] = context[NEXT_WEIGHTS]
         head: Head[Tensor] = Head(norm_D=params[0].norm_D, head_DV=own_head.head_DV)
-        losses["mtp_loss"] = self.weight * self.head((head, embed), y_BSD, labels)[1]["loss"]
+        losses["mtp_loss"] = self.weight * self.head((head, embed), y_BSD, labels, training=training)[1]["loss"]
         return x, left, losses, *metrics
 
     def hidden(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:

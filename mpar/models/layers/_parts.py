@@ -126,6 +126,7 @@ class Part:
     types of a table of all kinds cannot say: they are Any here, and `part_of` and `apply_part` have the types.
 
     shapes, axes, apply: see the module.
+    train:    apply where the pass trains, if that is not the same.
     field:    where its parameters are in those of a layer.
     pairs:    `fn(config)`: multiplications of a query with a key and of a weight with a value, per pair of tokens.
     updates:  `fn(config)`: the leaves without gradient, and how each is updated.
@@ -147,6 +148,7 @@ class Part:
     axes: Any
     apply: Callable[[Any, Any, Tensor, Mapping[str, Tensor]], Any]
     field: str
+    train: Callable[[Any, Any, Tensor, Mapping[str, Tensor]], Any] | None = None
     pairs: Callable[[Any], int] = _no_pairs
     updates: Callable[[Any], dict[str, Update]] = _no_updates
     of_all_tokens: Callable[[Any], tuple[str, ...]] = _no_options
@@ -194,8 +196,9 @@ PARTS: dict[type[PartConfig], Part] = {
     MoeConfig: Part(
         moe_shapes,
         MOE_AXES,
-        moe,
+        functools.partial(moe, training=False),
         "mlp",
+        train=functools.partial(moe, training=True),
         updates=_moe_updates,
         of_all_tokens=lambda config: config.of_all_tokens,
         whole_step=lambda config: config.whole_step,
@@ -210,8 +213,10 @@ def part_of(config: PartConfig) -> Part:
 
 
 def apply_part(
-    params: PartParams[Tensor], config: PartConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
+    params: PartParams[Tensor], config: PartConfig, x_BSD: Tensor, context: Mapping[str, Tensor], *, training: bool
 ) -> Applied:
-    """`(y_BSD, losses, metrics)`, the last two empty where the part has none."""
-    result = part_of(config).apply(params, config, x_BSD, context)
+    """`(y_BSD, losses, metrics)`, the last two empty where the part has none. training: the pass trains, it does not evaluate."""
+    part = part_of(config)
+    fn = part.train if training and part.train is not None else part.apply
+    result = fn(params, config, x_BSD, context)
     return result if isinstance(result, tuple) else (result, {}, {})

@@ -141,7 +141,7 @@ def test_equals_transformers(name, grouped):
     config = dataclasses.replace(config, grouped=grouped)
     x, dy = normal(B, S, D, seed=20, dtype=torch.float32), normal(B, S, D, seed=21, dtype=torch.float32)
     expected, pull_back = testing.vjp(lambda x: module(x)[0] if name == "gpt_oss" else module(x), x)
-    actual, pull_back_ours = testing.vjp(lambda x: moe(params, config, x, {})[0], x)
+    actual, pull_back_ours = testing.vjp(lambda x: moe(params, config, x, {}, training=False)[0], x)
     testing.assert_close(router_logits(params, x).flatten(0, 1), router(x.flatten(0, 1))[0], name="logits", rtol=1e-5)
     testing.assert_close(actual, expected, name="y", rtol=1e-5)
     testing.assert_close(pull_back_ours(dy)[0], pull_back(dy)[0], name="dx", rtol=1e-5)
@@ -206,7 +206,7 @@ def test_every_router_equals_a_loop_over_tokens(score, order, normalise, grouped
         FULL, score=score, order=order, normalise=normalise, grouped=grouped, groups=4, groups_kept=2, scale=1.3
     )
     params, x = drawn(config), normal(B, S, D, seed=30)
-    y, losses, metrics = moe(params, config, x, {"weight": WEIGHT})
+    y, losses, metrics = moe(params, config, x, {"weight": WEIGHT}, training=True)
     expected, counts = by_hand(params, config, x)
     testing.assert_close(y, expected)
     assert torch.equal(metrics["expert_counts"], counts)
@@ -220,7 +220,7 @@ def test_sequential_experts_equal_grouped_ones(options):
     params, x = drawn(config), normal(B, S, D, seed=30)
 
     def run(config, params):
-        y, losses, _ = moe(params, config, x, {"weight": WEIGHT})
+        y, losses, _ = moe(params, config, x, {"weight": WEIGHT}, training=True)
         return y, losses
 
     grads = {}
@@ -236,7 +236,7 @@ def test_no_token_is_lost_when_all_choose_one_expert():
     """Without a capacity an expert that every token chooses computes all of them, and others none."""
     params, x = drawn(BASE), normal(B, S, D, seed=30)
     params = dataclasses.replace(params, router_DE=torch.zeros_like(params.router_DE), router_bias_E=None)
-    y, _, metrics = moe(params, BASE, x, {})  # equal logits: the lowest experts
+    y, _, metrics = moe(params, BASE, x, {}, training=False)  # equal logits: the lowest experts
     expected = sum(expert_by_hand(params, e, x) for e in range(K)) / K
     testing.assert_close(y, expected)
     assert metrics["expert_counts"].tolist() == [B * S] * K + [0] * (E - K)
@@ -248,7 +248,7 @@ def test_capacity_drops_the_least_weights(factor, grouped):
     """An expert keeps its ceil(factor * T * K / E) largest weights of the whole batch; what is dropped is counted exactly."""
     config = dataclasses.replace(BASE, capacity_factor=factor, grouped=grouped)
     params, x = drawn(config), normal(B, S, D, seed=30)
-    y, _, metrics = moe(params, config, x, {"weight": WEIGHT})
+    y, _, metrics = moe(params, config, x, {"weight": WEIGHT}, training=True)
     tokens = x.flatten(0, 1)
     chosen = [chosen_by_hand(config, logits, None) for logits in tokens @ params.router_DE]
     expected, dropped, capacity = torch.zeros_like(tokens), 0, math.ceil(factor * B * S * K / E)
@@ -266,7 +266,7 @@ def test_balanced_routing_gives_slots_to_experts_in_turn():
     """Slot i = token * K + k goes to expert i mod E with the weight that its score gives it."""
     config = dataclasses.replace(BASE, kind="balanced", scale=1.3)
     params, x = drawn(config), normal(B, S, D, seed=30)
-    y, _, metrics = moe(params, config, x, {"weight": WEIGHT})
+    y, _, metrics = moe(params, config, x, {"weight": WEIGHT}, training=True)
     expected = torch.zeros(B * S, D, dtype=torch.float64)
     for t, token in enumerate(x.flatten(0, 1)):
         experts = [(t * K + k) % E for k in range(K)]
@@ -284,7 +284,7 @@ def test_sinkhorn_chooses_from_balanced_logits(score, order):
     config = dataclasses.replace(BASE, kind="sinkhorn", score=score, order=order, router_bias=True)
     params, x = drawn(config), normal(B, S, D, seed=30)
     params = dataclasses.replace(params, router_bias_E=torch.linspace(0, 4, E, dtype=torch.float64))
-    y, _, metrics = moe(params, config, x, {"weight": WEIGHT})
+    y, _, metrics = moe(params, config, x, {"weight": WEIGHT}, training=True)
     logits = logits_by_hand(params, x).flatten(0, 1)
     balanced = logits.exp()
     for _ in range(300):
@@ -297,7 +297,7 @@ def test_sinkhorn_chooses_from_balanced_logits(score, order):
         for e, weight in zip(experts, weights / weights.sum(), strict=True):
             expected[t] += weight * expert_by_hand(params, e, token)
     testing.assert_close(y.flatten(0, 1), expected)
-    plain = moe(params, dataclasses.replace(config, kind="topk"), x, {})[2]
+    plain = moe(params, dataclasses.replace(config, kind="topk"), x, {}, training=False)[2]
     assert metrics["expert_counts"].max() < plain["expert_counts"].max()
 
 
@@ -307,8 +307,8 @@ def test_sinkhorn_balances_tokens_without_padding():
     params, x = drawn(config), normal(1, S, D, seed=31)
     x[:, 4:] = x[:, :1]  # all of the padding wants what the first token wants
     documents = torch.tensor([[0] * 4 + [-1] * (S - 4)])
-    y, _, metrics = moe(params, config, x, {"weight": WEIGHT, "documents": documents})
-    alone, _, alone_metrics = moe(params, config, x[:, :4], {"weight": WEIGHT})
+    y, _, metrics = moe(params, config, x, {"weight": WEIGHT, "documents": documents}, training=True)
+    alone, _, alone_metrics = moe(params, config, x[:, :4], {"weight": WEIGHT}, training=True)
     testing.assert_close(y[:, :4], alone)
     assert metrics["expert_counts"].tolist() == alone_metrics["expert_counts"].tolist()
 
@@ -322,7 +322,7 @@ def test_aux_loss_equals_transformers(documents):
     context = {"weight": WEIGHT, **({"documents": ids} if documents else {})}
 
     def ours(x):
-        losses = moe(params, config, x, context)[1]
+        losses = moe(params, config, x, context, training=True)[1]
         return losses["aux_loss"], losses["global_aux_loss"]
 
     def theirs(x):
@@ -345,7 +345,7 @@ def test_losses_equal_their_formulas(score, documents):
     config = dataclasses.replace(BASE, score=score, **LOSSES)
     params, x = drawn(config), normal(B, S, D, seed=30)
     ids = torch.tensor([[0] * 9, [2] * 6 + [-1] * 3])
-    losses = moe(params, config, x, {"weight": WEIGHT, **({"documents": ids} if documents else {})})[1]
+    losses = moe(params, config, x, {"weight": WEIGHT, **({"documents": ids} if documents else {})}, training=True)[1]
     assert set(losses) == set(LOSSES)
     real = ids >= 0 if documents else torch.ones_like(ids, dtype=torch.bool)
     logits = x @ params.router_DE
@@ -373,8 +373,8 @@ def test_padding_goes_to_no_expert():
     padded = torch.cat([x, normal(1, S, D, seed=31)], 1)
     documents = torch.tensor([[0] * S + [-1] * S])
     context = {"documents": documents, "weight": WEIGHT}
-    y, _, metrics = moe(params, dataclasses.replace(config, capacity_factor=0.35), padded, context)
-    expected, _, metrics_alone = moe(params, config, x, {"weight": WEIGHT})
+    y, _, metrics = moe(params, dataclasses.replace(config, capacity_factor=0.35), padded, context, training=True)
+    expected, _, metrics_alone = moe(params, config, x, {"weight": WEIGHT}, training=True)
     testing.assert_close(y[:, :S], expected)
     assert not y[:, S:].any()
     assert all(torch.equal(metrics[name], metrics_alone[name]) for name in metrics)
@@ -385,8 +385,8 @@ def test_storage_order_changes_nothing(options):
     """Tokens stored in another order, with their places in `order`, give the same rows, losses and counts."""
     config = dataclasses.replace(BASE, **options)
     params, x, order = drawn(config), normal(B, S, D, seed=30), torch.randperm(S, generator=torch.Generator().manual_seed(1))
-    y, losses, metrics = moe(params, config, x, {"weight": WEIGHT})
-    again, losses_again, metrics_again = moe(params, config, x[:, order], {"weight": WEIGHT, "order": order})
+    y, losses, metrics = moe(params, config, x, {"weight": WEIGHT}, training=True)
+    again, losses_again, metrics_again = moe(params, config, x[:, order], {"weight": WEIGHT, "order": order}, training=True)
     testing.assert_close(again, y[:, order])
     for name, loss in losses.items():
         testing.assert_close(losses_again[name], loss, name=name)
@@ -399,8 +399,8 @@ def test_generation_looks_at_no_other_token(options):
     config = dataclasses.replace(BASE, **options)
     params, x = drawn(config), normal(B, S, D, seed=30)
     assert config.of_all_tokens
-    y, losses, metrics = moe(params, config, x, {})
-    testing.assert_close(y, moe(params, BASE, x, {})[0])
+    y, losses, metrics = moe(params, config, x, {}, training=False)
+    testing.assert_close(y, moe(params, BASE, x, {}, training=False)[0])
     assert not losses and set(metrics) == {"expert_counts"}
 
 
@@ -410,9 +410,9 @@ def test_the_router_computes_in_float32():
     logits = router_logits(params, x)
     assert logits.dtype == torch.float32
     testing.assert_close(logits, x.double() @ params.router_DE.double())
-    y, _, _ = moe(params, BASE, x, {})
+    y, _, _ = moe(params, BASE, x, {}, training=False)
     assert y.dtype == torch.bfloat16
-    testing.assert_close(y, moe(tree.map_leaves(lambda p: p.double(), params), BASE, x.double(), {})[0])
+    testing.assert_close(y, moe(tree.map_leaves(lambda p: p.double(), params), BASE, x.double(), {}, training=False)[0])
 
 
 def test_the_bias_moves_towards_balance():

@@ -83,7 +83,7 @@ class MoeConfig:
     def of_all_tokens(self) -> tuple[str, ...]:
         """The options, `name=value`, with which it looks at all tokens of a microbatch, or has a loss of them.
 
-        Where there are any it needs context["weight"]: for these losses, or to know a batch with labels from generation.
+        Where there are any it needs context["weight"] in training, for these losses.
         """
         looks = [f"kind={self.kind}"] * (self.kind != "topk")
         looks += [f"capacity_factor={self.capacity_factor}"] * (self.capacity_factor is not None)

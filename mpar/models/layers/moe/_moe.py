@@ -18,32 +18,34 @@ TOKENS = ("moe_batch", "moe_seq", "embed")
 
 
 def moe(
-    params: Moe[Tensor], config: MoeConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
+    params: Moe[Tensor], config: MoeConfig, x_BSD: Tensor, context: Mapping[str, Tensor], *, training: bool
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """`(y_BSD, losses, metrics)`. Tokens of document -1 (padding) go to no expert and count in no loss.
 
-    losses:  side losses times their coefficient and times context["weight"], which all losses of a batch are divided by; none
-             where the context has no weight. aux_loss is E * sum over experts of (slots / tokens) * (mean score), as in
-             transformers, for one layer; seq_aux_loss the mean over rows of the same, divided by top_k; z_loss the mean square
-             of the logits' log-sum-exp. Scores are normalised to sum 1. global_aux_loss is aux_loss over the whole step.
+    A pass that does not train has the router "topk", no capacity and no losses: a token does not depend on others.
+
+    losses:  side losses times their coefficient and times context["weight"], which all losses of a batch are divided by. aux_loss
+             is E * sum over experts of (slots / tokens) * (mean score), as in transformers, for one layer; seq_aux_loss the mean
+             over rows of the same, divided by top_k; z_loss the mean square of the logits' log-sum-exp. Scores are normalised to
+             sum 1. global_aux_loss is aux_loss over the whole step.
     metrics: expert_counts (E,): the slots that chose each expert; with a capacity dropped (): the slots that did not fit.
     """
-    if "weight" in context:
+    if training and config.of_all_tokens:
         group_sizes("a layer of experts", x_BSD.shape, config.token_groups)
     tokens_BSD = ops.constrain(x_BSD, TOKENS)
     logits_BSE = router_logits(params, tokens_BSD)
     documents_BS = context.get("documents")
     routed_BS = None if documents_BS is None else documents_BS != -1
-    weights_BSK, experts_BSK, scores_BSE = route(params, config, logits_BSE, routed_BS, context)
+    weights_BSK, experts_BSK, scores_BSE = route(params, config, logits_BSE, routed_BS, context, training=training)
     if routed_BS is not None:
         experts_BSK = experts_BSK.masked_fill(~routed_BS[..., None], -1)
     counts_E = ops.expert_counts(experts_BSK, num_experts=config.num_experts)
     metrics = {"expert_counts": counts_E}
     losses: dict[str, Tensor] = {}
-    if "weight" in context:
+    if training and config.of_all_tokens:
         losses = side_losses(config, logits_BSE, scores_BSE, experts_BSK, counts_E, routed_BS, context["weight"])
     padded = False
-    if config.capacity_factor is not None and "weight" in context:
+    if training and config.capacity_factor is not None:
         kept_BSK = ops.limit_capacity(
             experts_BSK,
             weights_BSK,

@@ -34,13 +34,19 @@ def updated_choice_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor
 
 
 def route(
-    params: Moe[Tensor], config: MoeConfig, logits_BSE: Tensor, routed_BS: Tensor | None, context: Mapping[str, Tensor]
+    params: Moe[Tensor],
+    config: MoeConfig,
+    logits_BSE: Tensor,
+    routed_BS: Tensor | None,
+    context: Mapping[str, Tensor],
+    *,
+    training: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(weights_BSK, experts_BSK, scores_BSE)`: which experts each token goes to, their weights, the scores of all experts.
 
-    `routed_BS` says which tokens are no padding; None: all. Routers that look at other tokens do so for batches with labels only.
+    `routed_BS` says which tokens are no padding; None: all. Routers that look at other tokens do so in training only.
     """
-    if config.kind == "topk" or "weight" not in context:
+    if config.kind == "topk" or not training:
         return ops.topk_router(
             logits_BSE,
             params.choice_bias_E,
