@@ -25,7 +25,8 @@ MODULES = {
         def test_slow(number): pass
 
         @pytest.mark.gpu
-        def test_gpu(): raise AssertionError("there is no GPU")
+        @pytest.mark.parametrize("number", range(6))
+        def test_gpu(number): raise AssertionError("there is no GPU")
     """,
     "test_b.py": """
         import pytest
@@ -110,12 +111,13 @@ def test_full_tier_keeps_all(run_tiny):
         (["test_a.py", "."], {"a": WHOLE["a"], "b": {"one": 1, "plain": 1, "property": 1}}),
         (["test_b.py::test_one"], {"b": {"one": 10}}),
         (["-k", "slow"], {"a": {"slow": 3}}),
+        (["-m", "gpu"], {"a": {"gpu": 6}}),
     ],
-    ids=["file", "file and folder", "node id", "keyword"],
+    ids=["file", "file and folder", "node id", "keyword", "gpu"],
 )
 @pytest.mark.cases(2)
 def test_what_is_named_runs_whole(args, expected, run_tiny):
-    """A file, a node id or a keyword gets all of its tests; a folder beside it is sampled."""
+    """A file, a node id, a keyword or `-m gpu` gets all of its tests; a folder beside a file is sampled."""
     assert count(collected(run_tiny("--collect-only", "-q", *args))) == expected
 
 

@@ -1,7 +1,7 @@
 """A plugin of pytest: the quick tier runs a sample of the tests that a seed picks, the full tier (`--full`) runs all of them.
 
-Tests that a person asks for by name (a file, a node id, `-k`, `--lf`) all run in either tier. Tests that need a GPU run where
-`-m` asks for them.
+Tests that a person asks for by name (a file, a node id, `-k`, `--lf`) all run in either tier. Those that need a GPU all run with
+`-m gpu`, and none of them without.
 """
 
 import os
@@ -54,9 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One worker per core; none for a single file, whose tests are often over before workers have started, and none with `-s`."""
+    """One worker per core. None on a GPU, with `-s`, and for a single file, which is often done before workers have started."""
     single_file = len(config.args) == 1 and len(_named_files(config)) == 1
-    return 0 if single_file or config.option.capture == "no" else min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+    alone = single_file or _wants_gpu(config) or config.option.capture == "no"
+    return 0 if alone else min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
 def pytest_configure_node(node: WorkerController) -> None:
@@ -75,13 +76,13 @@ class _Ledger:
 
     @pytest.hookimpl(trylast=True)  # -k and -m come first
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        with_gpu = "gpu" in config.option.markexpr
-        runnable = [item for item in items if with_gpu or item.get_closest_marker("gpu") is None]
+        wants_gpu = _wants_gpu(config)
+        runnable = [item for item in items if wants_gpu or item.get_closest_marker("gpu") is None]
         cases = tuple(_case(item) for item in runnable)
         config.stash[COLLECTED] = cases
         sampled = sample(cases, config.option.sample_seed)
         self.in_sample = {item.nodeid: in_sample for item, in_sample in zip(runnable, sampled, strict=True)}
-        everything = config.option.full or bool(config.option.keyword) or bool(config.getoption("lf", False))
+        everything = config.option.full or wants_gpu or bool(config.option.keyword) or bool(config.getoption("lf", False))
         named = _named_files(config)
         selected = {item for item in runnable if everything or self.in_sample[item.nodeid] or item.path in named}
         self.num_selected = len(selected)
@@ -107,6 +108,11 @@ class _Ledger:
         sample_s = sum(seconds for name, seconds in self.seconds.items() if self.in_sample.get(name))
         sampled = f"{sum(self.in_sample.values()):,} tests in {sample_s:,.0f} s"
         terminalreporter.write_line(f"{_tier(config)} tier: {ran}; the sample of seed {config.option.sample_seed}: {sampled}")
+
+
+def _wants_gpu(config: pytest.Config) -> bool:
+    """Whether the expression of `-m` names `gpu`, and not in order to leave it out."""
+    return "gpu" in config.option.markexpr.replace("not gpu", "")
 
 
 def _tier(config: pytest.Config) -> str:

@@ -40,7 +40,7 @@ def all_versions(versions: Sequence[str], *, cache: Path, jobs: int, compile_wor
         paths = [str(folder), str(ROOT), *environment.get("PYTHONPATH", "").split(os.pathsep)]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         compiling = [sys.executable, "-m", "tools.kernel_gate", "compile", "--jobs", str(jobs), *compile_words]
-        testing = [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), "tests/kernels"]
+        testing = [sys.executable, "-m", "pytest", "-q", "--full", "-n", str(jobs), "tests/kernels"]
         steps += [_step(version, name, words, environment) for name, words in (("compile", compiling), ("test", testing))]
     for step in steps:
         verdict = "ok" if step.code == 0 else f"FAILED with code {step.code}"
