@@ -45,6 +45,7 @@ def test_what_a_run_with_experts_leaves(qwen3_moe):
         assert 0.9 < record["entropy/layers.0"] <= 1
 
 
+@pytest.mark.full("its runs take 10 s; tests/cli/test_train.py resumes one without experts")
 def test_ranks_change_nothing_and_neither_does_resuming(qwen3_moe, tmp_path):
     """2 ranks go on from the checkpoint of 4, experts on ranks that shared sequences: the losses are those of the first run."""
     run_dir, _ = qwen3_moe
@@ -58,6 +59,7 @@ def test_ranks_change_nothing_and_neither_does_resuming(qwen3_moe, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(losses(run_dir), rel=1e-5)
 
 
+@pytest.mark.full("two runs take 25 s; tests/program/test_padded_experts.py compares their steps")
 def test_padded_experts_learn_as_ragged_ones(tmp_path, mpar):
     """Groups of 4 ranks, experts padded to their capacity, tokens exchanged between processes: the losses are one rank's."""
     short = [*QWEN3_MOE, "steps=3", "data.batch_size=4", "model.router.capacity_factor=1.5"]
@@ -82,6 +84,7 @@ def test_transformers_loads_the_experts(qwen3_moe):
         testing.assert_close(model.apply(params, tokens_BS), theirs(tokens_BS).logits, name="logits", rtol=1e-5)
 
 
+@pytest.mark.full("its runs take 30 s; the run above has experts too")
 def test_latent_attention_and_shared_experts(mpar, tmp_path):
     """A DeepSeek-V3 on 4 ranks with tensor parallelism begins as on one, learns, and answers."""
     how = ["mesh=cp2_tp2", "strategy=zero1_tp_sp", "strategy.expert_parallel=2", "model.mlp_chunk=32", "evaluation.fraction=0.1"]

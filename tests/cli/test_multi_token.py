@@ -19,6 +19,7 @@ from mpar.train import load_params, read_metrics
 from tests.cli.conftest import run_mpar
 
 pytestmark = pytest.mark.gloo
+of_four_ranks = pytest.mark.full("the run of four ranks takes half a minute; tests/program has steps of the same model")
 SHORT = ["data.batch_size=4", "task.max_new_tokens=2", "task.chat=[hi]", "num_threads=1", "progress=false", "steps=6"]
 TRAIN = ["train", "model=tiny_deepseek_v3", "model.config.num_hidden_layers=2", "evaluation.fraction=0.1", *SHORT]
 MTP = "model.mtp_loss_weight=0.3"
@@ -39,6 +40,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Com
     return folder / "run", done
 
 
+@of_four_ranks
 def test_ranks_and_the_layer_leave_the_main_loss_as_it_is(four, mpar, tmp_path):
     """The first step has the losses of one rank, where each position knows what follows it; `loss` is that without the layer."""
     run_dir, _ = four
@@ -53,6 +55,7 @@ def test_ranks_and_the_layer_leave_the_main_loss_as_it_is(four, mpar, tmp_path):
     assert "max_load/mtp" not in without
 
 
+@of_four_ranks
 def test_the_loss_of_further_tokens_is_shown_and_falls(four):
     """It has its name on the screen, in metrics.jsonl and in the event files; evaluation is of the main loss."""
     run_dir, done = four
@@ -65,6 +68,7 @@ def test_the_loss_of_further_tokens_is_shown_and_falls(four):
     assert records(run_dir)[-1]["eval_loss"] == pytest.approx(records(run_dir)[-1]["loss"], rel=0.1)
 
 
+@of_four_ranks
 def test_a_pipeline_goes_on_from_the_checkpoint(four, mpar, tmp_path):
     """Two stages, the layer in the last, go on from the checkpoint of 4 ranks: the losses are those of the first run."""
     run_dir, _ = four
@@ -80,6 +84,7 @@ def test_a_pipeline_goes_on_from_the_checkpoint(four, mpar, tmp_path):
     assert records(tmp_path / "run")[-1]["eval_loss"] == pytest.approx(records(run_dir)[-1]["eval_loss"], rel=1e-4)
 
 
+@of_four_ranks
 def test_the_folder_has_the_layer(four, mpar):
     """The folder that a run leaves has the bits of its last checkpoint, layer and all; `mpar export` and `generate` know it."""
     run_dir, _ = four
@@ -95,6 +100,7 @@ def test_the_folder_has_the_layer(four, mpar):
     assert answers[0].stdout == answers[1].stdout
 
 
+@of_four_ranks
 def test_a_run_that_cannot_go_on_changes_nothing(four, mpar, tmp_path):
     """Without the layer its checkpoint is refused, in words that fit; the records of the run, which exports need, stay."""
     run_dir, _ = four
@@ -107,6 +113,7 @@ def test_a_run_that_cannot_go_on_changes_nothing(four, mpar, tmp_path):
     assert before == {name: (tmp_path / "run" / name).read_bytes() for name in before}
 
 
+@of_four_ranks
 def test_a_part_of_a_checkpoint_is_not_exported(four):
     """Parameters that the model does not have are not left out without a word."""
     run_dir, _ = four
@@ -115,6 +122,7 @@ def test_a_part_of_a_checkpoint_is_not_exported(four):
         load_params(model, checkpoint.latest(run_dir / "checkpoints"))
 
 
+@of_four_ranks
 def test_transformers_reads_model_and_layer(four):
     """transformers loads the folder without error, with our logits; its own further layer, loaded from it, has our loss."""
     run_dir, _ = four
@@ -140,6 +148,7 @@ def test_transformers_reads_model_and_layer(four):
                 testing.assert_close(losses["mtp_loss"], 0.3 * expected, name="mtp_loss", rtol=1e-5)
 
 
+@of_four_ranks
 def test_training_starts_from_a_folder_with_the_layer(four, mpar, tmp_path):
     """From the folder that a run left, both losses are near its last ones."""
     run_dir, _ = four

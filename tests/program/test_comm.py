@@ -19,6 +19,7 @@ def torchrun(num_ranks, script, *args, timeout=PATIENCE_S):
     return subprocess.run([*command, str(FOLDER / script), *args], capture_output=True, text=True, timeout=timeout, check=False)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_collectives_have_the_bits_of_their_meaning(num_ranks):
     """All kinds, lists, odd sizes, dims, bf16 to int64: the bits of `combine`, operands untouched, no byte held in excess."""

@@ -20,6 +20,7 @@ from mpar.strategy import Strategy, preset
 from tests.program.oracle import BASE, DEEPSEEK, GPT_OSS, Problem, Recorder
 from tests.program.test_prediction import measured_peaks
 
+pytestmark = pytest.mark.cases(2)  # each compiles a program of its own
 SHAPE = (4, 32)
 QWEN3 = {**BASE, "model_type": "qwen3"}
 WINDOW = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}

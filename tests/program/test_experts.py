@@ -16,6 +16,7 @@ from mpar.strategy import Strategy, preset
 from tests.program.oracle import DEEPSEEK, GPT_OSS, MOE, Problem, Recorder
 from tests.program.test_prediction import measured_peaks
 
+pytestmark = pytest.mark.cases(2)  # each compiles a program of its own
 SHAPE = (8, 16)
 GATED = {**MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 12, "norm_topk_prob": False}
 SIDE = {"aux_loss": 0.1, "seq_aux_loss": 0.2, "global_aux_loss": 0.3, "z_loss": 0.05}

@@ -356,12 +356,16 @@ def _with_message(program: Program, *, size: int, late: bool) -> Program:
     return replace(both, values=[*program.values, into], kinds=kinds)
 
 
+of_all_mutants = pytest.mark.full("their mutants take half a minute; the tests below try some by hand")
+
+
 @pytest.fixture(scope="module")
 def judged() -> list[Mutant]:
     """Many mutants, the same in every run."""
     return list(mutants(NUM_MUTANTS, seed=0))
 
 
+@of_all_mutants
 def test_proof_agrees_with_trial(judged: list[Mutant]) -> None:
     """The proof accepts a mutant, under each model of queues, if and only if trying it out finds nothing wrong."""
     wrong = [
@@ -374,6 +378,7 @@ def test_proof_agrees_with_trial(judged: list[Mutant]) -> None:
     assert not wrong, f"{len(wrong)} disagreements\n\n" + "\n\n".join(wrong[:5])
 
 
+@of_all_mutants
 def test_mutants_are_of_both_kinds(judged: list[Mutant]) -> None:
     """Neither judge has it easy: many mutants are right, many are wrong, and models of queues tell some apart."""
     right = {queues: sum(mutant.tried[queues] is None for mutant in judged) for queues in QUEUES}
@@ -383,6 +388,7 @@ def test_mutants_are_of_both_kinds(judged: list[Mutant]) -> None:
     assert right["direction"] > right["pair"] >= right["single"] > 0.1 * NUM_MUTANTS, right
 
 
+@of_all_mutants
 def test_harmless_swaps_are_accepted(judged: list[Mutant]) -> None:
     """Neighbours that do not need each other may change places, and the proof does not mind."""
     swaps = [mutant for mutant in judged if len(mutant.mutations) == 1 and mutant.mutations[0].startswith("swap_neighbours")]
@@ -391,6 +397,7 @@ def test_harmless_swaps_are_accepted(judged: list[Mutant]) -> None:
     assert all(mutant.proved["direction"] is None for mutant in harmless)
 
 
+@of_all_mutants
 def test_every_fault_is_found_some_time(judged: list[Mutant]) -> None:
     """The mutants go wrong in every way that the trial knows, so that each check of the proof is needed."""
     found = Counter(reason.split(":")[0] for mutant in judged for reason in mutant.tried.values() if reason is not None)

@@ -15,6 +15,7 @@ from tests.program.oracle import DEEPSEEK, GPT_OSS, MOE, Problem
 from tests.program.test_experts import FOLDS, MIXTRAL_HAS_NOT, SHAPE, compiled, spread
 from tests.program.test_prediction import measured_peaks
 
+pytestmark = pytest.mark.cases(2)  # each compiles a program of its own
 CAPACITY = {"capacity_factor": 0.7, "aux_loss": 0.1, "z_loss": 0.05}
 ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
 MIXTRAL = {key: value for key, value in MOE.items() if key not in MIXTRAL_HAS_NOT}

@@ -21,6 +21,7 @@ from mpar.strategy import preset
 from tests.program.test_exactness import CONFIG, LEARNING_RATE, Recorder, V, layer, normalise
 
 S, NUM_LAYERS, NUM_STEPS = 8, 8, 2
+pytestmark = pytest.mark.cases(2)  # each compiles a program of its own
 OPTIMIZER = AdamW(lr=0.02, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decay="all", clip_norm=0.5)
 ONE_CHUNK = [(name, s.chunks) for name, s in SCHEDULES.items() if not s.any_chunks and s.placement != "bidirectional"]
 SEVERAL = [(name, chunks) for name, s in SCHEDULES.items() if s.any_chunks and name != "forward_only" for chunks in (1, 2)]

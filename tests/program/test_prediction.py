@@ -18,6 +18,7 @@ from mpar.shards import shard
 from tests.program.storage_tracker import StorageTracker, TrackedComm
 from tests.program.test_memory import OPS
 
+pytestmark = pytest.mark.cases(2)  # each compiles a program of its own
 NUM_STAGES = 8
 PIPELINES = [
     (Mesh(pp=2), "ddp", "gpipe", False),

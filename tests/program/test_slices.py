@@ -17,6 +17,7 @@ from tests.models.variants import KINDS, VARIANTS
 from tests.program.oracle import BASE, DEEPSEEK, MOE, Problem, Recorder
 from tests.program.test_prediction import measured_peaks, predicted_peaks
 
+pytestmark = pytest.mark.cases(2)  # each compiles a program of its own
 SHAPE = (4, 32)
 QWEN3 = {**BASE, "model_type": "qwen3"}
 FOUR = {**QWEN3, "num_hidden_layers": 4}

@@ -182,6 +182,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_beats_named_schedules_or_none_can(size, kind):

@@ -100,6 +100,7 @@ def split(action):
     return [action._replace(kind=kind) for kind in ("IW" if action.kind == "B" else action.kind)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_lowered_schedules_verify(name):
     """What lower makes for a model of queues is accepted under it, at all sizes."""
@@ -113,6 +114,7 @@ def test_many_sizes():
     assert sum(len(sizes(name)) for name in SCHEDULES) >= 1400
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_programs_for_less_run_on_more(name):
     """What is made for one queue a rank runs on all kinds; what is made for one a pair, on all but that."""
