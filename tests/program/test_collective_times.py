@@ -1,0 +1,174 @@
+"""The cost model of collectives: what a ring sends, over which link, what hides it; and that `auto` goes by it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mpar import Mesh
+from mpar.arrange import CONTEXT_PARALLEL
+from mpar.optim import AdamW
+from mpar.program import Hardware
+from mpar.program._predict import message_durations, segment_time
+from mpar.program._program import CollectiveUse, Kind
+from mpar.program.compiler import compile_step
+from mpar.strategy import preset
+
+NEAR, FAR = 1000.0, 10.0  # bytes per second
+HARDWARE = Hardware(
+    name="made up",
+    flops_per_s={"float32": 50.0, "bfloat16": 400.0},
+    memory_bytes_per_s=20.0,
+    memory_bytes=1,
+    link_bytes_per_s=NEAR,
+    link_latency_s=3.0,
+    cross_bytes_per_s=FAR,
+    cross_latency_s=7.0,
+    ranks_per_node=4,
+)
+
+
+def segment(*uses: CollectiveUse, flops=0, nbytes=0, dtypes=(torch.float32,)) -> Kind:
+    """A segment that does nothing but this."""
+    operands = tuple(((1,), dtype) for dtype in dtypes)
+    return Kind("segment", "", {}, uses, flops, nbytes, 0, None, 0, operands, (), ())
+
+
+def use(op: str, axes: tuple[str, ...], mesh: Mesh, nbytes: int, **hidden: int) -> CollectiveUse:
+    return CollectiveUse(op, axes, mesh.axis_size(axes), nbytes, 1, "", **hidden)
+
+
+def bytes_of_a_ring(op: str, n: int, contributed: float) -> float:
+    """What one rank of n sends to its neighbour, round by round, for the bytes that it brings."""
+    piece = contributed / n
+    return {
+        "shift": contributed,
+        "all_gather": sum(contributed for _ in range(n - 1)),  # its own shard, then each that it has just received
+        "reduce_scatter": sum(piece for _ in range(n - 1)),  # partial sums of one piece after the other
+        "all_reduce": sum(piece for _ in range(n - 1)) * 2,  # a reduce_scatter, then an all_gather of the pieces
+        "all_to_all": sum(piece for _ in range(n - 1)),  # a piece for each of the others
+    }[op]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize("op", ["shift", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+def test_a_collective_takes_what_its_ring_sends(op, n):
+    """One latency and the bytes of one rank's link, near and far."""
+    mesh = Mesh(tp=n)
+    kind = segment(use(op, ("tp",), mesh, 2400))
+    near, far = replace(HARDWARE, ranks_per_node=8), replace(HARDWARE, ranks_per_node=1)
+    sent = bytes_of_a_ring(op, n, 2400)
+    assert segment_time(kind, mesh, near) == pytest.approx(3.0 + sent / NEAR, rel=1e-12)
+    assert segment_time(kind, mesh, far) == pytest.approx(7.0 + sent / FAR, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("axes", "ranks_per_node", "crosses"),
+    [
+        (("tp",), 4, False),  # ranks 0 to 3
+        (("tp",), 3, True),
+        (("dp",), 4, True),  # ranks 0 and 4
+        (("dp",), 5, False),
+        (("dp", "tp"), 7, True),  # ranks 0 to 7
+        (("dp", "tp"), 8, False),
+    ],
+)
+def test_a_group_that_leaves_its_node_takes_the_slow_link(axes, ranks_per_node, crosses):
+    """The last rank of a group decides: whether it is on the node of the first."""
+    mesh = Mesh(dp=2, tp=4)
+    found = segment_time(segment(use("shift", axes, mesh, 50)), mesh, replace(HARDWARE, ranks_per_node=ranks_per_node))
+    assert found == pytest.approx(7.0 + 50 / FAR if crosses else 3.0 + 50 / NEAR, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("flops", "nbytes", "dtypes", "expected"),
+    [
+        (500, 100, (torch.float32,), 10.0),  # arithmetic at 50 per second takes longer
+        (500, 300, (torch.float32,), 15.0),  # memory at 20 bytes per second does
+        (4000, 0, (torch.float32, torch.bfloat16), 10.0),  # the narrowest operand says at which rate
+        (4000, 0, (torch.bfloat16, torch.int64), 10.0),  # integers say nothing
+        (500, 0, (torch.int64,), 10.0),  # no float at all: float32
+        (4000, 0, (torch.float64,), 10.0),  # a rate that the profile has not: its best
+    ],
+)
+def test_a_segment_takes_its_longer_half_and_its_launch(flops, nbytes, dtypes, expected):
+    """Arithmetic and memory traffic overlap; starting the segment and its collectives come on top."""
+    mesh = Mesh(tp=4)
+    uses = [use("shift", ("tp",), mesh, size) for size in (1000, 2000)]
+    kind = segment(*uses, flops=flops, nbytes=nbytes, dtypes=dtypes)
+    found = segment_time(kind, mesh, replace(HARDWARE, launch_s=0.5))
+    assert found == pytest.approx(expected + 0.5 + (3.0 + 1.0) + (3.0 + 2.0), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("flops", "nbytes", "exposed"),
+    [(0, 0, 5.0), (100, 0, 3.0), (0, 80, 1.0), (100, 80, 1.0), (200, 80, 1.0), (200, 20, 1.0), (500, 0, 0.0), (0, 500, 0.0)],
+)
+def test_what_is_computed_meanwhile_hides_a_collective(flops, nbytes, exposed):
+    """A shift of 5 seconds, of which those are hidden that the arithmetic or the memory traffic takes, the longer; never more."""
+    mesh = Mesh(tp=4)
+    kind = segment(use("shift", ("tp",), mesh, 2000, hidden_flops=flops, hidden_bytes=nbytes))
+    assert segment_time(kind, mesh, HARDWARE) == pytest.approx(exposed, rel=1e-12)
+
+
+def test_hidden_time_is_at_the_segments_rate():
+    """What hides a collective is computed as fast as the rest of the segment."""
+    mesh = Mesh(tp=4)
+    kind = segment(use("shift", ("tp",), mesh, 2000, hidden_flops=800), dtypes=(torch.bfloat16,))
+    assert segment_time(kind, mesh, HARDWARE) == pytest.approx(5.0 - 2.0, rel=1e-12)
+
+
+@pytest.mark.parametrize(("ranks_per_node", "far"), [(8, set()), (4, {(1, 2)}), (2, {(0, 1), (1, 2), (2, 3)})], ids=str)
+def test_messages_between_stages_take_the_link_between_them(ranks_per_node, far, make_model):
+    """Stages of two ranks each: on one node, on two, on one each."""
+    mesh = Mesh(pp=4, tp=2)
+    model = make_model(torch.float32, num_hidden_layers=4)
+    program = compile_step(model, AdamW(1e-3), mesh, "tp", (4, 8), num_microbatches=4, schedule="one_f_one_b")
+    found = message_durations(program, replace(HARDWARE, ranks_per_node=ranks_per_node))
+    expected = {}
+    for position, part in enumerate(program.parts):
+        for step in part.instructions:
+            if step.op == "send":
+                nbytes = program.values[step.inputs[0]].bytes
+                crosses = tuple(sorted((position, step.peer))) in far
+                expected[step.message] = 7.0 + nbytes / FAR if crosses else 3.0 + nbytes / NEAR
+    assert len(expected) == 2 * 3 * 4
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_communication_of_a_step_is_the_sum_of_its_collectives(make_model):
+    """Of each microbatch and each use, at what its ring sends; arithmetic and launches are apart."""
+    mesh = Mesh(fsdp=2, tp=4)
+    program = compile_step(make_model(torch.float32), AdamW(1e-3), mesh, "zero3_tp_sp", (8, 8), num_microbatches=2)
+    expected = 0.0
+    for step in program.parts[0].instructions:
+        for collective in program.kinds[step.kind].collectives:
+            crosses = "fsdp" in collective.axes
+            sent = bytes_of_a_ring(collective.op, mesh.axis_size(collective.axes), collective.bytes)
+            expected += 7.0 + sent / FAR if crosses else 3.0 + sent / NEAR
+    assert program.predict(HARDWARE).communication_s == pytest.approx(expected, rel=1e-9)
+
+
+QUICK = {"flops_per_s": {"float32": 1e15}, "memory_bytes_per_s": 1e15}
+PROFILES = {
+    # few messages, however long
+    "all_gather": replace(HARDWARE, **QUICK, link_bytes_per_s=1e12, link_latency_s=1.0, ranks_per_node=8),
+    # few bytes, in however many messages
+    "all_to_all": replace(HARDWARE, **QUICK, link_bytes_per_s=1e3, link_latency_s=0.0, ranks_per_node=8),
+    # few bytes out of a node of two ranks
+    "all_to_all+ring": replace(HARDWARE, **QUICK, link_latency_s=0.0, cross_bytes_per_s=1.0, ranks_per_node=2),
+}
+
+
+@pytest.mark.parametrize("best", PROFILES)
+def test_auto_divides_attention_in_the_least_predicted_time(best, make_model):
+    """Of the ways to divide a sequence, the one whose whole step is predicted to be the shortest on these links."""
+    hardware, model, mesh = PROFILES[best], make_model(torch.float32), Mesh(cp=4)
+
+    def compiled(method: str):
+        strategy = replace(preset("ddp"), context_parallel=method)
+        return compile_step(model, AdamW(1e-3), mesh, strategy, (2, 64), hardware=hardware)
+
+    times = {method: compiled(method).predict(hardware).step_s for method in CONTEXT_PARALLEL}
+    assert min(times, key=times.__getitem__) == best
+    assert compiled("auto").info["context_parallel"] == best
