@@ -20,9 +20,10 @@ INIT_BLOCK = 1 << 22
 def init_leaf(
     config: DecoderConfig, dtype: torch.dtype, seed: int, path: str, slices: Sequence[slice] | None = None
 ) -> Tensor:
-    """The part `slices` (default: all) of the leaf at `path`, as its part says, else as the name says.
+    """The part `slices` (default: all) of a fresh leaf at `path`, without making the others.
 
-    Matrices are normal with the config's initializer_range, gains one, biases and padding of the vocabulary zero.
+    The kind of part that the leaf belongs to may say how it starts (`Part.init`). All other matrices are normal with the config's
+    initializer_range, gains are one, biases and padding of the vocabulary zero.
     """
     shape, names = tree.get(shapes(config), path), tree.get(axes(config), path)
     bounds = [range(size)[part] for size, part in zip(shape, slices or [slice(None)] * len(shape), strict=True)]
