@@ -1,19 +1,21 @@
 """What a number from a GPU needs besides: the chip, its driver, its clocks."""
 
 import subprocess
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 import torch
 import triton
 
-from bench._machine import ROOT, machine
+from bench._machine import ROOT, this_run
+from bench._result import Origin
 
-__all__ = ["describe_facts", "gpu_facts"]
+__all__ = ["describe", "this_gpu_run"]
+
+SHOWN = ("date", "commit", "gpu", "driver", "clocks", "torch", "triton", "cuda", "python", "copy", "product", "command")
 
 
-def gpu_facts(commit: str) -> dict[str, Any]:
-    """Facts about this run. `commit`: what is measured, where there is no git; "": as the file COMMIT says."""
+def this_gpu_run(commit: str) -> Origin:
+    """`this_run` with the GPU that is here. `commit`: what is measured, where there is no git; "": as the file COMMIT says."""
     query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     try:
@@ -21,20 +23,21 @@ def gpu_facts(commit: str) -> dict[str, Any]:
         name, driver, *clocks = (field.strip() for field in answer.split(","))
     except (OSError, subprocess.CalledProcessError, IndexError):
         name, driver, clocks = torch.cuda.get_device_name(), "unknown", []
-    known = machine()
+    known = this_run()
     file = ROOT / "COMMIT"
-    if commit or (known["commit"].startswith("unknown") and file.exists()):
-        known["commit"] = commit or file.read_text(encoding="utf-8").strip()
-    return known | {
-        "gpu": name,
-        "driver": driver,
-        "clocks": "sm {}, at most {}, memory {}, power limit {}".format(*clocks) if len(clocks) == 4 else "unknown",
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-    }
+    if commit or (str(known.commit).startswith("unknown") and file.exists()):
+        known = replace(known, commit=commit or file.read_text(encoding="utf-8").strip())
+    return replace(
+        known,
+        gpu=name,
+        driver=driver,
+        clocks="sm {}, at most {}, memory {}, power limit {}".format(*clocks) if len(clocks) == 4 else "unknown",
+        triton=triton.__version__,
+        cuda=torch.version.cuda,
+    )
 
 
-def describe_facts(line: Mapping[str, Any]) -> str:
-    """Those facts of a line of results, in one sentence."""
-    keys = ("date", "commit", "gpu", "driver", "clocks", "torch", "triton", "cuda", "python", "copy", "product", "command")
-    return ", ".join(f"{key} {line[key]}" for key in keys if key in line)
+def describe(origin: Origin) -> str:
+    """The facts that it states, in one sentence."""
+    stated = origin.stated()
+    return ", ".join(f"{key} {stated[key]}" for key in SHOWN if key in stated)

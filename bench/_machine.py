@@ -1,4 +1,4 @@
-"""What a number needs to be reproduced: hardware, versions, commit, date, command."""
+"""The machine: what a number that is measured here needs to be reproduced, and how busy others keep it."""
 
 import datetime
 import os
@@ -9,23 +9,25 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["foreign_cpu_s", "machine"]
+from bench._result import Origin
+
+__all__ = ["ROOT", "foreign_cpu_s", "this_run"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def machine() -> dict[str, str]:
-    """Facts about this run."""
+def this_run() -> Origin:
+    """Hardware, versions, commit, date and command of this process."""
     with open("/proc/cpuinfo") as file:
         model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.processor())
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "mpar") else ""),
-        "cpu": f"{os.cpu_count()} cores, {model}",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
-    }
+    return Origin(
+        date=datetime.date.today().isoformat(),
+        commit=_git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "mpar") else ""),
+        cpu=f"{os.cpu_count()} cores, {model}",
+        torch=torch.__version__,
+        python=platform.python_version(),
+        command="python -m " + " ".join([_module(), *sys.argv[1:]]),
+    )
 
 
 def foreign_cpu_s() -> float:

@@ -1,6 +1,7 @@
 """What a rank does with a compiled workload; nothing here loads the compiler."""
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ from mpar.shards import shard
 __all__ = ["load_step", "local_state", "make_step"]
 
 
-def load_step(folder: Path, workload: ModuleType, cfg: Any, rank: int, transport: str | None):
+def load_step(folder: Path, workload: ModuleType, cfg: Any, rank: int, transport: str | None) -> Callable[[], torch.Tensor]:
     """The step of the workload that `save_workload` left in `folder`."""
     program = pickle.loads((folder / "program.pickle").read_bytes())
     return make_step(program, torch.load(folder / "params.pt", mmap=True), workload, cfg, rank, transport)
@@ -34,7 +35,7 @@ def local_state(program: Program, params: dict[str, torch.Tensor], rank: int) ->
 
 def make_step(
     program: Program, params: dict[str, torch.Tensor], workload: ModuleType, cfg: Any, rank: int, transport: str | None
-):
+) -> Callable[[], torch.Tensor]:
     """`step() -> loss` in the peers' manner, each on the next batch."""
     run, state, data = program.bind(transport=transport), [local_state(program, params, rank)], workload.batches(cfg)
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Ratio", "paired_ratio"]
+__all__ = ["Ratio", "interval_text", "paired_ratio", "verdict"]
 
 RESAMPLES = 2000
 
@@ -19,6 +19,10 @@ class Ratio:
     high: float
     count: int
     passes: int
+
+    def rounded(self, digits: int = 4) -> list[float]:
+        """Median, lower and upper end of the interval, as lines of results have them."""
+        return [round(x, digits) for x in (self.median, self.low, self.high)]
 
 
 def paired_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], *, seed: int = 0) -> Ratio:
@@ -36,3 +40,14 @@ def paired_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[floa
     low, high = medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1]
     everything = [value for steps in ratios for value in steps]
     return Ratio(statistics.median(everything), low, high, len(everything), len(ratios))
+
+
+def interval_text(values: Sequence[float] | None) -> str:
+    """A rounded ratio for a table; "" for none."""
+    return "" if values is None else f"{values[0]:.3f} ({values[1]:.3f} to {values[2]:.3f})"
+
+
+def verdict(values: Sequence[float], bar: float) -> str:
+    """Whether the whole interval of a rounded ratio is under the bar, its lower end, or nothing of it."""
+    _, low, high = values
+    return "met" if high <= bar else "straddled" if low <= bar else "**missed**"

@@ -16,7 +16,7 @@ from mpar.optim import AdamW
 from mpar.program import Program
 from mpar.program.compile import compile_step
 
-__all__ = ["MESHES", "build_model", "compile_workload", "initial_params", "save_workload"]
+__all__ = ["MESHES", "build_model", "compile_workload", "initial_params", "peers_optimizer", "save_workload"]
 
 MESHES: dict[str, tuple[Mesh, str]] = {
     "one": (Mesh(dp=1), "ddp"),
@@ -56,11 +56,15 @@ def build_model(cfg: Any, workload: ModuleType) -> models.Model:
     return models.from_config(hf_config(cfg, workload))
 
 
+def peers_optimizer(workload: ModuleType) -> AdamW:
+    """AdamW as the peers have it, with their clipping."""
+    return AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, decay="all", clip_norm=workload.CLIP)
+
+
 def compile_workload(cfg: Any, workload: ModuleType, mesh: str) -> Program:
     """The peers' training step, compiled for one of the peers' meshes."""
-    optimizer = AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, decay="all", clip_norm=workload.CLIP)
     shape, strategy = MESHES[mesh]
-    return compile_step(build_model(cfg, workload), optimizer, shape, strategy, (cfg.batch, cfg.seq))
+    return compile_step(build_model(cfg, workload), peers_optimizer(workload), shape, strategy, (cfg.batch, cfg.seq))
 
 
 def initial_params(cfg: Any, workload: ModuleType) -> dict[str, torch.Tensor]:

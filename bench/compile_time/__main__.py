@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from bench._machine import ROOT, machine
-from bench._report import RESULTS, append_lines
+from bench._machine import ROOT, this_run
+from bench._result import RESULTS, Json, Result, append_results
 from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
@@ -34,7 +34,7 @@ CASES = {  # model, mesh, strategy, rows of the global batch
 }
 
 
-def measure(name: str) -> dict:
+def measure(name: str) -> dict[str, Json]:
     """Compile one case in this process, which has loaded the compiler but traced nothing yet."""
     shape, mesh, strategy, rows = CASES[name]
     d, layers, heads, kv_heads, head_dim, ffn, vocab, seq = SHAPES[shape]
@@ -87,7 +87,7 @@ def main() -> int:
             sys.stderr.write(done.stderr[-3000:])
             return 1
         line = json.loads(done.stdout)
-        append_lines(args.out, [line | machine()])
+        append_results(args.out, [Result.of(line, this_run())])
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
     return 0

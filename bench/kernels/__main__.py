@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench._report import RESULTS
+from bench._result import RESULTS
 from bench.kernels._run import run, write_table
 from bench.kernels._tune import tune
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels import _timing
+from bench import _timing
 from bench.kernels._row import Built, Measured, Row, Setting, Variant
 from mpar.errors import UnknownNameError
 from mpar.testing import TOLERANCES

@@ -1,7 +1,7 @@
 """Run: the rows of the table in order of importance while there is time, each in a process that may fail."""
 
+import dataclasses
 import importlib.util
-import json
 import os
 import sys
 import time
@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench._gpu import gpu_facts
-from bench._report import append_lines
+from bench._gpu import this_gpu_run
+from bench._result import Json, Origin, Result, append_results, read_results
 from bench.kernels._report import markdown, sentence
 from bench.kernels._row import Row
 from bench.kernels._server import Server
@@ -42,15 +42,16 @@ def run(numbers: Sequence[int], *, long: bool = False, tiny: bool, seconds: floa
     wrong = 0
     try:
         ceilings = None if tiny else server.ceilings(ROW_S)
-        facts = {} if ceilings is None else _facts(commit, ceilings)
+        origin = Origin() if ceilings is None else _origin(commit, ceilings)
         for row in rows:
             left = seconds - SPARE_S - (time.perf_counter() - started)
-            line = _not_reached(row) if left <= 0 else server.measure(row, ceilings, share, min(left, ROW_S)) | facts
-            wrong += line["status"] not in ("ok", "not built") or _peers_disagree(line, tiny)
-            sys.stdout.write(f"[{time.perf_counter() - started:.0f} s] {sentence(line)}\n")
+            line = _not_reached(row) if left <= 0 else server.measure(row, ceilings, share, min(left, ROW_S))
+            result = Result.of(line, origin)
+            wrong += result.text("status") not in ("ok", "not built") or _peers_disagree(line, tiny)
+            sys.stdout.write(f"[{time.perf_counter() - started:.0f} s] {sentence(result)}\n")
             sys.stdout.flush()
-            if not tiny and line["status"] != "not reached":
-                append_lines(out / "kernels.jsonl", [line])
+            if not tiny and result.text("status") != "not reached":
+                append_results(out / "kernels.jsonl", [result])
                 write_table(out)
     finally:
         server.close()
@@ -59,15 +60,14 @@ def run(numbers: Sequence[int], *, long: bool = False, tiny: bool, seconds: floa
 
 def write_table(out: Path) -> None:
     """`kernels.md` from `kernels.jsonl` in the folder `out`."""
-    path = out / "kernels.jsonl"
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    results = read_results(out / "kernels.jsonl")
     out.mkdir(parents=True, exist_ok=True)
-    measured = {line["row"] for line in lines}
+    measured = {result.text("row") for result in results}
     rows = [*all_rows(), *(row for row in long_rows() if row.key in measured)]
-    (out / "kernels.md").write_text(markdown(rows, lines), encoding="utf-8")
+    (out / "kernels.md").write_text(markdown(rows, results), encoding="utf-8")
 
 
-def _not_reached(row: Row) -> dict[str, Any]:
+def _not_reached(row: Row) -> dict[str, Json]:
     return row.about() | {"status": "not reached", "error": "time was over", "variants": {}, "bars": {}}
 
 
@@ -77,9 +77,10 @@ def _peers_disagree(line: Mapping[str, Any], tiny: bool) -> bool:
     return tiny and any(not any(words in text for words in NOT_INTERPRETED) for text in failed)
 
 
-def _facts(commit: str, ceilings: Mapping[str, float]) -> dict[str, Any]:
-    return gpu_facts(commit) | {
-        "liger": "installed" if importlib.util.find_spec("liger_kernel") else "not installed",
-        "copy": f"{1e-9 * ceilings['copy_bytes_per_s']:.0f} GB/s",
-        "product": f"{1e-12 * ceilings['flops_per_s']:.0f} TFLOP/s",
-    }
+def _origin(commit: str, ceilings: Mapping[str, float]) -> Origin:
+    return dataclasses.replace(
+        this_gpu_run(commit),
+        liger="installed" if importlib.util.find_spec("liger_kernel") else "not installed",
+        copy=f"{1e-9 * ceilings['copy_bytes_per_s']:.0f} GB/s",
+        product=f"{1e-12 * ceilings['flops_per_s']:.0f} TFLOP/s",
+    )

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from bench import _timing
 from bench._child import Child, ChildFailed
-from bench.kernels import _timing
 from bench.kernels._measure import STICKY, measure
 from bench.kernels._row import Row
 from bench.kernels.rows import all_rows, long_rows

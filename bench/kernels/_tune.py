@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from bench.kernels import _timing
+from bench import _timing
 from mpar.errors import KernelError
 from mpar.kernels import implementation, kernels_for
 from mpar.kernels.offline import TABLE, Tuning, replaced, tuning

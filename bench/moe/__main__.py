@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench._report import RESULTS, append_lines
+from bench._result import RESULTS, append_results
 from bench.moe._layer import ResultsDiffer, layer, table
 from bench.moe._variants import Case
 
@@ -31,9 +31,9 @@ def main() -> int:
                 f"floor of {case}: {case.flops / 1e9:.1f} GFLOP in products, {case.moved_bytes / 1e6:.0f} MB to carry rows\n"
             )
             for threads in args.threads:
-                lines = layer(case, threads, passes=args.passes, steps=args.steps)
-                append_lines(args.out, lines)
-                sys.stdout.write(table(lines))
+                results = layer(case, threads, passes=args.passes, steps=args.steps)
+                append_results(args.out, results)
+                sys.stdout.write(table(results))
                 sys.stdout.flush()
     except ResultsDiffer as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

@@ -1,7 +1,6 @@
 """The layer in every way, in turn, in one process: results that agree, then medians of paired ratios with intervals."""
 
 import gc
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench._machine import foreign_cpu_s, machine
-from bench._statistics import paired_ratio
+from bench._machine import foreign_cpu_s, this_run
+from bench._passes import median_ms
+from bench._result import Json, Result
+from bench._statistics import interval_text, paired_ratio, verdict
 from bench.moe._variants import VARIANTS, Case, Data, make
 
 __all__ = ["BARS", "ResultsDiffer", "check_results", "layer", "table"]
@@ -44,7 +45,7 @@ def check_results(results: Mapping[str, Mapping[str, Tensor]]) -> float:
     return worst
 
 
-def layer(case: Case, threads: int, *, passes: int, steps: int) -> list[dict[str, Any]]:
+def layer(case: Case, threads: int, *, passes: int, steps: int) -> list[Result]:
     """One line for each variant, with `threads` threads. Raises ResultsDiffer."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -57,9 +58,10 @@ def layer(case: Case, threads: int, *, passes: int, steps: int) -> list[dict[str
         times, foreign = _measure(runs, passes, steps)
     finally:
         torch.set_num_threads(before)
-    facts = machine() | {"bench": "moe layer", "threads": threads, **asdict(case)}
+    facts: dict[str, Json] = {"bench": "moe layer", "threads": threads, **asdict(case), "foreign_cores": foreign}
     facts |= {"gflop": round(case.flops / 1e9, 2), "moved_mb": round(case.moved_bytes / 1e6, 1), "largest_difference": error}
-    return [_line(name, times, case) | facts | {"foreign_cores": foreign} for name in VARIANTS]
+    origin = this_run()
+    return [Result.of(_line(name, times, case) | facts, origin) for name in VARIANTS]
 
 
 def _measure(runs: Mapping[str, Any], passes: int, steps: int) -> tuple[Times, list[float]]:
@@ -85,49 +87,34 @@ def _measure(runs: Mapping[str, Any], passes: int, steps: int) -> tuple[Times, l
     return times, foreign
 
 
-def _line(name: str, times: Times, case: Case) -> dict[str, Any]:
-    wall, cpu = (_middle(times[name][clock]) for clock in ("wall", "cpu"))
-    line: dict[str, Any] = {"variant": name, "median_ms": round(1e3 * wall, 3), "cpu_ms": round(1e3 * cpu, 3)}
-    line["gflop_per_s"] = round(case.flops / 1e9 / wall, 2)
+def _line(name: str, times: Times, case: Case) -> dict[str, Json]:
+    wall_ms, cpu_ms = (median_ms(times[name][clock]) for clock in ("wall", "cpu"))
+    line: dict[str, Json] = {"variant": name, "median_ms": round(wall_ms, 3), "cpu_ms": round(cpu_ms, 3)}
+    line["gflop_per_s"] = round(case.flops / 1e6 / wall_ms, 2)
     for ours in ("mpar", "mpar_eager", "products"):
         for clock in ("wall", "cpu") if ours != name else ():
             ratio = paired_ratio(times[ours][clock], times[name][clock])
-            line[f"{ours}_over_this_{clock}"] = [round(x, 4) for x in (ratio.median, ratio.low, ratio.high)]
+            line[f"{ours}_over_this_{clock}"] = ratio.rounded()
             line["pairs"], line["passes"] = ratio.count, ratio.passes
     if name in BARS and case == Case():
         line["bar"] = round(BARS[name], 4)
     return line
 
 
-def _middle(passes: Sequence[Sequence[float]]) -> float:
-    return statistics.median(x for steps in passes for x in steps)
-
-
-def table(lines: Sequence[Mapping[str, Any]]) -> str:
+def table(results: Sequence[Result]) -> str:
     """Markdown: one row for each variant. The last column bounds what any program with these products can gain over the row."""
     rows = [
         "| experts, top-k, d, mlp, tokens | threads | variant | ms | CPU ms | GFLOP/s | mpar / this, wall (95 %) "
         "| eager mpar / this | bar | mpar / this, CPU | products alone / this, CPU | foreign cores |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for line in lines:
-        sizes = ", ".join(str(line[key]) for key in ("experts", "top_k", "d", "mlp", "tokens"))
+    for result in results:
+        sizes = ", ".join(str(result.case[key]) for key in ("experts", "top_k", "d", "mlp", "tokens"))
         keys = ("mpar_over_this_wall", "mpar_eager_over_this_wall", "mpar_over_this_cpu", "products_over_this_cpu")
-        wall, eager, cpu, floor = (_shown(line.get(key)) for key in keys)
-        bar = f"{line['bar']} {_verdict(line)}" if "bar" in line else ""
-        foreign = "/".join(f"{x:.1f}" for x in line["foreign_cores"])
-        figures = (f"{line['median_ms']:.1f}", f"{line['cpu_ms']:.1f}", f"{line['gflop_per_s']:.0f}")
-        rows.append(
-            f"| {' | '.join((sizes, str(line['threads']), line['variant'], *figures, wall, eager, bar, cpu, floor, foreign))} |"
-        )
+        wall, eager, cpu, floor = (interval_text(result.numbers(key) if result.has(key) else None) for key in keys)
+        bar = f"{result.figures['bar']} {verdict(result.numbers(keys[0]), result.number('bar'))}" if result.has("bar") else ""
+        foreign = "/".join(f"{x:.1f}" for x in result.numbers("foreign_cores"))
+        figures = (*(f"{result.number(key):.1f}" for key in ("median_ms", "cpu_ms")), f"{result.number('gflop_per_s'):.0f}")
+        names = (sizes, str(result.case["threads"]), result.text("variant"))
+        rows.append(f"| {' | '.join((*names, *figures, wall, eager, bar, cpu, floor, foreign))} |")
     return "\n".join(rows) + "\n"
-
-
-def _shown(values: Sequence[float] | None) -> str:
-    return "" if values is None else f"{values[0]:.3f} ({values[1]:.3f} to {values[2]:.3f})"
-
-
-def _verdict(line: Mapping[str, Any]) -> str:
-    """The whole interval under the bar, its lower end, or nothing of it."""
-    _, low, high = line["mpar_over_this_wall"]
-    return "met" if high <= line["bar"] else "straddled" if low <= line["bar"] else "**missed**"

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from bench._machine import this_run
+from bench._result import Json, Result
 from mpar.schedules import actions, lower, verify
 
 __all__ = ["FULL", "SMALL", "generation"]
@@ -37,7 +39,7 @@ class _Stage:
 
 def generation(
     schedule: str, size: tuple[int, int, int], *, queues: str = "direction", repeats: int = 3, torch: bool = False
-) -> dict[str, Any]:
+) -> Result:
     """A line of the least CPU seconds of some repetitions. Torch is timed once."""
     ranks, chunks, microbatches = size
     made, verified, instructions = [], [], 0
@@ -46,7 +48,7 @@ def generation(
         made.append(seconds)
         verified.append(_timed(lambda program=lowered: verify(program, queues=queues))[1])
         instructions = sum(map(len, lowered))
-    line = {
+    line: dict[str, Json] = {
         "config": "generation",
         "schedule": schedule,
         "ranks": ranks,
@@ -57,7 +59,9 @@ def generation(
         "lower_s": round(min(made), 3),
         "verify_s": round(min(verified), 3),
     }
-    return line | ({"torch_one_rank_s": round(_timed(lambda: _torch(schedule, size))[1], 3)} if torch else {})
+    if torch:
+        line["torch_one_rank_s"] = round(_timed(lambda: _torch(schedule, size))[1], 3)
+    return Result.of(line, this_run())
 
 
 def _table(schedule: str, size: tuple[int, int, int]) -> list:

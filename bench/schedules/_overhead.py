@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from bench._machine import machine
+from bench._machine import this_run
+from bench._result import Result
 from mpar import models
 from mpar.compiler import Schedule
 from mpar.mesh import Mesh
@@ -36,13 +37,13 @@ MODEL = {
 }
 
 
-def overhead(chunks: int, microbatches: int, repeats: int) -> list[dict[str, Any]]:
+def overhead(chunks: int, microbatches: int, repeats: int) -> list[Result]:
     """A line for each schedule: microseconds per action of the program's run, of the loop by hand, and their difference."""
     model = models.from_config(MODEL, vocab_multiple=1)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 16, (microbatches, 9), generator=generator)
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-    lines = []
+    origin, results = this_run(), []
     for name in ("interleaved", "looped_bfs", "zb1p"):
         schedule = Schedule(name, num_chunks=chunks)
         program = compile_step(
@@ -64,19 +65,16 @@ def overhead(chunks: int, microbatches: int, repeats: int) -> list[dict[str, Any
             theirs.append(time.perf_counter() - between)
         actions = len(program.schedule[0])
         extra = statistics.median(a - b for a, b in zip(ours, theirs, strict=True))
-        lines.append(
-            {
-                "variant": name,
-                "us_per_action": round(1e6 * extra / actions, 2),
-                "run_ms": round(1e3 * statistics.median(ours), 3),
-                "loop_ms": round(1e3 * statistics.median(theirs), 3),
-                "actions": actions,
-                "instructions": len(program.instructions),
-                "bar_us": 20.0,
-            }
-            | machine()
-        )
-    return lines
+        figures = {
+            "us_per_action": round(1e6 * extra / actions, 2),
+            "run_ms": round(1e3 * statistics.median(ours), 3),
+            "loop_ms": round(1e3 * statistics.median(theirs), 3),
+            "actions": actions,
+            "instructions": len(program.instructions),
+            "bar_us": 20.0,
+        }
+        results.append(Result({"variant": name}, figures, origin))
+    return results
 
 
 def _loop(run: RankRun, program: Program, batch: dict[str, torch.Tensor], state: Any) -> Callable[[], None]:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from bench._launch import launch
+from bench._machine import this_run
+from bench._result import Result
 from mpar import models
 from mpar.forecast import step_times
 from mpar.mesh import Mesh
@@ -110,7 +112,7 @@ def _line(name: str, program: Program, every: Sequence[tuple[list[float], list[f
     return {"schedule": name, "predicted_s": predicted, "measured_s": measured, "ratio": measured / predicted}
 
 
-def sleep() -> list[dict[str, float | str]]:
+def sleep() -> list[Result]:
     """For each schedule the predicted seconds of a step, the median of those measured, and measured / predicted."""
     model = models.from_config(CONFIG)
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +121,9 @@ def sleep() -> list[dict[str, float | str]]:
                 model, AdamW(lr=1e-3), Mesh(pp=RANKS), "ddp", (MICROBATCHES, 4), num_microbatches=MICROBATCHES, schedule=name
             )
             (Path(folder) / f"{name}.pickle").write_bytes(pickle.dumps(program))
-        return [json.loads(line) for line in launch(RANKS, "bench.schedules._sleep", [folder]).splitlines()]
+        printed = launch(RANKS, "bench.schedules._sleep", [folder])
+    origin = this_run()
+    return [Result.of(json.loads(line), origin) for line in printed.splitlines()]
 
 
 if __name__ == "__main__":

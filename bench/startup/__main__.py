@@ -7,12 +7,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from bench._launch import RankFailed, launch
-from bench._machine import machine
+from bench._machine import this_run
 from bench._peers import PeersMissing, find_peers, peer
-from bench._report import RESULTS, append_lines
+from bench._result import RESULTS, Json, Result, append_results
 from bench._statistics import paired_ratio
 from bench._workload import save_workload
 from bench.startup._worker import STEPS
@@ -45,34 +46,49 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "startup.jsonl")
     args = parser.parse_args()
     mesh = args.mesh.replace("_sp", "+sp")
-    ours, theirs = [], []
     try:
-        folder = find_peers(args.peers)
-        workload = peer(folder, "workload")
-        with tempfile.TemporaryDirectory() as work:
-            program = save_workload(Path(work), workload.CONFIGS[args.config], workload, mesh)
-            for _ in range(args.passes):
-                ours.append(json.loads(launch(program.mesh.size, "bench.startup._worker", [work, str(folder), args.config])))
-                theirs.append(torch_line(folder, args.config, mesh, program.mesh.size))
+        ours, theirs = measure(find_peers(args.peers), args.config, mesh, args.passes)
     except (PeersMissing, RankFailed) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
-    ratio = paired_ratio([[x["first_step_done_s"]] for x in ours], [[x["first_step_done_s"]] for x in theirs])
-    line = {
-        "config": args.config,
-        "mesh": mesh,
-        "passes": args.passes,
-        "compiler_loaded": any(x["compiler_loaded"] for x in ours),
-    }
-    for key in ("first_step_done_s", "base_mb", "peak_mb"):
-        line |= {
-            f"{name}_{key}": round(statistics.median(x[key] for x in xs), 2) for name, xs in (("mpar", ours), ("torch", theirs))
-        }
-    line |= {"time_ratio": [round(x, 3) for x in (ratio.median, ratio.low, ratio.high)], "time_bar": TIME_BAR}
-    line |= {"memory_excess_mb": round(line["mpar_peak_mb"] - line["torch_peak_mb"], 1), "memory_bar_mb": MEMORY_BAR_MB}
-    append_lines(args.out, [line | machine()])
-    sys.stdout.write(json.dumps(line, indent=1) + "\n")
+    result = summarise({"config": args.config, "mesh": mesh, "passes": args.passes}, ours, theirs)
+    append_results(args.out, [result])
+    sys.stdout.write(json.dumps({**result.case, **result.figures}, indent=1) + "\n")
     return 0
+
+
+Lines = list[dict[str, float]]
+"""What each launch reports of itself: "first_step_done_s", "base_mb", "peak_mb"; ours "compiler_loaded" too."""
+
+
+def measure(folder: Path, config: str, mesh: str, passes: int) -> tuple[Lines, Lines]:
+    """Ours and the peer's, in turn. Raises RankFailed."""
+    workload = peer(folder, "workload")
+    ours, theirs = [], []
+    with tempfile.TemporaryDirectory() as work:
+        program = save_workload(Path(work), workload.CONFIGS[config], workload, mesh)
+        for _ in range(passes):
+            ours.append(json.loads(launch(program.mesh.size, "bench.startup._worker", [work, str(folder), config])))
+            theirs.append(torch_line(folder, config, mesh, program.mesh.size))
+    return ours, theirs
+
+
+def summarise(facts: Mapping[str, Json], ours: Lines, theirs: Lines) -> Result:
+    """Medians, and the ratio of the times."""
+    medians = {
+        f"{name}_{key}": round(statistics.median(line[key] for line in lines), 2)
+        for key in ("first_step_done_s", "base_mb", "peak_mb")
+        for name, lines in (("mpar", ours), ("torch", theirs))
+    }
+    ratio = paired_ratio([[line["first_step_done_s"]] for line in ours], [[line["first_step_done_s"]] for line in theirs])
+    bars = {
+        "time_ratio": ratio.rounded(3),
+        "time_bar": TIME_BAR,
+        "memory_excess_mb": round(medians["mpar_peak_mb"] - medians["torch_peak_mb"], 1),
+        "memory_bar_mb": MEMORY_BAR_MB,
+    }
+    loaded = {"compiler_loaded": any(line["compiler_loaded"] for line in ours)}
+    return Result.of({**facts, **loaded, **medians, **bars}, this_run())
 
 
 if __name__ == "__main__":

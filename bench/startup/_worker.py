@@ -37,7 +37,7 @@ def main() -> None:
         step()
     mine = {"first_step_done_s": first_done, "base_mb": base, "rss_mb": status_mb("VmRSS"), "peak_mb": status_mb("VmHWM")}
     mine["compiler_loaded"] = "mpar.compiler.build._build" in sys.modules
-    results: list = [None] * dist.get_world_size()
+    results: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(results, mine)
     if dist.get_rank() == 0:
         worst = {key: max(result[key] for result in results) for key in mine}

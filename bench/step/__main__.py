@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench._report import RESULTS
+from bench._result import RESULTS
 from bench.step._case import CASES, VARIANTS
 from bench.step._report import bars, newest, write_table
 from bench.step._run import run
@@ -35,10 +35,10 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(known[0])}, and {', '.join(known[1])}")
     options = {"tiny": args.tiny, "seconds": args.seconds, "out": args.out, "commit": args.commit, "profile": args.profile}
-    lines = run(args.cases, args.variants, **options)
-    wrong = [line for line in lines if line["status"] not in ("ok", "missing") or "cut" in line]
-    cases = [] if args.tiny else [case for case in CASES if any(line["case"] == case.key for line in lines)]
-    verdicts = [(case.key, *row) for case in cases for row in bars(case, newest(lines))]
+    results = run(args.cases, args.variants, **options)
+    wrong = [result for result in results if result.text("status") not in ("ok", "missing") or result.has("cut")]
+    cases = [] if args.tiny else [case for case in CASES if any(result.text("case") == case.key for result in results)]
+    verdicts = [(case.key, *row) for case in cases for row in bars(case, newest(results))]
     sys.stdout.writelines(f"{key}: {bar}: {figure} {verdict}\n" for key, bar, figure, verdict in verdicts)
     return 1 if wrong or any(verdict == "missed" for *_, verdict in verdicts) else 0
 

@@ -1,12 +1,11 @@
 """Report: steps as Markdown, from lines of results, and what they must reach; what no line is about is not yet measured."""
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from bench._gpu import describe_facts
+from bench._gpu import describe
+from bench._result import Result, read_results
 from bench.step._case import CASES, MEMORY_RATIO, SPEED_RATIO, VARIANTS, Case, Variant, main_peer
 
 __all__ = ["PREDICTED_WITHIN", "bars", "markdown", "newest", "sentence", "write_table"]
@@ -27,35 +26,35 @@ COLUMNS = (
     "losses of steps 1, 2, 7, and last",
     "run",
 )
-Lines = Mapping[tuple[str, str], Mapping[str, Any]]
+Newest = Mapping[tuple[str, str], Result]
+"""By case and variant the line that counts."""
 
 
 def write_table(out: Path) -> None:
     """`step.md` from `step.jsonl` in the folder `out`."""
-    path = out / "step.jsonl"
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    text = markdown(read_results(out / "step.jsonl"))
     out.mkdir(parents=True, exist_ok=True)
-    (out / "step.md").write_text(markdown(lines), encoding="utf-8")
+    (out / "step.md").write_text(text, encoding="utf-8")
 
 
-def newest(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Mapping[str, Any]]:
+def newest(results: Sequence[Result]) -> dict[tuple[str, str], Result]:
     """By case and variant the last line, but one that was not reached does not displace one that was measured."""
-    found: dict[tuple[str, str], Mapping[str, Any]] = {}
-    for line in lines:
-        key = line["case"], line["variant"]
-        if line["status"] != "not reached" or found.get(key, line)["status"] != "ok":
-            found[key] = line
+    found: dict[tuple[str, str], Result] = {}
+    for result in results:
+        key = result.text("case"), result.text("variant")
+        if result.text("status") != "not reached" or found.get(key, result).text("status") != "ok":
+            found[key] = result
     return found
 
 
-def markdown(lines: Sequence[Mapping[str, Any]]) -> str:
+def markdown(results: Sequence[Result]) -> str:
     """Facts, the table of all cases and variants, bars, what did not run, how each was set up."""
-    last = newest(lines)
-    runs = list(dict.fromkeys(line["run"] for line in last.values()))
+    last = newest(results)
+    runs = list(dict.fromkeys(result.origin.run for result in last.values()))
     text = ["# A training step on one GPU", "", "Made by `python -m bench.step run`; all runs are in `step.jsonl`.", ""]
     for number, run in enumerate(runs, 1):
-        line = next(line for line in last.values() if line["run"] == run)
-        text.append(f"- run {number}, {run} UTC: {describe_facts(line)}")
+        origin = next(result.origin for result in last.values() if result.origin.run == run)
+        text.append(f"- run {number}, {run} UTC: {describe(origin)}")
     text += [] if runs else ["Nothing here has been measured on a GPU yet."]
     text += ["", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for case in CASES:
@@ -63,8 +62,10 @@ def markdown(lines: Sequence[Mapping[str, Any]]) -> str:
     text += ["", *EXPLANATION, "", "| case | bar | ours | |", "|---|---|---|---|"]
     for case in CASES:
         text += [f"| {case.key} | {bar} | {figure} | {_bold(verdict)} |" for bar, figure, verdict in bars(case, last)]
-    about = [f"- {key} {name}: {line['about']}" for (key, name), line in last.items() if "about" in line]
-    problems = [f"- {key} {name}: {line['cut']}" for (key, name), line in last.items() if "cut" in line]
+    about, problems = (
+        [f"- {key} {name}: {result.text(words)}" for (key, name), result in last.items() if result.has(words)]
+        for words in ("about", "cut")
+    )
     text += ["", "How they were set up:", "", *about] if about else []
     text += ["", "What was cut short:", "", *problems] if problems else []
     return "\n".join(text) + "\n"
@@ -81,24 +82,24 @@ EXPLANATION = (
 )
 
 
-def bars(case: Case, lines: Lines) -> list[tuple[str, str, str]]:
+def bars(case: Case, results: Newest) -> list[tuple[str, str, str]]:
     """(what must hold, what we have, met | missed | not measured) for a case."""
-    timed = {name: line for (key, name), line in lines.items() if key == case.key and line["status"] == "ok"}
-    ours = min((v.name for v in VARIANTS if v.ours and v.name in timed), key=lambda name: timed[name]["ms"], default=None)
-    peer = min(main_peer(list(timed)), key=lambda name: timed[name]["ms"], default=None)
-    own, other = timed.get(ours or "", {}), timed.get(peer or "", {})
+    timed = {name: result for (key, name), result in results.items() if key == case.key and result.text("status") == "ok"}
+    ours, peer = _fastest([v.name for v in VARIANTS if v.ours], timed), _fastest(main_peer(list(timed)), timed)
+    own, other = (None if name is None else timed[name] for name in (ours, peer))
     found = []
     if case.tokens_per_s is not None:
-        rate = own.get("tokens_per_s")
+        least, rate = case.tokens_per_s, None if own is None else own.number("tokens_per_s")
         figure = "" if rate is None else f"{rate:,.0f} ({ours})"
-        found.append((f">= {case.tokens_per_s:,.0f} tokens/s", figure, _verdict(rate, lambda rate: rate >= case.tokens_per_s)))
-    names = f" ({ours} over {peer}{'' if own.get('run') == other.get('run') else ', of another run'})"
-    speed, memory = _ratio(own, other, "tokens_per_s"), _ratio(own, other, "peak_bytes")
-    predicted = own["predicted_bytes"] / own["peak_bytes"] if {"predicted_bytes", "peak_bytes"} <= own.keys() else None
-    apart = abs(own["losses"][0] - other["losses"][0]) if own and other else None
+        found.append((f">= {least:,.0f} tokens/s", figure, _verdict(rate, lambda rate: rate >= least)))
+    same_run = own is None or other is None or own.origin.run == other.origin.run
+    names = f" ({ours} over {peer}{'' if same_run else ', of another run'})"
+    speed, memory = (_ratio(own, other, key, key) for key in ("tokens_per_s", "peak_bytes"))
+    predicted = _ratio(own, own, "predicted_bytes", "peak_bytes")
+    apart = None if own is None or other is None else abs(_first_loss(own) - _first_loss(other))
     guess = math.log(case.config()["vocab_size"])
-    far = max((abs(line["losses"][0] - guess) for line in timed.values()), default=None)
-    rows = (
+    far = max((abs(_first_loss(result) - guess) for result in timed.values()), default=None)
+    rows: tuple[tuple[str, float | None, Callable[[float], bool], str], ...] = (
         (f">= {SPEED_RATIO:.2f}x tokens/s of the peer", speed, lambda x: x >= SPEED_RATIO, "{:.3f}" + names),
         (f"<= {MEMORY_RATIO:.2f}x memory of the peer", memory, lambda x: x <= MEMORY_RATIO, "{:.3f}" + names),
         (f"peak predicted within {PREDICTED_WITHIN:.0%}", predicted, lambda x: abs(x - 1) <= PREDICTED_WITHIN, "{:.3f}"),
@@ -108,49 +109,63 @@ def bars(case: Case, lines: Lines) -> list[tuple[str, str, str]]:
     return found + [(text, "" if x is None else form.format(x), _verdict(x, holds)) for text, x, holds, form in rows]
 
 
-def sentence(line: Mapping[str, Any]) -> str:
+def sentence(result: Result) -> str:
     """One line for the screen."""
-    name = f"{line['case']} {line['variant']}"
-    if line["status"] != "ok":
-        return f"{name}: {line['status'].upper()}: {line.get('error', '')}"
-    parts = [f"{line['ms']:.4g} ms", f"{line['tokens_per_s']:,.0f} tokens/s", f"MFU {line['mfu']:.1%}"]
-    parts += [f"peak {line['peak_bytes'] / GIGA:.2f} GB"] if "peak_bytes" in line else []
-    parts += [f"predicted {line['predicted_bytes'] / GIGA:.2f} GB"] if "predicted_bytes" in line else []
-    return f"{name}: {', '.join(parts)}, built in {line['built_s']:.0f} s, losses {_losses(line)}"
+    name = f"{result.text('case')} {result.text('variant')}"
+    if result.text("status") != "ok":
+        return f"{name}: {result.text('status').upper()}: {result.figures.get('error', '')}"
+    parts = [f"{result.number('ms'):.4g} ms", f"{result.number('tokens_per_s'):,.0f} tokens/s", f"MFU {result.number('mfu'):.1%}"]
+    for word, key in (("peak", "peak_bytes"), ("predicted", "predicted_bytes")):
+        parts += [f"{word} {result.number(key) / GIGA:.2f} GB"] if result.has(key) else []
+    return f"{name}: {', '.join(parts)}, built in {result.number('built_s'):.0f} s, losses {_losses(result)}"
 
 
-def _cells(case: Case, variant: Variant, lines: Lines, runs: Sequence[str]) -> list[str]:
-    line, first = lines.get((case.key, variant.name)), [case.key, variant.name]
-    if line is None:
+def _cells(case: Case, variant: Variant, results: Newest, runs: Sequence[str | None]) -> list[str]:
+    result, first = results.get((case.key, variant.name)), [case.key, variant.name]
+    if result is None:
         return [*first, "not yet measured", *[""] * 8]
-    run = str(1 + runs.index(line["run"]))
-    if line["status"] != "ok":
-        return [*first, f"{line['status']}: {line.get('error', '')}".replace("|", "/"), *[""] * 7, run]
-    peak, predicted = line.get("peak_bytes"), line.get("predicted_bytes")
+    run, value = str(1 + runs.index(result.origin.run)), result.number
+    if result.text("status") != "ok":
+        words = f"{result.text('status')}: {result.figures.get('error', '')}".replace("|", "/")
+        return [*first, words, *[""] * 7, run]
+    ratio = _ratio(result, result, "predicted_bytes", "peak_bytes")
+    predicted = f"{value('predicted_bytes') / GIGA:.2f}" if result.has("predicted_bytes") else ""
     return [
         *first,
-        f"{line['ms']:.1f} ({line['q20']:.1f} to {line['q80']:.1f})",
-        ", ".join(f"{ms:.1f}" for ms in line["rounds"]) + f"; wall {line['wall_ms']:.1f}",
-        f"{line['tokens_per_s']:,.0f}",
-        f"{line['flops_per_s'] / TERA:.0f}, {line['flops_per_s_causal'] / TERA:.0f}",
-        f"{line['mfu']:.1%}, {line['mfu_causal']:.1%}",
-        "" if peak is None else f"{peak / GIGA:.2f}",
-        "" if predicted is None else f"{predicted / GIGA:.2f}" + ("" if peak is None else f" ({predicted / peak:.3f})"),
-        _losses(line),
+        f"{value('ms'):.1f} ({value('q20'):.1f} to {value('q80'):.1f})",
+        ", ".join(f"{ms:.1f}" for ms in result.numbers("rounds")) + f"; wall {value('wall_ms'):.1f}",
+        f"{value('tokens_per_s'):,.0f}",
+        f"{value('flops_per_s') / TERA:.0f}, {value('flops_per_s_causal') / TERA:.0f}",
+        f"{value('mfu'):.1%}, {value('mfu_causal'):.1%}",
+        f"{value('peak_bytes') / GIGA:.2f}" if result.has("peak_bytes") else "",
+        predicted + ("" if ratio is None else f" ({ratio:.3f})"),
+        _losses(result),
         run,
     ]
 
 
-def _losses(line: Mapping[str, Any]) -> str:
-    losses = line["losses"]
-    return ", ".join(f"{loss:.4f}" for loss in (losses[0], losses[1], losses[-1], line["last_loss"]))
+def _losses(result: Result) -> str:
+    losses = result.numbers("losses")
+    return ", ".join(f"{loss:.4f}" for loss in (losses[0], losses[1], losses[-1], result.number("last_loss")))
 
 
-def _ratio(own: Mapping[str, Any], other: Mapping[str, Any], key: str) -> float | None:
-    return own[key] / other[key] if key in own and key in other else None
+def _first_loss(result: Result) -> float:
+    return result.numbers("losses")[0]
 
 
-def _verdict(value: float | None, holds: Any) -> str:
+def _fastest(names: Sequence[str], timed: Mapping[str, Result]) -> str | None:
+    """Of those that were timed, the one whose step is shortest."""
+    return min((name for name in names if name in timed), key=lambda name: timed[name].number("ms"), default=None)
+
+
+def _ratio(over: Result | None, under: Result | None, key: str, under_key: str) -> float | None:
+    """`key` of one line over `under_key` of another, if both have it."""
+    if over is None or under is None or not (over.has(key) and under.has(under_key)):
+        return None
+    return over.number(key) / under.number(under_key)
+
+
+def _verdict(value: float | None, holds: Callable[[float], bool]) -> str:
     return "not measured" if value is None else "met" if holds(value) else "missed"
 
 

@@ -3,14 +3,15 @@
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench._child import Child, ChildFailed
-from bench._gpu import gpu_facts
-from bench._report import append_lines
-from bench.kernels._timing import Times
+from bench._gpu import this_gpu_run
+from bench._result import Origin, Result, append_results
+from bench._timing import Times
 from bench.step._case import CASES, PEAK_FLOPS_PER_S, VARIANTS, Case, Variant, main_peer
 from bench.step._peer import missing
 from bench.step._report import sentence, write_table
@@ -32,36 +33,34 @@ PARKED = 0.45
 
 def run(
     keys: Sequence[str], names: Sequence[str], *, tiny: bool, seconds: float, out: Path, commit: str, profile: bool
-) -> list[dict[str, Any]]:
+) -> list[Result]:
     """Measure cases, or with `tiny` toy sizes on the CPU; files grow as rows are done. Returns the last line of each row."""
     started = time.perf_counter()
     cases = [case for case in CASES if not keys or case.key in keys]
     variants = [variant for variant in VARIANTS if not names or variant.name in names]
-    facts = {} if tiny else gpu_facts(commit)
-    facts["run"] = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    share, given, lines = sum(case.share for case in cases), 0.0, []
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    origin = replace(Origin() if tiny else this_gpu_run(commit), run=began)
+    share, given, results = sum(case.share for case in cases), 0.0, []
     for case in cases:
         given += case.share
         ends = started + (seconds - SPARE_S) * given / share
-        one = _Case(case.shrunk() if tiny else case, facts, started, ends, out, "cpu" if tiny else "cuda", profile)
-        lines += one.run(variants)
-    return lines
+        one = _Case(case.shrunk() if tiny else case, origin, started, ends, out, "cpu" if tiny else "cuda", profile)
+        results += one.run(variants)
+    return results
 
 
 class _Case:
     """The rows of one case."""
 
-    def __init__(
-        self, case: Case, facts: Mapping[str, Any], started: float, ends: float, out: Path, device: str, profile: bool
-    ) -> None:
-        self.case, self.facts, self.out, self.device, self.profile = case, facts, out, device, profile
+    def __init__(self, case: Case, origin: Origin, started: float, ends: float, out: Path, device: str, profile: bool) -> None:
+        self.case, self.origin, self.out, self.device, self.profile = case, origin, out, device, profile
         self.started, self.ends, self.total_bytes = started, ends, 0
         self.alive: dict[str, Child] = {}
         self.lines: dict[str, dict[str, Any]] = {}
         self.times: dict[str, Times] = {}
         self.walls: dict[str, list[float]] = {}
 
-    def run(self, variants: Sequence[Variant]) -> list[dict[str, Any]]:
+    def run(self, variants: Sequence[Variant]) -> list[Result]:
         """Build each and take its first block; then blocks in turn; then, if asked, a profile of each."""
         try:
             for variant in variants:
@@ -77,15 +76,18 @@ class _Case:
         finally:
             for name in list(self.alive):
                 self._close(name)
-        return list(self.lines.values())
+        return [self._result(name) for name in self.lines]
+
+    def _result(self, name: str) -> Result:
+        """What is known so far of a variant."""
+        return Result.of({"case": self.case.key, "variant": name} | self.lines[name], self.origin)
 
     def _left(self) -> float:
         return self.ends - time.perf_counter()
 
     def _start(self, variant: Variant) -> dict[str, Any]:
-        line = {"case": self.case.key, "variant": variant.name, **self.facts}
         if why := missing(variant, cpu=self.device == "cpu"):
-            return line | {"status": "missing", "error": why}
+            return {"status": "missing", "error": why}
         self._make_room()
         answer = self._build(variant)
         if answer.get("status") == "out of memory" and self.alive:
@@ -93,10 +95,9 @@ class _Case:
                 self._close(name)
             answer = self._build(variant)
         if "status" in answer:
-            return line | answer
+            return answer
         self.times[variant.name], self.walls[variant.name] = Times(), []
-        line = line | answer | {"status": "not timed"}
-        self.lines[variant.name] = line
+        self.lines[variant.name] = answer | {"status": "not timed"}
         self._block(variant.name)
         return self.lines[variant.name]
 
@@ -185,9 +186,9 @@ class _Case:
         self.alive.pop(name).close()
 
     def _write(self, name: str) -> None:
-        line = self.lines[name]
-        sys.stdout.write(f"[{time.perf_counter() - self.started:.0f} s] {sentence(line)}\n")
+        result = self._result(name)
+        sys.stdout.write(f"[{time.perf_counter() - self.started:.0f} s] {sentence(result)}\n")
         sys.stdout.flush()
         if self.device == "cuda":
-            append_lines(self.out / "step.jsonl", [line])
+            append_results(self.out / "step.jsonl", [result])
             write_table(self.out)

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from bench.kernels import _timing
+from bench import _timing
 
 __all__ = ["Gpu"]
 

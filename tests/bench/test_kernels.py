@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from bench._report import RESULTS
+from bench._result import RESULTS, Origin, Result
 from bench.kernels import _measure
 from bench.kernels._measure import measure
 from bench.kernels._report import markdown, sentence
@@ -246,15 +246,16 @@ def timed(monkeypatch, ours_ms: float, partial=lambda line: None) -> dict:
 
 def test_a_line_has_what_the_table_shows(monkeypatch):
     """Share of the ceiling, ratio to the best peer, memory, verdicts; and the same in the table and on the screen."""
-    line = json.loads(json.dumps(timed(monkeypatch, 1.25) | {"gpu": "a chip", "commit": "abc"}))
+    line = json.loads(json.dumps(timed(monkeypatch, 1.25)))
+    result = Result.of(line, Origin(gpu="a chip", commit="abc"))
     assert line["of_ceiling"] == pytest.approx(0.8) and line["over_best_peer"] == pytest.approx(2.4)
     assert line["bars"] == {">= 0.90 of copy": "missed (0.8)"} and "graph_ms" not in line["variants"]["ours"]
-    text = markdown([row(good)], [line])
+    text = markdown([row(good)], [result])
     (cells,) = [entry.split(" | ") for entry in text.splitlines() if entry.startswith("| 12 | a kernel")]
     assert cells[3:6] == ["1", "1.25 (1.25 to 1.25)", "3"] and cells[7:12] == ["3 (eager)", "0 GB/s", "80 %", "2.40", "2, 2"]
     assert cells[-1] == ">= 0.90 of copy: **missed (0.8)** |"
     assert "gpu a chip" in text and "commit abc" in text and "liger: not installed" in text
-    assert "80 % of ceiling" in sentence(line)
+    assert "80 % of ceiling" in sentence(result)
 
 
 def test_short_calls_are_timed_in_a_graph(monkeypatch):

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from bench.kernels import _run, _timing
+from bench import _timing
+from bench._timing import Times, ceilings, graph_ms, peak_bytes, time_in_turn
+from bench.kernels import _run
 from bench.kernels._measure import measure
 from bench.kernels._run import run
-from bench.kernels._timing import Times, ceilings, graph_ms, peak_bytes, time_in_turn
 
 
 def test_variants_are_timed_in_turn(gpu):

@@ -4,10 +4,11 @@ import random
 
 import pytest
 
+from bench._losses import LossesDiffer, check_losses
 from bench._peers import PeersMissing, find_peers
-from bench._report import table
 from bench._statistics import paired_ratio
-from bench.spmd._run import LossesDiffer, check_losses, summarise
+from bench.spmd._run import summarise
+from bench.spmd._table import table
 
 
 def test_ratio_is_the_median_of_pairs():
@@ -50,10 +51,10 @@ def test_a_step_lasts_as_long_as_its_slowest_rank():
     ]
     torch = [{"wall": [12.0], "cpu": [4.0], "main_cpu": [4.0], "loss": [2.0]}] * 2
     passes = [{"foreign_cores": 0.0, "ranks": [{"mpar": a, "torch": b} for a, b in zip(mpar, torch, strict=True)]}] * 5
-    ours, theirs = summarise("nano", "tp4+sp", passes)
-    assert (ours["median_ms"], ours["cpu_ms"]) == (3000.0, 2000.0)
-    assert theirs["mpar_over_this_wall"] == [0.25, 0.25, 0.25] and theirs["mpar_over_this_cpu"] == [0.25, 0.25, 0.25]
-    assert theirs["bar"] == 0.35 and theirs["under_bar"]
+    ours, theirs = summarise({"config": "nano", "mesh": "tp4+sp"}, passes)
+    assert (ours.number("median_ms"), ours.number("cpu_ms")) == (3000.0, 2000.0)
+    assert theirs.numbers("mpar_over_this_wall") == theirs.numbers("mpar_over_this_cpu") == [0.25, 0.25, 0.25]
+    assert theirs.number("bar") == 0.35 and theirs.figures["under_bar"]
     assert "0.35 met" in table([ours, theirs])
 
 

@@ -1,6 +1,5 @@
 """Training steps beside transformers: the same losses, rows that fail alone, bars read off the figures."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from bench._child import ChildFailed
-from bench._report import RESULTS
+from bench._result import RESULTS, Origin, Result, read_results
 from bench.step import _ours, _run, _worker
 from bench.step._case import CASES, VARIANTS, Case
 from bench.step._data import token_batches
@@ -228,10 +227,10 @@ def measure(monkeypatch, tmp_path):
         monkeypatch.setattr(Servant, "script", script)
         monkeypatch.setattr(Servant, "log", [])
         monkeypatch.setattr(_run, "Child", Servant)
-        monkeypatch.setattr(_run, "gpu_facts", lambda commit: {"gpu": "a chip", "commit": commit})
+        monkeypatch.setattr(_run, "this_gpu_run", lambda commit: Origin(gpu="a chip", commit=commit))
         names = [name for name in script if name != "alone"]
-        lines = run([X4.key], names, tiny=False, seconds=seconds, out=tmp_path, commit="abc", profile=profile)
-        return {line["variant"]: line for line in lines}, Servant.log, tmp_path
+        results = run([X4.key], names, tiny=False, seconds=seconds, out=tmp_path, commit="abc", profile=profile)
+        return {result.text("variant"): result for result in results}, Servant.log, tmp_path
 
     return fn
 
@@ -242,15 +241,14 @@ def test_blocks_are_taken_in_turn(measure):
     lines, log, folder = measure(script)
     assert [name for name, event in log if event == "block"] == [EAGER, PEER, EAGER, PEER, EAGER, PEER]
     assert log[-2:] == [(EAGER, "close"), (PEER, "close")]
-    line = lines[EAGER]
+    result, line = lines[EAGER], lines[EAGER].figures
     assert (line["ms"], line["rounds"], line["calls"]) == (410.0, [400.0, 410.0, 420.0], 15)
     assert line["tokens_per_s"] == pytest.approx(4 * 4096 / 0.41)
     weights = 24 * (4 * 2048 * 2048 + 2 * 2048 * 8192) + 2048 * 131072
     flops = 6 * weights + 12 * 24 * 2048 * 4096
     assert line["mfu"] == pytest.approx(flops * 4 * 4096 / 0.41 / 989e12)
     assert line["mfu_causal"] == pytest.approx((flops - 6 * 24 * 2048 * 4096) * 4 * 4096 / 0.41 / 989e12)
-    kept = [json.loads(text) for text in (folder / "step.jsonl").read_text().splitlines()]
-    assert newest(kept)[X4.key, EAGER] == line and line["commit"] == "abc"
+    assert newest(read_results(folder / "step.jsonl"))[X4.key, EAGER] == result and result.origin.commit == "abc"
     text = (folder / "step.md").read_text()
     assert "| 410.0 (400.0 to 420.0) |" in text and "gpu a chip" in text and "49.00 (1.021)" in text
 
@@ -259,16 +257,20 @@ def test_a_row_that_dies_costs_itself_alone(measure):
     """A process that dies while it is built, or in a later block, leaves the others as they were."""
     died = ChildFailed("the process died with code -9", {})
     lines, _, _ = measure({EAGER: [built(48), block(400.0), died], GRAPH: [died], PEER: [built(70), *[block(500.0)] * 3]})
-    assert lines[GRAPH]["status"] == "failed" and "died with code -9" in lines[GRAPH]["error"]
-    assert lines[EAGER]["status"] == "ok" and "round 2" in lines[EAGER]["cut"] and lines[EAGER]["ms"] == 400.0
-    assert lines[PEER]["status"] == "ok" and lines[PEER]["calls"] == 15
+    assert lines[GRAPH].figures["status"] == "failed" and "died with code -9" in lines[GRAPH].figures["error"]
+    assert (
+        lines[EAGER].figures["status"] == "ok"
+        and "round 2" in lines[EAGER].figures["cut"]
+        and lines[EAGER].figures["ms"] == 400.0
+    )
+    assert lines[PEER].figures["status"] == "ok" and lines[PEER].figures["calls"] == 15
 
 
 def test_what_does_not_fit_beside_others_is_built_alone(measure):
     """Out of memory beside variants that wait: they are closed, and it is tried once more."""
     script = {EAGER: [built(48), block(400.0)], PEER: [built(100), *[block(500.0)] * 3], "alone": [PEER]}
     lines, log, _ = measure(script)
-    assert lines[PEER]["status"] == "ok" and lines[EAGER]["status"] == "ok" and lines[EAGER]["calls"] == 5
+    assert lines[PEER].figures["status"] == "ok" and lines[EAGER].figures["status"] == "ok" and lines[EAGER].figures["calls"] == 5
     assert log.index((EAGER, "close")) < [i for i, entry in enumerate(log) if entry == (PEER, "start")][1]
 
 
@@ -282,13 +284,13 @@ def test_who_holds_much_makes_room(measure):
     }
     lines, log, _ = measure(script)
     assert log.index((GRAPH, "close")) < log.index(("transformers bf16", "start"))
-    assert [line["calls"] for line in lines.values()] == [15, 15, 5, 15]
+    assert [result.figures["calls"] for result in lines.values()] == [15, 15, 5, 15]
 
 
 def test_time_that_is_over_leaves_rows_out(measure):
     """Rows that were not reached are said, in the table too."""
     lines, _, folder = measure({EAGER: [], PEER: []}, seconds=0.0)
-    assert {line["status"] for line in lines.values()} == {"not reached"}
+    assert {result.text("status") for result in lines.values()} == {"not reached"}
     assert (folder / "step.md").read_text().count("not reached: time was over") == 2
 
 
@@ -304,13 +306,13 @@ def test_time_is_kept_for_blocks_in_turn(measure):
 def test_losses_that_are_not_finite_fail_a_row(measure):
     """A step that is fast and wrong is no figure."""
     lines, _, _ = measure({EAGER: [built(48), block(400.0) | {"last_loss": float("nan")}, block(1.0), block(1.0)]})
-    assert lines[EAGER]["status"] == "failed" and "nan" in lines[EAGER]["error"]
+    assert lines[EAGER].figures["status"] == "failed" and "nan" in lines[EAGER].figures["error"]
 
 
 def line(name, ms, peak_gb, first=12.0, run="a", **more):
     """A line of results of the first case."""
     figures = {"ms": ms, "tokens_per_s": 16384 / ms * 1e3, "peak_bytes": peak_gb * 1e9, "losses": [first] * 7, "last_loss": 11.0}
-    return {"case": X4.key, "variant": name, "status": "ok", "run": run} | figures | more
+    return Result({"case": X4.key, "variant": name}, {"status": "ok"} | figures | more, Origin(run=run))
 
 
 def verdicts(*lines):
@@ -338,16 +340,15 @@ def test_bars_are_about_the_fastest_of_each_side():
 
 def test_a_row_that_was_not_reached_leaves_an_older_figure():
     """The last line counts, but one without figures."""
-    old, late = line(EAGER, 430.0, 60), {"case": X4.key, "variant": EAGER, "status": "not reached", "error": "", "run": "b"}
+    old, case = line(EAGER, 430.0, 60), {"case": X4.key, "variant": EAGER}
+    late, failed = (Result(case, {"status": status, "error": ""}, Origin(run="b")) for status in ("not reached", "failed"))
     assert newest([late, old, late])[X4.key, EAGER] is old
-    assert newest([old, late | {"status": "failed"}])[X4.key, EAGER]["status"] == "failed"
+    assert newest([old, failed])[X4.key, EAGER] is failed
 
 
 def test_the_table_in_the_repository_is_that_of_its_lines():
     """`step.md` is what the code makes of `step.jsonl`; without lines it says that nothing was measured."""
-    path = RESULTS / "step.jsonl"
-    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    assert (RESULTS / "step.md").read_text() == markdown(lines)
+    assert (RESULTS / "step.md").read_text() == markdown(read_results(RESULTS / "step.jsonl"))
     empty = markdown([])
     assert "Nothing here has been measured on a GPU yet." in empty and empty.count("not yet measured") == len(CASES) * len(
         VARIANTS

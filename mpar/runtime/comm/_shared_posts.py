@@ -3,7 +3,7 @@
 A message is left in a slot of the sender's file: its readers are told by a semaphore each, and tell in return when they have
 copied it. All ranks of a group post and wait in the same order, so that all of them give a message the same slot, and a slot is
 given again only after a wait that comes before in that order: no rank can wait for one that waits for it.
-`python -m bench.context gloo` compares it with gloo's loopback connections (bench/results).
+`python -m bench.parallel context` compares it with gloo's loopback connections (bench/results).
 """
 
 import ctypes

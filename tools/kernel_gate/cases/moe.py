@@ -61,39 +61,19 @@ def _launch_rest(y: Tensor, ends: Tensor) -> None:
     launch(zero_rest, (132,), y, ends, *y.shape, on=y, tuning=entry, LAST=E - 1)
 
 
+def _routing(name: str, kernel: str, num_experts: int, **params: Any) -> Case:
+    run = _router_bwd if kernel == "topk_router_bwd" else _router
+    return Case(name, (kernel,), lambda make: run(make, num_experts, **params), scalar_loads=SCALARS)
+
+
+BY_CHOSEN_LOGITS = BY_SOFTMAX | {"order": "post"}
 CASES = [
-    Case("topk_router 8 of 128", ("topk_router_fwd",), lambda make: _router(make, E, **BY_SOFTMAX), scalar_loads=SCALARS),
-    Case("topk_router_bwd 8 of 128", ("topk_router_bwd",), lambda make: _router_bwd(make, E, **BY_SOFTMAX), scalar_loads=SCALARS),
-    Case(
-        "topk_router 8 of 64, by chosen logits",
-        ("topk_router_fwd",),
-        lambda make: _router(make, 64, **BY_SOFTMAX | {"order": "post"}),
-        scalar_loads=SCALARS,
-    ),
-    Case(
-        "topk_router_bwd 8 of 64, by chosen logits",
-        ("topk_router_bwd",),
-        lambda make: _router_bwd(make, 64, **BY_SOFTMAX | {"order": "post"}),
-        scalar_loads=SCALARS,
-    ),
-    *(
-        Case(
-            f"topk_router 8 of {n}, 4 of 8 groups",
-            ("topk_router_fwd",),
-            lambda make, n=n: _router(make, n, **BY_GROUPS),
-            scalar_loads=SCALARS,
-        )
-        for n in (256, 512, 1024)
-    ),
-    *(
-        Case(
-            f"topk_router_bwd 8 of {n}",
-            ("topk_router_bwd",),
-            lambda make, n=n: _router_bwd(make, n, **BY_GROUPS),
-            scalar_loads=SCALARS,
-        )
-        for n in (256, 512, 1024)
-    ),
+    _routing("topk_router 8 of 128", "topk_router_fwd", E, **BY_SOFTMAX),
+    _routing("topk_router_bwd 8 of 128", "topk_router_bwd", E, **BY_SOFTMAX),
+    _routing("topk_router 8 of 64, by chosen logits", "topk_router_fwd", 64, **BY_CHOSEN_LOGITS),
+    _routing("topk_router_bwd 8 of 64, by chosen logits", "topk_router_bwd", 64, **BY_CHOSEN_LOGITS),
+    *(_routing(f"topk_router 8 of {n}, 4 of 8 groups", "topk_router_fwd", n, **BY_GROUPS) for n in (256, 512, 1024)),
+    *(_routing(f"topk_router_bwd 8 of {n}", "topk_router_bwd", n, **BY_GROUPS) for n in (256, 512, 1024)),
     *(
         Case(
             f"expert_order {n} experts",

@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from bench.experts._case import Sizes
+from bench.parallel._experts_config import ExpertsConfig
 
 __all__ = ["Experts", "build", "make_step"]
 
@@ -24,7 +24,7 @@ __all__ = ["Experts", "build", "make_step"]
 class Experts(nn.Module):
     """The feed-forward layers of one block, all of them here; `spread` leaves those of this rank."""
 
-    def __init__(self, cfg: Sizes) -> None:
+    def __init__(self, cfg: ExpertsConfig) -> None:
         super().__init__()
         self.cfg, self.mesh, self.dispatcher = cfg, None, ""
         self.router = nn.Linear(cfg.d, cfg.experts, bias=False)
@@ -88,7 +88,7 @@ class Experts(nn.Module):
         return DTensor.from_local(y, self.mesh, [Partial()]).redistribute(placements=[Shard(0)]).to_local()
 
 
-def build(workload: ModuleType, cfg: Sizes) -> nn.Module:
+def build(workload: ModuleType, cfg: ExpertsConfig) -> nn.Module:
     """The whole model with its first weights."""
     model = workload.Llama(cfg)
     for block in model.layers.values():
@@ -96,7 +96,7 @@ def build(workload: ModuleType, cfg: Sizes) -> nn.Module:
     return workload.init_(model)
 
 
-def make_step(workload: ModuleType, cfg: Sizes, dispatcher: str, ranks: int) -> Callable[[], Tensor]:
+def make_step(workload: ModuleType, cfg: ExpertsConfig, dispatcher: str, ranks: int) -> Callable[[], Tensor]:
     """`step() -> loss` of this rank's rows. DDP reduces all gradients but those of experts, whose rank has seen all tokens."""
     mesh, model = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)), build(workload, cfg)
     for block in model.layers.values():

@@ -1,25 +1,13 @@
-"""What is run: the peers' config with experts in place of each feed-forward layer, the dispatchers, who is compared with whom."""
+"""The peers' config with experts in place of each feed-forward layer."""
 
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["DISPATCHERS", "PAIRS", "VARIANTS", "Sizes", "sizes"]
-
-DISPATCHERS = ("all_to_all", "all_gather")
-VARIANTS = (
-    *(f"{who}:{dispatcher}" for who in ("mpar", "mpar_gloo") for dispatcher in DISPATCHERS),
-    "torch:all_to_all",
-    "dtensor:all_gather",
-)
-PAIRS = {
-    f"{who}:{dispatcher}": ("torch:all_to_all", "dtensor:all_gather")
-    for who in ("mpar", "mpar_gloo")
-    for dispatcher in DISPATCHERS
-}
+__all__ = ["ExpertsConfig", "with_experts"]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ExpertsConfig:
     """The peers' config, and experts."""
 
     d: int
@@ -57,7 +45,7 @@ class Sizes:
         }
 
 
-def sizes(cfg: Any, experts: int, top_k: int) -> Sizes:
+def with_experts(cfg: Any, experts: int, top_k: int) -> ExpertsConfig:
     """The peers' config with experts of half its hidden size."""
-    shared = {field.name: getattr(cfg, field.name) for field in fields(Sizes) if hasattr(cfg, field.name)}
-    return Sizes(**shared | {"ffn": cfg.ffn // 2, "experts": experts, "top_k": top_k})
+    shared = {field.name: getattr(cfg, field.name) for field in fields(ExpertsConfig) if hasattr(cfg, field.name)}
+    return ExpertsConfig(**shared | {"ffn": cfg.ffn // 2, "experts": experts, "top_k": top_k})

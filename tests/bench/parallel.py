@@ -9,9 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench.context import _torch as context
-from bench.experts._case import Sizes
-from bench.experts._torch import Experts
+from bench.parallel import _context_torch as context
+from bench.parallel._experts_config import ExpertsConfig
+from bench.parallel._experts_torch import Experts
 
 
 def attention(method: str, ranks: int) -> float:
@@ -31,7 +31,7 @@ def attention(method: str, ranks: int) -> float:
 
 def experts(dispatcher: str, ranks: int) -> float:
     """The same for a layer of experts; its weights' gradients too, of those that are here."""
-    cfg = Sizes(d=8, layers=1, heads=1, kv_heads=1, head_dim=8, ffn=8, vocab=1, seq=12, batch=4, experts=6, top_k=2)
+    cfg = ExpertsConfig(d=8, layers=1, heads=1, kv_heads=1, head_dim=8, ffn=8, vocab=1, seq=12, batch=4, experts=6, top_k=2)
     torch.manual_seed(0)
     layer, spread = Experts(cfg), Experts(cfg)
     for p in layer.parameters():

@@ -1,1 +1,0 @@
-"""Training steps whose experts are spread over ranks, beside torch: `python -m bench.experts gloo --ranks 4`."""
