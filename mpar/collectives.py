@@ -1,8 +1,8 @@
 """What a collective means, on lists: given what each rank of a group holds, what each holds after it. No process, no mesh."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, cast, overload
 
 import torch
 from torch import Tensor
@@ -15,38 +15,71 @@ def fold(parts: Sequence[Tensor], op: str = "sum") -> Tensor:
     return functools.reduce(torch.add if op == "sum" else torch.maximum, parts)
 
 
-def combine(kind: str, parts: Sequence[Any], **how: Any) -> list[Any]:
+Operands: TypeAlias = tuple[Sequence[Tensor], *tuple[Tensor, ...]]
+"""All operands of a rank: the tensors that travel, then what says how."""
+
+
+@overload
+def combine(kind: str, parts: Sequence[Tensor], **how: int | str | None) -> list[Tensor]: ...
+@overload
+def combine(kind: str, parts: Sequence[Operands], **how: int | str | None) -> list[tuple[Tensor, ...]]: ...
+def combine(
+    kind: str, parts: Sequence[Tensor] | Sequence[Operands], **how: int | str | None
+) -> list[Tensor] | list[tuple[Tensor, ...]]:
     """The results on the ranks of a group, in its order, of the collective `kind` on `parts`; new tensors, contiguous.
 
     all_gather(dim), reduce_scatter(dim), all_reduce(op), all_to_all(src, dst). Of those that are posted, shift and
     exchange_rows(num_rows), a part is all operands of a rank, and a result a tuple.
     """
-    n = len(parts)
-    if kind == "shift":
-        return [tuple(x.clone() for x in parts[rank - 1][0]) for rank in range(n)]
-    if kind == "exchange_rows":
-        return _exchange_rows(parts, **how)
-    if kind == "all_gather":
-        return [torch.cat(list(parts), how["dim"]) for _ in parts]
-    if kind == "reduce_scatter":
-        chunks = [part.chunk(n, how["dim"]) for part in parts]
-        return [fold([chunk[rank] for chunk in chunks]).contiguous() for rank in range(n)]
-    if kind == "all_reduce":
-        total = fold(parts, how["op"])
-        return [total.clone(memory_format=torch.contiguous_format) for _ in parts]
-    assert kind == "all_to_all", kind
-    chunks = [part.chunk(n, how["dst"]) for part in parts]
-    return [torch.cat([chunk[rank] for chunk in chunks], how["src"]) for rank in range(n)]
+    if kind in POSTED:
+        return POSTED[kind](cast(Sequence[Operands], parts), **how)
+    return TOGETHER[kind](cast(Sequence[Tensor], parts), **how)
 
 
-def _exchange_rows(parts: Sequence[Any], *, num_rows: int | None) -> list[tuple[Tensor]]:
-    cut = [x[: int(sent.sum())].split(sent.tolist()) for (x,), sent, _ in parts]
-    out = []
-    for rank, ((x,), _, received) in enumerate(parts):
+def _all_gather(parts: Sequence[Tensor], *, dim: int) -> list[Tensor]:
+    return [torch.cat(list(parts), dim) for _ in parts]
+
+
+def _reduce_scatter(parts: Sequence[Tensor], *, dim: int) -> list[Tensor]:
+    chunks = [part.chunk(len(parts), dim) for part in parts]
+    return [fold([chunk[rank] for chunk in chunks]).contiguous() for rank in range(len(parts))]
+
+
+def _all_reduce(parts: Sequence[Tensor], *, op: str) -> list[Tensor]:
+    total = fold(parts, op)
+    return [total.clone(memory_format=torch.contiguous_format) for _ in parts]
+
+
+def _all_to_all(parts: Sequence[Tensor], *, src: int, dst: int) -> list[Tensor]:
+    chunks = [part.chunk(len(parts), dst) for part in parts]
+    return [torch.cat([chunk[rank] for chunk in chunks], src) for rank in range(len(parts))]
+
+
+def _shift(parts: Sequence[Operands]) -> list[tuple[Tensor, ...]]:
+    return [tuple(x.clone() for x in parts[rank - 1][0]) for rank in range(len(parts))]
+
+
+def _exchange_rows(parts: Sequence[Operands], *, num_rows: int | None) -> list[tuple[Tensor, ...]]:
+    """A part is a tensor of rows, then how many of them go to each rank, and how many come from each."""
+    cut = [x[: int(counts[0].sum())].split(counts[0].tolist()) for (x,), *counts in parts]
+    out: list[tuple[Tensor, ...]] = []
+    for rank, ((x,), *counts) in enumerate(parts):
         rows = [pieces[rank] for pieces in cut]
-        assert [len(piece) for piece in rows] == received.tolist(), "ranks disagree about the rows that they exchange"
+        assert [len(piece) for piece in rows] == counts[1].tolist(), "ranks disagree about the rows that they exchange"
         total = sum(len(piece) for piece in rows)
         if num_rows is not None:
             rows.append(x.new_zeros(num_rows - total, *x.shape[1:]))
         out.append((torch.cat(rows),))
     return out
+
+
+TOGETHER: dict[str, Callable[..., list[Tensor]]] = {
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+}
+"""Collectives that take a tensor from each rank."""
+
+POSTED: dict[str, Callable[..., list[tuple[Tensor, ...]]]] = {"shift": _shift, "exchange_rows": _exchange_rows}
+"""Those that are posted first and waited for later."""

@@ -1,7 +1,6 @@
 """P: where a tensor lives on a mesh. Per dim the axes that shard it, plus the axes over which it is a pending sum."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from mpar.errors import ShardingError
 from mpar.mesh import Mesh
@@ -70,7 +69,7 @@ def local_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
     return tuple(size // mesh.axis_size(spec.dim(index)) for index, size in enumerate(shape))
 
 
-def check_spec(name: str, shape: tuple[int, ...], spec: Any, mesh: Mesh, *, any_order: bool = False) -> list[str]:
+def check_spec(name: str, shape: tuple[int, ...], spec: object, mesh: Mesh, *, any_order: bool = False) -> list[str]:
     """What is wrong with placing a tensor of `shape` by `spec` on `mesh`, a line each; empty if nothing is.
 
     any_order: the axes of a dim need not be in mesh order: values inside a program.

@@ -1,7 +1,7 @@
 """Comparisons for tests: one table maps a dtype to the relative error that its arithmetic can promise."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +34,10 @@ def assert_close(actual: Tensor, expected: Tensor, *, name: str = "value", rtol:
     assert error <= bound, f"{name}: relative error {error:.3e} exceeds {bound:.1e}"  # false for NaN, which is what we want
 
 
-def vjp(fn: Callable[..., Any], *primals: Tensor) -> tuple[Any, Callable[..., tuple[Tensor, ...]]]:
+Outputs = TypeVar("Outputs")
+
+
+def vjp(fn: Callable[..., Outputs], *primals: Tensor) -> tuple[Outputs, Callable[..., tuple[Tensor, ...]]]:
     """`(fn(*primals), pull_back)` by torch.func; `pull_back` takes the cotangents of the outputs."""
     outputs, pull_back, *_ = torch.func.vjp(fn, *primals)
     return outputs, pull_back

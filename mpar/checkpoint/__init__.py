@@ -11,6 +11,6 @@ The folder gets this name when all of it is on the disk, so it is complete or ab
 from mpar.checkpoint._folders import available, latest
 from mpar.checkpoint._load import load, names, verify
 from mpar.checkpoint._save import save
-from mpar.checkpoint._state import read_extras
+from mpar.checkpoint._state import Json, read_extras
 
-__all__ = ["available", "latest", "load", "names", "read_extras", "save", "verify"]
+__all__ = ["Json", "available", "latest", "load", "names", "read_extras", "save", "verify"]

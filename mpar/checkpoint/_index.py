@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from mpar.checkpoint._shard_file import DTYPES, Box
 from mpar.errors import CheckpointError
@@ -56,7 +56,25 @@ class Index:
     tensors: Mapping[str, Entry]
 
 
-def entry_from_json(raw: Mapping[str, Any]) -> Entry:
+class ShardJson(TypedDict):
+    """A Shard in `index.json`."""
+
+    file: str
+    key: str
+    offsets: list[int]
+    shape: list[int]
+    crc32: int
+
+
+class EntryJson(TypedDict):
+    """An Entry in `index.json`; what the file really holds is checked while it is read."""
+
+    shape: list[int]
+    dtype: str
+    shards: list[ShardJson]
+
+
+def entry_from_json(raw: EntryJson) -> Entry:
     """The inverse of `dataclasses.asdict` and JSON. Raises KeyError, TypeError or ValueError if `raw` is no entry."""
     shards = tuple(
         Shard(str(s["file"]), str(s["key"]), tuple(map(int, s["offsets"])), tuple(map(int, s["shape"])), int(s["crc32"]))
@@ -149,5 +167,5 @@ def _cover_problem(entry: Entry) -> str | None:
     return None
 
 
-def _canonical(body: Any) -> bytes:
+def _canonical(body: object) -> bytes:
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()

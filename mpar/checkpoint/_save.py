@@ -5,14 +5,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from mpar.checkpoint._folders import checkpoint_name, partial_name, prune
 from mpar.checkpoint._index import INDEX_NAME, Entry, Index, Shard, entry_from_json, join_entries, write_index
 from mpar.checkpoint._shard_file import DTYPES, checksum, dtype_name, sync, write_shards
-from mpar.checkpoint._state import STATE_NAME, json_problems, write_state
+from mpar.checkpoint._state import STATE_NAME, Json, json_problems, write_state
 from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
 from mpar.spec import P, check_spec, local_shape
@@ -28,7 +27,7 @@ def save(
     mesh: Mesh,
     rank: int,
     shapes: Mapping[str, tuple[int, ...]],
-    extras: Mapping[str, Any],
+    extras: Mapping[str, Json],
     barrier: Callable[[], None],
     *,
     keep: int | None = None,
@@ -90,7 +89,7 @@ def _prepare(
     tensors: Mapping[str, Tensor],
     specs: Mapping[str, P],
     shapes: Mapping[str, tuple[int, ...]],
-    extras: Mapping[str, Any],
+    extras: Mapping[str, Json],
     keep: int | None,
 ) -> None:
     """Check everything that this rank was given; on rank 0 make the folder."""
@@ -159,7 +158,7 @@ def _write_own(
     _part_file(partial, rank).write_text(json.dumps(part), encoding="utf-8")
 
 
-def _finish(partial: Path, final: Path, step: int, mesh: Mesh, extras: Mapping[str, Any]) -> None:
+def _finish(partial: Path, final: Path, step: int, mesh: Mesh, extras: Mapping[str, Json]) -> None:
     """Join what the ranks report into the index, write it, rename the folder."""
     parts, problems = [], []
     for rank in range(mesh.size):

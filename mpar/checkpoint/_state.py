@@ -3,18 +3,21 @@
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from mpar.errors import CheckpointError
 
-__all__ = ["STATE_NAME", "read_extras", "write_state"]
+__all__ = ["STATE_NAME", "Json", "json_problems", "read_extras", "write_state"]
 
 STATE_NAME = "state.json"
 
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+"""What JSON can say."""
 
-def read_extras(path: str | Path) -> dict[str, Any]:
+
+def read_extras(path: str | Path) -> dict[str, Json]:
     """The extras that the checkpoint at `path` was saved with. Raises CheckpointError if they are missing or damaged."""
     file = Path(path) / STATE_NAME
     try:
@@ -30,13 +33,13 @@ def read_extras(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: is not the state of a checkpoint ({error!r}); it is damaged.") from error
 
 
-def write_state(folder: Path, step: int, extras: Mapping[str, Any]) -> None:
+def write_state(folder: Path, step: int, extras: Mapping[str, Json]) -> None:
     """Write `state.json` into `folder`."""
     body = {"step": step, **extras}
     (folder / STATE_NAME).write_text(json.dumps({"crc32": _crc32(body), "extras": body}, indent=1), encoding="utf-8")
 
 
-def json_problems(value: Any, where: str = "extras") -> list[str]:
+def json_problems(value: object, where: str = "extras") -> list[str]:
     """A line for everything in `value` that JSON would refuse or change (tuples become lists, which is allowed)."""
     if isinstance(value, Mapping):
         problems = [f"{where}: key {key!r} is not a string" for key in value if not isinstance(key, str)]
@@ -50,5 +53,5 @@ def json_problems(value: Any, where: str = "extras") -> list[str]:
     return [f"{where}: a {type(value).__name__} is not a JSON value; tensors belong in `tensors`"]
 
 
-def _crc32(body: Any) -> int:
+def _crc32(body: Json) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())

@@ -137,11 +137,10 @@ def _cache_key(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[Sourc
     return digest.hexdigest()[:32]
 
 
-class _Collector:
-    """One pass over the sources, which collects documents and counts."""
+class _Kept:
+    """The documents that were kept so far, as lists that become flat arrays in the end."""
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, progress: Progress | None):
-        self.config, self.tokenizer, self.progress = config, tokenizer, progress
+    def __init__(self) -> None:
         self.tokens: list[NDArray[np.int32]] = []
         self.trained: list[NDArray[np.bool_]] = []
         self.starts: list[int] = []
@@ -149,6 +148,47 @@ class _Collector:
         self.rows: list[int] = []
         self.names: dict[str, int] = {}
         self.num_tokens = 0
+
+    def append(self, row: Row, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> int:
+        """Keep a row's tokens; returns where they begin."""
+        base = self.num_tokens
+        self.tokens.append(ids)
+        self.trained.append(trained)
+        self.num_tokens += len(ids)
+        self.names.setdefault(row.where, len(self.names))
+        return base
+
+    def add_document(self, row: Row, start: int, length: int) -> None:
+        """Keep a document of a row whose tokens are kept."""
+        self.starts.append(start)
+        self.lengths.append(length)
+        self.rows.append(self.names[row.where])
+
+    def documents(self) -> Documents:
+        """All that was kept, at least one document."""
+        return Documents(
+            tokens=np.concatenate(self.tokens),
+            trained=np.concatenate(self.trained),
+            starts=np.array(self.starts, dtype=np.int64),
+            lengths=np.array(self.lengths, dtype=np.int64),
+            rows=np.array(self.rows, dtype=np.int64),
+            names=tuple(self.names),
+        )
+
+    def num_trained(self) -> int:
+        """Positions of documents whose next token is trained on."""
+        trained = np.concatenate(self.trained) if self.trained else np.zeros(0, dtype=bool)
+        sums = np.concatenate([[0], np.cumsum(trained)])
+        starts, lengths = np.array(self.starts, dtype=np.int64), np.array(self.lengths, dtype=np.int64)
+        return int((sums[starts + lengths + 1] - sums[starts + 1]).sum())
+
+
+class _Collector:
+    """One pass over the sources, which collects documents and counts."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, progress: Progress | None):
+        self.config, self.tokenizer, self.progress = config, tokenizer, progress
+        self.kept = _Kept()
         self.counts: Counter[str] = Counter()
         self.formats: Counter[str] = Counter()
         self.first_malformed = ""
@@ -159,23 +199,12 @@ class _Collector:
             usable = [row for row in some if self.usable(row)]
             (self.add_texts if self.config.kind == "pt" else self.add_conversations)(usable)
             if self.progress is not None:
-                self.progress(self.counts["num_rows"], self.num_tokens)
-        if not self.starts:
+                self.progress(self.counts["num_rows"], self.kept.num_tokens)
+        if not self.kept.starts:
             raise DataError(f"cannot train on {', '.join(self.config.sources)}: no document is left.\n{self.report()}")
-        documents = Documents(
-            tokens=np.concatenate(self.tokens),
-            trained=np.concatenate(self.trained),
-            starts=np.array(self.starts, dtype=np.int64),
-            lengths=np.array(self.lengths, dtype=np.int64),
-            rows=np.array(self.rows, dtype=np.int64),
-            names=tuple(self.names),
-        )
-        return documents, self.report()
+        return self.kept.documents(), self.report()
 
     def report(self) -> LoadReport:
-        trained = np.concatenate(self.trained) if self.trained else np.zeros(0, dtype=bool)
-        sums = np.concatenate([[0], np.cumsum(trained)])
-        starts, lengths = np.array(self.starts, dtype=np.int64), np.array(self.lengths, dtype=np.int64)
         return LoadReport(
             num_rows=self.counts["num_rows"],
             num_used=self.counts["num_used"],
@@ -184,9 +213,9 @@ class _Collector:
             num_too_long=self.counts["num_too_long"],
             num_dropped=self.counts["num_dropped"],
             first_malformed=self.first_malformed,
-            num_documents=len(self.starts),
-            num_tokens=int(lengths.sum()),
-            num_trained=int((sums[starts + lengths + 1] - sums[starts + 1]).sum()),
+            num_documents=len(self.kept.starts),
+            num_tokens=sum(self.kept.lengths),
+            num_trained=self.kept.num_trained(),
             formats=dict(self.formats),
         )
 
@@ -214,7 +243,7 @@ class _Collector:
                 continue
             base = self.append(row, np.array(ended, dtype=np.int32), np.ones(len(ended), dtype=bool))
             for start in range(0, len(ended) - 1, self.config.seq_len):
-                self.add_document(row, base + start, min(self.config.seq_len, len(ended) - 1 - start))
+                self.kept.add_document(row, base + start, min(self.config.seq_len, len(ended) - 1 - start))
 
     def add_conversations(self, rows: Sequence[Row]) -> None:
         """Each conversation as one document, with labels on what the assistant wrote."""
@@ -243,23 +272,13 @@ class _Collector:
                 self.malformed(row.where, "no token to train on: the chat template renders no answer")
                 continue
             base = self.append(row, np.array(ids[:longest], dtype=np.int32), np.array(trained[:longest], dtype=bool))
-            self.add_document(row, base, min(len(ids), longest) - 1)
+            self.kept.add_document(row, base, min(len(ids), longest) - 1)
 
     def append(self, row: Row, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> int:
-        """Keep a row's tokens; returns where they begin."""
-        base = self.num_tokens
-        self.tokens.append(ids)
-        self.trained.append(trained)
-        self.num_tokens += len(ids)
-        self.names.setdefault(row.where, len(self.names))
+        """Count a row as used and keep its tokens; returns where they begin."""
         self.counts["num_used"] += 1
         self.formats[row.format] += 1
-        return base
-
-    def add_document(self, row: Row, start: int, length: int) -> None:
-        self.starts.append(start)
-        self.lengths.append(length)
-        self.rows.append(self.names[row.where])
+        return self.kept.append(row, ids, trained)
 
 
 def _prepare(messages: Sequence[Message], config: DataConfig) -> list[Message]:

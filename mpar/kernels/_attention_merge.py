@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mpar.errors import KernelError
 from mpar.kernels._attention_support import merge_supports
-from mpar.kernels._launch import arch_of, launch, tuned
+from mpar.kernels._launch import Kernel, arch_of, launch, tuned
 
 __all__ = ["merge_attention", "merge_attention_bwd"]
 
@@ -99,7 +99,7 @@ def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor) -> None:
         raise KernelError(f"merge_attention of {tuple(out_a.shape)}: {reason}. Use mpar.ops.merge_attention.")
 
 
-def _launch_rows(kernel: object, name: str, out_a: Tensor, lse_a: Tensor, *others: Tensor | None) -> None:
+def _launch_rows(kernel: Kernel, name: str, out_a: Tensor, lse_a: Tensor, *others: Tensor | None) -> None:
     num_rows = lse_a.numel()
     if not num_rows:
         return

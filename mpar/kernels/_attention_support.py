@@ -1,7 +1,5 @@
 """What attention's kernels support, in words; needs no Triton."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 MERGED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def attention_supports(arch: str, q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float, **params: Any) -> str | None:
+def attention_supports(arch: str, q: Tensor, k: Tensor, v: Tensor, *_: object, scale: float, **params: object) -> str | None:
     """Why the kernels of attention and of its gradient cannot do this, or None."""
     if q.dtype not in DTYPES:  # products of float32 tiles leave no registers, in one pass or in three of tf32
         return f"{q.dtype}: kernels take {' and '.join(map(str, DTYPES))}"
@@ -29,23 +27,23 @@ def attention_supports(arch: str, q: Tensor, k: Tensor, v: Tensor, *_: Any, scal
     return None
 
 
-def attention_bwd_workspace(q: Tensor, *others: Any, **params: Any) -> int:
+def attention_bwd_workspace(q: Tensor, *others: object, **params: object) -> int:
     """Two numbers in float32 for each row of a head, padded to tiles."""
     B, S, N = q.shape[:3]
     return 2 * 4 * B * N * (-(-S // PADDING) * PADDING)
 
 
-def scores_workspace(q: Tensor, k: Tensor, *others: Any, **params: Any) -> int:
+def scores_workspace(q: Tensor, k: Tensor, *others: object, **params: object) -> int:
     """What the reference holds on a GPU: scores of one batch row, and exponentials for their log-sum-exp."""
     return 2 * q.shape[1:3].numel() * k.shape[1] * max(4, q.element_size())
 
 
-def scores_bwd_workspace(q: Tensor, k: Tensor, *others: Any, **params: Any) -> int:
+def scores_bwd_workspace(q: Tensor, k: Tensor, *others: object, **params: object) -> int:
     """The same for its gradient: scores, probabilities' gradients, and one more while they are multiplied."""
     return scores_workspace(q, k) * 3 // 2
 
 
-def merge_supports(arch: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, *_: Any, **params: Any) -> str | None:
+def merge_supports(arch: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, *_: object, **params: object) -> str | None:
     """Why the kernels that merge partial results cannot do this, or None."""
     wrong = {out_a.dtype, out_b.dtype} - set(MERGED_DTYPES) | {lse_a.dtype} - {torch.float32}
     if wrong:

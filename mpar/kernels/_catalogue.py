@@ -6,7 +6,6 @@ It needs no Triton: a program for any chip is compiled on any machine.
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,19 +50,19 @@ class Implementation:
     supports: Supports
     workspace: Callable[..., int] = lambda *operands, **params: 0
 
-    def load(self) -> Callable[..., Any]:
+    def load(self) -> Callable[..., object]:
         """The function; imports Triton."""
         return getattr(importlib.import_module(self.module), self.function)
 
 
-def floating(arch: str, *operands: Tensor | list[Tensor] | None, **_: Any) -> str | None:
+def floating(arch: str, *operands: Tensor | list[Tensor] | None, **_: object) -> str | None:
     """All floating operands are float32, float16 or bfloat16."""
     tensors = [x for operand in operands for x in (operand if isinstance(operand, (list, tuple)) else [operand])]
     wrong = {x.dtype for x in tensors if x is not None and x.is_floating_point()} - {torch.float32, torch.float16, torch.bfloat16}
     return f"kernels compute in float32 and take no {', '.join(sorted(map(str, wrong)))}" if wrong else None
 
 
-def turning(arch: str, x: Tensor | list[Tensor], cos: Tensor, sin: Tensor, **params: Any) -> str | None:
+def turning(arch: str, x: Tensor | list[Tensor], cos: Tensor, sin: Tensor, **params: object) -> str | None:
     """At most 256 pairs of features of a head; dtypes as `floating`."""
     if cos.shape[-1] > 256:
         return f"{2 * cos.shape[-1]} features of a head are turned: kernels hold at most 512"
@@ -81,7 +80,7 @@ def updates(
     scale: Tensor,
     skip: Tensor | None,
     copies: list[Tensor],
-    **_: Any,
+    **_: object,
 ) -> str | None:
     """Parameters and moments of float32; gradients and copies of float32, bfloat16 or float16, copies of one dtype."""
     here = {x.device for x in (*params, *grads, *ms, *vs, *copies, lr, step, scale, skip) if x is not None}
@@ -96,12 +95,12 @@ def updates(
     return None
 
 
-def no_workspace(*_: Any, **__: Any) -> int:
+def no_workspace(*_: object, **__: object) -> int:
     """Nothing is allocated but the results."""
     return 0
 
 
-def rows(arch: str, x: Tensor, *others: Tensor | None, **params: Any) -> str | None:
+def rows(arch: str, x: Tensor, *others: Tensor | None, **params: object) -> str | None:
     """Rows of at most 32768 elements, which a program holds in registers; dtypes as `floating`."""
     if x.ndim < 1 or x.shape[-1] > 32768:
         return f"rows of {x.shape[-1] if x.ndim else 'no dim'}: kernels hold rows of at most 32768 elements in registers"

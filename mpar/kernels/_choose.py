@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -42,7 +42,7 @@ KERNELS = Kernels()
 """No chip: references everywhere."""
 
 
-def choose(kernels: Kernels, primitive: str, operands: Sequence[Any], params: Mapping[str, Any]) -> tuple[str, str]:
+def choose(kernels: Kernels, primitive: str, operands: Sequence[object], params: Mapping[str, object]) -> tuple[str, str]:
     """`(implementation, why)` for a call with these operands, which need no data.
 
     Raises KernelError where the rule is `triton` and Triton has nothing for it.
@@ -64,7 +64,7 @@ def choose(kernels: Kernels, primitive: str, operands: Sequence[Any], params: Ma
     return REFERENCE, "; ".join(reasons)
 
 
-def implementation(primitive: str, name: str = REFERENCE) -> Callable[..., Any]:
+def implementation(primitive: str, name: str = REFERENCE) -> Callable[..., object]:
     """The function that carries out `primitive`. Raises UnknownNameError if it has no such implementation."""
     if name == REFERENCE:
         impl = PRIMITIVES[primitive].impl

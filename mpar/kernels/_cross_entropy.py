@@ -5,7 +5,7 @@ columns before the first and behind the last whole group are read on their own. 
 sum, so that no thread waits for another before the end of the row.
 """
 
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 import triton
@@ -18,6 +18,8 @@ from mpar.kernels._launch import arch_of, launch, tuned
 from mpar.kernels._table import Tuning
 
 __all__ = [
+    "LossParams",
+    "RowParams",
     "check_dtypes",
     "cross_entropy",
     "cross_entropy_bwd",
@@ -26,6 +28,20 @@ __all__ = [
     "gradient_rows",
     "loss_rows",
 ]
+
+class RowParams(TypedDict):
+    """What a loss is of a row, besides logits and label: see `mpar.ops.cross_entropy`."""
+
+    ignore_index: int
+    vocab_size: int
+    label_smoothing: float
+
+
+class LossParams(RowParams):
+    """The same where a row has the columns from `start` on."""
+
+    start: int
+
 
 NUMBERS = ["num_columns", "width", "start", "vocab_size", "ignore_index"]
 """Not specialised on: one binary serves every shard and every vocabulary."""
@@ -265,7 +281,7 @@ def _cross_entropy_both(
     _row_gradient(x_ptr, x_ptr, row, num_columns, width, column, lse, dloss, hot, flat, GROUP, RAGGED, SMOOTHED, BLOCK)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, **params: Any) -> tuple[Tensor, Tensor]:
+def cross_entropy(logits: Tensor, labels: Tensor, **params: Unpack[LossParams]) -> tuple[Tensor, Tensor]:
     """`(loss, lse)` of each token; see `mpar.ops.cross_entropy`."""
     check_dtypes("cross_entropy", logits)
     loss, lse = (torch.empty(labels.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
@@ -273,7 +289,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, **params: Any) -> tuple[Tensor
     return loss, lse
 
 
-def cross_entropy_stats(logits: Tensor, labels: Tensor, **params: Any) -> tuple[Tensor, Tensor]:
+def cross_entropy_stats(logits: Tensor, labels: Tensor, **params: Unpack[LossParams]) -> tuple[Tensor, Tensor]:
     """`(lse, target)` of each token over the columns that `logits` has."""
     check_dtypes("cross_entropy_stats", logits)
     lse, target = (torch.empty(labels.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
@@ -282,7 +298,7 @@ def cross_entropy_stats(logits: Tensor, labels: Tensor, **params: Any) -> tuple[
 
 
 def cross_entropy_bwd(
-    logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor | None, dlse: Tensor | None, **params: Any
+    logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor | None, dlse: Tensor | None, **params: Unpack[LossParams]
 ) -> Tensor:
     """The gradient of `logits`."""
     check_dtypes("cross_entropy_bwd", logits, lse, dloss, dlse)
@@ -300,7 +316,9 @@ def check_dtypes(name: str, *operands: Tensor | None) -> None:
         raise KernelError(f"{name}: {reason}")
 
 
-def loss_rows(logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, second_T: Tensor, *, loss: bool, **params: Any) -> None:
+def loss_rows(
+    logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, second_T: Tensor, *, loss: bool, **params: Unpack[LossParams]
+) -> None:
     """Write log-sum-exp of each row to `lse_T`, and its loss or its target to `second_T`."""
     if labels_T.numel():
         entry, constants = _tuned("cross_entropy_fwd", logits_TV), _constants(logits_TV, params)
@@ -315,7 +333,7 @@ def gradient_rows(
     dloss_T: Tensor | None,
     dlse_T: Tensor | None,
     out_TV: Tensor,
-    **params: Any,
+    **params: Unpack[LossParams],
 ) -> None:
     """Write the gradient of contiguous `logits_TV` to `out_TV`, which may be `logits_TV`."""
     if labels_T.numel():
@@ -325,7 +343,9 @@ def gradient_rows(
         launch(_cross_entropy_bwd, labels_T.shape, *args, on=logits_TV, tuning=entry, **constants)
 
 
-def fused_rows(logits_TV: Tensor, labels_T: Tensor, dloss_T: Tensor, lse_T: Tensor, loss_T: Tensor, **params: Any) -> None:
+def fused_rows(
+    logits_TV: Tensor, labels_T: Tensor, dloss_T: Tensor, lse_T: Tensor, loss_T: Tensor, **params: Unpack[LossParams]
+) -> None:
     """Write losses and log-sum-exps, and each row's gradient over the row, while the row is still in the cache."""
     if labels_T.numel():
         entry, constants = _tuned("cross_entropy_both", logits_TV), _constants(logits_TV, params)
@@ -348,6 +368,6 @@ def _numbers(
     return logits_TV.shape[1], width, start, vocab_size, ignore_index, label_smoothing, label_smoothing / vocab_size
 
 
-def _constants(logits_TV: Tensor, params: dict[str, Any]) -> dict[str, Any]:
+def _constants(logits_TV: Tensor, params: LossParams) -> dict[str, int]:
     group = 16 // logits_TV.element_size()
     return {"GROUP": group, "RAGGED": logits_TV.shape[1] % group != 0, "SMOOTHED": params["label_smoothing"] != 0}

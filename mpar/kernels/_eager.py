@@ -1,8 +1,7 @@
 """Eager: ops that are called outside a program, on tensors of a GPU, take the kernels that a program would take."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,10 +13,10 @@ from mpar.ops import PRIMITIVES
 __all__ = ["eager", "install"]
 
 
-def eager(primitive: str) -> Callable[..., Any]:
+def eager(primitive: str) -> Callable[..., object]:
     """A function that chooses an implementation of `primitive` for its operands, as `kernels=auto` does, and calls it."""
 
-    def call(*operands: Any, **params: Any) -> Any:
+    def call(*operands: object, **params: object) -> object:
         name, _ = choose(_kernels(_device(operands)), primitive, operands, params)
         return implementation(primitive, name)(*operands, **params)
 
@@ -29,7 +28,7 @@ def _kernels(device: torch.device) -> Kernels:
     return kernels_for("auto", device)
 
 
-def _device(operands: Any) -> torch.device:
+def _device(operands: Sequence[object]) -> torch.device:
     """Where the first tensor is."""
     for operand in operands:
         if isinstance(operand, Tensor):

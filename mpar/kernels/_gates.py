@@ -1,19 +1,20 @@
 """Gates: what launches of SwiGLU and GEGLU share. Operands may be halves of one packed projection: rows with any distance."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from mpar.kernels._launch import launch, tuned
+from mpar.kernels._launch import Kernel, launch, tuned
 from mpar.kernels._rows import as_rows
 
 __all__ = ["launch_gate"]
 
 
-def launch_gate(kernel: Any, name: str, operands: Sequence[Tensor], num_results: int, **constants: Any) -> tuple[Tensor, ...]:
+def launch_gate(
+    kernel: Kernel, name: str, operands: Sequence[Tensor], num_results: int, **constants: object
+) -> tuple[Tensor, ...]:
     """Results, contiguous and like the first operand, of an element-wise `kernel` with entry `name` of the table.
 
     The kernel gets pointers of operands and results, the number of columns, blocks per row, and the row stride of each operand.

@@ -5,7 +5,6 @@ Going back with log-sum-exps that are known, a chunk is all tokens' logits of a 
 columns: what then adds up over chunks is the gradient of x, which is smaller than that of the head by the same ratio.
 """
 
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,17 +52,17 @@ def grad_chunks(x: Tensor, head: Tensor, chunk: int) -> Chunks:
     return forward_chunks(x, head, chunk)
 
 
-def forward_workspace(x: Tensor, head: Tensor, *_: Any, chunk: int, **__: Any) -> int:
+def forward_workspace(x: Tensor, head: Tensor, *_: object, chunk: int, **__: object) -> int:
     """Bytes of a chunk's logits going forward."""
     return _logits_bytes(x, forward_chunks(x, head, chunk))
 
 
-def backward_workspace(x: Tensor, head: Tensor, *_: Any, chunk: int, **__: Any) -> int:
+def backward_workspace(x: Tensor, head: Tensor, *_: object, chunk: int, **__: object) -> int:
     """Bytes of a chunk's logits and of sums over chunks going back."""
     return _workspace(x, head, backward_chunks(x, head, chunk))
 
 
-def grad_workspace(x: Tensor, head: Tensor, *_: Any, chunk: int, **__: Any) -> int:
+def grad_workspace(x: Tensor, head: Tensor, *_: object, chunk: int, **__: object) -> int:
     """The same for loss and gradients at once."""
     return _workspace(x, head, grad_chunks(x, head, chunk))
 

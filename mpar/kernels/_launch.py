@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol, TypeAlias
 
 import torch
 import triton
@@ -16,19 +16,29 @@ from mpar.errors import KernelError
 from mpar.kernels._arch import ARCHITECTURES
 from mpar.kernels._table import Tuning, tuning
 
-__all__ = ["Launch", "Recording", "arch_of", "capturing", "describe", "interpreting", "launch", "recording", "tuned"]
+__all__ = ["Kernel", "Launch", "Recording", "arch_of", "capturing", "describe", "interpreting", "launch", "recording", "tuned"]
 
 INTERPRETED_ARCH = "sm_90"
 """The chip whose entries the interpreter runs, unless a recording says otherwise."""
+
+
+Grid: TypeAlias = Sequence[int] | Callable[..., Sequence[int]]
+"""How many programs a kernel is run as, or a function that says so given its compile-time parameters."""
+
+
+class Kernel(Protocol):
+    """A jitted kernel: `kernel[grid]` starts it."""
+
+    def __getitem__(self, grid: Grid) -> Callable[..., object]: ...
 
 
 @dataclass(frozen=True)
 class Launch:
     """A launch that was recorded instead of done: the kernel with its arguments, and how it would have been started."""
 
-    kernel: Any
-    args: tuple[Any, ...]
-    constants: Mapping[str, Any]
+    kernel: Kernel
+    args: tuple[object, ...]
+    constants: Mapping[str, object]
     tuning: Tuning
 
 
@@ -90,7 +100,7 @@ def tuned(kernel: str, x: Tensor, size: str | None = None) -> Tuning:
 
 
 def launch(
-    kernel: Any, grid: Sequence[int] | Callable[..., Sequence[int]], *args: Any, on: Tensor, tuning: Tuning, **constants: Any
+    kernel: Kernel, grid: Grid, *args: object, on: Tensor, tuning: Tuning, **constants: object
 ) -> None:
     """Start `kernel` on the device of `on` with its arguments in order; `constants` are its other compile-time parameters.
 

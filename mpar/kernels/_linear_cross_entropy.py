@@ -1,12 +1,12 @@
 """Cross-entropy of x @ head by chunks: cuBLAS makes the logits of one, our kernels turn them in place into their gradient."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from mpar.kernels._cross_entropy import check_dtypes, fused_rows, gradient_rows, loss_rows
+from mpar.kernels._cross_entropy import LossParams, RowParams, check_dtypes, fused_rows, gradient_rows, loss_rows
 from mpar.kernels._head_chunks import Chunks, backward_chunks, forward_chunks, grad_chunks
 
 __all__ = [
@@ -17,13 +17,17 @@ __all__ = [
 ]
 
 
-def linear_cross_entropy(x: Tensor, head: Tensor, labels: Tensor, *, chunk: int, **params: Any) -> tuple[Tensor, Tensor]:
+def linear_cross_entropy(
+    x: Tensor, head: Tensor, labels: Tensor, *, chunk: int, **params: Unpack[LossParams]
+) -> tuple[Tensor, Tensor]:
     """`(loss, lse)` of each token; see `mpar.ops.linear_cross_entropy`."""
     lse, loss = _per_token(x, head, labels, chunk, params, loss=True)
     return loss, lse
 
 
-def linear_cross_entropy_stats(x: Tensor, head: Tensor, labels: Tensor, *, chunk: int, **params: Any) -> tuple[Tensor, Tensor]:
+def linear_cross_entropy_stats(
+    x: Tensor, head: Tensor, labels: Tensor, *, chunk: int, **params: Unpack[LossParams]
+) -> tuple[Tensor, Tensor]:
     """`(lse, target)` of each token over the columns that `head` has."""
     return _per_token(x, head, labels, chunk, params, loss=False)
 
@@ -38,7 +42,7 @@ def linear_cross_entropy_bwd(
     *,
     chunk: int,
     start: int,
-    **params: Any,
+    **params: Unpack[RowParams],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `x` and `head`, summed over chunks in float32."""
     check_dtypes("linear_cross_entropy_bwd", x, head, lse, dloss, dlse)
@@ -54,7 +58,7 @@ def linear_cross_entropy_bwd(
 
 
 def linear_cross_entropy_grad(
-    x: Tensor, head: Tensor, labels: Tensor, dloss: Tensor, *, chunk: int, **params: Any
+    x: Tensor, head: Tensor, labels: Tensor, dloss: Tensor, *, chunk: int, **params: Unpack[LossParams]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`(loss, lse, dx, dhead)`, for which the logits are made once."""
     check_dtypes("linear_cross_entropy_grad", x, head, dloss)
@@ -69,7 +73,7 @@ def linear_cross_entropy_grad(
 
 
 def _per_token(
-    x: Tensor, head: Tensor, labels: Tensor, chunk: int, params: dict[str, Any], *, loss: bool
+    x: Tensor, head: Tensor, labels: Tensor, chunk: int, params: LossParams, *, loss: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-sum-exps, and losses or targets."""
     check_dtypes("linear_cross_entropy", x, head)

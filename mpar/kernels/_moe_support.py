@@ -1,7 +1,5 @@
 """What the kernels of mixtures of experts support, in words. Needs no Triton."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -33,7 +31,7 @@ def _few(what: str, number: int, most: int) -> str | None:
     return f"{number} {what}: kernels have room for {most}" if number > most else None
 
 
-def router_supports(arch: str, logits: Tensor, *others: Tensor | None, k: int, **_: Any) -> str | None:
+def router_supports(arch: str, logits: Tensor, *others: Tensor | None, k: int, **_: object) -> str | None:
     """Of `topk_router` and its gradient."""
     return floats(logits, *others) or _few("experts", logits.shape[-1], MAX_EXPERTS) or _few("experts per token", k, MAX_CHOSEN)
 

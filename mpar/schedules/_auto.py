@@ -247,44 +247,15 @@ def _as_order(problem: Problem, table: Actions) -> Order | None:
 
 def _problem(costs: Costs, placement: Sequence[int], num_microbatches: int, cap_bytes: Sequence[int] | int | None) -> Problem:
     """Check everything, all offenders at once."""
-    stages = len(placement)
-    wrong = []
-    if not stages:
-        wrong.append("the placement has no stage")
-    if num_microbatches < 1:
-        wrong.append(f"num_microbatches is {num_microbatches}, needs 1 or more")
-    ranks = 1 + max(placement, default=-1)
-    empty = sorted(set(range(ranks)) - set(placement))
-    if empty or min(placement, default=0) < 0:
-        wrong.append(f"placement {list(placement)} must name every rank from 0 on; without a stage: {empty or 'none'}")
-    lists = {
-        "forward": (costs.forward, stages, False),
-        "input": (costs.input, stages, False),
-        "weight": (costs.weight, stages, False),
-        "backward": (costs.backward, stages, True),
-        "transfer": (costs.transfer or None, stages - 1, True),
-        "activation": (costs.activation or None, stages, True),
-        "weight_part": (costs.weight_part, stages, True),
-    }
-    for name, (values, needed, may_lack) in lists.items():
-        if values is None and may_lack:
-            continue
-        assert values is not None
-        if len(values) != needed:
-            wrong.append(f"costs.{name} has {len(values)} numbers, {stages} stages need {needed}")
-        if not all(math.isfinite(value) and value >= 0 for value in values):
-            wrong.append(f"costs.{name} {list(values)} has numbers that are negative or not finite")
-    if costs.activation and costs.weight_part is not None and len(costs.activation) == len(costs.weight_part):
-        more = [s for s, (part, whole) in enumerate(zip(costs.weight_part, costs.activation, strict=True)) if part > whole]
-        if more:
-            wrong.append(f"costs.weight_part is more than costs.activation for stages {more}, of which it is a part")
+    stages, ranks = len(placement), 1 + max(placement, default=-1)
     caps: list[float] = [math.inf] * ranks
     if cap_bytes is not None:
         caps = list(cap_bytes) if isinstance(cap_bytes, Sequence) else [cap_bytes] * ranks
-        if len(caps) != ranks:
-            wrong.append(f"cap_bytes has {len(caps)} numbers, the placement has {ranks} ranks")
-        if not costs.activation:
-            wrong.append("cap_bytes needs costs.activation: without it no order holds any bytes")
+    wrong = _size_problems(placement, num_microbatches) + _cost_problems(costs, stages)
+    if cap_bytes is not None and len(caps) != ranks:
+        wrong.append(f"cap_bytes has {len(caps)} numbers, the placement has {ranks} ranks")
+    if cap_bytes is not None and not costs.activation:
+        wrong.append("cap_bytes needs costs.activation: without it no order holds any bytes")
     if not wrong and costs.activation:
         for rank, cap in enumerate(caps):
             held = [costs.activation[s] for s in range(stages) if placement[s] == rank]
@@ -298,3 +269,40 @@ def _problem(costs: Costs, placement: Sequence[int], num_microbatches: int, cap_
             + "\nRaise cap_bytes, cut microbatches smaller, or recompute activations, where bytes are short."
         )
     return problem_of(costs, placement, num_microbatches, caps)
+
+
+def _size_problems(placement: Sequence[int], num_microbatches: int) -> list[str]:
+    """A line for everything that is wrong with the number of microbatches and with where stages are."""
+    wrong = [] if placement else ["the placement has no stage"]
+    if num_microbatches < 1:
+        wrong.append(f"num_microbatches is {num_microbatches}, needs 1 or more")
+    empty = sorted(set(range(1 + max(placement, default=-1))) - set(placement))
+    if empty or min(placement, default=0) < 0:
+        wrong.append(f"placement {list(placement)} must name every rank from 0 on; without a stage: {empty or 'none'}")
+    return wrong
+
+
+def _cost_problems(costs: Costs, stages: int) -> list[str]:
+    """A line for every list of costs that has too few or too many numbers, or impossible ones."""
+    wrong = []
+    lists: dict[str, tuple[Sequence[float] | None, int]] = {
+        "forward": (costs.forward, stages),
+        "input": (costs.input, stages),
+        "weight": (costs.weight, stages),
+        "backward": (costs.backward, stages),
+        "transfer": (costs.transfer or None, stages - 1),
+        "activation": (costs.activation or None, stages),
+        "weight_part": (costs.weight_part, stages),
+    }
+    for name, (values, needed) in lists.items():
+        if values is None:
+            continue
+        if len(values) != needed:
+            wrong.append(f"costs.{name} has {len(values)} numbers, {stages} stages need {needed}")
+        if not all(math.isfinite(value) and value >= 0 for value in values):
+            wrong.append(f"costs.{name} {list(values)} has numbers that are negative or not finite")
+    if costs.activation and costs.weight_part is not None and len(costs.activation) == len(costs.weight_part):
+        more = [s for s, (part, whole) in enumerate(zip(costs.weight_part, costs.activation, strict=True)) if part > whole]
+        if more:
+            wrong.append(f"costs.weight_part is more than costs.activation for stages {more}, of which it is a part")
+    return wrong

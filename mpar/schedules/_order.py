@@ -79,6 +79,15 @@ class _Network:
         default_factory=dict
     )  # members: rank: key, line
 
+    def number_of(self, key: Hashable) -> int:
+        """The number of a message, a new one if its key is new."""
+        message = self.number.setdefault(key, len(self.number))
+        if message == len(self.keys):
+            self.keys.append(key)
+            for places in (*self.rank, *self.line):
+                places.append(-1)
+        return message
+
     def text(self, rank: int, line: int, otherwise: str = "") -> str:
         """`rank 3, line 118 (3RECV_F0)`."""
         words = otherwise if self.describe is None else self.describe(rank, line)
@@ -91,60 +100,77 @@ class _Network:
 
 def _read(network: _Network) -> None:
     """Number the messages; refuse what a single rank shows to be wrong."""
-    number, lanes, wrong, world = network.number, network.lanes, [], len(network.events)
-    (senders, receivers), (send_lines, recv_lines) = network.rank, network.line
+    wrong: list[str] = []
     for rank, own in enumerate(network.events):
         program: list[int] = []
         waited: dict[int, bool] = {}  # of what this rank has posted
-        local: dict[tuple[int, int], list[int]] = {}
+        posted: dict[tuple[int, int], list[int]] = {}  # (peer, end): messages
         network.programs.append(program)
-        for op, key, peers, line in own:
-            if op == "meet":
+        for event in own:
+            if event.op == "meet":
                 program.append(-1)
-                if (problem := _bad_members(rank, peers, world)) is not None:
-                    wrong.append(f"{network.text(rank, line, f'meet {key}')} {problem}")
-                else:
-                    members = tuple(sorted(peers))
-                    network.meetings.setdefault(members, {}).setdefault(rank, []).append((key, line))
-                continue
-            message = number.setdefault(key, len(number))
-            if message == len(senders):
-                network.keys.append(key)
-                senders.append(-1)
-                receivers.append(-1)
-                send_lines.append(-1)
-                recv_lines.append(-1)
-            if op == "wait":
+                problem = _read_meeting(network, rank, event)
+            elif event.op == "wait":
+                message = network.number_of(event.key)
                 program.append(message * 2 + 1)
-                if waited.get(message, True):
-                    problem = "a second time" if message in waited else "that it has not posted before"
-                    wrong.append(f"{network.text(rank, line, f'wait {key}')} waits for message {key} {problem}")
+                problem = _read_wait(network, rank, event, waited.get(message))
                 waited[message] = True
-                continue
-            program.append(message * 2)
-            if op not in ("send", "recv"):
-                wrong.append(f"{network.text(rank, line)} has the unknown op {op!r}")
-                continue
-            if len(peers) != 1 or peers[0] == rank or not 0 <= peers[0] < world:
-                wrong.append(
-                    f"{network.text(rank, line, f'{op} {key}')} names the peers {peers}, needs one other of {world} ranks"
-                )
-                continue
-            side = int(op == "recv")
-            ranks, lines = (receivers, recv_lines) if side else (senders, send_lines)
-            if ranks[message] >= 0:
-                first = network.text(ranks[message], lines[message])
-                wrong.append(f"message {key} has a second {op}: {network.text(rank, line)}, after {first}")
-            elif (senders if side else receivers)[message] == rank:
-                wrong.append(f"message {key} is sent and received by the same {network.text(rank, line)}")
-            ranks[message], lines[message], waited[message] = rank, line, False
-            local.setdefault((peers[0], side), []).append(message)
-        for (peer, side), messages in local.items():
-            lanes[(peer, rank, 1) if side else (rank, peer, 0)] = messages
+            else:
+                message = network.number_of(event.key)
+                program.append(message * 2)
+                side = int(event.op == "recv")
+                if (problem := _misdirected(network, rank, event)) is None:
+                    problem = _read_post(network, rank, event, message, side)
+                    waited[message] = False
+                    posted.setdefault((event.peers[0], side), []).append(message)
+            wrong += [problem] if problem is not None else []
+        for (peer, side), messages in posted.items():
+            network.lanes[(peer, rank, 1) if side else (rank, peer, 0)] = messages
         for message in () if all(waited.values()) else [message for message, done in waited.items() if not done]:
-            where = network.end(message, int(receivers[message] == rank))
+            where = network.end(message, int(network.rank[1][message] == rank))
             wrong.append(f"{where} is never waited for: its tensor would be held for ever")
     _refuse("these events can not be run", wrong)
+
+
+def _read_meeting(network: _Network, rank: int, event: Event) -> str | None:
+    """Note a meeting of `rank`, unless its members are wrong."""
+    if (problem := _bad_members(rank, event.peers, len(network.events))) is not None:
+        return f"{network.text(rank, event.line, f'meet {event.key}')} {problem}"
+    members = tuple(sorted(event.peers))
+    network.meetings.setdefault(members, {}).setdefault(rank, []).append((event.key, event.line))
+    return None
+
+
+def _read_wait(network: _Network, rank: int, event: Event, waited: bool | None) -> str | None:
+    """What is wrong with a wait. waited: whether its message was waited for before; None: the rank has not posted it."""
+    if waited is False:
+        return None
+    problem = "that it has not posted before" if waited is None else "a second time"
+    return f"{network.text(rank, event.line, f'wait {event.key}')} waits for message {event.key} {problem}"
+
+
+def _misdirected(network: _Network, rank: int, event: Event) -> str | None:
+    """What is wrong with the op or the peer of an event that posts an end of a message."""
+    op, key, peers, line = event
+    world = len(network.events)
+    if op not in ("send", "recv"):
+        return f"{network.text(rank, line)} has the unknown op {op!r}"
+    if len(peers) != 1 or peers[0] == rank or not 0 <= peers[0] < world:
+        return f"{network.text(rank, line, f'{op} {key}')} names the peers {peers}, needs one other of {world} ranks"
+    return None
+
+
+def _read_post(network: _Network, rank: int, event: Event, message: int, side: int) -> str | None:
+    """Note where an end of a message is posted; what is wrong, if that end, or the other one by this rank, was posted before."""
+    ranks, lines = network.rank[side], network.line[side]
+    problem = None
+    if ranks[message] >= 0:
+        first = network.text(ranks[message], lines[message])
+        problem = f"message {event.key} has a second {event.op}: {network.text(rank, event.line)}, after {first}"
+    elif network.rank[1 - side][message] == rank:
+        problem = f"message {event.key} is sent and received by the same {network.text(rank, event.line)}"
+    ranks[message], lines[message] = rank, event.line
+    return problem
 
 
 def _bad_members(rank: int, peers: tuple[int, ...], world: int) -> str | None:

@@ -32,13 +32,24 @@ F, B, I, W = range(4)  # noqa: E741 (as in KINDS)
 Order = list[list[int]]
 
 
+class Links(NamedTuple):
+    """How stages reach each other.
+
+    wire:     per stage, time of its activation to the next stage, or of that one's gradient to it.
+    up, down: per stage, the channel of its activation to the next stage, of its gradient to the stage before; -1: the same rank.
+    """
+
+    wire: tuple[float, ...]
+    up: tuple[int, ...]
+    down: tuple[int, ...]
+    num_channels: int
+
+
 @dataclass(frozen=True)
 class Problem:
     """Sizes and costs as flat lists.
 
     time:     per code. `lean_input`, `lean_weight`: per stage, times of I and W that no order can beat, whether it has B or I, W.
-    up, down: per stage, the channel of its activation to the next stage, of its gradient to the stage before; -1: the same rank.
-    wire:     per stage, time of its activation to the next stage.
     rest:     per stage, bytes between I and W.
     cap:      per rank, bytes; at most what all microbatches hold.
     """
@@ -50,10 +61,7 @@ class Problem:
     time: tuple[float, ...]
     lean_input: tuple[float, ...]
     lean_weight: tuple[float, ...]
-    up: tuple[int, ...]
-    down: tuple[int, ...]
-    num_channels: int
-    wire: tuple[float, ...]
+    links: Links
     activation: tuple[int, ...]
     rest: tuple[int, ...]
     cap: tuple[float, ...]
@@ -112,23 +120,19 @@ def problem_of(costs: Costs, placement: Sequence[int], count: int, cap: Sequence
     all_bytes = [count * sum(activation[s] for s in stages_of) for stages_of in own]
     return Problem(
         costs, tuple(placement), own, count, tuple(times), tuple(lean_input), tuple(lean_weight),
-        up, down, len(channels), wire, activation, rest, tuple(map(min, cap, all_bytes)),
+        Links(wire, up, down, len(channels)), activation, rest, tuple(map(min, cap, all_bytes)),
     )  # fmt: skip
 
 
 def run(problem: Problem, order: Order) -> Run | None:
     """What `timeline` gives, for orders of codes; None if the order is stuck."""
-    place, time, wire, up, down = problem.place, problem.time, problem.wire, problem.up, problem.down
+    place, time, (wire, up, down, num_channels) = problem.place, problem.time, problem.links
     stages, ranks = len(place), len(order)
     done_forward, done_input, done_weight = [0] * stages, [0] * stages, [0] * stages
-    forward_in: list[list[float]] = [[] for _ in place]
-    input_in: list[list[float]] = [[] for _ in place]
-    forward_in[0] = input_in[-1] = [0.0] * problem.count
-    if stages == 1:
-        input_in[0] = [0.0] * problem.count
+    forward_in, input_in = _arrivals(problem)
     start: list[list[float]] = [[] for _ in order]
     end: list[list[float]] = [[] for _ in order]
-    free = [0.0] * problem.num_channels
+    free = [0.0] * num_channels
     waits = [False] * ranks
     todo = list(range(ranks))
     while todo:
@@ -139,47 +143,54 @@ def run(problem: Problem, order: Order) -> Run | None:
         for code in own[len(ends) :] if ends else own:
             stage, kind = code >> 2, code & 3
             begin = now
-            if kind == F:
-                index, arrivals, channel, other = done_forward[stage], forward_in[stage], up[stage], stage + 1
-                if len(arrivals) <= index:
-                    waits[rank] = True
-                    break
-                begin = max(begin, arrivals[index])
-                done_forward[stage] = index + 1
-                link = wire[stage]
-            elif kind == W:
+            if kind == W:
                 if done_weight[stage] >= done_input[stage]:
                     return None
                 done_weight[stage] += 1
                 other = -1
             else:
-                index, arrivals, channel, other = done_input[stage], input_in[stage], down[stage], stage - 1
-                if done_forward[stage] <= index or (kind == B and done_weight[stage] != index):
+                if kind == F:
+                    done, arrivals, channel, other = done_forward, forward_in[stage], up[stage], stage + 1
+                else:
+                    done, arrivals, channel, other = done_input, input_in[stage], down[stage], stage - 1
+                index = done[stage]
+                if kind != F and (done_forward[stage] <= index or (kind == B and done_weight[stage] != index)):
                     return None
                 if len(arrivals) <= index:
                     waits[rank] = True
                     break
-                begin = max(begin, arrivals[index])
-                done_input[stage] = index + 1
+                begin, done[stage] = max(begin, arrivals[index]), index + 1
                 if kind == B:
                     done_weight[stage] = index + 1
-                link = wire[other]
             now = begin + time[code]
             starts.append(begin)
             ends.append(now)
             if 0 <= other < stages:
                 arrival = now
                 if channel >= 0:
-                    arrival = free[channel] = max(now, free[channel]) + link
-                    target = place[other]
-                    if waits[target]:
-                        waits[target] = False
-                        todo.append(target)
+                    arrival = free[channel] = max(now, free[channel]) + wire[min(stage, other)]
+                    if waits[place[other]]:
+                        waits[place[other]] = False
+                        todo.append(place[other])
                 (forward_in if kind == F else input_in)[other].append(arrival)
+    return _result(problem, order, start, end)
+
+
+def _arrivals(problem: Problem) -> tuple[list[list[float]], list[list[float]]]:
+    """Per stage, when its activations and its gradients arrive, as far as they need nothing: at the ends of the pipeline."""
+    forward_in: list[list[float]] = [[] for _ in problem.place]
+    input_in: list[list[float]] = [[] for _ in problem.place]
+    forward_in[0], input_in[-1] = [0.0] * problem.count, [0.0] * problem.count
+    return forward_in, input_in
+
+
+def _result(problem: Problem, order: Order, start: list[list[float]], end: list[list[float]]) -> Run | None:
+    """The run that these times are of; None if some action has none."""
     if any(len(ends) < len(own) for ends, own in zip(end, order, strict=True)):
         return None
     spans = [
-        ends[-1] - starts[0] - sum([time[code] for code in own]) for starts, ends, own in zip(start, end, order, strict=True)
+        ends[-1] - starts[0] - sum([problem.time[code] for code in own])
+        for starts, ends, own in zip(start, end, order, strict=True)
     ]
     return Run(start, end, max(ends[-1] for ends in end), max(spans))
 

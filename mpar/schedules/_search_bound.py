@@ -27,17 +27,17 @@ def bounds_of(problem: Problem) -> Bounds:
     """
     head, tail = _heads(problem), _tails(problem)
     place, count, time = problem.place, problem.count, problem.time
-    machines: list[list[tuple[float, float, float]]] = [[] for _ in range(len(problem.own) + problem.num_channels)]
+    machines: list[list[tuple[float, float, float]]] = [[] for _ in range(len(problem.own) + problem.links.num_channels)]
     for stage, rank in enumerate(place):
         durations = ((F, time[4 * stage + F]), (I, problem.lean_input[stage]), (W, problem.lean_weight[stage]))
         for kind, duration in durations:
             code = 4 * stage + kind
             machines[rank] += [(head[code][m], duration, tail[code][m]) for m in range(count)]
-        for kind, channel, other in ((F, problem.up[stage], stage + 1), (I, problem.down[stage], stage - 1)):
+        for kind, channel, other in ((F, problem.links.up[stage], stage + 1), (I, problem.links.down[stage], stage - 1)):
             if channel >= 0:
                 ends = time[4 * stage + F] if kind == F else problem.lean_input[stage]
                 begins = time[4 * other + F] if kind == F else problem.lean_input[other]
-                link = problem.wire[min(stage, other)]
+                link = problem.links.wire[min(stage, other)]
                 machines[len(problem.own) + channel] += [
                     (head[4 * stage + kind][m] + ends, link, begins + tail[4 * other + kind][m]) for m in range(count)
                 ]
@@ -69,7 +69,7 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
 
 def _tails(problem: Problem) -> list[list[float]]:
     """Per code and microbatch: longest path after it, or its way to a rank and all that this rank has to do after it."""
-    stages, count, wire = len(problem.place), problem.count, problem.wire
+    stages, count, wire = len(problem.place), problem.count, problem.links.wire
     lean, rest, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
     ahead = [problem.ahead(s) for s in range(stages)]
     loads = [_loads_after(problem, s) for s in range(stages)]
@@ -105,7 +105,7 @@ def _tails(problem: Problem) -> list[list[float]]:
 
 def _heads(problem: Problem) -> list[list[float]]:
     """Per code and microbatch: longest path before it, or all that a rank has to do before it and the way from there."""
-    stages, count, wire = len(problem.place), problem.count, problem.wire
+    stages, count, wire = len(problem.place), problem.count, problem.links.wire
     lean, rest, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
     ahead = [problem.ahead(s) for s in range(stages)]
     loads = [_loads_before(problem, s) for s in range(stages)]
@@ -147,7 +147,7 @@ def _loads_after(problem: Problem, s: int) -> Loads:
 
     a is the way to the first action there that depends on it, less the action itself; b what the rank does for a microbatch.
     """
-    stages, wire = len(problem.place), problem.wire
+    stages, wire = len(problem.place), problem.links.wire
     lean, rest, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
     loads: Loads = {F: [], I: [], B: []}
     for own in problem.own:
@@ -170,7 +170,7 @@ def _loads_after(problem: Problem, s: int) -> Loads:
 
 def _loads_before(problem: Problem, s: int) -> Loads:
     """As `_loads_after`, of what the rank has to do before an action of stage s; n microbatches are not after it."""
-    stages, wire = len(problem.place), problem.wire
+    stages, wire = len(problem.place), problem.links.wire
     lean, rest, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
     loads: Loads = {F: [], I: [], W: []}
     for own in problem.own:

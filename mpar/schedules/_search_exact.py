@@ -91,7 +91,7 @@ def _first(problem: Problem) -> _State:
     work = tuple(
         count * sum(problem.time[4 * s + F] + problem.lean_input[s] + problem.lean_weight[s] for s in own) for own in problem.own
     )
-    now = (0.0,) * (len(problem.own) + problem.num_channels)
+    now = (0.0,) * (len(problem.own) + problem.links.num_channels)
     arrivals: list[tuple[float, ...]] = [()] * (2 * stages)
     arrivals[0] = (0.0,) * count
     arrivals[2 * stages - 1] = (0.0,) * count
@@ -144,10 +144,10 @@ def _child(
         arrivals[source] = arrivals[source][1:]
         other = stage + 1 if kind == F else stage - 1
         if 0 <= other < stages:
-            channel = problem.up[stage] if kind == F else problem.down[stage]
+            channel = problem.links.up[stage] if kind == F else problem.links.down[stage]
             reached = end
             if channel >= 0:
-                reached = now[ranks + channel] = max(end, now[ranks + channel]) + problem.wire[min(stage, other)]
+                reached = now[ranks + channel] = max(end, now[ranks + channel]) + problem.links.wire[min(stage, other)]
             target = other if kind == F else stages + other
             arrivals[target] = (*arrivals[target], reached)
     for index, free in enumerate(now):

@@ -6,6 +6,7 @@ which chunk first, how long weight gradients wait (Qi et al. 2023, arXiv:2401.10
 
 import heapq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpar.schedules._search import B, F, I, Order, Problem, W, leaves_room
 
@@ -38,11 +39,11 @@ def greedy(problem: Problem, rule: Rule) -> Order:
     Rank by rank in the order of time; a rank that has nothing to do is looked at again when something arrives.
     """
     stages, last = len(problem.place), len(problem.place) - 1
-    place, wire, up, down, time = problem.place, problem.wire, problem.up, problem.down, problem.time
+    place, time, (wire, up, down, num_channels) = problem.place, problem.time, problem.links
     arrivals: list[list[float]] = [[] for _ in range(2 * stages)]  # stage: of activations; stages + stage: of gradients
     arrivals[0] = [0.0] * problem.count
     arrivals[stages + last] = [0.0] * problem.count
-    free = [0.0] * problem.num_channels
+    free = [0.0] * num_channels
     ranks = [_Rank(problem, rule, rank, arrivals) for rank in range(len(problem.own))]
     busy_until = [0.0] * len(ranks)
     events: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(ranks))]
@@ -70,28 +71,38 @@ def greedy(problem: Problem, rule: Rule) -> Order:
     return [rank.order for rank in ranks]
 
 
+class _Bounds(NamedTuple):
+    """What a rank may do: its stages, the bytes it has, chunks in flight, weight gradients that may wait."""
+
+    own: tuple[int, ...]
+    cap: float
+    limit: int
+    delay: int
+
+
 class _Rank:
     """One rank's counts of begun actions, and its choice."""
 
     def __init__(self, problem: Problem, rule: Rule, rank: int, arrivals: list[list[float]]) -> None:
         self.problem, self.rule, self.arrivals = problem, rule, arrivals
-        self.own = problem.own[rank]
-        self.cap, self.limit, self.delay = problem.cap[rank], max(rule.limit[rank], len(self.own)), rule.delay[rank]
+        own = problem.own[rank]
+        self.bounds = _Bounds(own, problem.cap[rank], max(rule.limit[rank], len(own)), rule.delay[rank])
         stages = len(problem.place)
         self.forwards, self.inputs, self.weights = [0] * stages, [0] * stages, [0] * stages  # begun
-        self.ones = [1] * stages
         self.live, self.in_flight, self.pending = 0, 0, 0
         self.order: list[int] = []
 
     def may_begin(self, stage: int) -> bool:
         """Whether F of a stage is within cap and limit, now and for the stages behind it on this rank."""
-        activation, own, count = self.problem.activation, self.own, self.problem.count
-        if self.live + activation[stage] > self.cap or self.in_flight + 1 > self.limit:
+        own, cap, limit, _ = self.bounds
+        activation, count = self.problem.activation, self.problem.count
+        if self.live + activation[stage] > cap or self.in_flight + 1 > limit:
             return False
         if len(own) == 1:
             return True
-        return leaves_room(own, stage, self.forwards, activation, self.cap, count) and leaves_room(
-            own, stage, self.forwards, self.ones, self.limit, count
+        ones = [1] * len(activation)
+        return leaves_room(own, stage, self.forwards, activation, cap, count) and leaves_room(
+            own, stage, self.forwards, ones, limit, count
         )
 
     def next_code(self, now: float) -> int:
@@ -100,7 +111,7 @@ class _Rank:
         forwards: list[tuple[float, int]] = []
         backwards: list[tuple[float, int]] = []
         blocked, soon = False, float("inf")
-        for s in self.own:
+        for s in self.bounds.own:
             begun, inputs = self.forwards[s], self.inputs[s]
             if inputs < begun and inputs < len(self.arrivals[stages + s]):
                 arrival = self.arrivals[stages + s][inputs]
@@ -116,7 +127,7 @@ class _Rank:
                     forwards.append((self._preference(rule.forward, s, begun), s))
                 else:
                     soon = min(soon, arrival)
-        if self.pending > self.delay or (self.pending and not forwards and not backwards):
+        if self.pending > self.bounds.delay or (self.pending and not forwards and not backwards):
             weight = self._oldest_weight()
             if forwards or backwards or blocked or soon - now >= rule.patience * self.problem.time[4 * weight + W]:
                 return self._begin(weight, W)
@@ -139,7 +150,7 @@ class _Rank:
 
     def _oldest_weight(self) -> int:
         """The stage with the lowest microbatch whose W waits; of these the deepest."""
-        return min((self.weights[s], -s, s) for s in self.own if self.weights[s] < self.inputs[s])[2]
+        return min((self.weights[s], -s, s) for s in self.bounds.own if self.weights[s] < self.inputs[s])[2]
 
     def _begin(self, stage: int, kind: int) -> int:
         problem = self.problem

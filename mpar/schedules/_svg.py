@@ -6,6 +6,7 @@ from functools import lru_cache
 from html import escape
 from itertools import groupby
 from math import ceil, floor, log10
+from typing import NamedTuple
 
 from mpar.schedules._picture import BAR_KINDS, Bar, Picture, Row, Steps, rows, show_memory, show_time
 
@@ -80,6 +81,24 @@ def _envelope(steps: Steps, end: float, columns: int) -> Steps:
     return [(i * end / columns, high) for i, high in enumerate(highest) if not i or high != highest[i - 1]]
 
 
+class _Heights(NamedTuple):
+    """row: of a row of compute, narrow: of one of communication, curve: of memory, gap: between lanes; font, its size."""
+
+    row: int
+    narrow: float
+    curve: float
+    gap: int
+    font: int
+
+
+def _heights(picture: Picture) -> _Heights:
+    """The more lanes, the lower each."""
+    lanes = len(picture.lanes)
+    row = 24 if lanes <= 8 else 18 if lanes <= 16 else 13 if lanes <= 64 else 9 if lanes <= 128 else 4
+    curve = round(row * 0.7, 1) if picture.most_memory else 0
+    return _Heights(row, round(row * 0.45, 1), curve, max(2, row // 4), min(10, row))
+
+
 class _Drawing:
     """Where everything goes, and the lines of the file."""
 
@@ -91,24 +110,27 @@ class _Drawing:
         for row in rows(picture):
             self.rows[row.lane].append(row)
         self.chunks = 1 + max((bar.chunk for bar in picture.bars), default=0)
-        self.many = len(picture.bars) > MOST_BARS
-        lanes = len(picture.lanes)
-        self.row = 24 if lanes <= 8 else 18 if lanes <= 16 else 13 if lanes <= 64 else 9 if lanes <= 128 else 4
-        self.narrow = round(self.row * 0.45, 1)  # rows of communication
-        self.curve = round(self.row * 0.7, 1) if picture.most_memory else 0
-        self.gap = max(2, self.row // 4)
-        self.font = min(10, self.row)
+        self.heights = _heights(picture)
         self.digits = max((1, *(len(bar.number) for bar in picture.bars)))
         narrow = min((bar.end - bar.start for bar in picture.bars if bar.number and bar.end > bar.start), default=1.0)
-        self.digit_font = min(self.font, max(6.5, (narrow * self.scale - 2) / DIGIT / self.digits))
+        self.digit_font = min(self.heights.font, max(6.5, (narrow * self.scale - 2) / DIGIT / self.digits))
         self.facts = self._fact_lines()
-        self.top = 30 + 15 * len(self.facts) + 24
         self.tops, y = [], float(self.top)
         for own in self.rows.values():
             self.tops.append(y)
-            y += sum(self._height(row) for row in own) or self.row
-            y += self.curve + self.gap
+            y += sum(self._height(row) for row in own) or self.heights.row
+            y += self.heights.curve + self.heights.gap
         self.bottom = y
+
+    @property
+    def top(self) -> int:
+        """Where the first lane begins, below title, facts and legend."""
+        return 30 + 15 * len(self.facts) + 24
+
+    @property
+    def many(self) -> bool:
+        """Whether shares of time are drawn instead of bars."""
+        return len(self.picture.bars) > MOST_BARS
 
     def lines(self) -> Iterator[str]:
         """The file, line by line."""
@@ -130,12 +152,12 @@ class _Drawing:
             for row in own:
                 yield from self._shares(row, y) if self.many else self._bars(row, y)
                 y += self._height(row)
-            if self.curve:
+            if self.heights.curve:
                 yield from self._memory(self.picture.memory[lane], y)
         yield "</svg>"
 
     def _height(self, row: Row) -> float:
-        return self.row if row.queue == "compute" else self.narrow
+        return self.heights.row if row.queue == "compute" else self.heights.narrow
 
     def _x(self, time: float) -> float:
         return LEFT + time * self.scale
@@ -155,7 +177,8 @@ class _Drawing:
         x, y = float(LEFT), self.top - 20
         used = {bar.kind for bar in self.picture.bars}
         words = [(COLOURS[kind], name) for kind, name in BAR_KINDS.items() if kind in used]
-        words += [("#d5d9de", f"memory, up to {show_memory(self.picture.most_memory, self.picture.unit)}")] if self.curve else []
+        if self.heights.curve:
+            words.append(("#d5d9de", f"memory, up to {show_memory(self.picture.most_memory, self.picture.unit)}"))
         for colour, word in words:
             yield f'<rect x="{_number(x)}" y="{y}" width="10" height="10" fill="{colour}"/>'
             yield f'<text x="{_number(x + 14)}" y="{y + 9}" font-size="11">{word}</text>'
@@ -177,8 +200,8 @@ class _Drawing:
     def _lane_name(self, lane: int, y: float) -> Iterator[str]:
         name = self.picture.lanes[lane]
         short = name if len(name) <= 11 else name[:10] + "…"
-        middle = _number(y + self.row / 2 + self.font * 0.35)
-        yield f'<text x="{LEFT - 6}" y="{middle}" text-anchor="end" font-size="{self.font}">{clean(short)}</text>'
+        middle = _number(y + self.heights.row / 2 + self.heights.font * 0.35)
+        yield f'<text x="{LEFT - 6}" y="{middle}" text-anchor="end" font-size="{self.heights.font}">{clean(short)}</text>'
 
     def _bars(self, row: Row, y: float) -> Iterator[str]:
         """A rectangle for every bar, with its microbatch where there is room."""
@@ -236,11 +259,11 @@ class _Drawing:
         most = self.picture.most_memory
         columns = max(20, min(WIDTH - LEFT - RIGHT, MOST_COLUMNS // len(self.picture.lanes)))
         points = steps if len(steps) <= columns else _envelope(steps, self.end, columns)
-        base, height = y + self.curve - 1, self.curve - 2
+        base, height = y + self.heights.curve - 1, self.heights.curve - 2
         path = [f"M{LEFT} {_number(base)}"]
         path += [f"H{_number(self._x(time))}V{_number(base - height * value / most)}" for time, value in points]
         yield f'<path d="{"".join(path)}H{WIDTH - RIGHT}V{_number(base)}z" fill="#d5d9de"/>'
-        if self.font > 8:
+        if self.heights.font > 8:
             peak = show_memory(max((value for _, value in steps), default=0), self.picture.unit)
-            size = min(9, self.font)
+            size = min(9, self.heights.font)
             yield f'<text x="{WIDTH - RIGHT + 4}" y="{_number(base)}" font-size="{size}" fill="#777">{peak}</text>'

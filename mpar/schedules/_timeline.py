@@ -93,6 +93,17 @@ def simulate(table: Actions, costs: Costs) -> tuple[Times, Times, Bursts]:
     """
     stages, count = extent(table)
     _check_costs(stages, costs)
+    starts, ends, bursts = _run(table, stages, count, costs)
+    stuck = [f"rank {r} at {table[r][len(end)]}" for r, end in enumerate(ends) if len(end) < len(table[r])]
+    if stuck:
+        raise ProgramError(
+            f"these actions wait for each other for ever ({stages} stages, {count} microbatches): {', '.join(stuck)}"
+        )
+    return starts, ends, bursts
+
+
+def _run(table: Actions, stages: int, count: int, costs: Costs) -> tuple[Times, Times, Bursts]:
+    """What `simulate` gives, as far as the actions get."""
     duration = {kind: [costs.of(Action(stage, kind, 0)) for stage in range(stages)] for kind in KINDS}
     slow, top = any(costs.transfer), stages - 1
     place: dict[int, int] = {}  # by slot: stage * count + microbatch
@@ -121,13 +132,10 @@ def simulate(table: Actions, costs: Costs) -> tuple[Times, Times, Bursts]:
                 made, taker, need = slot * 2 + 1, slot - count, slot * 2
                 if stage < top and need in ready:
                     need = (slot + count) * 2 + 1
-            begin = now
-            if need >= 0:
-                if need not in ready:
-                    waiting.setdefault(need, []).append(rank)
-                    break
-                if made >= 0 and ready[need] > now:
-                    begin = ready[need]
+            if need >= 0 and need not in ready:
+                waiting.setdefault(need, []).append(rank)
+                break
+            begin = max(now, ready[need]) if need >= 0 and made >= 0 else now
             now = begin + duration[kind][stage]
             start.append(begin)
             end.append(now)
@@ -139,11 +147,6 @@ def simulate(table: Actions, costs: Costs) -> tuple[Times, Times, Bursts]:
                 if made in waiting:
                     todo.extend(waiting.pop(made))
         bursts.append((rank, first, len(end)))
-    stuck = [f"rank {r} at {table[r][len(end)]}" for r, end in enumerate(ends) if len(end) < len(table[r])]
-    if stuck:
-        raise ProgramError(
-            f"these actions wait for each other for ever ({stages} stages, {count} microbatches): {', '.join(stuck)}"
-        )
     return starts, ends, bursts
 
 

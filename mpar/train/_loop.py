@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpar import checkpoint
 from mpar.data import Batches
 from mpar.errors import NumericsError
 from mpar.models import Model, with_next_tokens
@@ -39,7 +39,7 @@ class Rank:
     run: RankRun | Replay
     watch: Watch
     barrier: Callable[[], None]
-    extras: Mapping[str, Any]
+    extras: Mapping[str, checkpoint.Json]
     """The resolved configuration, kept in checkpoints."""
     evaluation: Evaluation | None = None
 

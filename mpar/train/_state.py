@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mpar import checkpoint, tree
+from mpar.checkpoint import Json
 from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
 from mpar.models import HfReader, Model, shard_slices
@@ -27,9 +28,20 @@ class Position:
     data: str = ""
     seed: int = 0
 
-    def as_extras(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def as_extras(self, config: Mapping[str, Json]) -> dict[str, Json]:
         """What a checkpoint keeps besides tensors."""
         return {"step": self.step, "tokens": self.tokens, "data": self.data, "seed": self.seed, "config": dict(config)}
+
+    @classmethod
+    def from_extras(cls, extras: Mapping[str, Json], path: Path) -> "Position":
+        """The inverse; `path` is the checkpoint's. Raises CheckpointError if an entry is missing or of another type."""
+        match extras:
+            case {"step": int(step), "tokens": int(tokens), "data": str(data), "seed": int(seed)}:
+                return cls(step, tokens, data, seed)
+        raise CheckpointError(
+            f"{path}: its state.json does not say step, tokens, data and seed of a run; its entries are {sorted(extras)}.\n"
+            "Use a checkpoint that mpar train wrote."
+        )
 
 
 def fresh_state(program: Program, model: Model, rank: int, *, seed: int, hf_path: str | None, device: torch.device) -> State:
@@ -52,8 +64,7 @@ def load_state(program: Program, path: Path, rank: int, device: torch.device) ->
     wanted = {leaf.path: (leaf.shape, leaf.spec, leaf.dtype) for leaf in program.part(rank).state_in}
     elsewhere = {leaf.path for leaf in program.state_in} - wanted.keys()
     leaves = checkpoint.load(path, wanted, program.mesh, rank, elsewhere=elsewhere)
-    extras = checkpoint.read_extras(path)
-    position = Position(extras["step"], extras["tokens"], extras["data"], extras["seed"])
+    position = Position.from_extras(checkpoint.read_extras(path), path)
     return State({name: leaf.to(device) for name, leaf in leaves.items()}, position.step), position
 
 
@@ -71,7 +82,7 @@ def save_state(
     program: Program,
     state: State,
     reached: Position,
-    config: Mapping[str, Any],
+    config: Mapping[str, Json],
     rank: int,
     barrier: Callable[[], None],
     keep: int | None,

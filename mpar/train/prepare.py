@@ -29,7 +29,7 @@ from mpar.train._setup import (
     make_strategy,
     num_microbatches,
 )
-from mpar.train._state import check_data, resume_from
+from mpar.train._state import Position, check_data, resume_from
 
 __all__ = ["compile_evaluation", "compile_program", "make_schedule", "prepare"]
 
@@ -134,11 +134,11 @@ def _resume(config: TrainConfig, batches: Batches) -> Path | None:
     resume = resume_from(Path(str(config.run_dir)), config.resume)
     if resume is None:
         return None
-    extras = checkpoint.read_extras(resume)
-    check_data(resume, extras["data"], batches.fingerprint)
-    if extras["step"] >= config.steps:
+    reached = Position.from_extras(checkpoint.read_extras(resume), resume)
+    check_data(resume, reached.data, batches.fingerprint)
+    if reached.step >= config.steps:
         raise CheckpointError(
-            f"nothing to train: {resume} has step {extras['step']} already, and steps={config.steps}.\n"
+            f"nothing to train: {resume} has step {reached.step} already, and steps={config.steps}.\n"
             "Ask for more steps, or begin a new run_dir."
         )
     return resume
