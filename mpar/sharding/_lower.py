@@ -292,8 +292,8 @@ class _Lowering:
         locals_ = []
         for i, (operand, spec, dims) in enumerate(zip(rule.operands, specs, rule.factors, strict=True)):
             if i in rule.as_is:
-                kept = (() if rule.replicate & set(names) else spec.dim(dim) for dim, names in enumerate(dims))
-                target = P(*kept, partial=spec.partial)
+                stays = (() if rule.replicate & set(names) else spec.dim(dim) for dim, names in enumerate(dims))
+                target = P(*stays, partial=spec.partial)
             else:
                 target = P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(set(spec.partial) & passed))
             locals_.append(self.redistribute(operand, target))

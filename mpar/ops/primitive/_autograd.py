@@ -53,10 +53,8 @@ class _BatchInfo:
 def make_function(
     name: str, op: Callable[..., Results], signature: Signature, transforms: Transforms
 ) -> type[torch.autograd.Function]:
-    """The autograd Function around `op`; its flat arguments are the operands, then the parameters in order.
-
-    `transforms` is read when the function is called, so that rules may be defined after it.
-    """
+    """The autograd Function around `op`; its flat arguments are the operands, then the parameters in order. It reads `transforms`
+    when it is called, so that rules may be defined later."""
     num_operands, keys = len(signature.operands), tuple(signature.params)
 
     def split(flat: tuple) -> tuple[Sequence[Tensor | None], dict[str, Static]]:

@@ -138,7 +138,8 @@ def ring_bwd(op: object) -> Callable:
         block = [k, v, k_order] if k_docs is None else [k, v, k_order, k_docs]
         own: list[fx.Node] = []
         travelling: fx.Node | None = None  # gradients of the block before the one at hand, on their way to the next rank
-        dq = dsinks = sent = None
+        sent: list[fx.Node] = []
+        dq = dsinks = None
         for step in range(emit.size(axes)):
             coming = emit.shift(block, axes) if step + 1 < emit.size(axes) else None
             k, v, k_order, *docs = block
@@ -153,6 +154,7 @@ def ring_bwd(op: object) -> Callable:
                     of_block = [emit(aten.add.Tensor, a, b) for a, b in zip(so_far, of_block, strict=True)]
                 travelling, sent = emit.shift(of_block, axes), of_block
             block = emit.arrived(coming, block) if coming is not None else block
+        assert travelling is not None, "a ring has more than one rank"
         home = emit.arrived(travelling, sent)
         dk, dv = (emit(aten.add.Tensor, a, b) for a, b in zip(own, home, strict=True))
         return _like(emit, dq, q), dk, dv, emit.pending(dsinks)
