@@ -10,12 +10,14 @@ _HOME = {
     "Precision": "mpar.precision",
     "State": "mpar.program",
     "Strategy": "mpar.strategy",
+    "check": "mpar.sharding",
     "compile_eval": "mpar.program.compile",
     "compile_step": "mpar.program.compile",
     "generate": "mpar.infer",
     "jit": "mpar.program.jit",
     "value_and_grad": "mpar.program.jit",
 }
+_NAMES = {"check": "check_primitive"}
 _PACKAGES = ("checkpoint", "data", "dtensor", "infer", "models", "ops", "optim", "program", "sharding", "tree")
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "Precision",
     "State",
     "Strategy",
+    "check",
     "checkpoint",
     "compile_eval",
     "compile_step",
@@ -44,7 +47,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+        return getattr(importlib.import_module(_HOME[name]), _NAMES.get(name, name))
     if name in _PACKAGES:
         return importlib.import_module(f"mpar.{name}")
     raise AttributeError(f"module 'mpar' has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._bucket import bucket
 from mpar.sharding._check import check
+from mpar.sharding._check_primitive import check_primitive
 from mpar.sharding._cost import graph_cost, workspace_of
 from mpar.sharding._describe import Collective, collectives_of, describe_graph
 from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower
@@ -19,6 +20,7 @@ __all__ = [
     "ReplicatedFallback",
     "bucket",
     "check",
+    "check_primitive",
     "collectives",
     "collectives_of",
     "describe_graph",

@@ -5,7 +5,7 @@ rank graph and the specs of its inputs, one mesh axis at a time, and compares wi
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, fx
@@ -14,14 +14,17 @@ from mpar.errors import MparError, ShardingError
 from mpar.ops import primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._check_order import check_order
+from mpar.sharding._derive import derived_rule
 from mpar.sharding._lower import RankGraph
-from mpar.sharding._rules import NodeRule, rule_of
+from mpar.sharding._rules import NodeRule
 from mpar.spec import P
 
 __all__ = ["check"]
 
 Type = str | int  # "R", "P", or the dim that is sharded
 """Per mesh axis: "R" the same on all ranks; an int, the sharded dim; "P" a pending sum; "M" a pending maximum; "V" varying."""
+Types = Type | Sequence[Type]
+"""Of a node with one result or with several."""
 
 
 def check(ranked: RankGraph) -> None:
@@ -99,7 +102,7 @@ class _AxisCheck:
     def fail(self, node: fx.Node, why: str) -> NoReturn:
         _fail(self.ranked, node, f"on mesh axis {self.axis!r} {why}")
 
-    def infer(self, node: fx.Node) -> Any:
+    def infer(self, node: fx.Node) -> Types:
         if node.meta.get("opaque"):
             return self.opaque(node)
         if node.target is operator.getitem:
@@ -130,8 +133,8 @@ class _AxisCheck:
             self.fail(node, f"needs an operand that is {_text(before)}, got {_text(now)}")
         return after
 
-    def op(self, node: fx.Node) -> Any:
-        rule = rule_of(node)
+    def op(self, node: fx.Node) -> Types:
+        rule = derived_rule(node)
         types = [self.types[operand] for operand in rule.operands]
         params = [self.types[n] for n in node.kwargs.values() if isinstance(n, fx.Node)]
         if "V" in types or "V" in params:
@@ -167,7 +170,7 @@ class _AxisCheck:
                 return name
         return names[0]
 
-    def sharded(self, node: fx.Node, rule: NodeRule, types: list, factor: str) -> Any:
+    def sharded(self, node: fx.Node, rule: NodeRule, types: list, factor: str) -> Types:
         primitive = primitive_of(node.target)
         declared = primitive.sharding_rule(**node.kwargs).need_replication if primitive else rule.replicate
         if factor in declared:
@@ -194,7 +197,7 @@ class _AxisCheck:
                 return operand.meta["spec"].dim(dims.index((name,)))
         return ()
 
-    def pending(self, node: fx.Node, rule: NodeRule, types: list) -> Any:
+    def pending(self, node: fx.Node, rule: NodeRule, types: list) -> Types:
         pending = [i for i, now in enumerate(types) if now == "P"]
         linear = (rule.jointly and len(pending) == len(types)) or (len(pending) == 1 and pending[0] in rule.linear)
         if not linear:
@@ -202,7 +205,7 @@ class _AxisCheck:
             self.fail(node, f"reads pending sums {names}, in which it is not linear")
         return ["P"] * len(rule.results) if isinstance(node.meta["val"], (tuple, list)) else "P"
 
-    def varying(self, node: fx.Node, rule: NodeRule, types: list) -> Any:
+    def varying(self, node: fx.Node, rule: NodeRule, types: list) -> Types:
         """Inside the local program of a primitive, what depends on a rank's coordinate is of the type that its author claims."""
         if "P" in types:
             self.pending(node, rule, types)

@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from mpar.sharding import _collectives as collectives
+from mpar.sharding._derive import derived_rule
 from mpar.sharding._lower import RankGraph
-from mpar.sharding._rules import Factors, NodeRule, rule_of
+from mpar.sharding._rules import Factors, NodeRule
 from mpar.spec import P
 
 __all__ = ["check_order"]
@@ -78,7 +79,7 @@ def _check_collective(node: fx.Node, ranked: RankGraph, fail: Fail) -> None:
 
 
 def _check_op(node: fx.Node, ranked: RankGraph, fail: Fail) -> None:
-    rule = rule_of(node)
+    rule = derived_rule(node)
     claims = _specs(node)
     if any(operand.meta.get("spec") is None for operand in rule.operands) or all(spec is None for spec in claims):
         return  # inside a primitive's local program, whose author knows more than specs can say

@@ -7,7 +7,7 @@ node is lowered correctly whatever its operands' specs are, so the choice of spe
 import itertools
 import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from mpar.sharding import _collectives as collectives
 from mpar.sharding._canonicalise import labels_of, shape_of
 from mpar.sharding._emit import Emit, Pending, Placed
 from mpar.sharding._redistribute import plan, plan_bytes
-from mpar.sharding._rules import NodeRule, rule_of
+from mpar.sharding._rules import NodeRule, has_rule, rule_of
 from mpar.sharding._trace import LogicalGraph, source_line
 from mpar.spec import P, check_spec, local_shape, normalise
 from mpar.strategy import AxisTable, spec_from_axes
@@ -33,7 +33,7 @@ constrain_p, constrain_bwd_p = PRIMITIVES["constrain"], PRIMITIVES["constrain_bw
 
 
 class ReplicatedFallback(UserWarning):
-    """An op has no sharding rule and is computed whole on every rank."""
+    """An op is computed whole on every rank: it has no sharding rule, or its rule lets no dim of its operands be sharded."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,15 @@ def lower(
         problems += [] if spec is None else check_spec(f"result {index}", shape_of(node), spec, mesh)
     if problems:
         raise ShardingError("cannot place these tensors:\n  " + "\n  ".join(problems) + f"\nmesh: {mesh}")
-    lowering = _Lowering(logical, mesh, [normalise(spec, mesh) for spec in in_specs], table or {})
+    lowering = _Lowering(logical, mesh, table or {})
     lowering.take_hints(hints)
-    return lowering.run([None if spec is None else normalise(spec, mesh) for spec in out_specs or [None] * len(logical.results)])
+    wanted = [None if spec is None else normalise(spec, mesh) for spec in out_specs or [None] * len(logical.results)]
+    return lowering.run([normalise(spec, mesh) for spec in in_specs], wanted)
 
 
 class _Lowering:
-    def __init__(self, logical: LogicalGraph, mesh: Mesh, in_specs: list[P], table: AxisTable) -> None:
-        self.logical, self.mesh, self.in_specs, self.table = logical, mesh, in_specs, table
+    def __init__(self, logical: LogicalGraph, mesh: Mesh, table: AxisTable) -> None:
+        self.logical, self.mesh, self.table = logical, mesh, table
         self.graph = fx.Graph()
         self.placed: dict[fx.Node, dict[P, fx.Node]] = {}  # every placement that a logical value already has
         self.specs: dict[fx.Node, P] = {}  # the one that its op gave it
@@ -105,8 +106,8 @@ class _Lowering:
             if _may_grow(node) or torch.Tag.pointwise in getattr(node.target, "tags", ()):
                 todo.extend((used, hint) for used in node.all_input_nodes if shape_of(used) == shape_of(node))
 
-    def run(self, out_specs: list[P | None]) -> RankGraph:
-        specs = iter(self.in_specs)
+    def run(self, in_specs: list[P], out_specs: list[P | None]) -> RankGraph:
+        specs = iter(in_specs)
         for node in self.logical.graph.nodes:
             self.current = node
             if node.op == "placeholder":
@@ -123,7 +124,7 @@ class _Lowering:
                 return RankGraph(
                     self.graph,
                     self.mesh,
-                    tuple(self.in_specs),
+                    tuple(in_specs),
                     tuple(spec for _, spec in results),
                     self.logical,
                     tuple(self.fallbacks),
@@ -177,7 +178,7 @@ class _Lowering:
         self.placed[node] = {spec: local}
         self.specs[node] = spec
 
-    def emit(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], spec: P | None = None) -> fx.Node:
+    def emit(self, target: Callable, args: Sequence[object], kwargs: Mapping[str, object], spec: P | None = None) -> fx.Node:
         """A local node, its value found by running the op without data."""
         node = self.graph.call_function(target, tuple(args), dict(kwargs))
         meta_args, meta_kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -283,16 +284,19 @@ class _Lowering:
 
     def apply(self, node: fx.Node) -> None:
         rule = rule_of(node)
-        if not rule.known:
-            self.fall_back(node)
+        self.note_fallback(node, rule)
         specs = [self.specs[operand] for operand in rule.operands]
         axes_of = self.choose(rule, specs)
         self.follow_hints(node, rule, specs, axes_of)
         passed = self.pass_partial(node, rule, specs, axes_of)
         locals_ = []
         for i, (operand, spec, dims) in enumerate(zip(rule.operands, specs, rule.factors, strict=True)):
-            target = P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(set(spec.partial) & passed))
-            locals_.append(self.redistribute(operand, spec if i in rule.as_is else target))
+            if i in rule.as_is:
+                stays = (() if rule.replicate & set(names) else spec.dim(dim) for dim, names in enumerate(dims))
+                target = P(*stays, partial=spec.partial)
+            else:
+                target = P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(set(spec.partial) & passed))
+            locals_.append(self.redistribute(operand, target))
         result_specs = []
         for dims in rule.results:  # a factor that this result has not was summed over
             here = self.dims_of(dims, axes_of)
@@ -330,7 +334,7 @@ class _Lowering:
         else:
             self.define(node, *pieces[0])
 
-    def piece(self, item: Any, spec: P, axes: tuple[str, ...]) -> tuple[fx.Node, P]:
+    def piece(self, item: fx.Node | Placed | Pending, spec: P, axes: tuple[str, ...]) -> tuple[fx.Node, P]:
         """A result of a local program and where it is: where it says, else by its factors; a sum over `axes` if it says so."""
         if isinstance(item, Placed):
             return item.value, item.spec
@@ -346,6 +350,8 @@ class _Lowering:
         order = sorted(range(len(specs)), key=lambda i: (*(i not in s for s in first), -rule.operands[i].meta["val"].nbytes, i))
         whole = {*rule.replicate, *rule.follows}
         whole |= {name for name, i in rule.ragged.items() if not specs[i].axes}
+        for i in rule.as_is:  # what stays whole keeps its factors whole in all operands
+            whole |= {name for dim, names in enumerate(rule.factors[i]) for name in names if not specs[i].dim(dim)}
         for i in order:
             for dim, names in enumerate(rule.factors[i]):
                 remaining = list(specs[i].dim(dim))
@@ -435,12 +441,15 @@ class _Lowering:
             out.append(axes)
         return out
 
-    def fall_back(self, node: fx.Node) -> None:
-        sharded = [operand for operand in rule_of(node).operands if self.specs[operand].axes]
-        if sharded and str(node.target) not in self.fallbacks:
+    def note_fallback(self, node: fx.Node, rule: NodeRule) -> None:
+        """Warn, once an op, if an op of torch of which no part can be computed alone makes ranks gather its operands."""
+        read = [self.specs[operand] for i, operand in enumerate(rule.operands) if i not in rule.as_is]
+        gathered = any(spec.dims for spec in read) or (not has_rule(node) and any(spec.partial for spec in read))
+        if gathered and primitive_of(node.target) is None and not rule.shardable and str(node.target) not in self.fallbacks:
             self.fallbacks.append(str(node.target))
             where = f" at {source_line(node)}" if source_line(node) else ""
-            warnings.warn(f"{node.target}{where} has no sharding rule: it is computed whole on every rank", ReplicatedFallback, 2)
+            why = "works across every dim" if has_rule(node) else "has no sharding rule"
+            warnings.warn(f"{node.target}{where} {why}: it is computed whole on every rank", ReplicatedFallback, 2)
 
 
 def _may_grow(node: fx.Node) -> bool:

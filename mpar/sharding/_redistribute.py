@@ -1,6 +1,6 @@
 """Redistribution: the collectives that take a tensor from one spec to another."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mpar.mesh import Mesh
 from mpar.spec import P
@@ -26,63 +26,79 @@ def plan(source: P, target: P, rank: int, mesh: Mesh) -> list[Step]:
     exchanges and gathers; then the narrowing that had to wait. Raises AssertionError if the target has a pending sum that the
     source has not.
     """
-    dims = list(source.padded(rank))
-    goal = target.padded(rank)
-    partial = set(source.partial)
-    assert set(target.partial) <= partial, f"{source} cannot become {target}"
-    steps: list[Step] = []
-
-    def step(kind: str, axes: tuple[str, ...], dim: int = 0, dst: int = 0) -> None:
-        steps.append(Step(kind, axes, dim, dst, P(*dims, partial=mesh.ordered(partial))))
-
-    def gather(axes: tuple[str, ...], dim: int) -> None:
-        """Groups have their ranks in mesh order: axes in another one are gathered one by one, the minor first."""
-        groups = [axes] if axes == mesh.ordered(axes) else [(axis,) for axis in reversed(axes)]
-        for group in groups:
-            dims[dim] = dims[dim][: len(dims[dim]) - len(group)]
-            step("all_gather", group, dim)
-
-    resolve = partial - set(target.partial)
+    assert set(target.partial) <= set(source.partial), f"{source} cannot become {target}"
+    route = _Route(list(source.padded(rank)), target.padded(rank), set(source.partial), mesh)
+    route.carry_out_sums(set(source.partial) - set(target.partial))
+    route.narrow()
     for dim in range(rank):
-        extra = goal[dim][len(dims[dim]) :]
-        count = next((i for i, axis in enumerate(extra) if axis not in resolve), len(extra))
-        if goal[dim][: len(dims[dim])] == dims[dim] and count:
-            scattered = extra[:count]
-            for group in [scattered] if scattered == mesh.ordered(scattered) else [(axis,) for axis in scattered]:
-                dims[dim] = (*dims[dim], *group)
-                partial -= set(group)
+        route.exchange(dim)
+    route.narrow()
+    assert tuple(route.dims) == route.goal, (source, target, route.dims)
+    return route.steps
+
+
+@dataclass
+class _Route:
+    """The way from a spec to another: where the tensor is by now (`dims`, `partial`), where it goes, and the steps so far."""
+
+    dims: list[tuple[str, ...]]
+    goal: tuple[tuple[str, ...], ...]
+    partial: set[str]
+    mesh: Mesh
+    steps: list[Step] = field(default_factory=list)
+
+    def step(self, kind: str, axes: tuple[str, ...], dim: int = 0, dst: int = 0) -> None:
+        """Note a step after which the tensor is where `dims` and `partial` say."""
+        self.steps.append(Step(kind, axes, dim, dst, P(*self.dims, partial=self.mesh.ordered(self.partial))))
+
+    def wanted(self, dim: int) -> tuple[str, ...]:
+        """The axes that a dim has yet to get; none if it must lose some first."""
+        now = self.dims[dim]
+        return self.goal[dim][len(now) :] if self.goal[dim][: len(now)] == now else ()
+
+    def carry_out_sums(self, resolve: set[str]) -> None:
+        """Resolve the pending sums over these axes: scattered along dims that want the axes, the others on all ranks."""
+        for dim in range(len(self.dims)):
+            extra = self.wanted(dim)
+            scattered = extra[: next((i for i, axis in enumerate(extra) if axis not in resolve), len(extra))]
+            in_order = scattered == self.mesh.ordered(scattered)
+            for group in [scattered] if in_order and scattered else [(axis,) for axis in scattered]:
+                self.dims[dim] = (*self.dims[dim], *group)
+                self.partial -= set(group)
                 resolve -= set(group)
-                step("reduce_scatter", group, dim)
-    if resolve:
-        partial -= resolve
-        step("all_reduce", mesh.ordered(resolve))
+                self.step("reduce_scatter", group, dim)
+        if resolve:
+            self.partial -= resolve
+            self.step("all_reduce", self.mesh.ordered(resolve))
 
-    def narrow() -> None:
-        for dim in range(rank):
-            extra = goal[dim][len(dims[dim]) :]
-            in_use = {axis for other in dims for axis in other}
-            if extra and goal[dim][: len(dims[dim])] == dims[dim] and not in_use & set(extra):
-                dims[dim] = goal[dim]
-                step("shard", extra, dim)
+    def narrow(self) -> None:
+        """Take this rank's part along dims that want axes which no dim has: free."""
+        for dim in range(len(self.dims)):
+            extra = self.wanted(dim)
+            if extra and not {axis for other in self.dims for axis in other} & set(extra):
+                self.dims[dim] = self.goal[dim]
+                self.step("shard", extra, dim)
 
-    narrow()
-    for dim in range(rank):
-        common = next(
-            (i for i, (a, b) in enumerate(zip(dims[dim], goal[dim], strict=False)) if a != b), min(len(dims[dim]), len(goal[dim]))
-        )
-        surplus = dims[dim][common:]
-        while surplus:  # the minor axes go first
-            other, first, last = _receiver(dims, goal, dim, surplus, mesh)
+    def exchange(self, dim: int) -> None:
+        """Give away the axes that a dim must lose, the minor ones first: to a dim that wants them next, else by a gather."""
+        pairs = list(zip(self.dims[dim], self.goal[dim], strict=False))
+        common = next((i for i, (now, then) in enumerate(pairs) if now != then), len(pairs))
+        surplus = self.dims[dim][common:]
+        while surplus:
+            other, first, last = _receiver(self.dims, self.goal, dim, surplus, self.mesh)
             if last < len(surplus):  # nobody wants these
-                gather(surplus[last:], dim)
+                self.gather(surplus[last:], dim)
             moved, surplus = surplus[first:last], surplus[:first]
             if moved:
-                dims[dim] = dims[dim][: len(dims[dim]) - len(moved)]
-                dims[other] = (*dims[other], *moved)
-                step("all_to_all", moved, dim, other)
-    narrow()
-    assert tuple(dims) == goal, (source, target, dims)
-    return steps
+                self.dims[dim] = self.dims[dim][: len(self.dims[dim]) - len(moved)]
+                self.dims[other] = (*self.dims[other], *moved)
+                self.step("all_to_all", moved, dim, other)
+
+    def gather(self, axes: tuple[str, ...], dim: int) -> None:
+        """Groups have their ranks in mesh order: axes in another one are gathered one by one, the minor first."""
+        for group in [axes] if axes == self.mesh.ordered(axes) else [(axis,) for axis in reversed(axes)]:
+            self.dims[dim] = self.dims[dim][: len(self.dims[dim]) - len(group)]
+            self.step("all_gather", group, dim)
 
 
 def _receiver(dims: list, goal: tuple, dim: int, surplus: tuple[str, ...], mesh: Mesh) -> tuple[int, int, int]:

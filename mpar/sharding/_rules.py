@@ -1,12 +1,11 @@
 """Sharding rules of torch's own ops: which factors their dims are made of. Primitives bring theirs.
 
-A rule speaks of global shapes only. An op without one is computed replicated, which is right for every op that is
-deterministic, functional and of static shape, and slow.
+A rule speaks of global shapes only. An op without one has no factors: it is computed replicated, which is right for every op that
+is deterministic, functional and of static shape, and slow.
 """
 
 import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, fx
 from mpar.ops import Primitive, primitive_of
 from mpar.sharding._canonicalise import PRODUCTS, shape_of, view_groups
 
-__all__ = ["NodeRule", "rule_of", "tensor_operands"]
+__all__ = ["Factors", "NodeRule", "has_rule", "rule_of", "tensor_operands"]
 
 aten = torch.ops.aten
 Factors = tuple[tuple[str, ...], ...]
@@ -32,7 +31,6 @@ class NodeRule:
     replicate:  factors that must not be sharded.
     linear:     operands in each of which alone the op is linear; `jointly`: linear in all of them together (a sum).
     localise:   (args, kwargs, local result shapes) -> (args, kwargs): writes local sizes into arguments that hold sizes.
-    known:      False for the fall-back.
     follows, as_is, ragged, leads: as in `ShardingRule`, operands by number.
     """
 
@@ -44,11 +42,15 @@ class NodeRule:
     linear: set[int] = field(default_factory=set)
     jointly: bool = False
     localise: Callable[[tuple, dict, list[tuple[int, ...]]], tuple[tuple, dict]] | None = None
-    known: bool = True
     follows: dict[str, str] = field(default_factory=dict)
     as_is: set[int] = field(default_factory=set)
     ragged: dict[str, int] = field(default_factory=dict)
     leads: set[int] = field(default_factory=set)
+
+    @property
+    def shardable(self) -> set[str]:
+        """The factors of operands that may be sharded; of an op without any nothing can be computed in parts."""
+        return {name for dims in self.factors for names in dims for name in names} - self.replicate
 
 
 def rule_of(node: fx.Node) -> NodeRule:
@@ -61,6 +63,12 @@ def rule_of(node: fx.Node) -> NodeRule:
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return _pointwise(node)
     return _replicated(node)
+
+
+def has_rule(node: fx.Node) -> bool:
+    """Whether anybody has said how this op may be sharded."""
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return primitive_of(node.target) is not None or node.target in RULES or pointwise
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
@@ -159,14 +167,15 @@ def _solve_composites(factors: list[Factors], shapes: list[tuple[int, ...]], siz
 
 
 def _pointwise(node: fx.Node) -> NodeRule:
-    shape = shape_of(node)
+    values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+    shape = tuple(values[0].shape)
     operands = tensor_operands(node)
     factors = []
     for operand in operands:
         own, offset = shape_of(operand), len(shape) - len(shape_of(operand))
         factors.append(tuple((f"d{i + offset}",) if size == shape[i + offset] and size > 1 else () for i, size in enumerate(own)))
     result = tuple((f"d{i}",) if size > 1 else () for i, size in enumerate(shape))
-    rule = NodeRule(operands, factors, [result], _dim_sizes(shape))
+    rule = NodeRule(operands, factors, [result] * len(values), _dim_sizes(shape))
     num_tensors = len(operands)
     if node.target in (aten.add.Tensor, aten.sub.Tensor) and isinstance(node.args[1], fx.Node):
         rule.jointly = True
@@ -184,25 +193,27 @@ def _pointwise(node: fx.Node) -> NodeRule:
 def _replicated(node: fx.Node) -> NodeRule:
     operands = tensor_operands(node)
     values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-    factors = [((),) * len(shape_of(operand)) for operand in operands]
+    factors: list[Factors] = [((),) * len(shape_of(operand)) for operand in operands]
     results = [((),) * v.ndim if isinstance(v, Tensor) else () for v in values]  # a gradient that nobody asked for is None
-    return NodeRule(operands, factors, results, {}, known=False)
+    return NodeRule(operands, factors, results, {})
 
 
-def _source(node: fx.Node) -> NodeRule:
-    """Ops that make a tensor of nothing: computed whole on every rank."""
+def _unread(node: fx.Node) -> NodeRule:
+    """An op that reads no data of its operand, which may lie anywhere."""
     rule = _replicated(node)
-    rule.known = True
+    rule.as_is = {0}
     return rule
 
 
-def _reduction(linear: bool) -> Callable[[fx.Node], NodeRule]:
+def _reduction(linear: bool, at: int = 1) -> Callable[[fx.Node], NodeRule]:
+    """Reductions over the dims in argument `at`, all if there are none; whether to keep them is the argument after it."""
+
     def rule(node: fx.Node) -> NodeRule:
         x = node.args[0]
         shape = shape_of(x)
-        dims = node.args[1] if len(node.args) > 1 and node.args[1] not in (None, [], ()) else list(range(len(shape)))
+        dims = node.args[at] if len(node.args) > at and node.args[at] not in (None, [], ()) else list(range(len(shape)))
         dims = {dim % max(len(shape), 1) for dim in ([dims] if isinstance(dims, int) else dims)}
-        keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+        keep = node.args[at + 1] if len(node.args) > at + 1 else node.kwargs.get("keepdim", False)
         factors = tuple((f"d{i}",) if size > 1 else () for i, size in enumerate(shape))
         result = tuple(() if i in dims else factors[i] for i in range(len(shape)) if keep or i not in dims)
         values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
@@ -288,7 +299,7 @@ def _reshape(node: fx.Node) -> NodeRule:
     x = node.args[0]
     before, after = shape_of(x), shape_of(node)
     if 0 in before:
-        return _source(node)
+        return _replicated(node)
     left: list[tuple[str, ...]] = [()] * len(before)
     right: list[tuple[str, ...]] = [()] * len(after)
     sizes: dict[str, int] = {}
@@ -374,7 +385,7 @@ RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     aten.amin.default: _reduction(linear=False),
     aten.prod.dim_int: _reduction(linear=False),
     aten.logsumexp.default: _reduction(linear=False),
-    aten.linalg_vector_norm.default: _source,
+    aten.linalg_vector_norm.default: _reduction(linear=False, at=2),
     aten.var.correction: _reduction(linear=False),
     aten.argmax.default: _reduction(linear=False),
     aten.any.dim: _reduction(linear=False),
@@ -402,12 +413,6 @@ RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     **{op: _product(equation) for op, equation in PRODUCTS.items()},
     aten.tril.default: _masked_triangle,
     aten.triu.default: _masked_triangle,
-    aten.arange.default: _source,
-    aten.arange.start: _source,
-    aten.arange.start_step: _source,
-    aten.full.default: _source,
-    aten.scalar_tensor.default: _source,
-    aten.eye.default: _source,
     aten.softplus_backward.default: _pointwise,  # which torch does not tag as such
     aten._to_copy.default: _pointwise,
     aten.clone.default: _pointwise,
@@ -415,6 +420,5 @@ RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     aten.fill.Scalar: _pointwise,
     aten.zeros_like.default: _pointwise,
     aten.ones_like.default: _pointwise,
-    aten.new_empty.default: _source,
-    operator.getitem: _source,
+    aten.new_empty.default: _unread,
 }

@@ -22,7 +22,7 @@ from mpar.torch_private import (
     preserve_node_meta,
 )
 
-__all__ = ["LogicalGraph", "source_line", "trace", "value_of"]
+__all__ = ["LogicalGraph", "source_line", "trace"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LogicalGraph:
         return "\n".join(describe(node) for node in self.graph.nodes)
 
 
-def trace(fn: Callable[..., Any], args: Sequence[Any], *, canonical: bool = True) -> LogicalGraph:
+def trace(fn: Callable[..., object], args: Sequence[object], *, canonical: bool = True) -> LogicalGraph:
     """Trace `fn(*args)`; the leaves of `args` are real, meta or fake tensors, of which only shapes and dtypes are read.
 
     Raises TraceError, listing all offenders with their lines, for randomness, mutation, or shapes that depend on data.
@@ -156,11 +156,6 @@ def _aliases(node: fx.Node) -> bool:
 
 def _shape_only(node: fx.Node) -> Any:
     return tree.map_leaves(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), node.meta["val"])
-
-
-def value_of(node: fx.Node) -> Any:
-    """The value without data that `node` stands for: a tensor, or a tuple of tensors."""
-    return node.meta["val"]
 
 
 def source_line(node: fx.Node) -> str:

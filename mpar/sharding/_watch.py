@@ -49,7 +49,7 @@ class Watch(TorchDispatchMode):
         self._nodes: list[int] = []  # autograd nodes, ascending; each was the last one when the op of the same index ran
         self._lines: list[str] = []
 
-    def refuse(self, what: Any, problem: str) -> None:
+    def refuse(self, what: object, problem: str) -> None:
         """Note that `what`, on the user's line that runs now, makes the function impure."""
         line = _user_line()
         self.offenders.append(f"{what} at {line} {problem}" if line else f"{what} {problem}")

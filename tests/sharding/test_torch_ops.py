@@ -98,6 +98,42 @@ def test_fallback_warns_once_and_names_the_op():
     assert lowered.ranked.fallbacks == ("aten.sort.default",)
 
 
+WHOLE = {
+    "a norm over a sharded dim": (lambda x: torch.linalg.vector_norm(x), "linalg_vector_norm", P("a")),
+    "a maximum over a sharded dim": (lambda x: x[:, 0].amax(), "amax", P("a")),
+    "a running sum of a sharded vector": (lambda x: x[:, 0].cumsum(0), "cumsum", P("a")),
+    "an op without a rule on a pending sum": (lambda x: x.sort(0).values, "sort", P(partial="a")),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_computed_whole_says_so(name):
+    """An op that the table knows, of which no part can be computed alone, does not gather its operands silently either."""
+    fn, op, spec = WHOLE[name]
+    with pytest.warns(ReplicatedFallback, match=rf"aten.{op}.*computed whole on every rank"):
+        lowered = jit(fn, mesh=MESH, in_specs=spec).lower(operands()[0])
+    assert [name.split(".")[1] for name in lowered.ranked.fallbacks] == [op]
+    testing.assert_close(lowered.simulate(operands()[0]), fn(operands()[0]))
+
+
+PARTS = {
+    "a norm of each row": (lambda x: torch.linalg.vector_norm(x, dim=1), P("a")),
+    "a maximum of each row": (lambda x: x.amax(1), P("a")),
+    "a running sum of each row": (lambda x: x.cumsum(1), P("a")),
+    "a root of a pending number": (lambda x: x.square().sum().sqrt(), P("a")),
+    "new memory": (lambda x: torch.cat([x.new_empty(0, 8), x]), P("a")),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_is_computed_in_parts_says_nothing(name):
+    """Warnings are errors here."""
+    fn, spec = PARTS[name]
+    lowered = jit(fn, mesh=MESH, in_specs=spec).lower(operands()[0])
+    assert lowered.ranked.fallbacks == ()
+    testing.assert_close(lowered.simulate(operands()[0]), fn(operands()[0]))
+
+
 def mlp(params, x):
     return ops.einsum("bd,df->bf", x, params["w"]).tanh() @ params["v"]
 

@@ -6,13 +6,14 @@ the rows of its own experts; what it combines is then a part of a sum. With neit
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import fx
 
 from mpar.errors import ShapeError
 from mpar.ops.experts._permute import expert_order_p, permute_p, unpermute_bwd_p, unpermute_p
 from mpar.ops.experts._rows import group_rows_p, head_rows_p, own_experts_p, pad_rows_p, take_rows_p
+from mpar.ops.primitive import Emitter
 
 __all__ = ["combine_bwd_on_rank", "combine_on_rank", "dispatch_on_rank"]
 
@@ -35,7 +36,7 @@ class _Layout:
         return tuple(axis for axes in self.tokens for axis in axes)
 
 
-def _layout(emit: Any, slots: Any) -> _Layout:
+def _layout(emit: Emitter, slots: fx.Node) -> _Layout:
     *leading, top_k = emit.shape(slots)
     tokens = tuple(emit.axes_of(f"leading{i}") for i in range(len(leading)))
     experts, sharding = emit.table("expert"), {axis for axes in tokens for axis in axes}
@@ -47,7 +48,7 @@ def _layout(emit: Any, slots: Any) -> _Layout:
     return _Layout(tokens, exchanged, selected, emit.size(exchanged), num_slots, top_k)
 
 
-def _flat(emit: Any, x: Any, width: int) -> Any:
+def _flat(emit: Emitter, x: fx.Node, width: int) -> fx.Node:
     *leading, _ = emit.shape(x)
     num_rows = 1
     for size in leading:
@@ -55,7 +56,7 @@ def _flat(emit: Any, x: Any, width: int) -> Any:
     return emit(aten.reshape.default, x, [num_rows, width])
 
 
-def _per_rank(emit: Any, traffic: Any, at: _Layout) -> tuple[Any, Any, Any]:
+def _per_rank(emit: Emitter, traffic: fx.Node, at: _Layout) -> tuple[fx.Node, fx.Node, fx.Node]:
     """`(sent, received, by expert)`: rows for and from each rank, and those that came as (experts, ranks)."""
     per_rank = emit.shape(traffic)[1] // at.num_ranks
     leaving, coming = (emit(aten.select.int, traffic, 0, i) for i in range(2))
@@ -64,14 +65,14 @@ def _per_rank(emit: Any, traffic: Any, at: _Layout) -> tuple[Any, Any, Any]:
     return sent, emit(aten.sum.dim_IntList, by_expert, [0]), by_expert
 
 
-def _to_experts(emit: Any, rows: Any, traffic: Any, at: _Layout) -> Any:
+def _to_experts(emit: Emitter, rows: fx.Node, traffic: fx.Node, at: _Layout) -> fx.Node:
     """Rows sorted by expert, on the rank that holds their tokens, to the ranks that hold their experts."""
     sent, received, by_expert = _per_rank(emit, traffic, at)
     (rows,) = emit.arrived(emit.exchange_rows(rows, sent, received, at.exchanged, None), [rows])
     return rows if emit.shape(by_expert)[0] == 1 else emit(group_rows_p, rows, by_expert, back=False)
 
 
-def _to_tokens(emit: Any, rows: Any, traffic: Any, at: _Layout) -> Any:
+def _to_tokens(emit: Emitter, rows: fx.Node, traffic: fx.Node, at: _Layout) -> fx.Node:
     """And back: one row for each slot of this rank's tokens, zeros for those of other ranks' experts."""
     if not at.exchanged:
         return emit(pad_rows_p, rows, num_rows=at.num_slots) if at.selected else rows
@@ -81,7 +82,7 @@ def _to_tokens(emit: Any, rows: Any, traffic: Any, at: _Layout) -> Any:
     return emit.arrived(emit.exchange_rows(rows, received, sent, at.exchanged, at.num_slots), [rows])[0]
 
 
-def dispatch_on_rank(emit: Any, x: Any, experts: Any, *, num_experts: int) -> tuple:
+def dispatch_on_rank(emit: Emitter, x: fx.Node, experts: fx.Node, *, num_experts: int) -> tuple:
     """Rows, offsets, inverse and traffic of this rank."""
     at, axes = _layout(emit, experts), emit.table("expert")
     emit.opaque()
@@ -124,7 +125,7 @@ def dispatch_on_rank(emit: Any, x: Any, experts: Any, *, num_experts: int) -> tu
     )
 
 
-def combine_on_rank(emit: Any, rows: Any, inverse: Any, traffic: Any, weights: Any) -> tuple:
+def combine_on_rank(emit: Emitter, rows: fx.Node, inverse: fx.Node, traffic: fx.Node, weights: fx.Node | None) -> tuple:
     """This rank's tokens, and the rows that they were made of."""
     at, parts = _layout(emit, inverse), emit.partial(rows)
     emit.opaque()
@@ -136,7 +137,9 @@ def combine_on_rank(emit: Any, rows: Any, inverse: Any, traffic: Any, weights: A
     return emit.placed(y, *at.tokens, partial=partial), emit.placed(back, emit.ordered(at.token_axes), partial=partial)
 
 
-def combine_bwd_on_rank(emit: Any, back: Any, inverse: Any, traffic: Any, weights: Any, dy: Any) -> tuple:
+def combine_bwd_on_rank(
+    emit: Emitter, back: fx.Node, inverse: fx.Node, traffic: fx.Node, weights: fx.Node | None, dy: fx.Node
+) -> tuple:
     """Gradients of the rows, where their experts are, and of the weights."""
     at, parts = _layout(emit, inverse), emit.partial(back)
     emit.opaque()

@@ -1,6 +1,6 @@
 """The `torch.autograd.Function` around a primitive: what `torch.func.grad`, `vjp`, `vmap` and `.backward()` do with it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,10 +53,8 @@ class _BatchInfo:
 def make_function(
     name: str, op: Callable[..., Results], signature: Signature, transforms: Transforms
 ) -> type[torch.autograd.Function]:
-    """The autograd Function around `op`; its flat arguments are the operands, then the parameters in order.
-
-    `transforms` is read when the function is called, so that rules may be defined after it.
-    """
+    """The autograd Function around `op`; its flat arguments are the operands, then the parameters in order. It reads `transforms`
+    when it is called, so that rules may be defined later."""
     num_operands, keys = len(signature.operands), tuple(signature.params)
 
     def split(flat: tuple) -> tuple[Sequence[Tensor | None], dict[str, Static]]:
@@ -87,10 +85,8 @@ def make_function(
                 raise no_gradient(name)
             if all(dy is None for dy in cotangents):
                 return (None,) * (num_operands + len(keys))
-            values: dict[str, Tensor | None] = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-            values |= {f"d{result}": dy for result, dy in zip(signature.results, cotangents, strict=True)}
-            grads = vjp.fn(*(values.get(read) for read in vjp.reads), **ctx.params)
-            by_name = dict(zip(vjp.gives, grads if isinstance(grads, tuple) else (grads,), strict=True))
+            cotangent_of = {f"d{result}": dy for result, dy in zip(signature.results, cotangents, strict=True)}
+            by_name = _gradients(vjp, dict(zip(ctx.names, ctx.saved_tensors, strict=True)) | cotangent_of, ctx.params)
             wanted = zip(signature.operands, ctx.needs_input_grad[:num_operands], strict=True)
             return *(by_name.get(f"d{operand}") if needed else None for operand, needed in wanted), *(None for _ in keys)
 
@@ -103,6 +99,12 @@ def make_function(
 
     Function.__name__ = Function.__qualname__ = name
     return Function
+
+
+def _gradients(vjp: Vjp, values: Mapping[str, Tensor | None], params: Mapping[str, Static]) -> dict[str, Tensor | None]:
+    """The gradients that `vjp` gives, by name; what it reads and `values` has not is None."""
+    grads = vjp.fn(*(values.get(name) for name in vjp.reads), **params)
+    return dict(zip(vjp.gives, grads if isinstance(grads, tuple) else (grads,), strict=True))
 
 
 def no_gradient(name: str) -> DifferentiationError:

@@ -157,7 +157,7 @@ class Primitive:
         return rule if isinstance(rule, ShardingRule) else self._check_rule(rule(**params))
 
     def def_sharded(self, factor: str) -> Callable[[Callable], Callable]:
-        """`fn(emit, *operands, **params)` is the local program when `factor` is sharded (`sharding/_emit.py` has `emit`).
+        """`fn(emit, *operands, **params)` is the local program when `factor` is sharded; `emit` is an `Emitter`.
 
         Of several such factors that are sharded, the one that was defined first decides.
         """

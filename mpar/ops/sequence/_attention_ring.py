@@ -7,10 +7,11 @@ ranks.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from torch import fx
 
+from mpar.ops.primitive import Emitter
 from mpar.ops.sequence._merge_attention import merge_attention_p
 
 __all__ = ["attend_on_rank", "attend_on_rank_bwd", "ring", "ring_bwd"]
@@ -18,31 +19,40 @@ __all__ = ["attend_on_rank", "attend_on_rank_bwd", "ring", "ring_bwd"]
 aten = torch.ops.aten
 
 
-def _orders(emit: Any, q: Any, k: Any, q_order: Any, k_order: Any) -> tuple[Any, Any]:
+def _orders(emit: Emitter, q: fx.Node, k: fx.Node, q_order: fx.Node | None, k_order: fx.Node | None) -> tuple[fx.Node, fx.Node]:
     """Original indices of this rank's queries and keys; where there are none given, those of contiguous shards."""
     pairs = ((q, "s", q_order), (k, "m", k_order))
     return tuple(_order(emit, emit.shape(x)[1], factor) if order is None else order for x, factor, order in pairs)  # type: ignore
 
 
-def _order(emit: Any, length: int, factor: str) -> Any:
+def _order(emit: Emitter, length: int, factor: str) -> fx.Node:
     local = emit(aten.arange.default, length, dtype=torch.int64, device=torch.device("cpu"), pin_memory=False)
     return emit(aten.add.Tensor, local, emit.start_of(factor))
 
 
-def _widened(emit: Any, x: Any) -> Any:
+def _widened(emit: Emitter, x: fx.Node) -> fx.Node:
     wide = torch.promote_types(x.meta["val"].dtype, torch.float32)
     return x if wide == x.meta["val"].dtype else emit(aten._to_copy.default, x, dtype=wide)
 
 
-def _like(emit: Any, x: Any, like: Any) -> Any:
+def _like(emit: Emitter, x: fx.Node, like: fx.Node) -> fx.Node:
     dtype = like.meta["val"].dtype
     return x if x.meta["val"].dtype == dtype else emit(aten._to_copy.default, x, dtype=dtype)
 
 
-def attend_on_rank(op: Any) -> Callable:
+def attend_on_rank(op: object) -> Callable:
     """The local program of attention `op`, queries sharded and keys whole."""
 
-    def program(emit: Any, q: Any, k: Any, v: Any, q_order: Any, k_order: Any, *rest: Any, **params: Any) -> tuple:
+    def program(
+        emit: Emitter,
+        q: fx.Node,
+        k: fx.Node,
+        v: fx.Node,
+        q_order: fx.Node | None,
+        k_order: fx.Node | None,
+        *rest: fx.Node,
+        **params: object,
+    ) -> tuple:
         emit.opaque()
         both = emit(op, q, k, v, *_orders(emit, q, k, q_order, k_order), *rest, **params)
         return emit.getitem(both, 0), emit.getitem(both, 1)
@@ -50,10 +60,19 @@ def attend_on_rank(op: Any) -> Callable:
     return program
 
 
-def attend_on_rank_bwd(op: Any) -> Callable:
+def attend_on_rank_bwd(op: object) -> Callable:
     """The same for the gradient: those of whole keys and values are parts of a sum over the queries."""
 
-    def program(emit: Any, q: Any, k: Any, v: Any, q_order: Any, k_order: Any, *rest: Any, **params: Any) -> tuple:
+    def program(
+        emit: Emitter,
+        q: fx.Node,
+        k: fx.Node,
+        v: fx.Node,
+        q_order: fx.Node | None,
+        k_order: fx.Node | None,
+        *rest: fx.Node,
+        **params: object,
+    ) -> tuple:
         emit.opaque()
         grads = emit(op, q, k, v, *_orders(emit, q, k, q_order, k_order), *rest, **params)
         dq, *others = (emit.getitem(grads, i) for i in range(4))
@@ -62,11 +81,20 @@ def attend_on_rank_bwd(op: Any) -> Callable:
     return program
 
 
-def ring(op: Any) -> Callable:
+def ring(op: object) -> Callable:
     """The local program of attention `op`, queries and keys sharded."""
 
     def program(
-        emit: Any, q: Any, k: Any, v: Any, q_order: Any, k_order: Any, q_docs: Any, k_docs: Any, sinks: Any, **params: Any
+        emit: Emitter,
+        q: fx.Node,
+        k: fx.Node,
+        v: fx.Node,
+        q_order: fx.Node | None,
+        k_order: fx.Node | None,
+        q_docs: fx.Node | None,
+        k_docs: fx.Node | None,
+        sinks: fx.Node | None,
+        **params: object,
     ) -> tuple:
         emit.opaque()
         axes, (q_order, k_order) = emit.axes_of("m"), _orders(emit, q, k, q_order, k_order)
@@ -89,28 +117,29 @@ def ring(op: Any) -> Callable:
     return program
 
 
-def ring_bwd(op: Any) -> Callable:
+def ring_bwd(op: object) -> Callable:
     """The local program of the gradient of attention `op`, queries and keys sharded."""
 
     def program(
-        emit: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        q_order: Any,
-        k_order: Any,
-        q_docs: Any,
-        k_docs: Any,
-        sinks: Any,
-        *results: Any,
-        **params: Any,
+        emit: Emitter,
+        q: fx.Node,
+        k: fx.Node,
+        v: fx.Node,
+        q_order: fx.Node | None,
+        k_order: fx.Node | None,
+        q_docs: fx.Node | None,
+        k_docs: fx.Node | None,
+        sinks: fx.Node | None,
+        *results: fx.Node,
+        **params: object,
     ) -> tuple:
         emit.opaque()
         axes, (q_order, k_order) = emit.axes_of("m"), _orders(emit, q, k, q_order, k_order)
         block = [k, v, k_order] if k_docs is None else [k, v, k_order, k_docs]
-        own: list[Any] = []
-        travelling: Any = None  # gradients of the block before the one at hand, on their way to the next rank
-        dq = dsinks = sent = None
+        own: list[fx.Node] = []
+        travelling: fx.Node | None = None  # gradients of the block before the one at hand, on their way to the next rank
+        sent: list[fx.Node] = []
+        dq = dsinks = None
         for step in range(emit.size(axes)):
             coming = emit.shift(block, axes) if step + 1 < emit.size(axes) else None
             k, v, k_order, *docs = block
@@ -125,6 +154,7 @@ def ring_bwd(op: Any) -> Callable:
                     of_block = [emit(aten.add.Tensor, a, b) for a, b in zip(so_far, of_block, strict=True)]
                 travelling, sent = emit.shift(of_block, axes), of_block
             block = emit.arrived(coming, block) if coming is not None else block
+        assert travelling is not None, "a ring has more than one rank"
         home = emit.arrived(travelling, sent)
         dk, dv = (emit(aten.add.Tensor, a, b) for a, b in zip(own, home, strict=True))
         return _like(emit, dq, q), dk, dv, emit.pending(dsinks)

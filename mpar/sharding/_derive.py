@@ -1,0 +1,242 @@
+"""What an op of torch does with each dim, found from the op itself, for the check of rank graphs.
+
+The lowering reads a table of rules (`_rules.py`). A check that read the same table would prove a wrong entry right. Here nothing
+is taken from it: element-wise ops are known by torch's own tag, views by the strides that they give, reshapes by the places where
+both shapes can be cut, reductions and ops along a dim by the name of that argument in torch's schema, and linear ops by a list.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor, fx
+
+from mpar.ops import primitive_of
+from mpar.sharding._canonicalise import shape_of
+from mpar.sharding._rules import Factors, NodeRule, rule_of, tensor_operands
+
+__all__ = ["derived_rule"]
+
+aten = torch.ops.aten
+VIEWS = {
+    aten.permute.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+}
+ELEMENTWISE = {
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.empty_like.default,
+    aten.fill.Scalar,
+    aten.ones_like.default,
+    aten.softplus_backward.default,
+    aten.zeros_like.default,
+}
+"""Those that torch does not tag as such."""
+REDUCTIONS = {
+    aten.all.dim,
+    aten.amax.default,
+    aten.amin.default,
+    aten.any.dim,
+    aten.argmax.default,
+    aten.linalg_vector_norm.default,
+    aten.logsumexp.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.prod.dim_int,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.var.correction,
+}
+ALONG = {
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten.cat.default,
+    aten.cumsum.default,
+    aten.flip.default,
+    aten.slice_backward.default,
+}
+"""Ops that work across the dims which `dim` or `dims` names, and treat each index of the other dims alone."""
+TRIANGLES = {aten.tril.default, aten.triu.default}
+PRODUCTS = {
+    aten.mm.default: (("m", "c"), ("c", "n"), ("m", "n")),
+    aten.bmm.default: (("z", "m", "c"), ("z", "c", "n"), ("z", "m", "n")),
+    aten.mv.default: (("m", "c"), ("c",), ("m",)),
+    aten.dot.default: (("c",), ("c",), ()),
+}
+
+FIRST = {
+    *VIEWS,
+    *TRIANGLES,
+    aten.clone.default,
+    aten.div.Scalar,
+    aten.div.Tensor,
+    aten.expand.default,
+    aten.flip.default,
+    aten.mul.Scalar,
+    aten.neg.default,
+    aten.reshape.default,
+    aten.select_backward.default,
+    aten.slice_backward.default,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+}
+"""f(a + b) = f(a) + f(b) in the first operand, the others held fixed."""
+EACH = {aten.mul.Tensor, *PRODUCTS}
+"""The same in each operand, the others held fixed."""
+TOGETHER = {aten.add.Tensor, aten.cat.default, aten.stack.default, aten.sub.Tensor}
+"""f(a + b, c + d) = f(a, c) + f(b, d), where all operands are tensors."""
+
+
+def derived_rule(node: fx.Node) -> NodeRule:
+    """The dims of a node of a rank graph whose values have global sizes; a primitive's are those that its author states."""
+    if primitive_of(node.target) is not None:
+        return rule_of(node)
+    operands = tensor_operands(node)
+    rule = _dims(node, operands)
+    if node.target in EACH:
+        rule.linear = set(range(len(operands)))
+    elif node.target in FIRST and node.args[0] is operands[0]:
+        rule.linear = {0}
+    rule.jointly = node.target in TOGETHER and len(operands) == len(list(_flat(node.args)))
+    return rule
+
+
+def _dims(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
+    target = node.target
+    if target == aten.reshape.default:
+        return _cuts(node)
+    if target in VIEWS or target == aten.expand.default:
+        return _strides(node)
+    if target in REDUCTIONS:
+        return _reduced(node)
+    if target in ALONG:
+        across = _named_dims(node, len(shape_of(operands[0])))
+        return _same_place(operands, _values(node), lambda i: i not in across)
+    if target in TRIANGLES:
+        return _same_place(operands, _values(node), lambda i: i < len(shape_of(node)) - 2)
+    if target in (aten.stack.default, aten.select_backward.default):
+        return _new_dim(node, operands)
+    if target in PRODUCTS:
+        *terms, out = (tuple((name,) for name in dims) for dims in PRODUCTS[target])
+        sizes = {name: n for operand, dims in zip(operands, terms, strict=True) for (name,), n in _zip(dims, shape_of(operand))}
+        return NodeRule(operands, terms, [out], sizes)
+    if torch.Tag.pointwise in getattr(target, "tags", ()) or target in ELEMENTWISE:
+        return _same_place(operands, _values(node), lambda i: True)
+    return _whole(node, operands, unread={0} if target == aten.new_empty.default else set())
+
+
+def _whole(node: fx.Node, operands: list[fx.Node], unread: set[int]) -> NodeRule:
+    """No dim may be sharded, but for operands whose data is not read."""
+    factors: list[Factors] = [((),) * len(shape_of(operand)) for operand in operands]
+    return NodeRule(operands, factors, [((),) * value.ndim for value in _values(node)], {}, as_is=unread)
+
+
+def _same_place(operands: list[fx.Node], values: list[Tensor], alone: Callable[[int], bool]) -> NodeRule:
+    """Dims of operands and results, counted from the last one, are the same where sizes agree, for dims that are `alone`."""
+    rank = max(value.ndim for value in values)
+    sizes = {f"d{i}": n for value in values for i, n in enumerate(value.shape, rank - value.ndim)}
+
+    def names(shape: Sequence[int]) -> Factors:
+        places = enumerate(shape, rank - len(shape))
+        return tuple((f"d{i}",) if n > 1 and n == sizes[f"d{i}"] and alone(i) else () for i, n in places)
+
+    return NodeRule(operands, [names(shape_of(o)) for o in operands], [names(v.shape) for v in values], sizes)
+
+
+def _strides(node: fx.Node) -> NodeRule:
+    """A view of a contiguous tensor walks along a dim of it where a result's dim has the same stride and the same size."""
+    (x,) = tensor_operands(node)
+    source = torch.empty(shape_of(x), device="meta")
+    args = (list(shape_of(node)),) if node.target == aten.expand.default else node.args[1:]
+    views = node.target(source, *args, **node.kwargs)
+    walked = {stride: (i, n) for i, (stride, n) in enumerate(_zip(source.stride(), source.shape)) if n > 1}
+    results: list[Factors] = []
+    for view in views if isinstance(views, (list, tuple)) else (views,):
+        found = [(walked.get(stride, (-1, 0)), n) for stride, n in _zip(view.stride(), view.shape)]
+        results.append(tuple((f"d{i}",) if n > 1 and n == size else () for (i, size), n in found))
+    kept = set.intersection(*({name for dims in result for name in dims} for result in results))
+    factors = tuple((f"d{i}",) if f"d{i}" in kept else () for i in range(source.ndim))
+    return NodeRule([x], [factors], results, {f"d{i}": n for i, n in enumerate(source.shape)})
+
+
+def _cuts(node: fx.Node) -> NodeRule:
+    """The factors of a reshape lie between the strides at which either shape begins a dim, if each of these divides the next."""
+    (x,) = tensor_operands(node)
+    before, after = shape_of(x), shape_of(node)
+    if 0 in before:
+        return _whole(node, [x], set())
+    strides = sorted({*_suffixes(before), *_suffixes(after)})
+    pieces = [(small, large) for small, large in _zip(strides[:-1], strides[1:])]
+    sizes = {f"v{small}": large // small for small, large in pieces}
+
+    def names(shape: tuple[int, ...]) -> Factors:
+        ends = _suffixes(shape)
+        out = []
+        for minor, major in _zip(ends[1:], ends[:-1]):
+            inside = [(small, large) for small, large in pieces if minor <= small and large <= major]
+            nested = all(large % small == 0 for small, large in inside)
+            out.append(tuple(f"v{small}" for small, _ in reversed(inside)) if nested else ())
+        return tuple(out)
+
+    factors, result = names(before), names(after)
+    one_sided = {name for dims in factors for name in dims} ^ {name for dims in result for name in dims}
+    return NodeRule([x], [factors], [result], sizes, replicate=one_sided)
+
+
+def _suffixes(shape: tuple[int, ...]) -> list[int]:
+    """The products of all sizes from each place on: `(2, 3)` gives `[6, 3, 1]`."""
+    return [reduce(operator.mul, shape[i:], 1) for i in range(len(shape) + 1)]
+
+
+def _reduced(node: fx.Node) -> NodeRule:
+    """The dims that `dim` names, all if it names none, are gone or of size 1; a sum over sharded ones is pending."""
+    (x,) = tensor_operands(node)
+    shape, values = shape_of(x), _values(node)
+    gone = _named_dims(node, len(shape)) or set(range(len(shape)))
+    factors = tuple((f"d{i}",) if n > 1 else () for i, n in enumerate(shape))
+    kept = values[0].ndim == len(shape)
+    result = tuple(() if i in gone else factor for i, factor in enumerate(factors) if kept or i not in gone)
+    adds = node.target in (aten.sum.default, aten.sum.dim_IntList)
+    across = set() if adds else {name for i in gone for name in factors[i]}
+    return NodeRule([x], [factors], [result] * len(values), {f"d{i}": n for i, n in enumerate(shape)}, replicate=across)
+
+
+def _new_dim(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
+    """The result has one dim more than the operands, the one that `dim` names."""
+    rank = len(shape_of(node))
+    (new,) = _named_dims(node, rank)
+    result = tuple((f"d{i}",) if i != new and n > 1 else () for i, n in enumerate(shape_of(node)))
+    factors = tuple(names for i, names in enumerate(result) if i != new)
+    return NodeRule(operands, [factors] * len(operands), [result], {f"d{i}": n for i, n in enumerate(shape_of(node))})
+
+
+def _named_dims(node: fx.Node, rank: int) -> set[int]:
+    """What the node gives for the argument which torch's schema calls `dim` or `dims`, counted from the first dim."""
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name in ("dim", "dims"):
+            given = node.kwargs.get(argument.name, node.args[place] if place < len(node.args) else argument.default_value)
+            dims = [given] if isinstance(given, int) else given or []
+            return {dim % max(rank, 1) for dim in dims}
+    return set()
+
+
+def _values(node: fx.Node) -> list[Tensor]:
+    value = node.meta["val"]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _flat(args: Sequence[object]) -> Sequence[object]:
+    """The arguments of a sum that are added up, lists flattened: numbers among them make it affine."""
+    first = args[0]
+    return [item for item in first if item is not None] if isinstance(first, (list, tuple)) else args
+
+
+def _zip(*columns: Sequence) -> list[tuple]:
+    return list(zip(*columns, strict=True))
