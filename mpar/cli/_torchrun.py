@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mpar.cli._arguments import read_arguments
 from mpar.cli._compose import compose_config
 from mpar.cli._run_dir import new_run_dir
 from mpar.cli._screen import say_aside, show_failure
@@ -42,9 +43,10 @@ def main(args: Sequence[str]) -> int:
 
 
 def _configure(args: Sequence[str], world: int) -> tuple[TrainConfig, dict[str, Any]]:
-    if any(arg in ("-m", "--multirun") for arg in args):
+    arguments = read_arguments(args)
+    if arguments.multirun:
         raise ConfigError("a sweep cannot run under torchrun: leave out -m, or start `mpar train -m` without torchrun")
-    config, resolved = compose_config("train", TrainConfig, args)
+    config, resolved = compose_config("train", TrainConfig, arguments.overrides, arguments.own)
     mesh = make_mesh(config)
     if mesh.size != world:
         raise MeshError(
