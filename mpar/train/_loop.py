@@ -12,11 +12,12 @@ from torch import Tensor
 
 from mpar.data import Batches
 from mpar.errors import NumericsError
-from mpar.models import Model, with_next_tokens
-from mpar.program import Program, RankRun, Replay, State, batch_rows
+from mpar.models import Model
+from mpar.program import Program, RankRun, Replay, State
 from mpar.train._config import TrainConfig
 from mpar.train._evaluation import Evaluation
 from mpar.train._experts import expert_load, side_losses
+from mpar.train._local_batch import local_batch
 from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
 from mpar.train._state import Position, check_data, fresh_state, load_state, save_state
 from mpar.train._watch import Watch
@@ -63,11 +64,11 @@ def run_steps(rank: Rank, state: State, position: Position, on_step: Callable[[S
     """
     config, watch = rank.config, rank.watch
     costs = [flops_per_token(rank.model, rank.batches.shape.seq_len, causal=causal) for causal in (False, True)]
-    predicted = rank.program.predict().peak_bytes
+    predicted, further = rank.program.predict().peak_bytes, bool(rank.model.next_keys)
     positions = rank.batches.shape.batch_size * rank.batches.shape.seq_len
     while position.step < config.steps:
         began, sent = time.perf_counter(), watch.communication_bytes
-        batch = _local_batch(rank, position.step)
+        batch = local_batch(rank.program, rank.batches, position.step, rank.rank, rank.device, next_tokens=further)
         watch.begin_step(position.step + 1)
         state, metrics = rank.run(state, batch)
         watch.between_steps(position.step + 1)
@@ -110,14 +111,6 @@ def _evaluated(rank: Rank, state: State, step: int) -> float | None:
     if evaluation is None or not evaluation.is_due(step, rank.config.steps):
         return None
     return evaluation.loss(state, rank.rank, rank.device, rank.watch)
-
-
-def _local_batch(rank: Rank, step: int) -> dict[str, Tensor]:
-    batch = rank.batches.batch(step)
-    if rank.model.next_keys:  # what follows a token is known only before ranks get their positions
-        batch = with_next_tokens(batch)
-    rows = batch_rows(rank.program, batch, rank.rank)
-    return {key: value.to(rank.device) for key, value in rows.items()}
 
 
 def _check_finite(step: int, loss: float, grad_norm: float, microbatch_losses: Tensor) -> None:
