@@ -13,7 +13,7 @@ from mpar.cli._compose import compose_config
 from mpar.cli._help import describe_config
 from mpar.cli._screen import say
 from mpar.errors import CheckpointError
-from mpar.train import TrainConfig, make_model, make_tokenizer
+from mpar.train import TrainConfig, make_setup, make_tokenizer
 from mpar.train.export import export_hf
 
 __all__ = ["ExportConfig", "main"]
@@ -47,5 +47,5 @@ def main(args: Sequence[str]) -> int:
     out = Path(config.out) if config.out else run_dir / "hf"
     if config.out and out.exists():
         raise CheckpointError(f"cannot export to {out}: it exists. Choose another folder, or delete it.")
-    say(str(export_hf(make_model(run), make_tokenizer(run), source, out)))
+    say(str(export_hf(make_setup(run).model, make_tokenizer(run), source, out)))
     return 0

@@ -25,4 +25,4 @@ def train_once(config: TrainConfig, resolved: PlainConfig) -> None:
         prepared = prepare_job(config, resolved, Path(folder))
         say_aside(f"{prepared.summary}\nprepared in {time.perf_counter() - began:.1f} s")
         launch(prepared.job, Path(folder))
-    finish(config)
+    finish(prepared.setup, prepared.tokenizer)

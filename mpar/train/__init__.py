@@ -8,15 +8,13 @@ from mpar.train._job import Job, read_job, write_job
 from mpar.train._loop import Rank, run_steps, start
 from mpar.train._mesh_name import MESH_EXAMPLES, MESH_GRAMMAR, mesh_by_name, mesh_problem, nearest_mesh_name
 from mpar.train._metrics import MetricsFile, StepRecord, flops_per_token, read_metrics, tensorboard_writer
+from mpar.train._run_data import RunData, load_data, make_tokenizer
 from mpar.train._setup import (
-    make_batches,
-    make_evaluation_batches,
+    RunSetup,
     make_hardware,
     make_mesh,
-    make_model,
     make_optimizer,
-    make_strategy,
-    make_tokenizer,
+    make_setup,
     num_microbatches,
     num_threads,
 )
@@ -38,6 +36,8 @@ __all__ = [
     "PlanConfig",
     "Position",
     "Rank",
+    "RunData",
+    "RunSetup",
     "StepRecord",
     "TrainConfig",
     "Watch",
@@ -45,15 +45,13 @@ __all__ = [
     "expert_load",
     "flops_per_token",
     "fresh_state",
+    "load_data",
     "load_params",
     "load_state",
-    "make_batches",
-    "make_evaluation_batches",
     "make_hardware",
     "make_mesh",
-    "make_model",
     "make_optimizer",
-    "make_strategy",
+    "make_setup",
     "make_tokenizer",
     "mesh_by_name",
     "mesh_problem",

@@ -8,7 +8,7 @@ from mpar.cli._compose import compose_config
 from mpar.cli._help import describe_config
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.strategy import PRESETS
-from mpar.train import MeshConfig, TrainConfig, make_hardware, make_model, make_optimizer, make_strategy
+from mpar.train import MeshConfig, TrainConfig, make_optimizer, make_setup
 
 CHOICES = [(group, name) for group, names in choices().shown.items() for name in names]
 
@@ -22,11 +22,9 @@ def test_every_choice_is_usable(group, name):
     """Each file of each group, and each name that is shown, composes, binds, and gives the thing that it describes."""
     needed = {"hf": ["model.path=/nowhere"], "jsonl": ["data.sources=[x.jsonl]"]}.get(name, [])
     config = composed(f"{group}={name}", *needed)
-    make_strategy(config)
-    make_hardware(config.hardware)
     make_optimizer(config.optimizer, config.steps)
     if name != "hf":
-        make_model(config)
+        make_setup(config)
 
 
 def test_every_preset_is_a_choice():

@@ -8,7 +8,7 @@ from mpar.cli._compose import compose_config
 from mpar.models import with_next_tokens
 from mpar.program import Program, batch_rows, rows_of
 from mpar.shards import shard
-from mpar.train import TrainConfig, make_batches, make_model
+from mpar.train import TrainConfig, load_data, make_setup
 from mpar.train._local_batch import local_batch
 from mpar.train.prepare import compile_program
 from tests.train.conftest import SMALL
@@ -42,9 +42,9 @@ def test_a_rank_reads_its_rows_alone(how):
     """Every rank's part has the bits of what is dealt out of the global batch, and it asked for no row but its own."""
     small = [word for word in SMALL if not (word.startswith("model.") and "model=tiny_deepseek_v3" in how)]
     config = compose_config("train", TrainConfig, [*small, *how])[0]
-    model, program = make_model(config), compile_program(config)
-    batches = make_batches(config, model)
-    further = bool(model.next_keys)
+    setup = make_setup(config)
+    program, batches = compile_program(setup), load_data(setup).training
+    further = bool(setup.model.next_keys)
     whole = with_next_tokens(batches.batch(1)) if further else batches.batch(1)
     ranks_of_row = dict.fromkeys(range(batches.shape.batch_size), 0)
     read: list[list[int]] = []
