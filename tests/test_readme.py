@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mpar.cli import _main
+from mpar.cli._arguments import read_arguments
 from mpar.cli._compose import check_overrides
 from mpar.train import TrainConfig
 from tests.patience import PATIENCE_S
@@ -38,7 +39,10 @@ def test_command_is_understood(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command, *args = shlex.split(line.replace("\\\n", " "), comments=True)
     if "-m" in args or any("DIR" in arg or ".jsonl" in arg for arg in args):
-        check_overrides("train", TrainConfig, [arg for arg in args if arg != "-m"])
+        (tmp_path / "DIR" / "experiment").mkdir(parents=True)
+        (tmp_path / "DIR" / "experiment" / "mine.yaml").touch()
+        arguments = read_arguments(args)
+        check_overrides("train", TrainConfig, arguments.overrides, arguments.own)
         return
     (tmp_path / "order.csv").write_text("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n", encoding="utf-8")
     assert command in ("train", "plan")

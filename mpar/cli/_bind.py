@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from mpar.errors import ConfigError, UnknownNameError
 
-__all__ = ["bind", "known_keys", "nearest", "open_keys"]
+__all__ = ["bind", "describe", "known_keys", "nearest", "open_keys"]
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def _convert(hint: Any, value: Any, path: str, unknown: list[str], wrong: list[s
             return converted
     words = [word for option in _options(hint) if get_origin(option) is Literal for word in get_args(option)]
     near = f"; did you mean {nearest(value, words)}?" if words and isinstance(value, str) else ""
-    wrong.append(f"{path}={value!r}: must be {_describe(hint)}{near}")
+    wrong.append(f"{path}={value!r}: must be {describe(hint)}{near}")
     return None
 
 
@@ -148,17 +148,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and value == value and abs(value) != float("inf")
 
 
-def _describe(hint: Any) -> str:
+def describe(hint: Any) -> str:
     """A type in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(_describe(arg) for arg in args)
+        return " or ".join(describe(arg) for arg in args)
     if origin is Literal:
         return " or ".join(str(arg) for arg in args)
     if origin is tuple:
-        inner = f"{_describe(args[0])}, ..." if args[1:] == (Ellipsis,) else ", ".join(_describe(arg) for arg in args)
+        inner = f"{describe(args[0])}, ..." if args[1:] == (Ellipsis,) else ", ".join(describe(arg) for arg in args)
         return f"[{inner}]"
     if origin is dict:
-        return f"{{key: {_describe(args[1])}}}"
+        return f"{{key: {describe(args[1])}}}"
     names = {type(None): "null", str: "text", int: "a whole number", float: "a number", bool: "true or false", Any: "a value"}
     return names.get(hint, str(hint))

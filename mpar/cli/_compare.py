@@ -8,7 +8,7 @@ from rich.table import Table
 from mpar.errors import ConfigError, ShapeError, ShardingError, UnknownNameError
 from mpar.program import Hardware, Prediction, format_bytes, format_time
 from mpar.schedules import SCHEDULES, Picture, num_stages
-from mpar.train import TrainConfig
+from mpar.train import RunSetup
 from mpar.train.prepare import compile_program
 
 __all__ = ["Candidate", "check_names", "comparison", "try_schedules"]
@@ -41,18 +41,19 @@ def check_names(names: Sequence[str]) -> None:
         raise UnknownNameError(f"cannot compare {', '.join(unknown)}: no such schedule; there are {', '.join(known)}")
 
 
-def try_schedules(config: TrainConfig, names: Sequence[str], hardware: Hardware, *, pictures: bool) -> list[Candidate]:
-    """Compile the model of `config` for each; options, chunks and counted layouts go to the configured one alone."""
-    return [_try(config, name, hardware, pictures) for name in dict.fromkeys(names)]
+def try_schedules(setup: RunSetup, names: Sequence[str], *, pictures: bool) -> list[Candidate]:
+    """Compile the model of `setup` for each; options, chunks and counted layouts go to the configured one alone."""
+    return [_try(setup, name, pictures) for name in dict.fromkeys(names)]
 
 
-def _try(config: TrainConfig, name: str, hardware: Hardware, pictures: bool) -> Candidate:
+def _try(setup: RunSetup, name: str, pictures: bool) -> Candidate:
+    config, hardware = setup.config, setup.hardware
     group = replace(config.schedule, name=name, table=None)
     if name != config.schedule.name:
         layout = group.layout if group.layout in (None, "balance") else None  # others are of one number of stages
         group = replace(group, num_chunks=None, options={}, layout=layout)
     try:
-        program = compile_program(replace(config, schedule=group))
+        program = compile_program(replace(setup, config=replace(config, schedule=group)))
     except (ConfigError, ShapeError, ShardingError) as error:  # others are faults of ours, not of the request
         return Candidate(name, str(error).splitlines()[0])
     prediction = program.predict(hardware)

@@ -7,11 +7,13 @@ from pathlib import Path
 import yaml
 
 from mpar import checkpoint
+from mpar.cli._arguments import read_arguments
 from mpar.cli._bind import bind
-from mpar.cli._compose import compose_config, describe_config
+from mpar.cli._compose import compose_config
+from mpar.cli._help import describe_config
 from mpar.cli._screen import say
 from mpar.errors import CheckpointError
-from mpar.train import TrainConfig, make_model, make_tokenizer
+from mpar.train import TrainConfig, make_setup, make_tokenizer
 from mpar.train.export import export_hf
 
 __all__ = ["ExportConfig", "main"]
@@ -30,10 +32,11 @@ class ExportConfig:
 
 def main(args: Sequence[str]) -> int:
     """Export; returns the exit code."""
-    if "-h" in args or "--help" in args:
-        say(f"{_HELP}\n\n{describe_config('export', ExportConfig, [])}")
+    arguments = read_arguments(args)
+    if arguments.help:
+        say(f"{_HELP}\n\n{describe_config('export', ExportConfig, [], arguments.own)}")
         return 0
-    config, _ = compose_config("export", ExportConfig, args)
+    config, _ = compose_config("export", ExportConfig, arguments.overrides, arguments.own)
     run_dir = Path(config.run_dir)
     source = Path(config.checkpoint) if config.checkpoint else checkpoint.latest(run_dir / "checkpoints")
     saved = run_dir / "config.yaml"
@@ -44,5 +47,5 @@ def main(args: Sequence[str]) -> int:
     out = Path(config.out) if config.out else run_dir / "hf"
     if config.out and out.exists():
         raise CheckpointError(f"cannot export to {out}: it exists. Choose another folder, or delete it.")
-    say(str(export_hf(make_model(run), make_tokenizer(run), source, out)))
+    say(str(export_hf(make_setup(run).model, make_tokenizer(run), source, out)))
     return 0

@@ -8,22 +8,24 @@ import torch
 
 from mpar import checkpoint
 from mpar.cli._screen import say
+from mpar.data import Tokenizer
 from mpar.errors import CheckpointError
-from mpar.train import TrainConfig, make_mesh, make_model, make_tokenizer, num_threads, read_job, read_metrics
+from mpar.train import RunSetup, make_setup, make_tokenizer, num_threads, read_job, read_metrics
 from mpar.train.curve import draw_experts, draw_loss
 from mpar.train.export import answer, export_hf
 
 __all__ = ["finish", "main"]
 
 
-def finish(config: TrainConfig) -> None:
+def finish(setup: RunSetup, tokenizer: Tokenizer) -> None:
     """Export the last checkpoint of the run, draw its loss and experts, ask the questions of the task; print what came of it."""
-    torch.set_num_threads(num_threads(config, make_mesh(config).size))
+    config = setup.config
+    torch.set_num_threads(num_threads(config, setup.mesh.size))
     run_dir = Path(str(config.run_dir))
     newest = checkpoint.latest(run_dir / "checkpoints")
     if newest is None:
         raise CheckpointError(f"cannot export {run_dir}: it holds no complete checkpoint")
-    folder = export_hf(make_model(config), make_tokenizer(config), newest, run_dir / "hf")
+    folder = export_hf(setup.model, tokenizer, newest, run_dir / "hf")
     records = read_metrics(run_dir / "metrics.jsonl")
     lines, pictures = [], {"loss curve": run_dir / "loss.png"}
     if records:
@@ -52,7 +54,8 @@ def _conversation(folder: Path, questions: Sequence[str], max_new_tokens: int) -
 
 def main(args: list[str]) -> int:
     """Finish the run of the job in the folder `args[0]`."""
-    finish(read_job(Path(args[0])).config)
+    config = read_job(Path(args[0])).config
+    finish(make_setup(config), make_tokenizer(config))
     return 0
 
 

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpar.cli._compose import compose_config, describe_config
+from mpar.cli._arguments import read_arguments
+from mpar.cli._compose import compose_config
+from mpar.cli._help import describe_config
 from mpar.cli._screen import say, say_aside
 from mpar.errors import CheckpointError
 from mpar.train.export import answer
@@ -28,10 +30,11 @@ class GenerateConfig:
 
 def main(args: Sequence[str]) -> int:
     """Answer; returns the exit code."""
-    if "-h" in args or "--help" in args:
-        say(f"{_HELP}\n\n{describe_config('generate', GenerateConfig, [])}")
+    arguments = read_arguments(args)
+    if arguments.help:
+        say(f"{_HELP}\n\n{describe_config('generate', GenerateConfig, [], arguments.own)}")
         return 0
-    config, _ = compose_config("generate", GenerateConfig, args)
+    config, _ = compose_config("generate", GenerateConfig, arguments.overrides, arguments.own)
     folder = _model_folder(Path(config.path))
     if config.prompt is not None:
         say(_answer(config, folder, config.prompt))

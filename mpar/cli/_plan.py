@@ -9,54 +9,56 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from mpar.cli._bind import bind
+from mpar.cli._arguments import CONFIG_DIR_HELP, read_arguments
+from mpar.cli._choices import choices
 from mpar.cli._compare import check_names, comparison, try_schedules
-from mpar.cli._compose import compose_config, conf_dir, describe_config
+from mpar.cli._compose import compose_config
+from mpar.cli._help import describe_config
 from mpar.cli._placement import placement, slow_axes
 from mpar.cli._screen import say, say_aside
 from mpar.cli._timeline import check_suffix, write_pictures
 from mpar.errors import ConfigError
+from mpar.models import Model
 from mpar.program import Hardware, Prediction, Program, diff, format_bytes, format_time
 from mpar.schedules import num_stages
 from mpar.train import (
-    HardwareConfig,
     PlanConfig,
+    RunSetup,
     TrainConfig,
     flops_per_token,
     make_hardware,
-    make_mesh,
-    make_model,
-    make_strategy,
+    make_setup,
     num_microbatches,
 )
 from mpar.train.prepare import compile_program
 
 __all__ = ["main"]
 
-_HELP = """usage: mpar plan [group=choice] [key=value] ...
+_HELP = f"""usage: mpar plan [group=choice] [key=value] ... [--config-dir DIR]
 
 Takes what `mpar train` takes. Starts no process and makes no tensor: the largest model on any mesh is planned on a laptop.
 Keys of `plan` need no prefix here:
   timeline=FILE.html            draw the predicted step: .html, .svg, or .json for chrome://tracing
   compare=[zbv,one_f_one_b]     schedules of this model and mesh in one table; with timeline=FILE.html all are drawn
   diff=[mesh=pp4,schedule=zbv]  how the program changes with these overrides
-  out=FILE rank=5 lines=40      the whole program; of another rank; more lines on the screen"""
+  out=FILE rank=5 lines=40      the whole program; of another rank; more lines on the screen
+{CONFIG_DIR_HELP}"""
 
 
 def main(args: Sequence[str]) -> int:
     """Plan; returns the exit code."""
-    args = [_prefixed(arg) for arg in args]
-    if "-h" in args or "--help" in args:
-        shown = [arg for arg in args if arg not in ("-h", "--help")]
-        say(f"{_HELP}\n\n{describe_config('train', TrainConfig, shown)}")
+    arguments = read_arguments(args)
+    overrides, own = [_prefixed(override) for override in arguments.overrides], arguments.own
+    if arguments.help:
+        say(f"{_HELP}\n\n{describe_config('train', TrainConfig, overrides, own)}")
         return 0
-    config, _ = compose_config("train", TrainConfig, args)
+    if arguments.multirun:
+        raise ConfigError("cannot plan a sweep: leave out -m, and compare schedules by compare=[...], programs by diff=[...].")
+    config, _ = compose_config("train", TrainConfig, overrides, own)
     plan = config.plan
     if plan.compare and plan.diff:
         raise ConfigError(f"cannot do both compare={list(plan.compare)} and diff={list(plan.diff)}: give one of them")
@@ -64,11 +66,11 @@ def main(args: Sequence[str]) -> int:
         check_suffix(plan.timeline, several=bool(plan.compare))
     began = time.perf_counter()
     if plan.compare:
-        _compare(config)
+        _compare(make_setup(config))
     elif plan.diff:
-        _diff(config, args)
+        _diff(make_setup(config), overrides, own)
     else:
-        _plan(config)
+        _plan(make_setup(config), own)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     say_aside(f"{time.perf_counter() - began:.1f} s in all; this process took {format_bytes(peak)}")
     return 0
@@ -96,21 +98,20 @@ def _items(text: str) -> list[str]:
     return [item.strip() for item in items if item.strip()]
 
 
-def _plan(config: TrainConfig) -> None:
+def _plan(setup: RunSetup, own: Path | None) -> None:
     """The program of one rank, its collectives, memory and time."""
-    began = time.perf_counter()
-    program = compile_program(config)
+    config, hardware, began = setup.config, setup.hardware, time.perf_counter()
+    program = compile_program(setup)
     compiled_s = time.perf_counter() - began
     if not 0 <= config.plan.rank < program.mesh.size:
         raise ConfigError(f"cannot plan rank {config.plan.rank}: {program.mesh} has ranks 0 to {program.mesh.size - 1}")
-    hardware = make_hardware(config.hardware)
-    profiles = {profile.name: profile for profile in (*_profiles(), hardware)}
+    profiles = {profile.name: profile for profile in (*_profiles(own), hardware)}
     lines = program.text(config.plan.rank, hardware).splitlines()
     whole = [
-        _overview(config, program, hardware),
+        _overview(setup, program),
         *_shortened([_narrow(line) for line in lines], config.plan.lines),
         _render(_communication(program, config.plan.rank)),
-        _render(_times(config, program, list(profiles.values()))),
+        _render(_times(setup.model, program, list(profiles.values()))),
     ]
     say("\n".join(whole))
     if config.plan.out is not None:
@@ -123,13 +124,13 @@ def _plan(config: TrainConfig) -> None:
     say_aside(f"compiled and verified in {compiled_s:.1f} s")
 
 
-def _compare(config: TrainConfig) -> None:
+def _compare(setup: RunSetup) -> None:
     """One table of schedules, and a page with all of them."""
-    plan, hardware = config.plan, make_hardware(config.hardware)
+    config, plan = setup.config, setup.config.plan
     check_names(plan.compare)
-    candidates = try_schedules(config, plan.compare, hardware, pictures=plan.timeline is not None)
-    text = _render(comparison(candidates, hardware))
-    title = f"{config.model.name}, {make_mesh(config)}, {config.strategy.name}, {num_microbatches(config)} microbatches"
+    candidates = try_schedules(setup, plan.compare, pictures=plan.timeline is not None)
+    text = _render(comparison(candidates, setup.hardware))
+    title = f"{config.model.name}, {setup.mesh}, {config.strategy.name}, {num_microbatches(config)} microbatches"
     title += f", {config.schedule.num_slices} slices" * (config.schedule.num_slices > 1)
     say(f"{title}\n\n{text}")
     if plan.out is not None:
@@ -141,10 +142,11 @@ def _compare(config: TrainConfig) -> None:
         say(f"the steps as pictures: {plan.timeline}")
 
 
-def _diff(config: TrainConfig, args: Sequence[str]) -> None:
+def _diff(setup: RunSetup, overrides: Sequence[str], own: Path | None) -> None:
     """How the program changes with the overrides in `plan.diff`."""
-    other, _ = compose_config("train", TrainConfig, [*args, *config.plan.diff])
-    found = diff(compile_program(config), compile_program(other))
+    config = setup.config
+    other, _ = compose_config("train", TrainConfig, [*overrides, *config.plan.diff], own)
+    found = diff(compile_program(setup), compile_program(make_setup(other)))
     heading = f"with {' '.join(config.plan.diff)}"
     say(f"{heading}\n{found.text(config.plan.lines)}")
     if config.plan.out is not None:
@@ -159,10 +161,11 @@ def _write(file: str, text: str) -> None:
         raise ConfigError(f"cannot write plan.out={file}: {error.strerror}") from None
 
 
-def _overview(config: TrainConfig, program: Program, hardware: Hardware) -> str:
+def _overview(setup: RunSetup, program: Program) -> str:
+    config, model, strategy, hardware = setup.config, setup.model, setup.strategy, setup.hardware
     parameters = sum(math.prod(leaf.shape) for leaf in program.state_in if leaf.path.startswith("params."))
     batch, length = program.facts.batch["tokens"]
-    prediction, model, strategy = program.predict(), make_model(config), make_strategy(config)
+    prediction = program.predict()
     rows = batch * program.num_microbatches
     fallbacks = ", ".join(program.facts.fallbacks) or "none"
     return "\n".join(
@@ -275,11 +278,11 @@ def _uses(program: Program, rank: int) -> Iterator[tuple[tuple[str, str, int, st
             yield ("send", f"to pp={step.peer}", 2, what), program.values[step.inputs[0]].bytes
 
 
-def _times(config: TrainConfig, program: Program, profiles: list[Hardware]) -> Table:
+def _times(model: Model, program: Program, profiles: list[Hardware]) -> Table:
     """Memory and time of one step on each profile."""
     batch, length = program.facts.batch["tokens"]
     tokens = batch * program.num_microbatches * length
-    flops = flops_per_token(make_model(config), length, causal=False) * tokens
+    flops = flops_per_token(model, length, causal=False) * tokens
     table = Table(
         "hardware",
         "memory",
@@ -316,8 +319,7 @@ def _render(table: Table) -> str:
     return capture.get()
 
 
-def _profiles() -> list[Hardware]:
-    """Every profile in conf/hardware."""
-    files = sorted((conf_dir() / "hardware").glob("*.yaml"))
-    plain: list[Any] = [OmegaConf.to_container(OmegaConf.load(file)) for file in files]
-    return [make_hardware(bind(HardwareConfig, values)) for values in plain]
+def _profiles(own: Path | None) -> list[Hardware]:
+    """Every hardware profile that can be chosen."""
+    names = choices(own).shown["hardware"]
+    return [make_hardware(compose_config("train", TrainConfig, [f"hardware={name}"], own)[0].hardware) for name in names]

@@ -1,16 +1,17 @@
 """Prepare a job: checks, compiled program, tokenised data. `python -m mpar.cli._prepare FOLDER` does it for torchrun."""
 
+import math
 import pickle
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mpar.cli._placement import slow_axes
 from mpar.cli._worker import write_failure
+from mpar.data import Tokenizer
 from mpar.program import Hardware, Program, describe_kernels, format_bytes
 from mpar.schedules import num_stages
-from mpar.train import Job, TrainConfig, make_hardware, make_model, make_strategy
+from mpar.train import Job, PlainConfig, RunSetup, TrainConfig, make_setup
 from mpar.train.prepare import prepare
 
 __all__ = ["REQUEST", "PreparedJob", "main", "prepare_job"]
@@ -20,29 +21,32 @@ REQUEST = "request.pickle"
 
 @dataclass(frozen=True)
 class PreparedJob:
-    """A job that is ready to start, and what to say about it."""
+    """A job that is ready to start, what it was made of, and what to say about it."""
 
     job: Job
+    setup: RunSetup
+    tokenizer: Tokenizer
     summary: str
 
 
-def prepare_job(config: TrainConfig, resolved: dict[str, Any], folder: Path) -> PreparedJob:
+def prepare_job(config: TrainConfig, resolved: PlainConfig, folder: Path) -> PreparedJob:
     """Leave in `folder` what ranks load. Raises MparError for whatever is wrong with the configuration, data or checkpoint."""
-    job, report = prepare(config, resolved, folder)
+    setup = make_setup(config)
+    job, data = prepare(setup, resolved, folder)
     program = job.program
     prediction = program.predict()
-    parameters = sum(_count(leaf.shape) for leaf in program.state_in if leaf.path.startswith("params."))
+    parameters = sum(math.prod(leaf.shape) for leaf in program.state_in if leaf.path.startswith("params."))
     begin = "from the start" if job.resume is None else f"on from {job.resume}"
     summary = (
         f"{config.model.name}: {parameters / 1e6:,.2f} M parameters, {program.facts.mesh}, "
         f"strategy {config.strategy.name}, {begin}\n"
-        f"data: {report}\n"
+        f"data: {data.training.report}\n"
         f"program: {len(program.instructions)} instructions, {prediction.num_collectives} collectives a step, "
         f"{format_bytes(prediction.communication_bytes)} sent by a rank, peak {format_bytes(prediction.peak_bytes)} predicted\n"
-        f"{_pipeline_line(program, make_hardware(config.hardware))}{_kernels_line(program)}{_warnings(config, program)}"
+        f"{_pipeline_line(program, setup.hardware)}{_kernels_line(program)}{_warnings(setup, program)}"
         f"run_dir: {config.run_dir}"
     )
-    return PreparedJob(job, summary)
+    return PreparedJob(job, setup, data.tokenizer, summary)
 
 
 def _kernels_line(program: Program) -> str:
@@ -51,9 +55,9 @@ def _kernels_line(program: Program) -> str:
     return f"{line}\n" if line else ""
 
 
-def _warnings(config: TrainConfig, program: Program) -> str:
+def _warnings(setup: RunSetup, program: Program) -> str:
     """A line on each group of ranks that talks much over slow links."""
-    own = slow_axes(make_strategy(config), program.facts.mesh, make_model(config), make_hardware(config.hardware))
+    own = slow_axes(setup.strategy, program.facts.mesh, setup.model, setup.hardware)
     return "".join(f"warning: {line}\n" for line in own)
 
 
@@ -67,13 +71,6 @@ def _pipeline_line(program: Program, hardware: Hardware) -> str:
         f"pipeline: {program.facts.schedule}, {num_stages(program.schedule)} stages, "
         f"{program.num_microbatches} microbatches, bubble {100 * prediction.bubble_s / prediction.step_s:.1f} % predicted\n"
     )
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def main(args: list[str]) -> int:

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mpar.cli._arguments import read_arguments
 from mpar.cli._compose import compose_config
 from mpar.cli._run_dir import new_run_dir
 from mpar.cli._screen import say_aside, show_failure
 from mpar.cli._worker import connect, place_file, read_failure, work
 from mpar.errors import ConfigError, MeshError, MparError, NumericsError
-from mpar.train import TrainConfig, describe_place, make_mesh, read_job, read_place
+from mpar.train import PlainConfig, TrainConfig, describe_place, make_mesh, read_job, read_place
 
 __all__ = ["main"]
 
@@ -41,10 +42,11 @@ def main(args: Sequence[str]) -> int:
     return 0
 
 
-def _configure(args: Sequence[str], world: int) -> tuple[TrainConfig, dict[str, Any]]:
-    if any(arg in ("-m", "--multirun") for arg in args):
+def _configure(args: Sequence[str], world: int) -> tuple[TrainConfig, PlainConfig]:
+    arguments = read_arguments(args)
+    if arguments.multirun:
         raise ConfigError("a sweep cannot run under torchrun: leave out -m, or start `mpar train -m` without torchrun")
-    config, resolved = compose_config("train", TrainConfig, args)
+    config, resolved = compose_config("train", TrainConfig, arguments.overrides, arguments.own)
     mesh = make_mesh(config)
     if mesh.size != world:
         raise MeshError(
@@ -54,7 +56,7 @@ def _configure(args: Sequence[str], world: int) -> tuple[TrainConfig, dict[str, 
     return config, resolved
 
 
-def _run(config: TrainConfig, resolved: dict[str, Any], rank: int, local_rank: int, local_size: int) -> int:
+def _run(config: TrainConfig, resolved: PlainConfig, rank: int, local_rank: int, local_size: int) -> int:
     """Prepare, train, finish. The exit code; what went wrong is on the screen."""
     run_dir = [config.run_dir or new_run_dir()]
     dist.broadcast_object_list(run_dir, src=0)
@@ -78,7 +80,7 @@ def _run(config: TrainConfig, resolved: dict[str, Any], rank: int, local_rank: i
             shutil.rmtree(own, ignore_errors=True)
 
 
-def _prepare(config: TrainConfig, resolved: dict[str, Any], folder: Path) -> tuple[str, str] | None:
+def _prepare(config: TrainConfig, resolved: PlainConfig, folder: Path) -> tuple[str, str] | None:
     """Title and text of what is wrong with the input, if anything is."""
     (folder / "request.pickle").write_bytes(pickle.dumps((config, resolved)))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}

@@ -18,8 +18,9 @@ import torch.distributed as dist
 import yaml
 
 from mpar.cli._screen import StepProgress, say_aside
+from mpar.data import Batches
 from mpar.errors import MparError
-from mpar.models import Model
+from mpar.program import Hardware
 from mpar.train import (
     Evaluation,
     Job,
@@ -28,10 +29,8 @@ from mpar.train import (
     StepRecord,
     Watch,
     describe_place,
-    make_batches,
-    make_evaluation_batches,
-    make_hardware,
-    make_model,
+    load_data,
+    make_setup,
     num_threads,
     read_job,
     read_place,
@@ -83,26 +82,25 @@ def work(job: Job, folder: Path, rank: int, local_rank: int, local_size: int) ->
     torch.set_num_threads(num_threads(config, local_size))
     device = torch.device(config.device, local_rank) if config.device == "cuda" else torch.device(config.device)
     run_dir = Path(str(config.run_dir))
-    model = make_model(config)
+    setup = make_setup(config)
     with Watch(place_file(folder, rank)) as watch:
         _stop_when_stuck(job, folder, rank, config.timeout_s)
         run = program.bind(device=device, counter=watch, progress=watch, execution=config.execution)
-        batches = make_batches(config, model, config.data.cache_dir or folder / "data")
-        evaluation = _evaluation(job, model, folder, device, watch)
-        this = Rank(config, program, model, batches, rank, device, run, watch, dist.barrier, job.resolved, evaluation)
+        data = load_data(setup, folder / "data")
+        evaluation = _evaluation(job, data.evaluation, device, watch)
+        this = Rank(setup, program, data.training, rank, device, run, watch, dist.barrier, job.resolved, evaluation)
         state, position = start(this, job.resume)
         if rank == 0:
-            _write_records(job, run_dir)  # now: of a run that cannot go on those of the run before stay
+            _write_records(job, setup.hardware, run_dir)  # now: of a run that cannot go on those of the run before stay
             with _Recorder(job, run_dir, position.step) as recorder:
                 run_steps(this, state, position, recorder)
         else:
             run_steps(this, state, position, _ignore)
 
 
-def _evaluation(job: Job, model: Model, folder: Path, device: torch.device, watch: Watch) -> Evaluation | None:
+def _evaluation(job: Job, batches: Batches | None, device: torch.device, watch: Watch) -> Evaluation | None:
     """What this rank evaluates with, if the job does."""
     config = job.config
-    batches = make_evaluation_batches(config, model, config.data.cache_dir or folder / "data")
     if batches is None or job.evaluation is None:
         return None
     execution = "inductor" if job.config.execution == "inductor" else "eager"  # a graph pays for itself over many steps only
@@ -144,10 +142,10 @@ class _Recorder:
                     self._board.add_scalar(name, value, record.step)
 
 
-def _write_records(job: Job, run_dir: Path) -> None:
+def _write_records(job: Job, hardware: Hardware, run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(yaml.safe_dump(job.resolved, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    text = job.program.text(0, make_hardware(job.config.hardware))
+    text = job.program.text(0, hardware)
     (run_dir / "program.txt").write_text(f"{text}\n", encoding="utf-8")
 
 

@@ -1,6 +1,7 @@
 """Global batches by number: what step t trains on is a pure function of the documents, the seed and t, never of the mesh."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,19 +106,24 @@ class Batches:
         `tokens`; `labels`, the token that follows where it is trained on, else -100; `positions`, from 0 in each document;
         `documents`, 0, 1, ... within a sequence. Padding has the padding id, -100, 0, -1. Raises ConfigError if step < 0.
         """
-        return self.rows(step, slice(None))
+        return self.rows(step, range(self.shape.batch_size))
 
-    def rows(self, step: int, rows: slice) -> dict[str, Tensor]:
-        """These rows of `batch(step)`; the others are not built."""
+    def rows(self, step: int, rows: Sequence[int]) -> dict[str, Tensor]:
+        """These rows of `batch(step)`, in the order in which they stand here; no document of another row is read.
+
+        Raises ConfigError if a row is not in [0, batch_size).
+        """
         if step < 0:
             raise ConfigError(f"cannot make the batch of step {step}: steps count from 0.")
+        outside = [row for row in rows if not 0 <= row < self.shape.batch_size]
+        if outside:
+            raise ConfigError(f"cannot read rows {outside} of a batch: it has {self.shape.batch_size} rows, counted from 0.")
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         document_of_slot, sequence_order = self._layout(epoch)
-        chosen = range(self.shape.batch_size)[rows]
-        size = (len(chosen), self.shape.seq_len)
+        size = (len(rows), self.shape.seq_len)
         fills = {"tokens": self._pad_id, "labels": _IGNORED, "positions": 0, "documents": -1}
         arrays = {name: np.full(size, value, dtype=np.int64) for name, value in fills.items()}
-        for out, row in enumerate(chosen):
+        for out, row in enumerate(rows):
             sequence = step_in_epoch * self.shape.batch_size + row
             if sequence < len(self._bins):
                 slots = self._bins[sequence_order[sequence]]

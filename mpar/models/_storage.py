@@ -1,5 +1,7 @@
 """How a strategy stores the parameters of a model."""
 
+from typing import cast
+
 from mpar import tree
 from mpar.arrange import arrange
 from mpar.mesh import Mesh
@@ -16,4 +18,5 @@ def storage_specs(model: Model, mesh: Mesh, strategy: Strategy) -> tuple[Decoder
     shapes, axes = model.abstract_params, model.param_axes
     strategy, mesh = arrange(strategy, mesh, shapes, axes)
     paths, structure = tree.paths(shapes), tree.flatten(shapes)[1]
-    return tree.unflatten(structure, [strategy.storage_spec(tree.get(axes, path), "param", mesh) for path in paths]), mesh
+    specs = tree.unflatten(structure, [strategy.storage_spec(tree.get(axes, path), "param", mesh) for path in paths])
+    return cast(DecoderParams[P], specs), mesh

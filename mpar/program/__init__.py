@@ -7,7 +7,7 @@ from mpar.program._diff import Hunk, ProgramDiff, diff
 from mpar.program._kernels import describe_kernels
 from mpar.program._program import Program
 from mpar.program._text import format_bytes, format_time
-from mpar.runtime import Counter, RankRun, Replay, State, batch_rows
+from mpar.runtime import Counter, RankRun, Replay, State, batch_rows, cut_rows, rows_of
 
 __all__ = [
     "CollectiveUse",
@@ -25,8 +25,10 @@ __all__ = [
     "State",
     "Value",
     "batch_rows",
+    "cut_rows",
     "describe_kernels",
     "diff",
     "format_bytes",
     "format_time",
+    "rows_of",
 ]

@@ -1,6 +1,6 @@
 """The runtime: state, one rank's run, its device and its communication. It loads programs and no part of the compiler."""
 
-from mpar.runtime._batch import batch_rows
+from mpar.runtime._batch import batch_rows, cut_rows, rows_of
 from mpar.runtime._bind import bind
 from mpar.runtime._capture import Replay
 from mpar.runtime._load import load
@@ -20,7 +20,9 @@ __all__ = [
     "State",
     "batch_rows",
     "bind",
+    "cut_rows",
     "init_state",
     "load",
+    "rows_of",
     "simulate",
 ]

@@ -9,18 +9,31 @@ from mpar.arrange import sequence_order
 from mpar.ir import Leaf, ProgramData
 from mpar.runtime._state import Expected, check_given
 from mpar.shards import shard
+from mpar.spec import P
 
-__all__ = ["batch_key", "batch_rows"]
+__all__ = ["batch_key", "batch_rows", "cut_rows", "rows_of"]
 
 
-def batch_rows(program: ProgramData, batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """The rows of a global batch (microbatches one after the other) that `rank` works on, and of these its positions.
+def rows_of(program: ProgramData, rank: int) -> tuple[int, ...]:
+    """The rows of a global batch (microbatches one after the other) that `rank` works on, in its order.
+
+    With `cut_rows` a rank makes its batch of these rows alone.
+    """
+    leaf = next(leaf for leaf in program.batch if len(leaf.shape) > 1)
+    rows = torch.arange(leaf.shape[0] * program.num_microbatches).split(leaf.shape[0])
+    over = P(leaf.spec.padded(len(leaf.shape))[0])
+    return tuple(torch.cat([shard(piece, over, program.mesh, rank) for piece in rows]).tolist())
+
+
+def cut_rows(program: ProgramData, batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """What `rank` works on, of the rows `rows_of(program, rank)` of a global batch: of these its positions.
 
     Slices of a microbatch follow one another as rows. Where there are several, or ranks share a sequence, "order" says which
-    positions they have. Raises ShapeError, listing all offenders, if the batch is not what the program was compiled for.
+    positions they have. Raises ShapeError, listing all offenders, if the rows are not what the program was compiled for.
     """
     first = {batch_key(leaf): leaf for leaf in program.batch if leaf.path.endswith(".0")}
-    expected = {key: _whole_batch(program, leaf) for key, leaf in first.items()}
+    num_rows = len(rows_of(program, rank))
+    expected = {key: _whole_rows(program, leaf, num_rows) for key, leaf in first.items()}
     if "order" in first and "order" not in batch:
         own = sequence_order(first["order"].shape[0], program.order_parts)
         order = torch.cat([own + c * len(own) for c in range(program.num_slices)])
@@ -29,17 +42,34 @@ def batch_rows(program: ProgramData, batch: Mapping[str, Tensor], rank: int) -> 
     check_given("this batch", expected, batch)
     out = {}
     for key, leaf in first.items():
-        pieces = batch[key].split(leaf.shape[0])
-        if len(leaf.shape) > 1:
-            pieces = [piece for rows in pieces for piece in rows.split(leaf.shape[1], 1)]
-        out[key] = torch.cat([shard(piece, leaf.spec, program.mesh, rank) for piece in pieces])
+        if len(leaf.shape) == 1:
+            pieces, spec = batch[key].split(leaf.shape[0]), leaf.spec
+        else:
+            rows = batch[key].split(num_rows // program.num_microbatches)
+            pieces = tuple(piece for some in rows for piece in some.split(leaf.shape[1], 1))
+            spec = P(None, leaf.spec.padded(len(leaf.shape))[1])
+        out[key] = torch.cat([shard(piece, spec, program.mesh, rank) for piece in pieces])
     return out
 
 
-def _whole_batch(program: ProgramData, leaf: Leaf) -> Expected:
-    """The global batch entry of which `leaf` is one piece."""
-    *rows, length = leaf.shape
-    return leaf.dtype, (*(n * program.num_microbatches for n in rows), length * program.num_slices)
+def batch_rows(program: ProgramData, batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """The rows of a global batch (microbatches one after the other) that `rank` works on, and of these its positions.
+
+    A rank that can read single rows needs no global batch: `rows_of` and `cut_rows` make the same of these.
+    Raises ShapeError, listing all offenders, if the batch is not what the program was compiled for.
+    """
+    leaves = {batch_key(leaf): leaf for leaf in program.batch if leaf.path.endswith(".0")}
+    num_rows = max(leaf.shape[0] for leaf in leaves.values() if len(leaf.shape) > 1) * program.num_microbatches
+    expected = {key: _whole_rows(program, leaf, num_rows) for key, leaf in leaves.items() if key != "order" or key in batch}
+    check_given("this batch", expected, batch)
+    rows = torch.tensor(rows_of(program, rank))
+    return cut_rows(program, {key: x[rows] if x.ndim > 1 else x for key, x in batch.items()}, rank)
+
+
+def _whole_rows(program: ProgramData, leaf: Leaf, num_rows: int) -> Expected:
+    """The batch entry of which `leaf` is one piece, with so many rows and all positions."""
+    length = leaf.shape[-1] * program.num_slices
+    return leaf.dtype, (num_rows, length) if len(leaf.shape) > 1 else (length,)
 
 
 def batch_key(leaf: Leaf) -> str:

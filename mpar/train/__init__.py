@@ -1,21 +1,20 @@
 """Training: the loop of a rank, its state, metrics and watchdog. Importing this loads no compiler: `mpar.train.prepare` does, and
 `mpar.train.curve` a plotting library."""
 
-from mpar.train._config import HardwareConfig, PlanConfig, TrainConfig
+from mpar.train._config import HardwareConfig, MeshConfig, PlainConfig, PlainValue, PlanConfig, TrainConfig
 from mpar.train._evaluation import Evaluation
 from mpar.train._experts import ExpertLoad, expert_load, side_losses
 from mpar.train._job import Job, read_job, write_job
 from mpar.train._loop import Rank, run_steps, start
+from mpar.train._mesh_name import MESH_EXAMPLES, MESH_GRAMMAR, mesh_by_name, mesh_problem, nearest_mesh_name
 from mpar.train._metrics import MetricsFile, StepRecord, flops_per_token, read_metrics, tensorboard_writer
+from mpar.train._run_data import RunData, load_data, make_tokenizer
 from mpar.train._setup import (
-    make_batches,
-    make_evaluation_batches,
+    RunSetup,
     make_hardware,
     make_mesh,
-    make_model,
     make_optimizer,
-    make_strategy,
-    make_tokenizer,
+    make_setup,
     num_microbatches,
     num_threads,
 )
@@ -23,15 +22,22 @@ from mpar.train._state import Position, fresh_state, load_params, load_state, re
 from mpar.train._watch import Place, Watch, describe_place, read_place
 
 __all__ = [
+    "MESH_EXAMPLES",
+    "MESH_GRAMMAR",
     "Evaluation",
     "ExpertLoad",
     "HardwareConfig",
     "Job",
+    "MeshConfig",
     "MetricsFile",
     "Place",
+    "PlainConfig",
+    "PlainValue",
     "PlanConfig",
     "Position",
     "Rank",
+    "RunData",
+    "RunSetup",
     "StepRecord",
     "TrainConfig",
     "Watch",
@@ -39,16 +45,17 @@ __all__ = [
     "expert_load",
     "flops_per_token",
     "fresh_state",
+    "load_data",
     "load_params",
     "load_state",
-    "make_batches",
-    "make_evaluation_batches",
     "make_hardware",
     "make_mesh",
-    "make_model",
     "make_optimizer",
-    "make_strategy",
+    "make_setup",
     "make_tokenizer",
+    "mesh_by_name",
+    "mesh_problem",
+    "nearest_mesh_name",
     "num_microbatches",
     "num_threads",
     "read_job",

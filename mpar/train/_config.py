@@ -1,7 +1,7 @@
 """What a training run is made of: one frozen dataclass per configuration group. A field's `doc` is what `--help` prints."""
 
 from dataclasses import MISSING, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 __all__ = [
     "CheckpointConfig",
@@ -11,6 +11,8 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PlainConfig",
+    "PlainValue",
     "PlanConfig",
     "PrecisionConfig",
     "RecomputeConfig",
@@ -19,6 +21,10 @@ __all__ = [
     "TaskConfig",
     "TrainConfig",
 ]
+
+PlainValue: TypeAlias = "bool | int | float | str | list[PlainValue] | dict[str, PlainValue] | None"
+PlainConfig: TypeAlias = dict[str, PlainValue]
+"""A configuration as plain data: what composing gives, and what a run and its checkpoints record."""
 
 
 def key(doc: str, *, default: Any = MISSING, default_factory: Any = MISSING) -> Any:
@@ -92,7 +98,7 @@ class MeshConfig:
 class StrategyConfig:
     """Which tensors are sharded over which mesh axes; null is the preset's."""
 
-    name: str = key("a preset: `ls conf/strategy`")
+    name: str = key("a preset: ddp, zero1, zero2, zero3 or hsdp, with _tp or _tp_sp behind it; or tp, tp_sp")
     reduce: Literal["each", "last"] | None = key("reduce gradients every microbatch or once; null: by the preset", default=None)
     context_parallel: Literal["auto", "ring", "all_gather", "all_to_all", "all_to_all+ring"] | None = key(
         "how attention divides a sequence that ranks of cp share; auto: by predicted time", default=None

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from mpar.data import Batches
-from mpar.program import Program, RankRun, Replay, State, batch_rows
+from mpar.program import Program, RankRun, Replay, State
+from mpar.train._local_batch import local_batch
 from mpar.train._watch import Watch
 
 __all__ = ["Evaluation"]
@@ -31,8 +32,7 @@ class Evaluation:
         total = weight = 0.0
         params = [leaf.path for leaf in self.program.part(rank).state_in]
         for number in range(self.num_batches):
-            rows = batch_rows(self.program, self.batches.batch(number), rank)
-            batch = {key: value.to(device) for key, value in rows.items()}
+            batch = local_batch(self.program, self.batches, number, rank, device)
             watch.begin_evaluation()
             _, metrics = self.run(State({path: state.leaves[path] for path in params}, state.step), batch)
             watch.between_steps(state.step)

@@ -3,10 +3,9 @@
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mpar.program import Program
-from mpar.train._config import TrainConfig
+from mpar.train._config import PlainConfig, TrainConfig
 from mpar.train._watch import Place
 
 __all__ = ["Job", "read_job", "write_job"]
@@ -20,7 +19,7 @@ class Job:
     program that evaluates, if one does."""
 
     config: TrainConfig
-    resolved: dict[str, Any]
+    resolved: PlainConfig
     program: Program
     resume: Path | None = None
     evaluation: Program | None = None

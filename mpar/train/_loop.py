@@ -2,22 +2,22 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mpar import checkpoint
 from mpar.data import Batches
 from mpar.errors import NumericsError
-from mpar.models import Model, with_next_tokens
-from mpar.program import Program, RankRun, Replay, State, batch_rows
-from mpar.train._config import TrainConfig
+from mpar.program import Program, RankRun, Replay, State
+from mpar.train._config import PlainConfig
 from mpar.train._evaluation import Evaluation
 from mpar.train._experts import expert_load, side_losses
+from mpar.train._local_batch import local_batch
 from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
+from mpar.train._setup import RunSetup
 from mpar.train._state import Position, check_data, fresh_state, load_state, save_state
 from mpar.train._watch import Watch
 
@@ -30,17 +30,16 @@ _LARGEST_EXPONENT = 700.0  # of a perplexity that is still a finite number
 class Rank:
     """What one rank works with."""
 
-    config: TrainConfig
+    setup: RunSetup
     program: Program
-    model: Model
     batches: Batches
     rank: int
     device: torch.device
     run: RankRun | Replay
     watch: Watch
     barrier: Callable[[], None]
-    extras: Mapping[str, checkpoint.Json]
-    """The resolved configuration, kept in checkpoints."""
+    resolved: PlainConfig
+    """The configuration as plain data, kept in checkpoints."""
     evaluation: Evaluation | None = None
 
 
@@ -48,9 +47,10 @@ def start(rank: Rank, resume: Path | None) -> tuple[State, Position]:
     """The state to begin with: of the checkpoint `resume`, or fresh. Raises CheckpointError if it was trained on other data."""
     data = rank.batches.fingerprint
     if resume is None:
-        path = None if rank.config.model.random_init else rank.config.model.path
-        state = fresh_state(rank.program, rank.model, rank.rank, seed=rank.config.seed, hf_path=path, device=rank.device)
-        return state, Position(0, 0, data, rank.config.seed)
+        config, model = rank.setup.config, rank.setup.model
+        path = None if config.model.random_init else config.model.path
+        state = fresh_state(rank.program, model, rank.rank, seed=config.seed, hf_path=path, device=rank.device)
+        return state, Position(0, 0, data, config.seed)
     state, position = load_state(rank.program, resume, rank.rank, rank.device)
     check_data(resume, position.data, data)
     return state, position
@@ -61,13 +61,13 @@ def run_steps(rank: Rank, state: State, position: Position, on_step: Callable[[S
 
     Raises NumericsError when loss or gradient norm are not finite; the last checkpoint stays as it is.
     """
-    config, watch = rank.config, rank.watch
-    costs = [flops_per_token(rank.model, rank.batches.shape.seq_len, causal=causal) for causal in (False, True)]
-    predicted = rank.program.predict().peak_bytes
+    config, watch = rank.setup.config, rank.watch
+    costs = [flops_per_token(rank.setup.model, rank.batches.shape.seq_len, causal=causal) for causal in (False, True)]
+    predicted, further = rank.program.predict().peak_bytes, bool(rank.setup.model.next_keys)
     positions = rank.batches.shape.batch_size * rank.batches.shape.seq_len
     while position.step < config.steps:
         began, sent = time.perf_counter(), watch.communication_bytes
-        batch = _local_batch(rank, position.step)
+        batch = local_batch(rank.program, rank.batches, position.step, rank.rank, rank.device, next_tokens=further)
         watch.begin_step(position.step + 1)
         state, metrics = rank.run(state, batch)
         watch.between_steps(position.step + 1)
@@ -101,23 +101,15 @@ def run_steps(rank: Rank, state: State, position: Position, on_step: Callable[[S
         every = config.checkpoint.every
         if position.step == config.steps or (every is not None and position.step % every == 0):
             folder = Path(str(config.run_dir)) / "checkpoints"
-            save_state(folder, rank.program, state, position, rank.extras, rank.rank, rank.barrier, config.checkpoint.keep)
+            save_state(folder, rank.program, state, position, rank.resolved, rank.rank, rank.barrier, config.checkpoint.keep)
     return state, position
 
 
 def _evaluated(rank: Rank, state: State, step: int) -> float | None:
     evaluation = rank.evaluation
-    if evaluation is None or not evaluation.is_due(step, rank.config.steps):
+    if evaluation is None or not evaluation.is_due(step, rank.setup.config.steps):
         return None
     return evaluation.loss(state, rank.rank, rank.device, rank.watch)
-
-
-def _local_batch(rank: Rank, step: int) -> dict[str, Tensor]:
-    batch = rank.batches.batch(step)
-    if rank.model.next_keys:  # what follows a token is known only before ranks get their positions
-        batch = with_next_tokens(batch)
-    rows = batch_rows(rank.program, batch, rank.rank)
-    return {key: value.to(rank.device) for key, value in rows.items()}
 
 
 def _check_finite(step: int, loss: float, grad_norm: float, microbatch_losses: Tensor) -> None:

@@ -1,16 +1,14 @@
-"""From a configuration to what it names: mesh, strategy, model, tokenizer, optimizer, data. No compiler, no process."""
+"""From a configuration to what it names: mesh, strategy, model, hardware, kernels, optimizer. No compiler, process or data."""
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from mpar import models
 from mpar.arrange import arrange
-from mpar.data import Batches, DataConfig, Tokenizer, byte_tokenizer, load_dataset
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
@@ -21,18 +19,14 @@ from mpar.strategy import Strategy, preset
 from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TrainConfig
 
 __all__ = [
+    "RunSetup",
     "batch_shapes",
     "batch_size",
     "check_device",
-    "make_batches",
-    "make_evaluation_batches",
     "make_hardware",
-    "make_kernels",
     "make_mesh",
-    "make_model",
     "make_optimizer",
-    "make_strategy",
-    "make_tokenizer",
+    "make_setup",
     "num_microbatches",
     "num_threads",
     "seq_len",
@@ -42,12 +36,31 @@ BATCH_KEYS = ("tokens", "labels", "positions", "documents")
 DEFAULT_BATCH_SIZE = 8
 
 
+@dataclass(frozen=True)
+class RunSetup:
+    """A configuration and what it names. A process makes this once and hands it on."""
+
+    config: TrainConfig
+    mesh: Mesh
+    strategy: Strategy
+    model: Model
+    hardware: Hardware
+    kernels: Kernels
+
+
+def make_setup(config: TrainConfig) -> RunSetup:
+    """What `config` names; reads at most the config.json of the model. Raises MparError of the kinds of its parts."""
+    mesh, strategy = make_mesh(config), _strategy(config)
+    model = _model(config.model, mesh, strategy)
+    return RunSetup(config, mesh, strategy, model, make_hardware(config.hardware), _kernels(config))
+
+
 def make_mesh(config: TrainConfig) -> Mesh:
     """The mesh, axes outermost first."""
     return Mesh(**asdict(config.mesh))
 
 
-def make_strategy(config: TrainConfig) -> Strategy:
+def _strategy(config: TrainConfig) -> Strategy:
     """The preset, changed as asked for. Raises ConfigError or UnknownNameError for what no mesh could do."""
     asked = {name: value for name, value in asdict(config.strategy).items() if name != "name" and value is not None}
     axes = [axis for axis in asdict(config.mesh) if axis != "pp"]
@@ -60,12 +73,12 @@ def make_strategy(config: TrainConfig) -> Strategy:
     return replace(preset(config.strategy.name), **asked)
 
 
-def make_model(config: TrainConfig) -> Model:
+def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Model:
     """The model, its parameters (masters) in float32. Raises ConfigError or CheckpointError.
 
     `model.router.group=rank` becomes as many token groups as a microbatch has parts on different ranks where experts are.
     """
-    group, router = config.model, dict(config.model.router or {})
+    router = dict(group.router or {})
     if "group" not in router:
         return _model_of(group, group.router)
     asked = router.pop("group")
@@ -75,7 +88,7 @@ def make_model(config: TrainConfig) -> Model:
             "given beside it.\nUse group=rank, for one group of tokens on each rank, or token_groups."
         )
     plain = _model_of(group, router)
-    strategy, mesh = arrange(make_strategy(config), make_mesh(config), plain.abstract_params, plain.param_axes)
+    strategy, mesh = arrange(strategy, mesh, plain.abstract_params, plain.param_axes)
     groups = tuple(mesh.axis_size(strategy.compute[row]) for row in ("moe_batch", "moe_seq"))
     return plain if groups == (1, 1) else _model_of(group, {**router, "token_groups": groups})
 
@@ -98,14 +111,6 @@ def _model_of(group: ModelConfig, router: Mapping[str, Any] | None) -> Model:
         mtp_loss_weight=group.mtp_loss_weight,
     )
     return models.from_config(source, options)
-
-
-def make_tokenizer(config: TrainConfig) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`, else of the model's folder, else bytes."""
-    folder = config.data.tokenizer
-    if folder is None and config.model.path is not None:
-        folder = config.model.path
-    return byte_tokenizer() if folder in (None, "bytes") else Tokenizer.from_folder(str(folder))
 
 
 def num_threads(config: TrainConfig, local_ranks: int) -> int:
@@ -136,66 +141,6 @@ def num_microbatches(config: TrainConfig) -> int:
 def batch_shapes(config: TrainConfig, model: Model) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
     """Shape and dtype of every entry of a global batch that `model` is trained on."""
     return dict.fromkeys((*BATCH_KEYS, *model.next_keys), ((batch_size(config), seq_len(config)), torch.int64))
-
-
-def make_batches(config: TrainConfig, model: Model, cache_dir: str | Path | None = None) -> Batches:
-    """The data to train on, read and checked against the model's vocabulary. `cache_dir` replaces the configured one.
-
-    Raises ConfigError if `evaluation` contradicts itself.
-    """
-    _check_evaluation(config)
-    batches = _load(config, config.data.sources, model, cache_dir)
-    return batches if config.evaluation.fraction is None else batches.split(config.evaluation.fraction)[0]
-
-
-def make_evaluation_batches(config: TrainConfig, model: Model, cache_dir: str | Path | None = None) -> Batches | None:
-    """The data to evaluate on, in an order that stays; None if there are none."""
-    evaluation = config.evaluation
-    if evaluation.sources is not None:
-        fixed = replace(config, data=replace(config.data, shuffle=False))
-        return _load(fixed, evaluation.sources, model, cache_dir)
-    if evaluation.fraction is not None:
-        return _load(config, config.data.sources, model, cache_dir).split(evaluation.fraction)[1]
-    return None
-
-
-def _check_evaluation(config: TrainConfig) -> None:
-    evaluation = config.evaluation
-    wrong = [
-        f"evaluation.{name}={getattr(evaluation, name)} is below 1"
-        for name in ("every", "batches")
-        if getattr(evaluation, name) is not None and getattr(evaluation, name) < 1
-    ]
-    if evaluation.sources is not None and evaluation.fraction is not None:
-        wrong.append("evaluation.sources and evaluation.fraction are both given: choose one")
-    if evaluation.every is not None and evaluation.sources is None and evaluation.fraction is None:
-        wrong.append(
-            f"evaluation.every={evaluation.every} has no data: give evaluation.fraction (such as 0.1, the part of data.sources "
-            "that is held out) or evaluation.sources"
-        )
-    if wrong:
-        raise ConfigError("cannot evaluate:\n" + "\n".join(wrong))
-
-
-def _load(config: TrainConfig, sources: tuple[str, ...], model: Model, cache_dir: str | Path | None) -> Batches:
-    data, task = config.data, config.task
-    folder = data.cache_dir if cache_dir is None else str(cache_dir)
-    wanted = DataConfig(
-        kind=task.kind,
-        sources=sources,
-        batch_size=batch_size(config),
-        seq_len=seq_len(config),
-        seed=config.seed,
-        packing=data.packing,
-        shuffle=data.shuffle,
-        truncation=data.truncation,
-        loss=task.loss,
-        system=data.system,
-        model_name=data.model_name,
-        model_author=data.model_author,
-        cache_dir=folder,
-    )
-    return load_dataset(wanted, make_tokenizer(config), vocab_size=model.vocab_size)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> AdamW | SGD:
@@ -235,7 +180,7 @@ def check_device(config: TrainConfig) -> None:
         )
 
 
-def make_kernels(config: TrainConfig) -> Kernels:
+def _kernels(config: TrainConfig) -> Kernels:
     """How kernels are chosen: for the GPU that is there, else, as in plans, for the chip of the hardware profile."""
     if config.device == "cuda" and torch.cuda.is_available():
         return kernels_for(config.kernels, "cuda")

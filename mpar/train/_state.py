@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +11,10 @@ from mpar import checkpoint, tree
 from mpar.checkpoint import Json
 from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
-from mpar.models import HfReader, Model, shard_slices
+from mpar.models import DecoderParams, HfReader, Model, shard_slices
 from mpar.program import Program, State
 from mpar.spec import P, local_shape
+from mpar.train._config import PlainConfig
 
 __all__ = ["Position", "check_data", "fresh_state", "load_params", "load_state", "resume_from", "save_state"]
 
@@ -28,9 +28,9 @@ class Position:
     data: str = ""
     seed: int = 0
 
-    def as_extras(self, config: Mapping[str, Json]) -> dict[str, Json]:
+    def as_extras(self, config: PlainConfig) -> PlainConfig:
         """What a checkpoint keeps besides tensors."""
-        return {"step": self.step, "tokens": self.tokens, "data": self.data, "seed": self.seed, "config": dict(config)}
+        return {"step": self.step, "tokens": self.tokens, "data": self.data, "seed": self.seed, "config": config}
 
     @classmethod
     def from_extras(cls, extras: Mapping[str, Json], path: Path) -> "Position":
@@ -68,7 +68,7 @@ def load_state(program: Program, path: Path, rank: int, device: torch.device) ->
     return State({name: leaf.to(device) for name, leaf in leaves.items()}, position.step), position
 
 
-def load_params(model: Model, path: Path) -> Any:
+def load_params(model: Model, path: Path) -> DecoderParams[Tensor]:
     """The whole parameters in a checkpoint, for export. Raises CheckpointError unless they are those of the model, and all."""
     like = model.abstract_params
     wanted = {f"params.{name}": (tuple(leaf.shape), P(), leaf.dtype) for name, leaf in tree.leaves_with_path(like)}
@@ -82,7 +82,7 @@ def save_state(
     program: Program,
     state: State,
     reached: Position,
-    config: Mapping[str, Json],
+    config: PlainConfig,
     rank: int,
     barrier: Callable[[], None],
     keep: int | None,

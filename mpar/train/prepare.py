@@ -3,56 +3,44 @@
 import csv
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mpar import checkpoint
 from mpar.compiler import Schedule, policy
-from mpar.data import Batches, LoadReport
+from mpar.data import Batches
 from mpar.errors import CheckpointError, ConfigError
 from mpar.models import Model
 from mpar.program import Program
 from mpar.program.compile import compile_eval, compile_step
 from mpar.schedules import Action, from_table, layout_letters
 from mpar.strategy import Strategy
-from mpar.train._config import TrainConfig
+from mpar.train._config import PlainConfig, TrainConfig
 from mpar.train._job import Job, write_job
-from mpar.train._setup import (
-    batch_shapes,
-    check_device,
-    make_batches,
-    make_evaluation_batches,
-    make_hardware,
-    make_kernels,
-    make_mesh,
-    make_model,
-    make_optimizer,
-    make_strategy,
-    num_microbatches,
-)
+from mpar.train._run_data import RunData, load_data
+from mpar.train._setup import RunSetup, batch_shapes, check_device, make_optimizer, num_microbatches
 from mpar.train._state import Position, check_data, resume_from
 
 __all__ = ["compile_evaluation", "compile_program", "make_schedule", "prepare"]
 
 
-def compile_program(config: TrainConfig) -> Program:
+def compile_program(setup: RunSetup) -> Program:
     """The program that the configuration describes; needs no data and no weights. Raises MparError."""
+    config, recompute = setup.config, setup.config.recompute
     if config.steps < 1:
         raise ConfigError(f"cannot train for steps={config.steps}: it must be at least 1")
-    model, strategy, recompute = make_model(config), make_strategy(config), config.recompute
-    _check_scans(model, strategy, config.mesh.cp)
+    _check_scans(setup.model, setup.strategy, config.mesh.cp)
     return compile_step(
-        model,
+        setup.model,
         make_optimizer(config.optimizer, config.steps),
-        make_mesh(config),
-        strategy,
-        batch_shapes(config, model),
+        setup.mesh,
+        setup.strategy,
+        batch_shapes(config, setup.model),
         schedule=make_schedule(config),
         num_microbatches=num_microbatches(config),
         num_slices=config.schedule.num_slices,
         precision=config.precision.name,
         recompute=policy(recompute.kind, recompute.names, recompute.budget, offload=recompute.offload),
-        hardware=make_hardware(config.hardware),
-        kernels=make_kernels(config),
+        hardware=setup.hardware,
+        kernels=setup.kernels,
     )
 
 
@@ -70,29 +58,29 @@ def _check_scans(model: Model, strategy: Strategy, num_ranks: int) -> None:
         )
 
 
-def compile_evaluation(config: TrainConfig, program: Program) -> Program:
+def compile_evaluation(setup: RunSetup, program: Program) -> Program:
     """The program of the forwards of `program`, which was compiled for the same configuration: in its order, on its stages.
 
     A layer for further tokens is left out: the loss of an evaluation is that of the model's own logits.
     """
-    model = make_model(config).without_multi_token()
+    config, model = setup.config, setup.model.without_multi_token()
     names = {segment.name for segment in model.segments}
     stage_of = {name: stage for name, stage in program.facts.stage_of.items() if name in names}
-    strategy, chosen = make_strategy(config), program.facts.context_parallel
+    strategy, chosen = setup.strategy, program.facts.context_parallel
     if chosen is not None:  # what is found by time for forwards alone might store parameters elsewhere
         strategy = replace(strategy, context_parallel=chosen)
     forwards = [[action for action in own if action.kind == "F"] for own in program.schedule]
     return compile_eval(
         model,
-        make_mesh(config),
+        setup.mesh,
         strategy,
         batch_shapes(config, model),
         schedule=Schedule("forwards", layout=layout_letters(stage_of), table=forwards),
         num_microbatches=num_microbatches(config),
         num_slices=config.schedule.num_slices,
         precision=config.precision.name,
-        hardware=make_hardware(config.hardware),
-        kernels=make_kernels(config),
+        hardware=setup.hardware,
+        kernels=setup.kernels,
     )
 
 
@@ -113,21 +101,20 @@ def make_schedule(config: TrainConfig) -> Schedule:
     return Schedule(group.name, group.num_chunks, group.layout, group.options, table)
 
 
-def prepare(config: TrainConfig, resolved: dict[str, Any], folder: Path) -> tuple[Job, LoadReport]:
+def prepare(setup: RunSetup, resolved: PlainConfig, folder: Path) -> tuple[Job, RunData]:
     """Check everything, and leave in `folder` the job and the tokenised data for the ranks of this node.
 
     Raises MparError of any kind: whatever is wrong with the input is found here, before a rank exists.
     """
+    config = setup.config
     check_device(config)
-    model = make_model(config)
-    batches = make_batches(config, model, config.data.cache_dir or folder / "data")
-    resume = _resume(config, batches)
-    held_out = make_evaluation_batches(config, model, config.data.cache_dir or folder / "data")
-    program = compile_program(config)
-    evaluation = None if held_out is None else compile_evaluation(config, program)
+    data = load_data(setup, folder / "data")
+    resume = _resume(config, data.training)
+    program = compile_program(setup)
+    evaluation = None if data.evaluation is None else compile_evaluation(setup, program)
     job = Job(config, resolved, program, resume, evaluation)
     write_job(folder, job)
-    return job, batches.report
+    return job, data
 
 
 def _resume(config: TrainConfig, batches: Batches) -> Path | None:

@@ -3,12 +3,14 @@
 import pytest
 
 from mpar.cli._bind import known_keys
-from mpar.cli._compose import choices, compose_config, describe_config
+from mpar.cli._choices import choices
+from mpar.cli._compose import compose_config
+from mpar.cli._help import describe_config
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.strategy import PRESETS
-from mpar.train import TrainConfig, make_hardware, make_model, make_optimizer, make_strategy
+from mpar.train import MeshConfig, TrainConfig, make_optimizer, make_setup
 
-CHOICES = [(group, name) for group, names in choices().items() for name in names]
+CHOICES = [(group, name) for group, names in choices().shown.items() for name in names]
 
 
 def composed(*overrides: str) -> TrainConfig:
@@ -17,20 +19,59 @@ def composed(*overrides: str) -> TrainConfig:
 
 @pytest.mark.parametrize(("group", "name"), CHOICES, ids=str)
 def test_every_choice_is_usable(group, name):
-    """Each file of each group composes, binds, and gives the thing that it describes."""
+    """Each file of each group, and each name that is shown, composes, binds, and gives the thing that it describes."""
     needed = {"hf": ["model.path=/nowhere"], "jsonl": ["data.sources=[x.jsonl]"]}.get(name, [])
     config = composed(f"{group}={name}", *needed)
-    make_strategy(config)
-    make_hardware(config.hardware)
     make_optimizer(config.optimizer, config.steps)
     if name != "hf":
-        make_model(config)
+        make_setup(config)
 
 
 def test_every_preset_is_a_choice():
-    """conf/strategy has a file for each strategy of mpar.strategy, which names it."""
-    assert set(choices()["strategy"]) == set(PRESETS)
-    assert all(composed(f"strategy={name}").strategy.name == name for name in ("ddp", "zero3_tp", "tp"))
+    """Every strategy of mpar.strategy can be chosen by its name, and is shown."""
+    assert set(choices().shown["strategy"]) == set(PRESETS)
+    assert all(composed(f"strategy={name}").strategy.name == name for name in PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("one", {}),
+        ("tp1", {}),
+        ("dp16", {"dp": 16}),
+        ("pp2_fsdp2_tp2", {"pp": 2, "fsdp": 2, "tp": 2}),
+        ("pp3_dp4_fsdp5_cp6_tp7", {"pp": 3, "dp": 4, "fsdp": 5, "cp": 6, "tp": 7}),
+    ],
+)
+def test_a_mesh_is_its_name(name, sizes):
+    """Any product of axes is a mesh; axes that the name leaves out have size 1, whatever the default mesh is."""
+    assert composed(f"mesh={name}").mesh == MeshConfig(**sizes)
+
+
+def test_a_size_on_top_of_a_name():
+    """`mesh.fsdp=8` changes one axis of the mesh that was named."""
+    assert composed("mesh=dp2_tp2", "mesh.fsdp=8").mesh == MeshConfig(dp=2, fsdp=8, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("ffsdp2", "'ffsdp2' is no axis with a size; did you mean mesh=fsdp2?"),
+        ("tp2_pp2", "its axes are not in order; did you mean mesh=pp2_tp2?"),
+        ("tp2_tp2", "an axis is there twice; did you mean mesh=tp2?"),
+        ("pp_tp4", "'pp' is no axis with a size; did you mean mesh=pp2_tp4?"),
+        ("dp0", "'dp0' is no axis with a size; did you mean mesh=dp2?"),
+        ("dp2tp2", "'dp2tp2' is no axis with a size; did you mean mesh=dp2_tp2?"),
+        ("on", "'on' is no axis with a size; did you mean mesh=one?"),
+        ("ep2_sp2", "'ep2' and 'sp2' are no axes with a size"),
+    ],
+)
+def test_what_names_no_mesh(name, words):
+    """The words of the name that are wrong, the nearest mesh, and how meshes are named."""
+    with pytest.raises(UnknownNameError) as caught:
+        composed(f"mesh={name}")
+    assert words in str(caught.value)
+    assert "in the order pp, dp, fsdp, cp, tp" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +84,7 @@ def test_every_preset_is_a_choice():
         ("strategy=zero3_tpp", "did you mean strategy=zero3_tp?"),
         ("model=llama_8b", "did you mean model=llama3_8b?"),
         ("mesh.ftp=2", "did you mean mesh.tp?"),
+        ("hydra.searchpath=[x]", "by --config-dir DIR"),
     ],
 )
 def test_a_misspelt_name_finds_the_nearest(override, words):
@@ -82,3 +124,5 @@ def test_help_names_every_key():
     leaves = [key for key in known_keys(TrainConfig) if not any(other.startswith(f"{key}.") for other in known_keys(TrainConfig))]
     assert not [key for key in leaves if f"  {key}=" not in text]
     assert "peak learning rate (a number)" in text
+    assert "such as pp2_fsdp2_tp2; or one" in " ".join(text.split())
+    assert all(f" {name}" in text for name in PRESETS)

@@ -14,7 +14,7 @@ import transformers
 
 from mpar import checkpoint
 from mpar.cli._compose import compose_config
-from mpar.train import TrainConfig, make_evaluation_batches, make_model, read_metrics
+from mpar.train import TrainConfig, load_data, make_setup, read_metrics
 from tests.cli.conftest import SMALL
 from tests.cli.test_train import numbers, started
 
@@ -88,7 +88,7 @@ def test_evaluation_is_what_transformers_says(mpar, tmp_path):
     records = read_metrics(tmp_path / "often" / "metrics.jsonl")
     assert ["eval_loss" in record for record in records] == [False, True, False, True]
     config = compose_config("train", TrainConfig, [*how, "run_dir=often"])[0]
-    batches = make_evaluation_batches(config, make_model(config))
+    batches = load_data(make_setup(config)).evaluation
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "often" / "hf", dtype=torch.float64)
     total, count = 0.0, 0
     for number in range(2):

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -73,11 +74,42 @@ def test_each_epoch_feeds_every_document_once_and_whole(lengths, packing, shuffl
 def test_readers_of_any_number_see_the_same_batch(lengths, batch_size, step):
     """Rows read one by one, by a stride or in halves are those of the whole batch."""
     whole = make_batches(lengths, batch_size=batch_size).batch(step)
-    parts = [make_batches(lengths, batch_size=batch_size).rows(step, slice(i, i + 1)) for i in range(batch_size)]
-    halves = [make_batches(lengths, batch_size=batch_size).rows(step, slice(i, None, 2)) for i in range(2)]
+    parts = [make_batches(lengths, batch_size=batch_size).rows(step, [i]) for i in range(batch_size)]
+    halves = [make_batches(lengths, batch_size=batch_size).rows(step, range(i, batch_size, 2)) for i in range(2)]
+    backwards = make_batches(lengths, batch_size=batch_size).rows(step, range(batch_size)[::-1])
     for name, value in whole.items():
         assert torch.equal(torch.cat([part[name] for part in parts]), value)
         assert torch.equal(halves[0][name], value[0::2]) and torch.equal(halves[1][name], value[1::2])
+        assert torch.equal(backwards[name], value.flip(0))
+
+
+class Recorded(np.ndarray):
+    """Tokens that note which of them are read."""
+
+    def __getitem__(self, key):
+        self.reads.append(key)
+        return super().__getitem__(key)
+
+
+def test_reading_rows_reads_their_documents_alone():
+    """Each position of two of six rows is read once as a token and once as a label, and no token of another document."""
+    documents = Documents.from_ids(make_documents([9] * 24))
+    tokens = documents.tokens.view(Recorded)
+    tokens.reads = []
+    batches = Batches(replace(documents, tokens=tokens), BatchShape(6, 16), vocab_size=97, shuffle=True)
+    shuffled = Batches(documents, BatchShape(6, 16), vocab_size=97, shuffle=True)
+    tokens.reads.clear()
+    rows = batches.rows(1, [4, 1])
+    assert sorted(read.stop - read.start for read in tokens.reads) == [8] * 8  # two documents a row, tokens and labels
+    expected = shuffled.batch(1)
+    assert all(torch.equal(value, expected[name][[4, 1]]) for name, value in rows.items())
+
+
+@pytest.mark.parametrize("rows", [[3], [0, -1], [7, 0]])
+def test_rows_that_are_not_there(rows):
+    """They are named, with the number of rows."""
+    with pytest.raises(ConfigError, match="it has 3 rows"):
+        make_batches([9] * 8).rows(0, rows)
 
 
 def test_shapes_and_dtypes():

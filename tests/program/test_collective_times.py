@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mpar.program._predict import message_durations, segment_time
+from mpar.program.compiler import compile_step
 
 from mpar import Mesh
 from mpar.arrange import CONTEXT_PARALLEL
 from mpar.optim import AdamW
 from mpar.program import Hardware
-from mpar.program._predict import message_durations, segment_time
 from mpar.program._program import CollectiveUse, Kind
-from mpar.program.compiler import compile_step
 from mpar.strategy import preset
 
 NEAR, FAR = 1000.0, 10.0  # bytes per second

@@ -4,7 +4,7 @@ import pytest
 
 from mpar.cli._compose import compose_config
 from mpar.program import Program
-from mpar.train import TrainConfig
+from mpar.train import TrainConfig, make_setup
 from mpar.train.prepare import compile_program
 
 SMALL = [
@@ -29,4 +29,4 @@ def config() -> TrainConfig:
 @pytest.fixture(scope="session")
 def program(config: TrainConfig) -> Program:
     """The program of `config`."""
-    return compile_program(config)
+    return compile_program(make_setup(config))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpar.cli._compose import compose_config
-from mpar.train import TrainConfig, fresh_state, make_evaluation_batches, make_model
+from mpar.train import TrainConfig, fresh_state, load_data, make_setup
 from mpar.train._evaluation import Evaluation
 from mpar.train._watch import Watch
 from mpar.train.prepare import compile_evaluation, compile_program
@@ -29,8 +29,9 @@ DEEP = [*SMALL, "model.config.num_hidden_layers=6", "data.batch_size=8", "schedu
 def test_parameters_lie_where_training_has_them(how):
     """Stages are the training's, and every parameter that evaluation reads is on the same ranks in the same shards."""
     config = compose_config("train", TrainConfig, [*DEEP, *how])[0]
-    training = compile_program(config)
-    evaluation = compile_evaluation(config, training)
+    setup = make_setup(config)
+    training = compile_program(setup)
+    evaluation = compile_evaluation(setup, training)
     assert evaluation.facts.stage_of == training.facts.stage_of
     assert evaluation.num_slices == config.schedule.num_slices
     for ours, theirs in zip(evaluation.parts, training.parts, strict=True):
@@ -52,8 +53,9 @@ def test_a_layer_for_further_tokens_is_left_out(how):
     """Evaluation reads neither this layer nor its keys; all else lies where training has it, though a stage be empty now."""
     base = ["model=tiny_deepseek_v3", "model.mtp_loss_weight=0.1", "data.batch_size=8", "schedule.num_microbatches=4"]
     config = compose_config("train", TrainConfig, [*base, "evaluation.fraction=0.2", *how])[0]
-    training = compile_program(config)
-    evaluation = compile_evaluation(config, training)
+    setup = make_setup(config)
+    training = compile_program(setup)
+    evaluation = compile_evaluation(setup, training)
     stages = dict(training.facts.stage_of)
     assert stages.pop("mtp") is not None
     assert evaluation.facts.stage_of == stages
@@ -68,11 +70,12 @@ def test_the_state_stays_as_it_is(tmp_path):
     """After an evaluation the same tensors with the same elements are in the state, which the next step can take."""
     how = ["mesh=one", "strategy=ddp", "steps=10", "evaluation.every=4"]
     config = compose_config("train", TrainConfig, [*DEEP, *how])[0]
-    model, program = make_model(config), compile_program(config)
-    state = fresh_state(program, model, 0, seed=0, hf_path=None, device=torch.device("cpu"))
+    setup = make_setup(config)
+    program = compile_program(setup)
+    state = fresh_state(program, setup.model, 0, seed=0, hf_path=None, device=torch.device("cpu"))
     before = {path: (leaf.data_ptr(), leaf.clone()) for path, leaf in state.leaves.items()}
-    forwards = compile_evaluation(config, program)
-    batches = make_evaluation_batches(config, model)
+    forwards = compile_evaluation(setup, program)
+    batches = load_data(setup).evaluation
     with Watch(tmp_path / "place") as watch:
         evaluation = Evaluation(forwards, forwards.bind(), batches, config.evaluation.every, 2)
         losses = [evaluation.loss(state, 0, torch.device("cpu"), watch) for _ in range(2)]

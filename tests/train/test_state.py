@@ -8,7 +8,7 @@ import torch
 from mpar import models, tree
 from mpar.errors import CheckpointError, NumericsError
 from mpar.shards import assemble
-from mpar.train import fresh_state, make_model, make_optimizer, resume_from
+from mpar.train import fresh_state, make_optimizer, make_setup, resume_from
 from mpar.train._loop import _check_finite
 from mpar.train._setup import batch_shapes, batch_size
 from mpar.train.prepare import compile_program
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def test_fresh_shards_are_parts_of_the_whole(config, program):
     """The shards of all ranks, put together, are the model's own initial parameters; slots are zero."""
-    model = make_model(config)
+    model = make_setup(config).model
     states = [fresh_state(program, model, rank, seed=3, hf_path=None, device=CPU) for rank in range(4)]
     whole = dict(tree.leaves_with_path(model.init(3)))
     for leaf in program.state_in:
@@ -29,7 +29,7 @@ def test_fresh_shards_are_parts_of_the_whole(config, program):
 
 def test_shards_of_a_hugging_face_folder(config, program, tmp_path):
     """From a folder with weights, the shards of all ranks are those weights."""
-    model = make_model(config)
+    model = make_setup(config).model
     params = model.init(5)
     models.to_hf(model, params, tmp_path / "hf")
     states = [fresh_state(program, model, rank, seed=0, hf_path=str(tmp_path / "hf"), device=CPU) for rank in range(4)]
@@ -63,7 +63,7 @@ def test_default_batch_size(config):
     """8 sequences, or as many as mesh and microbatches need."""
     big = _with(config, fsdp=48)
     assert batch_size(big) == 96
-    assert batch_shapes(config, make_model(config))["tokens"][0] == (4, 128)
+    assert batch_shapes(config, make_setup(config).model)["tokens"][0] == (4, 128)
 
 
 def _with(config, fsdp):
@@ -77,4 +77,4 @@ def test_schedules(config):
     cosine = make_optimizer(config.optimizer, 100)
     assert cosine.rate(5) == pytest.approx(3e-3)
     assert cosine.rate(100) == pytest.approx(3e-4)
-    assert compile_program(config).facts.optimizer == make_optimizer(config.optimizer, config.steps)
+    assert compile_program(make_setup(config)).facts.optimizer == make_optimizer(config.optimizer, config.steps)

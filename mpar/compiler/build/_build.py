@@ -30,7 +30,7 @@ def build(
     batch_shape: BatchShape,
     options: CompileOptions,
 ) -> ProgramData:
-    """Place the model on the mesh, find the order of stages and microbatches, write every part. Without optimizer: forwards alone.
+    """Place the model on the mesh, find the order of stages and microbatches, write every part; without optimizer forwards alone.
 
     Raises ShardingError, ShapeError or ConfigError, listing all offenders.
     """

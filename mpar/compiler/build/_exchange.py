@@ -1,5 +1,7 @@
-"""Exchange: the finished gradients of a part. Those of parameters that several positions along pp hold, such as tied embeddings, go
-to all of their holders; then all uses of a parameter are added, in chain order."""
+"""Exchange: the finished gradients of a part, all uses of a parameter added in chain order.
+
+Gradients of parameters that several positions along pp hold, such as tied embeddings, go to all of their holders first.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,7 +50,7 @@ class _Gradient:
 
 
 def _exchange(position: Position, writer: Writer, reduced: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Send the uses in `reduced` to the other holders and receive theirs, by name; messages are posted in one order everywhere."""
+    """Send the uses in `reduced` to the other holders and receive theirs, by name; all post messages in one order."""
     step = position.step
     brought: dict[str, list[int]] = {}
     waits: list[tuple[int, int, int, str]] = []

@@ -29,7 +29,7 @@ __all__ = ["write_part"]
 
 
 def write_part(step: Step, writer: Writer, number: int) -> Part:
-    """Write all instructions of one position along pp: the weight of the batch, the actions of the schedule, losses, the update."""
+    """Write all instructions of one position along pp: the batch's weight, the actions of the schedule, losses, the update."""
     position = Position(step, number)
     boundary = declare(position, writer.values)
     total, cotangent = _write_weight(step, writer, boundary)

@@ -28,8 +28,8 @@ class Pipeline:
     def positions(self) -> dict[int, tuple[int, ...]]:
         """For each stage the positions along pp that hold a copy of it, in the order in which its gradients are added."""
         first: dict[int, dict[int, int]] = {}  # stage -> position -> its first microbatch there
-        for position, actions in enumerate(self.table):
-            for action in actions:
+        for position, at_position in enumerate(self.table):
+            for action in at_position:
                 copies = first.setdefault(action.stage, {})
                 copies[position] = min(copies.get(position, action.microbatch), action.microbatch)
         return {stage: tuple(sorted(copies, key=copies.__getitem__)) for stage, copies in first.items()}

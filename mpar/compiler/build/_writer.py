@@ -35,7 +35,7 @@ class Kinds:
 
 @dataclass
 class Writer:
-    """values, functions, kinds: of the program, shared by all its parts. has_slices: rows are cut, so instructions name slices."""
+    """values, functions, kinds: of the program, shared by all its parts. has_slices: instructions name their slice."""
 
     values: Values
     functions: Functions
@@ -75,14 +75,16 @@ class Writer:
     def send(self, value: int, message: int, peer: int, kind: str, segment: str, piece: Piece | None) -> None:
         """Post a message that holds `value`. kind: F for activations, B for their gradients, G for those of shared parameters."""
         queue = channel("send", peer, kind)
-        self._message(Instruction("send", "", (value,), (), segment=segment, queue=queue, message=message, peer=peer), value, piece)
+        instruction = Instruction("send", "", (value,), (), segment=segment, queue=queue, message=message, peer=peer)
+        self._message(instruction, value, piece)
 
     def receive(
         self, name: str, x: Tensor, spec: P, message: int, peer: int, kind: str, segment: str, piece: Piece | None
     ) -> int:
         """Post the receipt of a message into a new value that looks like the local tensor `x`."""
         value, queue = self.values.add(name, x, spec), channel("recv", peer, kind)
-        self._message(Instruction("recv", "", (), (value,), segment=segment, queue=queue, message=message, peer=peer), value, piece)
+        instruction = Instruction("recv", "", (), (value,), segment=segment, queue=queue, message=message, peer=peer)
+        self._message(instruction, value, piece)
         return value
 
     def wait(self, value: int, message: int, peer: int, segment: str, piece: Piece | None) -> None:

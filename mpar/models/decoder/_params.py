@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from mpar.chain import Axes
 from mpar.models.decoder._config import DecoderConfig, LayerConfig
 from mpar.models.layers import PartConfig, PartParams, Sizes, is_sizes, part_of
-from mpar.tree import Leaf, map_leaves, struct
+from mpar.tree import Leaf, flatten, struct, unflatten
 
 __all__ = ["Block", "DecoderParams", "Embed", "Head", "MultiToken", "axes", "meta_params", "norm_leaves", "part_params", "shapes"]
 
@@ -178,4 +178,6 @@ def _where_present(full: T, like: Any) -> T:
 
 def meta_params(config: DecoderConfig, dtype: torch.dtype) -> DecoderParams[Tensor]:
     """The parameter tree with tensors that have no data."""
-    return map_leaves(lambda shape: torch.empty(shape, dtype=dtype, device="meta"), shapes(config), is_leaf=is_sizes)
+    leaves, structure = flatten(shapes(config), is_leaf=is_sizes)
+    without_data = [torch.empty(shape, dtype=dtype, device="meta") for shape in leaves]
+    return cast(DecoderParams[Tensor], unflatten(structure, without_data))

@@ -1,0 +1,46 @@
+"""The choices of every group: files of `conf/`, names that are parsed, and files of the user's own; and what to say of others."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpar.cli._bind import nearest
+from mpar.cli._named import NAMED, is_named
+from mpar.cli._own_conf import own_choices, packaged_choices
+from mpar.train import MESH_GRAMMAR, mesh_problem, nearest_mesh_name
+
+__all__ = ["Choices", "choices"]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """shown: every group with its choices, sorted. Of meshes these are the user's files and examples: all others are parsed."""
+
+    shown: Mapping[str, Sequence[str]]
+
+    def has(self, group: str, name: str) -> bool:
+        """Whether `group=name` can be composed."""
+        return name in self.shown[group] or is_named(group, name)
+
+    def refusal(self, group: str, name: str) -> str:
+        """Why `group=name` cannot be composed, and the ways out."""
+        if group != "mesh":
+            near = nearest(name, self.shown[group])
+            return f"there is no {group} {name!r}; did you mean {group}={near}? ({', '.join(self.shown[group])})"
+        near = nearest(name, [nearest_mesh_name(name), *self._mesh_files()])
+        return f"there is no mesh {name!r}: {mesh_problem(name)}; did you mean mesh={near}? ({self.line('mesh')})"
+
+    def line(self, group: str) -> str:
+        """All choices in a line: of meshes how they are named."""
+        return "; ".join([MESH_GRAMMAR, *self._mesh_files()]) if group == "mesh" else " ".join(self.shown[group])
+
+    def _mesh_files(self) -> list[str]:
+        return [name for name in self.shown["mesh"] if not is_named("mesh", name)]
+
+
+def choices(own: Path | None = None) -> Choices:
+    """The choices with those in `own`, the user's folder. Raises ConfigError if that cannot be used."""
+    found = {group: [*files, *NAMED.get(group, ())] for group, files in packaged_choices().items()}
+    for group, files in ({} if own is None else own_choices(own)).items():
+        found[group] += files
+    return Choices({group: sorted(names) for group, names in found.items()})

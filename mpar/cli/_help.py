@@ -1,0 +1,44 @@
+"""What `--help` prints of a command's configuration: groups with their choices, then every key."""
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import get_type_hints
+
+from mpar.cli._bind import describe
+from mpar.cli._choices import choices
+from mpar.cli._compose import compose_plain
+from mpar.schedules import SCHEDULES
+from mpar.train import PlainValue
+
+__all__ = ["describe_config"]
+
+
+def describe_config(name: str, cls: type, overrides: Sequence[str], own: Path | None = None) -> str:
+    """Groups with their choices, those of the user's folder `own` among them, then every key with its value and meaning."""
+    lines = []
+    if name == "train":
+        known = choices(own)
+        lines.append("groups (group=choice):")
+        for group in known.shown:
+            lines += textwrap.wrap(known.line(group), 110, initial_indent=f"  {group:11} ", subsequent_indent=" " * 14)
+        lines += ["", "schedules of a pipeline (schedule=NAME):"]
+        lines += [f"  {name:12} {schedule.line}" for name, schedule in SCHEDULES.items() if known.has("schedule", name)]
+        lines += [f"  {'auto':12} found for the costs of the model on `hardware`, by search", ""]
+    lines.append("keys (key=value), with the value that they have now:")
+    return "\n".join([*lines, *_key_lines(cls, compose_plain(name, cls, overrides, own), "")])
+
+
+def _key_lines(cls: type, values: PlainValue, prefix: str) -> list[str]:
+    hints, lines = get_type_hints(cls), []
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        value = values.get(field.name, field.default) if isinstance(values, Mapping) else field.default
+        if dataclasses.is_dataclass(hint):
+            lines += _key_lines(hint, value, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+            continue
+        shown = "null" if value is None else str(value)
+        shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
+        lines.append(f"  {f'{prefix}{field.name}={shown}':48} {field.metadata.get('doc', '')} ({describe(hint)})")
+    return lines

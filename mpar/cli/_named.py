@@ -1,0 +1,68 @@
+"""Choices that are their names: `mesh=pp2_fsdp2_tp2` and `strategy=zero3_tp_sp` need no file. Hydra asks here for them."""
+
+from dataclasses import asdict
+
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import OmegaConf
+
+from mpar.errors import UnknownNameError
+from mpar.strategy import PRESETS, preset
+from mpar.train import MESH_EXAMPLES, mesh_by_name
+
+__all__ = ["NAMED", "NameSource", "is_named", "values_of_name"]
+
+NAMED = {"mesh": MESH_EXAMPLES, "strategy": tuple(PRESETS)}
+"""Groups whose choices are parsed, with names to show: examples of meshes, all presets."""
+
+
+def values_of_name(group: str, name: str) -> dict[str, int] | dict[str, str]:
+    """What `name` says in one of the groups NAMED. Raises UnknownNameError."""
+    return asdict(mesh_by_name(name)) if group == "mesh" else {"name": preset(name).name}
+
+
+def is_named(group: str, name: str) -> bool:
+    """Whether `name` says something in `group`."""
+    if group not in NAMED:
+        return False
+    try:
+        values_of_name(group, name)
+    except UnknownNameError:
+        return False
+    return True
+
+
+class NameSource(ConfigSource):
+    """Hydra's view of NAMED: a place in the search path where every valid name is a file."""
+
+    URL = "mpar-names://"
+
+    @staticmethod
+    def scheme() -> str:
+        """What the search path calls this place."""
+        return "mpar-names"
+
+    def available(self) -> bool:
+        """Names are there always."""
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        """Whether names of this group are parsed."""
+        return config_path in ("", *NAMED)
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether `config_path`, such as `mesh/dp2`, says something."""
+        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        return is_named(group, name)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """What it says."""
+        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        values = OmegaConf.create(dict(values_of_name(group, name)))
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=values, header={"package": None})
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """The groups, or the names of one that are shown."""
+        if config_path == "":
+            return [] if results_filter == ObjectType.CONFIG else sorted(NAMED)
+        return [] if results_filter == ObjectType.GROUP else sorted(NAMED.get(config_path, ()))

@@ -1,0 +1,100 @@
+"""The user's own configuration groups, `--config-dir DIR`: `DIR/experiment/mine.yaml` is `experiment=mine`, beside mpar's own."""
+
+from pathlib import Path
+
+import yaml
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import OmegaConf
+
+from mpar.cli._named import NAMED, is_named
+from mpar.conf_dir import conf_dir
+from mpar.errors import ConfigError
+
+__all__ = ["OwnSource", "own_choices", "packaged_choices"]
+
+
+def packaged_choices() -> dict[str, list[str]]:
+    """Every group of `conf/` with its files, sorted; groups whose names are parsed have none."""
+    folders = [path for path in conf_dir().iterdir() if path.is_dir() and not path.name.startswith((".", "_"))]
+    groups = {folder.name: _files(folder) for folder in folders} | {group: [] for group in NAMED}
+    return dict(sorted(groups.items()))
+
+
+def own_choices(folder: Path) -> dict[str, list[str]]:
+    """The groups that the user's `folder` has files for, with these.
+
+    Raises ConfigError if it is not there, has no group, or if a file has a name that means something already: the record of a
+    run would not tell which of the two it was.
+    """
+    if not folder.is_dir():
+        what = "it is a file" if folder.exists() else "there is no such folder"
+        raise ConfigError(f"cannot read configurations from --config-dir {folder}: {what}.")
+    packaged = packaged_choices()
+    own = {group: _files(folder / group) for group in packaged if (folder / group).is_dir()}
+    if not own:
+        raise ConfigError(
+            f"cannot read configurations from --config-dir {folder}: it has no folder that is called like a group "
+            f"({', '.join(packaged)}).\n"
+            f"Put differences from mpar's configurations into {folder / 'experiment' / 'NAME.yaml'}, for experiment=NAME."
+        )
+    taken = [f"{group}/{name}.yaml" for group, names in own.items() for name in names if _is_taken(group, name, packaged)]
+    taken += [path.name for path in sorted(folder.glob("*.yaml")) if (conf_dir() / path.name).exists()]
+    if taken:
+        raise ConfigError(
+            f"cannot read configurations from --config-dir {folder}: {', '.join(taken)} would hide what mpar calls so.\n"
+            "Give your file another name; a few changed keys are a file in experiment/."
+        )
+    return own
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(file.stem for file in folder.glob("*.yaml"))
+
+
+def _is_taken(group: str, name: str, packaged: dict[str, list[str]]) -> bool:
+    return name in packaged[group] or is_named(group, name)
+
+
+class OwnSource(ConfigSource):
+    """Hydra's view of the user's folder."""
+
+    @staticmethod
+    def scheme() -> str:
+        """What the search path calls this place."""
+        return "mpar-own"
+
+    def available(self) -> bool:
+        """`own_choices` has looked already."""
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        """Whether the folder has something for this group."""
+        return (Path(self.path) / config_path).is_dir()
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether there is a file; what lies in no group is none of ours."""
+        return "/" in config_path and self._file(config_path).is_file()
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The file. Raises ConfigError if it is not keys with values."""
+        file = self._file(config_path)
+        try:
+            text = file.read_text(encoding="utf-8")
+            if not isinstance(yaml.safe_load(text), dict | None):
+                raise ConfigError(f"cannot use {file}: it must be keys with values (`key: value` lines), as files in conf/ are.")
+            values = OmegaConf.create(text)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read {file}: {error}") from None
+        header = self._get_header_dict(text)
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=values, header=header)
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Groups, or files of one."""
+        folder = Path(self.path) / config_path
+        groups = [path.name for path in folder.iterdir() if path.is_dir()] if results_filter != ObjectType.CONFIG else []
+        files = _files(folder) if results_filter != ObjectType.GROUP and config_path else []
+        return sorted({*groups, *files})
+
+    def _file(self, config_path: str) -> Path:
+        return Path(self.path) / f"{config_path.removesuffix('.yaml')}.yaml"
