@@ -2,6 +2,6 @@
 
 import sys
 
-from mpar.cli._main import main
+from mpar.cli.main import main
 
 sys.exit(main())

@@ -13,6 +13,7 @@ FILES = sorted((ROOT / "mpar").rglob("*.py"))
 
 VALUES = (
     "errors",
+    "hardware",
     "tree",
     "mesh",
     "optimizer",
@@ -29,13 +30,19 @@ VALUES = (
     "torch_private",
 )
 BELOW = {name: set(VALUES) for name in VALUES}
+"""By room, the rooms that it may import besides itself. A facade, such as `program`, is imported by nobody below it."""
 BELOW["ops"] = set(VALUES)
 for _name in ("kernels", "sharding", "schedules"):
     BELOW[_name] = {*VALUES, "ops"}
 BELOW["models"] = {*VALUES, "ops"}
-BELOW["program"] = {*VALUES, "ops", "kernels", "sharding", "schedules"}
+BELOW["ir"] = {*VALUES, "kernels", "schedules"}
+BELOW["proof"] = {*VALUES, "schedules", "ir"}
+BELOW["forecast"] = {*VALUES, "ir"}
+BELOW["compiler"] = {*VALUES, "ops", "kernels", "sharding", "schedules", "ir"}
+BELOW["runtime"] = {*VALUES, "ops", "kernels", "ir"}
+BELOW["program"] = {*VALUES, "kernels", "sharding", "schedules", "ir", "proof", "forecast", "compiler", "runtime"}
 # data, optim, checkpoint, infer and train are neighbours above all of these: who may use whom among them
-_TRUNK = {*VALUES, "ops", "kernels", "sharding", "schedules", "program", "models"}
+_TRUNK = {*VALUES, "ops", "kernels", "schedules", "program", "compiler", "models"}
 BELOW["data"] = set(VALUES)
 BELOW["optim"] = {*VALUES, "ops"}
 BELOW["checkpoint"] = set(VALUES)
@@ -111,23 +118,49 @@ def test_every_package_has_a_layer():
     assert found <= set(BELOW), found - set(BELOW)
 
 
-def test_values_have_no_cycle():
-    """No module of ours imports itself over others when it is loaded."""
-    edges = {
-        module(path): {name for name, _, typing_only in imports(path) if layer(name) and is_module(name) and not typing_only}
-        for path in FILES
-    }
+def test_no_module_imports_itself_over_others():
+    """There is no circle of imports, inside packages too, those for type checking included."""
+    edges = {module(path): {name for name, _, _ in imports(path) if layer(name) and is_module(name)} for path in FILES}
     done: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
         assert name not in above, " -> ".join((*above[above.index(name) :], name))
         if name not in done:
-            for target in sorted(edges.get(name, ())):
+            for target in sorted(edges.get(name, set()) - {name}):
                 visit(target, (*above, name))
             done.add(name)
 
     for name in sorted(edges):
         visit(name, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_private_modules_stay_in_their_package(path):
+    """A module `_x.py` is imported by its own package, subpackages included, and by nobody else: others read the contract."""
+    here = module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
+    wrong = []
+    for name, node, _ in imports(path):
+        parts = name.split(".") if layer(name) else []
+        owner = next((".".join(parts[:i]) for i, part in enumerate(parts) if part.startswith("_")), here)
+        if is_module(name) and not f"{here}.".startswith(f"{owner}."):
+            wrong.append(f"{ids(path)}:{node.lineno} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_are_found_by_name_in_few_places():
+    """`import_module` serves public names that are loaded lazily, and what a process may never need."""
+    found = {ids(path) for path in FILES if "import_module(" in path.read_text(encoding="utf-8")}
+    assert found == set(LAZY)
+
+
+LAZY = {
+    "mpar/__init__.py": "public names, so that a rank loads no compiler",
+    "mpar/cli/main.py": "the command that is called, and no other",
+    "mpar/kernels/_catalogue.py": "a kernel when it is launched: a laptop without Triton reads the catalogue",
+    "mpar/schedules/__init__.py": "public names, so that a rank loads no search",
+    "mpar/torch_private.py": "private names of torch, of which a rank needs few",
+    "mpar/train/_metrics.py": "tensorboard, where it is installed",
+}
 
 
 @pytest.mark.parametrize("path", FILES, ids=ids)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpar.cli import _main
+from mpar.cli import main as command_line
 from mpar.cli._arguments import read_arguments
 from mpar.cli._compose import check_overrides
 from mpar.train import TrainConfig
@@ -46,7 +46,7 @@ def test_command_is_understood(line, tmp_path, monkeypatch):
         return
     (tmp_path / "order.csv").write_text("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n", encoding="utf-8")
     assert command in ("train", "plan")
-    assert _main.main(["plan", *args]) == 0
+    assert command_line.main(["plan", *args]) == 0
 
 
 def test_there_are_commands():

@@ -1,1 +1,1 @@
-"""The command line: configuration, processes, printing. `mpar.cli._main` begins it; a rank imports `mpar.cli._worker` alone."""
+"""The command line: configuration, processes, printing. `mpar.cli.main` begins it; a rank imports `mpar.cli._worker` alone."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from mpar.program._picture import picture
 from mpar.program._text import text
 from mpar.runtime import Counter, Progress, RankRun, Replay, State
 from mpar.schedules import Picture
+from mpar.tree import Tree
 
 __all__ = ["Program"]
 
@@ -50,7 +50,7 @@ class Program(ProgramData):
         """The predicted step as bars and memory curves, for `mpar.schedules.svg`, `html` and `chrome_trace`."""
         return picture(self, hardware(on) if isinstance(on, str) else on, title)
 
-    def init_state(self, params: Any, rank: int | None = None) -> State:
+    def init_state(self, params: Tree, rank: int | None = None) -> State:
         """The state before the first step, from global parameters or DTensors; `rank` None: global, for `simulate`."""
         return runtime.init_state(self, params, rank)
 

@@ -20,15 +20,16 @@ from mpar.runtime import ALONE, Comm, ProcessComm, load
 from mpar.sharding import Collective, RankGraph, check, collectives_of, describe_graph, lower, simulate_graph, trace
 from mpar.spec import P, normalise
 from mpar.strategy import AxisTable
+from mpar.tree import Tree
 
 __all__ = ["Compiled", "Lowered", "jit", "value_and_grad"]
 
 
-def value_and_grad(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Any]]:
+def value_and_grad(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tree]]:
     """`value_and_grad(fn)(x, *rest) == (fn(x, *rest), gradients of the leaves of x)`, in JAX's order."""
     grad_and_value = torch.func.grad_and_value(fn)
 
-    def wrapped(*args: Any) -> tuple[Tensor, Any]:
+    def wrapped(*args: Tree) -> tuple[Tensor, Tree]:
         grads, value = grad_and_value(*args)
         return value, grads
 
@@ -36,7 +37,7 @@ def value_and_grad(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Any
 
 
 def jit(
-    fn: Callable[..., Any], *, mesh: Mesh, in_specs: Any = None, out_specs: Any = None, table: AxisTable | None = None
+    fn: Callable[..., Tree], *, mesh: Mesh, in_specs: Tree = None, out_specs: Tree = None, table: AxisTable | None = None
 ) -> "Compiled":
     """Compile a pure function of pytrees of tensors for `mesh`.
 
@@ -52,14 +53,14 @@ def jit(
 class Compiled:
     """A function and where it will run: `lower` compiles it for given shapes, calling it runs it on this job's processes."""
 
-    fn: Callable[..., Any]
+    fn: Callable[..., Tree]
     mesh: Mesh
-    in_specs: Any
-    out_specs: Any
+    in_specs: Tree
+    out_specs: Tree
     table: AxisTable
     _ready: dict[Any, "_Executable"] = field(default_factory=dict, repr=False, compare=False)
 
-    def lower(self, *args: Any) -> "Lowered":
+    def lower(self, *args: Tree) -> "Lowered":
         """Compile for tensors shaped like `args` (real or meta). Raises TraceError or ShardingError."""
         logical = trace(self.fn, args)
         in_specs = [spec or P() for spec in _broadcast("in_specs", self.in_specs, tuple(args), P())]
@@ -72,7 +73,7 @@ class Compiled:
         check(ranked)
         return Lowered(ranked)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Tree) -> Any:
         """Run on DTensors placed by in_specs (on a mesh of one rank: plain tensors); results are DTensors placed by out_specs.
 
         Compiled at the first call with arguments of new shapes, for the device of the first of them. Raises ShardingError,
@@ -92,7 +93,7 @@ class Lowered:
 
     ranked: RankGraph
 
-    def simulate(self, *args: Any) -> Any:
+    def simulate(self, *args: Tree) -> Any:
         """What the function returns on global tensors, computed by all ranks in one process."""
         results = simulate_graph(self.ranked, [leaf for leaf in tree.leaves(tuple(args)) if leaf is not None])
         return tree.unflatten(self.ranked.logical.outputs, results)
@@ -102,7 +103,7 @@ class Lowered:
         return collectives_of(self.ranked)
 
     @cached_property
-    def out_specs(self) -> Any:
+    def out_specs(self) -> Tree:
         """Where the results live."""
         return tree.unflatten(self.ranked.logical.outputs, self.ranked.out_specs)
 

@@ -36,28 +36,7 @@ def bind(
     Raises UnknownNameError for another order, transport or execution, ConfigError for shared memory of tensors that are not on
     the CPU, and for CUDA graphs on a CPU or on several ranks.
     """
-    if execution not in EXECUTIONS:
-        raise UnknownNameError(f"no execution is called {execution!r}; there are {', '.join(EXECUTIONS)}")
-    if execution == "cuda_graph" and (torch.device(device).type != "cuda" or program.mesh.size > 1):
-        raise ConfigError(
-            f"cannot bind with execution='cuda_graph' on device {device!s} and {program.mesh}: a step is recorded on one GPU. "
-            "Use eager or inductor."
-        )
-    asking = sorted({name for kind in program.kinds.values() for name in asking_references(kind.source)})
-    if execution == "cuda_graph" and asking:
-        raise ConfigError(
-            f"cannot bind with execution='cuda_graph': the references of {', '.join(asking)} look at data on the host, which a "
-            "recording cannot. Use kernels=auto on a chip that has kernels, or execution='eager'."
-        )
-    if order not in (None, "rank", "library"):
-        raise UnknownNameError(f"no order of addition is called {order!r}; there are rank and library")
-    if transport not in (None, "shared", "backend"):
-        raise UnknownNameError(f"no transport is called {transport!r}; there are shared and backend")
-    if transport == "shared" and (order == "library" or torch.device(device).type != "cpu"):
-        raise ConfigError(
-            f"cannot bind with transport='shared' on device {device!s} with order={order!r}: "
-            "shared memory sums CPU tensors in rank order"
-        )
+    _check_arguments(program, torch.device(device), order, transport, execution)
     inductor = execution == "inductor"
     if program.mesh.size == 1:
         run = RankRun(program, ALONE, device, progress, inductor=inductor)
@@ -75,6 +54,34 @@ def bind(
         device=device,
     )
     return RankRun(program, comm, device, progress, inductor=inductor)
+
+
+def _check_arguments(
+    program: ProgramData, device: torch.device, order: str | None, transport: str | None, execution: str
+) -> None:
+    """Refuse names that do not exist, and ways to run that this device or this program cannot have."""
+    if execution not in EXECUTIONS:
+        raise UnknownNameError(f"no execution is called {execution!r}; there are {', '.join(EXECUTIONS)}")
+    if execution == "cuda_graph" and (device.type != "cuda" or program.mesh.size > 1):
+        raise ConfigError(
+            f"cannot bind with execution='cuda_graph' on device {device!s} and {program.mesh}: a step is recorded on one GPU. "
+            "Use eager or inductor."
+        )
+    asking = sorted({name for kind in program.kinds.values() for name in asking_references(kind.source)})
+    if execution == "cuda_graph" and asking:
+        raise ConfigError(
+            f"cannot bind with execution='cuda_graph': the references of {', '.join(asking)} look at data on the host, which a "
+            "recording cannot. Use kernels=auto on a chip that has kernels, or execution='eager'."
+        )
+    if order not in (None, "rank", "library"):
+        raise UnknownNameError(f"no order of addition is called {order!r}; there are rank and library")
+    if transport not in (None, "shared", "backend"):
+        raise UnknownNameError(f"no transport is called {transport!r}; there are shared and backend")
+    if transport == "shared" and (order == "library" or device.type != "cpu"):
+        raise ConfigError(
+            f"cannot bind with transport='shared' on device {device!s} with order={order!r}: "
+            "shared memory sums CPU tensors in rank order"
+        )
 
 
 def posted_bytes(program: ProgramData) -> dict[tuple[str, ...], int]:

@@ -6,7 +6,7 @@ own, so that what runs is what the program says.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 
@@ -15,11 +15,12 @@ from mpar.ops import PRIMITIVES
 
 __all__ = ["compiled", "opaque"]
 
+F = TypeVar("F", bound=Callable[..., object])
 _LIBRARY = torch.library.Library("mpar_kernels", "DEF")
 
 
 @functools.cache
-def opaque(primitive: str, name: str) -> Callable[..., Any]:
+def opaque(primitive: str, name: str) -> Callable[..., object]:
     """The torch op that carries out `primitive` by its implementation `name`."""
     reference = PRIMITIVES[primitive]  # whose own op chooses for itself on a GPU
     op = f"{primitive}_{name}"
@@ -30,8 +31,8 @@ def opaque(primitive: str, name: str) -> Callable[..., Any]:
     return getattr(torch.ops.mpar_kernels, op).default
 
 
-def compiled(source: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(source: str, function: F) -> F:
     """`function` through Inductor, unless it overwrites operands by a primitive, which Inductor would take for a pure op."""
     if any(f"[{name!r}" in source for name, primitive in PRIMITIVES.items() if primitive.mutates):
         return function
-    return torch.compile(function, dynamic=False)
+    return cast(F, torch.compile(function, dynamic=False))

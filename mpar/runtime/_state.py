@@ -1,7 +1,7 @@
 """State: what a rank keeps between steps."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,9 +11,12 @@ from mpar.errors import ShapeError
 from mpar.ir import ProgramData
 from mpar.shards import shard
 from mpar.spec import local_shape
+from mpar.tree import Tree
 
 __all__ = ["Expected", "State", "check_given", "init_state"]
 
+T = TypeVar("T")
+"""The class of a tree of parameters."""
 Expected = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor that a program was compiled for."""
 
@@ -40,7 +43,7 @@ class State:
         leaves, self.leaves = self.leaves, {}
         return leaves
 
-    def params(self, like: Any) -> Any:
+    def params(self, like: T) -> T:
         """The parameters as a tree with the structure of `like` (`model.abstract_params`)."""
         return tree.unflatten(tree.flatten(like)[1], [self.leaves[f"params.{path}"] for path in tree.paths(like)])
 
@@ -48,7 +51,7 @@ class State:
         return f"State({len(self.leaves)} tensors, step={self.step})"
 
 
-def init_state(program: ProgramData, params: Any, rank: int | None = None) -> State:
+def init_state(program: ProgramData, params: Tree, rank: int | None = None) -> State:
     """The state before the first step: `params` and zeros for the optimizer.
 
     rank: None gives a global state for `simulate`; else that rank's shards. Leaves are global tensors, or DTensors placed as the

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpar.cli import _main
+from mpar.cli import main as command_line
 from mpar.train import read_metrics
 from tests.cli.test_bad_input import refused
 
@@ -97,5 +97,5 @@ def test_a_capacity_below_what_a_batch_needs_is_reported(mpar, tmp_path):
 def test_a_scan_is_planned_where_it_can_be(capsys):
     """What was refused names ways that work."""
     for how in (["strategy.context_parallel=all_to_all"], ["strategy.sequence=contiguous"]):
-        assert _main.main(["plan", *MAMBA, *how, "lines=2"]) == 0
+        assert command_line.main(["plan", *MAMBA, *how, "lines=2"]) == 0
     assert "rank 0 has 128 positions, 0 to 127" in capsys.readouterr().out

@@ -6,13 +6,13 @@ import os
 import pytest
 import torch
 
-from mpar.cli import _main
+from mpar.cli import main as command_line
 from tests.cli.conftest import SMALL
 
 
 def refused(capsys: pytest.CaptureFixture, *args: str) -> str:
     """What the command said on refusing, in this process."""
-    assert _main.main(args) == 1
+    assert command_line.main(args) == 1
     text = capsys.readouterr().err
     assert "Traceback" not in text
     assert text.startswith("mpar: ")
@@ -27,9 +27,9 @@ def test_unknown_command(capsys):
 
 def test_no_command_is_help(capsys):
     """Without arguments the commands are listed."""
-    assert _main.main([]) == 0
+    assert command_line.main([]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in _main.COMMANDS)
+    assert all(name in text for name in command_line.COMMANDS)
 
 
 def test_unknown_key(capsys):

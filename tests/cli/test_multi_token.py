@@ -13,7 +13,7 @@ import transformers
 from transformers.modeling_layers import MtpModel
 
 from mpar import checkpoint, models, testing, tree
-from mpar.cli import _main
+from mpar.cli import main as command_line
 from mpar.errors import CheckpointError
 from mpar.train import load_params, read_metrics
 from tests.cli.conftest import run_mpar
@@ -163,14 +163,14 @@ def test_training_starts_from_a_folder_with_the_layer(four, mpar, tmp_path):
 def test_plan(capsys):
     """A plan counts the layer, with its batch keys; models that have none, and weights that are no weights, are refused."""
     plan = ["plan", "model=tiny_deepseek_v3", "mesh=pp2", "strategy=ddp", "lines=400"]
-    assert _main.main([*plan, MTP, "plan.rank=1"]) == 0
+    assert command_line.main([*plan, MTP, "plan.rank=1"]) == 0
     assert "mtp" in capsys.readouterr().out
-    assert _main.main([*plan, "plan.rank=1"]) == 0
+    assert command_line.main([*plan, "plan.rank=1"]) == 0
     assert "mtp" not in capsys.readouterr().out
     for wrong, words in (
         (["model=tiny_llama", MTP], "asks for a layer for further tokens, which llama models do not have (deepseek_v3 ones do)"),
         (["model=tiny_deepseek_v3", "model.mtp_loss_weight=0"], "mtp_loss_weight=0.0: it must be positive"),
         (["model=tiny_deepseek_v3", "model.mtp_loss_weight=true"], "model.mtp_loss_weight=True: must be a number or null"),
     ):
-        assert _main.main(["plan", *wrong]) == 1
+        assert command_line.main(["plan", *wrong]) == 1
         assert words in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mpar.cli import _main
+from mpar.cli import main as command_line
 from mpar.cli._choices import choices
 from mpar.cli._compose import compose_config
 from mpar.errors import ConfigError, UnknownNameError
@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_read(command, args, words, tmp_path, monkeypatc
     for name in ("a.yaml", "hides/mesh/dp2.yaml", "hides/model/gpt2.yaml", "hides/strategy/zero3_tp.yaml", "hides/train.yaml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert _main.main([command, *args]) == 1
+    assert command_line.main([command, *args]) == 1
     text = capsys.readouterr().err
     assert words in text
     assert "Traceback" not in text
@@ -124,7 +124,7 @@ def test_a_folder_that_cannot_be_read(command, args, words, tmp_path, monkeypatc
 
 def test_help_lists_own_files(own, capsys):
     """They stand among the choices of their groups."""
-    assert _main.main(["train", "--help", "--config-dir", str(own)]) == 0
+    assert command_line.main(["train", "--help", "--config-dir", str(own)]) == 0
     groups = capsys.readouterr().out.partition("schedules of a pipeline")[0]
     for name in ("llama3_8b_1m long_64k_cpu mine", "h200 my_box", "my_pair", "my_zero", "mistral_7b"):
         assert name in " ".join(groups.split())
@@ -134,12 +134,12 @@ def test_plan(own, capsys, monkeypatch):
     """The folder is read from where the command stands; its hardware is in the table, its experiment in what `diff` compares."""
     monkeypatch.chdir(own.parent)
     how = ["plan", f"--config-dir={own.name}", "lines=2", "experiment=mine"]
-    assert _main.main(how) == 0
+    assert command_line.main(how) == 0
     text = capsys.readouterr().out
     assert "model       my_model" in text
     assert "fsdp=2" in text
     assert "│ my_box   │" in text
-    assert _main.main([*how, "diff=[mesh=my_pair,strategy=tp]"]) == 0
+    assert command_line.main([*how, "diff=[mesh=my_pair,strategy=tp]"]) == 0
     assert capsys.readouterr().out.startswith("with mesh=my_pair strategy=tp\ninstructions ")
 
 
@@ -236,7 +236,7 @@ def test_a_sweep(launcher, own, tmp_path):
 @pytest.mark.parametrize("override", ["mesh=dp2,ffsdp2", "experiment=mine,nine", "hydra/launcher=nobody"])
 def test_a_sweep_that_cannot_be_composed(override, own, capsys):
     """It is refused before a job begins."""
-    assert _main.main(["train", "-m", "--config-dir", str(own), override]) == 1
+    assert command_line.main(["train", "-m", "--config-dir", str(own), override]) == 1
     text = capsys.readouterr().err
     assert "job" not in text
     assert "Traceback" not in text

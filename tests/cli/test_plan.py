@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-from mpar.cli import _main
+from mpar.cli import main as command_line
 from tests.cli.conftest import SMALL
 
 
 def test_plan_prints_everything(capsys, tmp_path):
     """Program, collectives, memory and time are on the screen; the whole program is in the file."""
-    assert _main.main(["plan", *SMALL, f"plan.out={tmp_path}/all.txt", "plan.lines=6", "plan.rank=1"]) == 0
+    assert command_line.main(["plan", *SMALL, f"plan.out={tmp_path}/all.txt", "plan.lines=6", "plan.rank=1"]) == 0
     text = capsys.readouterr().out
     assert "rank 1 of 2" in text
     assert re.search(r"\.\.\. \d+ more", text)
@@ -37,7 +37,7 @@ PIPELINE = [*SMALL, "model.config.num_hidden_layers=4", "data.batch_size=8", "me
 
 def test_plan_of_a_pipeline(capsys):
     """Idle time and the peak of every position along pp are on the screen, with the messages of a rank."""
-    assert _main.main(["plan", *PIPELINE, "schedule=zbv", "lines=4"]) == 0
+    assert command_line.main(["plan", *PIPELINE, "schedule=zbv", "lines=4"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"pipeline +zbv, 4 stages; bubble [\d.]+ % of the step, [\d.]+ % between", text)
     peaks = re.search(r"peaks +along pp: ([\d.]+) (\w+), ([\d.]+) (\w+)\n", text)
@@ -52,7 +52,7 @@ def test_plan_of_a_pipeline(capsys):
 def test_timeline_by_suffix(suffix, begins, capsys, tmp_path):
     """The picture is in the file, in the format of its suffix, with a lane for each position along pp."""
     file = tmp_path / f"step.{suffix}"
-    assert _main.main(["plan", *PIPELINE, "schedule=zbv", f"timeline={file}"]) == 0
+    assert command_line.main(["plan", *PIPELINE, "schedule=zbv", f"timeline={file}"]) == 0
     assert str(file) in capsys.readouterr().out
     text = file.read_text(encoding="utf-8")
     assert text.startswith(begins)
@@ -64,7 +64,7 @@ def test_timeline_by_suffix(suffix, begins, capsys, tmp_path):
 
 def test_a_suffix_that_nobody_draws(capsys, tmp_path):
     """The three that can be drawn are named, before anything is compiled."""
-    assert _main.main(["plan", *PIPELINE, f"timeline={tmp_path}/step.pdf"]) == 1
+    assert command_line.main(["plan", *PIPELINE, f"timeline={tmp_path}/step.pdf"]) == 1
     text = capsys.readouterr().err
     assert "'.pdf'" in text
     assert all(suffix in text for suffix in (".html", ".svg", ".json"))
@@ -75,14 +75,14 @@ def test_compare(capsys, tmp_path):
     file = tmp_path / "all.html"
     names = ["one_f_one_b", "zbv", "dual_pipe"]
     how = [*PIPELINE, "schedule.num_microbatches=2", "data.batch_size=8"]
-    assert _main.main(["plan", *how, f"compare=[{','.join(names)}]", f"timeline={file}"]) == 0
+    assert command_line.main(["plan", *how, f"compare=[{','.join(names)}]", f"timeline={file}"]) == 0
     text = capsys.readouterr().out
     rows = {cells[0]: cells for line in text.splitlines() if (cells := [c.strip() for c in line.strip("│").split("│")])[0]}
     assert "cannot run" in rows["dual_pipe"][-1]
     assert [rows[name][1] for name in names] == ["2", "4", "-"]
     steps = {}
     for name in names[:2]:
-        assert _main.main(["plan", *how, f"schedule={name}", "hardware=cpu"]) == 0
+        assert command_line.main(["plan", *how, f"schedule={name}", "hardware=cpu"]) == 0
         alone = capsys.readouterr().out
         assert f"bubble {rows[name][2]} of the step" in alone
         assert f"peak {rows[name][4]}," in alone
@@ -98,7 +98,7 @@ def test_compare(capsys, tmp_path):
 
 def test_compare_unknown_name(capsys):
     """Names that are no schedules stop it at once, all of them."""
-    assert _main.main(["plan", *PIPELINE, "compare=[zbv,nope,never]"]) == 1
+    assert command_line.main(["plan", *PIPELINE, "compare=[zbv,nope,never]"]) == 1
     assert "cannot compare nope, never" in capsys.readouterr().err
 
 
@@ -106,7 +106,7 @@ def test_diff(capsys, tmp_path):
     """Overrides are composed again, with groups and lists in them; totals first, all lines in the file."""
     file = tmp_path / "diff.txt"
     args = ["plan", *PIPELINE, "diff=[schedule=zbv,task.chat=[a,b]]", f"out={file}", "lines=6"]
-    assert _main.main(args) == 0
+    assert command_line.main(args) == 0
     text = capsys.readouterr().out
     assert text.startswith("with schedule=zbv task.chat=[a,b]\ninstructions ")
     assert re.search(r"backward_weight +-0 +\+\d", text)
@@ -114,7 +114,7 @@ def test_diff(capsys, tmp_path):
     whole = file.read_text(encoding="utf-8")
     assert "@@ pp=1 line" in whole
     assert "more lines" not in whole
-    assert _main.main(["plan", *PIPELINE, "diff=[mesh.ppp=4]"]) == 1
+    assert command_line.main(["plan", *PIPELINE, "diff=[mesh.ppp=4]"]) == 1
     assert "did you mean mesh.pp?" in capsys.readouterr().err
 
 
@@ -124,7 +124,7 @@ MOE = ["model=tiny_qwen3_moe", "strategy=zero3", "mesh.tp=1", "lines=4", "data.s
 def test_where_sequences_and_experts_lie(capsys):
     """Of the rank that is asked for: its positions, zigzag, and its experts; and what of the storage they take the place of."""
     how = ["mesh.fsdp=2", "mesh.cp=4", "strategy.expert_parallel=4", "strategy.context_parallel=all_to_all+ring"]
-    assert _main.main(["plan", *MOE, *how, "rank=6"]) == 0  # fsdp=1, cp=2
+    assert command_line.main(["plan", *MOE, *how, "rank=6"]) == 0  # fsdp=1, cp=2
     text = capsys.readouterr().out
     assert re.search(r"sequence +over cp_outer x cp_inner, 4 ranks; all_to_all among 2, ring between 2; rank 6 has 32 pos", text)
     assert "32 positions, zigzag: 32 to 63" in text  # of the parts 0, 3, 1, 2 the third
@@ -153,26 +153,26 @@ def test_where_sequences_and_experts_lie(capsys):
 def test_what_experts_take(options, told, capsys):
     """The capacity of a group, as Megatron has it of a rank, and whether groups make tokens travel."""
     how = ["mesh.fsdp=4", "mesh.cp=2", "strategy.expert_parallel=4"]
-    assert _main.main(["plan", *MOE, *how, *(f"model.router.{option}" for option in options)]) == 0
+    assert command_line.main(["plan", *MOE, *how, *(f"model.router.{option}" for option in options)]) == 0
     assert told in capsys.readouterr().out
 
 
 def test_equal_collectives_are_counted(capsys):
     """Three messages of a ring on four ranks are one word on the screen, and three in the file."""
-    assert _main.main(["plan", *MOE, "mesh.cp=4", "strategy.context_parallel=ring", "lines=99"]) == 0
+    assert command_line.main(["plan", *MOE, "mesh.cp=4", "strategy.context_parallel=ring", "lines=99"]) == 0
     assert re.search(r"forward layers.0 mb0 .*3 x shift cp [\d.]+ KiB", capsys.readouterr().out)
 
 
 def test_what_time_decided_is_told(capsys):
     """`auto` says what it came to; what was asked for says no more than that."""
     for how, told in ((["strategy.context_parallel=ring"], r"ring; rank"), ([], r"\w+, by predicted time; rank")):
-        assert _main.main(["plan", *MOE, "mesh.cp=2", *how]) == 0
+        assert command_line.main(["plan", *MOE, "mesh.cp=2", *how]) == 0
         assert re.search(rf"sequence +over cp, 2 ranks; {told} 0 has 64 positions", capsys.readouterr().out)
 
 
 def test_ways_that_cannot_be_are_told(capsys):
     """A length that zigzag cannot deal out leaves `auto` only the exchange of heads, and the plan says which ways it left out."""
-    assert _main.main(["plan", *MOE[:-1], "mesh.cp=2", "data.seq_len=126"]) == 0
+    assert command_line.main(["plan", *MOE[:-1], "mesh.cp=2", "data.seq_len=126"]) == 0
     told = "all_to_all: whole, by heads, by predicted time of what can be (not ring, all_gather); rank 0 has 63 positions"
     assert told in capsys.readouterr().out
 
@@ -188,29 +188,29 @@ def test_ways_that_cannot_be_are_told(capsys):
 )
 def test_ranks_that_talk_much_across_nodes(how, group, capsys):
     """Nodes of three ranks are warned of; nodes of four are not."""
-    assert _main.main(["plan", *MOE, *how, "hardware.ranks_per_node=3"]) == 0
+    assert command_line.main(["plan", *MOE, *how, "hardware.ranks_per_node=3"]) == 0
     assert re.search(rf"warning +{group} crosses nodes, of 3 ranks each on cpu", capsys.readouterr().out)
-    assert _main.main(["plan", *MOE, *how, "hardware.ranks_per_node=4"]) == 0
+    assert command_line.main(["plan", *MOE, *how, "hardware.ranks_per_node=4"]) == 0
     assert "warning" not in capsys.readouterr().out
 
 
 def test_ranks_that_do_the_same_work_beside_their_experts(capsys):
     """Experts over ranks that no other rule knows: a line says so; with a strategy that shards by them there is none."""
     how = ["plan", *MOE, "mesh.tp=2", "mesh.fsdp=2", "strategy.expert_parallel=4", "lines=2"]
-    assert _main.main([*how, "strategy=zero3"]) == 0
+    assert command_line.main([*how, "strategy=zero3"]) == 0
     assert "ranks along tp hold different experts and do the same work otherwise" in capsys.readouterr().out
-    assert _main.main([*how, "strategy=zero3_tp"]) == 0
+    assert command_line.main([*how, "strategy=zero3_tp"]) == 0
     assert "the same work" not in capsys.readouterr().out
 
 
 def test_a_million_tokens_are_planned(capsys):
     """Llama 3 8B on one sequence of 1,048,576 tokens fits 8 ranks of 141 GB; without tiles of logits it needs much more."""
-    assert _main.main(["plan", "experiment=llama3_8b_1m", "lines=2"]) == 0
+    assert command_line.main(["plan", "experiment=llama3_8b_1m", "lines=2"]) == 0
     text = capsys.readouterr().out
     assert "1 sequence of 1,048,576 positions" in text
     assert re.search(r"│ h200 +│ \d\d % of 131.3 GiB", text)
     peak = float(re.search(r"peak ([\d.]+) GiB,", text)[1])
-    assert _main.main(["plan", "experiment=llama3_8b_1m", "lines=2", "model.logits_chunk=null"]) == 0
+    assert command_line.main(["plan", "experiment=llama3_8b_1m", "lines=2", "model.logits_chunk=null"]) == 0
     whole = float(re.search(r"peak ([\d.]+) GiB,", capsys.readouterr().out)[1])
     assert whole - peak > 30  # 131,072 x 128,256 logits in bfloat16 are 31.3 GiB
 
@@ -218,9 +218,9 @@ def test_a_million_tokens_are_planned(capsys):
 def test_four_million_tokens_keep_their_activations_on_the_host(capsys):
     """Of 4,194,304 tokens the inputs of 32 layers are 128 GiB a rank: too many beside the rest, but the host holds them."""
     how = ["experiment=llama3_8b_1m", "lines=2", "model.seq_len=4194304", "model.config.max_position_embeddings=4194304"]
-    assert _main.main(["plan", *how]) == 0
+    assert command_line.main(["plan", *how]) == 0
     assert re.search(r"│ h200 +│ too small: 1\d\d % of 131.3 GiB", capsys.readouterr().out)
-    assert _main.main(["plan", *how, "recompute.offload=true"]) == 0
+    assert command_line.main(["plan", *how, "recompute.offload=true"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"│ h200 +│ \d\d % of 131.3 GiB", text)
     host = float(re.search(r", ([\d.]+) GiB more on the host", text)[1])

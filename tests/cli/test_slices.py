@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpar.cli import _main
+from mpar.cli import main as command_line
 from mpar.train import read_metrics
 from tests.cli.conftest import SMALL, Run
 from tests.cli.test_bad_input import refused
@@ -63,28 +63,28 @@ def test_is_refused(case, capsys):
 )
 def test_is_planned(how, capsys):
     """What was refused names a way that works; scans go on from the state that they left."""
-    assert _main.main(["plan", *how, "lines=1"]) == 0
+    assert command_line.main(["plan", *how, "lines=1"]) == 0
     assert "2 slices of 64 positions" in capsys.readouterr().out
 
 
 def test_the_key_is_listed(capsys):
     """Help shows it with its default."""
-    assert _main.main(["train", "--help"]) == 0
+    assert command_line.main(["train", "--help"]) == 0
     assert re.search(r"schedule.num_slices=1 +equal parts of", capsys.readouterr().out)
 
 
 def test_what_a_plan_says(capsys):
     """How rows are cut, and which positions of each slice a rank has: zigzag within a slice."""
-    assert _main.main(["plan", *CP2, "data.batch_size=8", "schedule.num_slices=4", "lines=1", "rank=1"]) == 0
+    assert command_line.main(["plan", *CP2, "data.batch_size=8", "schedule.num_slices=4", "lines=1", "rank=1"]) == 0
     text = capsys.readouterr().out
     assert "batch       8 sequences of 256 positions in 1 microbatch, 4 slices of 64 positions\n" in text
     assert "; rank 1 has 32 positions of each slice, zigzag: 16 to 47 of the first\n" in text
-    assert _main.main(["plan", *CP2, "data.batch_size=8", "schedule.num_microbatches=2", "lines=1"]) == 0
+    assert command_line.main(["plan", *CP2, "data.batch_size=8", "schedule.num_microbatches=2", "lines=1"]) == 0
     text = capsys.readouterr().out
     assert "in 2 microbatches\n" in text
     assert "; rank 0 has 128 positions, zigzag: 0 to 63 and 192 to 255\n" in text
     both = ["schedule.num_microbatches=2", "schedule.num_slices=4"]
-    assert _main.main(["plan", *CP2, "data.batch_size=8", *both, "strategy.sequence=contiguous", "lines=1"]) == 0
+    assert command_line.main(["plan", *CP2, "data.batch_size=8", *both, "strategy.sequence=contiguous", "lines=1"]) == 0
     text = capsys.readouterr().out
     assert "in 2 microbatches, 4 slices each, of 64 positions\n" in text
     assert "; rank 0 has 32 positions of each slice, 0 to 31 of the first\n" in text
@@ -92,7 +92,7 @@ def test_what_a_plan_says(capsys):
 
 def planned(capsys: pytest.CaptureFixture, *how: str) -> tuple[float, float]:
     """GiB at the peak and on the host, of the plan of two layers of Llama 3.1 8B on 1,048,576 tokens and 8 ranks."""
-    assert _main.main(["plan", *LONG, "recompute.offload=true", *how]) == 0
+    assert command_line.main(["plan", *LONG, "recompute.offload=true", *how]) == 0
     found = re.search(r"peak ([\d.]+) GiB, ([\d.]+) GiB more on the host", capsys.readouterr().out)
     assert found is not None
     return float(found[1]), float(found[2])
@@ -114,7 +114,7 @@ def test_schedules_are_compared_in_slices(capsys):
     pp2 = ["mesh=pp2", "strategy=ddp", "data.batch_size=8", "recompute=full", "compare=[one_f_one_b]"]
     peaks = []
     for how, title in ((["schedule.num_slices=4"], "4 microbatches, 4 slices\n"), ([], "4 microbatches\n")):
-        assert _main.main(["plan", *pp2, *how]) == 0
+        assert command_line.main(["plan", *pp2, *how]) == 0
         text = capsys.readouterr().out
         assert title in text
         row = next(line for line in text.splitlines() if "one_f_one_b" in line)
@@ -124,7 +124,7 @@ def test_schedules_are_compared_in_slices(capsys):
 
 def test_slices_in_a_diff(capsys):
     """Forwards and backwards of each segment are counted by slice."""
-    assert _main.main(["plan", *SMALL, *CP2, "diff=[schedule.num_slices=4]", "lines=2"]) == 0
+    assert command_line.main(["plan", *SMALL, *CP2, "diff=[schedule.num_slices=4]", "lines=2"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("with schedule.num_slices=4\ninstructions ")
     assert re.search(r"forward +-2 +\+8\n", text)  # the embedding and a layer; the head is forward and backward at once

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -101,7 +100,8 @@ def _place(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor
     return Placement(strategy, target, precision, batch, order_parts, units, context, weight, segments)
 
 
-def global_results(code: Code, mesh: Mesh) -> Any:
+def global_results(code: Code, mesh: Mesh) -> Mapping[str, Tensor]:
     """What a compiled function returns, global and without data."""
     leaves = [global_value(tuple(v.shape), v.dtype, spec, mesh) for v, spec in zip(code.out_values, code.out_specs, strict=True)]
+    assert code.outputs is not None
     return tree.unflatten(code.outputs, leaves)

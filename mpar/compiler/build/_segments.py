@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -83,7 +83,7 @@ class SegmentCompiler:
             else:
                 slices = self._compile_slices(segment, segment.carry, reach, entering)
                 code = slices[-1]  # it hands nothing on to later slices
-                (x,) = tree.unflatten(code.traced.x_structure, code.traced.x_out)
+                (x,) = cast(tuple, tree.unflatten(code.traced.x_structure, code.traced.x_out))
             num_leaves = len(code.traced.x_out)
             specs = list(code.forward.out_specs[:num_leaves])
             entering = replace(entering, x=x, x_specs=specs)
@@ -112,7 +112,7 @@ class SegmentCompiler:
             )
             code = self._compile(sliced, seen)
             if not last:
-                y, handed_on = tree.unflatten(code.traced.x_structure, code.traced.x_out)
+                y, handed_on = cast(tuple, tree.unflatten(code.traced.x_structure, code.traced.x_out))
                 handed_on_specs = list(code.forward.out_specs[len(tree.leaves(y)) : len(code.traced.x_out)])
             slices.append(code)
         return tuple(slices)

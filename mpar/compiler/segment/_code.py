@@ -1,11 +1,11 @@
 """What the compiler knows of code: kinds with the values that go in and come out, and a segment's forward and backward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
+from mpar import tree
 from mpar.compiler.segment._partition import RecomputePolicy
 from mpar.ir import Kind
 from mpar.kernels import Kernels
@@ -13,6 +13,7 @@ from mpar.mesh import Mesh
 from mpar.sharding import LogicalGraph, RankGraph
 from mpar.spec import P
 from mpar.strategy import AxisTable
+from mpar.tree import Tree
 
 __all__ = ["Code", "SegmentCode", "SegmentSpecs", "Slices", "Target", "TracedSegment"]
 
@@ -49,7 +50,7 @@ class Code:
     in_specs: tuple[P, ...]
     out_values: tuple[Tensor, ...]
     out_specs: tuple[P, ...]
-    outputs: Any = None
+    outputs: tree.Structure[Mapping[str, Tensor]] | None = None
     fallbacks: tuple[str, ...] = ()
 
 
@@ -59,7 +60,7 @@ class TracedSegment:
 
     logical: LogicalGraph
     x_out: tuple[Tensor, ...]
-    x_structure: Any
+    x_structure: tree.Structure[Tree]
     losses: tuple[str, ...]
     metrics: tuple[str, ...]
     num_params: int

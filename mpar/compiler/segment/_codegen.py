@@ -6,7 +6,6 @@ says it goes.
 
 import operator
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import fx
@@ -65,7 +64,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _expression(node: fx.Node, names: dict[fx.Node, str], functions: dict[str, str]) -> str:
-    def text(x: Any) -> str:
+    def text(x: object) -> str:
         if isinstance(x, fx.Node):
             return names[x]
         if isinstance(x, (list, tuple)):
@@ -75,7 +74,7 @@ def _expression(node: fx.Node, names: dict[fx.Node, str], functions: dict[str, s
             return "DEVICE"
         return repr(x)
 
-    def call(fn: str, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
+    def call(fn: str, args: Iterable[object], kwargs: dict[str, object]) -> str:
         return f"{fn}({', '.join([*(text(a) for a in args), *(f'{k}={text(v)}' for k, v in kwargs.items())])})"
 
     if node.target is operator.getitem:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -12,6 +11,7 @@ from mpar.compiler.segment._make_code import make_code
 from mpar.compiler.segment._partition import Halves, RecomputePolicy, extract, partition
 from mpar.sharding import RankGraph, check, lower, mark_ragged, trace
 from mpar.spec import P
+from mpar.tree import Tree
 
 __all__ = ["compile_function", "compile_segment", "cut", "specs_of"]
 
@@ -89,8 +89,8 @@ def specs_of(nodes: Sequence[fx.Node]) -> list[P]:
 
 def compile_function(
     name: str,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
+    fn: Callable[..., object],
+    args: Sequence[Tree],
     target: Target,
     in_specs: Sequence[P],
     out_specs: Sequence[P | None] | None = None,

@@ -1,6 +1,6 @@
 """Measure which storages a rank graph makes and drops, from its values without data."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -17,13 +17,13 @@ def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int], *, most: bool 
 
     most: ragged values have as many rows as they can; else as many as they have on average.
     """
-    numbers: dict[Any, int] = {}
+    numbers: dict[Hashable, int] = {}
     sizes: list[int] = []
     held: dict[fx.Node, tuple[int, ...]] = {}
 
     times = 1
 
-    def number(key: Any, nbytes: int) -> int:
+    def number(key: Hashable, nbytes: int) -> int:
         if key not in numbers:
             numbers[key] = len(sizes)
             sizes.append(nbytes * times)

@@ -65,7 +65,7 @@ def overwrite_operands(graph: fx.Graph) -> dict[str, int]:
     return {"operands_overwritten": overwritten}
 
 
-def dies_here(operand: Any, node: fx.Node) -> bool:
+def dies_here(operand: object, node: fx.Node) -> bool:
     """Whether `operand` is an intermediate that only `node` reads."""
     return isinstance(operand, fx.Node) and operand.op == "call_function" and list(operand.users) == [node]
 

@@ -14,6 +14,7 @@ from mpar.chain import Segment
 from mpar.compiler.segment._code import TracedSegment
 from mpar.ops import widen
 from mpar.sharding import trace
+from mpar.tree import Tree
 
 __all__ = ["trace_segment"]
 
@@ -22,8 +23,8 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 def trace_segment(
     segment: Segment,
-    params: Sequence[Any],
-    x: Any,
+    params: Sequence[Tree],
+    x: Tree,
     context: Mapping[str, Tensor],
     grad_dtypes: Sequence[torch.dtype],
     *,

@@ -1,8 +1,8 @@
 """Lockstep: every rank of a mesh is a thread of this process; collectives and messages meet in memory."""
 
 import threading
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from mpar.errors import ProgramError
 from mpar.mesh import Mesh
 
 __all__ = ["LockstepComm", "run_ranks"]
+
+T = TypeVar("T")
+"""What a rank's work gives."""
 
 
 PATIENCE_S = 1800.0  # torch.distributed's own default: a simulated rank may compute for long between two meetings
@@ -112,7 +115,7 @@ class _Hall:
                 raise ProgramError("another simulated rank failed") from self.failure
             self.done.remove((message, rank))
 
-    def meet(self, rank: int, group: tuple[int, ...], kind: str, x: Any, how: dict[str, Any]) -> Any:
+    def meet(self, rank: int, group: tuple[int, ...], kind: str, x: object, how: Mapping[str, object]) -> object:
         with self.condition:
             arrived = self.waiting.setdefault(group, {})
             arrived[rank] = (kind, x)
@@ -125,7 +128,7 @@ class _Hall:
                         )
                     )
                 else:
-                    self.hand_out(group, kind, [arrived[member][1] for member in group], how)
+                    self._hand_out(group, kind, [arrived[member][1] for member in group], how)
                 del self.waiting[group]
                 arrived.clear()  # nobody's operands live on in this frame
                 self.condition.notify_all()
@@ -138,7 +141,7 @@ class _Hall:
                 raise ProgramError("another simulated rank failed") from self.failure
             return self.results.pop((group, rank))
 
-    def hand_out(self, group: tuple[int, ...], kind: str, parts: list[Any], how: dict[str, Any]) -> None:
+    def _hand_out(self, group: tuple[int, ...], kind: str, parts: list[Any], how: Mapping[str, Any]) -> None:
         if isinstance(parts[0], list) and kind == "all_reduce":  # as on processes: one message, results are views of one buffer
             flat = combine(kind, [torch.cat([x.reshape(-1) for x in part]) for part in parts], **how)
             shapes = [x.shape for x in parts[0]]
@@ -159,9 +162,10 @@ class _Hall:
         self.condition.notify_all()
 
 
-def run_ranks(mesh: Mesh, work: Callable[[int, LockstepComm], Any]) -> list[Any]:
+def run_ranks(mesh: Mesh, work: Callable[[int, LockstepComm], T]) -> list[T]:
     """`work(rank, comm)` for all ranks at once; the results by rank. The first error of any rank is raised."""
-    hall, results = _Hall(), [None] * mesh.size
+    hall = _Hall()
+    results: dict[int, T] = {}
 
     def body(rank: int) -> None:
         try:
@@ -178,4 +182,4 @@ def run_ranks(mesh: Mesh, work: Callable[[int, LockstepComm], Any]) -> list[Any]
         thread.join()
     if hall.failure is not None:
         raise hall.failure
-    return results
+    return [results[rank] for rank in range(mesh.size)]
