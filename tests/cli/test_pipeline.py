@@ -23,6 +23,7 @@ LAYERS = ["model.config.num_hidden_layers=4", "data.batch_size=8", "schedule.num
 DEEP = [*SMALL, *LAYERS, "progress=false"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("one", "many"),
     [
