@@ -7,6 +7,7 @@ Tests that a person asks for by name (a file, a node id, `-k`, `--lf`) all run i
 import os
 import subprocess
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from xdist.workermanage import WorkerController
 
 from tests.sampling import CASES, Case, sample
 
-__all__ = ["COLLECTED", "examples"]
+__all__ = ["COLLECTED", "examples", "values_asked_for"]
 
 MAX_WORKERS = 8  # each of them holds a gigabyte
 COLLECTED = pytest.StashKey[tuple[Case, ...]]()
@@ -25,6 +26,13 @@ COLLECTED = pytest.StashKey[tuple[Case, ...]]()
 def examples(in_full_tier: int) -> int:
     """How many examples a property takes in this tier, where the full tier takes `in_full_tier`."""
     return max(1, in_full_tier * settings.default.max_examples // 100)
+
+
+def values_asked_for(request: pytest.FixtureRequest, values: Iterable[str]) -> list[str]:
+    """Those of `values` that a selected test of the fixture's module has as a parameter: fixtures need not compute others."""
+    items = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    asked_for = {value for item in items if "[" in item.name for value in item.callspec.params.values() if isinstance(value, str)}
+    return [value for value in values if value in asked_for]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,6 +23,7 @@ LAYERS = ["model.config.num_hidden_layers=4", "data.batch_size=8", "schedule.num
 DEEP = [*SMALL, *LAYERS, "progress=false"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("one", "many"),
     [
@@ -47,6 +48,7 @@ def test_stages_do_not_change_a_bit(one, many, mpar, tmp_path):
     assert records[0]["communication_bytes"] > 0
 
 
+@pytest.mark.full("its runs take 40 s; tests/checkpoint moves checkpoints between meshes")
 def test_checkpoints_move_between_pipelines(mpar, tmp_path):
     """Two steps on 2 ranks, two on 1 and two on 4 are six steps on 2, to the bit, with an embedding that the first and the last
     stage share; so are the exported weights."""
@@ -73,6 +75,7 @@ def test_checkpoints_move_between_pipelines(mpar, tmp_path):
     assert answers[0] == answers[1] != ""
 
 
+@pytest.mark.full("its runs take 20 s; tests/train/test_evaluation.py and the runs of ranks in tests/program evaluate too")
 def test_evaluation_is_what_transformers_says(mpar, tmp_path):
     """The loss on held-out rows, on two stages, is that of transformers on the exported weights and the same labels.
 
@@ -139,6 +142,7 @@ if os.environ.get("RANK") == "0":
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fault"))
 
 
+@pytest.mark.full("its runs take 20 s; the message below never comes at all")
 def test_a_message_that_comes_late(mpar, tmp_path, monkeypatch):
     """A message delayed by 5 s delays the run; its numbers are those of a run without delay."""
     how = [*DEEP, "mesh=pp2", "strategy=ddp", "steps=3", "timeout_s=120"]

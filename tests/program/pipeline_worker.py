@@ -116,13 +116,13 @@ def exchange() -> dict:
 
 
 def main(folder: pathlib.Path) -> None:
-    """Every rank saves its own results next to those of the others."""
+    """Train the cases that the folder has programs of; every rank saves its own results next to those of the others."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = {}
-    for case in CASES:
-        programs = pickle.loads((folder / f"{case}.pickle").read_bytes())
-        results |= {(case, name): train(case, how, *programs) for name, how in TRANSPORTS.items()}
+    for path in sorted(folder.glob("*.pickle")):
+        programs = pickle.loads(path.read_bytes())
+        results |= {(path.stem, name): train(path.stem, how, *programs) for name, how in TRANSPORTS.items()}
     torch.save({"trained": results, "grouped": exchange()}, folder / f"{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

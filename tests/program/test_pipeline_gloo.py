@@ -22,6 +22,7 @@ from tests.program.pipeline_worker import (
     make_program,
     message,
 )
+from tests.tiers import values_asked_for
 
 pytestmark = pytest.mark.gloo
 RANKS = range(4)
@@ -31,10 +32,10 @@ make_program, make_eval = functools.cache(make_program), functools.cache(make_ev
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """What each rank saved, from one launch of four processes that run programs compiled here."""
+def ranks(request, tmp_path_factory):
+    """What each rank saved, from one launch of four processes that run the cases of the selected tests, compiled here."""
     folder = tmp_path_factory.mktemp("pipelines")
-    for case in CASES:
+    for case in values_asked_for(request, CASES):
         (folder / f"{case}.pickle").write_bytes(pickle.dumps((make_program(case), make_eval(case))))
     worker = pathlib.Path(__file__).with_name("pipeline_worker.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(worker), str(folder)]
@@ -57,6 +58,7 @@ def simulated(case):
     return program, metrics, state.leaves
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("case", CASES)
 def test_bits_equal_the_simulation(case, transport, ranks):
@@ -73,6 +75,7 @@ def test_bits_equal_the_simulation(case, transport, ranks):
             assert torch.equal(found["leaves"][leaf.path], shard(leaves[leaf.path], leaf.spec, program.mesh, rank)), leaf.path
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("case", CASES)
 def test_evaluation_has_the_loss_of_training(case, transport, ranks):
