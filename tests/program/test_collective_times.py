@@ -118,10 +118,14 @@ def test_hidden_time_is_at_the_segments_rate():
     assert segment_time(kind, mesh, HARDWARE) == pytest.approx(5.0 - 2.0, rel=1e-12)
 
 
-@pytest.mark.parametrize(("ranks_per_node", "far"), [(8, set()), (4, {(1, 2)}), (2, {(0, 1), (1, 2), (2, 3)})], ids=str)
-def test_messages_between_stages_take_the_link_between_them(ranks_per_node, far, make_model):
+@pytest.mark.parametrize(
+    ("stages", "ranks_per_node", "far"),
+    [(4, 8, set()), (4, 4, {(1, 2)}), (4, 2, {(0, 1), (1, 2), (2, 3)}), (2, 2, {(0, 1)}), (2, 4, set())],
+    ids=str,
+)
+def test_messages_between_stages_take_the_link_between_them(stages, ranks_per_node, far, make_model):
     """Stages of two ranks each: on one node, on two, on one each."""
-    mesh = Mesh(pp=4, tp=2)
+    mesh = Mesh(pp=stages, tp=2)
     model = make_model(torch.float32, num_hidden_layers=4)
     program = compile_step(model, AdamW(1e-3), mesh, "tp", (4, 8), num_microbatches=4, schedule="one_f_one_b")
     found = message_durations(program, replace(HARDWARE, ranks_per_node=ranks_per_node))
@@ -132,7 +136,7 @@ def test_messages_between_stages_take_the_link_between_them(ranks_per_node, far,
                 nbytes = program.values[step.inputs[0]].bytes
                 crosses = tuple(sorted((position, step.peer))) in far
                 expected[step.message] = 7.0 + nbytes / FAR if crosses else 3.0 + nbytes / NEAR
-    assert len(expected) == 2 * 3 * 4
+    assert len(expected) == 2 * (stages - 1) * 4
     assert found == pytest.approx(expected, rel=1e-12)
 
 
