@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mpar.program._predict import message_durations, segment_time
-from mpar.program.compiler import compile_step
 
 from mpar import Mesh
 from mpar.arrange import CONTEXT_PARALLEL
+from mpar.forecast import message_durations
+from mpar.hardware import Hardware
+from mpar.ir import CollectiveUse, Kind, segment_time
 from mpar.optim import AdamW
-from mpar.program import Hardware
-from mpar.program._program import CollectiveUse, Kind
+from mpar.program.compile import compile_step
 from mpar.strategy import preset
 
 NEAR, FAR = 1000.0, 10.0  # bytes per second
@@ -175,4 +175,4 @@ def test_auto_divides_attention_in_the_least_predicted_time(best, make_model):
 
     times = {method: compiled(method).predict(hardware).step_s for method in CONTEXT_PARALLEL}
     assert min(times, key=times.__getitem__) == best
-    assert compiled("auto").info["context_parallel"] == best
+    assert compiled("auto").facts.context_parallel == best
