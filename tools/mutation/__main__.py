@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "--map-tests",
         default="",
         metavar="WORDS",
-        help="what pytest is told when the map is made, such as \"-n 2 -m 'not gloo' tests/ops\"; all tests without",
+        help="what pytest is told when the map is made, such as \"--full -n 2 -m 'not gloo'\"; write --map-tests=\"...\"",
     )
     add("--list", action="store_true", help="print the mutants and the number of tests for each, and try none")
     add("--root", type=Path, default=Path(), metavar="FOLDER", help="of the repository (this folder)")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 
@@ -19,6 +20,8 @@ from tools.mutation._tree import copy_tree
 __all__ = ["Copy", "Ended"]
 
 PLUGIN = Path(_pytest_plugin.__file__)
+NO_WORKERS = ("-n0",) if find_spec("xdist") else ()
+"""Several copies are at work already, and a worker takes longer to start than the tests of most mutants."""
 PATIENCE_S = 3.0
 """Seconds that tests get to end the processes that they started, once they are asked to stop."""
 
@@ -67,7 +70,7 @@ class Copy:
         chosen.write_text(json.dumps(tests), encoding="utf-8")
         noted.unlink(missing_ok=True)
         files = sorted({test.partition("::")[0] for test in tests})
-        words = ["-x", f"--chosen-tests={chosen}", f"--note-durations={noted}", "--tb=short", *files]
+        words = ["-x", f"--chosen-tests={chosen}", f"--note-durations={noted}", "--tb=short", *NO_WORKERS, *files]
         start = time.monotonic()
         code, output = self.pytest(words, timeout_s, stop)
         results = json.loads(noted.read_text(encoding="utf-8")) if noted.exists() else {}
