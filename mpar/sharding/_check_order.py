@@ -83,7 +83,8 @@ def _check_op(node: fx.Node, ranked: RankGraph, fail: Fail) -> None:
     claims = _specs(node)
     if any(operand.meta.get("spec") is None for operand in rule.operands) or all(spec is None for spec in claims):
         return  # inside a primitive's local program, whose author knows more than specs can say
-    specs = [*(operand.meta.get("spec") for operand in rule.operands), *claims]
+    free = {i for i in rule.as_is if not any(rule.factors[i])}  # where such an operand lies says nothing of the result
+    specs = [*(None if i in free else operand.meta.get("spec") for i, operand in enumerate(rule.operands)), *claims]
     known: dict[str, tuple[str, ...]] = {}
     for spec, dims in zip(specs, (*rule.factors, *rule.results), strict=False):
         if spec is None:

@@ -135,7 +135,9 @@ def _dims(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
 def _whole(node: fx.Node, operands: list[fx.Node], unread: set[int]) -> NodeRule:
     """No dim may be sharded, but for operands whose data is not read."""
     factors: list[Factors] = [((),) * len(shape_of(operand)) for operand in operands]
-    return NodeRule(operands, factors, [((),) * value.ndim for value in _values(node)], {}, as_is=unread)
+    values = node.meta["val"] if isinstance(node.meta["val"], (list, tuple)) else [node.meta["val"]]
+    results: list[Factors] = [((),) * value.ndim if isinstance(value, Tensor) else () for value in values]
+    return NodeRule(operands, factors, results, {}, as_is=unread)
 
 
 def _same_place(operands: list[fx.Node], values: list[Tensor], alone: Callable[[int], bool]) -> NodeRule:
