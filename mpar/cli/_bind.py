@@ -13,7 +13,7 @@ __all__ = ["bind", "describe", "known_keys", "nearest", "open_keys"]
 T = TypeVar("T")
 
 
-def bind(cls: type[T], values: Mapping[str, Any]) -> T:
+def bind(cls: type[T], values: Mapping[str, object]) -> T:
     """`cls` from `values`. Raises UnknownNameError if a key is unknown, else ConfigError; either lists every offender."""
     unknown: list[str] = []
     wrong: list[str] = []
@@ -148,7 +148,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and value == value and abs(value) != float("inf")
 
 
-def describe(hint: Any) -> str:
+def describe(hint: object) -> str:
     """A type in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):

@@ -5,10 +5,9 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mpar import errors
@@ -48,7 +47,7 @@ def launch(job: Job, folder: Path) -> None:
         raise _explain(job, folder, error.failures) from None
 
 
-def _explain(job: Job, folder: Path, failures: Mapping[int, Any]) -> MparError:
+def _explain(job: Job, folder: Path, failures: Mapping[int, ProcessFailure]) -> MparError:
     """What to tell about the ranks that failed first."""
     size = job.program.mesh.size
     told = [failure for rank in range(size) if (failure := read_failure(folder, rank)) is not None]
@@ -69,7 +68,7 @@ def _explain(job: Job, folder: Path, failures: Mapping[int, Any]) -> MparError:
     return RankFailure(f"{head}. All ranks were stopped. Each was last seen at:\n  " + "\n  ".join(places) + _go_on(job))
 
 
-def _first_words(first: Failure | None, failures: Mapping[int, Any]) -> str:
+def _first_words(first: Failure | None, failures: Mapping[int, ProcessFailure]) -> str:
     if first is not None:
         return f"rank {first.rank} failed first: {first.message.strip()}"
     return "; ".join(f"rank {rank} ended with exit code {failure.exitcode}" for rank, failure in sorted(failures.items()))

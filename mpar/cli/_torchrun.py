@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -65,7 +64,7 @@ def _run(config: TrainConfig, resolved: PlainConfig, rank: int, local_rank: int,
     own = Path(tempfile.mkdtemp(prefix="mpar-")) if local_rank == 0 else None
     try:
         told = None if own is None else (int(os.environ["GROUP_RANK"]), str(own), _prepare(config, resolved, own))
-        gathered: list[Any] = [None] * dist.get_world_size()
+        gathered: list[tuple[int, str, tuple[str, str] | None] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, told)
         nodes = {entry[0]: entry for entry in gathered if entry is not None}
         bad = next((failure for _, _, failure in nodes.values() if failure is not None), None)

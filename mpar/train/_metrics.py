@@ -7,7 +7,7 @@ import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -108,7 +108,7 @@ class MetricsFile:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, float]]:
     """The records in `metrics.jsonl`, in order; none if there is no file."""
     return [json.loads(line) for line in _lines(path)]
 

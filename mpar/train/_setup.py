@@ -93,7 +93,7 @@ def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Model:
     return plain if groups == (1, 1) else _model_of(group, {**router, "token_groups": groups})
 
 
-def _model_of(group: ModelConfig, router: Mapping[str, Any] | None) -> Model:
+def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Model:
     if (group.path is None) == (group.config is None):
         raise ConfigError(
             "cannot build the model: model.path and model.config are "

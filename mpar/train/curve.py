@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -16,7 +15,7 @@ _PANELS = {
 }
 
 
-def draw_loss(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
+def draw_loss(records: Sequence[Mapping[str, float]], path: Path, title: str) -> Path:
     """Write a PNG of loss over steps on a logarithmic axis, the loss of evaluations on it, and the learning rate beside it."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -38,7 +37,7 @@ def draw_loss(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> P
     return path
 
 
-def draw_experts(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path | None:
+def draw_experts(records: Sequence[Mapping[str, float]], path: Path, title: str) -> Path | None:
     """Write a PNG with a line for each layer of experts and a column for each step: load of the busiest expert, entropy of all,
     and, if any were, slots that were dropped. Without experts in the records there is none."""
     layers = [name.removeprefix("max_load/") for name in records[-1] if name.startswith("max_load/")]

@@ -13,6 +13,7 @@ from mpar.cli._compose import compose_config
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.train import TrainConfig, read_metrics
 from tests.cli.conftest import SMALL, environment
+from tests.patience import PATIENCE_S
 
 EXPERIMENT = """# @package _global_
 defaults:
@@ -221,7 +222,7 @@ def test_a_sweep(launcher, own, tmp_path):
     variables["PYTHONPATH"] = f"{variables['PYTHONPATH']}:{tmp_path / 'plugins'}"
     command = [sys.executable, "-m", "mpar", "train", "-m", "--config-dir", own.name, *SHORT, "data.seq_len=64"]
     command += ["experiment=mine", "strategy=ddp", "mesh=dp2,one,my_pair", "data.batch_size=3", f"hydra/launcher={launcher}"]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 1, done.stderr
     assert "jobs that failed: 0, 2\n" in done.stderr
     assert "batch 'tokens'" in done.stderr  # 3 rows on 2 ranks
