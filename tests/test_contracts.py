@@ -54,7 +54,7 @@ def test_functions_are_short(path: Path):
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
 def test_objects_are_small(path: Path):
-    """An object has few attributes, unless it is a record: a frozen dataclass or a struct, which only holds what it is made of."""
+    """An object has few attributes, unless it is a record: a frozen dataclass or a struct, which only holds its parts."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     large = [
         f"{ids(path)}:{node.lineno} {node.name}: {sorted(found)}"

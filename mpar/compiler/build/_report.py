@@ -33,7 +33,8 @@ def write_losses(writer: Writer, step: Step, reported: Reported, cotangent: int)
     kinds = sorted(set(columns), key=lambda name: (name != "loss", name))
 
     def finish(losses: Tensor, cotangent: Tensor) -> list[Tensor]:
-        table, out = losses.reshape(num_microbatches, -1), []
+        # whole before it is added up: a sum of what each position along pp has would depend on how microbatches are divided
+        table, out = constrain(losses, P()).reshape(num_microbatches, -1), []
         for kind in kinds:
             of_kind = [i for i, name in enumerate(columns) if name == kind]
             parts = (table if len(kinds) == 1 else torch.stack([table[:, i] for i in of_kind], 1)).sum(1) * cotangent
