@@ -93,7 +93,7 @@ WEIGHTS = ("router_DE", "gate_EDF", "up_EDF", "down_EFD")
 
 def _layer(case: Case) -> Callable[..., Tensor]:
     config = MoeConfig(num_experts=case.experts, top_k=case.top_k, mlp_size=case.mlp)
-    return lambda params, x: moe(params, config, x, {})[0]
+    return lambda params, x: moe(params, config, x, {}, training=True)[0]
 
 
 def _mpar_compiled(case: Case, data: Data) -> Pass:
