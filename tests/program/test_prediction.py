@@ -6,7 +6,7 @@ import torch
 from mpar.compiler import Schedule
 from mpar.errors import ProgramError
 from mpar.forecast import memory_timeline, message_durations, step_times
-from mpar.hardware import REFERENCE
+from mpar.hardware import REFERENCE, hardware
 from mpar.ir import SegmentMemory, sweep
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
@@ -127,7 +127,7 @@ def durations(program: Program, slow: dict[int, float] | None = None) -> list[li
 
 
 def all_messages(program: Program, seconds: float) -> dict[int, float]:
-    return dict.fromkeys(message_durations(program, REFERENCE), seconds)
+    return dict.fromkeys(message_durations(program, hardware(REFERENCE)), seconds)
 
 
 def costs(slow: dict[int, float], transfer: float) -> Costs:
