@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from mpar.models._rope import YarnRope
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mpar import models
+from mpar.models.layers._rope import YarnRope
 
 SIZES = [16, 64, 128]
 SETTINGS = {
