@@ -1,6 +1,7 @@
 """The tiers: what the quick one keeps, and that the full one runs everything."""
 
 import os
+import re
 import subprocess
 import sys
 from itertools import product
@@ -101,7 +102,7 @@ def test_full_tier_keeps_all(run_tiny):
     assert count(collected(run_tiny("--collect-only", "-q", "--full"))) == WHOLE
     text = run_tiny("--full", "-n", "2", "--sample-seed", "7")
     assert "tier: full, --sample-seed 7" in text
-    assert "full tier: 55 of 55 tests in 0 s of work; the sample of seed 7: 7 tests" in text
+    assert re.search(r"full tier: 55 of 55 tests in \d+ s of work; the sample of seed 7: 7 tests in \d+ s", text), text
 
 
 @pytest.mark.parametrize(

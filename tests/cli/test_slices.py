@@ -137,6 +137,7 @@ def numbers(run_dir: Path) -> np.ndarray:
     return np.array([[record[key] for key in ("loss", "eval_loss", "grad_norm")] for record in records])
 
 
+@pytest.mark.full("its runs take 30 s; tests/program/test_slices.py compares steps")
 @pytest.mark.gloo
 def test_a_run_in_slices_is_the_run_without(mpar: Run, tmp_path):
     """From a checkpoint that was written without slices, two steps in slices; from one of these, one without. Losses, gradient

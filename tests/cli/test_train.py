@@ -85,6 +85,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(small_run, mpar, tmp_path):
     assert "trained on other data" in other.stderr
 
 
+@pytest.mark.full("its runs take 30 s; tests/program starts ranks by torchrun on several meshes")
 def test_torchrun_gives_the_same_numbers_on_another_mesh(small_run, mpar, tmp_path):
     """4 processes under torchrun, from the checkpoint of 2 ranks: equal losses; and equal bits to our own launcher."""
     run_dir, _ = small_run
