@@ -212,3 +212,13 @@ def test_every_package_is_packaged():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
     found = {module(path) for path in FILES if path.name == "__init__.py"}
     assert set(listed) == {*found, "mpar.conf"}
+
+
+def test_every_room_is_on_the_map():
+    """docs/rooms.md has a line for each package of mpar, and every file and folder that it names is there."""
+    page = (ROOT / "docs" / "rooms.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(mpar/[\w/]*)/`", page))
+    assert {f"mpar/{path.name}" for path in (ROOT / "mpar").iterdir() if (path / "__init__.py").is_file()} <= {
+        "/".join(name.split("/")[:2]) for name in named
+    }
+    assert all((ROOT / name).is_dir() for name in (*named, "conf", "tools", "bench", "tests"))
