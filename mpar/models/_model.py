@@ -49,12 +49,12 @@ class Model:
         """The number of tokens, without padding."""
         return self.config.vocab_size
 
-    @property
+    @functools.cached_property
     def abstract_params(self) -> DecoderParams[Tensor]:
         """The parameter tree with meta tensors; the vocabulary is padded."""
         return decoder.meta_params(self.config, self.dtype)
 
-    @property
+    @functools.cached_property
     def param_axes(self) -> DecoderParams[Axes]:
         """The parameter tree with the logical axes of each leaf."""
         return decoder.axes(self.config)
@@ -68,7 +68,7 @@ class Model:
         rows: dict[str, Axes] = dict.fromkeys(self._row_keys, ("batch", "seq"))
         return rows if any(layer.sequential for layer in self.config.layers) else {**rows, ORDER: ("seq",)}
 
-    @property
+    @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Embedding, blocks, head."""
         return decoder.segments(self.config)

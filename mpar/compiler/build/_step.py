@@ -24,7 +24,7 @@ class Step:
     placement: Placement
     pipeline: Pipeline
 
-    @property
+    @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
         """The functions of the chain."""
         return self.model.segments
