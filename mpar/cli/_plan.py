@@ -22,6 +22,7 @@ from mpar.cli._placement import placement, slow_axes
 from mpar.cli._screen import say, say_aside
 from mpar.cli._timeline import check_suffix, write_pictures
 from mpar.errors import ConfigError
+from mpar.hardware import REFERENCE
 from mpar.models import Model
 from mpar.program import Hardware, Prediction, Program, diff, format_bytes, format_time
 from mpar.schedules import num_stages
@@ -320,6 +321,6 @@ def _render(table: Table) -> str:
 
 
 def _profiles(own: Path | None) -> list[Hardware]:
-    """Every hardware profile that can be chosen."""
-    names = choices(own).shown["hardware"]
+    """Every hardware profile that can be chosen and stands for a machine, which the one of round numbers does not."""
+    names = [name for name in choices(own).shown["hardware"] if name != REFERENCE]
     return [make_hardware(compose_config("train", TrainConfig, [f"hardware={name}"], own)[0].hardware) for name in names]

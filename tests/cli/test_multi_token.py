@@ -143,7 +143,7 @@ def test_transformers_reads_model_and_layer(four):
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["next_labels"].flatten(), reduction="sum")
         x, context, losses = None, model.context(batch), {}
         for segment in model.segments:
-            x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, context)
+            x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, context, training=True)
             if segment.name == "mtp":
                 testing.assert_close(losses["mtp_loss"], 0.3 * expected, name="mtp_loss", rtol=1e-5)
 

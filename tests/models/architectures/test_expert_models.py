@@ -257,8 +257,8 @@ def test_side_losses_reach_the_chain():
     params, (embed, layer, *_) = model.init(1), model.segments
     for labels in (False, True):
         context = model.context({"tokens": TOKENS, **({"labels": TOKENS} if labels else {})})
-        x, _ = embed.fn((params.embed,), None, context)
-        _, losses, metrics = layer.fn((params.layers[0],), x, context)
+        x, _ = embed.fn((params.embed,), None, context, training=True)
+        _, losses, metrics = layer.fn((params.layers[0],), x, context, training=True)
         assert set(losses) == ({"aux_loss", "z_loss"} if labels else set())
         assert set(metrics) == {"expert_counts", *(("dropped",) if labels else ())}
         assert int(metrics["expert_counts"].sum()) == TOKENS.numel() * 3
