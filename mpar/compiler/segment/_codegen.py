@@ -17,7 +17,7 @@ __all__ = ["generate", "positions_of"]
 
 
 def generate(graph: fx.Graph) -> str:
-    """Source of `run(args, comm)` for a rank graph; `program/_run.py` supplies the names that it uses."""
+    """Source of `run(args, comm)` for a rank graph; `mpar/runtime/_load.py` supplies the names that it uses."""
     last_use = _last_uses(graph)
     names = {node: f"v{index}" for index, node in enumerate(graph.nodes) if node.op != "output"}
     inputs = graph.find_nodes(op="placeholder")
