@@ -110,7 +110,8 @@ def _vjp(x, gate, up, down, dy, *, activation, chunk):
     dx_TD = torch.empty(tiles.x_TD.shape, dtype=x.dtype, device=x.device)
     dy_TD = dy.reshape(dx_TD.shape)
     wide = torch.promote_types(x.dtype, torch.float32)
-    dgate, dup, ddown = (None if w is None else torch.zeros(w.shape, dtype=wide, device=x.device) for w in (gate, up, down))
+    dup, ddown = (torch.zeros(w.shape, dtype=wide, device=x.device) for w in (up, down))
+    dgate = None if gate is None else torch.zeros(gate.shape, dtype=wide, device=x.device)
     for tokens in tiles.places:
         x_tile, dy_tile = tiles.x_TD[tokens], dy_TD[tokens]
         up_TF = tiles.product(0, tokens, tiles.x_TD, up)
@@ -120,7 +121,7 @@ def _vjp(x, gate, up, down, dy, *, activation, chunk):
         dgate_TF, dup_TF = _hidden_bwd(gate_TF, up_TF, dhidden_TF, activation)
         torch.mm(dup_TF, up.T, out=dx_TD[tokens])
         _accumulate(dup, x_tile, dup_TF)
-        if gate is not None:
+        if gate is not None and dgate is not None and dgate_TF is not None:
             dx_TD[tokens].addmm_(dgate_TF, gate.T)
             _accumulate(dgate, x_tile, dgate_TF)
     grads = (x.new_empty(0) if grad is None else grad.to(x.dtype) for grad in (dgate, dup, ddown))

@@ -66,8 +66,8 @@ def _abstract_dispatch(x, experts, *, num_experts):
 @dispatch_p.def_impl
 def _impl_dispatch(x, experts, *, num_experts):
     slots = experts.reshape(-1, experts.shape[-1])
-    _, inverse, counts, offsets = expert_order_p.impl(slots, num_experts=num_experts)
-    rows = permute_p.impl(x.reshape(-1, x.shape[-1]), inverse)
+    _, inverse, counts, offsets = expert_order_p.meaning(slots, num_experts=num_experts)
+    rows = permute_p.meaning(x.reshape(-1, x.shape[-1]), inverse)
     return rows, offsets, inverse.view(experts.shape), torch.stack([counts, counts])
 
 
@@ -96,7 +96,7 @@ def _check_rows(name: str, rows: Tensor, inverse: Tensor, weights: Tensor | None
 @combine_p.def_impl
 def _impl_combine(rows, inverse, traffic, weights):
     slots = inverse.reshape(-1, inverse.shape[-1])
-    y = unpermute_p.impl(rows, slots, None if weights is None else weights.reshape(slots.shape))
+    y = unpermute_p.meaning(rows, slots, None if weights is None else weights.reshape(slots.shape))
     return y.view(*inverse.shape[:-1], rows.shape[-1]), rows.clone()  # an op may not give back what it was given
 
 
@@ -119,8 +119,8 @@ def _abstract_combine_bwd(back, inverse, traffic, weights, dy):
 def _impl_combine_bwd(back, inverse, traffic, weights, dy):
     slots, dy = inverse.reshape(-1, inverse.shape[-1]), dy.reshape(-1, dy.shape[-1])
     if weights is None:
-        return permute_p.impl(dy, slots).to(back.dtype), back.new_empty(0)
-    drows, dweights = unpermute_bwd_p.impl(back, slots, weights.reshape(slots.shape), dy)
+        return permute_p.meaning(dy, slots).to(back.dtype), back.new_empty(0)
+    drows, dweights = unpermute_bwd_p.meaning(back, slots, weights.reshape(slots.shape), dy)
     return drows, dweights.view(weights.shape)
 
 

@@ -99,6 +99,12 @@ class Primitive:
         self.def_impl_on("CompositeExplicitAutograd", fn)
         return fn
 
+    @property
+    def meaning(self) -> Callable:
+        """What `def_impl` was given: for an implementation that is made of others."""
+        assert self.impl is not None, f"{self} has no implementation"
+        return self.impl
+
     def def_impl_on(self, key: str, fn: Callable) -> None:
         """`fn` is called for tensors of torch's dispatch key, such as "CUDA"; it must reproduce the meaning of the op."""
 

@@ -85,9 +85,13 @@ def _abstract(q, k, v, q_order, k_order, q_documents, k_documents, sinks, *, cau
         problems.append(f"{K} kv heads do not divide {N} query heads")
     if (q_documents is None) != (k_documents is None):
         problems.append("q_documents and k_documents must be given both or neither")
-    expected = {"q_order": (q_order, (S,)), "k_order": (k_order, (M,))}
-    expected |= {"q_documents": (q_documents, (B, S)), "k_documents": (k_documents, (B, M))}
-    expected["sinks"] = sinks, (N,)
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "q_order": (q_order, (S,)),
+        "k_order": (k_order, (M,)),
+        "q_documents": (q_documents, (B, S)),
+        "k_documents": (k_documents, (B, M)),
+        "sinks": (sinks, (N,)),
+    }
     given = {name: (x, shape) for name, (x, shape) in expected.items() if x is not None}
     problems += [f"{name} is {tuple(x.shape)}, must be {shape}" for name, (x, shape) in given.items() if tuple(x.shape) != shape]
     if problems:
@@ -144,8 +148,8 @@ def _vjp(q, k, v, q_order, k_order, q_documents, k_documents, sinks, out, lse, d
         out1[..., -1] = -dlse.transpose(1, 2)
     hiding = _attention_blocks.Masks(*masks, causal, window)
     grads = _attention_blocks.backward(dout1, q1, k1, v1, out1, lse.transpose(1, 2), hiding, scale)
-    grads = (grad.transpose(1, 2)[..., : x.shape[3]].contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
-    return *grads, dsinks
+    cut = (grad.transpose(1, 2)[..., : x.shape[3]].contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
+    return *cut, dsinks
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
