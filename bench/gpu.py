@@ -81,7 +81,7 @@ def _command(part: str, out: Path, commit: str, seconds: float) -> list[str]:
             return [*python, "tools.kernel_gate", "check"]
         table = "tests/kernels/test_table.py"
         others = (str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/kernels").glob("test_*.py")))
-        files = ["tests/program/test_gpu.py", table, *(path for path in others if path != table)]  # in this order
+        files = ["tests/runtime/test_gpu.py", table, *(path for path in others if path != table)]  # in this order
         return [*python, *PYTEST, "-k", "not gluon", *files]
     given = ["--seconds", f"{seconds:.0f}", "--out", str(out), *(["--commit", commit] if commit else [])]
     return [*python, f"bench.{part}", "run", *given]

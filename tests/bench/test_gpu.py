@@ -42,7 +42,7 @@ def test_a_part_that_does_not_let_itself_be_interrupted_is_killed(tmp_path, monk
 def test_programs_and_the_table_come_first(tmp_path):
     """Then the other files of kernels, each once, since pytest may forget the order of files that overlap with a folder."""
     files = [word for word in gpu._command("numerics", tmp_path, "", 1.0) if word.endswith(".py")]
-    assert files[:2] == ["tests/program/test_gpu.py", "tests/kernels/test_table.py"]
+    assert files[:2] == ["tests/runtime/test_gpu.py", "tests/kernels/test_table.py"]
     assert len(set(files)) == len(files) > 10 and all((ROOT / file).exists() for file in files)
 
 

@@ -19,7 +19,7 @@ from mpar.optim import AdamW
 from mpar.program import Program, batch_rows
 from mpar.program.compile import compile_eval, compile_step
 from mpar.runtime.comm._channels import Channels, Message
-from tests.program.conftest import CONFIG
+from tests.small_llama import CONFIG
 
 CASES = {  # mesh, strategy, schedule, tied
     "one_f_one_b": (Mesh(pp=4), "ddp", Schedule("one_f_one_b"), False),

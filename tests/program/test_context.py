@@ -17,8 +17,8 @@ from mpar.ops.sequence import _attention_blocks as blocks
 from mpar.program import Program, batch_rows
 from mpar.program.compile import compile_step
 from mpar.strategy import Strategy, preset
+from tests.forecast.test_prediction import measured_peaks
 from tests.program.oracle import BASE, DEEPSEEK, GPT_OSS, Problem, Recorder
-from tests.program.test_prediction import measured_peaks
 
 pytestmark = pytest.mark.cases(2)  # each compiles a program of its own
 SHAPE = (4, 32)

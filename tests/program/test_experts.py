@@ -13,8 +13,8 @@ from mpar.errors import ConfigError
 from mpar.program import Program
 from mpar.program.compile import compile_step
 from mpar.strategy import Strategy, preset
+from tests.forecast.test_prediction import measured_peaks
 from tests.program.oracle import DEEPSEEK, GPT_OSS, MOE, Problem, Recorder
-from tests.program.test_prediction import measured_peaks
 
 pytestmark = pytest.mark.cases(2)  # each compiles a program of its own
 SHAPE = (8, 16)

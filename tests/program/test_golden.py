@@ -12,7 +12,7 @@ from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program import Hardware
 from mpar.program.compile import compile_step
-from tests.program.conftest import CONFIG
+from tests.small_llama import CONFIG
 
 HERE = pathlib.Path(__file__).with_name("golden")
 CASES = {

@@ -11,9 +11,9 @@ from mpar.arrange import sequence_order
 from mpar.program import Program
 from mpar.runtime._device import asking_references
 from mpar.strategy import Strategy
+from tests.forecast.test_prediction import measured_peaks
 from tests.program.oracle import DEEPSEEK, GPT_OSS, MOE, Problem
 from tests.program.test_experts import FOLDS, MIXTRAL_HAS_NOT, SHAPE, compiled, spread
-from tests.program.test_prediction import measured_peaks
 
 pytestmark = pytest.mark.cases(2)  # each compiles a program of its own
 CAPACITY = {"capacity_factor": 0.7, "aux_loss": 0.1, "z_loss": 0.05}

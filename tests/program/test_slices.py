@@ -13,9 +13,9 @@ from mpar.compiler import RecomputePolicy
 from mpar.program import Program
 from mpar.program.compile import compile_eval, compile_step
 from mpar.strategy import Strategy, preset
+from tests.forecast.test_prediction import measured_peaks, predicted_peaks
 from tests.models.variants import KINDS, VARIANTS
 from tests.program.oracle import BASE, DEEPSEEK, MOE, Problem, Recorder
-from tests.program.test_prediction import measured_peaks, predicted_peaks
 
 pytestmark = pytest.mark.cases(2)  # each compiles a program of its own
 SHAPE = (4, 32)

@@ -18,7 +18,7 @@ from mpar.program import Instruction, Program
 from mpar.program.compile import compile_step
 from mpar.proof import verify
 from mpar.schedules import lower
-from tests.program.interpreter import Terms, Wrong, run
+from tests.proof.interpreter import Terms, Wrong, run
 
 QUEUES = ("direction", "pair", "single")
 NUM_MUTANTS = 2000

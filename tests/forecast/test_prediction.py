@@ -15,8 +15,8 @@ from mpar.program.compile import compile_eval, compile_step
 from mpar.runtime.comm._lockstep import run_ranks
 from mpar.schedules import Costs, timeline
 from mpar.shards import shard
-from tests.program.storage_tracker import StorageTracker, TrackedComm
-from tests.program.test_memory import OPS
+from tests.forecast.storage_tracker import StorageTracker, TrackedComm
+from tests.forecast.test_memory import OPS
 
 pytestmark = pytest.mark.cases(2)  # each compiles a program of its own
 NUM_STAGES = 8

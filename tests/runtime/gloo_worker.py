@@ -21,7 +21,7 @@ from mpar.program.compile import compile_step
 from mpar.runtime import Counter
 from mpar.shards import shard
 from mpar.strategy import preset
-from tests.program.conftest import CONFIG
+from tests.small_llama import CONFIG
 
 GATHERED_AGAIN = RecomputePolicy("selective", frozenset({"rms_norm", "all_gather", "attn_norm", "mlp_norm"}))
 CASES = {

@@ -31,7 +31,7 @@ from mpar.shards import shard
 from mpar.spec import P
 from mpar.strategy import PRESETS, preset
 from mpar.torch_private import storage_key
-from tests.program.split_cases import CASES, Case, D, F, context_scale, normal, random_case
+from tests.compiler.split_cases import CASES, Case, D, F, context_scale, normal, random_case
 
 POLICIES = [
     RecomputePolicy("none"),

@@ -10,7 +10,7 @@ import torch
 
 from mpar.shards import shard
 from tests.patience import PATIENCE_S
-from tests.program.gloo_worker import CASES, make_batches, make_program
+from tests.runtime.gloo_worker import CASES, make_batches, make_program
 
 pytestmark = pytest.mark.gloo
 NUM_LAYERS = 2

@@ -11,7 +11,7 @@ from mpar.program import RankRun, State, batch_rows
 from mpar.program.compile import compile_step
 from mpar.runtime.comm._lockstep import run_ranks
 from mpar.shards import shard
-from tests.program.storage_tracker import StorageTracker, TrackedComm
+from tests.forecast.storage_tracker import StorageTracker, TrackedComm
 
 OPS = {name: primitive.op for name, primitive in PRIMITIVES.items()}  # through the dispatcher: one op each to the tracker
 STRATEGIES = [
