@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mpar import Mesh, State, models, testing, tree
+from mpar.optimizer import Optimizer
 from mpar.program.compile import compile_step
 from mpar.strategy import preset
 
@@ -33,7 +34,7 @@ CASES = {
 }
 
 
-class Recorder:
+class Recorder(Optimizer):
     """An optimizer that leaves parameters as they are and keeps the gradient as its state, where a test can read it."""
 
     slots = ("g",)
