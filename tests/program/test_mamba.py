@@ -95,7 +95,7 @@ def test_heads_travel_only_as_sums():
     """
     model, _, _ = problem({"n_groups": 1}, False)
     program = compile_step(model, Recorder(), Mesh(tp=2), preset("tp"), (B, S))
-    inside = [use for use in program.collectives() if "models/_mamba.py" in use.line]
+    inside = [use for use in program.collectives() if "mamba/_mamba.py" in use.line]
     tokens = B * S * 8  # of one float64 each
     forward, backward = [tokens, tokens * 16], [tokens, tokens * 6, tokens * 6, tokens * 16]
     assert {use.op for use in program.collectives()} == {"all_reduce"}
@@ -107,7 +107,7 @@ def test_a_sequence_is_exchanged_for_heads():
     model, _, _ = problem({}, False)
     strategy = dataclasses.replace(preset("ddp"), context_parallel="all_to_all")
     program = compile_step(model, Recorder(), Mesh(cp=2), strategy, (B, S))
-    inside = [(use.op, use.bytes) for use in program.collectives() if "models/_mamba.py" in use.line]
+    inside = [(use.op, use.bytes) for use in program.collectives() if "mamba/_mamba.py" in use.line]
     tokens = B * S // 2 * 8  # of a rank, one float64 each
     forward = [("all_to_all", tokens * size) for size in (12, 12, 32, 4, 32)]
     assert inside == [*forward, *forward, *forward[::-1], *forward[::-1]]
