@@ -30,6 +30,7 @@ BUDGET = 1 / 3
 def main() -> None:
     """Parse the command line, and run."""
     options = _parser().parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started this with Ctrl-C ignored
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ending the run is as Ctrl-C: copies go, what is known is printed
     console = Console()
     try:
