@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from mpar import Mesh, ops
-from mpar.compiler.segment._compile import compile_function
+from mpar.compiler import RecomputePolicy
+from mpar.compiler.segment import Target, compile_function
 from mpar.kernels import Kernels
 from mpar.runtime import ALONE, load
 from mpar.spec import P
@@ -74,7 +75,7 @@ CASES = {
 def compiled(fn, kernels, dtype):
     """Code of `fn` on one rank."""
     args = [torch.empty(2, 4, D, dtype=dtype, device="meta")] * 2 + [torch.empty(D, dtype=dtype, device="meta")]
-    return compile_function(fn.__name__, fn, args, Mesh(), [P()] * 3, kernels=kernels)
+    return compile_function(fn.__name__, fn, args, Target(Mesh(), {}, RecomputePolicy(), kernels), [P()] * 3)
 
 
 @pytest.mark.parametrize("fn", CASES, ids=lambda fn: fn.__name__)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mpar import ops
 from mpar.errors import ConfigError
 
 __all__ = [
@@ -149,7 +150,8 @@ class LongRope(Rope):
         """The same for positions known at run time only: the row counts as one longer than its last position."""
         lengths = (self.original_positions, self.original_positions + 1)
         short, long = (torch.tensor(self.frequencies(n), dtype=dtype, device=positions_BS.device) for n in lengths)
-        return torch.where(positions_BS.amax() + 1 > self.original_positions, long, short)
+        last = ops.constrain(positions_BS.amax(-1), (None,)).amax(0)  # of all rows: every rank needs it
+        return torch.where(last + 1 > self.original_positions, long, short)
 
 
 @functools.cache

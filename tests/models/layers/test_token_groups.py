@@ -37,12 +37,12 @@ def test_a_group_is_as_if_it_were_alone(options, groups, packed):
     """Rows that are kept, the balance that is chosen from, and aux_loss; z_loss and counts are of all tokens."""
     config = dataclasses.replace(FULL, **options, aux_loss=0.3, z_loss=0.2, token_groups=groups)
     params, single = drawn(config), dataclasses.replace(config, token_groups=(1, 1))
-    y, losses, metrics = moe(params, config, X, context(packed))
+    y, losses, metrics = moe(params, config, X, context(packed), training=True)
 
     def alone(rows, positions):
         part = {"weight": WEIGHT, "order": ORDER[positions]}
         part |= {"documents": DOCUMENTS[rows, positions]} if packed else {}
-        y, own, counted = moe(params, single, X[rows, positions], part)
+        y, own, counted = moe(params, single, X[rows, positions], part, training=True)
         testing.assert_close(together[rows, positions], y, name="y")
         return own["aux_loss"], counted
 
@@ -51,7 +51,7 @@ def test_a_group_is_as_if_it_were_alone(options, groups, packed):
     testing.assert_close(losses["aux_loss"], sum(aux for aux, _ in parts) / len(parts), name="aux_loss")
     for name, value in metrics.items():
         assert torch.equal(value, sum(counted[name] for _, counted in parts)), name
-    whole = moe(params, single, X, context(packed))
+    whole = moe(params, single, X, context(packed), training=True)
     testing.assert_close(losses["z_loss"], whole[1]["z_loss"], name="z_loss")
     assert not torch.equal(y, whole[0])
     assert not torch.equal(losses["aux_loss"], whole[1]["aux_loss"])
@@ -66,7 +66,7 @@ def test_padded_experts_equal_ragged_ones(options, groups, packed):
     params = drawn(config)
 
     def run(config, params, x):
-        y, losses, _ = moe(params, config, x, context(packed))
+        y, losses, _ = moe(params, config, x, context(packed), training=True)
         return y, losses
 
     results, grads = {}, {}
@@ -80,7 +80,7 @@ def test_padded_experts_equal_ragged_ones(options, groups, packed):
     for path, grad in tree.leaves_with_path(grads[True]):
         testing.assert_close(grad, tree.get(grads[False], path), name=path)
         assert bool(grad.any()) == ("choice_bias_E" not in path), path
-    dropped = int(moe(params, config, X, context(packed))[2]["dropped"])
+    dropped = int(moe(params, config, X, context(packed), training=True)[2]["dropped"])
     assert (dropped > 0) == (groups != (4, 6))  # groups of one token drop nothing
 
 
@@ -88,7 +88,7 @@ def test_all_is_dropped_but_one():
     """Every token chooses the same experts: of each group C stay, and the others get nothing."""
     config = dataclasses.replace(BASE, capacity_factor=0.2, token_groups=(2, 1), padded=True)  # ceil(12 * 3 / 8 * 0.2) = 1
     params = dataclasses.replace(drawn(config), router_DE=torch.zeros(D, 8, dtype=torch.float64))
-    y, _, metrics = moe(params, config, X, {"weight": WEIGHT})
+    y, _, metrics = moe(params, config, X, {"weight": WEIGHT}, training=True)
     assert y.any(-1).nonzero().tolist() == [[0, 0], [2, 0]]
     assert int(metrics["dropped"]) == 3 * (B * S - 2)
 
@@ -97,14 +97,14 @@ def test_generation_is_not_padded():
     """Without labels nothing is dropped, and groups, which may not divide what is generated, are not looked at."""
     config = dataclasses.replace(BASE, capacity_factor=0.2, token_groups=(3, 5), padded=True)
     params = drawn(config)
-    testing.assert_close(moe(params, config, X, {})[0], moe(params, BASE, X, {})[0])
+    testing.assert_close(moe(params, config, X, {}, training=False)[0], moe(params, BASE, X, {}, training=False)[0])
 
 
 def test_groups_that_do_not_divide_are_refused():
     """With both numbers."""
     config = dataclasses.replace(BASE, capacity_factor=1.0, token_groups=(3, 4))
     with pytest.raises(ShapeError, match=r"3 does not divide the 4 sequences and 4 does not divide the 6 positions"):
-        moe(drawn(config), config, X, {"weight": WEIGHT})
+        moe(drawn(config), config, X, {"weight": WEIGHT}, training=True)
 
 
 @pytest.mark.parametrize(
