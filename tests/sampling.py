@@ -7,7 +7,7 @@ from itertools import groupby
 
 __all__ = ["CASES", "Case", "sample"]
 
-CASES = 4  # how many cases of a function the quick tier keeps, unless the function's mark says another number
+CASES = 2  # how many cases of a function the quick tier keeps, unless the function's mark says another number
 
 
 @dataclass(frozen=True)

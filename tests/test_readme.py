@@ -33,7 +33,7 @@ def test_there_are_blocks():
     assert BLOCKS
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("line", COMMANDS)
 def test_command_is_understood(line, tmp_path, monkeypatch):
     """`mpar plan` runs as it stands, and plans what `mpar train` would run; a sweep or a folder of one's own is only read."""

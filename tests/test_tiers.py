@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_S
-from tests.sampling import Case, sample
+from tests.sampling import CASES, Case, sample
 from tests.tiers import COLLECTED
 
 SEEDS = range(20)
@@ -91,9 +91,9 @@ def count(names: list[str]) -> dict[str, dict[str, int]]:
 
 
 def test_quick_tier_keeps_some_cases_of_each_function(run_tiny):
-    """Four, or as many as the mark says, or none of those that only the full tier runs; the same for the same seed."""
+    """Two, or as many as the mark says, or none of those that only the full tier runs; the same for the same seed."""
     first, again, other = (collected(run_tiny("--collect-only", "-q", "--sample-seed", seed)) for seed in ("1", "1", "2"))
-    assert count(first) == count(other) == {"a": {"many": 4}, "b": {"one": 1, "plain": 1, "property": 1}}
+    assert count(first) == count(other) == {"a": {"many": CASES}, "b": {"one": 1, "plain": 1, "property": 1}}
     assert first == again != other
 
 
@@ -102,7 +102,7 @@ def test_full_tier_keeps_all(run_tiny):
     assert count(collected(run_tiny("--collect-only", "-q", "--full"))) == WHOLE
     text = run_tiny("--full", "-n", "2", "--sample-seed", "7")
     assert "tier: full, --sample-seed 7" in text
-    assert re.search(r"full tier: 55 of 55 tests in \d+ s of work; the sample of seed 7: 7 tests in \d+ s", text), text
+    assert re.search(rf"full tier: 55 of 55 tests in \d+ s of work; the sample of seed 7: {CASES + 3} tests in \d+ s", text), text
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_workers_run_the_sample_of_the_seed(run_tiny):
     alone = run_tiny("-v", "-rP", "-n0", "--sample-seed", "3")
     shared = run_tiny("-v", "-rP", "-n2", "--sample-seed", "3")
     ran = [{word for word in text.split() if word.startswith("test_") and "::" in word} for text in (alone, shared)]
-    assert len(ran[0]) == 7 and ran[0] == ran[1]
+    assert len(ran[0]) == CASES + 3 and ran[0] == ran[1]
     drawn = [next(line for line in text.splitlines() if line.startswith("<")) for text in (alone, shared)]
     assert drawn[0] == drawn[1] and drawn[0].startswith("<40 examples")
     assert "<200 examples" in run_tiny("-rP", "-n0", "--full", "--sample-seed", "3", "test_b.py::test_property")

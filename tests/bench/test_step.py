@@ -64,6 +64,7 @@ def test_labels_are_the_tokens_that_follow():
     assert first["tokens"].shape == (4, 16) and not torch.equal(first["tokens"], second["tokens"])
 
 
+@pytest.mark.full("the run takes 12 s; the parts of a run have tests of their own")
 def test_a_tiny_run_goes_through_the_command_line(tmp_path):
     """Processes, blocks, profile: every row that can run on a CPU is ok, and nothing is left that looks like a figure."""
     command = [sys.executable, "-m", "bench.step", "run", "--tiny", "--cases", LLAMA.key, "--profile", "--out", str(tmp_path)]

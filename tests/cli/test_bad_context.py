@@ -81,6 +81,7 @@ def test_is_refused(case, capsys):
     assert all(words in text for words in told), text
 
 
+@pytest.mark.full("its run takes 14 s; tests/models counts tokens that are dropped")
 @pytest.mark.gloo
 def test_a_capacity_below_what_a_batch_needs_is_reported(mpar, tmp_path):
     """Experts that can take half of the slots, padding counted, drop many: on the screen, in every record, for each layer."""

@@ -144,6 +144,7 @@ def test_plan(own, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("with mesh=my_pair strategy=tp\ninstructions ")
 
 
+@pytest.mark.full("its runs take 24 s; a sweep over groups of one's own trains in the quick tier too")
 @pytest.mark.gloo
 def test_train_records_what_was_composed(own, mpar, tmp_path):
     """The run's config.yaml has the values, not the folder; exporting needs no folder; torchrun gives the same numbers."""
@@ -212,6 +213,7 @@ def work(given, out):
 '''
 
 
+@pytest.mark.cases(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("launcher", ["basic", "elsewhere"])
 def test_a_sweep(launcher, own, tmp_path):

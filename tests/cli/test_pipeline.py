@@ -23,6 +23,7 @@ LAYERS = ["model.config.num_hidden_layers=4", "data.batch_size=8", "schedule.num
 DEEP = [*SMALL, *LAYERS, "progress=false"]
 
 
+@pytest.mark.full("its runs take 15 s a case; tests/program/test_pipelines.py compares the bits of steps")
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("one", "many"),
@@ -142,7 +143,7 @@ if os.environ.get("RANK") == "0":
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fault"))
 
 
-@pytest.mark.full("its runs take 20 s; the message below never comes at all")
+@pytest.mark.full("its runs take 20 s; a rank killed under a pipeline is in the quick tier")
 def test_a_message_that_comes_late(mpar, tmp_path, monkeypatch):
     """A message delayed by 5 s delays the run; its numbers are those of a run without delay."""
     how = [*DEEP, "mesh=pp2", "strategy=ddp", "steps=3", "timeout_s=120"]
@@ -154,6 +155,7 @@ def test_a_message_that_comes_late(mpar, tmp_path, monkeypatch):
     assert max(record["step_s"] for record in read_metrics(tmp_path / "late" / "metrics.jsonl")) > 5
 
 
+@pytest.mark.full("it waits 20 s for a message; a rank killed under a pipeline is in the quick tier too")
 def test_a_message_that_never_comes(mpar, tmp_path, monkeypatch):
     """All stop after `timeout_s`; the rank that waits names the message and the line that sends it, where the other one is."""
     faulty(tmp_path, monkeypatch, 1000)

@@ -186,6 +186,7 @@ def test_a_killed_rank_stops_all_and_each_place_is_told(tmp_path):
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
+@pytest.mark.full("it waits 50 s for a rank that does nothing; a rank that is killed is found in the quick tier too")
 def test_a_stopped_rank_is_found_by_the_watchdog(tmp_path):
     """A rank that stands still: after `timeout_s` the run ends, and the message says who waited for whom."""
     launcher, ranks = started(tmp_path, "timeout_s=15")

@@ -271,6 +271,7 @@ def compiled(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *words], capture_output=True, text=True, env=os.environ, timeout=PATIENCE_S)
 
 
+@pytest.mark.full("the compilation takes 10 s; the other checks of the gate read what was compiled before")
 def test_a_kernel_is_compiled_and_held_to_the_ledger(tmp_path):
     """The command compiles a kernel, records it, leaves out what is unchanged, and fails when the ledger had fewer registers."""
     path = tmp_path / "registers.json"

@@ -110,6 +110,7 @@ def test_scopes():
     assert found == {(1, "", False), (3, "B", False), (4, "B.d", False), (5, "B.d", True)}
 
 
+@pytest.mark.full("it draws mutants of all of mpar, which takes 14 s")
 def test_drawn_mutants_are_valid_and_one_line(tmp_path):
     """Of real files: valid Python, another tree, exactly one other line; folders share them out, lines have one each."""
     sources = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in sorted((ROOT / "mpar").rglob("*.py"))}
