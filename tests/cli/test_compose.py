@@ -22,9 +22,11 @@ def test_every_choice_is_usable(group, name):
     """Each file of each group, and each name that is shown, composes, binds, and gives the thing that it describes."""
     needed = {"hf": ["model.path=/nowhere"], "jsonl": ["data.sources=[x.jsonl]"]}.get(name, [])
     config = composed(f"{group}={name}", *needed)
-    make_optimizer(config.optimizer, config.steps)
+    assert make_optimizer(config.optimizer, config.steps).rate(1) >= 0
     if name != "hf":
-        make_setup(config)
+        setup = make_setup(config)
+        named = {"hardware": setup.hardware.name, "strategy": setup.strategy.name, "model": config.model.name}
+        assert named.get(group, name) == name
 
 
 def test_every_preset_is_a_choice():
