@@ -12,7 +12,7 @@ from mpar.cli import main as command_line
 from mpar.cli._arguments import read_arguments
 from mpar.cli._compose import check_overrides
 from mpar.train import TrainConfig
-from tests.patience import PATIENCE_S
+from tests.processes import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.processes import PATIENCE_S
 from tests.sampling import CASES, Case, sample
 from tests.tiers import COLLECTED
 

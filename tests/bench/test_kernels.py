@@ -31,7 +31,7 @@ from bench.kernels._run import run, write_table
 from bench.kernels._server import Server
 from bench.kernels.rows import all_rows, long_rows
 from tests.bench import stuck
-from tests.patience import PATIENCE_S
+from tests.processes import PATIENCE_S
 from tools import kernel_shapes, triton_interpreter
 from tools.kernel_shapes import Shape
 

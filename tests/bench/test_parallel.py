@@ -10,7 +10,7 @@ from bench.parallel.__main__ import main
 from bench.parallel._run import summarise
 from bench.parallel._subjects import SUBJECTS
 from bench.parallel._table import table
-from tests.patience import PATIENCE_S
+from tests.processes import PATIENCE_S
 
 
 def test_torch_programs_are_right():

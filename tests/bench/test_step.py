@@ -22,7 +22,7 @@ from bench.step._run import run
 from bench.step._worker import _Worker, serve
 from mpar import models
 from mpar.kernels import Kernels
-from tests.patience import PATIENCE_S
+from tests.processes import PATIENCE_S
 
 X4, LLAMA = CASES[0], CASES[1]
 EAGER, PEER, GRAPH = "mpar eager", "transformers fp32", "mpar cuda_graph"

@@ -13,7 +13,7 @@ from torch import Tensor
 from mpar import checkpoint
 from mpar.mesh import Mesh
 from mpar.spec import P
-from tests.patience import PATIENCE_S
+from tests.processes import PATIENCE_S
 
 State = dict[str, tuple[Tensor, P]]
 

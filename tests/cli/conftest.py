@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.processes import PATIENCE_S
 
 SMALL = [
     "model.config.num_hidden_layers=1",

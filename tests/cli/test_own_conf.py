@@ -13,7 +13,7 @@ from mpar.cli._compose import compose_config
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.train import TrainConfig, read_metrics
 from tests.cli.conftest import SMALL, environment
-from tests.patience import PATIENCE_S
+from tests.processes import PATIENCE_S
 
 EXPERIMENT = """# @package _global_
 defaults:

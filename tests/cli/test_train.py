@@ -16,7 +16,7 @@ import transformers
 from mpar import checkpoint, models, testing
 from mpar.train import read_metrics
 from tests.cli.conftest import SMALL, environment
-from tests.patience import PATIENCE_S
+from tests.processes import PATIENCE_S
 
 pytestmark = pytest.mark.gloo
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")

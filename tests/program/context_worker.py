@@ -1,25 +1,21 @@
 """One of four processes: trains small models whose sequences and experts ranks share.
 
-usage: torchrun --nproc-per-node 4 context_worker.py OUT
+usage: torchrun --nproc-per-node 4 context_worker.py OUT CASE...
 """
 
-import pathlib
 import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
-from mpar.program import Program, State, batch_rows
+from mpar.program import Program, State
 from mpar.program.compile import compile_step
-from mpar.runtime import Counter
 from mpar.strategy import preset
+from tests.gloo_training import random_batches, train_cases
 from tests.program.oracle import BASE, DEEPSEEK, MOE, VOCAB
 
 BOTH, RING = Mesh(dp=2, cp=2), {"context_parallel": "ring"}
@@ -37,17 +33,8 @@ CASES: dict[str, tuple[dict, Any, torch.dtype, Mesh, dict, str | None]] = {
 }
 SLICES = {"slices": 2}
 OPTIMIZER = AdamW(lr=3e-3, clip_norm=1.0)
-SHAPE, NUM_STEPS = (4, 16), 20
-
-
-def make_batches() -> list[dict[str, torch.Tensor]]:
-    """Random tokens and labels, some of which do not count."""
-    generator, out = torch.Generator().manual_seed(0), []
-    for _ in range(NUM_STEPS):
-        tokens, labels = (torch.randint(0, VOCAB, SHAPE, generator=generator) for _ in range(2))
-        labels[torch.rand(SHAPE, generator=generator) < 0.2] = -100
-        out.append({"tokens": tokens, "labels": labels})
-    return out
+SHAPE = (4, 16)
+BATCHES = random_batches(20, SHAPE, VOCAB)
 
 
 def make_program(case: str, *, one_rank: bool = False) -> Program:
@@ -66,32 +53,11 @@ def make_params(case: str) -> Any:
     return models.from_config(config, dtype=dtype, vocab_multiple=8, router=router).init(0)
 
 
-def main(out: str) -> None:
-    """Train every case; rank 0 saves losses, norms, messages of one step and the parameters at the end."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, results = dist.get_rank(), {}
-    for case in CASES:
-        program, counter = make_program(case), Counter()
-        state: State = program.init_state(make_params(case), rank)
-        run = program.bind(counter=counter, transport=CASES[case][-1])
-        losses, norms = [], []
-        for batch in make_batches():
-            counter.messages.clear()
-            state, metrics = run(state, batch_rows(program, batch, rank))
-            losses.append(metrics["loss"])
-            norms.append(metrics["grad_norm"])
-        results[case] = {
-            "losses": torch.stack(losses),
-            "norms": torch.stack(norms),
-            "messages": counter.messages,
-            "leaves": state.leaves,
-        }
-    if rank == 0:
-        torch.save(results, out)
-    dist.barrier()
-    dist.destroy_process_group()
+def make_case(case: str, rank: int) -> tuple[Program, State, str | None]:
+    """The program of a case, this rank's state, and the transport."""
+    program = make_program(case)
+    return program, program.init_state(make_params(case), rank), CASES[case][-1]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    train_cases(sys.argv[1], sys.argv[2:], make_case, BATCHES)

@@ -10,8 +10,6 @@ import sys
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-
 from mpar import models
 from mpar.compiler import Schedule
 from mpar.mesh import Mesh

@@ -1,29 +1,23 @@
 """Real processes: four ranks on gloo that share sequences and experts, against one rank and against the simulator."""
 
 import pathlib
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
 
-from mpar.shards import shard
-from tests.patience import PATIENCE_S
-from tests.program.context_worker import CASES, SHAPE, make_batches, make_params, make_program
+from tests.gloo_training import assert_bits_equal, launch, simulate
+from tests.program.context_worker import BATCHES, CASES, SHAPE, make_params, make_program
+from tests.tiers import values_asked_for
 
 pytestmark = pytest.mark.gloo
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Losses, messages and shards of every case, from one launch of four processes."""
-    out = tmp_path_factory.mktemp("gloo") / "results.pt"
+def runs(request, tmp_path_factory):
+    """What rank 0 found for the cases of the selected tests, from one launch of four processes."""
     worker = pathlib.Path(__file__).with_name("context_worker.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(worker), str(out)]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(out)
+    return launch(worker, tmp_path_factory.mktemp("gloo"), values_asked_for(request, CASES))
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +35,7 @@ def test_training_equals_one_rank(case, runs):
     program = make_program(case, one_rank=True)
     run, state = program.bind(), program.init_state(make_params(case))
     bound = 1e-10 if CASES[case][2] == torch.float64 else 1e-6
-    for batch, loss, norm in zip(make_batches(), runs[case]["losses"], runs[case]["norms"], strict=True):
+    for batch, loss, norm in zip(BATCHES, runs[case]["losses"], runs[case]["norms"], strict=True):
         state, metrics = run(state, batch)
         assert abs(loss - metrics["loss"]) <= bound * metrics["loss"]
         assert abs(norm - metrics["grad_norm"]) <= 10 * bound * metrics["grad_norm"]
@@ -51,15 +45,8 @@ def test_training_equals_one_rank(case, runs):
 def test_bits_equal_the_simulation(case, runs):
     """Losses, gradient norms and the state at the end are the simulator's, bit for bit."""
     program = make_program(case)
-    state, losses, norms = program.init_state(make_params(case)), [], []
-    for batch in make_batches():
-        state, metrics = program.simulate(state, batch)
-        losses.append(metrics["loss"])
-        norms.append(metrics["grad_norm"])
-    assert torch.equal(runs[case]["losses"], torch.stack(losses))
-    assert torch.equal(runs[case]["norms"], torch.stack(norms))
-    for leaf in program.state_out:
-        assert torch.equal(runs[case]["leaves"][leaf.path], shard(state.leaves[leaf.path], leaf.spec, program.mesh, 0)), leaf.path
+    expected, state = simulate(program, program.init_state(make_params(case)), BATCHES)
+    assert_bits_equal(runs[case], program, expected, state)
 
 
 @pytest.mark.parametrize(("case", "shifts"), [("ring", 3), ("two_levels", 1), ("deepseek_v3", 1)])
@@ -70,15 +57,17 @@ def test_ring_messages(case, shifts, runs):
     assert sent == said and len(sent) == 2 * 3 * shifts
 
 
-def test_messages_by_heads(runs):
+@pytest.mark.parametrize("case", ["all_to_all"])
+def test_messages_by_heads(case, runs):
     """Ulysses: four all_to_alls forward and four backward in each of two layers."""
-    assert Counter(op for op, *_ in runs["all_to_all"]["messages"])["all_to_all"] == 2 * (4 + 4)
+    assert Counter(op for op, *_ in runs[case]["messages"])["all_to_all"] == 2 * (4 + 4)
 
 
-def test_messages_of_experts(runs):
+@pytest.mark.parametrize(("case", "forced"), [("qwen3_moe", "qwen3_moe_forced")])
+def test_messages_of_experts(case, forced, runs):
     """In each of two layers rows go twice each way and their numbers once; all rows that leave the four ranks are all slots."""
-    counts = Counter(op for op, *_ in runs["qwen3_moe"]["messages"])
+    counts = Counter(op for op, *_ in runs[case]["messages"])
     assert counts["exchange_rows"] == 2 * 4 and counts["all_to_all"] == 2
     slots = SHAPE[0] * SHAPE[1] // 4 * 2
-    sizes = [size for op, _, _, size in runs["qwen3_moe_forced"]["messages"] if op == "exchange_rows"]
+    sizes = [size for op, _, _, size in runs[forced]["messages"] if op == "exchange_rows"]
     assert sizes == [slots * 16 * 4] * 8

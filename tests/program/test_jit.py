@@ -1,9 +1,6 @@
 """Compiled functions that run: alone on plain tensors, on four processes on DTensors."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,7 +8,7 @@ import torch
 import mpar
 from mpar import Mesh, P
 from mpar.errors import MeshError
-from tests.patience import PATIENCE_S
+from tests.processes import torchrun
 
 
 def test_one_rank_runs_on_plain_tensors():
@@ -33,9 +30,4 @@ def test_too_few_processes():
 @pytest.mark.gloo
 def test_four_ranks_run_on_dtensors():
     """Values, gradients and placements on four processes; the worker says what it compares."""
-    worker = pathlib.Path(__file__).with_name("jit_worker.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(worker)]
-    root = worker.parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=root, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(pathlib.Path(__file__).with_name("jit_worker.py"))

@@ -3,14 +3,12 @@
 import functools
 import pathlib
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from mpar.shards import shard
-from tests.patience import PATIENCE_S
+from tests.processes import torchrun
 from tests.program.pipeline_worker import (
     CASES,
     GROUPED,
@@ -37,10 +35,7 @@ def ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipelines")
     for case in values_asked_for(request, CASES):
         (folder / f"{case}.pickle").write_bytes(pickle.dumps((make_program(case), make_eval(case))))
-    worker = pathlib.Path(__file__).with_name("pipeline_worker.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(worker), str(folder)]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(pathlib.Path(__file__).with_name("pipeline_worker.py"), str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in RANKS]
 
 

@@ -5,15 +5,12 @@ usage: torchrun --nproc-per-node N comm_worker.py [killed | apart]
 
 import itertools
 import os
-import pathlib
 import random
 import signal
 import sys
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from mpar.collectives import combine
 from mpar.errors import MeshError

@@ -1,26 +1,22 @@
 """One of four processes: trains the same small model under several strategies, counting messages at the transport.
 
-usage: torchrun --nproc-per-node 4 gloo_worker.py OUT
+usage: torchrun --nproc-per-node 4 gloo_worker.py OUT CASE...
 """
 
-import pathlib
 import sys
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from mpar import models, tree
 from mpar.compiler import RecomputePolicy
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
-from mpar.program import State, batch_rows
+from mpar.program import State
 from mpar.program.compile import compile_step
-from mpar.runtime import Counter
 from mpar.shards import shard
 from mpar.strategy import preset
+from tests.gloo_training import random_batches, train_cases
 from tests.small_llama import CONFIG
 
 GATHERED_AGAIN = RecomputePolicy("selective", frozenset({"rms_norm", "all_gather", "attn_norm", "mlp_norm"}))
@@ -36,17 +32,7 @@ CASES = {
 }
 OPTIMIZER = AdamW(lr=3e-4, clip_norm=1.0)
 SHAPE = (8, 16)
-
-
-def make_batches(count=20):
-    """Random tokens and labels, some of which do not count."""
-    generator = torch.Generator().manual_seed(0)
-    out = []
-    for _ in range(count):
-        tokens, labels = (torch.randint(0, 96, SHAPE, generator=generator) for _ in range(2))
-        labels[torch.rand(SHAPE, generator=generator) < 0.2] = -100
-        out.append({"tokens": tokens, "labels": labels})
-    return out
+BATCHES = random_batches(20, SHAPE, vocab_size=96)
 
 
 def make_program(case):
@@ -60,33 +46,12 @@ def make_program(case):
     return program, State(leaves)
 
 
-def main(out):
-    """Train every case; rank 0 saves losses, messages of one step, and the final parameters of its shard."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, results = dist.get_rank(), {}
-    for case in CASES:
-        program, state = make_program(case)
-        local = State({leaf.path: shard(state.leaves[leaf.path], leaf.spec, program.mesh, rank) for leaf in program.state_in})
-        counter = Counter()
-        run = program.bind(counter=counter, transport="backend")  # test_comm.py shows that shared memory has the same bits
-        losses, norms = [], []
-        for batch in make_batches():
-            counter.messages.clear()
-            local, metrics = run(local, batch_rows(program, batch, rank))
-            losses.append(metrics["loss"])
-            norms.append(metrics["grad_norm"])
-        results[case] = {
-            "losses": torch.stack(losses),
-            "norms": torch.stack(norms),
-            "messages": counter.messages,
-            "leaves": local.leaves,
-        }
-    if rank == 0:
-        torch.save(results, out)
-    dist.barrier()
-    dist.destroy_process_group()
+def make_case(case, rank):
+    """The program of a case, this rank's shards of its state, and the transport whose messages are counted."""
+    program, state = make_program(case)
+    local = {leaf.path: shard(state.leaves[leaf.path], leaf.spec, program.mesh, rank) for leaf in program.state_in}
+    return program, State(local), "backend"  # test_comm.py shows that shared memory has the same bits
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    train_cases(sys.argv[1], sys.argv[2:], make_case, BATCHES)

@@ -1,30 +1,24 @@
 """Real processes: four ranks on gloo against one rank, against the simulator, and against the fewest messages possible."""
 
 import pathlib
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
 
-from mpar.shards import shard
-from tests.patience import PATIENCE_S
-from tests.runtime.gloo_worker import CASES, make_batches, make_program
+from tests.gloo_training import assert_bits_equal, launch, simulate
+from tests.runtime.gloo_worker import BATCHES, CASES, make_program
+from tests.tiers import values_asked_for
 
 pytestmark = pytest.mark.gloo
 NUM_LAYERS = 2
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Losses, messages and shards of every case, from one launch of four processes."""
-    out = tmp_path_factory.mktemp("gloo") / "results.pt"
+def runs(request, tmp_path_factory):
+    """What rank 0 found for the cases of the selected tests, from one launch of four processes."""
     worker = pathlib.Path(__file__).with_name("gloo_worker.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(worker), str(out)]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(out)
+    return launch(worker, tmp_path_factory.mktemp("gloo"), values_asked_for(request, CASES))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +28,7 @@ def one_rank():
     torch.set_num_threads(1)
     program, state = make_program("one")
     run, losses = program.bind(), []
-    for batch in make_batches():
+    for batch in BATCHES:
         state, metrics = run(state, batch)
         losses.append(metrics["loss"])
     torch.set_num_threads(threads)
@@ -53,16 +47,9 @@ def test_bits_equal_the_simulation(case, runs):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     program, state = make_program(case)
-    losses, norms = [], []
-    for batch in make_batches():
-        state, metrics = program.simulate(state, batch)
-        losses.append(metrics["loss"])
-        norms.append(metrics["grad_norm"])
+    expected, state = simulate(program, state, BATCHES)
     torch.set_num_threads(threads)
-    assert torch.equal(runs[case]["losses"], torch.stack(losses))
-    assert torch.equal(runs[case]["norms"], torch.stack(norms))
-    for leaf in program.state_out:
-        assert torch.equal(runs[case]["leaves"][leaf.path], shard(state.leaves[leaf.path], leaf.spec, program.mesh, 0)), leaf.path
+    assert_bits_equal(runs[case], program, expected, state)
 
 
 def count(messages, axis):
@@ -70,24 +57,27 @@ def count(messages, axis):
     return Counter(op for op, axes, _, _ in messages if axes == (axis,))
 
 
-def test_tensor_and_sequence_parallel_messages(runs):
+@pytest.mark.parametrize("case", ["tp4_sp"])
+def test_tensor_and_sequence_parallel_messages(case, runs):
     """Per block 2 all_gathers and 2 reduce_scatters forward and the same backward; outside: the embedding's reduce_scatter and
     its all_gather backward, the head's all_gather and reduce_scatter, two of the loss, one of the norm gains, one of the norm."""
-    counts = count(runs["tp4_sp"]["messages"], "tp")
+    counts = count(runs[case]["messages"], "tp")
     assert counts == {"all_gather": 4 * NUM_LAYERS + 2, "reduce_scatter": 4 * NUM_LAYERS + 2, "all_reduce": 4}
 
 
-def test_gathered_inputs_may_be_gathered_again(runs):
+@pytest.mark.parametrize(("again", "kept"), [("tp4_sp_again", "tp4_sp")])
+def test_gathered_inputs_may_be_gathered_again(again, kept, runs):
     """Where gathered activations are not kept, the backward of a block has 4 all_gathers; the head's is one with its forward."""
-    again, kept = (count(runs[case]["messages"], "tp") for case in ("tp4_sp_again", "tp4_sp"))
-    assert again["all_gather"] - kept["all_gather"] == 2 * NUM_LAYERS
-    assert again["reduce_scatter"] == kept["reduce_scatter"]
+    counts, counts_kept = (count(runs[case]["messages"], "tp") for case in (again, kept))
+    assert counts["all_gather"] - counts_kept["all_gather"] == 2 * NUM_LAYERS
+    assert counts["reduce_scatter"] == counts_kept["reduce_scatter"]
 
 
-def test_tensor_parallel_messages(runs):
+@pytest.mark.parametrize("case", ["tp4"])
+def test_tensor_parallel_messages(case, runs):
     """Without SP: 2 all_reduces forward and 2 backward per block; outside: the embedding's, the head's input, two of the loss and
     one of the norm. Nothing else."""
-    assert count(runs["tp4"]["messages"], "tp") == {"all_reduce": 4 * NUM_LAYERS + 5}
+    assert count(runs[case]["messages"], "tp") == {"all_reduce": 4 * NUM_LAYERS + 5}
 
 
 @pytest.mark.parametrize(("case", "gathers"), [("fsdp4_units", 2), ("fsdp4_kept", 1)])

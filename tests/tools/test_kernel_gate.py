@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mpar.kernels.offline import Launch, Tuning
-from tests.patience import PATIENCE_S
+from tests.processes import PATIENCE_S
 from tests.tools import stuck
 from tools.kernel_gate import _check, _compile, _ledger
 from tools.kernel_gate._case import Case, all_cases
