@@ -343,11 +343,17 @@ class _Lowering:
         return item.value if pending else item, P(*spec.dims, partial=self.mesh.ordered(kept))
 
     def choose(self, rule: NodeRule, specs: list[P]) -> dict[str, tuple[str, ...]]:
-        """The mesh axes of each factor: operands that stay or lead come first, then the larger one's wish, then order."""
+        """The mesh axes of each factor: operands that stay or lead come first, then the wish of the larger shard, then order.
+
+        A shard is gathered over an axis by messages of its own size: where two operands want the axis, the smaller one moves.
+        """
         axes_of: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
-        first = (rule.as_is, rule.leads)
-        order = sorted(range(len(specs)), key=lambda i: (*(i not in s for s in first), -rule.operands[i].meta["val"].nbytes, i))
+        local_bytes = [
+            x.meta["val"].nbytes / self.mesh.axis_size(tuple(axis for dim in spec.dims for axis in dim))
+            for x, spec in zip(rule.operands, specs, strict=True)
+        ]
+        order = sorted(range(len(specs)), key=lambda i: (i not in rule.as_is, i not in rule.leads, -local_bytes[i], i))
         whole = {*rule.replicate, *rule.follows}
         whole |= {name for name, i in rule.ragged.items() if not specs[i].axes}
         for i in rule.as_is:  # what stays whole keeps its factors whole in all operands

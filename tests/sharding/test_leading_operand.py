@@ -35,14 +35,15 @@ def test_equal_operands_go_by_order():
     assert result_spec(turned_product, [(D, 8), (8, D)], (P(None, "tp"), P("tp"))) == P(None, "tp")
 
 
-@pytest.mark.parametrize("rows", [16, 24])
-def test_bytes_are_those_of_whole_operands(rows):
-    """`x` has more bytes than `w` in all, but fewer on each rank, as dp divides it too: it keeps tp all the same."""
+@pytest.mark.parametrize(("rows", "x_keeps_tp"), [(16, False), (24, False), (40, True)])
+def test_bytes_are_those_of_a_rank(rows, x_keeps_tp):
+    """`x` has more bytes than `w` in all; dp divides it too, and a shard is what moves: `x` keeps tp if its shard is larger."""
     shapes, specs = [(rows, D), (D, 8)], (P(("dp", "tp")), P(None, "tp"))
-    local_x, local_w = rows * D / 8, D * 8 / 2
-    assert rows * D > D * 8 and local_x < local_w
-    assert result_spec(product, shapes, specs) == P(("dp", "tp"))
-    assert result_spec(turned_product, shapes[::-1], specs[::-1]) == P(("dp", "tp"))
+    x_bytes, w_bytes = rows * D / 8, D * 8 / 2
+    assert rows * D > D * 8 and (x_bytes > w_bytes) == x_keeps_tp
+    kept = P(("dp", "tp")) if x_keeps_tp else P("dp", "tp")
+    assert result_spec(product, shapes, specs) == kept
+    assert result_spec(turned_product, shapes[::-1], specs[::-1]) == kept
 
 
 def test_what_the_smaller_operand_still_has_it_keeps():

@@ -6,7 +6,7 @@ with it, in its dtype, one step behind, and are at home after the last one: n - 
 ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
@@ -81,6 +81,15 @@ def attend_on_rank_bwd(op: object) -> Callable:
     return program
 
 
+def _blocks_of_ranks(emit: Emitter, axes: tuple[str, ...], *block: fx.Node | None) -> Iterator[list[fx.Node]]:
+    """What there is of `block`, of this rank first, then of the ranks before it: while one is at hand the next is on its way."""
+    here = [x for x in block if x is not None]
+    for remaining in reversed(range(emit.size(axes))):
+        coming = emit.shift(here, axes) if remaining else None
+        yield here
+        here = emit.arrived(coming, here) if coming is not None else here
+
+
 def ring(op: object) -> Callable:
     """The local program of attention `op`, queries and keys sharded."""
 
@@ -98,11 +107,9 @@ def ring(op: object) -> Callable:
     ) -> tuple:
         emit.opaque()
         axes, (q_order, k_order) = emit.axes_of("m"), _orders(emit, q, k, q_order, k_order)
-        block = [k, v, k_order] if k_docs is None else [k, v, k_order, k_docs]
+        blocks = _blocks_of_ranks(emit, axes, k, v, k_order, k_docs)
         out = lse = None
-        for step in range(emit.size(axes)):
-            coming = emit.shift(block, axes) if step + 1 < emit.size(axes) else None
-            k, v, k_order, *docs = block
+        for step, (k, v, k_order, *docs) in enumerate(blocks):
             both = emit(op, q, k, v, q_order, k_order, q_docs, *(docs or [None]), None if step else sinks, **params)
             part = emit.getitem(both, 0), emit.getitem(both, 1)
             if out is None and step + 1 < emit.size(axes):
@@ -111,7 +118,6 @@ def ring(op: object) -> Callable:
                 merged = emit(merge_attention_p, out, lse, *part)
                 part = emit.getitem(merged, 0), emit.getitem(merged, 1)
             out, lse = part
-            block = emit.arrived(coming, block) if coming is not None else block
         return _like(emit, out, q), lse
 
     return program
@@ -135,14 +141,12 @@ def ring_bwd(op: object) -> Callable:
     ) -> tuple:
         emit.opaque()
         axes, (q_order, k_order) = emit.axes_of("m"), _orders(emit, q, k, q_order, k_order)
-        block = [k, v, k_order] if k_docs is None else [k, v, k_order, k_docs]
+        blocks = _blocks_of_ranks(emit, axes, k, v, k_order, k_docs)
         own: list[fx.Node] = []
         travelling: fx.Node | None = None  # gradients of the block before the one at hand, on their way to the next rank
         sent: list[fx.Node] = []
         dq = dsinks = None
-        for step in range(emit.size(axes)):
-            coming = emit.shift(block, axes) if step + 1 < emit.size(axes) else None
-            k, v, k_order, *docs = block
+        for step, (k, v, k_order, *docs) in enumerate(blocks):
             grads = emit(op, q, k, v, q_order, k_order, q_docs, *(docs or [None]), None if step else sinks, *results, **params)
             part, *of_block = (emit.getitem(grads, i) for i in range(3))
             dq = _widened(emit, part) if dq is None else emit(aten.add.Tensor, dq, part)
@@ -153,7 +157,6 @@ def ring_bwd(op: object) -> Callable:
                     so_far = emit.arrived(travelling, sent)
                     of_block = [emit(aten.add.Tensor, a, b) for a, b in zip(so_far, of_block, strict=True)]
                 travelling, sent = emit.shift(of_block, axes), of_block
-            block = emit.arrived(coming, block) if coming is not None else block
         assert travelling is not None, "a ring has more than one rank"
         home = emit.arrived(travelling, sent)
         dk, dv = (emit(aten.add.Tensor, a, b) for a, b in zip(own, home, strict=True))
