@@ -31,12 +31,12 @@ def is_axes(x: object) -> TypeGuard[Axes]:
 class Carry:
     """How a segment goes on where an earlier slice of the same rows ended.
 
-    fn:    `fn(params, x, context, past, training=...) -> (x, left, losses[, metrics])`. left is what later slices need of this
-           one, a tree of floating tensors, or None; `past` is a tuple of what earlier ones left, oldest first. Of these the
-           context has CONTEXT_OF_PAST too, as far as it has them, under the keys that `of_past` gives.
-    axes:  logical axes of the leaves of left.
-    reach: of how many positions a position reads what is left, itself among them, as of a window; None: of all before it.
-           Slices out of reach are not in `past`. 2 is enough for a state, which every slice leaves anew.
+    fn:    `fn(params, x, context, past, training=...) -> (x, carried, losses[, metrics])`. carried is a tree of floating tensors,
+           or None: what later slices need of this one. `past` is a tuple of what earlier slices carried over, oldest first. The
+           context has the entries CONTEXT_OF_PAST of those slices too, where they have them, under the keys that `of_past` gives.
+    axes:  logical axes of the leaves of carried.
+    reach: how many positions back a position reads what was carried over, counting itself, as with a window of attention; None
+           means all positions before it. Slices out of reach are not in `past`. A state, which every slice makes anew, needs 2.
     """
 
     fn: Callable[..., tuple]
@@ -49,7 +49,7 @@ CONTEXT_OF_PAST = ("order", "documents")
 
 
 def of_past(key: str, index: int) -> str:
-    """Under which key the context of a slice has the entry `key` of the slice that left `past[index]`."""
+    """Under which key the context of a slice has the entry `key` of the slice that carried over `past[index]`."""
     return f"{key}.{index}"
 
 
@@ -121,17 +121,27 @@ class Chain(Protocol):
         return {}
 
     @property
-    def whole_step(self) -> str | None:
+    def forbids_microbatches(self) -> str | None:
         """Why a step must be one microbatch; None, the default, where nothing speaks against several."""
         return None
 
     @property
-    def whole_rows(self) -> str | None:
+    def forbids_slices(self) -> str | None:
         """Why rows cannot be cut into slices; None where nothing speaks against it. By default they cannot."""
-        return "it does not say what its segments leave from one slice to the next (whole_rows)."
+        return "it does not say what its segments carry from one slice to the next (forbids_slices)."
 
 
-_MEMBERS = ("segments", "abstract_params", "param_axes", "batch_axes", "context", "weight", "updates", "whole_step", "whole_rows")
+_MEMBERS = (
+    "segments",
+    "abstract_params",
+    "param_axes",
+    "batch_axes",
+    "context",
+    "weight",
+    "updates",
+    "forbids_microbatches",
+    "forbids_slices",
+)
 
 
 def check_chain(chain: Chain) -> None:

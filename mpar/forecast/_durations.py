@@ -12,12 +12,12 @@ def instruction_durations(program: ProgramData, hardware: Hardware, position: in
     cache = {name: segment_time(kind, program.mesh, hardware) if kind.source else 0.0 for name, kind in program.kinds.items()}
     parts = program.parts if position is None else [program.parts[position]]
 
-    def seconds(step: Instruction) -> float:
-        if step.op in ("offload", "fetch"):  # as if nothing overlapped with it: an upper bound
-            return program.values[step.inputs[0]].bytes / hardware.host_bytes_per_s
-        return cache[step.kind]
+    def seconds(instruction: Instruction) -> float:
+        if instruction.op in ("offload", "fetch"):  # as if nothing overlapped with it: an upper bound
+            return program.values[instruction.inputs[0]].bytes / hardware.host_bytes_per_s
+        return cache[instruction.kind]
 
-    return [[seconds(step) for step in part.instructions] for part in parts]
+    return [[seconds(instruction) for instruction in part.instructions] for part in parts]
 
 
 def message_durations(program: ProgramData, hardware: Hardware) -> dict[int, float]:
@@ -25,9 +25,9 @@ def message_durations(program: ProgramData, hardware: Hardware) -> dict[int, flo
     out = {}
     stride = program.mesh.rank({"pp": 1}) if len(program.parts) > 1 else 0
     for position, part in enumerate(program.parts):
-        for step in part.instructions:
-            if step.op == "send":
-                nodes = {position * stride // hardware.ranks_per_node, step.peer * stride // hardware.ranks_per_node}
+        for instruction in part.instructions:
+            if instruction.op == "send":
+                nodes = {position * stride // hardware.ranks_per_node, instruction.peer * stride // hardware.ranks_per_node}
                 rate, latency = link(hardware, crosses=len(nodes) > 1)
-                out[step.message] = latency + program.values[step.inputs[0]].bytes / rate
+                out[instruction.message] = latency + program.values[instruction.inputs[0]].bytes / rate
     return out

@@ -29,24 +29,28 @@ def timeline(program: ProgramData, part: Part, *, workspace: bool = False, most:
         batch_storages[storage] = batch_storages.get(storage, 0) + values[leaf.value].bytes
     for leaf in part.reads():
         hold(leaf.value, batch_storages.get(values[leaf.value].storage, values[leaf.value].bytes))
-    used = {step.kind for step in part.instructions}
+    used = {instruction.kind for instruction in part.instructions}
     constants = sum(t.nbytes for name in used for t in program.kinds[name].constants.values())
     live = constants + sum(sizes[storage] for storage in users)
-    for step in part.instructions:
-        kind = program.kinds[step.kind]
+    for instruction in part.instructions:
+        kind = program.kinds[instruction.kind]
         memory = kind.most if most and kind.most is not None else kind.memory
-        frees = set(step.frees)
+        frees = set(instruction.frees)
         gone = {values[v].storage: 0 for v in frees}
         for v in frees:
             gone[values[v].storage] += 1
         last = {storage for storage, count in gone.items() if users.get(storage, 0) == count}
-        donated = frozenset(local for local, v in zip(memory.inputs, step.inputs, strict=True) if values[v].storage in last)
+        donated = frozenset(
+            local for local, v in zip(memory.inputs, instruction.inputs, strict=True) if values[v].storage in last
+        )
         peak = live + sweep(memory, donated, workspace=workspace)
-        for local, v in zip(memory.outputs, step.outputs, strict=True):
+        for local, v in zip(memory.outputs, instruction.outputs, strict=True):
             if values[v].storage not in users:
                 live += memory.sizes[local]
             hold(v, memory.sizes[local])
-        peak = max(peak, live - sum(sizes[s] for s in last if s in users and s not in {values[v].storage for v in step.outputs}))
+        peak = max(
+            peak, live - sum(sizes[s] for s in last if s in users and s not in {values[v].storage for v in instruction.outputs})
+        )
         for v in frees:
             storage = values[v].storage
             users[storage] -= 1
@@ -60,10 +64,10 @@ def host_bytes(program: ProgramData, part: Part) -> int:
     """The most bytes that are in the memory of the host at once."""
     now = most = 0
     there: set[int] = set()
-    for step in part.instructions:
-        if step.op == "offload":
-            there.add(step.outputs[0])
-            now += program.values[step.outputs[0]].bytes
+    for instruction in part.instructions:
+        if instruction.op == "offload":
+            there.add(instruction.outputs[0])
+            now += program.values[instruction.outputs[0]].bytes
         most = max(most, now)
-        now -= sum(program.values[v].bytes for v in step.frees if v in there)
+        now -= sum(program.values[v].bytes for v in instruction.frees if v in there)
     return most

@@ -67,9 +67,9 @@ def predict(program: ProgramData, hardware: Hardware | None = None) -> Predictio
 def _predict_part(program: ProgramData, position: int, hardware: Hardware | None) -> Prediction:
     part = program.parts[position]
     levels = memory_timeline(program, position)
-    kinds = [program.kinds[step.kind] for step in part.instructions]
+    kinds = [program.kinds[instruction.kind] for instruction in part.instructions]
     uses = [use for kind in kinds for use in kind.collectives]
-    sent = [program.values[step.inputs[0]].bytes for step in part.instructions if step.op == "send"]
+    sent = [program.values[instruction.inputs[0]].bytes for instruction in part.instructions if instruction.op == "send"]
     state = sum({program.values[leaf.value].storage: program.values[leaf.value].bytes for leaf in part.state_in}.values())
     times: dict[str, float | None] = {"compute_s": None, "communication_s": None}
     if hardware is not None:

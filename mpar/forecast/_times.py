@@ -47,16 +47,16 @@ class _Clock:
         self.messages: dict[int, tuple[float, float]] = {}
         self.free: dict[tuple[int, int], float] = {}
 
-    def post(self, step: Instruction, position: int, now: float) -> None:
+    def post(self, instruction: Instruction, position: int, now: float) -> None:
         """One end of a message is there; when both are, and the channel is free, it starts."""
-        pair = (position, step.peer) if step.op == "send" else (step.peer, position)
-        if step.message not in self.posted:
-            self.posted[step.message] = now
+        pair = (position, instruction.peer) if instruction.op == "send" else (instruction.peer, position)
+        if instruction.message not in self.posted:
+            self.posted[instruction.message] = now
             return
-        self.posted[step.message] = max(now, self.posted[step.message])
-        begin = max(self.posted[step.message], self.free.get(pair, 0.0))
-        self.free[pair] = end = begin + self.durations.get(step.message, 0.0)
-        self.messages[step.message] = (begin, end)
+        self.posted[instruction.message] = max(now, self.posted[instruction.message])
+        begin = max(self.posted[instruction.message], self.free.get(pair, 0.0))
+        self.free[pair] = end = begin + self.durations.get(instruction.message, 0.0)
+        self.messages[instruction.message] = (begin, end)
 
 
 def step_times(program: ProgramData, durations: Sequence[Sequence[float]], messages: Mapping[int, float]) -> StepTimes:
@@ -76,12 +76,12 @@ def step_times(program: ProgramData, durations: Sequence[Sequence[float]], messa
         for position, part in enumerate(program.parts):
             while len(end[position]) < len(part.instructions):
                 line = len(end[position])
-                step, duration, begin = part.instructions[line], durations[position][line], now[position]
-                if step.op == "wait":
-                    if step.message not in clock.messages:
+                instruction, duration, begin = part.instructions[line], durations[position][line], now[position]
+                if instruction.op == "wait":
+                    if instruction.message not in clock.messages:
                         break
-                    begin = max(begin, clock.messages[step.message][1])
-                elif step.kind in crossing:
+                    begin = max(begin, clock.messages[instruction.message][1])
+                elif instruction.kind in crossing:
                     if len(arrivals) <= met[position]:
                         arrivals.append({})
                     meeting = arrivals[met[position]]
@@ -89,8 +89,8 @@ def step_times(program: ProgramData, durations: Sequence[Sequence[float]], messa
                     if len(meeting) < num:
                         break
                     begin, met[position] = max(meeting.values()), met[position] + 1
-                elif step.op in ("send", "recv"):
-                    clock.post(step, position, begin)
+                elif instruction.op in ("send", "recv"):
+                    clock.post(instruction, position, begin)
                 start[position].append(begin)
                 end[position].append(begin + duration)
                 now[position] = begin + duration
@@ -103,7 +103,7 @@ def step_times(program: ProgramData, durations: Sequence[Sequence[float]], messa
 
 
 def _span(part: Part, start: Sequence[float], end: Sequence[float], durations: Sequence[float]) -> float:
-    lines = [line for line, step in enumerate(part.instructions) if step.op.startswith(("forward", "backward"))]
+    lines = [line for line, instruction in enumerate(part.instructions) if instruction.op.startswith(("forward", "backward"))]
     if not lines:
         return 0.0
     first, last = lines[0], lines[-1]

@@ -46,15 +46,15 @@ def generate(
         )
     done_B = torch.zeros(tokens_BS.shape[0], dtype=torch.bool, device=tokens_BS.device)
     eos = torch.tensor(list(eos_ids), dtype=tokens_BS.dtype, device=tokens_BS.device)
-    state, steps, unread_BS = None, model.config.has_steps, tokens_BS
+    state, decodes, unread_BS = None, model.config.can_decode, tokens_BS
     with torch.no_grad():
-        for step in range(max_new_tokens):
-            if steps:
-                logits_BSV, state = model.step(params, unread_BS, state)
+        for index in range(max_new_tokens):
+            if decodes:
+                logits_BSV, state = model.decode(params, unread_BS, state)
             else:
                 logits_BSV = model.apply(params, tokens_BS)
             logits_BV = logits_BSV[:, -1]
-            chosen_B = _choose(logits_BV, temperature, seed, step).to(tokens_BS.dtype)
+            chosen_B = _choose(logits_BV, temperature, seed, index).to(tokens_BS.dtype)
             chosen_B = torch.where(done_B, tokens_BS[:, -1], chosen_B)
             unread_BS = chosen_B[:, None]
             tokens_BS = torch.cat([tokens_BS, unread_BS], dim=1)

@@ -36,7 +36,7 @@ class Part:
     scalars:              values given by the host each step: lr, step.
     contributions:        values that backward segments give as gradients.
     losses:               values that they give as losses, where forward and backward are one.
-    handed_on:            values that a slice gives later ones of its rows to read.
+    carried:              values of a slice that later slices of its rows read.
     gradients:            the finished gradient of each parameter, by path.
     """
 
@@ -48,7 +48,7 @@ class Part:
     metrics: list[Leaf]
     contributions: dict[int, Contribution]
     losses: dict[int, SegmentResult]
-    handed_on: dict[int, SegmentResult]
+    carried: dict[int, SegmentResult]
     gradients: dict[str, int]
 
     def reads(self) -> Iterator[Leaf]:

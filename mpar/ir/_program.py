@@ -95,7 +95,7 @@ class ProgramData:
     @property
     def instructions(self) -> list[Instruction]:
         """Those of all parts, one part after the other."""
-        return [step for part in self.parts for step in part.instructions]
+        return [instruction for part in self.parts for instruction in part.instructions]
 
     @property
     def state_in(self) -> list[Leaf]:
@@ -126,10 +126,12 @@ class ProgramData:
     def messages(self) -> list[Message]:
         """Every message of a step, by number."""
         found = [
-            Message(step.message, position, step.peer, step.queue[-1], self.values[step.inputs[0]].bytes)
+            Message(
+                instruction.message, position, instruction.peer, instruction.queue[-1], self.values[instruction.inputs[0]].bytes
+            )
             for position, part in enumerate(self.parts)
-            for step in part.instructions
-            if step.op == "send"
+            for instruction in part.instructions
+            if instruction.op == "send"
         ]
         return sorted(found, key=lambda message: message.number)
 

@@ -88,15 +88,15 @@ class Model:
         return found
 
     @property
-    def whole_step(self) -> str | None:
+    def forbids_microbatches(self) -> str | None:
         """Why a step of it must be one microbatch, and what else to do; None if it may be cut."""
-        reasons = (part_of(part).whole_step(part) for layer in self.config.layers for part in layer.parts)
+        reasons = (part_of(part).forbids_microbatches(part) for layer in self.config.layers for part in layer.parts)
         return next((reason for reason in reasons if reason is not None), None)
 
     @property
-    def whole_rows(self) -> str | None:
+    def forbids_slices(self) -> str | None:
         """Why rows cannot be cut into slices, and what else to do; None if they can."""
-        return self.config.whole_rows
+        return self.config.forbids_slices
 
     @property
     def max_positions(self) -> int | None:
@@ -175,7 +175,7 @@ class Model:
         x, _ = _fold(body, params, context, training=False)
         return decoder.head_segment(self.config).logits(_subtrees(last, params), x)[..., : self.vocab_size]
 
-    def step(
+    def decode(
         self, params: DecoderParams[Tensor], tokens_BS: Tensor, state: DecodeState | None = None
     ) -> tuple[Tensor, DecodeState]:
         """Logits (B, S, vocab_size) of the tokens that follow those of `state` (None: the first of all), and the state after.
@@ -184,7 +184,7 @@ class Model:
         or the state of a scan, of a size that does not grow.
         Raises ConfigError if a layer needs the whole row, or a rotation changes with the length of the row.
         """
-        if not self.config.has_steps:
+        if not self.config.can_decode:
             raise ConfigError(f"cannot go on from a state: this {self.name} model needs the whole row for each token; use apply")
         first, *blocks, last = (segment for segment in self.segments if segment.name != "mtp")
         start, layers = state or (0, (None,) * len(blocks))
@@ -196,7 +196,7 @@ class Model:
         x, _ = _fold([first], params, context, training=False)
         after: list[State | None] = []
         for segment, before in zip(blocks, layers, strict=True):
-            x, new = cast(BlockSegment, segment.fn).step(_subtrees(segment, params), x, context, before)
+            x, new = cast(BlockSegment, segment.fn).decode(_subtrees(segment, params), x, context, before)
             after.append(new)
         logits = decoder.head_segment(self.config).logits(_subtrees(last, params), x)[..., : self.vocab_size]
         return logits, (end, tuple(after))

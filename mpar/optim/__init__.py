@@ -1,8 +1,8 @@
-"""Optimizers as pure functions of (gradients, state, parameters), learning-rate schedules, and the global norm."""
+"""Optimizers as pure functions of (gradients, state, parameters), learning rates, and the global norm."""
 
 from mpar.optim._adamw import AdamW
+from mpar.optim._learning_rate import WSD, Constant, Cosine, LearningRate, Linear, learning_rate
 from mpar.optim._norm import clip_factor, global_norm
-from mpar.optim._schedule import WSD, Constant, Cosine, Linear, Schedule, learning_rate
 from mpar.optim._settings import WeightDecayMask
 from mpar.optim._sgd import SGD
 from mpar.optimizer import Optimizer, OptState, check_optimizer
@@ -13,10 +13,10 @@ __all__ = [
     "AdamW",
     "Constant",
     "Cosine",
+    "LearningRate",
     "Linear",
     "OptState",
     "Optimizer",
-    "Schedule",
     "WeightDecayMask",
     "check_optimizer",
     "clip_factor",

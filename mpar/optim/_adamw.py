@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mpar.chain import Axes
 from mpar.ops import adamw
-from mpar.optim._schedule import Schedule, learning_rate
+from mpar.optim._learning_rate import LearningRate, learning_rate
 from mpar.optim._settings import WeightDecayMask, check_settings, clip_scale, decays
 from mpar.optimizer import Optimizer
 
@@ -21,14 +21,14 @@ class AdamW(Optimizer):
         p <- p (1 - lr weight_decay);  m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2
         p <- p - lr (m / (1 - b1^step)) / (sqrt(v / (1 - b2^step)) + eps)
 
-    lr:         a schedule, or a constant rate.
+    lr:         a LearningRate, or a number, which is constant.
     decay:      which parameters decay, see WeightDecayMask.
     clip_norm:  the bound on the global gradient norm; None does not clip. `update` does not clip by itself: its caller
                 computes the norm (`global_norm`, `clip_factor`) and hands in `scale`.
     Raises ConfigError, listing everything that is wrong.
     """
 
-    lr: Schedule | float
+    lr: LearningRate | float
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from mpar.chain import Axes
 from mpar.errors import ConfigError
+from mpar.optim._learning_rate import LearningRate
 from mpar.optim._norm import clip_factor
-from mpar.optim._schedule import Schedule
 
 __all__ = ["WeightDecayMask", "check_settings", "clip_scale", "decays"]
 
@@ -35,7 +35,7 @@ def clip_scale(norm: Tensor, clip_norm: float | None) -> Tensor:
 def check_settings(
     optimizer: object,
     *,
-    lr: Schedule | float,
+    lr: LearningRate | float,
     decay: WeightDecayMask,
     clip_norm: float | None,
     not_negative: dict[str, float],
@@ -47,7 +47,7 @@ def check_settings(
     """
     lines = [] if decay in ("by_rank", "all") else [f"decay must be 'by_rank' or 'all', not {decay!r}"]
     lines += problems
-    bounds = not_negative if isinstance(lr, Schedule) else {**not_negative, "lr": lr}
+    bounds = not_negative if isinstance(lr, LearningRate) else {**not_negative, "lr": lr}
     lines += [f"{name} must not be negative, not {value}" for name, value in bounds.items() if not value >= 0]
     if clip_norm is not None and not clip_norm > 0:
         lines.append(f"clip_norm must be positive, not {clip_norm}; None does not clip")

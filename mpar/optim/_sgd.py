@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mpar.chain import Axes
 from mpar.ops import sgd
-from mpar.optim._schedule import Schedule, learning_rate
+from mpar.optim._learning_rate import LearningRate, learning_rate
 from mpar.optim._settings import WeightDecayMask, check_settings, clip_scale, decays
 from mpar.optimizer import Optimizer
 
@@ -24,7 +24,7 @@ class SGD(Optimizer):
     Raises ConfigError, listing everything that is wrong.
     """
 
-    lr: Schedule | float
+    lr: LearningRate | float
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0

@@ -1,7 +1,7 @@
 """Diff: what another configuration changes in a program, instruction by instruction. How values are numbered does not matter."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
@@ -73,7 +73,7 @@ def diff(before: Program, after: Program, *, context: int = 2) -> ProgramDiff:
     removed: Counter[str] = Counter()
     added: Counter[str] = Counter()
     for position in range(max(len(before.parts), len(after.parts))):
-        old, new = (_steps(program, position) for program in (before, after))
+        old, new = (_lines_of(program, position) for program in (before, after))
         ours, theirs = ([line for _, line in side] for side in (old, new))
         matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
         for group in matcher.get_grouped_opcodes(context):
@@ -83,8 +83,8 @@ def diff(before: Program, after: Program, *, context: int = 2) -> ProgramDiff:
                     lines += [f" {line}" for line in ours[i1:i2]]
                     continue
                 lines += [f"-{line}" for line in ours[i1:i2]] + [f"+{line}" for line in theirs[j1:j2]]
-                removed.update(step.op for step, _ in old[i1:i2])
-                added.update(step.op for step, _ in new[j1:j2])
+                removed.update(instruction.op for instruction, _ in old[i1:i2])
+                added.update(instruction.op for instruction, _ in new[j1:j2])
             hunks.append(Hunk(position, group[0][1], group[0][3], tuple(lines)))
     counts = [_communication(program) for program in (before, after)]
     return ProgramDiff(
@@ -97,39 +97,38 @@ def diff(before: Program, after: Program, *, context: int = 2) -> ProgramDiff:
     )
 
 
-def _steps(program: Program, position: int) -> list[tuple[Instruction, str]]:
+def _lines_of(program: Program, position: int) -> list[tuple[Instruction, str]]:
     if position >= len(program.parts):
         return []
-    return [(step, _line(program, step)) for step in program.parts[position].instructions]
+    return [(instruction, _line(program, instruction)) for instruction in program.parts[position].instructions]
 
 
-def _line(program: Program, step: Instruction) -> str:
+def _line(program: Program, instruction: Instruction) -> str:
     """What an instruction does, without the names of its values and the numbers of messages."""
-    what = step.words
-    if step.message >= 0:
-        what += f" {step.queue[-1]} pp={step.peer}" if step.op != "wait" else f" pp={step.peer}"
-    parts = [f"{step.queue:8} {what}"]
-    uses = [f"{op} {axes} {format_bytes(size)}" for op, axes, size in _uses(program, step)]
+    what = instruction.words
+    if instruction.message >= 0:
+        what += f" {instruction.queue[-1]} pp={instruction.peer}" if instruction.op != "wait" else f" pp={instruction.peer}"
+    parts = [f"{instruction.queue:8} {what}"]
+    uses = [f"{op} {axes} {format_bytes(size)}" for op, axes, size in _uses(program, instruction)]
     if uses:
         parts.append("; ".join(uses))
-    made, freed = (sum(program.values[v].bytes for v in values) for values in (step.outputs, step.frees))
+    made, freed = (sum(program.values[v].bytes for v in values) for values in (instruction.outputs, instruction.frees))
     parts += [f"makes {format_bytes(made)}"] * bool(made) + [f"frees {format_bytes(freed)}"] * bool(freed)
     return "   ".join(parts)
 
 
-def _uses(program: Program, step: Instruction) -> Iterator[tuple[str, str, int]]:
+def _uses(program: Program, instruction: Instruction) -> Iterator[tuple[str, str, int]]:
     """(op, axes, bytes that a rank gives) of an instruction's collectives, or of what it sends."""
-    for use in program.kinds[step.kind].collectives:
+    for use in program.kinds[instruction.kind].collectives:
         yield use.op, "x".join(use.axes), use.bytes
-    if step.op == "send":
-        yield "send", "pp", program.values[step.inputs[0]].bytes
+    if instruction.op == "send":
+        yield "send", "pp", program.values[instruction.inputs[0]].bytes
 
 
 def _communication(program: Program) -> dict[tuple[str, str], tuple[int, int]]:
     found: dict[tuple[str, str], tuple[int, int]] = {}
-    steps: Sequence[Instruction] = program.instructions
-    for step in steps:
-        for op, axes, size in _uses(program, step):
+    for instruction in program.instructions:
+        for op, axes, size in _uses(program, instruction):
             count, total = found.get((op, axes), (0, 0))
             found[op, axes] = count + 1, total + size
     return found

@@ -24,31 +24,31 @@ def text(program: ProgramData, rank: int = 0, hardware: Hardware | None = None) 
         times = list(durations[position])
         head += f"   step {format_time(whole.makespan)} predicted on {hardware.name}"
     lines = [head]
-    used = {step.kind for step in program.parts[position].instructions}
+    used = {instruction.kind for instruction in program.parts[position].instructions}
     chosen = describe_kernels(program.facts.kernels, (use for name in used for use in program.kinds[name].kernels))
     if chosen:
         lines.append(chosen)
-    for number, step in enumerate(program.parts[position].instructions):
-        lines.append(_line(program, number, step, timeline[number][1], times[number]))
+    for number, instruction in enumerate(program.parts[position].instructions):
+        lines.append(_line(program, number, instruction, timeline[number][1], times[number]))
     return "\n".join(lines)
 
 
-def _line(program: ProgramData, number: int, step: Instruction, live: int, time_s: float | None) -> str:
+def _line(program: ProgramData, number: int, instruction: Instruction, live: int, time_s: float | None) -> str:
     names = program.values
-    results = _names([names[v].name for v in step.outputs])
-    what = step.words
-    operands = _names([names[v].name for v in step.inputs])
-    if step.message >= 0:
-        what += f" message {step.message}" + (f" pp={step.peer}" if step.op == "wait" else "")
-    made = f"{results} = " if step.outputs or step.message < 0 else ""
-    parts = [f"{number:04d} {step.queue:8} {made}{what} ({operands})"]
-    uses = program.kinds[step.kind].collectives
+    results = _names([names[v].name for v in instruction.outputs])
+    what = instruction.words
+    operands = _names([names[v].name for v in instruction.inputs])
+    if instruction.message >= 0:
+        what += f" message {instruction.message}" + (f" pp={instruction.peer}" if instruction.op == "wait" else "")
+    made = f"{results} = " if instruction.outputs or instruction.message < 0 else ""
+    parts = [f"{number:04d} {instruction.queue:8} {made}{what} ({operands})"]
+    uses = program.kinds[instruction.kind].collectives
     if uses:
         parts.append("; ".join(_collective(use) for use in uses))
-    if step.op in ("send", "recv"):
-        parts.append(format_bytes(names[(step.inputs or step.outputs)[0]].bytes))
-    if step.frees:
-        parts.append("free " + _names([names[v].name for v in step.frees]))
+    if instruction.op in ("send", "recv"):
+        parts.append(format_bytes(names[(instruction.inputs or instruction.outputs)[0]].bytes))
+    if instruction.frees:
+        parts.append("free " + _names([names[v].name for v in instruction.frees]))
     parts.append(format_bytes(live))
     if time_s is not None:
         parts.append(format_time(time_s))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from mpar.ir import Instruction, Part, Piece, ProgramData
 from mpar.proof._fail import fail
 from mpar.proof._gradients import check_gradients
-from mpar.proof._labels import Contributed, Given, HandedOn, InputGradient, Label, Moved, OfSlice, Result, Squares, Terms, What
+from mpar.proof._labels import Carried, Contributed, Given, InputGradient, Label, Moved, OfSlice, Result, Squares, Terms, What
 from mpar.proof._pieces import Pieces
 from mpar.proof._step_end import StepEnd
 
@@ -156,9 +156,9 @@ def _listed(part: Part, value: int) -> tuple[Label | None, tuple[str, ...], str]
     if value in part.losses:
         loss = part.losses[value]
         return Label(Result("forward", loss.segment, loss.index), loss.piece), ("backward",), loss.segment
-    if value in part.handed_on:
-        left = part.handed_on[value]
-        return Label(HandedOn(left.segment, left.index), left.piece), ("forward",), left.segment
+    if value in part.carried:
+        carried = part.carried[value]
+        return Label(Carried(carried.segment, carried.index), carried.piece), ("forward",), carried.segment
     return None, (), ""
 
 
@@ -167,7 +167,7 @@ def _said(part: Part, value: int) -> str:
     if value in part.contributions:
         given = part.contributions[value]
         return f"a contribution that is said to be that of {given.use}, piece {_number(given.piece)}"
-    result = part.losses.get(value) or part.handed_on[value]
+    result = part.losses.get(value) or part.carried[value]
     maker = "backward" if value in part.losses else "forward"
     return f"what is said to be made by the {maker} of {result.segment}, piece {_number(result.piece)}"
 

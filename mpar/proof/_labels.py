@@ -11,9 +11,9 @@ from typing import NamedTuple
 from mpar.ir import Piece
 
 __all__ = [
+    "Carried",
     "Contributed",
     "Given",
-    "HandedOn",
     "InputGradient",
     "Label",
     "Moved",
@@ -63,14 +63,14 @@ class Contributed:
 
 @dataclass(frozen=True, slots=True)
 class InputGradient:
-    """The gradient of what a segment read besides parameters: its x, then what past slices handed on."""
+    """The gradient of what a segment read besides parameters: its x, then what past slices carried over."""
 
     segment: str
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOn:
+class Carried:
     """What a slice of a segment gives later ones to read."""
 
     segment: str
@@ -100,7 +100,7 @@ class Moved:
     of: "What"
 
 
-What = Given | OfSlice | Result | Contributed | InputGradient | HandedOn | Squares | Sum | Moved
+What = Given | OfSlice | Result | Contributed | InputGradient | Carried | Squares | Sum | Moved
 
 
 class Label(NamedTuple):
@@ -141,8 +141,8 @@ def _words(what: What) -> str:
             return f"the gradient of {path} by {use}"
         case InputGradient(segment, index):
             return f"the gradient of input {index} of {segment}"
-        case HandedOn(segment, index):
-            return f"what {segment} hands on, {index}"
+        case Carried(segment, index):
+            return f"what {segment} carries over, {index}"
         case Squares(first, index):
             return f"square sums {first}.{index}"
         case Sum():

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Sequence
 
 from mpar.ir import Instruction, Piece
-from mpar.proof._labels import Given, HandedOn, InputGradient, Label, OfSlice, Result, Sum, Terms, What, as_text
+from mpar.proof._labels import Carried, Given, InputGradient, Label, OfSlice, Result, Sum, Terms, What, as_text
 
 __all__ = ["Pieces"]
 
@@ -14,7 +14,7 @@ class Pieces:
     first:     what an op of a segment read for a slice of the first microbatch, without the microbatch's number.
     forwards:  what the forward of a segment's piece read.
     each:      what an op of a segment read of the slice itself, the same for every slice.
-    readers:   of each value that a segment's piece handed on, the pieces that read it.
+    readers:   of each value that a segment's piece carried over, the pieces that read it.
     """
 
     def __init__(self, terms: Terms, num_slices: int) -> None:
@@ -78,17 +78,17 @@ class Pieces:
         return "does not read what its forward read, in that order"
 
     def _slices_problem(self, instruction: Instruction, piece: Piece, found: Sequence[Label]) -> str | None:
-        """Past slices are read in order, and what a slice handed on has the gradients of all that read it when its backward is
+        """Past slices are read in order, and what a slice carried over has the gradients of all that read it when its backward is
         due."""
         segment = instruction.segment
         read = [
             (label.piece, label.what.index)
             for label in found
-            if isinstance(label.what, HandedOn) and label.what.segment == segment and label.piece is not None
+            if isinstance(label.what, Carried) and label.what.segment == segment and label.piece is not None
         ]
         past = [label.piece for label in found if _is_context(label.what) and label.piece not in (None, piece)]
         if read != sorted(set(read)) or past != sorted(p for p in past if p is not None):
-            return "does not read what past slices left, and their context, in the order of the slices, each once"
+            return "does not read what past slices carried over, and their context, in the order of the slices, each once"
         if instruction.op == "forward":
             for earlier, index in read:
                 self.readers.setdefault((segment, earlier), {}).setdefault(index, []).append(piece)
@@ -107,7 +107,7 @@ class Pieces:
             return None
         if instruction.op == "backward_input" and all(pieces in wanted for pieces in given):
             return None
-        return "does not read the gradients of what it left, each made of those of all slices that read it"
+        return "does not read the gradients of what it carried over, each made of those of all slices that read it"
 
     def _without_microbatch(self, label: Label) -> Hashable:
         """A label without the number of its microbatch."""
@@ -117,9 +117,9 @@ class Pieces:
 
 
 def _crosses_slices(what: What, segment: str) -> bool:
-    """Whether a segment may read it of another slice: what that handed on, the gradient of what this one did, context of keys."""
-    handed_on = isinstance(what, (HandedOn, InputGradient)) and what.segment == segment
-    return handed_on or isinstance(what, Given) or _is_context(what)
+    """Whether a segment may read it of another slice: what that carried over, the gradient of what this did, or keys' context."""
+    carried = isinstance(what, (Carried, InputGradient)) and what.segment == segment
+    return carried or isinstance(what, Given) or _is_context(what)
 
 
 def _is_context(what: What) -> bool:

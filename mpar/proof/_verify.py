@@ -43,37 +43,37 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
     posted: dict[int, tuple[int, int]] = {}  # message that is on its way -> the value that it holds, the other end's position
     arriving: set[int] = set()
     leaving: Counter[int] = Counter()
-    for line, step in enumerate(part.instructions):
-        for v in step.inputs:
+    for line, instruction in enumerate(part.instructions):
+        for v in instruction.inputs:
             if v not in live:
                 state = "was freed" if v in freed else "nothing has made yet"
-                fail(program, position, line, step, f"reads {names[v].name}, which {state}")
-            if v in arriving and step.op != "wait":
-                fail(program, position, line, step, f"reads {names[v].name}, whose message has not been waited for")
-        for v in step.outputs:
+                fail(program, position, line, instruction, f"reads {names[v].name}, which {state}")
+            if v in arriving and instruction.op != "wait":
+                fail(program, position, line, instruction, f"reads {names[v].name}, whose message has not been waited for")
+        for v in instruction.outputs:
             if v in made:
-                fail(program, position, line, step, f"makes {names[v].name} a second time")
+                fail(program, position, line, instruction, f"makes {names[v].name} a second time")
             made.add(v)
             live.add(v)
-        if step.op in ("send", "recv"):
-            value = (step.inputs or step.outputs)[0]
-            posted[step.message] = value, step.peer
-            leaving[value] += step.op == "send"
-            arriving |= {value} if step.op == "recv" else set()
-        elif step.op == "wait":
-            if posted.pop(step.message, None) != (step.inputs[0], step.peer):
-                why = f"waits with {names[step.inputs[0]].name} for pp={step.peer}, but has posted no such message"
-                fail(program, position, line, step, why)
-            leaving[step.inputs[0]] -= step.inputs[0] not in arriving
-            arriving.discard(step.inputs[0])
-        elif step.op == "update" and any(leaving[v] for v in step.inputs[:-NUM_SCALARS]):
-            fail(program, position, line, step, "writes over a value whose message has not been waited for")
-        for v in step.frees:
+        if instruction.op in ("send", "recv"):
+            value = (instruction.inputs or instruction.outputs)[0]
+            posted[instruction.message] = value, instruction.peer
+            leaving[value] += instruction.op == "send"
+            arriving |= {value} if instruction.op == "recv" else set()
+        elif instruction.op == "wait":
+            if posted.pop(instruction.message, None) != (instruction.inputs[0], instruction.peer):
+                why = f"waits with {names[instruction.inputs[0]].name} for pp={instruction.peer}, but has posted no such message"
+                fail(program, position, line, instruction, why)
+            leaving[instruction.inputs[0]] -= instruction.inputs[0] not in arriving
+            arriving.discard(instruction.inputs[0])
+        elif instruction.op == "update" and any(leaving[v] for v in instruction.inputs[:-NUM_SCALARS]):
+            fail(program, position, line, instruction, "writes over a value whose message has not been waited for")
+        for v in instruction.frees:
             if v not in live:
                 state = "was freed before" if v in freed else "does not exist"
-                fail(program, position, line, step, f"frees {names[v].name}, which {state}")
+                fail(program, position, line, instruction, f"frees {names[v].name}, which {state}")
             if v in arriving or leaving[v]:
-                fail(program, position, line, step, f"frees {names[v].name}, whose message has not been waited for")
+                fail(program, position, line, instruction, f"frees {names[v].name}, whose message has not been waited for")
             live.remove(v)
             freed.add(v)
     kept = {leaf.value for leaf in (*part.state_out, *part.metrics, *part.batch, *part.scalars)}
@@ -86,17 +86,20 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
 
 
 def _check_shapes(program: ProgramData, position: int) -> None:
-    for line, step in enumerate(program.parts[position].instructions):
-        kind = program.kinds[step.kind]
-        for what, found, expected in (("operand", step.inputs, kind.operands), ("result", step.outputs, kind.results)):
+    for line, instruction in enumerate(program.parts[position].instructions):
+        kind = program.kinds[instruction.kind]
+        for what, found, expected in (
+            ("operand", instruction.inputs, kind.operands),
+            ("result", instruction.outputs, kind.results),
+        ):
             if len(found) != len(expected):
                 why = f"has {len(found)} {what}s, its segment {kind.name!r} {len(expected)}"
-                fail(program, position, line, step, why)
+                fail(program, position, line, instruction, why)
             for v, (shape, dtype) in zip(found, expected, strict=True):
                 value = program.values[v]
                 if (value.shape, value.dtype) != (shape, dtype):
                     why = f"{what} {value.name} is {value.dtype} {value.shape}, its segment has {dtype} {shape}"
-                    fail(program, position, line, step, why)
+                    fail(program, position, line, instruction, why)
 
 
 def _check_collectives(program: ProgramData) -> None:
@@ -113,17 +116,17 @@ def _check_messages(program: ProgramData) -> None:
     """Both ends of a message see the same shape and dtype, and take the same channel."""
     ends: dict[int, tuple[int, int, str, Value]] = {}
     for position, part in enumerate(program.parts):
-        for line, step in enumerate(part.instructions):
-            if step.op in ("send", "recv"):
-                value = program.values[(step.inputs or step.outputs)[0]]
-                channel = step.queue[-1:]
-                *there, channel_there, other = ends.setdefault(step.message, (position, line, channel, value))
+        for line, instruction in enumerate(part.instructions):
+            if instruction.op in ("send", "recv"):
+                value = program.values[(instruction.inputs or instruction.outputs)[0]]
+                channel = instruction.queue[-1:]
+                *there, channel_there, other = ends.setdefault(instruction.message, (position, line, channel, value))
                 if (other.shape, other.dtype, channel_there) != (value.shape, value.dtype, channel):
                     why = (
                         f"{value.name} is {value.dtype} {value.shape} in channel {channel}; at the other end, pp={there[0]} "
                         f"line {there[1]:04d}, {other.name} is {other.dtype} {other.shape} in channel {channel_there}"
                     )
-                    fail(program, position, line, step, why)
+                    fail(program, position, line, instruction, why)
 
 
 def events(program: ProgramData) -> list[list[Event]]:
@@ -137,12 +140,13 @@ def events(program: ProgramData) -> list[list[Event]]:
     out: list[list[Event]] = []
     for part in program.parts:
         own = []
-        for line, step in enumerate(part.instructions):
-            if step.op in ("send", "recv", "wait"):
-                own.append(Event(step.op, step.message, (step.peer,), line))
+        for line, instruction in enumerate(part.instructions):
+            if instruction.op in ("send", "recv", "wait"):
+                own.append(Event(instruction.op, instruction.message, (instruction.peer,), line))
             else:
                 own += [
-                    Event("meet", (step.kind, index), everybody, line) for index, use in enumerate(crossing.get(step.kind, ()))
+                    Event("meet", (instruction.kind, index), everybody, line)
+                    for index, use in enumerate(crossing.get(instruction.kind, ()))
                 ]
         out.append(own)
     return out

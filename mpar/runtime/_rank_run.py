@@ -36,7 +36,7 @@ class RankRun:
         self.program, self.comm, self.device, self.progress = program, comm, torch.device(device), progress
         check_device(program.facts.kernels, self.device)
         self.part = part = program.parts[comm.index(("pp",))]
-        used = {step.kind for step in part.instructions}
+        used = {instruction.kind for instruction in part.instructions}
         functions = {
             name: load(name, kind.source, kind.constants, self.device, primitives, inductor=inductor)
             for name, kind in program.kinds.items()
@@ -44,39 +44,42 @@ class RankRun:
         }
         self._state = {leaf.path: _local(program, leaf) for leaf in part.state_in}
         self._batch = {batch_key(leaf): _all_pieces(program, *_local(program, leaf)) for leaf in part.batch}
-        calls = [functions[step.kind] if step.kind in functions else self._message(step) for step in part.instructions]
+        calls = [
+            functions[instruction.kind] if instruction.kind in functions else self._message(instruction)
+            for instruction in part.instructions
+        ]
         if self.device.type == "cuda":
             calls = issue_on_streams(calls, plan_streams(part.instructions, program.values, program.kinds), self.device)
         self._steps = [
             (
                 call,
-                step.inputs,
-                tuple(v for v in step.frees if v not in step.outputs),
-                step.outputs,
-                tuple(v for v in step.frees if v in step.outputs),
-                step,
+                instruction.inputs,
+                tuple(v for v in instruction.frees if v not in instruction.outputs),
+                instruction.outputs,
+                tuple(v for v in instruction.frees if v in instruction.outputs),
+                instruction,
             )
-            for call, step in zip(calls, part.instructions, strict=True)
+            for call, instruction in zip(calls, part.instructions, strict=True)
         ]
 
-    def _message(self, step: Instruction) -> Code:
+    def _message(self, instruction: Instruction) -> Code:
         """Post a message or wait for it."""
-        message, peer, kind = step.message, step.peer, step.queue[-1]
-        if step.op == "wait":
+        message, peer, kind = instruction.message, instruction.peer, instruction.queue[-1]
+        if instruction.op == "wait":
 
             def wait(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
                 comm.wait(message)
                 return ()
 
             return wait
-        if step.op == "send":
+        if instruction.op == "send":
 
             def send(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
                 comm.send(args[0], peer=peer, message=message, kind=kind)
                 return ()
 
             return send
-        value, device = self.program.values[step.outputs[0]], self.device
+        value, device = self.program.values[instruction.outputs[0]], self.device
 
         def receive(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
             buffer = torch.empty(value.shape, dtype=value.dtype, device=device)

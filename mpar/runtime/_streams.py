@@ -44,7 +44,10 @@ def plan_streams(instructions: Sequence[Instruction], values: Sequence[Value], k
     What only computes, such as a cast that on more ranks would be a gather, stays on the caller's stream.
     """
     own = [
-        step.queue if step.message >= 0 or step.queue == HOST or kinds[step.kind].collectives else HOME for step in instructions
+        instruction.queue
+        if instruction.message >= 0 or instruction.queue == HOST or kinds[instruction.kind].collectives
+        else HOME
+        for instruction in instructions
     ]
     return _Planner(values).plan(instructions, own)
 
@@ -61,13 +64,13 @@ class _Planner:
     def plan(self, instructions: Sequence[Instruction], queues: Sequence[str]) -> list[Issue]:
         raw: list[tuple[str, list[int], list[tuple[str, int]]]] = []
         last: dict[str, int] = {}
-        for line, (step, queue) in enumerate(zip(instructions, queues, strict=True)):
-            waits = self._before(step, queue)
+        for line, (instruction, queue) in enumerate(zip(instructions, queues, strict=True)):
+            waits = self._before(instruction, queue)
             if queue != HOME and queue not in last:
                 waits = [START, *waits]
             last[queue] = line
-            self._note(step, queue, line)
-            holds = self._give_back(step)
+            self._note(instruction, queue, line)
+            holds = self._give_back(instruction)
             waits += [awaited for home, awaited in holds if home == queue]  # it may use the memory itself, before it returns
             raw.append((queue, waits, [hold for hold in holds if hold[0] != queue]))
         if raw:
@@ -75,31 +78,32 @@ class _Planner:
         awaited = {line for _, waits, holds in raw for line in (*waits, *(line for _, line in holds))}
         return [Issue(queue, tuple(waits), line in awaited, tuple(holds)) for line, (queue, waits, holds) in enumerate(raw)]
 
-    def _before(self, step: Instruction, queue: str) -> list[int]:
+    def _before(self, instruction: Instruction, queue: str) -> list[int]:
         """Lines of other queues that must be done: those that made what is read, and all that touch what may be written."""
         lines: dict[str, int] = {}
-        for value in step.inputs:
+        for value in instruction.inputs:
             maker, line = self.ready.get(value, (HOME, START))
             lines[maker] = max(lines.get(maker, START), line)
-        for storage in {self.values[value].storage for value in step.outputs}:
+        for storage in {self.values[value].storage for value in instruction.outputs}:
             for user, line in self.used.get(storage, {}).items():
                 lines[user] = max(lines.get(user, START), line)
         return sorted(line for other, line in lines.items() if line != START and self._unseen(queue, other, line))
 
-    def _note(self, step: Instruction, queue: str, line: int) -> None:
-        for value in (*step.inputs, *step.outputs):  # a view's memory is where its operand's is
+    def _note(self, instruction: Instruction, queue: str, line: int) -> None:
+        for value in (*instruction.inputs, *instruction.outputs):  # a view's memory is where its operand's is
             storage = self.values[value].storage
-            self.home.setdefault(storage, queue if value in step.outputs else HOME)
+            self.home.setdefault(storage, queue if value in instruction.outputs else HOME)
             self.used.setdefault(storage, {})[queue] = line
             self.names.setdefault(storage, set()).add(value)
-        made = step.inputs if step.op == "wait" else step.outputs  # what a message brings is there when it was waited for
+        # what a message brings is there once it was waited for
+        made = instruction.inputs if instruction.op == "wait" else instruction.outputs
         for value in made:
             self.ready[value] = (queue, line)
 
-    def _give_back(self, step: Instruction) -> list[tuple[str, int]]:
+    def _give_back(self, instruction: Instruction) -> list[tuple[str, int]]:
         """What streams wait for before they use memory again that goes with this instruction."""
         holds: list[tuple[str, int]] = []
-        for value in step.frees:
+        for value in instruction.frees:
             storage = self.values[value].storage
             self.names[storage].discard(value)
             if self.names[storage]:

@@ -204,25 +204,25 @@ class _Lowering:
         shape = shape_of(node)
         nbytes = node.meta["val"].nbytes
         candidates = [
-            (plan_bytes(steps, nbytes, self.mesh), len(steps), index, spec, steps)
+            (plan_bytes(moves, nbytes, self.mesh), len(moves), index, spec, moves)
             for index, spec in enumerate(at)
             if set(target.partial) <= set(spec.partial)
-            for steps in [plan(spec, target, len(shape), self.mesh)]
+            for moves in [plan(spec, target, len(shape), self.mesh)]
         ]
-        *_, spec, steps = min(candidates, key=lambda c: c[:3])
+        *_, spec, moves = min(candidates, key=lambda c: c[:3])
         local = at[spec]
-        for step in steps:
-            size = self.mesh.axis_size(step.axes)
-            kwargs: dict[str, Any] = {"axes": step.axes, "size": size}
-            if step.kind == "all_reduce":
+        for move in moves:
+            size = self.mesh.axis_size(move.axes)
+            kwargs: dict[str, Any] = {"axes": move.axes, "size": size}
+            if move.kind == "all_reduce":
                 kwargs["op"] = "sum"
-            elif step.kind == "all_to_all":
-                kwargs |= {"src": step.dim, "dst": step.dst}
+            elif move.kind == "all_to_all":
+                kwargs |= {"src": move.dim, "dst": move.dst}
             else:
-                kwargs["dim"] = step.dim
-            local = self.emit(getattr(collectives, step.kind), (local,), kwargs, step.after)
+                kwargs["dim"] = move.dim
+            local = self.emit(getattr(collectives, move.kind), (local,), kwargs, move.after)
             local.meta["labels"] = labels_of(node)
-            at.setdefault(step.after, local)
+            at.setdefault(move.after, local)
         return local
 
     def call(self, node: fx.Node) -> None:

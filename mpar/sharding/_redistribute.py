@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from mpar.mesh import Mesh
 from mpar.spec import P
 
-__all__ = ["Step", "plan", "plan_bytes"]
+__all__ = ["Move", "plan", "plan_bytes"]
 
 
 @dataclass(frozen=True)
-class Step:
+class Move:
     """One collective or narrowing, and the spec after it."""
 
     kind: str  # all_gather | reduce_scatter | all_reduce | all_to_all | shard
@@ -19,8 +19,8 @@ class Step:
     after: P
 
 
-def plan(source: P, target: P, rank: int, mesh: Mesh) -> list[Step]:
-    """The steps from `source` to `target` for a tensor with `rank` dims.
+def plan(source: P, target: P, rank: int, mesh: Mesh) -> list[Move]:
+    """The moves from `source` to `target` for a tensor with `rank` dims.
 
     Pending sums are carried out first, as a reduce_scatter where the target is sharded; then what is free (narrowing); then
     exchanges and gathers; then the narrowing that had to wait. Raises AssertionError if the target has a pending sum that the
@@ -34,22 +34,22 @@ def plan(source: P, target: P, rank: int, mesh: Mesh) -> list[Step]:
         route.exchange(dim)
     route.narrow()
     assert tuple(route.dims) == route.goal, (source, target, route.dims)
-    return route.steps
+    return route.moves
 
 
 @dataclass
 class _Route:
-    """The way from a spec to another: where the tensor is by now (`dims`, `partial`), where it goes, and the steps so far."""
+    """The way from a spec to another: where the tensor is by now (`dims`, `partial`), where it goes, and the moves so far."""
 
     dims: list[tuple[str, ...]]
     goal: tuple[tuple[str, ...], ...]
     partial: set[str]
     mesh: Mesh
-    steps: list[Step] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
 
-    def step(self, kind: str, axes: tuple[str, ...], dim: int = 0, dst: int = 0) -> None:
-        """Note a step after which the tensor is where `dims` and `partial` say."""
-        self.steps.append(Step(kind, axes, dim, dst, P(*self.dims, partial=self.mesh.ordered(self.partial))))
+    def move(self, kind: str, axes: tuple[str, ...], dim: int = 0, dst: int = 0) -> None:
+        """Note a move after which the tensor is where `dims` and `partial` say."""
+        self.moves.append(Move(kind, axes, dim, dst, P(*self.dims, partial=self.mesh.ordered(self.partial))))
 
     def wanted(self, dim: int) -> tuple[str, ...]:
         """The axes that a dim has yet to get; none if it must lose some first."""
@@ -66,10 +66,10 @@ class _Route:
                 self.dims[dim] = (*self.dims[dim], *group)
                 self.partial -= set(group)
                 resolve -= set(group)
-                self.step("reduce_scatter", group, dim)
+                self.move("reduce_scatter", group, dim)
         if resolve:
             self.partial -= resolve
-            self.step("all_reduce", self.mesh.ordered(resolve))
+            self.move("all_reduce", self.mesh.ordered(resolve))
 
     def narrow(self) -> None:
         """Take this rank's part along dims that want axes which no dim has: free."""
@@ -77,7 +77,7 @@ class _Route:
             extra = self.wanted(dim)
             if extra and not {axis for other in self.dims for axis in other} & set(extra):
                 self.dims[dim] = self.goal[dim]
-                self.step("shard", extra, dim)
+                self.move("shard", extra, dim)
 
     def exchange(self, dim: int) -> None:
         """Give away the axes that a dim must lose, the minor ones first: to a dim that wants them next, else by a gather."""
@@ -92,13 +92,13 @@ class _Route:
             if moved:
                 self.dims[dim] = self.dims[dim][: len(self.dims[dim]) - len(moved)]
                 self.dims[other] = (*self.dims[other], *moved)
-                self.step("all_to_all", moved, dim, other)
+                self.move("all_to_all", moved, dim, other)
 
     def gather(self, axes: tuple[str, ...], dim: int) -> None:
         """Groups have their ranks in mesh order: axes in another one are gathered one by one, the minor first."""
         for group in [axes] if axes == self.mesh.ordered(axes) else [(axis,) for axis in reversed(axes)]:
             self.dims[dim] = self.dims[dim][: len(self.dims[dim]) - len(group)]
-            self.step("all_gather", group, dim)
+            self.move("all_gather", group, dim)
 
 
 def _receiver(dims: list, goal: tuple, dim: int, surplus: tuple[str, ...], mesh: Mesh) -> tuple[int, int, int]:
@@ -116,17 +116,17 @@ def _receiver(dims: list, goal: tuple, dim: int, surplus: tuple[str, ...], mesh:
     return dim, 0, 0
 
 
-def plan_bytes(steps: list[Step], global_bytes: int, mesh: Mesh) -> int:
-    """Bytes that one rank receives in these steps, for ordering alternatives."""
+def plan_bytes(moves: list[Move], global_bytes: int, mesh: Mesh) -> int:
+    """Bytes that one rank receives by these moves, for ordering alternatives."""
     total = 0
-    for step in steps:
-        size = mesh.axis_size(step.axes)
-        after = global_bytes // max(mesh.axis_size(tuple(axis for dim in step.after.dims for axis in dim)), 1)
+    for move in moves:
+        size = mesh.axis_size(move.axes)
+        after = global_bytes // max(mesh.axis_size(tuple(axis for dim in move.after.dims for axis in dim)), 1)
         total += {
             "all_gather": after * (size - 1) // size,
             "reduce_scatter": after * (size - 1),
             "all_reduce": 2 * after * (size - 1) // size,
             "all_to_all": after * (size - 1) // size,
             "shard": 0,
-        }[step.kind]
+        }[move.kind]
     return total

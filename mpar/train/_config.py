@@ -144,7 +144,7 @@ class OptimizerConfig:
 
     kind: Literal["adamw", "sgd"] = key("the rule")
     lr: float = key("peak learning rate")
-    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = key("how the rate falls after warm-up", default="cosine")
+    lr_decay: Literal["constant", "linear", "cosine", "wsd"] = key("how the rate falls after warm-up", default="cosine")
     warmup_steps: int | None = key("steps in which the rate rises", default=None)
     warmup_ratio: float | None = key("the same as a part of all steps", default=None)
     min_lr: float | None = key("the rate at the end", default=None)

@@ -13,7 +13,7 @@ from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
 from mpar.models import Model, ModelOptions
-from mpar.optim import SGD, WSD, AdamW, Constant, Cosine, Linear, Schedule
+from mpar.optim import SGD, WSD, AdamW, Constant, Cosine, LearningRate, Linear
 from mpar.program import Hardware
 from mpar.strategy import Strategy, preset
 from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TrainConfig
@@ -144,23 +144,23 @@ def batch_shapes(config: TrainConfig, model: Model) -> Mapping[str, tuple[tuple[
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> AdamW | SGD:
-    """The optimizer with its learning-rate schedule over `steps` updates. Raises ConfigError."""
-    schedule = _schedule(config, steps)
+    """The optimizer with its learning rate over `steps` updates. Raises ConfigError."""
+    rate = _learning_rate(config, steps)
     if config.kind == "sgd":
-        return SGD(lr=schedule, momentum=config.momentum, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
-    return AdamW(lr=schedule, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
+        return SGD(lr=rate, momentum=config.momentum, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
+    return AdamW(lr=rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
 
 
-def _schedule(config: OptimizerConfig, steps: int) -> Schedule:
+def _learning_rate(config: OptimizerConfig, steps: int) -> LearningRate:
     warmup: dict[str, Any] = {"total_steps": steps, "warmup_steps": config.warmup_steps, "warmup_ratio": config.warmup_ratio}
     floor: dict[str, Any] = {"min_lr": config.min_lr, "min_ratio": config.min_ratio}
-    if config.lr_schedule == "wsd":
+    if config.lr_decay == "wsd":
         return WSD(lr=config.lr, **warmup, **floor, decay_ratio=config.decay_ratio)
     if config.decay_ratio is not None:
-        raise ConfigError(f"optimizer.decay_ratio belongs to lr_schedule=wsd; lr_schedule is {config.lr_schedule}")
-    if config.lr_schedule == "constant":
+        raise ConfigError(f"optimizer.decay_ratio belongs to lr_decay=wsd; lr_decay is {config.lr_decay}")
+    if config.lr_decay == "constant":
         return Constant(lr=config.lr, **warmup, **floor)
-    return (Linear if config.lr_schedule == "linear" else Cosine)(lr=config.lr, **warmup, **floor)
+    return (Linear if config.lr_decay == "linear" else Cosine)(lr=config.lr, **warmup, **floor)
 
 
 def check_device(config: TrainConfig) -> None:

@@ -77,7 +77,7 @@ def test_permuted_rows_have_the_same_losses(variant):
 
 
 STEPPING = [
-    name for name, (kind, changes) in VARIANTS.items() if models.build(kind, {**KINDS[kind].base, **changes}).config.has_steps
+    name for name, (kind, changes) in VARIANTS.items() if models.build(kind, {**KINDS[kind].base, **changes}).config.can_decode
 ]
 
 
@@ -88,7 +88,7 @@ def test_steps_give_the_logits_of_the_whole(variant):
     model, params = made_tiny(kind, **changes)
     row, state, parts = tokens_of((2, 24), high=61), None, []
     for piece in row.split([9, 1, 1, 6, 1, 6], 1):
-        logits, state = model.step(params, piece, state)
+        logits, state = model.decode(params, piece, state)
         parts.append(logits)
     testing.assert_close(torch.cat(parts, 1), model.apply(params, row), rtol=1e-10)
 
@@ -96,7 +96,7 @@ def test_steps_give_the_logits_of_the_whole(variant):
 def test_states_of_windows_do_not_grow():
     """A layer with a window keeps the keys that the next token sees; one without keeps all."""
     model, params = made_tiny("gemma3_text")
-    _, (count, (local, full)) = model.step(params, tokens_of((2, 12), high=61))
+    _, (count, (local, full)) = model.decode(params, tokens_of((2, 12), high=61))
     assert count == 12
     assert local.k_BMKH.shape[1] == local.v_BMKH.shape[1] == 4  # with itself the next one sees 5
     assert local.order_M.tolist() == [8, 9, 10, 11]
@@ -111,9 +111,9 @@ def test_rows_longer_than_learned_positions_are_refused():
         model.apply(params, tokens_of((1, 9), high=61))
     with pytest.raises(ShapeError, match="use shorter rows"):
         model.apply(params, tokens_of((1, 9), high=61), positions=torch.arange(9)[None])
-    _, state = model.step(params, tokens_of((1, 8), high=61))
+    _, state = model.decode(params, tokens_of((1, 8), high=61))
     with pytest.raises(ShapeError, match="go on to 9 tokens"):
-        model.step(params, tokens_of((1, 1), high=61), state)
+        model.decode(params, tokens_of((1, 1), high=61), state)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)

@@ -135,7 +135,7 @@ def test_logits_do_not_need_the_layer():
     without = type(params)(params.embed, params.layers, params.head)
     expected = plain.apply(without, TOKENS)
     assert torch.equal(model.apply(params, TOKENS), expected)
-    testing.assert_close(model.step(params, TOKENS)[0], expected)
+    testing.assert_close(model.decode(params, TOKENS)[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_keys_that_are_gathered_are_left_in_shards(problems):
 
 def test_all_can_be_cut():
     """Every variant of every architecture."""
-    assert {models.from_config(make_config(name)).whole_rows for name in VARIANTS} == {None}
+    assert {models.from_config(make_config(name)).forbids_slices for name in VARIANTS} == {None}
 
 
 def test_further_tokens_are_exact():

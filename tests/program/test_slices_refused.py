@@ -56,10 +56,10 @@ def find(steps: Steps, op: str, segment: str, piece: int, num_slices: int = 4) -
     return line
 
 
-def sums_of_left(program: Program, part) -> Iterator[tuple[Instruction, int, int]]:
-    """(reader, sum of gradients of what a slice left, one of its terms) for every sum and whoever reads it for its segment."""
+def sums_of_carried(program: Program, part) -> Iterator[tuple[Instruction, int, int]]:
+    """(reader, sum of gradients of what a slice carried over, one of its terms) for every sum and its reader."""
     for sum_ in part.instructions:
-        if sum_.op != "accumulate" or not program.values[sum_.outputs[0]].name.startswith("dleft"):
+        if sum_.op != "accumulate" or not program.values[sum_.outputs[0]].name.startswith("dcarried"):
             continue
         half = len(sum_.outputs)
         for reader in part.instructions:
@@ -76,9 +76,9 @@ def test_a_lost_gradient_of_what_was_left_is_refused(schedule, num_microbatches)
     program, readers = make_program(schedule, num_microbatches), set()
     assert spoiled(program, 0, program.parts[0].instructions) == program
     for position, part in enumerate(program.parts):
-        for reader, value, term in sums_of_left(program, part):
+        for reader, value, term in sums_of_carried(program, part):
             steps = [reading(step, {value: term}) if step is reader else step for step in part.instructions]
-            with pytest.raises(ProgramError, match=r"gradients of what it left|unlike that of the same segment"):
+            with pytest.raises(ProgramError, match=r"gradients of what it carried over|unlike that of the same segment"):
                 spoiled(program, position, steps).verify()
             readers.add(reader.op)
     assert readers == ({"backward_input", "backward"} if schedule else {"backward"})  # the first stage's is whole
@@ -88,7 +88,7 @@ def test_what_another_microbatch_left_is_refused():
     """A forward that reads keys of another microbatch."""
     program = make_program(num_microbatches=2)
     steps = program.parts[0].instructions
-    left = {(made.segment, made.piece, made.index): value for value, made in program.parts[0].handed_on.items()}
+    left = {(made.segment, made.piece, made.index): value for value, made in program.parts[0].carried.items()}
     for n in range(2):
         line = find(steps, "forward", "layers.0", 4 + 2)
         changed = reading(steps[line], {left["layers.0", Piece(1, 1), n]: left["layers.0", Piece(0, 1), n]})
@@ -97,7 +97,7 @@ def test_what_another_microbatch_left_is_refused():
             spoiled(program, 0, [*steps[:line], changed, *steps[line + 1 :]]).verify()
 
 
-@pytest.mark.parametrize("what", ["left1.", "order.mb"])
+@pytest.mark.parametrize("what", ["carried1.", "order.mb"])
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_past_slices_in_another_order_are_refused(op, what):
     """Keys, or positions, of two past slices that change places."""
@@ -115,7 +115,7 @@ def test_what_a_later_slice_left_is_refused():
     """A forward that comes behind that of a later slice and reads what this one left."""
     program = make_program(window=True)
     steps = program.parts[0].instructions
-    left = {(made.segment, made.piece, made.index): value for value, made in program.parts[0].handed_on.items()}
+    left = {(made.segment, made.piece, made.index): value for value, made in program.parts[0].carried.items()}
     first, second = (find(steps, "forward", "layers.0", piece) for piece in (1, 2))
     early = reading(steps[second], {left["layers.0", Piece(0, 1), n]: left["layers.0", Piece(0, 0), n] for n in range(2)})
     late = reading(steps[first], {left["layers.0", Piece(0, 0), n]: left["layers.0", Piece(0, 2), n] for n in range(2)})
@@ -211,6 +211,6 @@ def test_bad_input_is_refused(case):
 def test_a_chain_must_say_that_its_rows_can_be_cut():
     """A chain of one's own is cut only where it says so; without slices it need not."""
     chain = Plain(models.from_config(QWEN3, dtype=torch.float64, vocab_multiple=8))
-    with pytest.raises(ConfigError, match=r"it does not say what its segments leave(?s:.*)\(whole_rows\)(?s:.*)num_slices=1 "):
+    with pytest.raises(ConfigError, match=r"what its segments carry(?s:.*)\(forbids_slices\)(?s:.*)num_slices=1 "):
         compile_step(chain, Recorder(), Mesh(), "ddp", (4, 16), num_slices=2)
     assert compile_step(chain, Recorder(), Mesh(), "ddp", (4, 16)).num_slices == 1

@@ -125,7 +125,7 @@ def test_wrong_chain_is_refused(name):
 
 def test_an_object_that_is_no_chain_names_what_it_lacks():
     """All members that are missing, each with what it must be."""
-    with pytest.raises(ConfigError, match=r"it lacks `segments`: The functions of the chain(?s:.*)it lacks `whole_rows`"):
+    with pytest.raises(ConfigError, match=r"it lacks `segments`: The functions of the chain(?s:.*)it lacks `forbids_slices`"):
         compile_step(object(), AdamW(1e-3), Mesh(dp=2), "ddp", (B, S))
 
 

@@ -6,7 +6,7 @@ It goes through the segments of the stage and, of each, through the slices, last
 from collections.abc import Callable
 
 from mpar.compiler.build._actions import Actions
-from mpar.compiler.build._waiting import HandedOnGradients, Saved
+from mpar.compiler.build._waiting import CarriedGradients, Saved
 from mpar.compiler.segment import split_segment
 from mpar.ir import Piece, SegmentResult
 
@@ -14,7 +14,7 @@ __all__ = ["write_backward", "write_input_half", "write_weight_half"]
 
 WriteSegment = Callable[[Actions, int, int, Piece, list[int]], list[int]]
 """`write(actions, stage, segment, piece, primals)` writes what is done for one slice of a segment, and gives the gradients of its
-x and of what past slices handed on."""
+x and of what past slices carried over."""
 
 
 def write_backward(actions: Actions, stage: int, microbatch: int) -> None:
@@ -29,11 +29,11 @@ def write_input_half(actions: Actions, stage: int, microbatch: int) -> None:
 
 def write_weight_half(actions: Actions, stage: int, microbatch: int) -> None:
     """Write the half that gives the gradients of parameters which the input half did not make."""
-    step = actions.step
+    blueprint = actions.blueprint
     for segment in reversed(actions.segments_of(stage)):
-        params = actions.gathers.parameters(step.segments[segment].paths, microbatch)
-        for piece in reversed(step.pieces(microbatch)):
-            split = split_segment(step.codes[segment][piece.slice])
+        params = actions.gathers.parameters(blueprint.segments[segment].paths, microbatch)
+        for piece in reversed(blueprint.pieces(microbatch)):
+            split = split_segment(blueprint.codes[segment][piece.slice])
             saved = actions.edges.saved[stage, microbatch][segment, piece.slice]
             primals = _primals(actions, stage, segment, piece, params)
             assert saved.dy is not None and saved.crossing is not None
@@ -43,8 +43,8 @@ def write_weight_half(actions: Actions, stage: int, microbatch: int) -> None:
                 *saved.crossing,
                 *(saved.dy[i] for i in split.weight_cotangents),
             ]
-            names = [f"d {path}.mb{step.piece_name(piece)}" for path in step.leaf_paths(segment)]
-            out = actions.writer.emit("backward_weight", split.weight, operands, names, step.segments[segment].name, piece)
+            names = [f"d {path}.mb{blueprint.piece_name(piece)}" for path in blueprint.leaf_paths(segment)]
+            out = actions.writer.emit("backward_weight", split.weight, operands, names, blueprint.segments[segment].name, piece)
             actions.gradients.take(stage, segment, out, piece)
             del actions.edges.saved[stage, microbatch][segment, piece.slice]
         actions.gathers.next_use()
@@ -52,20 +52,20 @@ def write_weight_half(actions: Actions, stage: int, microbatch: int) -> None:
 
 def _go_back(actions: Actions, stage: int, microbatch: int, write: WriteSegment) -> None:
     """Go back through a stage and hand the gradient of its input to the stage before it."""
-    step, edges = actions.step, actions.edges
+    blueprint, edges = actions.blueprint, actions.edges
     dys = edges.cotangents.pop((stage, microbatch), edges.nothing())
     for segment in reversed(actions.segments_of(stage)):
-        num_x, dxs, params = step.num_entering(segment), edges.nothing(), None
+        num_x, dxs, params = blueprint.num_entering(segment), edges.nothing(), None
         starts_stage = segment == actions.segments_of(stage)[0]
-        of_handed_on = HandedOnGradients(actions.writer, step.segments[segment].name, step.num_handed_on(segment))
-        for piece in reversed(step.pieces(microbatch)):
+        carried_gradients = CarriedGradients(actions.writer, blueprint.segments[segment].name, blueprint.num_carried(segment))
+        for piece in reversed(blueprint.pieces(microbatch)):
             saved = _fetch_saved(actions, stage, segment, piece)
             actions.fetch(dys, segment, microbatch, (piece.slice, piece.slice - 1))
-            params = actions.gathers.parameters(step.segments[segment].paths, microbatch) if params is None else params
-            num_losses = len(step.codes[segment][piece.slice].traced.losses)
-            saved.dy = [*dys[piece.slice].values, *of_handed_on.take(piece), *[actions.cotangent] * num_losses]
+            params = actions.gathers.parameters(blueprint.segments[segment].paths, microbatch) if params is None else params
+            num_losses = len(blueprint.codes[segment][piece.slice].traced.losses)
+            saved.dy = [*dys[piece.slice].values, *carried_gradients.take(piece), *[actions.cotangent] * num_losses]
             grads = write(actions, stage, segment, piece, _primals(actions, stage, segment, piece, params))
-            of_handed_on.add(piece, step.past(segment, piece), grads[num_x:])
+            carried_gradients.add(piece, blueprint.past(segment, piece), grads[num_x:])
             dxs[piece.slice] = actions.until_next_segment(grads[:num_x], segment, piece, ends_stage=starts_stage)
         actions.gathers.next_use()
         dys = dxs
@@ -73,34 +73,34 @@ def _go_back(actions: Actions, stage: int, microbatch: int, write: WriteSegment)
 
 
 def _fetch_saved(actions: Actions, stage: int, segment: int, piece: Piece) -> Saved:
-    """What a slice's forward left for its backward. That of the next slice is being fetched while this one computes."""
+    """What a slice's forward kept for its backward. That of the next slice is being fetched while this one computes."""
     m, c = piece
-    saved, step, writer = actions.edges.saved[stage, m], actions.step, actions.writer
-    following = (segment, c - 1) if c else (segment - 1, step.options.num_slices - 1)
+    saved, blueprint, writer = actions.edges.saved[stage, m], actions.blueprint, actions.writer
+    following = (segment, c - 1) if c else (segment - 1, blueprint.options.num_slices - 1)
     for index, number in ((segment, c), following):
         if (index, number) not in saved:
             continue
-        name, slice_, due = step.segments[index].name, Piece(m, number), saved[index, number]
+        name, slice_, due = blueprint.segments[index].name, Piece(m, number), saved[index, number]
         due.x, due.kept = (waiting.fetched(writer, name, slice_) for waiting in (due.x, due.kept))
-        for earlier in step.past(index, slice_):
+        for earlier in blueprint.past(index, slice_):
             past = saved[index, earlier.slice]
-            past.handed_on = past.handed_on.fetched(writer, name, earlier)
+            past.carried = past.carried.fetched(writer, name, earlier)
     return saved[segment, c]
 
 
 def _primals(actions: Actions, stage: int, segment: int, piece: Piece, params: list[int]) -> list[int]:
-    """Parameters, x, what past slices handed on, context."""
+    """Parameters, x, what past slices carried over, context."""
     saved = actions.edges.saved[stage, piece.microbatch]
-    past = [v for earlier in actions.step.past(segment, piece) for v in saved[segment, earlier.slice].handed_on.values]
+    past = [v for earlier in actions.blueprint.past(segment, piece) for v in saved[segment, earlier.slice].carried.values]
     return [*params, *saved[segment, piece.slice].x.values, *past, *actions.contexts.read_by(segment, piece)]
 
 
 def _write_segment(actions: Actions, stage: int, segment: int, piece: Piece, primals: list[int]) -> list[int]:
-    step, code, reported = actions.step, actions.step.codes[segment][piece.slice], actions.reported
-    name, paths = step.segments[segment].name, step.leaf_paths(segment)
+    blueprint, code, reported = actions.blueprint, actions.blueprint.codes[segment][piece.slice], actions.reported
+    name, paths = blueprint.segments[segment].name, blueprint.leaf_paths(segment)
     saved = actions.edges.saved[stage, piece.microbatch].pop((segment, piece.slice))
     assert saved.dy is not None
-    names = [*(f"d {path}.mb{step.piece_name(piece)}" for path in paths), *_gradient_names(actions, segment, piece)]
+    names = [*(f"d {path}.mb{blueprint.piece_name(piece)}" for path in paths), *_gradient_names(actions, segment, piece)]
     if code.joint is not None and actions.position.is_joint(segment, stage, piece.microbatch):
         before = reported.names(segment, piece)
         out = actions.writer.emit("backward", code.joint, [*primals, *saved.dy], [*before, *names], name, piece)
@@ -116,7 +116,7 @@ def _write_segment(actions: Actions, stage: int, segment: int, piece: Piece, pri
 
 
 def _write_input_half(actions: Actions, stage: int, segment: int, piece: Piece, primals: list[int]) -> list[int]:
-    step, code = actions.step, actions.step.codes[segment][piece.slice]
+    blueprint, code = actions.blueprint, actions.blueprint.codes[segment][piece.slice]
     split, saved = split_segment(code), actions.edges.saved[stage, piece.microbatch][segment, piece.slice]
     assert saved.dy is not None
     operands = [
@@ -124,17 +124,19 @@ def _write_input_half(actions: Actions, stage: int, segment: int, piece: Piece, 
         *(saved.kept.values[i] for i in split.input_kept),
         *(saved.dy[i] for i in split.input_cotangents),
     ]
-    crossing = (f"c{segment}.{step.piece_name(piece)}.{i}" for i in range(split.num_crossing))
+    crossing = (f"c{segment}.{blueprint.piece_name(piece)}.{i}" for i in range(split.num_crossing))
     names = [*_gradient_names(actions, segment, piece), *crossing]
-    out = actions.writer.emit("backward_input", split.input, operands, names, step.segments[segment].name, piece)
+    out = actions.writer.emit("backward_input", split.input, operands, names, blueprint.segments[segment].name, piece)
     saved.crossing = out[code.traced.num_x :]
     return out[: code.traced.num_x]
 
 
 def _gradient_names(actions: Actions, segment: int, piece: Piece) -> list[str]:
-    """Names of the gradients of x, and of what past slices handed on."""
-    step, num_handed_on = actions.step, actions.step.num_handed_on(segment)
-    of_x = [f"dx{segment}.{step.piece_name(piece)}"] * step.num_entering(segment)
+    """Names of the gradients of x, and of what past slices carried over."""
+    blueprint, num_carried = actions.blueprint, actions.blueprint.num_carried(segment)
+    of_x = [f"dx{segment}.{blueprint.piece_name(piece)}"] * blueprint.num_entering(segment)
     return of_x + [
-        f"dleft{segment}.{step.piece_name(earlier)}" for earlier in step.past(segment, piece) for _ in range(num_handed_on)
+        f"dcarried{segment}.{blueprint.piece_name(earlier)}"
+        for earlier in blueprint.past(segment, piece)
+        for _ in range(num_carried)
     ]

@@ -28,8 +28,8 @@ def piece_values(model: Chain, batch_shape: BatchShape, num_microbatches: int, n
     rows = {key: shape[0] for key, shape in shapes.items()}
     if not isinstance(num_microbatches, int) or num_microbatches < 1 or any(n % num_microbatches for n in rows.values()):
         raise ShapeError(f"cannot cut a batch of {rows} rows into {num_microbatches} equal microbatches")
-    if num_microbatches > 1 and model.whole_step is not None:
-        raise ConfigError(f"cannot cut a step into {num_microbatches} microbatches: {model.whole_step}")
+    if num_microbatches > 1 and model.forbids_microbatches is not None:
+        raise ConfigError(f"cannot cut a step into {num_microbatches} microbatches: {model.forbids_microbatches}")
     lengths = {key: shape[1] for key, shape in shapes.items()}
     if not isinstance(num_slices, int) or num_slices < 1 or any(n % num_slices for n in lengths.values()):
         found = " and ".join(f"{n:,}" for n in sorted(set(lengths.values())))
@@ -37,9 +37,9 @@ def piece_values(model: Chain, batch_shape: BatchShape, num_microbatches: int, n
             f"cannot cut rows of {found} positions into {num_slices} equal slices.\n"
             f"Use a num_slices that divides {found} (schedule.num_slices in a configuration); 1 leaves rows whole."
         )
-    if num_slices > 1 and model.whole_rows is not None:
+    if num_slices > 1 and model.forbids_slices is not None:
         raise ConfigError(
-            f"cannot cut the rows of this model into {num_slices} slices: {model.whole_rows}\n"
+            f"cannot cut the rows of this model into {num_slices} slices: {model.forbids_slices}\n"
             "num_slices=1 (schedule.num_slices in a configuration) leaves rows whole."
         )
     return {

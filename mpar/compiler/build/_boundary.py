@@ -38,7 +38,7 @@ def _declare_state(position: Position, values: Values) -> tuple[list[Leaf], dict
     """Parameters, then the optimizer's slots: as leaves, and the values of each unit."""
     leaves: list[Leaf] = []
     units: Mapping[str, Unit] = position.units
-    optimizer = position.step.optimizer
+    optimizer = position.blueprint.optimizer
 
     def declare(prefix: str, unit: Unit, specs: list[P]) -> list[int]:
         new = [values.leaf(f"{prefix}.{path}", leaf, spec) for (path, leaf), spec in zip(unit.leaves, specs, strict=True)]
@@ -55,11 +55,11 @@ def _declare_state(position: Position, values: Values) -> tuple[list[Leaf], dict
 
 def _declare_batch(position: Position, values: Values) -> tuple[list[Leaf], dict[Piece, list[int]]]:
     """Every batch key of every piece, as leaves, and the values of each piece. The pieces of a key are views of one tensor."""
-    step, placement = position.step, position.step.placement
+    blueprint, placement = position.blueprint, position.blueprint.placement
     leaves: list[Leaf] = []
-    by_piece: dict[Piece, list[int]] = {piece: [] for piece in step.all_pieces}
+    by_piece: dict[Piece, list[int]] = {piece: [] for piece in blueprint.all_pieces}
     for key, x in placement.batch.items():
-        spec, storage = placement.strategy.compute_spec(step.model.batch_axes[key], placement.mesh), values.storage()
+        spec, storage = placement.strategy.compute_spec(blueprint.model.batch_axes[key], placement.mesh), values.storage()
         of_slice: dict[int, int] = {}  # the order of positions, slice by slice, is that of all microbatches
         for number, (piece, of_piece) in enumerate(by_piece.items()):
             if x.ndim > 1 or piece.microbatch == 0:

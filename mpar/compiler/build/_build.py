@@ -6,12 +6,12 @@ with messages to other stages between them; gradient reduction after the last us
 
 from mpar.chain import Chain
 from mpar.compiler.build._batch import microbatch_shape, piece_values
+from mpar.compiler.build._blueprint import Blueprint
 from mpar.compiler.build._functions import Functions
 from mpar.compiler.build._options import BatchShape, CompileOptions
 from mpar.compiler.build._part import write_part
 from mpar.compiler.build._pipeline import make_pipeline
 from mpar.compiler.build._placement import place
-from mpar.compiler.build._step import Step
 from mpar.compiler.build._values import Values
 from mpar.compiler.build._writer import Kinds, Writer
 from mpar.ir import Facts, ProgramData
@@ -37,12 +37,12 @@ def build(
     batch = piece_values(model, batch_shape, options.num_microbatches, options.num_slices)
     placement = place(model, strategy, mesh, batch, options)
     pipeline = make_pipeline(model, placement, options)
-    step = Step(model, optimizer, options, placement, pipeline)
+    blueprint = Blueprint(model, optimizer, options, placement, pipeline)
     values, kinds = Values(placement.mesh), Kinds()
     functions = Functions(placement.target, values)
     has_slices = options.num_slices > 1
     parts = [
-        write_part(step, Writer(values, functions, kinds, has_slices), position)
+        write_part(blueprint, Writer(values, functions, kinds, has_slices), position)
         for position in range(placement.mesh.axis_size("pp"))
     ]
     return ProgramData(
@@ -52,17 +52,17 @@ def build(
         parts=parts,
         num_microbatches=options.num_microbatches,
         schedule=[list(actions) for actions in pipeline.table],
-        facts=_facts(step, kinds, mesh),
+        facts=_facts(blueprint, kinds, mesh),
         order_parts=placement.order_parts,
         num_slices=options.num_slices,
     )
 
 
-def _facts(step: Step, kinds: Kinds, mesh: Mesh) -> Facts:
-    placement, options, strategy = step.placement, step.options, step.placement.strategy
+def _facts(blueprint: Blueprint, kinds: Kinds, mesh: Mesh) -> Facts:
+    placement, options, strategy = blueprint.placement, blueprint.options, blueprint.placement.strategy
     shares_sequences = placement.mesh.axis_size(strategy.compute.get("seq", ())) > 1
     return Facts(
-        optimizer=step.optimizer,
+        optimizer=blueprint.optimizer,
         mesh=mesh,
         strategy=strategy.name,
         context_parallel=strategy.context_parallel if shares_sequences else None,
@@ -73,7 +73,9 @@ def _facts(step: Step, kinds: Kinds, mesh: Mesh) -> Facts:
         kernels=options.chosen_kernels,
         schedule=options.schedule.name if options.schedule.table is None else "table",
         stage_of={
-            step.segments[index].name: stage for stage, segments in enumerate(step.pipeline.ranges) for index in segments
+            blueprint.segments[index].name: stage
+            for stage, segments in enumerate(blueprint.pipeline.ranges)
+            for index in segments
         },
         fallbacks=tuple(sorted({op for code in kinds.codes.values() for op in code.fallbacks})),
     )

@@ -4,9 +4,9 @@ import functools
 
 from mpar import tree
 from mpar.chain import CONTEXT_OF_PAST
+from mpar.compiler.build._blueprint import Blueprint
 from mpar.compiler.build._boundary import Boundary
 from mpar.compiler.build._placement import global_results
-from mpar.compiler.build._step import Step
 from mpar.compiler.build._writer import Writer
 from mpar.ir import Piece
 
@@ -16,26 +16,26 @@ __all__ = ["Contexts"]
 class Contexts:
     """made: the values of the context of each piece that was read."""
 
-    def __init__(self, writer: Writer, step: Step, boundary: Boundary) -> None:
-        self.writer, self.step, self.boundary = writer, step, boundary
+    def __init__(self, writer: Writer, blueprint: Blueprint, boundary: Boundary) -> None:
+        self.writer, self.blueprint, self.boundary = writer, blueprint, boundary
         self.made: dict[Piece, list[int]] = {}
 
     @functools.cached_property
     def _paths(self) -> list[str]:
-        return tree.paths(global_results(self.step.placement.context, self.step.placement.mesh))
+        return tree.paths(global_results(self.blueprint.placement.context, self.blueprint.placement.mesh))
 
     def of(self, piece: Piece) -> list[int]:
         """The context of a piece."""
         if piece not in self.made:
-            names = [f"{path}.mb{self.step.piece_name(piece)}" for path in self._paths]
+            names = [f"{path}.mb{self.blueprint.piece_name(piece)}" for path in self._paths]
             inputs = self.boundary.batch_values[piece]
-            self.made[piece] = self.writer.emit("context", self.step.placement.context, inputs, names, "", piece)
+            self.made[piece] = self.writer.emit("context", self.blueprint.placement.context, inputs, names, "", piece)
         return self.made[piece]
 
     def read_by(self, segment: int, piece: Piece) -> list[int]:
         """What a segment reads for a piece: its context, and of that of past slices what belongs to keys."""
         read = list(self.of(piece))
-        for earlier in self.step.past(segment, piece):
+        for earlier in self.blueprint.past(segment, piece):
             past = dict(zip(self._paths, self.of(earlier), strict=True))
             read += [past[key] for key in CONTEXT_OF_PAST if key in past]
         return read

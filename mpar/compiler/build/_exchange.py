@@ -20,7 +20,7 @@ __all__ = ["finished_gradients"]
 
 def finished_gradients(position: Position, writer: Writer, gradients: Gradients) -> dict[str, list[int]]:
     """The finished gradients of each unit: its uses, those on other ranks among them, added in chain order."""
-    pipeline = position.step.pipeline
+    pipeline = position.blueprint.pipeline
     uses = {path: pipeline.uses(unit.users) for path, unit in position.units.items()}
     names = [
         use_name(path, index, copy) for path, of_unit in uses.items() for index, copy, at in of_unit if at == position.number
@@ -51,7 +51,7 @@ class _Gradient:
 
 def _exchange(position: Position, writer: Writer, reduced: Mapping[str, list[int]]) -> dict[str, list[int]]:
     """Send the uses in `reduced` to the other holders and receive theirs, by name; all post messages in one order."""
-    step = position.step
+    blueprint = position.blueprint
     brought: dict[str, list[int]] = {}
     waits: list[tuple[int, int, int, str]] = []
     for gradient in _shared(position):
@@ -62,8 +62,8 @@ def _exchange(position: Position, writer: Writer, reduced: Mapping[str, list[int
             waits.append((value, number, gradient.target, path))
         elif position.number == gradient.target:
             (leaf_path, x), spec = unit.leaves[gradient.leaf], unit.grad[gradient.leaf]
-            shape = local_shape(tuple(x.shape), spec, step.placement.mesh)
-            local = torch.empty(shape, dtype=step.placement.precision.grad_dtype(x.dtype), device="meta")
+            shape = local_shape(tuple(x.shape), spec, blueprint.placement.mesh)
+            local = torch.empty(shape, dtype=blueprint.placement.precision.grad_dtype(x.dtype), device="meta")
             name = f"g {leaf_path}@{gradient.segment}"
             value = writer.receive(name, local, spec, number, gradient.source, "G", path, None)
             brought.setdefault(gradient.use, []).append(value)
@@ -75,13 +75,13 @@ def _exchange(position: Position, writer: Writer, reduced: Mapping[str, list[int
 
 def _shared(position: Position) -> list[_Gradient]:
     """Every gradient that is sent, on all positions along pp, with the numbers that follow those of the schedule's messages."""
-    step = position.step
-    numbers = (item.message for items in step.pipeline.steps for item in items if isinstance(item, Transfer))
-    number = (max(numbers, default=-1) + 1) * step.messages_per_edge
+    blueprint = position.blueprint
+    numbers = (item.message for items in blueprint.pipeline.entries for item in items if isinstance(item, Transfer))
+    number = (max(numbers, default=-1) + 1) * blueprint.messages_per_edge
     found: list[_Gradient] = []
-    for path, unit in step.placement.units.items():
+    for path, unit in blueprint.placement.units.items():
         holders = position.holders(unit)
-        for segment, copy, source in step.pipeline.uses(unit.users) if len(holders) > 1 else ():
+        for segment, copy, source in blueprint.pipeline.uses(unit.users) if len(holders) > 1 else ():
             use = use_name(path, segment, copy)
             for target in (holder for holder in holders if holder != source):
                 for leaf in range(len(unit.leaves)):

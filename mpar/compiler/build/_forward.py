@@ -26,22 +26,22 @@ def write_forward(actions: Actions, stage: int, microbatch: int) -> None:
 
 def _write_segment(actions: Actions, stage: int, segment: int, microbatch: int, xs: list[Waiting]) -> list[Waiting]:
     """Write all slices of a segment; what each gives the next segment."""
-    step, writer = actions.step, actions.writer
-    name, num_x = step.segments[segment].name, step.num_entering(segment + 1)
+    blueprint, writer = actions.blueprint, actions.writer
+    name, num_x = blueprint.segments[segment].name, blueprint.num_entering(segment + 1)
     ends_stage = segment == actions.segments_of(stage)[-1]
-    params, fetched = actions.gathers.parameters(step.segments[segment].paths, microbatch), list(xs)
+    params, fetched = actions.gathers.parameters(blueprint.segments[segment].paths, microbatch), list(xs)
     ys: list[Waiting] = []
-    handed_on: dict[Piece, list[int]] = {}
-    for piece, code in zip(step.pieces(microbatch), step.codes[segment], strict=True):
+    carried: dict[Piece, list[int]] = {}
+    for piece, code in zip(blueprint.pieces(microbatch), blueprint.codes[segment], strict=True):
         actions.fetch(fetched, segment, microbatch, (piece.slice, piece.slice + 1))
-        past = [v for earlier in step.past(segment, piece) for v in handed_on[earlier]]
+        past = [v for earlier in blueprint.past(segment, piece) for v in carried[earlier]]
         operands = [*params, *fetched[piece.slice].values, *past, *actions.contexts.read_by(segment, piece)]
         out = writer.emit("forward", code.forward, operands, _result_names(actions, segment, piece, code), name, piece)
         num_out, num_results = len(code.traced.x_out), code.traced.num_results
-        handed_on[piece] = out[num_x:num_out]
-        actions.handed_on.update({v: SegmentResult(name, piece, n) for n, v in enumerate(handed_on[piece])})
-        saved = Saved(xs[piece.slice], Waiting(out[num_results:]), Waiting(handed_on[piece]))
-        if step.options.recompute.offload:
+        carried[piece] = out[num_x:num_out]
+        actions.carried.update({v: SegmentResult(name, piece, n) for n, v in enumerate(carried[piece])})
+        saved = Saved(xs[piece.slice], Waiting(out[num_results:]), Waiting(carried[piece]))
+        if blueprint.options.recompute.offload:
             saved = saved.offloaded(writer, name, piece)
         actions.edges.saved[stage, microbatch][segment, piece.slice] = saved
         ys.append(actions.until_next_segment(out[:num_x], segment, piece, ends_stage=ends_stage))
@@ -51,8 +51,8 @@ def _write_segment(actions: Actions, stage: int, segment: int, microbatch: int, 
 
 
 def _result_names(actions: Actions, segment: int, piece: Piece, code: SegmentCode) -> list[str]:
-    """Names of what a segment gives: x, what it hands on to later slices, losses and metrics, what it keeps."""
-    step, at = actions.step, actions.step.piece_name(piece)
-    num_out, num_x = len(code.traced.x_out), step.num_entering(segment + 1)
-    names = [*[f"x{segment + 1}.{at}"] * num_x, *[f"left{segment}.{at}"] * (num_out - num_x)]
+    """Names of what a segment gives: x, what it carries over to later slices, losses and metrics, what it keeps."""
+    blueprint, at = actions.blueprint, actions.blueprint.piece_name(piece)
+    num_out, num_x = len(code.traced.x_out), blueprint.num_entering(segment + 1)
+    names = [*[f"x{segment + 1}.{at}"] * num_x, *[f"carried{segment}.{at}"] * (num_out - num_x)]
     return [*names, *actions.reported.names(segment, piece), *(f"r{segment}.{at}.{i}" for i in range(code.num_kept))]

@@ -22,7 +22,7 @@ class Gathers:
 
     def __init__(self, writer: Writer, position: Position, stored: dict[str, list[int]]) -> None:
         self.writer, self.stored = writer, stored
-        self.uses, self.keep = position.uses(), position.step.placement.strategy.gather == "keep"
+        self.uses, self.keep = position.uses(), position.blueprint.placement.strategy.gather == "keep"
         self.group_of = group_of(position.groups)
         self.present: dict[str, list[int]] = {}
         self.next = 0

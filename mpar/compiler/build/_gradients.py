@@ -24,7 +24,7 @@ class Gradients:
 
     def __init__(self, writer: Writer, position: Position) -> None:
         self.writer, self.position = writer, position
-        self.each = position.step.placement.strategy.reduces_each
+        self.each = position.blueprint.placement.strategy.reduces_each
         self.group_of = group_of(position.groups)
         self.raw: dict[str, list[int]] = {}
         self.reduced: dict[str, list[int]] = {}
@@ -32,12 +32,14 @@ class Gradients:
 
     def take(self, stage: int, index: int, grads: list[int], piece: Piece) -> None:
         """Note the gradients of all parameters that segment `index` reads."""
-        step, copy = self.position.step, self.position.copies[stage]
-        segment = step.segments[index]
+        blueprint, copy = self.position.blueprint, self.position.copies[stage]
+        segment = blueprint.segments[index]
         use = segment.name + "'" * copy
-        self.contributions |= {v: Contribution(path, use, piece) for v, path in zip(grads, step.leaf_paths(index), strict=True)}
+        self.contributions |= {
+            v: Contribution(path, use, piece) for v, path in zip(grads, blueprint.leaf_paths(index), strict=True)
+        }
         for path in segment.paths:
-            unit = step.placement.units[path]
+            unit = blueprint.placement.units[path]
             self._take_unit(stage, index, unit, grads[: len(unit.leaves)], piece)
             grads = grads[len(unit.leaves) :]
 
@@ -49,7 +51,7 @@ class Gradients:
         self.raw[use] = grads
         group = self.group_of[stage, unit.path]
         first = min(user for u in group for user in u.users)  # backward reaches it last
-        in_group = [path for path in self.position.step.segments[index].paths if self.group_of[stage, path] is group]
+        in_group = [path for path in self.position.blueprint.segments[index].paths if self.group_of[stage, path] is group]
         is_due = self.each or piece.microbatch == self.position.last_microbatches[stage]
         if index == first and unit.path == in_group[-1] and piece.slice == 0 and is_due:
             self._reduce(stage, group, piece)
@@ -62,7 +64,7 @@ class Gradients:
         code = self.writer.functions.cast(
             f"reduce {kind_name(units)}",
             [like(leaf, self.writer.values[v].dtype) for leaf, v in zip(leaves, inputs, strict=True)],
-            [self.position.step.placement.precision.grad_dtype(leaf.dtype) for leaf in leaves],
+            [self.position.blueprint.placement.precision.grad_dtype(leaf.dtype) for leaf in leaves],
             self.writer.values.specs(inputs),
             [spec for unit in units for spec in unit.grad],
         )

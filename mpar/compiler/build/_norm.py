@@ -17,10 +17,10 @@ __all__ = ["write_norm"]
 
 def write_norm(position: Position, writer: Writer, grads: Mapping[str, list[int]]) -> tuple[int, int]:
     """`(global norm, clip factor)` of the gradients of all units; this part contributes those that it holds first."""
-    step, optimizer = position.step, position.step.optimizer
+    blueprint, optimizer = position.blueprint, position.blueprint.optimizer
     assert optimizer is not None
-    units = list(step.placement.units.values())
-    dtype = widest([step.placement.precision.grad_dtype(leaf.dtype) for unit in units for _, leaf in unit.leaves])
+    units = list(blueprint.placement.units.values())
+    dtype = widest([blueprint.placement.precision.grad_dtype(leaf.dtype) for unit in units for _, leaf in unit.leaves])
     squares: list[int] = []
     contributed = [unit for unit in units if unit.path in position.units and position.holders(unit)[0] == position.number]
     for unit in contributed:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from mpar.compiler.build._actions import Actions
 from mpar.compiler.build._backward import write_backward, write_input_half, write_weight_half
+from mpar.compiler.build._blueprint import Blueprint
 from mpar.compiler.build._boundary import Boundary, declare
 from mpar.compiler.build._contexts import Contexts
 from mpar.compiler.build._exchange import finished_gradients
@@ -16,7 +17,6 @@ from mpar.compiler.build._passes import advance_sends, hoist_gathers, insert_fre
 from mpar.compiler.build._position import Position
 from mpar.compiler.build._report import write_losses, write_metrics
 from mpar.compiler.build._reported import Reported
-from mpar.compiler.build._step import Step
 from mpar.compiler.build._transfers import write_transfer
 from mpar.compiler.build._update import write_updates
 from mpar.compiler.build._waiting import Edges
@@ -28,38 +28,38 @@ from mpar.spec import P
 __all__ = ["write_part"]
 
 
-def write_part(step: Step, writer: Writer, number: int) -> Part:
+def write_part(blueprint: Blueprint, writer: Writer, number: int) -> Part:
     """Write all instructions of one position along pp: the batch's weight, the actions of the schedule, losses, the update."""
-    position = Position(step, number)
+    position = Position(blueprint, number)
     boundary = declare(position, writer.values)
-    total, cotangent = _write_weight(step, writer, boundary)
+    total, cotangent = _write_weight(blueprint, writer, boundary)
     actions = Actions(
         position=position,
         writer=writer,
-        edges=Edges(step.options.num_slices),
-        contexts=Contexts(writer, step, boundary),
+        edges=Edges(blueprint.options.num_slices),
+        contexts=Contexts(writer, blueprint, boundary),
         gathers=Gathers(writer, position, boundary.params),
         gradients=Gradients(writer, position),
-        reported=Reported(writer, step),
+        reported=Reported(writer, blueprint),
         cotangent=cotangent,
     )
-    for item in step.pipeline.steps[number]:
+    for item in blueprint.pipeline.entries[number]:
         if isinstance(item, Transfer):
             write_transfer(actions, item)
         else:
             _write_action(actions, item)
-    reported = write_metrics(writer, step, actions.reported)
-    metrics = write_losses(writer, step, actions.reported, cotangent)
+    reported = write_metrics(writer, blueprint, actions.reported)
+    metrics = write_losses(writer, blueprint, actions.reported, cotangent)
     metrics.append(writer.metric("weight", total))
     metrics += [writer.metric(name, value) for name, value in reported.items()]
     state_out: list[Leaf] = boundary.state
     gradients: dict[str, int] = {}
-    if step.optimizer is not None:
+    if blueprint.optimizer is not None:
         norm, state_out, gradients = _write_update(actions, boundary, reported)
         metrics.append(writer.metric("grad_norm", norm))
     kept = {leaf.value for leaf in (*state_out, *metrics, *boundary.batch, *boundary.scalars)}
     return Part(
-        instructions=_in_order(step, writer, kept),
+        instructions=_in_order(blueprint, writer, kept),
         state_in=boundary.state,
         state_out=state_out,
         batch=boundary.batch,
@@ -67,23 +67,23 @@ def write_part(step: Step, writer: Writer, number: int) -> Part:
         metrics=metrics,
         contributions=actions.gradients.contributions,
         losses=actions.joint_losses,
-        handed_on=actions.handed_on,
+        carried=actions.carried,
         gradients=gradients,
     )
 
 
-def _in_order(step: Step, writer: Writer, kept: set[int]) -> list[Instruction]:
+def _in_order(blueprint: Blueprint, writer: Writer, kept: set[int]) -> list[Instruction]:
     """What is written, in the order in which it is done: the passes over instructions."""
-    instructions = hoist_gathers(advance_sends(writer.instructions), writer.values.values, step.options.prefetch_bytes)
+    instructions = hoist_gathers(advance_sends(writer.instructions), writer.values.values, blueprint.options.prefetch_bytes)
     return insert_frees(instructions, kept)
 
 
-def _write_weight(step: Step, writer: Writer, boundary: Boundary) -> tuple[int, int]:
+def _write_weight(blueprint: Blueprint, writer: Writer, boundary: Boundary) -> tuple[int, int]:
     """The total weight of the batch, and its reciprocal: the cotangent of every loss."""
     total: int | None = None
     for piece, inputs in boundary.batch_values.items():
-        names = [f"weight.mb{step.piece_name(piece)}"]
-        (weight,) = writer.emit("weight", step.placement.weight, inputs, names, "", piece)
+        names = [f"weight.mb{blueprint.piece_name(piece)}"]
+        (weight,) = writer.emit("weight", blueprint.placement.weight, inputs, names, "", piece)
         total = weight if total is None else writer.add([total], [weight], ["weight"], "", piece)[0]
     assert total is not None
     values = writer.values

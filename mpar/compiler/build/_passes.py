@@ -8,7 +8,7 @@ from mpar.ir import Instruction, Value
 __all__ = ["advance_sends", "hoist_gathers", "insert_frees"]
 
 
-def hoist_gathers(steps: Sequence[Instruction], values: Sequence[Value], bound: int) -> list[Instruction]:
+def hoist_gathers(instructions: Sequence[Instruction], values: Sequence[Value], bound: int) -> list[Instruction]:
     """Issue each gather one segment early, before the first reader of the gather before it, if it makes at most `bound` bytes.
 
     before:  w0 = gather 0; x1 = forward 0 (w0); w1 = gather 1; x2 = forward 1 (w1)
@@ -19,21 +19,21 @@ def hoist_gathers(steps: Sequence[Instruction], values: Sequence[Value], bound: 
     out: list[Instruction] = []
     barrier = 0  # where the last gather before was first read: the next one may stand there
     previous: set[int] = set()
-    for step in steps:
-        if previous and previous & set(step.inputs):
+    for instruction in instructions:
+        if previous and previous & set(instruction.inputs):
             barrier, previous = len(out), set()
-        if step.op != "gather":
-            out.append(step)
+        if instruction.op != "gather":
+            out.append(instruction)
             continue
         made = {value for earlier in out[barrier:] for value in earlier.outputs}
-        fits = sum(values[v].bytes for v in step.outputs) <= bound
-        at = barrier if barrier and fits and not made & set(step.inputs) else len(out)
-        out.insert(at, step)
-        previous, barrier = set(step.outputs), 0
+        fits = sum(values[v].bytes for v in instruction.outputs) <= bound
+        at = barrier if barrier and fits and not made & set(instruction.inputs) else len(out)
+        out.insert(at, instruction)
+        previous, barrier = set(instruction.outputs), 0
     return out
 
 
-def advance_sends(steps: Sequence[Instruction]) -> list[Instruction]:
+def advance_sends(instructions: Sequence[Instruction]) -> list[Instruction]:
     """Post each send right behind what makes its value: reductions and sums of gradients then fill the time that it travels.
 
     before:  dx3, dw = backward (...); g = reduce (dw); send dx3
@@ -41,23 +41,32 @@ def advance_sends(steps: Sequence[Instruction]) -> list[Instruction]:
 
     Sends to a rank keep their order. Gradients of shared parameters stay at the end, where their receivers expect them.
     """
-    maker = {v: line for line, step in enumerate(steps) for v in step.outputs}
-    received = {step.message for step in steps if step.op == "recv"}
-    maker |= {step.inputs[0]: line for line, step in enumerate(steps) if step.op == "wait" and step.message in received}
+    maker = {v: line for line, instruction in enumerate(instructions) for v in instruction.outputs}
+    received = {instruction.message for instruction in instructions if instruction.op == "recv"}
+    maker |= {
+        instruction.inputs[0]: line
+        for line, instruction in enumerate(instructions)
+        if instruction.op == "wait" and instruction.message in received
+    }
     sends: dict[int, list[Instruction]] = {}
     last: dict[int, int] = {}  # line behind which the last message to a rank is sent
-    for step in steps:
-        if _travels_early(step):
-            last[step.peer] = max(maker[step.inputs[0]], last.get(step.peer, 0))
-            sends.setdefault(last[step.peer], []).append(step)
-    return [s for line, step in enumerate(steps) if not _travels_early(step) for s in (step, *sends.get(line, ()))]
+    for instruction in instructions:
+        if _travels_early(instruction):
+            last[instruction.peer] = max(maker[instruction.inputs[0]], last.get(instruction.peer, 0))
+            sends.setdefault(last[instruction.peer], []).append(instruction)
+    return [
+        s
+        for line, instruction in enumerate(instructions)
+        if not _travels_early(instruction)
+        for s in (instruction, *sends.get(line, ()))
+    ]
 
 
-def _travels_early(step: Instruction) -> bool:
-    return step.op == "send" and step.microbatch >= 0
+def _travels_early(instruction: Instruction) -> bool:
+    return instruction.op == "send" and instruction.microbatch >= 0
 
 
-def insert_frees(steps: Sequence[Instruction], keep: set[int]) -> list[Instruction]:
+def insert_frees(instructions: Sequence[Instruction], keep: set[int]) -> list[Instruction]:
     """Free every value with the last instruction that reads it, or with the one that makes it if none does.
 
     before:  x1 = forward 0 (w0); x2 = forward 1 (x1)
@@ -65,8 +74,8 @@ def insert_frees(steps: Sequence[Instruction], keep: set[int]) -> list[Instructi
     """
     seen = set(keep)
     out = []
-    for step in reversed(steps):
-        frees = tuple(v for v in dict.fromkeys((*step.inputs, *step.outputs)) if v not in seen)
+    for instruction in reversed(instructions):
+        frees = tuple(v for v in dict.fromkeys((*instruction.inputs, *instruction.outputs)) if v not in seen)
         seen.update(frees)
-        out.append(replace(step, frees=frees))
+        out.append(replace(instruction, frees=frees))
     return out[::-1]

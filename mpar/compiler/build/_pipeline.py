@@ -18,11 +18,11 @@ __all__ = ["Pipeline", "make_pipeline"]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """ranges: per stage its segments. table: per position its actions. steps: the same with messages between them."""
+    """ranges: per stage its segments. table: per position its actions. entries: the same with messages between them."""
 
     ranges: tuple[range, ...]
     table: list[list[Action]]
-    steps: list[list[Action | Transfer]]
+    entries: list[list[Action | Transfer]]
 
     @cached_property
     def positions(self) -> dict[int, tuple[int, ...]]:
@@ -89,10 +89,10 @@ def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -
         raise ConfigError(
             f"cannot train by schedule {options.schedule.name!r}: it has forwards only; compile_eval runs those"
         )
-    steps = lower(table, found)
-    verify(steps)
-    table = [[item for item in at if isinstance(item, Action)] for at in steps]  # some I and W have become B
-    return Pipeline(ranges, table, steps)
+    entries = lower(table, found)
+    verify(entries)
+    table = [[item for item in at if isinstance(item, Action)] for at in entries]  # some I and W have become B
+    return Pipeline(ranges, table, entries)
 
 
 def _tables(request: _Request) -> list[list[list[Action]]]:

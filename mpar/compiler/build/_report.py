@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mpar.compiler.build._blueprint import Blueprint
 from mpar.compiler.build._reported import Reported
-from mpar.compiler.build._step import Step
 from mpar.compiler.build._writer import Writer
 from mpar.ir import Leaf
 from mpar.ops import constrain
@@ -16,15 +16,15 @@ from mpar.spec import P
 __all__ = ["widest", "write_losses", "write_metrics"]
 
 
-def write_losses(writer: Writer, step: Step, reported: Reported, cotangent: int) -> list[Leaf]:
+def write_losses(writer: Writer, blueprint: Blueprint, reported: Reported, cotangent: int) -> list[Leaf]:
     """The mean loss of the batch, each microbatch's part of it, and the mean of every other loss by its name.
 
     cotangent: one over the weight of the batch.
     """
-    codes = [slices[0] for slices in step.codes]  # every slice gives the same losses
-    num_microbatches, num_slices = step.options.num_microbatches, step.options.num_slices
+    codes = [slices[0] for slices in blueprint.codes]  # every slice gives the same losses
+    num_microbatches, num_slices = blueprint.options.num_microbatches, blueprint.options.num_slices
     entries = [(i, n) for i, code in enumerate(codes) for n in range(len(code.traced.losses))]
-    order = [(piece, i, n) for piece in step.all_pieces for i, n in entries]
+    order = [(piece, i, n) for piece in blueprint.all_pieces for i, n in entries]
     given = [entry for entry in order if entry[:2] in reported.losses]
     dtype = widest([codes[i].forward.out_values[len(codes[i].traced.x_out) + n].dtype for i, n in entries])
     values = [reported.losses[piece, i][n] for piece, i, n in given]
@@ -48,11 +48,11 @@ def write_losses(writer: Writer, step: Step, reported: Reported, cotangent: int)
     return [writer.metric(name, value) for name, value in zip(names, writer.emit("finish", code, operands, names), strict=True)]
 
 
-def write_metrics(writer: Writer, step: Step, reported: Reported) -> dict[str, int]:
+def write_metrics(writer: Writer, blueprint: Blueprint, reported: Reported) -> dict[str, int]:
     """What segments report besides losses, by `<segment>.<metric>`; every position along pp gets all of it."""
-    codes = [slices[0] for slices in step.codes]  # every slice reports the same
+    codes = [slices[0] for slices in blueprint.codes]  # every slice reports the same
     shapes = {
-        (index, n): (f"{step.segments[index].name}.{name}", code.forward.out_values[len(code.traced.x_out) + n])
+        (index, n): (f"{blueprint.segments[index].name}.{name}", code.forward.out_values[len(code.traced.x_out) + n])
         for index, code in enumerate(codes)
         for n, name in enumerate(code.traced.metrics, len(code.traced.losses))
     }

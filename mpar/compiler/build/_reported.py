@@ -1,6 +1,6 @@
 """Reported: the losses and metrics that segments give, as they come, until the end of the step."""
 
-from mpar.compiler.build._step import Step
+from mpar.compiler.build._blueprint import Blueprint
 from mpar.compiler.build._writer import Writer
 from mpar.ir import Piece
 
@@ -10,22 +10,22 @@ __all__ = ["Reported"]
 class Reported:
     """losses: by piece and segment. sums: by segment, its metrics added over the pieces."""
 
-    def __init__(self, writer: Writer, step: Step) -> None:
-        self.writer, self.step = writer, step
+    def __init__(self, writer: Writer, blueprint: Blueprint) -> None:
+        self.writer, self.blueprint = writer, blueprint
         self.losses: dict[tuple[Piece, int], list[int]] = {}
         self.sums: dict[int, list[int]] = {}
 
     def names(self, segment: int, piece: Piece) -> list[str]:
         """Names of a segment's losses and metrics."""
-        traced = self.step.codes[segment][0].traced
-        return [f"{name}.{segment}.{self.step.piece_name(piece)}" for name in (*traced.losses, *traced.metrics)]
+        traced = self.blueprint.codes[segment][0].traced
+        return [f"{name}.{segment}.{self.blueprint.piece_name(piece)}" for name in (*traced.losses, *traced.metrics)]
 
     def take(self, segment: int, piece: Piece, values: list[int]) -> None:
         """Note a segment's losses, and add its metrics to those of other pieces."""
-        traced = self.step.codes[segment][0].traced
+        traced = self.blueprint.codes[segment][0].traced
         num_losses = len(traced.losses)
         self.losses[piece, segment], metrics = values[:num_losses], values[num_losses:]
         if metrics and segment in self.sums:
             names = [f"{metric}.{segment}" for metric in traced.metrics]
-            metrics = self.writer.add(self.sums[segment], metrics, names, self.step.segments[segment].name, piece)
+            metrics = self.writer.add(self.sums[segment], metrics, names, self.blueprint.segments[segment].name, piece)
         self.sums[segment] = metrics

@@ -39,8 +39,8 @@ class _Slice:
 
     def __call__(self, params: tuple, x: Any, context: Any, *, training: bool) -> tuple:
         x, *past = x
-        x, left, *results = self.carry.fn(params, x, context, tuple(past), training=training)
-        return (x,) if self.last else (x, left), *results
+        x, carried, *results = self.carry.fn(params, x, context, tuple(past), training=training)
+        return (x,) if self.last else (x, carried), *results
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class SegmentCompiler:
         return codes
 
     def _compile_slices(self, segment: Segment, carry: Carry, reach: int, entering: _Entering) -> tuple[SegmentCode, ...]:
-        """The code of a segment for each slice: its x is that of the slice, then what past slices handed on."""
+        """The code of a segment for each slice: its x is that of the slice, then what past slices carried over."""
         slices: list[SegmentCode] = []
         specs = dict(zip(entering.context, entering.context_specs, strict=True))
-        handed_on: Any = None
-        handed_on_specs: list[P] = []
+        carried: Any = None
+        carried_specs: list[P] = []
         of_keys = [key for key in CONTEXT_OF_PAST if key in entering.context]
         for c in range(self.num_slices):
             num_past, last = min(c, reach), c + 1 == self.num_slices
@@ -105,15 +105,15 @@ class SegmentCompiler:
             out_axes = (segment.out_axes,) if last else (segment.out_axes, carry.axes)
             sliced = replace(segment, fn=_Slice(carry, num_past, last), out_axes=out_axes)
             seen = _Entering(
-                (entering.x, *[handed_on] * num_past),
-                [*entering.x_specs, *handed_on_specs * num_past],
+                (entering.x, *[carried] * num_past),
+                [*entering.x_specs, *carried_specs * num_past],
                 {**entering.context, **{name: entering.context[key] for name, key in past_keys.items()}},
                 [*entering.context_specs, *(specs[key] for key in past_keys.values())],
             )
             code = self._compile(sliced, seen)
             if not last:
-                y, handed_on = cast(tuple, tree.unflatten(code.traced.x_structure, code.traced.x_out))
-                handed_on_specs = list(code.forward.out_specs[len(tree.leaves(y)) : len(code.traced.x_out)])
+                y, carried = cast(tuple, tree.unflatten(code.traced.x_structure, code.traced.x_out))
+                carried_specs = list(code.forward.out_specs[len(tree.leaves(y)) : len(code.traced.x_out)])
             slices.append(code)
         return tuple(slices)
 

@@ -10,7 +10,7 @@ __all__ = ["write_transfer"]
 
 def write_transfer(actions: Actions, transfer: Transfer) -> None:
     """Write one end of an edge's messages, or the wait for them."""
-    per_edge = actions.step.messages_per_edge
+    per_edge = actions.blueprint.messages_per_edge
     numbers = range(transfer.message * per_edge, (transfer.message + 1) * per_edge)
     if transfer.op == "send":
         _write_sends(actions, transfer, numbers)
@@ -32,17 +32,17 @@ def _write_sends(actions: Actions, transfer: Transfer, numbers: range) -> None:
 
 
 def _write_receipts(actions: Actions, transfer: Transfer, numbers: range) -> None:
-    step, edges, segment, first = actions.step, actions.edges, f"stage {transfer.stage}", Piece(transfer.microbatch, 0)
+    blueprint, edges, segment, first = actions.blueprint, actions.edges, f"stage {transfer.stage}", Piece(transfer.microbatch, 0)
     segments = actions.segments_of(transfer.stage)
     index, prefix = (segments.start, "x") if transfer.kind == "F" else (segments.stop, "dx")
-    leaves = step.placement.segments.entering[index]
-    places = [(piece, x, spec) for piece in step.pieces(transfer.microbatch) for x, spec in leaves]
+    leaves = blueprint.placement.segments.entering[index]
+    places = [(piece, x, spec) for piece in blueprint.pieces(transfer.microbatch) for x, spec in leaves]
     values = [
         actions.writer.receive(
-            f"{prefix}{index}.{step.piece_name(piece)}", x, spec, number, transfer.peer, transfer.kind, segment, first
+            f"{prefix}{index}.{blueprint.piece_name(piece)}", x, spec, number, transfer.peer, transfer.kind, segment, first
         )
         for (piece, x, spec), number in zip(places, numbers, strict=False)
     ]
-    waiting = [Waiting(values[c * len(leaves) : (c + 1) * len(leaves)]) for c in range(step.options.num_slices)]
+    waiting = [Waiting(values[c * len(leaves) : (c + 1) * len(leaves)]) for c in range(blueprint.options.num_slices)]
     (edges.inputs if transfer.kind == "F" else edges.cotangents)[transfer.stage, transfer.microbatch] = waiting
     edges.messages[transfer.message] = values

@@ -31,10 +31,10 @@ def write_updates(
 ) -> dict[str, int]:
     """The new state by path, unit by unit. Parameters that the chain names in `updates` follow no gradient: they are set from a
     metric in `reported`."""
-    step, optimizer = position.step, position.step.optimizer
+    blueprint, optimizer = position.blueprint, position.blueprint.optimizer
     assert optimizer is not None
     units = list(position.units.values())
-    set_from = {path: (reported[metric], fn) for path, (metric, fn) in step.model.updates.items()}
+    set_from = {path: (reported[metric], fn) for path, (metric, fn) in blueprint.model.updates.items()}
     overwrite = _overwritable(
         writer, [v for unit in units for v in grads[unit.path]], [v for unit in units for v in boundary.params[unit.path]]
     )

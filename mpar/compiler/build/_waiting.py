@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from mpar.compiler.build._writer import Writer
 from mpar.ir import Piece
 
-__all__ = ["Edges", "HandedOnGradients", "Saved", "Waiting"]
+__all__ = ["CarriedGradients", "Edges", "Saved", "Waiting"]
 
 
 class Waiting:
@@ -32,20 +32,20 @@ class Waiting:
 class Saved:
     """What the forward of a segment leaves for its backward, a slice at a time; and what the input half of that leaves.
 
-    x: the segment's input; kept: what it kept; handed_on: what later slices read of this one. dy: the cotangents of its results;
+    x: the segment's input; kept: what it kept; carried: what later slices read of this one. dy: the cotangents of its results;
     crossing: what the input half of its backward made for the weight half.
     """
 
     x: Waiting
     kept: Waiting = field(default_factory=Waiting)
-    handed_on: Waiting = field(default_factory=Waiting)
+    carried: Waiting = field(default_factory=Waiting)
     dy: list[int] | None = None
     crossing: list[int] | None = None
 
     def offloaded(self, writer: Writer, segment: str, piece: Piece) -> "Saved":
         """The same in the host's memory."""
-        x, kept, handed_on = (waiting.offloaded(writer, segment, piece) for waiting in (self.x, self.kept, self.handed_on))
-        return Saved(x, kept, handed_on)
+        x, kept, carried = (waiting.offloaded(writer, segment, piece) for waiting in (self.x, self.kept, self.carried))
+        return Saved(x, kept, carried)
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,22 @@ class Edges:
         return [Waiting() for _ in range(self.num_slices)]
 
 
-class HandedOnGradients:
-    """Gradients of what the slices of one segment handed on, which later slices give, last first, and which are added up."""
+class CarriedGradients:
+    """Gradients of what the slices of one segment carried over, which later slices give, last first, and which are added up."""
 
-    def __init__(self, writer: Writer, segment: str, num_handed_on: int) -> None:
-        self.writer, self.segment, self.num_handed_on = writer, segment, num_handed_on
+    def __init__(self, writer: Writer, segment: str, num_carried: int) -> None:
+        self.writer, self.segment, self.num_carried = writer, segment, num_carried
         self.sums: dict[Piece, list[int]] = {}
 
     def take(self, piece: Piece) -> list[int]:
-        """The finished ones of `piece`; none if no slice has read what it handed on."""
+        """The finished ones of `piece`; none if no slice has read what it carried over."""
         return self.sums.pop(piece, [])
 
     def add(self, piece: Piece, past: Sequence[Piece], grads: list[int]) -> None:
         """Those that `piece` gives to each slice in `past`."""
         for earlier in past:
-            new, grads = grads[: self.num_handed_on], grads[self.num_handed_on :]
-            names = [f"dleft {self.segment}"] * self.num_handed_on
+            new, grads = grads[: self.num_carried], grads[self.num_carried :]
+            names = [f"dcarried {self.segment}"] * self.num_carried
             if earlier in self.sums:
                 new = self.writer.add(self.sums[earlier], new, names, self.segment, piece)
             self.sums[earlier] = new

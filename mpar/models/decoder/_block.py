@@ -9,7 +9,7 @@ from mpar import ops
 from mpar.models.decoder._config import LayerConfig
 from mpar.models.decoder._params import Block, norm_leaves, part_params
 from mpar.models.decoder._places import BLOCK, RESIDUAL
-from mpar.models.layers import Left, PartConfig, PartParams, State, apply_part, normalise, part_of
+from mpar.models.layers import Carried, PartConfig, PartParams, State, apply_part, normalise, part_of
 
 __all__ = ["BlockSegment"]
 
@@ -31,16 +31,16 @@ class BlockSegment:
     def slice(
         self, params: tuple[Block[Tensor]], x: Tensor, context: Mapping[str, Tensor], past: tuple, *, training: bool
     ) -> tuple:
-        """The same for slices of rows, see `Carry`: what is left to later ones comes second."""
+        """The same for slices of rows, see `Carry`: what is carried to later ones comes second."""
         losses: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
-        left: Left | None = None
+        carried: Carried | None = None
 
         def apply(own: PartParams[Tensor], config: PartConfig, normed: Tensor) -> Tensor:
-            nonlocal left
+            nonlocal carried
             part = part_of(config)
             if part.slice is not None:
-                y, left = part.slice(own, config, normed, context, past)
+                y, carried = part.slice(own, config, normed, context, past)
                 return y
             y, more_losses, more_metrics = apply_part(own, config, normed, context, training=training)
             losses.update(more_losses)
@@ -48,24 +48,24 @@ class BlockSegment:
             return y
 
         x = self._residual(params[0], x, apply)
-        return (x, left, losses, metrics) if metrics else (x, left, losses)
+        return (x, carried, losses, metrics) if metrics else (x, carried, losses)
 
-    def step(
+    def decode(
         self, params: tuple[Block[Tensor]], x: Tensor, context: Mapping[str, Tensor], state: State | None
     ) -> tuple[Tensor, State | None]:
         """(B, S, D) of the tokens that follow those of `state` (None: the first of all) to (B, S, D) and the state after them."""
-        left = state
+        carried = state
 
         def apply(own: PartParams[Tensor], config: PartConfig, normed: Tensor) -> Tensor:
-            nonlocal left
+            nonlocal carried
             part = part_of(config)
-            if part.step is None:
+            if part.decode is None:
                 return apply_part(own, config, normed, context, training=False)[0]
-            y, left = part.step(own, config, normed, context, left)
+            y, carried = part.decode(own, config, normed, context, carried)
             return y
 
         x = self._residual(params[0], x, apply)
-        return x, left
+        return x, carried
 
     def _residual(self, block: Block[Tensor], x: Tensor, apply: Apply) -> Tensor:
         """`x` and what its parts add to it; `apply(parameters, config, normed x)` runs a part."""

@@ -41,4 +41,4 @@ def segments(config: DecoderConfig) -> tuple[Segment, ...]:
 def _carry(layer: LayerConfig, fn: Callable) -> Carry | None:
     """How a segment that has this layer goes from slice to slice, `fn` doing it; None if it cannot."""
     part = part_of(layer.mixer)
-    return None if part.slice is None else Carry(fn, part.left_axes, part.reach(layer.mixer))
+    return None if part.slice is None else Carry(fn, part.carried_axes, part.reach(layer.mixer))

@@ -114,13 +114,13 @@ class DecoderConfig:
         return any(layer.of_all_tokens for layer in self.every_layer)
 
     @property
-    def has_steps(self) -> bool:
+    def can_decode(self) -> bool:
         """Whether every layer can go on from a state, and no rotation of earlier tokens changes as the row grows."""
         fixed = not any(depends_on_length(rope) for _, rope in self.ropes)
-        return fixed and all(part_of(layer.mixer).step is not None for layer in self.layers)
+        return fixed and all(part_of(layer.mixer).decode is not None for layer in self.layers)
 
     @property
-    def whole_rows(self) -> str | None:
+    def forbids_slices(self) -> str | None:
         """Why rows cannot be cut into slices; None if they can."""
         if any(part_of(layer.mixer).slice is None for layer in self.every_layer):
             return "a mixer of its layers needs whole rows."

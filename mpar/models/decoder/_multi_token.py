@@ -37,17 +37,17 @@ class MultiTokenSegment:
         return x, *rest
 
     def slice(self, params: tuple, x: Tensor, context: Mapping[str, Tensor], past: tuple, *, training: bool) -> tuple:
-        """The same for slices of rows, see `Carry`: what is left to later ones comes second."""
+        """The same for slices of rows, see `Carry`: what is carried to later ones comes second."""
         if "next_labels" not in context:
             return x, None, {}
         y_BSD, embed, own_head = self.hidden(params, x, context), params[1], params[2]
-        y_BSD, left, losses, *metrics = self.block.slice((params[0].block,), y_BSD, context, past, training=training)
+        y_BSD, carried, losses, *metrics = self.block.slice((params[0].block,), y_BSD, context, past, training=training)
         labels = {"labels": context["next_labels"]}
         if NEXT_WEIGHTS in context:
             labels["token_weights"] = context[NEXT_WEIGHTS]
         head: Head[Tensor] = Head(norm_D=params[0].norm_D, head_DV=own_head.head_DV)
         losses["mtp_loss"] = self.weight * self.head((head, embed), y_BSD, labels, training=training)[1]["loss"]
-        return x, left, losses, *metrics
+        return x, carried, losses, *metrics
 
     def hidden(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """What the further layer reads: the normed output of the decoder and the next token, joined."""

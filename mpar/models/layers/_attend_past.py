@@ -1,4 +1,4 @@
-"""Attention of slices of rows: to themselves, and to the keys and values that earlier slices of the same rows left."""
+"""Attention of slices of rows: to themselves, and to the keys and values that earlier slices of the same rows carried over."""
 
 from collections.abc import Mapping, Sequence
 

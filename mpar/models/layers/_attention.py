@@ -17,15 +17,15 @@ from mpar.tree import Leaf, struct
 
 __all__ = [
     "ATTENTION_AXES",
-    "ATTENTION_LEFT_AXES",
+    "ATTENTION_CARRIED_AXES",
     "Attention",
+    "AttentionCarried",
     "AttentionConfig",
-    "AttentionLeft",
     "AttentionState",
     "attend",
     "attend_slice",
-    "attend_step",
     "attention_shapes",
+    "decode_attention",
 ]
 
 
@@ -100,16 +100,16 @@ class AttentionState:
 
 
 @struct
-class AttentionLeft(Generic[Leaf]):
+class AttentionCarried(Generic[Leaf]):
     """Keys, turned, and values of a slice of rows, which later slices attend to."""
 
     k_BMKH: Leaf
     v_BMKH: Leaf
 
 
-LEFT: Axes = ("batch", "attend_seq", "attend_kv_heads", "head")  # not gathered, if keys are while queries attend to them
+CARRIED: Axes = ("batch", "attend_seq", "attend_kv_heads", "head")  # not gathered, if keys are while queries attend to them
 KEYS: Axes = ("batch", "attend_kv_seq", "attend_kv_heads", "head")
-ATTENTION_LEFT_AXES: AttentionLeft[Axes] = AttentionLeft(LEFT, LEFT)
+ATTENTION_CARRIED_AXES: AttentionCarried[Axes] = AttentionCarried(CARRIED, CARRIED)
 
 
 def attention_shapes(config: AttentionConfig, hidden_size: int) -> Attention[Sizes]:
@@ -146,13 +146,13 @@ def attend_slice(
     config: AttentionConfig,
     x_BSD: Tensor,
     context: Mapping[str, Tensor],
-    past: Sequence[AttentionLeft[Tensor]],
-) -> tuple[Tensor, AttentionLeft[Tensor]]:
-    """The same where `x_BSD` are slices of rows; `past` has keys and values of those before. And what is left to later ones."""
+    past: Sequence[AttentionCarried[Tensor]],
+) -> tuple[Tensor, AttentionCarried[Tensor]]:
+    """The same for slices of rows, `x_BSD`, and what they carry over; `past` has the keys and values of earlier slices."""
     q_BSNH, k_BSKH, v_BSKH = _projected(params, config, x_BSD, context)
     q_BSNH = ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head"))
-    own = AttentionLeft(ops.constrain(k_BSKH, LEFT), ops.constrain(v_BSKH, LEFT))
-    keys, *before = ((ops.constrain(left.k_BMKH, KEYS), ops.constrain(left.v_BMKH, KEYS)) for left in (own, *past))
+    own = AttentionCarried(ops.constrain(k_BSKH, CARRIED), ops.constrain(v_BSKH, CARRIED))
+    keys, *before = ((ops.constrain(carried.k_BMKH, KEYS), ops.constrain(carried.v_BMKH, KEYS)) for carried in (own, *past))
     out_BSNH = attend_past(
         q_BSNH,
         *keys,
@@ -166,7 +166,7 @@ def attend_slice(
     return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), own
 
 
-def attend_step(
+def decode_attention(
     params: Attention[Tensor], config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor], state: AttentionState | None
 ) -> tuple[Tensor, AttentionState]:
     """The same for the tokens that follow those of `state` (None: the first of all), and the state after them.

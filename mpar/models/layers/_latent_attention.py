@@ -20,15 +20,15 @@ from mpar.tree import Leaf, struct
 
 __all__ = [
     "LATENT_ATTENTION_AXES",
-    "LATENT_LEFT_AXES",
+    "LATENT_CARRIED_AXES",
     "LatentAttention",
     "LatentAttentionConfig",
-    "LatentLeft",
+    "LatentCarried",
     "LatentState",
+    "decode_latent_attention",
     "latent_attend",
     "latent_attention_shapes",
     "latent_slice",
-    "latent_step",
 ]
 
 
@@ -135,14 +135,14 @@ class LatentState:
 
 
 @struct
-class LatentLeft(Generic[Leaf]):
+class LatentCarried(Generic[Leaf]):
     """Latents and turned parts of keys of a slice of rows, which later slices attend to."""
 
     latent_BMC: Leaf
     k_rope_BMH: Leaf
 
 
-LATENT_LEFT_AXES: LatentLeft[Axes] = LatentLeft(("batch", "seq", None), ("batch", "seq", None))
+LATENT_CARRIED_AXES: LatentCarried[Axes] = LatentCarried(("batch", "seq", None), ("batch", "seq", None))
 
 
 def latent_attend(
@@ -160,31 +160,33 @@ def latent_slice(
     config: LatentAttentionConfig,
     x_BSD: Tensor,
     context: Mapping[str, Tensor],
-    past: Sequence[LatentLeft[Tensor]],
-) -> tuple[Tensor, LatentLeft[Tensor]]:
-    """The same where `x_BSD` are slices of rows; `past` has the latents of those before. And what is left to later ones.
+    past: Sequence[LatentCarried[Tensor]],
+) -> tuple[Tensor, LatentCarried[Tensor]]:
+    """The same where `x_BSD` are slices of rows; `past` has the latents of those before. And what is carried to later ones.
 
     Keys and values of the past are made from its latents again, which are far smaller.
     """
     q_nope_BSNH, q_rope_BSNH = _queries(params, config, x_BSD, context)
-    own = LatentLeft(*_latents(params, config, x_BSD, context))
+    own = LatentCarried(*_latents(params, config, x_BSD, context))
     q_BSNH = ops.name(torch.cat([q_nope_BSNH, q_rope_BSNH], -1), "q_rope")
     q_BSNH = ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head"))
-    (k_BSNH, v_BSNH), *before = (_keys(params, config, left) for left in (own, *past))
+    (k_BSNH, v_BSNH), *before = (_keys(params, config, carried) for carried in (own, *past))
     out_BSNH = attend_past(q_BSNH, k_BSNH, v_BSNH, before, context, scale=_scale(config))
     return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), own
 
 
-def _keys(params: LatentAttention[Tensor], config: LatentAttentionConfig, left: LatentLeft[Tensor]) -> tuple[Tensor, Tensor]:
+def _keys(
+    params: LatentAttention[Tensor], config: LatentAttentionConfig, carried: LatentCarried[Tensor]
+) -> tuple[Tensor, Tensor]:
     """Keys and values of the tokens whose latents these are."""
-    up_BMNH = ops.einsum("bsc,cnh->bsnh", left.latent_BMC, params.kv_b_CNH)
+    up_BMNH = ops.einsum("bsc,cnh->bsnh", carried.latent_BMC, params.kv_b_CNH)
     k_nope_BMNH, v_BMNH = up_BMNH.split([config.nope_size, config.v_size], -1)
-    k_BMNH = torch.cat([k_nope_BMNH, left.k_rope_BMH[:, :, None].expand(-1, -1, config.num_heads, -1)], -1)
+    k_BMNH = torch.cat([k_nope_BMNH, carried.k_rope_BMH[:, :, None].expand(-1, -1, config.num_heads, -1)], -1)
     place = ("batch", "attend_kv_seq", "attend_kv_heads", "head")
     return ops.constrain(ops.name(k_BMNH, "k_rope"), place), ops.constrain(ops.name(v_BMNH, "v"), place)
 
 
-def latent_step(
+def decode_latent_attention(
     params: LatentAttention[Tensor],
     config: LatentAttentionConfig,
     x_BSD: Tensor,

@@ -19,40 +19,40 @@ from torch import Tensor
 from mpar import ops
 from mpar.models.layers._attention import (
     ATTENTION_AXES,
-    ATTENTION_LEFT_AXES,
+    ATTENTION_CARRIED_AXES,
     Attention,
+    AttentionCarried,
     AttentionConfig,
-    AttentionLeft,
     AttentionState,
     attend,
     attend_slice,
-    attend_step,
     attention_shapes,
+    decode_attention,
 )
 from mpar.models.layers._feed_forward import FEED_FORWARD_AXES, FeedForward, MlpConfig, mlp, mlp_shapes
 from mpar.models.layers._latent_attention import (
     LATENT_ATTENTION_AXES,
-    LATENT_LEFT_AXES,
+    LATENT_CARRIED_AXES,
     LatentAttention,
     LatentAttentionConfig,
-    LatentLeft,
+    LatentCarried,
     LatentState,
+    decode_latent_attention,
     latent_attend,
     latent_attention_shapes,
     latent_slice,
-    latent_step,
 )
 from mpar.models.layers.mamba import (
     MAMBA_AXES,
-    MAMBA_LEFT_AXES,
+    MAMBA_CARRIED_AXES,
     Mamba,
     MambaConfig,
     MambaState,
+    decode_mamba,
     init_mamba_leaf,
     mamba,
     mamba_shapes,
     mamba_slice,
-    mamba_step,
 )
 from mpar.models.layers.moe import MOE_AXES, Moe, MoeConfig, moe, moe_shapes, updated_choice_bias
 from mpar.tree import Leaf
@@ -60,7 +60,7 @@ from mpar.tree import Leaf
 __all__ = [
     "PARTS",
     "Applied",
-    "Left",
+    "Carried",
     "Mixer",
     "Mlp",
     "Part",
@@ -80,7 +80,7 @@ PartConfig = Mixer | Mlp
 PartParams = Attention[Leaf] | LatentAttention[Leaf] | Mamba[Leaf] | FeedForward[Leaf] | Moe[Leaf]
 State = AttentionState | LatentState | MambaState[Tensor]
 """What a mixer keeps of the tokens so far."""
-Left = AttentionLeft[Tensor] | LatentLeft[Tensor] | MambaState[Tensor]
+Carried = AttentionCarried[Tensor] | LatentCarried[Tensor] | MambaState[Tensor]
 """What a mixer leaves of a slice of rows to later slices."""
 Update = tuple[str, Callable[[Tensor, Tensor], Tensor]]
 """A metric, and `fn(parameter, total of the metric)`, which gives the parameter after a step."""
@@ -114,10 +114,10 @@ def _moe_updates(config: MoeConfig) -> dict[str, Update]:
     return {"choice_bias_E": ("expert_counts", functools.partial(updated_choice_bias, rate=config.bias_rate))}
 
 
-def _mamba_step(
+def _decode_mamba(
     params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor, context: Mapping[str, Tensor], state: MambaState[Tensor] | None
 ) -> tuple[Tensor, MambaState[Tensor]]:
-    return mamba_step(params, config, x_BSD, state)  # no positions
+    return decode_mamba(params, config, x_BSD, state)  # no positions
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,14 @@ class Part:
     updates:  `fn(config)`: the leaves without gradient, and how each is updated.
     of_all_tokens: `fn(config)`: the options, `name=value`, with which it looks at all tokens of a microbatch, or has a loss of
               them. Where there are any, the context of a batch with labels has its total token weight under "weight".
-    whole_step: `fn(config)`: why a step must be one microbatch, and what else to do; None if it may be cut.
-    step:     `fn(params, config, x_BSD, context, state)` -> `(y_BSD, state)` goes on where the tokens of `state` ended (None: at
+    forbids_microbatches: `fn(config)`: why a step must be one microbatch, and what else to do; None if it may be cut.
+    decode:   `fn(params, config, x_BSD, context, state)` -> `(y_BSD, state)` goes on where the tokens of `state` ended (None: at
               the first of all); context has order (S,), the positions of the tokens, and RoPE tables at these. None for mixers
               that need the whole row.
-    slice:    `fn(params, config, x_BSD, context, past)` -> `(y_BSD, left)`: the same as apply where `x_BSD` are slices of rows,
-              see `mpar.chain.Carry`; left_axes: logical axes of left. None for mixers that need the whole row, and for parts in
-              which positions see nothing of each other.
-    reach:    `fn(config)`: of how many positions a position reads what is left, itself among them; None for all before it.
+    slice:    `fn(params, config, x_BSD, context, past)` -> `(y_BSD, carried)`: the same as apply where `x_BSD` are slices of
+              rows, see `mpar.chain.Carry`. None for mixers that need the whole row, and for parts in which positions see nothing
+              of each other. carried_axes: logical axes of carried.
+    reach:    `fn(config)`: how many positions back a position reads what was carried over, counting itself; None for all.
     init:     `fn(config, leaf, key, bounds, dtype)`: the part within `bounds` (a range for each dim) of a fresh leaf, or None
               where it starts as its name says. Every element depends on `key` and its global index alone.
     """
@@ -152,10 +152,10 @@ class Part:
     pairs: Callable[[Any], int] = _no_pairs
     updates: Callable[[Any], dict[str, Update]] = _no_updates
     of_all_tokens: Callable[[Any], tuple[str, ...]] = _no_options
-    whole_step: Callable[[Any], str | None] = _no_reason
-    step: Callable[[Any, Any, Tensor, Mapping[str, Tensor], Any], tuple[Tensor, Any]] | None = None
+    forbids_microbatches: Callable[[Any], str | None] = _no_reason
+    decode: Callable[[Any, Any, Tensor, Mapping[str, Tensor], Any], tuple[Tensor, Any]] | None = None
     slice: Callable[[Any, Any, Tensor, Mapping[str, Tensor], Any], tuple[Tensor, Any]] | None = None
-    left_axes: Any = None
+    carried_axes: Any = None
     reach: Callable[[Any], int | None] = _reaches_all
     init: Callable[[Any, str, ops.Key, list[range], torch.dtype], Tensor | None] | None = None
 
@@ -167,9 +167,9 @@ PARTS: dict[type[PartConfig], Part] = {
         attend,
         "attention",
         pairs=lambda config: 2 * config.num_heads * config.head_size,
-        step=attend_step,
+        decode=decode_attention,
         slice=attend_slice,
-        left_axes=ATTENTION_LEFT_AXES,
+        carried_axes=ATTENTION_CARRIED_AXES,
         reach=lambda config: config.window,
     ),
     LatentAttentionConfig: Part(
@@ -178,18 +178,18 @@ PARTS: dict[type[PartConfig], Part] = {
         latent_attend,
         "attention",
         pairs=lambda config: config.num_heads * (config.qk_size + config.v_size),
-        step=latent_step,
+        decode=decode_latent_attention,
         slice=latent_slice,
-        left_axes=LATENT_LEFT_AXES,
+        carried_axes=LATENT_CARRIED_AXES,
     ),
     MambaConfig: Part(
         mamba_shapes,
         MAMBA_AXES,
         mamba,
         "mamba",
-        step=_mamba_step,
+        decode=_decode_mamba,
         slice=mamba_slice,
-        left_axes=MAMBA_LEFT_AXES,
+        carried_axes=MAMBA_CARRIED_AXES,
         reach=lambda config: 2,  # itself and the state before it
         init=init_mamba_leaf,
     ),
@@ -201,7 +201,7 @@ PARTS: dict[type[PartConfig], Part] = {
         train=functools.partial(moe, training=True),
         updates=_moe_updates,
         of_all_tokens=lambda config: config.of_all_tokens,
-        whole_step=lambda config: config.whole_step,
+        forbids_microbatches=lambda config: config.forbids_microbatches,
     ),
     MlpConfig: Part(mlp_shapes, FEED_FORWARD_AXES, mlp, "mlp"),
 }

@@ -154,16 +154,16 @@ def _first_state(x: Tensor, b: Tensor, state: Tensor | None, wide: torch.dtype) 
 def _impl(x, dt, a, b, c, d, state, documents, *, chunk):
     wide, runs = _wide(x, dt, a, b, c, d, state), _runs(documents)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    left = _first_state(x, b, state, wide)
+    state = _first_state(x, b, state, wide)
     for rows in _slices(x.shape[1], chunk):
         part = _chunk(x, dt, a, b, c, runs, rows, wide)
         weights_BGRQP = part.within_BGRQP().mul_(part.scores_BGQP().unsqueeze(2))
         y_BQGRH = torch.einsum("bgrqp,bpgrh->bqgrh", weights_BGRQP, part.x_BQGRH * part.dt_BQGR.unsqueeze(-1))
-        old_BQGRH = torch.einsum("bqgk,bgrhk->bqgrh", part.c_BQGK, left)
+        old_BQGRH = torch.einsum("bqgk,bgrhk->bqgrh", part.c_BQGK, state)
         y_BQNH = y_BQGRH.addcmul(old_BQGRH, part.from_start_BQGR.unsqueeze(-1)).flatten(2, 3)
         y[:, rows] = y_BQNH if d is None else y_BQNH + x[:, rows].to(wide) * d.to(wide).unsqueeze(-1)
-        left = part.next_state(left)
-    return y, left.flatten(1, 2).clone(memory_format=torch.contiguous_format)
+        state = part.next_state(state)
+    return y, state.flatten(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 @ssd_scan_p.def_vjp("x, dt, a, b, c, d, state, documents, dy, dfinal -> dx, ddt, da, db, dc, dd, dstate")
@@ -175,11 +175,11 @@ def _vjp(x, dt, a, b, c, d, state, documents, dy, dfinal, *, chunk):
     states = [_first_state(x, b, state, wide)]
     for rows in all_rows[:-1]:
         states.append(_chunk(x, dt, a, b, c, runs, rows, wide).next_state(states[-1]))
-    dleft = _first_state(x, b, dfinal, wide)
+    dstate_before = _first_state(x, b, dfinal, wide)
     for rows in reversed(all_rows):
         part = _chunk(x, dt, a, b, c, runs, rows, wide)
         dy_BQGRH = torch.zeros_like(part.x_BQGRH) if dy is None else dy[:, rows].to(wide).unflatten(2, groups)
-        du, db_BQGK, dc_BQGK, dlog, dleft = _chunk_backward(part, states.pop(), dy_BQGRH, dleft)
+        du, db_BQGK, dc_BQGK, dlog, dstate_before = _chunk_backward(part, states.pop(), dy_BQGRH, dstate_before)
         dstep = dlog.flip(1).cumsum(1).flip(1)  # of dt a, which every later sum holds
         ddt[:, rows] = (dstep * a.to(wide).view(groups)).add_((du * part.x_BQGRH).sum(-1)).flatten(2, 3)
         da_GR += (dstep * part.dt_BQGR).sum((0, 1))
@@ -188,11 +188,13 @@ def _vjp(x, dt, a, b, c, d, state, documents, dy, dfinal, *, chunk):
             dx_BQGRH.addcmul_(dy_BQGRH, d.to(wide).view(*groups, 1))
         dx[:, rows], db[:, rows], dc[:, rows] = dx_BQGRH.flatten(2, 3), db_BQGK, dc_BQGK
     dd = x.new_empty(0) if d is None else _skip_gradient(x, dy, d)
-    dstate = x.new_empty(0) if state is None else dleft.flatten(1, 2).to(state.dtype, memory_format=torch.contiguous_format)
+    dstate = (
+        x.new_empty(0) if state is None else dstate_before.flatten(1, 2).to(state.dtype, memory_format=torch.contiguous_format)
+    )
     return dx, ddt, da_GR.flatten().to(a.dtype), db, dc, dd, dstate
 
 
-def _chunk_backward(part: _Chunk, left, dy, dnext) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _chunk_backward(part: _Chunk, state, dy, dnext) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of u = dt x, b, c, the sums of dt a, and the state `left` before; `dnext` is that of the state after."""
     u = part.x_BQGRH * part.dt_BQGR.unsqueeze(-1)
     within, scores = part.within_BGRQP(), part.scores_BGQP()
@@ -205,19 +207,19 @@ def _chunk_backward(part: _Chunk, left, dy, dnext) -> tuple[Tensor, Tensor, Tens
     dc = torch.einsum("bgqp,bpgk->bqgk", dscores_BGQP, part.b_BQGK)
 
     dy = dy * part.from_start_BQGR.unsqueeze(-1)  # through the state before the chunk
-    dc += torch.einsum("bqgrh,bgrhk->bqgk", dy, left)
-    dlog += (dy * torch.einsum("bqgk,bgrhk->bqgrh", part.c_BQGK, left)).sum(-1)
-    dleft = torch.einsum("bqgrh,bqgk->bgrhk", dy, part.c_BQGK)
+    dc += torch.einsum("bqgrh,bgrhk->bqgk", dy, state)
+    dlog += (dy * torch.einsum("bqgk,bgrhk->bqgrh", part.c_BQGK, state)).sum(-1)
+    dstate_before = torch.einsum("bqgrh,bqgk->bgrhk", dy, part.c_BQGK)
 
     kept = u * part.to_end_BQGR.unsqueeze(-1)  # through the state after it
     from_next = torch.einsum("bqgk,bgrhk->bqgrh", part.b_BQGK, dnext)
     db += torch.einsum("bqgrh,bgrhk->bqgk", kept, dnext)
     slope_BQGR = (kept * from_next).sum(-1)
     dlog -= slope_BQGR
-    dlog[:, -1] += slope_BQGR.sum(1) + part.across_BGR * (dnext * left).sum((3, 4))
+    dlog[:, -1] += slope_BQGR.sum(1) + part.across_BGR * (dnext * state).sum((3, 4))
     du.addcmul_(from_next, part.to_end_BQGR.unsqueeze(-1))
-    dleft.addcmul_(dnext, part.across_BGR[..., None, None])
-    return du, db, dc, dlog, dleft
+    dstate_before.addcmul_(dnext, part.across_BGR[..., None, None])
+    return du, db, dc, dlog, dstate_before
 
 
 def _skip_gradient(x: Tensor, dy: Tensor | None, d: Tensor) -> Tensor:

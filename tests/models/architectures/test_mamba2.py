@@ -110,7 +110,7 @@ def test_steps_give_the_logits_of_the_whole(make_folder):
     model, params = models.from_hf(folder, dtype=torch.float64)
     state, parts = None, []
     for piece in TOKENS.split([5, 1, 1, 14], 1):
-        logits, state = model.step(params, piece, state)
+        logits, state = model.decode(params, piece, state)
         parts.append(logits)
     testing.assert_close(torch.cat(parts, 1), model.apply(params, TOKENS))
 
@@ -119,19 +119,19 @@ def test_generation_reads_each_token_once(make_folder, monkeypatch):
     """The prompt goes through the model once, then each new token alone."""
     folder, _ = make_folder()
     model, params = models.from_hf(folder)
-    sizes, step = [], models.Model.step
-    monkeypatch.setattr(models.Model, "step", lambda self, *args: (sizes.append(args[1].shape[1]), step(self, *args))[1])
+    sizes, decode = [], models.Model.decode
+    monkeypatch.setattr(models.Model, "decode", lambda self, *args: (sizes.append(args[1].shape[1]), decode(self, *args))[1])
     generate(model, params, TOKENS[:, :5], 4)
     assert sizes == [5, 1, 1, 1]
 
 
-def test_models_that_need_the_whole_row_have_no_steps():
-    """Where rotations of all tokens change with the length of the row, `step` says so."""
+def test_models_that_need_the_whole_row_do_not_decode():
+    """Where rotations of all tokens change with the length of the row, `decode` says so."""
     sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 61}
     rope = {"rope_type": "dynamic", "factor": 2.0}
     model = models.build("llama", {**sizes, "max_position_embeddings": 8, "rope_parameters": rope})
     with pytest.raises(ConfigError, match="needs the whole row"):
-        model.step(model.init(0), TOKENS)
+        model.decode(model.init(0), TOKENS)
 
 
 def test_documents_are_apart(make_folder):

@@ -12,9 +12,9 @@ from mpar.errors import ConfigError
 from mpar.models.layers import (
     LatentAttention,
     LatentAttentionConfig,
+    decode_latent_attention,
     latent_attend,
     latent_attention_shapes,
-    latent_step,
 )
 
 SIZES = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
@@ -175,7 +175,7 @@ def test_steps_give_the_rows_of_the_whole_from_latents_alone():
     params, x = drawn(CONFIG), normal(B, S, D, seed=9)
     expected, state, rows = latent_attend(params, CONFIG, x, tables_of(torch.arange(S))), None, []
     for piece in torch.arange(S).split([4, 1, 3, 1]):
-        row, state = latent_step(params, CONFIG, x[:, piece], {**tables_of(piece), "order": piece}, state)
+        row, state = decode_latent_attention(params, CONFIG, x[:, piece], {**tables_of(piece), "order": piece}, state)
         rows.append(row)
     testing.assert_close(torch.cat(rows, 1), expected)
     assert (state.latent_BMC.shape, state.k_rope_BMH.shape) == ((B, S, 12), (B, S, 4))

@@ -8,7 +8,7 @@ from transformers.models.mamba2 import modeling_mamba2 as hf
 
 from mpar import ops, testing
 from mpar.errors import ConfigError
-from mpar.models.layers.mamba import MAMBA_AXES, Mamba, MambaConfig, init_mamba_leaf, mamba, mamba_shapes, mamba_step
+from mpar.models.layers.mamba import MAMBA_AXES, Mamba, MambaConfig, decode_mamba, init_mamba_leaf, mamba, mamba_shapes
 
 D, B, S = 12, 2, 11
 CONFIG = MambaConfig(num_heads=4, head_size=6, num_groups=2, state_size=5, chunk=4)
@@ -159,7 +159,7 @@ def test_steps_are_the_whole(cuts):
     params, x = drawn(CONFIG), normal(B, S, D)
     state, parts = None, []
     for part in x.split(cuts, 1):
-        out, state = mamba_step(params, CONFIG, part, state)
+        out, state = decode_mamba(params, CONFIG, part, state)
         parts.append(out)
     testing.assert_close(torch.cat(parts, 1), mamba(params, CONFIG, x, {}))
     assert [tuple(leaf.shape) for leaf in vars(state).values()] == [(B, 3, 4, 6), (B, 3, 2, 5), (B, 3, 2, 5), (B, 4, 6, 5)]

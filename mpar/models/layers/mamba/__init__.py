@@ -2,18 +2,18 @@
 
 from mpar.models.layers.mamba._config import MambaConfig
 from mpar.models.layers.mamba._init import init_mamba_leaf
-from mpar.models.layers.mamba._mamba import MAMBA_LEFT_AXES, MambaState, mamba, mamba_slice, mamba_step
+from mpar.models.layers.mamba._mamba import MAMBA_CARRIED_AXES, MambaState, decode_mamba, mamba, mamba_slice
 from mpar.models.layers.mamba._params import MAMBA_AXES, Mamba, mamba_shapes
 
 __all__ = [
     "MAMBA_AXES",
-    "MAMBA_LEFT_AXES",
+    "MAMBA_CARRIED_AXES",
     "Mamba",
     "MambaConfig",
     "MambaState",
+    "decode_mamba",
     "init_mamba_leaf",
     "mamba",
     "mamba_shapes",
     "mamba_slice",
-    "mamba_step",
 ]

@@ -13,7 +13,7 @@ from mpar.models.layers.mamba._config import MambaConfig
 from mpar.models.layers.mamba._params import Mamba
 from mpar.tree import Leaf, map_leaves, struct
 
-__all__ = ["MAMBA_LEFT_AXES", "MambaState", "mamba", "mamba_slice", "mamba_step"]
+__all__ = ["MAMBA_CARRIED_AXES", "MambaState", "decode_mamba", "mamba", "mamba_slice"]
 
 HEADS: Axes = ("batch", "attend_seq", "attend_heads", "head")  # where attention over the same heads would have queries, and keys
 GROUPS: Axes = ("batch", "attend_kv_seq", "attend_kv_heads", None)
@@ -29,7 +29,7 @@ class MambaState(Generic[Leaf]):
     scan_BNHK: Leaf
 
 
-MAMBA_LEFT_AXES: MambaState[Axes] = MambaState(
+MAMBA_CARRIED_AXES: MambaState[Axes] = MambaState(
     conv_x_BTNH=(HEADS[0], None, *HEADS[2:]),
     conv_b_BTGK=(GROUPS[0], None, *GROUPS[2:]),
     conv_c_BTGK=(GROUPS[0], None, *GROUPS[2:]),
@@ -58,8 +58,8 @@ def mamba_slice(
     if state is not None and documents_BS is not None:
         goes_on_B1 = context[of_past("documents", len(past) - 1)][:, -1:] == documents_BS[:, :1]
         state = map_leaves(lambda x: torch.where(goes_on_B1[..., None, None], x, 0.0), state)
-    out_BSD, left = mamba_step(params, config, x_BSD, state, documents_BS)
-    return out_BSD, left if documents_BS is None else _of_last_document(left, documents_BS)
+    out_BSD, carried = decode_mamba(params, config, x_BSD, state, documents_BS)
+    return out_BSD, carried if documents_BS is None else _of_last_document(carried, documents_BS)
 
 
 def _of_last_document(state: MambaState[Tensor], documents_BS: Tensor) -> MambaState[Tensor]:
@@ -68,13 +68,13 @@ def _of_last_document(state: MambaState[Tensor], documents_BS: Tensor) -> MambaS
     count, num_kept = documents_BS.shape[1], state.conv_x_BTNH.shape[1]
     ends_BS = torch.nn.functional.pad((documents_BS[:, 1:] != documents_BS[:, :-1]).long(), (0, 1))
     same_BS = ends_BS.flip(1).cumsum(1).flip(1) == 0
-    older_BT = same_BS[:, :1].expand(-1, max(0, num_kept - count))  # of slices before, which left what goes on with the first
+    older_BT = same_BS[:, :1].expand(-1, max(0, num_kept - count))  # of slices before; their state is carried over
     same_BT = torch.cat([older_BT, same_BS[:, max(0, count - num_kept) :]], 1)
     conv_x_BTNH, conv_b_BTGK, conv_c_BTGK = (torch.where(same_BT[..., None, None], x, 0.0) for x in inputs)
     return MambaState(conv_x_BTNH, conv_b_BTGK, conv_c_BTGK, state.scan_BNHK)
 
 
-def mamba_step(
+def decode_mamba(
     params: Mamba[Tensor],
     config: MambaConfig,
     x_BSD: Tensor,

@@ -90,7 +90,7 @@ class MoeConfig:
         return *looks, *(f"{name}={getattr(self, name)}" for name in SIDE_LOSSES if getattr(self, name))
 
     @property
-    def whole_step(self) -> str | None:
+    def forbids_microbatches(self) -> str | None:
         """Why a step must be one microbatch, and what else to do; None if it may be cut."""
         if not self.global_aux_loss:
             return None

@@ -13,8 +13,8 @@ from mpar.optim import WSD, Constant, Cosine, Linear, learning_rate
 
 
 @st.composite
-def schedules(draw):
-    """A decaying schedule of any kind, with warm-up and minimum given in steps or as ratios."""
+def rates(draw):
+    """A decaying learning rate of any kind, with warm-up and minimum given in steps or as ratios."""
     total = draw(st.integers(2, 300))
     options = {"lr": draw(st.floats(1e-6, 1.0)), "total_steps": total}
     warmup = draw(st.integers(0, total - 1))
@@ -30,39 +30,39 @@ def schedules(draw):
 
 
 @settings(deadline=None)
-@given(schedules())
-def test_endpoints(schedule):
+@given(rates())
+def test_endpoints(rate):
     """Update 1 has lr / w, update w has lr, the last update and all after it have exactly the minimum."""
-    warmup, total = schedule.num_warmup_steps, schedule.total_steps
+    warmup, total = rate.num_warmup_steps, rate.total_steps
     if warmup:
-        assert math.isclose(schedule(1), schedule.lr / warmup, rel_tol=1e-12)
-        assert math.isclose(schedule(warmup), schedule.lr, rel_tol=1e-12)
-    assert [schedule(total), schedule(total + 1), schedule(10 * total)] == [schedule.minimum] * 3
+        assert math.isclose(rate(1), rate.lr / warmup, rel_tol=1e-12)
+        assert math.isclose(rate(warmup), rate.lr, rel_tol=1e-12)
+    assert [rate(total), rate(total + 1), rate(10 * total)] == [rate.minimum] * 3
 
 
 @settings(deadline=None)
-@given(schedules())
-def test_bounded_and_monotone(schedule):
+@given(rates())
+def test_bounded_and_monotone(rate):
     """Rates rise strictly to the peak, never rise after it, and after warm-up lie between the minimum and the peak."""
-    warmup, total = schedule.num_warmup_steps, schedule.total_steps
-    rates = [schedule(step) for step in range(1, total + 3)]
+    warmup, total = rate.num_warmup_steps, rate.total_steps
+    rates = [rate(step) for step in range(1, total + 3)]
     rising, falling = rates[:warmup], rates[max(warmup - 1, 0) :]
     assert all(0 < a < b for a, b in itertools.pairwise(rising))
     assert all(a >= b for a, b in itertools.pairwise(falling))
-    assert all(schedule.minimum <= rate <= schedule.lr for rate in falling)
+    assert all(rate.minimum <= value <= rate.lr for value in falling)
 
 
 @settings(deadline=None)
-@given(schedules())
-def test_values_that_travel(schedule):
-    """Schedules hash, compare, pickle, and print as the code that makes them."""
-    again = pickle.loads(pickle.dumps(schedule))
-    assert again == schedule and hash(again) == hash(schedule)
-    assert eval(repr(schedule), {kind.__name__: kind for kind in (Linear, Cosine, WSD)}) == schedule
+@given(rates())
+def test_values_that_travel(rate):
+    """Learning rates hash, compare, pickle, and print as the code that makes them."""
+    again = pickle.loads(pickle.dumps(rate))
+    assert again == rate and hash(again) == hash(rate)
+    assert eval(repr(rate), {kind.__name__: kind for kind in (Linear, Cosine, WSD)}) == rate
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"),
+    ("rate", "expected"),
     [
         (Constant(lr=2.0), {1: 2.0, 2: 2.0, 10**9: 2.0}),
         (Constant(lr=2.0, warmup_steps=4), {1: 0.5, 2: 1.0, 3: 1.5, 4: 2.0, 5: 2.0}),
@@ -78,9 +78,9 @@ def test_values_that_travel(schedule):
     ],
     ids=lambda value: repr(value) if not isinstance(value, dict) else "",
 )
-def test_closed_forms(schedule, expected):
+def test_closed_forms(rate, expected):
     """Rates worked out by hand."""
-    assert {step: pytest.approx(schedule(step), rel=1e-12, abs=1e-15) for step in expected} == expected
+    assert {step: pytest.approx(rate(step), rel=1e-12, abs=1e-15) for step in expected} == expected
 
 
 def test_rounding_never_passes_the_peak():
@@ -168,7 +168,7 @@ def test_what_is_refused(make, parts):
 
 
 def test_a_number_is_a_constant_rate():
-    """`learning_rate` takes a schedule or a plain number."""
+    """`learning_rate` takes a LearningRate or a plain number."""
     assert [learning_rate(0.5, step) for step in (1, 100)] == [0.5, 0.5]
     assert learning_rate(Linear(lr=1.0, total_steps=4), 1) == 0.75
 
@@ -183,10 +183,10 @@ def test_warmup_of_short_runs(kind, total, ratio):
 
     Of a run of one step nothing is warm-up.
     """
-    schedule = kind(lr=3.0, total_steps=total, warmup_ratio=ratio)
+    rate = kind(lr=3.0, total_steps=total, warmup_ratio=ratio)
     warmup = next(steps for steps in range(total) if steps >= ratio * total - 1e-6 or steps == total - 1)
-    assert schedule.num_warmup_steps == warmup
-    rates = [schedule(step) for step in range(1, total + 1)]
+    assert rate.num_warmup_steps == warmup
+    rates = [rate(step) for step in range(1, total + 1)]
     assert rates[:warmup] == pytest.approx([3.0 * step / warmup for step in range(1, warmup + 1)], rel=1e-15)
     assert rates[-1] == (3.0 if kind is Constant else 0.0)
 
@@ -196,9 +196,9 @@ def test_warmup_of_short_runs(kind, total, ratio):
 def test_warmup_as_long_as_the_run(given, total):
     """A constant rate reaches its peak at the last step, not before and not after; what decays has no step left to do it in."""
     warmup = {given: total if given == "warmup_steps" else 1.0}
-    schedule = Constant(lr=3.0, total_steps=total, **warmup)
-    assert schedule.num_warmup_steps == total
-    assert [schedule(step) for step in range(1, total + 3)] == pytest.approx([3 * s / total for s in range(1, total)] + [3.0] * 3)
+    rate = Constant(lr=3.0, total_steps=total, **warmup)
+    assert rate.num_warmup_steps == total
+    assert [rate(step) for step in range(1, total + 3)] == pytest.approx([3 * s / total for s in range(1, total)] + [3.0] * 3)
     for kind in (Linear, Cosine, WSD):
         with pytest.raises(ConfigError, match=f"warm-up takes all {total} steps and leaves none to decay in; use Constant"):
             kind(lr=3.0, total_steps=total, **warmup)

@@ -1,6 +1,6 @@
-"""Learning-rate schedules: pure functions from the number of an update to a rate. Update 1 is the first one.
+"""Learning rates: pure functions from the number of an update to a rate. Update 1 is the first one.
 
-With `w` warm-up steps, `T` total steps and peak `lr`, the same for every schedule:
+With `w` warm-up steps, `T` total steps and peak `lr`, the same for every one:
 
     update 1      lr / w          (warm-up is linear from 0, which would be update 0 and is never made)
     update w      lr
@@ -17,7 +17,7 @@ from typing import Literal
 
 from mpar.errors import ConfigError
 
-__all__ = ["WSD", "Constant", "Cosine", "Linear", "Schedule", "learning_rate"]
+__all__ = ["WSD", "Constant", "Cosine", "LearningRate", "Linear", "learning_rate"]
 
 DecayShape = Literal["linear", "cosine", "1-sqrt"]
 _SHAPES = {
@@ -28,8 +28,8 @@ _SHAPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """What all schedules share. `schedule(step)` is the rate of update `step`, which counts from 1.
+class LearningRate:
+    """What all learning rates share. `rate(step)` is that of update `step`, which counts from 1.
 
     lr:            the peak rate.
     total_steps:   the last update; only Constant can do without (then `warmup_ratio` cannot be used).
@@ -49,7 +49,7 @@ class Schedule:
     def __post_init__(self) -> None:
         problems = self._problems()
         if problems:
-            raise ConfigError(f"cannot make the learning-rate schedule {self!r}:\n  " + "\n  ".join(problems))
+            raise ConfigError(f"cannot make the learning rate {self!r}:\n  " + "\n  ".join(problems))
 
     def __call__(self, step: int) -> float:
         """The learning rate of update `step`."""
@@ -108,7 +108,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constant(Schedule):
+class Constant(LearningRate):
     """Warm-up, then `lr` for ever. It takes no minimum."""
 
     def _after_warmup(self, step: int) -> float:
@@ -120,8 +120,8 @@ class Constant(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Decaying(Schedule):
-    """A schedule that reaches its minimum at `total_steps`, which it needs."""
+class _Decaying(LearningRate):
+    """A rate that reaches its minimum at `total_steps`, which it needs."""
 
     def _problems(self) -> list[str]:
         problems = super()._problems()
@@ -187,9 +187,9 @@ class WSD(_Decaying):
         return super()._ratios() + ([("decay_ratio", self.decay_ratio)] if self.decay_ratio is not None else [])
 
 
-def learning_rate(lr: Schedule | float, step: int) -> float:
-    """The rate of update `step` (the first is 1) of a schedule, or of a plain number, which is constant."""
-    return lr(step) if isinstance(lr, Schedule) else float(lr)
+def learning_rate(lr: LearningRate | float, step: int) -> float:
+    """The rate of update `step` (the first is 1) of a LearningRate, or of a plain number, which is constant."""
+    return lr(step) if isinstance(lr, LearningRate) else float(lr)
 
 
 def _share(ratio: float, total: int) -> int:

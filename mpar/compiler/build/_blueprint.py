@@ -1,4 +1,4 @@
-"""Step: what the ranks of all positions along pp have in common."""
+"""Blueprint: what the ranks of all positions along pp have in common."""
 
 import functools
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from mpar.compiler.segment import Slices
 from mpar.ir import Piece
 from mpar.optimizer import Optimizer
 
-__all__ = ["Step"]
+__all__ = ["Blueprint"]
 
 
 @dataclass(frozen=True)
-class Step:
+class Blueprint:
     """One training step, or one evaluation if there is no optimizer, before any instruction is written."""
 
     model: Chain
@@ -52,8 +52,8 @@ class Step:
         """Leaves of the x that enters a segment; that of the number behind the last: none."""
         return len(self.placement.segments.entering[segment])
 
-    def num_handed_on(self, segment: int) -> int:
-        """Leaves that a slice of a segment hands on to later ones."""
+    def num_carried(self, segment: int) -> int:
+        """Leaves that a slice of a segment carries over to later ones."""
         if not self.placement.segments.reach[segment]:
             return 0
         return len(self.codes[segment][0].traced.x_out) - self.num_entering(segment + 1)
