@@ -75,3 +75,13 @@ def test_unknown_names():
         replace(preset("zero3"), param_storage={"embd": ("fsdp",)})
     with pytest.raises(UnknownNameError, match="'hedas'"):
         preset("tp").compute_spec(("hedas",), MESH)
+
+
+def test_strategies_are_keys_of_dicts():
+    """Equal strategies have one hash, whatever the order of their tables; strategies that differ in a table alone have two."""
+    zero3 = preset("zero3")
+    turned = replace(zero3, compute=dict(reversed(zero3.compute.items())))
+    assert turned == zero3 and hash(turned) == hash(zero3)
+    for table in ("param_storage", "grad_storage", "opt_storage"):
+        other = replace(zero3, **{table: {}})
+        assert other != zero3 and hash(other) != hash(zero3), table

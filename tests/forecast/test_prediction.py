@@ -171,6 +171,7 @@ def test_times_of_gpipe_by_hand(make_model):
         (0, "backward", 1): (8.0, 10.0),
     }
     assert (times.makespan, times.busy, times.bubble) == (10.0, [6.0, 6.0], 4.0)
+    assert times.span == [4.0, 0.0]  # the first waits for a gradient; the last computes from its first forward on
 
 
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_h1", "zb_h2"])

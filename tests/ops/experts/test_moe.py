@@ -248,6 +248,9 @@ def test_grouped_matmul_refuses_what_does_not_fit():
         ops.grouped_matmul(torch.empty(10, 5), torch.empty(4, 6, 3), ends)
     with pytest.raises(DtypeError, match="bfloat16"):
         ops.grouped_matmul(torch.empty(10, 5), torch.empty(4, 5, 3, dtype=torch.bfloat16), ends)
+    for x, dy in (((10, 5, 1), (10, 3)), ((10, 5), (10, 3, 1)), ((10, 5), (9, 3))):
+        with pytest.raises(ShapeError, match="grouped_matmul_dw: x is"):
+            grouped_matmul_dw_p.bind(torch.ones(x), torch.ones(dy), ends)
     x = torch.ones(10, 5, requires_grad=True)
     with pytest.raises(DifferentiationError):
         grouped_matmul_dw_p.bind(x, torch.ones(10, 3), ends).sum().backward()
