@@ -138,7 +138,7 @@ class Primitive:
         return register
 
     def def_vjp_by_ops(self, signature: str) -> Callable[[Callable], Callable]:
-        """Like `def_vjp`, but the function is made of differentiable ops: there is no new primitive, and higher derivatives work."""
+        """Like `def_vjp`, but the function is made of differentiable ops: no new primitive, and higher derivatives exist."""
 
         def register(fn: Callable) -> Callable:
             self.transforms.vjp = Vjp(*_names(signature), fn)
