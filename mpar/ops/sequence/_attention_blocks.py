@@ -1,8 +1,8 @@
 """Attention on the CPU by blocks of queries and keys: blocks that no query sees are not computed, and masks have few rows.
 
 An order often consists of few runs of consecutive numbers, as when each rank has an early and a late section of a sequence (Llama
-3, arXiv:2407.21783); blocks are cut where runs end. Between a run of queries and a run of keys, the visible pairs are all, none, a
-triangle or a band. The results of several blocks for the same queries are merged by their log-sum-exps, in the order of the
+3, arXiv:2407.21783); blocks are cut where runs end. Between a run of queries and a run of keys, the visible pairs are all, none,
+a triangle or a band. The results of several blocks for the same queries are merged by their log-sum-exps, in the order of the
 blocks.
 """
 
