@@ -190,21 +190,21 @@ def _factors(block: str, row: str, column: str) -> tuple[str, str]:
 
 @quantise_fp8_p.def_sharding_from
 def _sharding(*, block: str) -> ShardingRule:
-    scale, whole = _factors(block, "r", "c")
-    return parse_sharding(f"r c -> r c, {scale}", need_replication=f"{whole} {_units(scale)}")
+    scale, replicated = _factors(block, "r", "c")
+    return parse_sharding(f"r c -> r c, {scale}", need_replication=f"{replicated} {_units(scale)}")
 
 
 @dequantise_fp8_p.def_sharding_from
 def _sharding_dequantise(*, block: str, dtype: torch.dtype) -> ShardingRule:
-    scale, whole = _factors(block, "r", "c")
-    return parse_sharding(f"r c, {scale} -> r c", need_replication=f"{whole} {_units(scale)}")
+    scale, replicated = _factors(block, "r", "c")
+    return parse_sharding(f"r c, {scale} -> r c", need_replication=f"{replicated} {_units(scale)}")
 
 
 @fp8_matmul_p.def_sharding_from
 def _sharding_matmul(*, a_block: str, b_block: str, dtype: torch.dtype) -> ShardingRule:
-    (a, a_whole), (b, b_whole) = _factors(a_block, "m", "k"), _factors(b_block, "n", "k")
+    (a, a_replicated), (b, b_replicated) = _factors(a_block, "m", "k"), _factors(b_block, "n", "k")
     a, b = a.replace("ks", "ka"), b.replace("ks", "kb")
-    return parse_sharding(f"m k, {a}, n k, {b} -> m n", need_replication=f"{a_whole} {b_whole} {_units(a)} {_units(b)}")
+    return parse_sharding(f"m k, {a}, n k, {b} -> m n", need_replication=f"{a_replicated} {b_replicated} {_units(a)} {_units(b)}")
 
 
 def _units(scale: str) -> str:
