@@ -1,4 +1,4 @@
-"""Batches: the keys that a decoder reads, what cannot be read, and the weight of a batch."""
+"""Batches: which keys a decoder reads, the check that it can read a batch, and the weight of a batch."""
 
 from collections.abc import Mapping, Sequence
 
@@ -28,7 +28,10 @@ def batch_weight(batch: Batch, dtype: torch.dtype) -> Tensor:
 
 
 def check_batch(batch: Batch, known: Sequence[str], max_positions: int | None, row_length: int | None) -> None:
-    """Raise DataError, ShapeError or DtypeError unless a model can read the batch: its keys, shapes, dtypes, length of rows."""
+    """Check that a model can read the batch: its keys (`known`, tokens first), shapes, dtypes and length of rows.
+
+    Raises DataError, ShapeError or DtypeError if it cannot.
+    """
     unknown = sorted(set(batch) - set(known))
     if unknown or "tokens" not in batch:
         raise DataError(f"cannot read a batch with {sorted(batch)}: it needs tokens and may have {', '.join(known[1:])}")
@@ -42,7 +45,7 @@ def check_batch(batch: Batch, known: Sequence[str], max_positions: int | None, r
     if floats:
         raise DtypeError(f"cannot read a batch with {floats}: these must be integers")
     length = row_length or shape[1]
-    if max_positions is not None and length > max_positions:  # given positions too go up to there: what they are is not looked at
+    if max_positions is not None and length > max_positions:  # the length counts even if positions are given: those are not read
         raise ShapeError(
             f"cannot read rows of {length} tokens: this model has learned {max_positions} positions; use shorter rows"
         )

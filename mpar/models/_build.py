@@ -1,4 +1,4 @@
-"""From a name and a dict, a config.json, or a folder of Hugging Face weights to a model."""
+"""Making a model from a name and a dict, from a config.json, or from a folder of Hugging Face weights."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def build(
     architectures: Mapping[str, Architecture] = ARCHITECTURES,
     **words: Unpack[OptionWords],
 ) -> Model:
-    """A model of `architecture`, a key of `architectures`, with a config in Hugging Face's words.
+    """A model of `architecture`, a key of `architectures`; `config` has the keys of a Hugging Face config.
 
     `words` are fields of ModelOptions, such as dtype=torch.bfloat16; they replace those of `options`.
     Raises UnknownNameError for an unknown architecture or option, ConfigError with everything that is wrong with `config`.
@@ -52,10 +52,11 @@ def from_config(
     architectures: Mapping[str, Architecture] = ARCHITECTURES,
     **words: Unpack[OptionWords],
 ) -> Model:
-    """The model that a Hugging Face config describes: a dict, a config.json, or a folder with one.
+    """The model that a Hugging Face config describes. `config` is a dict, a config.json, or a folder with one.
 
-    Its model_type is looked up in `architectures`, which may hold ones of your own: {"ours": OURS}, see
-    `mpar.models.architectures`. `options` and `words` are as in `build`. Raises as `build`, and CheckpointError for a bad file.
+    Its model_type is looked up in `architectures`. To add one of your own, pass a table that holds it, {"ours": OURS}; see
+    `mpar.models.architectures`. `options` and `words` are as in `build`.
+    Raises what `build` raises, and CheckpointError for a bad file.
     """
     raw, generation = _read(config)
     return _make_model(raw, generation, _options(options, words), architectures)
@@ -73,9 +74,10 @@ def from_hf(
 ) -> tuple[Model, DecoderParams[Tensor]]:
     """`(model, params)` from a folder with config.json and safetensors; the dtype is by default that of the stored tensors.
 
-    With `mesh` and `strategy` a rank reads only the bytes of its shards, as the strategy stores them. In a job of
-    torch.distributed the parameters are DTensors on the bound mesh; with `rank` they are that rank's local shards, and no
-    process is needed. `options`, `words` and `architectures` are as in `from_config`.
+    With `mesh` and `strategy` only the bytes of one rank's shards are read, sharded as the strategy stores parameters. Without
+    `rank` this must run in a job of torch.distributed: the mesh is bound, and the parameters are DTensors on it. With `rank` the
+    parameters are the local shards of that rank, and no other process is needed.
+    `options`, `words` and `architectures` are as in `from_config`.
     Raises CheckpointError, ConfigError, MeshError or ShardingError.
     """
     if (mesh is None) != (strategy is None):
@@ -90,7 +92,7 @@ def from_hf(
     specs, mesh = storage_specs(model, mesh, preset(strategy) if isinstance(strategy, str) else strategy)
     if rank is not None:
         return model, load_params(model, path, specs, mesh, rank)
-    device_mesh = mesh.bind()  # mpar.dtensor is loaded here only: it brings DTensor and sympy along
+    device_mesh = mesh.bind()  # only this case loads mpar.dtensor, which imports DTensor and sympy
     shards = load_params(model, path, specs, mesh, device_mesh.get_rank())
     return model, tree.map_leaves(lambda local, spec: mpar.dtensor.wrap(local, spec, mesh, device_mesh), shards, specs)
 
@@ -105,7 +107,7 @@ def _make_model(
     options: ModelOptions,
     architectures: Mapping[str, Architecture],
 ) -> Model:
-    """The model that the Hugging Face config `raw` describes; `generation` is the file beside it."""
+    """The model that the Hugging Face config `raw` describes; `generation` is the content of generation_config.json, if any."""
     architecture = find_architecture(raw, architectures)
     config = with_options(read_decoder(raw, architecture, options.ignore), options, architecture, architectures)
     return Model(
@@ -120,7 +122,7 @@ def _make_model(
 def _read(
     config: Mapping[str, object] | str | os.PathLike[str],
 ) -> tuple[dict[str, object], dict[str, object] | None]:
-    """The config, and what generation_config.json beside it says."""
+    """The config, and the content of the generation_config.json beside it; None if there is no such file."""
     if isinstance(config, Mapping):
         return dict(config), None
     path = Path(config)

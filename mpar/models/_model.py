@@ -21,16 +21,16 @@ from mpar.models.layers import State, Update, part_of, rope_tables, table_keys
 __all__ = ["DecodeState", "Model"]
 
 DecodeState = tuple[int, tuple[State | None, ...]]
-"""How many tokens there were, and what each layer keeps of them."""
+"""How many tokens were decoded so far, and the state of each layer after them."""
 
 
 @dataclass(frozen=True)
 class Model:
     """A decoder-only language model; it holds no tensors. Satisfies `mpar.chain.Chain`.
 
-    dtype: of its parameters; tables of RoPE and the loss are float32 or wider.
+    dtype: that of its parameters; tables of RoPE and the loss are float32 or wider.
     architecture: names and settings of its Hugging Face model type.
-    hf_config_json, hf_generation_json: the Hugging Face files it came from, for export.
+    hf_config_json, hf_generation_json: the Hugging Face files that it was made from; an export writes them again.
     """
 
     config: DecoderConfig
@@ -63,7 +63,7 @@ class Model:
     def batch_axes(self) -> dict[str, Axes]:
         """Every batch key that it reads: order (S,), all others (B, S); all but tokens and labels are optional.
 
-        Without order, positions stay in their own order however many ranks share them: sequential layers can do no other.
+        A model with sequential layers does not read order: its rows are never permuted, however many ranks share them.
         """
         rows: dict[str, Axes] = dict.fromkeys(self._row_keys, ("batch", "seq"))
         return rows if any(layer.sequential for layer in self.config.layers) else {**rows, ORDER: ("seq",)}
@@ -75,8 +75,8 @@ class Model:
 
     @property
     def updates(self) -> dict[str, Update]:
-        """Path of each parameter without gradient -> how it is updated after a step."""
-        found = {}
+        """For the path of each parameter without gradient: how it is updated after a step."""
+        updates = {}
         places = [(f"layers.{i}", f"layers.{i}", layer) for i, layer in enumerate(self.config.layers)]
         if self.config.multi_token is not None:
             places.append(("mtp", "mtp.block", self.config.multi_token.layer))
@@ -84,28 +84,31 @@ class Model:
             for config in layer.parts:
                 part = part_of(config)
                 for leaf, (metric, fn) in part.updates(config).items():
-                    found[f"{path}.{part.field}.{leaf}"] = (f"{segment}.{metric}", fn)
-        return found
+                    updates[f"{path}.{part.field}.{leaf}"] = (f"{segment}.{metric}", fn)
+        return updates
 
     @property
     def forbids_microbatches(self) -> str | None:
-        """Why a step of it must be one microbatch, and what else to do; None if it may be cut."""
+        """Why the batch of a step cannot be cut into microbatches, and what to do instead; None if it can."""
         reasons = (part_of(part).forbids_microbatches(part) for layer in self.config.layers for part in layer.parts)
         return next((reason for reason in reasons if reason is not None), None)
 
     @property
     def forbids_slices(self) -> str | None:
-        """Why rows cannot be cut into slices, and what else to do; None if they can."""
+        """Why rows cannot be cut into slices, and in some cases what to do instead; None if they can."""
         return self.config.forbids_slices
 
     @property
     def max_positions(self) -> int | None:
-        """The longest row that it can take, or None if there is no bound: where positions are learned, there is one."""
+        """The longest row that the model can take. Only learned positions set a bound; without them it is None."""
         return self.config.num_positions
 
     @property
     def next_keys(self) -> tuple[str, ...]:
-        """Batch keys that it needs besides tokens and labels to learn further tokens, which `with_next_tokens` makes; or none."""
+        """The batch keys besides tokens and labels that multi-token prediction needs; empty without it.
+
+        `with_next_tokens` adds them to a batch.
+        """
         return () if self.config.multi_token is None else NEXT_KEYS
 
     @property
@@ -117,26 +120,27 @@ class Model:
         return replace(self, dtype=dtype)
 
     def without_multi_token(self) -> "Model":
-        """The same model without the layer that learns further tokens: all that its own logits need."""
+        """The same model without the layer that learns further tokens; its logits do not need that layer."""
         return replace(self, config=replace(self.config, multi_token=None))
 
     def with_logits_chunk(self, chunk: int | None) -> "Model":
-        """The same model whose loss is computed from `chunk` tokens at a time, or from all logits at once (None)."""
+        """The same model, but its loss is computed for `chunk` tokens at a time; None: from all logits at once."""
         return replace(self, config=replace(self.config, logits_chunk=chunk))
 
     def with_mlp_chunk(self, chunk: int | None) -> "Model":
-        """The same model whose feed-forward layers, shared experts too, take `chunk` tokens at a time, or all at once (None).
+        """The same model, but its feed-forward layers and shared experts compute `chunk` tokens at a time; None: all at once.
 
-        Raises ConfigError where they cannot: they have biases, or there are none.
+        Raises ConfigError if they have biases, or if the model has no such layers.
         """
         return replace(self, config=decoder.with_mlp_chunk(self.config, chunk))
 
     def context(self, batch: Batch, row_length: int | None = None) -> dict[str, Tensor]:
-        """What segments read: tokens, RoPE tables, and of labels, documents, token_weights, order those in `batch`.
+        """What segments read: RoPE tables, and all entries of `batch` but positions.
 
-        Tables are (1, S, R/2); with positions in `batch` (B, S, R/2). `order` (S,) says which position of the row each place
-        holds, where the row is permuted, or a slice of one of `row_length` positions. positions are there only for models that
-        learn them. weight, which side losses are multiplied by, is there if a layer has such losses and the batch has labels.
+        Tables are (1, S, R/2); if `batch` has positions, they are (B, S, R/2). `order` (S,) gives, for each place along S, the
+        position of the row that stands there; a batch has it if its rows are permuted, or if it is a slice of rows of
+        `row_length` positions. Only for models that learn positions does the context hold positions. If a layer has side losses
+        and the batch has labels, it holds weight, which side losses are multiplied by.
         Raises DataError, ShapeError, DtypeError or ConfigError.
         """
         check_batch(batch, (*self._row_keys, ORDER), self.max_positions, row_length)
@@ -165,7 +169,7 @@ class Model:
     def apply(
         self, params: DecoderParams[Tensor], tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
-        """Logits (B, S, vocab_size) for each position's next token. `positions` feed RoPE (default 0, 1, ...).
+        """Logits (B, S, vocab_size) for each position's next token. `positions` are for RoPE or learned positions (0, 1, ...).
 
         `documents` (B, S): tokens see their own document only; -1 is padding.
         """
@@ -178,11 +182,11 @@ class Model:
     def decode(
         self, params: DecoderParams[Tensor], tokens_BS: Tensor, state: DecodeState | None = None
     ) -> tuple[Tensor, DecodeState]:
-        """Logits (B, S, vocab_size) of the tokens that follow those of `state` (None: the first of all), and the state after.
+        """Logits (B, S, vocab_size) of tokens that follow those of `state`, and the state after them.
 
-        The state is how many tokens there were, and an entry for each layer: keys and values of those that later tokens can see,
-        or the state of a scan, of a size that does not grow.
-        Raises ConfigError if a layer needs the whole row, or a rotation changes with the length of the row.
+        Without `state` the tokens are the first of their rows. A state has the number of tokens so far, and an entry for each
+        layer: the keys and values that later tokens can see, or the state of a scan, whose size does not grow.
+        Raises ConfigError if a layer needs the whole row, or if a rotation depends on the length of the row.
         """
         if not self.config.can_decode:
             raise ConfigError(f"cannot go on from a state: this {self.name} model needs the whole row for each token; use apply")
@@ -202,9 +206,9 @@ class Model:
         return logits, (end, tuple(after))
 
     def loss(self, params: DecoderParams[Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        """`(sum of token_weight * cross-entropy in nats, weight)` of a pass that trains; the mean loss is their quotient.
+        """`(sum of token_weight * cross-entropy in nats, weight)`, computed as in training; the loss is their quotient.
 
-        `batch` has tokens and labels (already shifted: position s learns to give labels[s]); -100 is not counted.
+        `batch` has tokens and labels (already shifted: position s learns to give labels[s]); labels of -100 are not counted.
         """
         if "labels" not in batch:
             raise DataError(f"cannot compute a loss: the batch has {sorted(batch)}, no labels")
@@ -214,19 +218,19 @@ class Model:
     def init(self, seed: int, dtype: torch.dtype | None = None) -> DecoderParams[Tensor]:
         """Fresh parameters: matrices normal with the config's initializer_range, gains one, biases and padding zero.
 
-        Every element depends on `seed`, its path and its global index alone: `init_leaf` gives the same in parts.
+        Every element depends only on `seed`, its path and its global index, so `init_leaf` gives the same values piecemeal.
         """
         like = self.abstract_params
         leaves = [self.init_leaf(seed, path).to(dtype or self.dtype) for path in tree.paths(like)]
         return tree.unflatten(tree.flatten(like)[1], leaves)
 
     def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
-        """The part `slices` (default: all) of the leaf at `path` of `init(seed)`, without making the rest."""
+        """The elements within `slices` (default: all) of the leaf at `path` of `init(seed)`; no others are made."""
         return decoder.init_leaf(self.config, self.dtype, seed, path, slices)
 
     @functools.cached_property
     def hf_config(self) -> dict[str, object]:
-        """The Hugging Face config it came from; do not change it."""
+        """The Hugging Face config that the model was made from; do not change it."""
         return json.loads(self.hf_config_json)
 
 

@@ -1,4 +1,4 @@
-"""What a model is made with that no config.json tells."""
+"""Options of a model that a Hugging Face config.json does not contain."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,16 +16,16 @@ __all__ = ["ModelOptions", "OptionWords", "with_options"]
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What a model is made with that no config.json tells. `build`, `from_config` and `from_hf` take it, or its fields by name.
+    """Options of a model that a config.json does not contain. `build`, `from_config`, `from_hf` take it, or its fields by name.
 
-    dtype:           of the parameters. None: float32, and in `from_hf` that of the stored tensors.
-    ignore:          keys of the config that are unknown here, and known to change nothing.
-    vocab_multiple:  the vocabulary is padded inside to a multiple of it.
-    logits_chunk:    tokens whose logits are computed at once, for the loss; None: all, and the logits are kept.
-    mlp_chunk:       tokens whose feed-forward layers, shared experts too, are computed at once; None: all.
+    dtype:           dtype of the parameters. None: float32, or in `from_hf` the dtype of the stored tensors.
+    ignore:          keys of the config that mpar does not know and may ignore, because they change nothing.
+    vocab_multiple:  the vocabulary is padded to a multiple of this, inside the model only.
+    logits_chunk:    for how many tokens at a time the loss computes logits; None: for all, and the logits are kept.
+    mlp_chunk:       how many tokens at a time feed-forward layers and shared experts compute; None: all.
     router:          options for all routers of experts, see `with_router_options`: {"kind": "sinkhorn", "z_loss": 1e-3}.
-    mtp_loss_weight: asks for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): one more layer, like the last,
-                     that learns the token after the next, its loss times this.
+    mtp_loss_weight: if given, the model gets multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): one more layer
+                     with the config of the last one, which learns the token after the next. Its loss is multiplied by this.
     Raises ConfigError for a dtype that is not floating, and for paddings and chunks that are not positive.
     """
 
@@ -62,9 +62,9 @@ class OptionWords(TypedDict, total=False):
 def with_options(
     config: DecoderConfig, options: ModelOptions, architecture: Architecture, architectures: Mapping[str, Architecture]
 ) -> DecoderConfig:
-    """The decoder that a config of `architecture` describes, with what `options` ask for.
+    """`config`, the decoder of a model of `architecture`, changed as `options` ask.
 
-    Raises ConfigError for what it cannot have; `architectures` are those that the error may offer.
+    Raises ConfigError for options that this decoder cannot have; the message may name `architectures` that can.
     """
     config = replace(config, vocab_multiple=options.vocab_multiple, logits_chunk=options.logits_chunk)
     if options.router:

@@ -14,7 +14,7 @@ __all__ = ["storage_specs"]
 
 
 def storage_specs(model: Model, mesh: Mesh, strategy: Strategy) -> tuple[DecoderParams[P], Mesh]:
-    """`(specs, mesh)`: by which specs `strategy` stores the parameters; the mesh with the axes that it split."""
+    """`(specs, mesh)`: the specs by which `strategy` stores the parameters, and the mesh, whose axes it may have split."""
     shapes, axes = model.abstract_params, model.param_axes
     strategy, mesh = arrange(strategy, mesh, shapes, axes)
     paths, structure = tree.paths(shapes), tree.flatten(shapes)[1]

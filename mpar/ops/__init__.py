@@ -1,4 +1,4 @@
-"""Primitives: every op that has rules of its own, one file each."""
+"""Primitives: the ops that have rules of their own for shapes, derivative, sharding, batching and cost; one file each."""
 
 from mpar.ops._adamw import adamw, adamw_many
 from mpar.ops._add_layer_norm import add_layer_norm

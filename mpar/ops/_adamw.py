@@ -1,4 +1,4 @@
-"""AdamW: Adam with decoupled weight decay  (Loshchilov & Hutter 2019, arXiv:1711.05101, alg. 2; schedule multiplier in `lr`)."""
+"""AdamW: Adam with decoupled weight decay  (Loshchilov & Hutter 2019, arXiv:1711.05101, alg. 2; its eta_t is part of `lr`)."""
 
 from collections.abc import Sequence
 
@@ -41,9 +41,9 @@ def adamw(
         m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2
         param <- param (1 - lr weight_decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)
 
-    `lr`, `step` (from 1) and `scale` are 0-d tensors. Where `skip`, a 0-d bool tensor, is true, param, m and v come back as they
-    are, whatever is in `grad`. Results have the dtypes of param, m and v; computed in float32 or wider. The operands are not
-    changed. No gradient. Raises ShapeError or DtypeError if the operands do not fit each other.
+    `lr`, `step` (from 1) and `scale` are 0-d tensors. If `skip`, a 0-d bool tensor, is true, the results equal param, m and v,
+    whatever is in `grad`. Results have the dtypes of param, m and v, and are computed in float32 or wider. The operands are not
+    changed. There is no gradient. Raises ShapeError or DtypeError if the operands do not fit each other.
     """
     hyper = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     return adamw_p.bind(param, grad, m, v, lr, step, scale, skip, **hyper)
@@ -65,19 +65,19 @@ def adamw_many(
     skip: Tensor | None = None,
     copies: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """`adamw` of many tensors in one call, which takes its operands over.
+    """`adamw` of many tensors in one call, which overwrites its operands.
 
-    The results are `params`, `ms` and `vs` themselves, overwritten; what is left in `grads` is unspecified. The caller must not
-    read an operand afterwards, nor own a view of one. `copies`, if there are any, are one for each of `params`, of another
-    floating dtype: they are overwritten with the new parameters in the same pass, as the copies that a step computes with.
-    Raises ShapeError or DtypeError like `adamw`, listing all offenders.
+    The results are `params`, `ms` and `vs` themselves, overwritten; the content of `grads` afterwards is unspecified. The caller
+    must not read an operand afterwards, nor have a view of one. `copies`, if there are any, are one for each of `params`, of
+    another floating dtype: they are overwritten with the new parameters, for the next step to compute with.
+    Raises ShapeError or DtypeError like `adamw`, listing all operands that are wrong.
     """
     hyper = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     return adamw_many_p.bind(params, grads, ms, vs, lr, step, scale, skip, list(copies), **hyper)[:3]
 
 
 def check_update(name: str, groups: dict[str, list[Tensor]], scalars: dict[str, Tensor]) -> None:
-    """Raise unless every group has the shapes of the first, all are floating, and the scalars are 0-d."""
+    """Raise unless every group has the shapes of the first, all tensors of groups are floating, and the scalars are 0-d."""
     (first, params), *others = groups.items()
     uneven = {other: len(tensors) for other, tensors in others if len(tensors) != len(params)}
     if uneven:
@@ -99,7 +99,7 @@ def check_update(name: str, groups: dict[str, list[Tensor]], scalars: dict[str, 
 
 
 def check_owned(name: str, groups: dict[str, list[Tensor]]) -> None:
-    """Raise unless every tensor is contiguous, so that it can be overwritten."""
+    """Raise ShapeError unless every tensor is contiguous, so that it can be overwritten."""
     strided = [f"{group}[{i}]" for group, xs in groups.items() for i, x in enumerate(xs) if not x.is_contiguous()]
     if strided:
         raise ShapeError(f"{name}: {strided} are not contiguous, so they cannot be updated in place; use {name[:-5]}")
@@ -120,7 +120,7 @@ def _abstract(param, grad, m, v, lr, step, scale, skip, **_):
 @adamw_p.def_impl
 def _impl(param, grad, m, v, lr, step, scale, skip, *, beta1, beta2, eps, weight_decay):
     wide = torch.promote_types(param.dtype, torch.float32)
-    # scalars in float64 on their own: lr * weight_decay would otherwise be rounded to the parameter's dtype before 1 - it
+    # scalars in float64: otherwise lr * weight_decay would be rounded to the parameter's dtype before 1 - lr * weight_decay
     lr, step, scale = lr.double(), step.double(), scale.double()
     g = grad.contiguous().to(wide) * scale
     new_m = (m.contiguous().to(wide) * beta1).add_(g, alpha=1 - beta1)
@@ -146,7 +146,7 @@ def _abstract_many(params, grads, ms, vs, lr, step, scale, skip, copies, **_):
 def _impl_many(params, grads, ms, vs, lr, step, scale, skip, copies, *, beta1, beta2, eps, weight_decay):
     hyper = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     if {x.dtype for x in (*params, *grads, *ms, *vs)} == {torch.float32} and all(g.is_contiguous() for g in grads):
-        # torch's kernel divides by its grad_scale, in float32, and leaves the divided gradient in grads
+        # torch's kernel divides gradients by grad_scale, in float32, and writes the quotients into grads
         steps = [step.float()] * len(params)
         inverse = scale.double().reciprocal().float()
         options = {"lr": lr.double(), "amsgrad": False, "maximize": False, "grad_scale": inverse}

@@ -1,4 +1,4 @@
-"""Layer norm of a sum: the residual stream takes up a branch and is normalised for the next, in one pass over memory."""
+"""Layer norm of a sum: a branch is added to the residual stream, and the sum is normalised for the next branch, in one op."""
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """`(layer_norm(total, weight, bias), total)` with `total = x + residual`, rounded to the dtype that they share; all (..., D).
 
-    The same bits as the two ops one after the other. `weight` and `bias` are (D,). Raises ShapeError or DtypeError if they do
-    not fit.
+    It has the same bits as an addition and a `layer_norm`. `weight` and `bias` are (D,).
+    Raises ShapeError or DtypeError if the operands do not fit each other.
     """
     return add_layer_norm_p.bind(x, residual, weight, bias, eps=eps)
 
@@ -62,7 +62,7 @@ def _abstract_bwd(total, weight, bias, dy, dtotal, *, eps):
 def _impl_bwd(
     total: Tensor, weight: Tensor | None, bias: Tensor | None, dy: Tensor, dtotal: Tensor | None, *, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`dx` is the gradient of `x` and of `residual`: that of the norm, rounded, plus `dtotal`."""
+    """`dx` is the gradient of `x` and also of `residual`: the gradient through the norm, rounded, plus `dtotal`."""
     dx, dweight, dbias = layer_norm_p.bwd.impl(total, weight, bias, dy, eps=eps)
     return dx if dtotal is None else dx.add_(dtotal), dweight, dbias
 

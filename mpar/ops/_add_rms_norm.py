@@ -1,4 +1,4 @@
-"""RMS norm of a sum: the residual stream takes up a branch and is normalised for the next, in one pass over memory."""
+"""RMS norm of a sum: a branch is added to the residual stream, and the sum is normalised for the next branch, in one op."""
 
 import torch
 from torch import Tensor
@@ -16,13 +16,14 @@ add_rms_norm_bwd_p = Primitive("add_rms_norm_bwd", "total, weight?, dy, dtotal? 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """`(rms_norm(total, weight), total)` with `total = x + residual`, rounded to the dtype that they share; both (..., D).
 
-    The same bits as the two ops one after the other. `weight` is (D,). Raises ShapeError or DtypeError if they do not fit.
+    It has the same bits as an addition and an `rms_norm`. `weight` is (D,).
+    Raises ShapeError or DtypeError if the operands do not fit each other.
     """
     return add_rms_norm_p.bind(x, residual, weight, eps=eps)
 
 
 def check_sum(name: str, x: Tensor, residual: Tensor) -> None:
-    """Raise unless both have one shape (..., D) and one floating dtype: then the sum has it too."""
+    """Raise unless both have the same shape (..., D) and the same floating dtype."""
     if x.shape != residual.shape or x.ndim < 1:
         raise ShapeError(f"{name}: x is {tuple(x.shape)}, residual {tuple(residual.shape)}; both must be the same (..., D)")
     if x.dtype != residual.dtype or not x.is_floating_point():
@@ -30,7 +31,7 @@ def check_sum(name: str, x: Tensor, residual: Tensor) -> None:
 
 
 def check_cotangents(name: str, total: Tensor, dy: Tensor, dtotal: Tensor | None) -> None:
-    """Raise unless the cotangents look like the results that they belong to."""
+    """Raise unless the cotangents have the shape of `total`, and `dtotal` its dtype too."""
     wrong = {k: tuple(d.shape) for k, d in {"dy": dy, "dtotal": dtotal}.items() if d is not None and d.shape != total.shape}
     if wrong:
         raise ShapeError(f"{name}: {wrong} do not fit total {tuple(total.shape)}")
@@ -73,7 +74,7 @@ def _abstract_bwd(total, weight, dy, dtotal, *, eps):
 
 @add_rms_norm_bwd_p.def_impl
 def _impl_bwd(total: Tensor, weight: Tensor | None, dy: Tensor, dtotal: Tensor | None, *, eps: float) -> tuple[Tensor, Tensor]:
-    """`dx` is the gradient of `x` and of `residual`: that of the norm, rounded, plus `dtotal`."""
+    """`dx` is the gradient of `x` and also of `residual`: the gradient through the norm, rounded, plus `dtotal`."""
     dx, dweight = rms_norm_p.bwd.impl(total, weight, dy, eps=eps)
     return dx if dtotal is None else dx.add_(dtotal), dweight
 

@@ -1,4 +1,4 @@
-"""Marks for the compiler, identities everywhere else: `constrain` says where a tensor lives, `name` what to call it."""
+"""Marks for the compiler: `constrain` says how a tensor is placed, `name` how it is called. Elsewhere they are identities."""
 
 import itertools
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from mpar.spec import P
 __all__ = ["Marks", "constrain", "decode_axes", "marking", "name"]
 
 Marks = tuple[str | EllipsisType | None, ...]
-"""Logical names of a tensor's dims; None is a dim that is not sharded, `...` one that stays as it is."""
+"""Logical names of a tensor's dims; None is a dim that is not sharded, `...` one whose placement does not change."""
 
 constrain_p = Primitive("constrain", "x -> y", axes="str", mark="int")
 constrain_bwd_p = Primitive("constrain_bwd", "dy -> dx", mark="int")
@@ -36,11 +36,12 @@ def marking() -> Iterator[None]:
 
 
 def constrain(x: Tensor, axes: Marks | P) -> Tensor:
-    """Place `x` as the strategy's table maps its logical `axes`, one name or None a dim; or exactly by a spec `P(...)`.
+    """Place `x` as the strategy's table maps its logical `axes`, one for each dim; or exactly by a spec `P(...)`.
 
-    Backward, the cotangent goes to the dual of the placement that `x` had before: where `x` was sharded, sharded; where it was
-    a pending sum, replicated; where it was replicated, it stays as it comes. Outside compilation this is the identity.
-    With `...` for a dim, this dim stays as it is but for mesh axes that named dims ask for, and pending sums stay pending.
+    A dim for which `...` is given keeps its placement, except for mesh axes that the named dims need; pending sums then stay
+    pending. Backward, the cotangent is placed by what `x` was before: along mesh axes that sharded `x` it is sharded, along those
+    of a pending sum it is replicated, and along those that replicated `x` it stays as it is. Outside compilation this is the
+    identity.
     """
     if not isinstance(axes, P) and len(axes) != x.ndim:
         raise ShapeError(f"constrain: x {tuple(x.shape)} has {x.ndim} dims, axes {tuple(axes)} name {len(axes)}")
@@ -54,7 +55,7 @@ def name(x: Tensor, label: str) -> Tensor:
 
 
 def decode_axes(text: str) -> Marks | P:
-    """The inverse of the encoding under which `constrain` nodes carry their axes."""
+    """The axes of a `constrain` node, which holds them as the string `text`."""
     kind, _, rest = text.partition(":")
     dims = rest.split(",") if rest else []
     if kind == "spec":
@@ -69,11 +70,11 @@ def _encode_axes(axes: Marks | P) -> str:
 
 
 def _identity_like(x: Tensor, **_: object) -> Tensor:
-    return torch.empty_like(x)  # strides as clone gives them: those of an expanded x are made dense
+    return torch.empty_like(x)  # with the strides that clone gives: an expanded x becomes dense
 
 
 def _batched(primitive: Primitive) -> None:
-    """A batched mark has one more dim in front, which no axis shards."""
+    """Define the batching rule of a mark: the batch is one more leading dim, which is not sharded."""
 
     def rule(size, dims, x, **params):
         if "axes" in params:

@@ -1,8 +1,8 @@
-"""Cross-entropy per token: loss = lse(logits) - logits[label], by blocks of rows, also with a sharded vocabulary.
+"""Cross-entropy per token: loss = lse(logits) - logits[label], computed by blocks of rows. The vocabulary may be sharded.
 
-The sharded form exchanges a maximum and one sum per token instead of the logits (Shoeybi et al. 2019, arXiv:1909.08053, sec. 3).
-Label smoothing mixes the label with the uniform distribution (Szegedy et al. 2016, arXiv:1512.00567, sec. 7); its target is a sum
-over columns, so that shards add theirs up too.
+Ranks that share a vocabulary do not gather logits: they reduce a maximum and then sums for each token (Shoeybi et al. 2019,
+arXiv:1909.08053, sec. 3). Label smoothing mixes the label with the uniform distribution (Szegedy et al. 2016, arXiv:1512.00567,
+sec. 7); its target is a sum over columns, so that the targets of shards can be added too.
 """
 
 import math
@@ -30,7 +30,7 @@ cross_entropy_p = Primitive("cross_entropy", "logits, labels -> loss, lse", **_P
 cross_entropy_stats_p = Primitive("cross_entropy_stats", "logits, labels -> lse, target", **_PARAMS)
 
 BLOCK = 1 << 19
-"""Elements of a block of rows: few enough to stay in a cache between two passes, enough to hide what a call costs."""
+"""Elements of a block of rows: few enough to stay in a cache while they are read twice, enough to hide the cost of a call."""
 
 
 def cross_entropy(
@@ -48,8 +48,8 @@ def cross_entropy(
     `logits` (..., V), `labels` and `token_weights` (...); tokens whose label is `ignore_index` weigh 0, the others 1 or their
     `token_weights`. Columns from `vocab_size` on are padding: they count as -inf. Both results are scalars, float32 or wider;
     a label outside [0, vocab_size) that is not `ignore_index` makes the sum NaN. The weights get no gradient through `weight`.
-    `label_smoothing`: the share of the target that is spread evenly over the vocabulary, as in torch; a logit of -inf then makes
-    the loss infinite. `z_loss`: that many times the square of log-sum-exp is added for every token (Chowdhery et al. 2022,
+    `label_smoothing` is the share of the target that is spread evenly over the vocabulary, as in torch; with it, a logit of -inf
+    makes the loss infinite. For every token, `z_loss` times the square of its log-sum-exp is added (Chowdhery et al. 2022,
     arXiv:2204.02311, sec. 5). Raises ShapeError, DtypeError or ConfigError if the operands do not fit each other.
     """
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
@@ -59,14 +59,14 @@ def cross_entropy(
 
 
 def add_z_loss(loss: Tensor, lse: Tensor, labels: Tensor, ignore_index: int, z_loss: float) -> Tensor:
-    """`loss + z_loss * lse^2`, but ignored tokens keep their 0. Raises ConfigError."""
+    """`loss + z_loss * lse^2`; the loss of ignored tokens stays 0. Raises ConfigError for a negative or infinite `z_loss`."""
     if not (z_loss >= 0 and math.isfinite(z_loss)):
         raise ConfigError(f"cross entropy: z_loss is {z_loss}, must be a finite number and not negative")
     return loss + z_loss * masked_loss(lse, labels, ignore_index).square() if z_loss else loss
 
 
 def weighted_sum(loss: Tensor, labels: Tensor, token_weights: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """`(sum(loss * w), sum(w))` where w is `token_weights`, or 1, and 0 for ignored tokens. Raises ShapeError."""
+    """`(sum(loss * w), sum(w))`, where w is 0 for ignored tokens, and else `token_weights` or 1. Raises ShapeError."""
     if token_weights is None:
         return loss.sum(), (labels != ignore_index).to(loss.dtype).sum()
     if token_weights.shape != labels.shape:
@@ -79,7 +79,7 @@ def weighted_sum(loss: Tensor, labels: Tensor, token_weights: Tensor | None, ign
 def check_labels(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, labels: Tensor, vocab_size: int, label_smoothing: float
 ) -> None:
-    """Raise unless logits of `shape` and `dtype` and `labels` fit each other, and the parameters make sense."""
+    """Raise unless `labels` fit logits of `shape` and `dtype`, and the parameters are in their bounds."""
     if not shape or not shape[-1] or tuple(labels.shape) != tuple(shape[:-1]):
         raise ShapeError(f"{name}: logits {tuple(shape)}, labels {tuple(labels.shape)}: they must be (..., V) and (...), V > 0")
     if not dtype.is_floating_point or labels.dtype not in (torch.int32, torch.int64):
@@ -107,10 +107,11 @@ def _blocks(num_rows: int, num_columns: int) -> list[slice]:
 def row_statistics(
     logits_TV: Tensor, labels_T: Tensor, *, ignore_index: int, vocab_size: int, start: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(lse, target, loss)` of each row over the columns [start, start + V) that are below `vocab_size`, float32 or wider.
+    """`(lse, target, loss)` of each row, float32 or wider, from the columns [start, start + V) that are below `vocab_size`.
 
-    `target` is what these columns add to the target's logit: the label's, 0 if they do not hold it; with label smoothing also a
-    share of all. It is 0 if the label is ignored, NaN if it is invalid. `loss` holds where the columns are the whole vocabulary.
+    `target` is what these columns contribute to the logit of the target: the logit of the label, or 0 if it is in another column;
+    with label smoothing also a share of all logits. It is 0 if the label is ignored, NaN if it is invalid. `loss` is valid only
+    if the columns are all of the vocabulary.
     """
     width = min(max(vocab_size - start, 0), logits_TV.shape[1])
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
@@ -130,7 +131,7 @@ def row_statistics(
             torch.sum(logp_block, 1, out=sum_logp[rows])
     target = logits_TV.gather(1, column).squeeze(1).to(wide)
     lse = target - logp
-    unlikely = ~(logp > -32.0)  # there the difference of two large numbers would lose digits, or be inf - inf
+    unlikely = ~(logp > -32.0)  # for these labels target - logp would lose digits, or be inf - inf
     if bool(unlikely.any()):
         lse[unlikely] = torch.logsumexp(logits_TV[unlikely, :width].to(wide), 1)
     target = target.masked_fill_((local < 0) | (local >= width), 0.0)
@@ -143,15 +144,15 @@ def row_statistics(
 
 
 def row_losses(logits_TV: Tensor, labels_T: Tensor, **params: Any) -> tuple[Tensor, Tensor]:
-    """`(loss, lse)` of each row; parameters as in `row_statistics`."""
+    """`(loss, lse)` of each row; the parameters are those of `row_statistics`."""
     lse, target, loss = row_statistics(logits_TV, labels_T, **params)
-    if params["start"] or params["vocab_size"] > logits_TV.shape[1]:  # a part of the columns: the label's may not be among them
+    if params["start"] or params["vocab_size"] > logits_TV.shape[1]:  # not all columns: the one of the label may be missing
         loss = masked_loss(lse - target, labels_T, params["ignore_index"])
     return loss, lse
 
 
 def masked_target(target: Tensor, labels: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
-    """`target` with 0 for ignored tokens and NaN for labels that do not exist."""
+    """`target`, overwritten with 0 for ignored tokens and with NaN for labels that do not exist."""
     ignored = labels == ignore_index
     target.masked_fill_(((labels < 0) | (labels >= vocab_size)) & ~ignored, torch.nan)
     return target.masked_fill_(ignored, 0.0)
@@ -177,14 +178,14 @@ def row_gradients(
 ) -> Tensor:
     """`softmax * (dloss + dlse) - target * dloss`, written to `out`, which may be `logits_TV`; ignored tokens have dloss 0.
 
-    The target is one-hot, or with label smoothing e: 1 - e at the label, and e / vocab_size more in every column.
+    The target is one-hot. With label smoothing e it is 1 - e at the label, plus e / vocab_size in every column.
     """
     wide, num_columns = lse_T.dtype, logits_TV.shape[1]
     width = min(max(vocab_size - start, 0), num_columns)
     dloss_T = dloss_T.masked_fill(labels_T == ignore_index, 0.0)
     scale_T1 = (dloss_T if dlse_T is None else dloss_T + dlse_T).unsqueeze(1)
-    whole = start == 0 and vocab_size <= num_columns  # then the rows' own softmax is the softmax, and faster than exp()
-    direct = whole and width == num_columns and not label_smoothing
+    all_columns = start == 0 and vocab_size <= num_columns  # then torch.softmax can be used, which is faster than exp()
+    direct = all_columns and width == num_columns and not label_smoothing
     share_T1 = (dloss_T * (label_smoothing / vocab_size)).unsqueeze(1)
     for rows in _blocks(*logits_TV.shape):
         if direct:
@@ -192,7 +193,7 @@ def row_gradients(
             out[rows].mul_(scale_T1[rows])
             continue
         block = logits_TV[rows, :width].to(wide)
-        p = torch.softmax(block, 1) if whole else torch.sub(block, lse_T[rows].unsqueeze(1)).exp_()
+        p = torch.softmax(block, 1) if all_columns else torch.sub(block, lse_T[rows].unsqueeze(1)).exp_()
         if label_smoothing:
             out[rows, :width] = p.mul_(scale_T1[rows]).sub_(share_T1[rows])
         else:
@@ -233,14 +234,14 @@ def _vjp(logits, labels, lse, dloss, dlse, **params):
 
 
 def combine_shards(emit, statistics, labels, ignore_index):
-    """`(loss, lse)` from each shard's `(lse, target)`: one maximum, then one sum of both parts."""
+    """`(loss, lse)` from the `(lse, target)` of each shard: an all_reduce of a maximum, then one of two sums."""
     aten = torch.ops.aten
     lse, target = emit.getitem(statistics, 0), emit.getitem(statistics, 1)
     peak = emit.all_reduce(lse, "max")
     share = emit(aten.exp.default, emit(aten.sub.Tensor, lse, peak))
-    parts = emit.all_reduce(emit(aten.stack.default, [share, target]), "sum")
-    lse = emit(aten.add.Tensor, emit(aten.log.default, emit(aten.select.int, parts, 0, 0)), peak)
-    loss = emit(aten.sub.Tensor, lse, emit(aten.select.int, parts, 0, 1))
+    sums = emit.all_reduce(emit(aten.stack.default, [share, target]), "sum")
+    lse = emit(aten.add.Tensor, emit(aten.log.default, emit(aten.select.int, sums, 0, 0)), peak)
+    loss = emit(aten.sub.Tensor, lse, emit(aten.select.int, sums, 0, 1))
     return emit(aten.masked_fill.Scalar, loss, emit(aten.eq.Scalar, labels, ignore_index), 0.0), lse
 
 
@@ -270,5 +271,5 @@ cross_entropy_p.bwd.def_cost(
 
 
 def _workspace(logits: Tensor, labels: Tensor) -> int:
-    """Two blocks in the wide dtype, and a few numbers per token."""
+    """Bytes of workspace: two blocks in the wide dtype, and a few numbers per token."""
     return 2 * max(BLOCK, logits.shape[-1]) * max(4, logits.element_size()) + 40 * labels.numel()

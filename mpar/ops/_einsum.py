@@ -1,4 +1,4 @@
-"""Einsum: the contraction of two tensors, of which every matrix product of a model is one. Letters that y lacks are summed."""
+"""Einsum: the contraction of two tensors. Every matrix product of a model is one. Letters that the result lacks are summed."""
 
 import math
 import string
@@ -18,10 +18,10 @@ einsum_p = Primitive("einsum", "a, b -> y", equation="str")
 
 
 def einsum(equation: str, *operands: Tensor) -> Tensor:
-    """Contract `operands` by `equation` such as `"bsd,df->bsf"`: a letter per dim, letters that the result lacks are summed.
+    """Contract `operands` by `equation`, such as `"bsd,df->bsf"`: one letter per dim; letters that the result lacks are summed.
 
-    Operands share one floating dtype, which the result has; the result is contiguous. More than two operands are folded left
-    to right. There is no broadcasting, no `...`, and a letter stands once in each operand and in the result.
+    Operands share one floating dtype, which the result has too; the result is contiguous. More than two operands are contracted
+    from left to right. There is no broadcasting and no `...`, and a letter is at most once in each operand and in the result.
     Raises ShapeError if the equation is malformed or sizes disagree, DtypeError if dtypes do.
     """
     equation = equation.replace(" ", "")
@@ -93,23 +93,24 @@ def _impl(a: Tensor, b: Tensor, *, equation: str) -> Tensor:
 def _plan(
     equation: str, shape_a: Sequence[int], stride_a: Sequence[int], shape_b: Sequence[int], stride_b: Sequence[int]
 ) -> Callable:
-    """The function that contracts operands of these shapes and strides: sums first, then one mm, bmm or mul."""
+    """The function that contracts operands of these shapes and strides: first it sums letters of one operand only, then it calls
+    mm, bmm or mul once."""
     (in_a, in_b), output = _split(equation, 2)
     sizes = dict(zip(in_a + in_b, (*shape_a, *shape_b), strict=True))
     only_a, only_b = _alone(in_a, in_b + output), _alone(in_b, in_a + output)
     if only_a or only_b:
-        rest_a, rest_b = "".join(c for c in in_a if c not in only_a), "".join(c for c in in_b if c not in only_b)
+        kept_a, kept_b = "".join(c for c in in_a if c not in only_a), "".join(c for c in in_b if c not in only_b)
         dims_a, dims_b = [in_a.index(c) for c in only_a], [in_b.index(c) for c in only_b]
-        rest = f"{rest_a},{rest_b}->{output}"
+        equation_after_sums = f"{kept_a},{kept_b}->{output}"
 
         def sum_first(a: Tensor, b: Tensor) -> Tensor:
-            return _impl(a.sum(dims_a) if dims_a else a, b.sum(dims_b) if dims_b else b, equation=rest)
+            return _impl(a.sum(dims_a) if dims_a else a, b.sum(dims_b) if dims_b else b, equation=equation_after_sums)
 
         return sum_first
     if all(c in output for c in in_a + in_b):
         return _multiply(in_a, in_b, output)
     strides_a, strides_b = dict(zip(in_a, stride_a, strict=True)), dict(zip(in_b, stride_b, strict=True))
-    if _first_of(output, in_a, in_b) == "b":  # rows of the result come from the operand whose letters lead it
+    if _first_of(output, in_a, in_b) == "b":  # the operand with the first letter of the result that is not in both gives its rows
         contract = _contract(in_b, strides_b, in_a, strides_a, output, sizes)
         return lambda a, b: contract(b, a)
     return _contract(in_a, strides_a, in_b, strides_b, output, sizes)
@@ -124,7 +125,7 @@ def _first_of(output: str, in_a: str, in_b: str) -> str:
 
 
 def _multiply(in_a: str, in_b: str, output: str) -> Callable:
-    """Nothing is summed: a broadcasting product, in the order of the result."""
+    """Multiply element by element: no letter is summed. Both operands are permuted to the order of the result and broadcast."""
 
     def spread(x: Tensor, letters: str) -> Tensor:
         x = x.permute([letters.index(c) for c in output if c in letters])
@@ -142,7 +143,7 @@ def _contract(
     columns = "".join(c for c in output if c in in_b and c not in in_a)
     inner = "".join(c for c in in_a if c in in_b and c not in output)
     other = "".join(c for c in in_b if c in inner)
-    # any order of the summed letters is right: take one that both operands can be viewed in, if there is one
+    # the summed letters may be in any order: take one that needs no copy of either operand, if there is one
     inner = max((inner, other), key=lambda order: _mergeable(order, strides_a, sizes) + _mergeable(order, strides_b, sizes))
     groups_a, groups_b = [rows, inner], [inner, columns]
     if batch:
@@ -160,7 +161,7 @@ def _contract(
 
 
 def _matrix(letters: str, groups: list[str], strides: dict[str, int], sizes: dict[str, int]) -> Callable[[Tensor], Tensor]:
-    """`x` with one dim per group of letters: a view where strides allow it, else a copy."""
+    """The function that gives its operand one dim per group of letters: a view if the strides allow it, else a copy."""
     shape = [math.prod(sizes[c] for c in group) for group in groups]
     if all(_mergeable(group, strides, sizes) for group in groups):
         if list(letters) == groups:
@@ -183,7 +184,7 @@ def _vjp(a, b, dy, *, equation):
 
 
 def _pull_back(dy: Tensor, other: Tensor, output: str, in_other: str, letters: str, shape: Sequence[int]) -> Tensor:
-    """The gradient of the operand with `letters`: a letter that only it had was summed, so its gradient is constant along it."""
+    """The gradient of the operand with `letters`. It is constant along letters that only this operand has, which were summed."""
     present = "".join(c for c in letters if c in in_other + output)
     gradient = einsum_p.bind(dy, other, equation=f"{output},{in_other}->{present}")
     if present == letters:

@@ -41,7 +41,7 @@ def _abstract(ids, table, *, start):
 def _impl(ids: Tensor, table: Tensor, *, start: int) -> Tensor:
     rows, outside = _local_rows(ids, start, table.shape[0])
     y = table.contiguous().index_select(0, rows.clamp_(0, table.shape[0] - 1))
-    if ids.device.type != "cpu" or bool(outside.any()):  # asking costs a synchronisation elsewhere, and saves a pass here
+    if ids.device.type != "cpu" or bool(outside.any()):  # on a CPU the question is cheap; elsewhere it would synchronise
         y.masked_fill_(outside.unsqueeze(-1), 0.0)
     return y.view(*ids.shape, table.shape[1])
 
@@ -51,7 +51,7 @@ def _local_rows(ids: Tensor, start: int, num_rows: int) -> tuple[Tensor, Tensor]
     return rows, (rows < 0) | (rows >= num_rows)
 
 
-@embedding_p.def_vjp_by_ops("ids, table, dy -> dtable")  # of the table only the number of rows is read
+@embedding_p.def_vjp_by_ops("ids, table, dy -> dtable")  # the backward uses only the table's number of rows
 def _vjp(ids, table, dy, *, start):
     return embedding_bwd_p.bind(ids, dy, start=start, num_rows=table.shape[0])
 
@@ -68,11 +68,11 @@ def _abstract_bwd(ids, dy, *, start, num_rows):
 def _impl_bwd(ids: Tensor, dy: Tensor, *, start: int, num_rows: int) -> Tensor:
     rows, outside = _local_rows(ids, start, num_rows)
     wide = dy.to(torch.promote_types(dy.dtype, torch.float32)).reshape(-1, dy.shape[-1])
-    if ids.device.type == "cpu":  # half the time of the op below, which elsewhere is the deterministic one
+    if ids.device.type == "cpu":  # takes half the time of the op below, which on other devices is the deterministic one
         if bool(outside.any()):
             rows, wide = rows[~outside], wide[~outside]
         return wide.new_zeros(num_rows, dy.shape[-1]).index_add_(0, rows, wide).to(dy.dtype)
-    # rows that are -1, which is declared to be the padding index, are left out
+    # -1 is passed as the padding index, so that the op skips rows of -1
     dtable = torch.ops.aten.embedding_dense_backward.default(wide, rows.masked_fill_(outside, -1), num_rows, -1, False)
     return dtable.to(dy.dtype)
 

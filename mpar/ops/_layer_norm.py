@@ -12,7 +12,7 @@ layer_norm_p = Primitive("layer_norm", "x, weight?, bias? -> y", eps="float")
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
-    """Shift and scale the last dim of `x` (..., D) to mean 0 and variance 1, then `* weight + bias` where given, both (D,).
+    """Shift and scale the last dim of `x` (..., D) to mean 0 and variance 1, then apply `* weight + bias` if given, both (D,).
 
     Statistics are float32 or wider; the result has the dtype of `x`. `eps` is added to the (biased) variance.
     Raises DtypeError if `x` is not floating point, ShapeError if `weight` or `bias` does not fit.
@@ -51,7 +51,7 @@ def _vjp(x, weight, bias, dy, *, eps):
 
 
 def _one_dtype(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The operands in one dtype, as the kernel wants them: theirs where they agree, else float32 or wider."""
+    """The operands in one dtype, which the kernel needs: their own if it is the same for all, else float32 or wider."""
     given = [operand for operand in (x, weight, bias) if operand is not None]
     if all(operand.dtype == x.dtype for operand in given):
         return x, weight, bias

@@ -1,4 +1,5 @@
-"""Cross-entropy of x @ head without ever holding the logits of all tokens: a chunk of tokens at a time, made again backward."""
+"""Cross-entropy of x @ head that never holds the logits of all tokens: it computes those of a chunk of tokens at a time, and the
+backward computes them again."""
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ _PARAMS = {"ignore_index": "int", "vocab_size": "int", "start": "int", "label_sm
 linear_cross_entropy_p = Primitive("linear_cross_entropy", "x, head, labels -> loss, lse", **_PARAMS)
 linear_cross_entropy_stats_p = Primitive("linear_cross_entropy_stats", "x, head, labels -> lse, target", **_PARAMS)
 linear_cross_entropy_grad_p = Primitive("linear_cross_entropy_grad", "x, head, labels, dloss -> loss, lse, dx, dhead", **_PARAMS)
-"""Losses and gradients at once, where the cotangents `dloss` are known before and `lse` has none: logits are made only once."""
+"""Losses and gradients in one op, which makes logits only once: for known cotangents `dloss`, and no cotangents of `lse`."""
 
 
 def linear_cross_entropy(
@@ -36,11 +37,12 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """`cross_entropy(x @ head_DV, labels, ...)` with the memory of `chunk` tokens' logits at a time.
+    """`cross_entropy(x @ head_DV, labels, ...)` in the memory of the logits of `chunk` tokens.
 
-    `x` (..., D), `labels` and `token_weights` (...); the rest as in `cross_entropy`. `chunk` bounds memory: an implementation may
-    make the logits of fewer tokens, or of more tokens for a part of the vocabulary, at once. The gradient of `head_DV` is
-    accumulated in float32 or wider. Raises ShapeError, DtypeError or ConfigError if the operands do not fit each other.
+    `x` (..., D), `labels` and `token_weights` (...); other arguments as in `cross_entropy`. `chunk` is a bound on memory: an
+    implementation may make the logits of fewer tokens at once, or those of more tokens for a part of the vocabulary. The gradient
+    of `head_DV` is accumulated in float32 or wider.
+    Raises ShapeError, DtypeError or ConfigError if the operands do not fit each other.
     """
     vocab_size = head_DV.shape[-1] if vocab_size is None else vocab_size
     params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": 0, "label_smoothing": label_smoothing}
@@ -82,11 +84,11 @@ def _chunks(num_tokens: int, chunk: int) -> list[slice]:
 def _per_token(statistics, x, head, labels, chunk, params) -> tuple[Tensor, Tensor]:
     """The first two results of `statistics`, chunk by chunk."""
     x_TD, labels_T = x.reshape(-1, x.shape[-1]), labels.flatten()
-    parts = [statistics(x_TD[tokens] @ head, labels_T[tokens], **params)[:2] for tokens in _chunks(x_TD.shape[0], chunk)]
-    if not parts:
+    pairs = [statistics(x_TD[tokens] @ head, labels_T[tokens], **params)[:2] for tokens in _chunks(x_TD.shape[0], chunk)]
+    if not pairs:
         empty = x.new_empty(labels.shape, dtype=torch.promote_types(x.dtype, torch.float32))
         return empty, empty.clone()
-    first, second = (torch.cat(column).view(labels.shape) for column in zip(*parts, strict=True))
+    first, second = (torch.cat(column).view(labels.shape) for column in zip(*pairs, strict=True))
     return first, second
 
 
@@ -101,7 +103,7 @@ def _impl_stats(x, head, labels, *, chunk, **params):
 
 
 def _gradients(x_TD, head, labels_T, statistics, dloss_T, dlse_T, params, chunk) -> tuple[Tensor, Tensor]:
-    """`(dx, dhead)` chunk by chunk; `statistics(logits, tokens)` gives the log-sum-exp of a chunk's rows."""
+    """`(dx, dhead)`, chunk by chunk; `statistics(logits, tokens)` gives the log-sum-exp of each row of a chunk."""
     head = head.contiguous()
     dx_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     dhead = torch.zeros(head.shape, dtype=torch.promote_types(x_TD.dtype, torch.float32), device=x_TD.device)
@@ -155,7 +157,7 @@ def _sharded_bwd(emit, x, head, labels, lse, dloss, dlse, **params):
 
 
 def _chunk_bytes(x: Tensor, head: Tensor, labels: Tensor, chunk: int) -> int:
-    """Logits of a chunk, a wide copy where they are narrow, and a few numbers per token."""
+    """Bytes of the logits of a chunk, of a wide copy if they are narrow, and of a few numbers per token."""
     wide = 4 if x.element_size() < 4 else 0
     return min(chunk, labels.numel()) * head.shape[1] * (x.element_size() + wide) + 40 * labels.numel()
 

@@ -1,6 +1,6 @@
-"""A feed-forward layer some tokens at a time: what is as wide as its hidden dim exists for a tile of tokens only.
+"""A feed-forward layer that computes some tokens at a time, a tile: hidden features exist for the tokens of one tile only.
 
-ALST, Bekman et al. 2025, arXiv:2506.13996. The backward pass makes every tile again.
+ALST, Bekman et al. 2025, arXiv:2506.13996. The backward computes the hidden features of every tile again.
 """
 
 from typing import Literal, get_args
@@ -34,8 +34,8 @@ def mlp_tiled(
     """`(act(x @ gate_DF) * (x @ up_DF)) @ down_FD`, `chunk` tokens of `x` (..., D) at a time.
 
     Without a gate it is `act(x @ up_DF) @ down_FD`. `activation` is silu, gelu (by the error function) or gelu_pytorch_tanh.
-    Nothing but the operands is kept for the backward pass, which computes the hidden values again, a tile at a time, and sums the
-    gradients of the weights in float32 or wider. The result has the shape and dtype of `x`.
+    Only the operands are kept for the backward, which computes the hidden values again, a tile at a time, and sums the gradients
+    of the weights in float32 or wider. The result has the shape and dtype of `x`.
     Raises ShapeError, DtypeError or ConfigError if the operands do not fit each other.
     """
     return mlp_tiled_p.bind(x, gate_DF, up_DF, down_FD, activation=activation, chunk=chunk)
@@ -60,7 +60,7 @@ def _abstract(x, gate, up, down, *, activation, chunk):
 
 
 class _Tiles:
-    """The tokens of `x`, and room for the hidden values of one tile, which all tiles use."""
+    """The tokens of `x`, cut into tiles, and buffers for the hidden values of one tile, which all tiles reuse."""
 
     def __init__(self, x: Tensor, num_hidden: int, chunk: int, num_buffers: int) -> None:
         self.x_TD = x.reshape(-1, x.shape[-1])
@@ -69,7 +69,7 @@ class _Tiles:
         self.buffers = [x.new_empty(min(chunk, num_tokens), num_hidden) for _ in range(num_buffers)]
 
     def product(self, buffer: int, tokens: slice, a_TD: Tensor, w_DF: Tensor) -> Tensor:
-        """`a_TD[tokens] @ w_DF` in a buffer."""
+        """`a_TD[tokens] @ w_DF`, written into the buffer of that number."""
         return torch.mm(a_TD[tokens], w_DF, out=self.buffers[buffer][: tokens.stop - tokens.start])
 
 
@@ -81,7 +81,7 @@ def _hidden(gate_TF: Tensor | None, up_TF: Tensor, activation: str) -> Tensor:
 
 
 def _hidden_bwd(gate_TF: Tensor | None, up_TF: Tensor, dhidden_TF: Tensor, activation: str) -> tuple[Tensor | None, Tensor]:
-    """`(dgate, dup)`, tiles."""
+    """`(dgate, dup)` of a tile."""
     if activation == "silu":
         if gate_TF is None:
             return None, torch.ops.aten.silu_backward(dhidden_TF, up_TF)
@@ -105,7 +105,7 @@ def _impl(x, gate, up, down, *, activation, chunk):
 
 @mlp_tiled_p.def_vjp("x, gate, up, down, dy -> dx, dgate, dup, ddown")
 def _vjp(x, gate, up, down, dy, *, activation, chunk):
-    """Of a tile: dhidden = dy down', dx = dgate gate' + dup up'; weights get input' gradient, summed over tiles."""
+    """For each tile: dhidden = dy down', dx = dgate gate' + dup up'. Gradients of the weights are summed over the tiles."""
     tiles = _Tiles(x, up.shape[1], chunk, 2 if gate is None else 3)
     dx_TD = torch.empty(tiles.x_TD.shape, dtype=x.dtype, device=x.device)
     dy_TD = dy.reshape(dx_TD.shape)
@@ -159,7 +159,7 @@ def _cost(x, gate, up, down, *, activation, chunk):
 
 @mlp_tiled_p.bwd.def_cost
 def _cost_bwd(x, gate, up, down, dy, *, activation, chunk):
-    """The hidden values again, then twice the forward; float32 sums and a product where dtypes are narrow."""
+    """The hidden values again, then twice the forward. With narrow dtypes the workspace has float32 sums and one product."""
     num = _matrices(gate)
     flops = 2 * (3 * num - 1) * x.numel() * up.shape[1]
     sums = up.numel() * (4 * num + x.element_size()) if x.element_size() < 4 else 0

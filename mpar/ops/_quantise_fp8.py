@@ -1,6 +1,7 @@
-"""FP8: numbers in e4m3 with a scale for each block, and the product of two such matrices.
+"""FP8: matrices of e4m3 numbers with a scale for each block, and the product of two such matrices.
 
-Scales by the largest magnitude of the block; blocks of 1x128 and 128x128 as in DeepSeek-V3 (arXiv:2412.19437, sec. 3.3.2).
+The largest magnitude of a block gives its scale. Blocks of 1x128 and 128x128 are those of DeepSeek-V3 (arXiv:2412.19437, sec.
+3.3.2).
 """
 
 from typing import Literal, get_args
@@ -28,7 +29,7 @@ FP8_MAX = 448.0
 """The largest number of e4m3 (Micikevicius et al. 2022, arXiv:2209.05433, table 1)."""
 FP8_SIDE = 128
 FP8_SMALLEST_SCALE = 2.0**-126
-"""A smaller scale would not be a normal float32, and neither would its reciprocal."""
+"""The smallest normal float32. Smaller scales are not used."""
 
 quantise_fp8_p = Primitive("quantise_fp8", "x -> q, scale", block="str")
 quantise_fp8_both_p = Primitive("quantise_fp8_both", "x -> q, scale, qt, scale_t", block="str")
@@ -48,7 +49,7 @@ def quantise_fp8(x_RC: Tensor, *, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def quantise_fp8_both(x_RC: Tensor, *, block: Block) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`(*quantise_fp8(x_RC), *quantise_fp8(x_RC.T))`, both row by row: what the products of a layer and of its gradients read."""
+    """`(*quantise_fp8(x_RC), *quantise_fp8(x_RC.T))`, all contiguous: for the products of a layer and of its gradients."""
     return quantise_fp8_both_p.bind(x_RC, block=block)
 
 
@@ -69,14 +70,14 @@ def fp8_matmul(
 ) -> Tensor:
     """`y_MN`, the product of a and the transpose of b, both quantised, summed in float32; `dtype` is that of the result.
 
-    Both operands are stored along K, which is what the matrix units of Hopper take. It has no gradient: gradients are products
-    of operands that are quantised anew. Raises ShapeError, DtypeError or UnknownNameError if operands do not fit each other.
+    K is the last dim of both operands, as the matrix units of Hopper need it. It has no gradient: gradients are products of
+    operands that are quantised anew. Raises ShapeError, DtypeError or UnknownNameError if operands do not fit each other.
     """
     return fp8_matmul_p.bind(a_MK, a_scale, b_NK, b_scale, a_block=a_block, b_block=b_block, dtype=dtype)
 
 
 def fp8_scale_shape(shape: tuple[int, int] | torch.Size, block: str) -> tuple[int, int]:
-    """How many blocks a matrix has, in both directions. Raises UnknownNameError."""
+    """The shape of the scale: how many blocks a matrix of `shape` has along each dim. Raises UnknownNameError."""
     if block not in get_args(Block):
         raise UnknownNameError(f"no block of FP8 is called {block!r}; there are {', '.join(get_args(Block))}")
     rows, columns = shape
@@ -133,7 +134,7 @@ def _abstract_matmul(a, a_scale, b, b_scale, *, a_block, b_block, dtype):
 
 
 def _spread(per_block: Tensor, shape: torch.Size, block: str) -> Tensor:
-    """One number per block -> one per element (or a size-1 dim, which broadcasts)."""
+    """The number of each block repeated for all its elements; a dim of size 1 may stay, because it broadcasts."""
     if block == "128x128":
         per_block = per_block.repeat_interleave(FP8_SIDE, 0)[: shape[0]]
     return per_block.repeat_interleave(FP8_SIDE, 1)[:, : shape[1]] if block in ("1x128", "128x128") else per_block
@@ -181,7 +182,7 @@ def _impl_matmul(a, a_scale, b, b_scale, *, a_block, b_block, dtype):
 
 
 def _factors(block: str, row: str, column: str) -> tuple[str, str]:
-    """`(factors of a scale, factors that must be whole)`: only rows that have scales of their own may be sharded."""
+    """`(factors of a scale, factors that must not be sharded)`: rows may be sharded only if each has scales of its own."""
     if block in ("row", "1x128"):
         return f"{row} {column}s", column
     return f"{row}s {column}s", f"{row} {column}"
@@ -189,21 +190,21 @@ def _factors(block: str, row: str, column: str) -> tuple[str, str]:
 
 @quantise_fp8_p.def_sharding_from
 def _sharding(*, block: str) -> ShardingRule:
-    scale, whole = _factors(block, "r", "c")
-    return parse_sharding(f"r c -> r c, {scale}", need_replication=f"{whole} {_units(scale)}")
+    scale, replicated = _factors(block, "r", "c")
+    return parse_sharding(f"r c -> r c, {scale}", need_replication=f"{replicated} {_units(scale)}")
 
 
 @dequantise_fp8_p.def_sharding_from
 def _sharding_dequantise(*, block: str, dtype: torch.dtype) -> ShardingRule:
-    scale, whole = _factors(block, "r", "c")
-    return parse_sharding(f"r c, {scale} -> r c", need_replication=f"{whole} {_units(scale)}")
+    scale, replicated = _factors(block, "r", "c")
+    return parse_sharding(f"r c, {scale} -> r c", need_replication=f"{replicated} {_units(scale)}")
 
 
 @fp8_matmul_p.def_sharding_from
 def _sharding_matmul(*, a_block: str, b_block: str, dtype: torch.dtype) -> ShardingRule:
-    (a, a_whole), (b, b_whole) = _factors(a_block, "m", "k"), _factors(b_block, "n", "k")
+    (a, a_replicated), (b, b_replicated) = _factors(a_block, "m", "k"), _factors(b_block, "n", "k")
     a, b = a.replace("ks", "ka"), b.replace("ks", "kb")
-    return parse_sharding(f"m k, {a}, n k, {b} -> m n", need_replication=f"{a_whole} {b_whole} {_units(a)} {_units(b)}")
+    return parse_sharding(f"m k, {a}, n k, {b} -> m n", need_replication=f"{a_replicated} {b_replicated} {_units(a)} {_units(b)}")
 
 
 def _units(scale: str) -> str:

@@ -1,7 +1,7 @@
-"""Random numbers as a function of a key and a position: the same on every mesh, and again when they are recomputed.
+"""Random numbers as a function of a key and an index: they are the same on every mesh, and the same when they are recomputed.
 
-Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") in integer tensor ops. The counter holds the
-global index of an element, so a shard draws exactly its part of the whole.
+Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") in integer tensor ops. The counter is the
+global index of an element, so that a shard has the same elements as the global tensor.
 """
 
 import hashlib
@@ -33,14 +33,14 @@ _ROUNDS = 10
 
 
 def fold_key(seed: int, *parts: int | str) -> tuple[int, int]:
-    """A key for `seed` and the names and numbers in `parts`, such as a parameter's path; different parts give unrelated keys."""
+    """A key for `seed` and the names and numbers in `parts`, such as the path of a parameter; other parts give unrelated keys."""
     text = "\0".join(f"{type(part).__name__}:{part}" for part in (seed, *parts))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def fold_in(key: Key, data: Tensor | int) -> Tensor:
-    """A key (2,) for `key` and the integer `data`, which may be a 0-d tensor known at run time only (a step, a microbatch)."""
+    """A key (2,) for `key` and the integer `data`, such as the number of a step; `data` may be a 0-d tensor."""
     key = _as_tensor(key)
     return fold_in_p.bind(key, torch.as_tensor(data, dtype=torch.int64, device=key.device))
 
@@ -48,21 +48,21 @@ def fold_in(key: Key, data: Tensor | int) -> Tensor:
 def random_uniform(key: Key, shape: Sequence[int], *, starts: Sequence[int] | None = None) -> Tensor:
     """float32 numbers in [0, 1) with 24 random bits each.
 
-    With `starts`, the part of a larger tensor that begins at this global index: element i of dim d is element starts[d] + i of
-    the whole. Shapes have up to 4 dims. Raises ShapeError for more, or for negative sizes or starts.
+    With `starts`, these are the numbers of a larger tensor from this global index on: element i of dim d is its element
+    starts[d] + i. Shapes have up to 4 dims. Raises ShapeError for more, or for negative sizes or starts.
     """
     starts = [0] * len(shape) if starts is None else list(starts)
     return random_uniform_p.bind(_as_tensor(key), shape=list(shape), starts=starts)
 
 
 def random_normal(key: Key, shape: Sequence[int], *, starts: Sequence[int] | None = None) -> Tensor:
-    """float32 numbers of mean 0 and variance 1, by the transform of Box & Muller (1958); the rest as in `random_uniform`."""
+    """float32 numbers of mean 0 and variance 1, by the transform of Box & Muller (1958); arguments as in `random_uniform`."""
     starts = [0] * len(shape) if starts is None else list(starts)
     return random_normal_p.bind(_as_tensor(key), shape=list(shape), starts=starts)
 
 
 def dropout(x: Tensor, rate: float, key: Key) -> Tensor:
-    """`x` with each element replaced by 0 with probability `rate`, the others divided by `1 - rate`; up to 4 dims.
+    """Each element of `x` is replaced by 0 with probability `rate`, or else divided by `1 - rate`. `x` has up to 4 dims.
 
     Raises ConfigError unless 0 <= rate < 1, ShapeError for more dims, DtypeError if `x` is not floating.
     """
@@ -85,11 +85,11 @@ def _check(name: str, key: Tensor, shape: Sequence[int], starts: Sequence[int]) 
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of 32 random bits for each counter (four words, broadcast against each other); int64 tensors."""
+    """Four words of 32 random bits for each counter. A counter is four words, which are broadcast; all are int64 tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # a product of two words wraps to 64 signed bits, of which both halves are right once masked
+        # the product of two words wraps around in 64 signed bits, but both of its halves are right after masking
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = ((second >> 32) & _MASK) ^ c1 ^ k0
         c2 = ((first >> 32) & _MASK) ^ c3 ^ k1
@@ -99,7 +99,8 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Te
 
 
 def _quads(key: Tensor, shape: Sequence[int], starts: Sequence[int]) -> tuple[list[Tensor], int]:
-    """`(words, skip)`: four words for every aligned group of four neighbours in the last dim, `skip` of them before the first."""
+    """`(words, skip)`: four words for every aligned group of four neighbours in the last dim, which start `skip` elements before
+    the first element."""
     sizes, starts = (list(shape), list(starts)) if shape else ([1], [0])
     first, skip = divmod(starts[-1], 4)
     count = (skip + sizes[-1] + 3) // 4
@@ -142,7 +143,7 @@ def _impl_normal(key: Tensor, *, shape: Sequence[int], starts: Sequence[int]) ->
     words, skip = _quads(key, shape, starts)
     values = []
     for size, turn in (words[:2], words[2:]):
-        # in float64 and rounded once, so that the bits do not depend on how the elements are grouped into vectors
+        # in float64, rounded once at the end, so that the bits do not depend on how elements are grouped into vectors
         radius = ((size + 1).double() * 2.0**-32).log_().mul_(-2.0).sqrt_()
         angle = turn.double() * (2.0 * math.pi * 2.0**-32)
         values += [(radius * angle.cos()).float(), (radius * angle.sin()).float()]
@@ -165,7 +166,7 @@ def _impl_dropout(x: Tensor, key: Tensor, *, rate: float, starts: Sequence[int])
     return (x.contiguous() / (1 - rate)).masked_fill_(dropped, 0.0)
 
 
-@dropout_p.def_vjp_by_ops("key, dy -> dx")  # linear in x: the same mask
+@dropout_p.def_vjp_by_ops("key, dy -> dx")  # dropout is linear in x: the gradient is dropout with the same mask
 def _vjp(key, dy, *, rate, starts):
     return dropout_p.bind(dy, key, rate=rate, starts=starts)
 
@@ -180,7 +181,7 @@ def _abstract_fold(key, data):
 
 @fold_in_p.def_impl
 def _impl_fold(key: Tensor, data: Tensor) -> Tensor:
-    # all ones in the last word: no element of a tensor has this counter
+    # the last word is all ones, which is the counter of no element of a tensor
     last = torch.full_like(data, _MASK)
     words = philox((data & _MASK, (data >> 32) & _MASK, torch.zeros_like(data), last), key.unbind())
     return torch.stack(words[:2])
@@ -191,7 +192,7 @@ def _dims(starts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
 
 
 def _shifted(emit, starts):
-    """`starts` of this rank's shard; every dim that is sharded is moved, so one call does for all factors."""
+    """`starts` of this rank's shard. All sharded dims are shifted, so that one local program serves all factors."""
     shifts = [emit.start_of(f"d{i}") for i in range(len(starts))]
     return [shift if start == 0 else emit(operator.add, shift, start) for start, shift in zip(starts, shifts, strict=True)]
 

@@ -14,7 +14,7 @@ rope_many_p.mutates = ("xs",)
 
 
 def rope(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turn the first R of the H features of `x_BSNH` by the angles whose `cos` and `sin` are (B or 1, S, R/2); the rest passes.
+    """Turn the first R of the H features of `x_BSNH` by angles whose `cos` and `sin` are (B or 1, S, R/2); copy the others.
 
     Pairs are features (i, i + R/2), or (2i, 2i + 1) if `interleaved`. Computed in the wider of the dtypes of `x_BSNH` and of
     the tables, which are float32 or wider; the result has the dtype of `x_BSNH`. The tables get no gradient.
@@ -24,10 +24,11 @@ def rope(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False)
 
 
 def rope_many(xs: list[Tensor], cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> list[Tensor]:
-    """`rope` of each of `xs`, such as queries and keys, which it takes over: the results are `xs` themselves, overwritten.
+    """`rope` of each of `xs`, such as queries and keys. The results are `xs` themselves, overwritten.
 
-    The tables are those of `rope`; numbers of heads and head sizes may differ. The caller must not read an operand afterwards;
-    no two may overlap. No gradient. Raises like `rope`, and ShapeError if a tensor overlaps itself or its last dim is strided.
+    The tables are those of `rope`; numbers of heads and head sizes may differ. The caller must not read an operand afterwards; no
+    two of `xs` may overlap. There is no gradient. Raises what `rope` raises, and ShapeError if a tensor overlaps itself or the
+    stride of its last dim is not 1.
     """
     return rope_many_p.bind(xs, cos, sin, interleaved=interleaved)
 
@@ -64,9 +65,9 @@ def _impl(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 def _abstract_many(xs, cos, sin, *, interleaved):
     for x in xs:
         _abstract(x, cos, sin, interleaved=interleaved)
-    stuck = [f"xs[{i}] has shape {tuple(x.shape)}, strides {x.stride()}" for i, x in enumerate(xs) if not _can_be_overwritten(x)]
-    if stuck:
-        raise ShapeError("rope_many: cannot be overwritten, use rope:\n" + "\n".join(stuck))
+    wrong = [f"xs[{i}] has shape {tuple(x.shape)}, strides {x.stride()}" for i, x in enumerate(xs) if not _can_be_overwritten(x)]
+    if wrong:
+        raise ShapeError("rope_many: these tensors cannot be overwritten; use rope:\n" + "\n".join(wrong))
     return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in xs]
 
 
@@ -76,7 +77,7 @@ def _impl_many(xs: list[Tensor], cos: Tensor, sin: Tensor, *, interleaved: bool)
 
 
 def _can_be_overwritten(x: Tensor) -> bool:
-    """Whether every element has a place of its own and the last dim is contiguous."""
+    """Whether no two elements share memory and the last dim is contiguous."""
     reach = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
         if stride < reach:

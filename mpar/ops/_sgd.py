@@ -29,8 +29,8 @@ def sgd(
 
         m <- momentum m + g;  param <- param - lr (g + momentum m if nesterov else m)
 
-    `lr` and `scale` are 0-d tensors. Results have the dtypes of param and m; computed in float32 or wider. The operands are not
-    changed. No gradient. Raises ShapeError or DtypeError if the operands do not fit each other.
+    `lr` and `scale` are 0-d tensors. Results have the dtypes of param and m, and are computed in float32 or wider. The operands
+    are not changed. There is no gradient. Raises ShapeError or DtypeError if the operands do not fit each other.
     """
     return sgd_p.bind(param, grad, m, lr, scale, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
 
@@ -46,10 +46,10 @@ def sgd_many(
     weight_decay: float = 0.0,
     nesterov: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """`sgd` of many tensors in one call, which takes its operands over: the results are `params` and `ms`, overwritten.
+    """`sgd` of many tensors in one call. The results are `params` and `ms` themselves, overwritten.
 
-    What is left in `grads` is unspecified; the caller must not read an operand afterwards, nor own a view of one.
-    Raises ShapeError or DtypeError like `sgd`, listing all offenders.
+    The content of `grads` afterwards is unspecified. The caller must not read an operand afterwards, nor have a view of one.
+    Raises ShapeError or DtypeError like `sgd`, listing all operands that are wrong.
     """
     return sgd_many_p.bind(params, grads, ms, lr, scale, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
 

@@ -1,4 +1,4 @@
-"""Sum of squares of all elements: the part of a gradient norm that one tensor gives."""
+"""Sum of squares of all elements: what one tensor contributes to the norm of gradients."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ _ROW = 4096  # elements added in the working precision; the sums of rows are add
 
 
 def sum_squares(x: Tensor) -> Tensor:
-    """`sum(x ** 2)`, a scalar in float32 or wider; the same bits whenever it is computed from equal tensors of one shape.
+    """`sum(x ** 2)`, a scalar in float32 or wider; equal tensors of the same shape always give the same bits.
 
     Raises DtypeError if `x` is not floating point.
     """

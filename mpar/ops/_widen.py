@@ -1,4 +1,4 @@
-"""Widen: a cast to a wider floating dtype that keeps a pending sum pending, so that the sum is carried out in the wider one."""
+"""Widen: a cast to a wider floating dtype through which a pending sum stays pending, so that it is summed in the wider dtype."""
 
 import torch
 from torch import Tensor

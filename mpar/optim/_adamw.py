@@ -16,16 +16,16 @@ __all__ = ["AdamW"]
 
 @dataclass(frozen=True)
 class AdamW(Optimizer):
-    """A pure optimizer: hyperparameters here, state outside.
+    """A pure optimizer: it holds hyperparameters; its state is an argument and a result.
 
         p <- p (1 - lr weight_decay);  m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2
         p <- p - lr (m / (1 - b1^step)) / (sqrt(v / (1 - b2^step)) + eps)
 
-    lr:         a LearningRate, or a number, which is constant.
-    decay:      which parameters decay, see WeightDecayMask.
-    clip_norm:  the bound on the global gradient norm; None does not clip. `update` does not clip by itself: its caller
-                computes the norm (`global_norm`, `clip_factor`) and hands in `scale`.
-    Raises ConfigError, listing everything that is wrong.
+    lr:         a LearningRate, or a number for a constant rate.
+    decay:      which parameters have weight decay, see WeightDecayMask.
+    clip_norm:  the bound on the global norm of gradients; None does not clip. `update` does not clip by itself: its caller
+                computes the norm (`global_norm`) and passes the factor that clips (`scale`, `clip_factor`).
+    Raises ConfigError, which lists everything that is wrong.
     """
 
     lr: LearningRate | float
@@ -52,7 +52,7 @@ class AdamW(Optimizer):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`(new param, new slots)` of one parameter; `lr`, `step` (1 at the first update) and `scale` are scalars.
 
-        Element-wise, so it may be given any shard of the parameter.
+        It computes element by element, so the tensors may be any shard of the parameter.
         """
         m, v = slots
         beta1, beta2 = self.betas
@@ -71,5 +71,5 @@ class AdamW(Optimizer):
         return learning_rate(self.lr, step)
 
     def scale(self, norm: Tensor) -> Tensor:
-        """What gradients of global `norm` are multiplied with: the clip factor, or 1."""
+        """The factor for gradients of global `norm`: the one that clips them to `clip_norm`, or 1."""
         return clip_scale(norm, self.clip_norm)

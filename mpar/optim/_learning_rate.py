@@ -1,14 +1,14 @@
-"""Learning rates: pure functions from the number of an update to a rate. Update 1 is the first one.
+"""Learning rates: pure functions from the number of a step to the rate of its update. Step 1 is the first one.
 
-With `w` warm-up steps, `T` total steps and peak `lr`, the same for every one:
+With `w` warm-up steps, `T` total steps and peak `lr`, all of them have these rates:
 
-    update 1      lr / w          (warm-up is linear from 0, which would be update 0 and is never made)
-    update w      lr
-    update T      the minimum     (constant: lr)
+    step 1        lr / w          (warm-up is linear from a rate of 0 at step 0, which does not exist)
+    step w        lr
+    step T        the minimum     (constant: lr)
     after T       the minimum
 
-Without warm-up the peak belongs to update 0, so update 1 has already left it. transformers' schedulers give update `n` the value
-at `n - 1` (their first update has rate 0 when there is warm-up); at equal arguments the formulas agree where both define one.
+Without warm-up the peak would be the rate of step 0, so the rate of step 1 is already lower. The schedulers of transformers give
+step `n` the rate that these formulas have at `n - 1`, so their first step has rate 0 if there is warm-up.
 """
 
 import math
@@ -29,14 +29,15 @@ _SHAPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """What all learning rates share. `rate(step)` is that of update `step`, which counts from 1.
+    """The base of all learning rates. Called with the number of a step, which counts from 1, it gives the rate of its update.
 
     lr:            the peak rate.
-    total_steps:   the last update; only Constant can do without (then `warmup_ratio` cannot be used).
-    warmup_steps, warmup_ratio:  at most one of them; the ratio is of `total_steps`, rounded up to at most all but one.
-    min_lr, min_ratio:           at most one of them; the ratio is of `lr`; default 0.
+    total_steps:   the number of the last step. Only Constant may leave it out, and then `warmup_ratio` cannot be used.
+    warmup_steps, warmup_ratio:  at most one of them. The ratio is one of `total_steps`; its product is rounded up, but a ratio
+                   below 1 leaves at least one step.
+    min_lr, min_ratio:           at most one of them. The ratio is one of `lr`; the default is 0.
 
-    Raises ConfigError, listing everything that is wrong, when made; `step` < 1 raises ConfigError when called.
+    Making one raises ConfigError, which lists everything that is wrong. Calling it with `step` < 1 raises ConfigError.
     """
 
     lr: float
@@ -52,7 +53,7 @@ class LearningRate:
             raise ConfigError(f"cannot make the learning rate {self!r}:\n  " + "\n  ".join(problems))
 
     def __call__(self, step: int) -> float:
-        """The learning rate of update `step`."""
+        """The learning rate of step `step`."""
         if step < 1:
             raise ConfigError(f"{type(self).__name__}: there is no update {step}; the first update is step 1")
         warmup = self.num_warmup_steps
@@ -60,28 +61,28 @@ class LearningRate:
 
     @property
     def num_warmup_steps(self) -> int:
-        """The update that is the first to have the peak rate; 0 without warm-up."""
+        """The number of the first step with the peak rate; 0 without warm-up."""
         if self.warmup_ratio is not None:
             total = self.total_steps or 0
             share = _share(self.warmup_ratio, total)
-            return min(share, total - 1) if self.warmup_ratio < 1 else share  # a step is left even of a very short run
+            return min(share, total - 1) if self.warmup_ratio < 1 else share  # even a very short run has a step after warm-up
         return self.warmup_steps or 0
 
     @property
     def minimum(self) -> float:
-        """The rate of update `total_steps` and of all after it."""
+        """The rate of step `total_steps` and of all steps after it."""
         return self.lr * self.min_ratio if self.min_ratio is not None else self.min_lr or 0.0
 
     def _after_warmup(self, step: int) -> float:
         raise NotImplementedError
 
     def _between(self, shape: DecayShape, start: int, step: int) -> float:
-        """From `lr` at update `start` to the minimum at `total_steps`, along `shape`."""
+        """The rate of step `step` on a curve of `shape` from `lr` at step `start` to the minimum at `total_steps`."""
         assert self.total_steps is not None
         if step >= self.total_steps:
             return self.minimum
-        part = _SHAPES[shape]((step - start) / (self.total_steps - start)) if step > start else 1.0
-        return min(self.lr, self.minimum + (self.lr - self.minimum) * part)  # the rounded sum may pass the peak by one bit
+        share = _SHAPES[shape]((step - start) / (self.total_steps - start)) if step > start else 1.0
+        return min(self.lr, self.minimum + (self.lr - self.minimum) * share)  # the rounded sum may exceed the peak by one bit
 
     def _problems(self) -> list[str]:
         problems = []
@@ -109,7 +110,7 @@ class LearningRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(LearningRate):
-    """Warm-up, then `lr` for ever. It takes no minimum."""
+    """Warm-up, then `lr` for all steps. It has no minimum."""
 
     def _after_warmup(self, step: int) -> float:
         return self.lr
@@ -121,7 +122,7 @@ class Constant(LearningRate):
 
 @dataclass(frozen=True, kw_only=True)
 class _Decaying(LearningRate):
-    """A rate that reaches its minimum at `total_steps`, which it needs."""
+    """A rate that reaches its minimum at `total_steps`, which must be given."""
 
     def _problems(self) -> list[str]:
         problems = super()._problems()
@@ -150,9 +151,9 @@ class Cosine(_Decaying):
 
 @dataclass(frozen=True, kw_only=True)
 class WSD(_Decaying):
-    """Warm-up, stable, decay: `lr` until update `total_steps - num_decay_steps`, then `shape` to the minimum.
+    """Warm-up, stable, decay: `lr` until step `total_steps - num_decay_steps`, then a curve of `shape` to the minimum.
 
-    One of `decay_steps` and `decay_ratio` (of `total_steps`, rounded up; default 0.1) gives the length of the decay.
+    The length of the decay is `decay_steps`, or `decay_ratio` times `total_steps`, rounded up; by default the ratio is 0.1.
     """
 
     decay_steps: int | None = None
@@ -161,7 +162,7 @@ class WSD(_Decaying):
 
     @property
     def num_decay_steps(self) -> int:
-        """How many updates have a rate below the peak at the end."""
+        """The number of steps of the decay, whose rates are below the peak."""
         if self.decay_steps is not None:
             return self.decay_steps
         return _share(0.1 if self.decay_ratio is None else self.decay_ratio, self.total_steps or 0)
@@ -188,10 +189,10 @@ class WSD(_Decaying):
 
 
 def learning_rate(lr: LearningRate | float, step: int) -> float:
-    """The rate of update `step` (the first is 1) of a LearningRate, or of a plain number, which is constant."""
+    """The rate of step `step`, which counts from 1; `lr` is a LearningRate, or a number for a constant rate."""
     return lr(step) if isinstance(lr, LearningRate) else float(lr)
 
 
 def _share(ratio: float, total: int) -> int:
-    """`ratio * total` rounded up, except that 0.07 * 100 = 7.000000000000001 is 7."""
+    """`ratio * total` rounded up, but without errors of rounding: 0.07 * 100 = 7.000000000000001 gives 7."""
     return math.ceil(ratio * total - 1e-9 * total)

@@ -14,7 +14,7 @@ __all__ = ["clip_factor", "global_norm"]
 def global_norm(grads: Tree) -> Tensor:
     """The Euclidean norm of all leaves of `grads` together: a scalar, float32 or wider.
 
-    Square sums are added in the order of the leaves, starting from the first, as a compiled program does.
+    The sums of squares are added in the order of the leaves, as a compiled program does.
     Raises ShapeError if there is no leaf.
     """
     squares = [sum_squares(grad) for grad in tree.leaves(grads)]
@@ -27,7 +27,7 @@ def global_norm(grads: Tree) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """`min(1, max_norm / (norm + 1e-6))`, what gradients of global `norm` are multiplied with so that it is at most `max_norm`.
+    """`min(1, max_norm / (norm + 1e-6))`: multiplied by it, gradients of global `norm` have at most the norm `max_norm`.
 
     The same formula as torch.nn.utils.clip_grad_norm_. A norm that is not finite gives 0 or NaN: check it first.
     """

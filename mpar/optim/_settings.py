@@ -1,4 +1,4 @@
-"""The settings that AdamW and SGD have in common, and what is wrong with them."""
+"""The settings that AdamW and SGD have in common, and the check of their values."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ __all__ = ["WeightDecayMask", "check_settings", "clip_scale", "decays"]
 WeightDecayMask = Literal["by_rank", "all"]
 """Which parameters decay. "by_rank": those of two or more dims that are not biases; "all": every one.
 
-A bias may have two dims here (`q_bias_NH`, one number for each head and element), so the name counts as well as the rank.
+A bias may have two dims (`q_bias_NH` has one number for each head and feature), so the name is considered as well.
 """
 
 
@@ -28,7 +28,7 @@ def decays(mask: WeightDecayMask, path: str, leaf: Tensor | Axes) -> bool:
 
 
 def clip_scale(norm: Tensor, clip_norm: float | None) -> Tensor:
-    """What gradients of global `norm` are multiplied with: the factor that clips them to `clip_norm`, or 1 if that is None."""
+    """The factor for gradients of global `norm`: the one that clips them to `clip_norm`, or 1 if that is None."""
     return torch.ones_like(norm) if clip_norm is None else clip_factor(norm, clip_norm)
 
 
@@ -41,7 +41,7 @@ def check_settings(
     not_negative: dict[str, float],
     problems: list[str],
 ) -> None:
-    """Raise ConfigError with a line for everything that is wrong: with these settings, and `problems` of the optimizer's own.
+    """Raise ConfigError with a line for everything that is wrong with these settings, and with `problems` that the caller found.
 
     not_negative: further settings, by name, that must not be negative.
     """

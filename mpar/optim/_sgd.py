@@ -15,13 +15,13 @@ __all__ = ["SGD"]
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """A pure optimizer: hyperparameters here, state outside.
+    """A pure optimizer: it holds hyperparameters; its state is an argument and a result.
 
         g <- g + weight_decay p;  u <- momentum u + g;  p <- p - lr u        (nesterov: p <- p - lr (g + momentum u))
 
-    Without momentum (u = g) there is no state but the step. With it, an update is one call of the primitive `sgd`.
-    The fields mean what they mean in AdamW, except that decay is part of the gradient, so momentum carries it on.
-    Raises ConfigError, listing everything that is wrong.
+    Without momentum (u = g) the only state is the number of the step. With momentum, an update is one call of primitive `sgd`.
+    The fields mean the same as in AdamW, but weight decay is added to the gradient, so that it enters the momentum.
+    Raises ConfigError, which lists everything that is wrong.
     """
 
     lr: LearningRate | float
@@ -51,7 +51,7 @@ class SGD(Optimizer):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`(new param, new slots)` of one parameter; `lr`, `step` (1 at the first update, not used) and `scale` are scalars.
 
-        Element-wise, so it may be given any shard of the parameter.
+        It computes element by element, so the tensors may be any shard of the parameter.
         """
         weight_decay = self.weight_decay if decays else 0.0
         if self.momentum:
@@ -73,5 +73,5 @@ class SGD(Optimizer):
         return learning_rate(self.lr, step)
 
     def scale(self, norm: Tensor) -> Tensor:
-        """What gradients of global `norm` are multiplied with: the clip factor, or 1."""
+        """The factor for gradients of global `norm`: the one that clips them to `clip_norm`, or 1."""
         return clip_scale(norm, self.clip_norm)

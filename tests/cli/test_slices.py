@@ -36,7 +36,7 @@ REFUSED = {
         [*ONE, "model=tiny_llama", DYNAMIC, "schedule.num_slices=2"],
         ["this RoPE depends on the last position of a row, which its slices do not know.", WHOLE],
     ),
-    "losses of routers": (ROUTED, ["look at all tokens of a microbatch, for aux_loss=0.001.", "(model.router)", WHOLE]),
+    "losses of routers": (ROUTED, ["look at all tokens of a microbatch, because of aux_loss=0.001.", "(model.router)", WHOLE]),
     "capacities": (
         [*ROUTED, "model.router.aux_loss=0", "model.router.capacity_factor=1.5", "model.router.kind=sinkhorn"],
         ["for kind=sinkhorn, capacity_factor=1.5."],

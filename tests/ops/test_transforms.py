@@ -192,5 +192,5 @@ def test_second_derivative(case, make_tensor):
     if case.twice:
         testing.assert_close(curvature(case.op)(*operands), curvature(case.formula)(*operands), name="second derivative")
     else:
-        with pytest.raises(DifferentiationError, match="second derivatives stop here"):
+        with pytest.raises(DifferentiationError, match="has no second derivative"):
             curvature(case.op)(*operands)

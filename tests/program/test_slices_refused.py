@@ -175,7 +175,7 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_h
 POSITIONS = {key: ((4, 16), torch.int64) for key in ("tokens", "labels", "positions")}
 DYNAMIC = {**BASE, "model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
 RING = replace(preset("ddp"), context_parallel="ring", sequence="zigzag")
-ROUTERS = "cannot cut the rows(?s:.*)its routers look at all tokens of a microbatch, for {}(?s:.*)Use routers .* without"
+ROUTERS = "cannot cut the rows(?s:.*)its routers look at all tokens of a microbatch, because of {}(?s:.*)Use routers .* without"
 CASES = {
     "rows": (QWEN3, {}, {"num_slices": 3}, ShapeError, "cannot cut rows of 16 positions into 3 equal slices"),
     "none": (QWEN3, {}, {"num_slices": 0}, ShapeError, "cannot cut rows of .* into 0 equal slices"),

@@ -1,6 +1,6 @@
-"""Architectures: what tells one Hugging Face model type from another, one declaration for each, and the table of them.
+"""Architectures: how Hugging Face model types differ. Each is declared in a module of its own; ARCHITECTURES has them all.
 
-An architecture of your own starts from what is exported here, and goes to `models.from_config` in a table:
+To use an architecture of your own, make it from what is exported here and pass it to `models.from_config` in a table:
 
     OURS = dataclasses.replace(LLAMA, name="ours", hf_class="OursForCausalLM", settings=our_settings)
     model = models.from_config(config, architectures={"ours": OURS})

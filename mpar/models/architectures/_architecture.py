@@ -1,9 +1,9 @@
-"""Architecture: what tells one Hugging Face model type from another.
+"""Architecture: everything in which one Hugging Face model type differs from the others.
 
-To add one, declare an `Architecture` in a module of its own: a map of config keys, a map of weight names (see
-`mpar/models/hf/_weight_map.py`), and `settings`, which puts layers together from parts; and name it in `_table.py`. One that is
-not ours is handed to `models.from_config` and the like in a table of its own. Its parity with transformers is tested once it has
-variants in the table of tests/models/variants.py.
+To add one, declare an `Architecture` in a module of its own, with a map of config keys, a map of weight names (see
+`mpar/models/hf/_weight_map.py`) and `settings`, which composes layers of parts; and enter it in `_table.py`. Users can instead
+pass an architecture of their own in a table to `models.from_config` and the like. Parity with transformers is tested for every
+architecture that has variants in the table of tests/models/variants.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +21,12 @@ Ropes = tuple[tuple[str, Rope], ...]
 
 @dataclass(frozen=True)
 class Plain:
-    """The plain decoder, as far as the common keys tell: what an architecture's settings start from.
+    """The plain decoder that the common keys describe. The `settings` of an architecture start from it.
 
     decoder: everything but layers and norm.
-    norm:    of all layers and of the head.
-    heads:   what `attention` gives; None for configs without num_attention_heads.
-    hidden:  what `mlp` gives; None for configs without intermediate_size.
+    norm:    the norm of all layers and of the head.
+    heads:   the result of `attention`; None for configs without num_attention_heads.
+    hidden:  the result of `mlp`; None for configs without intermediate_size.
     """
 
     decoder: DecoderConfig
@@ -53,7 +53,8 @@ class Plain:
         mlps: Mlp | Sequence[Mlp | None] | None = None,
         norms: Literal["pre", "post", "both"] = "pre",
     ) -> DecoderConfig:
-        """The decoder with these layers: one mixer, and one mlp, for all of them, or one for each; by default the plain one."""
+        """The decoder with layers of these parts. `mixers` and `mlps` are one config for all layers, or a sequence with one for
+        each; by default they are the plain attention and feed-forward layer."""
         mixers = self.attention if mixers is None else mixers
         mlps = self.mlp if mlps is None else mlps
         every_mixer = mixers if isinstance(mixers, Sequence) else (mixers,) * self.num_layers
@@ -63,12 +64,12 @@ class Plain:
 
 
 def windowed(attention: AttentionConfig, windows: Sequence[int | None]) -> tuple[AttentionConfig, ...]:
-    """One attention per layer, the same but for its window."""
+    """One attention for each of `windows`, all equal but for the window."""
     return tuple(replace(attention, window=window) for window in windows)
 
 
 def one_rope(title: str, values: Values, head_size: int, ignore: Sequence[str], theta: float = 10_000.0) -> Ropes:
-    """The one rotation that a config describes; `theta` where it has none."""
+    """The one rotation that a config describes; `theta` is the default if the config does not give it."""
     return ((MAIN, read_rope(title, values, head_size, ignore, theta=theta)),)
 
 
@@ -79,18 +80,19 @@ def no_rope(title: str, values: Values, head_size: int, ignore: Sequence[str]) -
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model type. It is data: that it exists tells nobody of it, so that `dataclasses.replace` makes a private variant.
+    """One model type. It is plain data and registers itself nowhere, so `dataclasses.replace` can make a private variant.
 
-    hf_class: the class in transformers.        keys: what its config may hold.
-    settings: `fn(title, values, plain)` gives the decoder; it starts from `plain.stack()`.
+    hf_class: the class in transformers.
+    keys:     the keys that a config may have.
+    settings: `fn(title, values, plain)` gives the decoder, usually by `plain.stack`; `title` is for messages.
     names:    path of a leaf -> (name of the stored tensor, transform), as in `mpar/models/hf/_weight_map.py`.
-    base:     what the names of the decoder begin with; checkpoints of the decoder without head may lack it.
-    ignored:  keys that its configs have and that are not read, with the reason.
-    words:    common key -> the key by which its configs call it.
-    ropes:    `fn(title, values, head_size, ignore)` gives the rotations by name.
+    base:     the prefix of all names of the decoder; checkpoints of a decoder without head may lack it.
+    ignored:  keys that configs have but that are not read, each with the reason.
+    words:    common key -> the key that configs of this architecture have instead.
+    ropes:    `fn(title, values, head_size, ignore)` gives the rotations, each with its name.
     norm_eps: the key of the norms' eps.
-    absent:   names that old or tied checkpoints may hold and that carry nothing.
-    layers_behind: the key by which its configs count the layers behind the last one, for further tokens; None: it has none.
+    absent:   names of tensors that checkpoints may hold but that are not needed.
+    layers_behind: the key for the number of layers after the last one, for further tokens; None if the architecture has none.
     """
 
     name: str

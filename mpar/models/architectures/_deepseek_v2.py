@@ -65,7 +65,7 @@ DEEPSEEK_KEYS = {
     "moe_layer_freq": Key((int,), 1, accepted=(1,)),
 }
 DEEPSEEK_IGNORED = {
-    "output_router_logits": "chooses what transformers returns; no loss follows from it in these models",
+    "output_router_logits": "chooses what transformers returns; in these models it adds no loss",
     "aux_loss_alpha": "transformers has no loss of this name; router={'seq_aux_loss': ...} asks for one",
     "seq_aux": "says which loss aux_loss_alpha belongs to",
     "ep_size": "how the first release spread experts over ranks",
@@ -73,7 +73,7 @@ DEEPSEEK_IGNORED = {
 
 
 def check_deepseek(title: str, values: Values) -> None:
-    """Raise ConfigError unless head sizes and numbers fit each other."""
+    """Raise ConfigError unless numbers and sizes of heads fit each other."""
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     size = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
     problems = []
@@ -86,12 +86,12 @@ def check_deepseek(title: str, values: Values) -> None:
 
 
 def latent_rope(title: str, values: Values, head_size: int, ignore: Sequence[str]) -> Ropes:
-    """The rotation of the part of heads that has one."""
+    """The rotation of those features of heads that have RoPE."""
     return ((MAIN, read_rope(title, values, values["qk_rope_head_dim"], ignore)),)
 
 
 def latent_attention(values: Values, *, interleaved: bool) -> LatentAttentionConfig:
-    """The attention that the keys describe; with YaRN's mscale_all_dim the scores grow (arXiv:2309.00071, eq. 22)."""
+    """The attention that the keys describe; mscale_all_dim of YaRN increases its scale (arXiv:2309.00071, eq. 22)."""
     rope = (values["rope_scaling"] or {}) | (values["rope_parameters"] or {})
     scale = (values["qk_nope_head_dim"] + values["qk_rope_head_dim"]) ** -0.5
     factor = rope.get("factor") or 1.0

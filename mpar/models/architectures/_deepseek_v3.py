@@ -76,7 +76,7 @@ DEEPSEEK_V3 = Architecture(
     names={**_NAMES, **MTP_NAMES},
     ignored={
         **DEEPSEEK_IGNORED,
-        "num_nextn_predict_layers": "layers behind the last one, for further tokens; `mtp_loss_weight` asks for the first",
+        "num_nextn_predict_layers": "layers after the last one, for further tokens; `mtp_loss_weight` asks for the first of them",
     },
     ropes=latent_rope,
     layers_behind="num_nextn_predict_layers",

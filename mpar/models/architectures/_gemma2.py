@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv:2408.00118): norms before and behind every part, soft caps, windows in every other layer, scaled embeddings."""
+"""Gemma 2 (arXiv:2408.00118): norms before and after every part, soft caps, windows in every other layer, scaled embeddings."""
 
 from dataclasses import replace
 

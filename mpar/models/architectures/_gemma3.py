@@ -1,6 +1,6 @@
-"""Gemma 3, its text model (arXiv:2503.19786): Gemma 2 with norms of query and key heads for soft caps, and two rotations.
+"""The text model of Gemma 3 (arXiv:2503.19786): Gemma 2 with two rotations, and norms of query and key heads instead of caps.
 
-Layers with a window have a rotation of their own, with a smaller theta ("local"); every sixth layer sees all.
+Layers with a window have a second rotation with a smaller theta ("local"); every sixth layer has no window.
 """
 
 from collections.abc import Sequence
@@ -25,22 +25,22 @@ GEMMA3_NAMES = {
 
 
 def _ropes(title: str, values: Values, head_size: int, ignore: Sequence[str]) -> Ropes:
-    """Both rotations: rope_parameters by layer type, or rope_theta with rope_scaling and rope_local_base_freq."""
+    """Both rotations, from rope_parameters by layer type, or from rope_theta with rope_scaling and rope_local_base_freq."""
     nested = values["rope_parameters"] or {}
     strange = sorted(set(nested) - set(_KINDS))
     if strange:
         listed = ", ".join(f"rope_parameters.{key}={nested[key]!r}" for key in strange)
         raise ConfigError(refusal(title, [f"{listed}: there are {' and '.join(_KINDS)}, a rotation for each"]))
-    found = []
+    ropes = []
     for kind, (name, theta_key, theta) in _KINDS.items():
-        own = {
+        rope_values = {
             **values,
             "rope_parameters": nested.get(kind),
             "rope_scaling": values["rope_scaling"] if name == MAIN else None,
             "rope_theta": values[theta_key],
         }
-        found.append((name, read_rope(title, own, head_size, ignore, theta=theta)))
-    return tuple(found)
+        ropes.append((name, read_rope(title, rope_values, head_size, ignore, theta=theta)))
+    return tuple(ropes)
 
 
 def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:

@@ -42,13 +42,13 @@ _WORDS = {
 }
 _ACTIVATIONS = {"gelu_new": "gelu_pytorch_tanh"}  # the same function under an older name
 _SUMMARY = "belongs to the head of multiple-choice models"
-_DROPOUT = "GPT-2 was trained with dropout, its published configs say so, and no model here has any"
+_DROPOUT = "GPT-2 was trained with dropout and its published configs have it, but models of mpar have no dropout"
 
 
 def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
     size, head_size = values["hidden_size"], plain.attention.head_size
-    written: str = values["activation_function"]
-    activation = _ACTIVATIONS.get(written, written)
+    activation_key: str = values["activation_function"]
+    activation = _ACTIVATIONS.get(activation_key, activation_key)
     mlp = MlpConfig(values["n_inner"] or 4 * size, activation, gated=False, bias=True)
     scale = head_size**-0.5 if values["scale_attn_weights"] else 1.0
     attention = replace(plain.attention, qkv_bias=True, o_bias=True, rope=None, scale=scale)
@@ -74,7 +74,7 @@ GPT2 = Architecture(
                 "pruned_heads",
             )
         },
-        **{own: COMMON_KEYS[word] for word, own in _WORDS.items()},
+        **{gpt2_key: COMMON_KEYS[common_key] for common_key, gpt2_key in _WORDS.items()},
         "n_inner": Key((int,), None, nullable=True, positive=True),
         "activation_function": Key((str,), "gelu_new", accepted=(*_ACTIVATIONS, *COMMON_KEYS["hidden_act"].accepted)),
         "layer_norm_epsilon": Key((int, float), 1e-5, positive=True),
@@ -93,7 +93,7 @@ GPT2 = Architecture(
         **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), _DROPOUT),
         **dict.fromkeys(("summary_type", "summary_use_proj", "summary_activation"), _SUMMARY),
         **dict.fromkeys(("summary_proj_to_labels", "summary_first_dropout"), _SUMMARY),
-        "n_ctx": "an old name of n_positions, which the published configs have beside it",
-        "reorder_and_upcast_attn": "the order and dtype of attention's operations; the same function",
+        "n_ctx": "an old name of n_positions; the published configs have both",
+        "reorder_and_upcast_attn": "changes the order and dtype of attention's operations, not the function",
     },
 )

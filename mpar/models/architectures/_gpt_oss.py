@@ -32,7 +32,7 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What a config without a rotation of its own has."""
+"""The rotation of configs that do not give one."""
 
 
 def _ropes(title: str, values: Values, head_size: int, ignore: Sequence[str]) -> Ropes:
@@ -84,8 +84,8 @@ GPT_OSS = Architecture(
     settings=_settings,
     names=GPT_OSS_NAMES,
     ignored={
-        "experts_per_token": "an older name, which transformers does not read; num_experts_per_tok stands beside it",
-        "initial_context_length": "what original_max_position_embeddings of the rotation says",
+        "experts_per_token": "an older name, which transformers does not read; configs also have num_experts_per_tok",
+        "initial_context_length": "the same number as original_max_position_embeddings of the rotation",
     },
     ropes=_ropes,
 )

@@ -45,7 +45,7 @@ _NAMES = {
 
 
 def _limits(value: object) -> tuple[float | None, float | None]:
-    """The bounds of steps; steps are positive, so that none but a positive lower bound matters."""
+    """The limits of time steps. A lower limit that is not positive has no effect, because time steps are positive."""
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise ConfigError(f"time_step_limit={value!r}: must be two numbers")
     bounds = [float(part["__float__"]) if isinstance(part, dict) and list(part) == ["__float__"] else part for part in value]
@@ -110,8 +110,8 @@ MAMBA2 = Architecture(
         "time_step_max": Key(NUMBER, 0.1, positive=True),
         "time_step_floor": Key(NUMBER, 1e-4, positive=True),
         "rescale_prenorm_residual": Key((bool,), False),
-        "residual_in_fp32": Key((bool,), True),  # the precision chooses the dtype of the residual stream
-        "time_step_rank": Key((int, str), "auto"),  # of the first Mamba, whose steps came from a product of two matrices
+        "residual_in_fp32": Key((bool,), True),  # not used: the precision decides the dtype of the residual stream
+        "time_step_rank": Key((int, str), "auto"),  # only Mamba-1 used it: its time steps came from two matrices
     },
     settings=_settings,
     names=_NAMES,

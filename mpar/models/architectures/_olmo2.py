@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv:2501.00656): norms behind attention and feed-forward layer, none before; RMS norms over all of a query or key."""
+"""OLMo 2 (arXiv:2501.00656): norms after attention and feed-forward layer, none before; RMS norms over all heads of q and k."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Phi-3 (arXiv:2404.14219): a Llama whose projections are stored together; LongRoPE, rotation of a part of each head."""
+"""Phi-3 (arXiv:2404.14219): a Llama whose projections are stored together; LongRoPE; RoPE on a share of each head's features."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ _NO_BIAS = Key((bool,), False, accepted=(False,))
 
 
 def _ropes(title: str, values: Values, head_size: int, ignore: Sequence[str]) -> Ropes:
-    aliases = {"su": "longrope", "yarn": "longrope"}  # what the first checkpoints called it
+    aliases = {"su": "longrope", "yarn": "longrope"}  # names in the first checkpoints
     return ((MAIN, read_rope(title, values, head_size, ignore, partial=True, aliases=aliases)),)
 
 

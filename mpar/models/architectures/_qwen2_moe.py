@@ -56,7 +56,7 @@ def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
 
 
 def _windows(title: str, values: Values) -> tuple[int | None, ...]:
-    """Without layer_types every other layer below max_window_layers slides, the first with them."""
+    """The windows of all layers. Without layer_types, layers 0, 2, 4, ... below max_window_layers have one."""
     if values["layer_types"] is None:
         slides = [i % 2 == 0 and i < values["max_window_layers"] for i in range(values["num_hidden_layers"])]
         kinds = ["sliding_attention" if slide and values["use_sliding_window"] else "full_attention" for slide in slides]
@@ -76,7 +76,7 @@ QWEN2_MOE = Architecture(
         "moe_intermediate_size": Key((int,), 1408, positive=True),
         "shared_expert_intermediate_size": Key((int,), 5632, positive=True),
         "qkv_bias": Key((bool,), True),
-        "sliding_window": Key((int,), 4096, nullable=True),  # transformers writes 0 where no layer slides
+        "sliding_window": Key((int,), 4096, nullable=True),  # transformers writes 0 if no layer has a window
     },
     settings=_settings,
     names=QWEN2_MOE_NAMES,

@@ -1,4 +1,4 @@
-"""Qwen3, dense (arXiv:2505.09388): RMS norms of each query and key head before RoPE; a head size of its own."""
+"""Qwen3, dense (arXiv:2505.09388): RMS norms of each query and key head before RoPE; the config sets the head size."""
 
 from dataclasses import replace
 

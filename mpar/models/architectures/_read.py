@@ -1,4 +1,4 @@
-"""From a Hugging Face config to its architecture, and to the decoder that it describes."""
+"""Reading a Hugging Face config: finding its architecture, and the decoder that it describes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,10 @@ __all__ = ["find_architecture", "read_decoder"]
 
 
 def find_architecture(raw: Mapping[str, object], table: Mapping[str, Architecture]) -> Architecture:
-    """The architecture that a config names by model_type and architectures. Raises UnknownNameError with those of `table`."""
+    """The architecture that a config names by its keys model_type and architectures.
+
+    Raises UnknownNameError, which lists those of `table`, if it is not among them.
+    """
     kind, classes = raw.get("model_type"), raw.get("architectures") or []
     found = table.get(kind) if isinstance(kind, str) else None
     if found is None or (classes and classes != [found.hf_class]):
@@ -22,13 +25,13 @@ def find_architecture(raw: Mapping[str, object], table: Mapping[str, Architectur
 
 
 def read_decoder(raw: Mapping[str, object], architecture: Architecture, ignore: Sequence[str] = ()) -> DecoderConfig:
-    """The mathematics that a Hugging Face config describes; `ignore` names keys that are not looked at.
+    """The decoder that a Hugging Face config describes; keys in `ignore` are not read.
 
-    Raises ConfigError with everything that is wrong with it.
+    Raises ConfigError with everything that is wrong with the config.
     """
     title = f"the config of a {architecture.name}"
     given = read_config(title, raw, architecture.keys, ignore, {**IGNORED_KEYS, **architecture.ignored})
-    values = {**given, **{word: given[own] for word, own in architecture.words.items()}}
+    values = {**given, **{common_key: given[config_key] for common_key, config_key in architecture.words.items()}}
     heads = _heads(title, values, architecture.words) if "num_attention_heads" in values else None
     decoder = DecoderConfig(
         vocab_size=values["vocab_size"],
@@ -49,7 +52,7 @@ def read_decoder(raw: Mapping[str, object], architecture: Architecture, ignore: 
 
 
 def _heads(title: str, values: Values, words: Mapping[str, str]) -> AttentionConfig:
-    """The plain attention. Raises ConfigError with what is wrong with the sizes."""
+    """The plain attention. Raises ConfigError with everything that is wrong with its sizes."""
     heads = values["num_attention_heads"]
     kv_heads, given = values.get("num_key_value_heads") or heads, values.get("head_dim")
     size, size_key, heads_key = values["hidden_size"], *(words.get(w, w) for w in ("hidden_size", "num_attention_heads"))

@@ -26,7 +26,7 @@ NO_DROPOUT = Key((int, float), 0.0, accepted=(0,))
 def _settings(title: str, values: Values, plain: Plain) -> DecoderConfig:
     bias = values["use_bias"]
     attention = replace(plain.attention, qkv_bias=bias, o_bias=bias, window=values["sliding_window"])
-    norm = replace(plain.norm, kind="layer_norm", bias=True)  # whatever use_bias says
+    norm = replace(plain.norm, kind="layer_norm", bias=True)  # norms have biases even if use_bias is false
     return replace(plain, norm=norm).stack(attention, replace(plain.mlp, gated=False, bias=bias))
 
 

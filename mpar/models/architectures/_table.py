@@ -26,7 +26,7 @@ __all__ = ["ARCHITECTURES", "architecture_table"]
 
 
 def architecture_table(declarations: Iterable[Architecture]) -> Mapping[str, Architecture]:
-    """Architectures by their names, which model_type of a config gives. It cannot be changed."""
+    """A table of architectures by name, as model_type of a config gives it. The table cannot be changed."""
     return MappingProxyType({architecture.name: architecture for architecture in declarations})
 
 
@@ -51,4 +51,4 @@ ARCHITECTURES = architecture_table(
         STARCODER2,
     )
 )
-"""Those that are known where nobody gives a table of his own."""
+"""The architectures that functions know if their caller passes no other table."""

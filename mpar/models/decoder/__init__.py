@@ -1,4 +1,4 @@
-"""The decoder: its config, its parameters and how they start, and the segments that its chain is made of."""
+"""The decoder: its config, its parameters and their initial values, and the segments of its chain."""
 
 from mpar.models.decoder._block import BlockSegment
 from mpar.models.decoder._chain import segments

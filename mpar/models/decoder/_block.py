@@ -1,4 +1,4 @@
-"""The segment of one layer: norms, its parts, the residual stream."""
+"""The segment of one layer: its norms and parts, and what they add to the residual stream."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,32 +19,32 @@ Apply = Callable[[PartParams[Tensor], PartConfig, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class BlockSegment:
-    """One layer; equal settings are one kind to the compiler."""
+    """One layer. Segments of equal layers are equal, so that the compiler makes one kind for them."""
 
     layer: LayerConfig
 
     def __call__(self, params: tuple[Block[Tensor]], x: Tensor, context: Mapping[str, Tensor], *, training: bool) -> tuple:
         """(B, S, D) to `((B, S, D), losses)`, or `((B, S, D), losses, metrics)` if a part has metrics."""
-        x, _, *rest = self.slice(params, x, context, (), training=training)
-        return x, *rest
+        x, _, *losses_and_metrics = self.slice(params, x, context, (), training=training)
+        return x, *losses_and_metrics
 
     def slice(
         self, params: tuple[Block[Tensor]], x: Tensor, context: Mapping[str, Tensor], past: tuple, *, training: bool
     ) -> tuple:
-        """The same for slices of rows, see `Carry`: what is carried to later ones comes second."""
+        """`__call__` for a slice of rows, see `Carry.fn`; what is carried to later slices is the second result."""
         losses: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
         carried: Carried | None = None
 
-        def apply(own: PartParams[Tensor], config: PartConfig, normed: Tensor) -> Tensor:
+        def apply(parameters: PartParams[Tensor], config: PartConfig, normed: Tensor) -> Tensor:
             nonlocal carried
             part = part_of(config)
             if part.slice is not None:
-                y, carried = part.slice(own, config, normed, context, past)
+                y, carried = part.slice(parameters, config, normed, context, past)
                 return y
-            y, more_losses, more_metrics = apply_part(own, config, normed, context, training=training)
-            losses.update(more_losses)
-            metrics.update(more_metrics)
+            y, part_losses, part_metrics = apply_part(parameters, config, normed, context, training=training)
+            losses.update(part_losses)
+            metrics.update(part_metrics)
             return y
 
         x = self._residual(params[0], x, apply)
@@ -53,22 +53,22 @@ class BlockSegment:
     def decode(
         self, params: tuple[Block[Tensor]], x: Tensor, context: Mapping[str, Tensor], state: State | None
     ) -> tuple[Tensor, State | None]:
-        """(B, S, D) of the tokens that follow those of `state` (None: the first of all) to (B, S, D) and the state after them."""
-        carried = state
+        """(B, S, D) of tokens that follow those of `state` (None: they are the first) to (B, S, D) and the state after them."""
+        state_after = state
 
-        def apply(own: PartParams[Tensor], config: PartConfig, normed: Tensor) -> Tensor:
-            nonlocal carried
+        def apply(parameters: PartParams[Tensor], config: PartConfig, normed: Tensor) -> Tensor:
+            nonlocal state_after
             part = part_of(config)
             if part.decode is None:
-                return apply_part(own, config, normed, context, training=False)[0]
-            y, carried = part.decode(own, config, normed, context, carried)
+                return apply_part(parameters, config, normed, context, training=False)[0]
+            y, state_after = part.decode(parameters, config, normed, context, state_after)
             return y
 
         x = self._residual(params[0], x, apply)
-        return x, carried
+        return x, state_after
 
     def _residual(self, block: Block[Tensor], x: Tensor, apply: Apply) -> Tensor:
-        """`x` and what its parts add to it; `apply(parameters, config, normed x)` runs a part."""
+        """`x` plus what the parts of the layer add to it; `apply` computes one part."""
         layer = self.layer
         for label, config in zip(("attn", "mlp"), layer.parts, strict=False):
             gain_D, bias_D = norm_leaves(block, label)

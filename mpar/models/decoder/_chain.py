@@ -1,7 +1,7 @@
 """The chain of a decoder: embedding, a segment for each layer, the layer for further tokens, head.
 
-Every model here is this function with another configuration (Touvron et al. 2023, arXiv:2302.13971, section 2.2, is the plain
-one); what its layers are made of is said in `layers/_parts.py`.
+Every model of `mpar.models` is this chain with its own config; Touvron et al. 2023, arXiv:2302.13971, section 2.2, describe the
+plain case. `layers/_parts.py` says what layers are made of.
 """
 
 import functools
@@ -39,6 +39,6 @@ def segments(config: DecoderConfig) -> tuple[Segment, ...]:
 
 
 def _carry(layer: LayerConfig, fn: Callable) -> Carry | None:
-    """How a segment that has this layer goes from slice to slice, `fn` doing it; None if it cannot."""
+    """The `Carry` of a segment with this layer, whose function for slices is `fn`; None if rows of the layer cannot be cut."""
     part = part_of(layer.mixer)
     return None if part.slice is None else Carry(fn, part.carried_axes, part.reach(layer.mixer))

@@ -1,4 +1,4 @@
-"""What a decoder is: its layers, the norm at its end, its rotations, its vocabulary, the layer for further tokens."""
+"""The config of a decoder: its layers, final norm, rotations, vocabulary, and the layer for further tokens."""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ __all__ = ["DecoderConfig", "LayerConfig", "MultiTokenConfig", "with_mlp_chunk"]
 class LayerConfig:
     """One layer: its mixer of tokens, its feed-forward layer (None: it has none), and its norms.
 
-    norms: where they stand: "pre", x + f(norm(x)); "post", x + norm(f(x)) (OLMo 2, arXiv:2501.00656, section 3.2); or "both".
+    norms: where norms stand: "pre", x + f(norm(x)); "post", x + norm(f(x)) (OLMo 2, arXiv:2501.00656, section 3.2); or "both".
     """
 
     mixer: Mixer
@@ -39,18 +39,18 @@ class LayerConfig:
 
     @property
     def sequential(self) -> bool:
-        """Whether its mixer goes from token to token, and cannot take them in another order."""
+        """Whether its mixer scans tokens one after the other, so that rows must not be permuted."""
         return isinstance(self.mixer, MambaConfig)
 
     @property
     def of_all_tokens(self) -> tuple[str, ...]:
-        """The options, `name=value`, with which parts look at all tokens of a microbatch, or have a loss of them."""
+        """Those options, as `name=value`, because of which a part looks at all tokens of a microbatch or has a loss over them."""
         return tuple(option for part in self.parts for option in part_of(part).of_all_tokens(part))
 
 
 @dataclass(frozen=True)
 class MultiTokenConfig:
-    """The further `layer`, and the weight of its loss. Raises ConfigError unless that is positive and finite."""
+    """The layer for further tokens, and the weight of its loss. Raises ConfigError unless the weight is positive and finite."""
 
     layer: LayerConfig
     loss_weight: float
@@ -65,16 +65,17 @@ class MultiTokenConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Everything that the mathematics depends on.
+    """Everything that the mathematics of a decoder depends on.
 
-    norm:            of the head. ropes: the rotations by name; mixers say which they use.
+    norm:            the final norm, before the head.
+    ropes:           the rotations, each with its name; the config of a mixer names the one that it uses.
     embed_scale:     what embeddings are multiplied by, rounded to their dtype (Gemma: sqrt(hidden_size)).
-    num_positions:   rows of a learned embedding of positions, None for none.
+    num_positions:   number of learned positions, None for none.
     logits_soft_cap: bound of the logits (Gemma 2, arXiv:2408.00118, section 2).
-    vocab_multiple:  the vocabulary is padded inside to a multiple of it.
+    vocab_multiple:  the vocabulary is padded to a multiple of this, inside the model only.
     multi_token:     the layer that learns the token after the next, None for none.
-    logits_chunk:    None makes the logits at once, a number computes the loss from that many tokens at a time without keeping
-                     them.
+    logits_chunk:    None computes all logits at once. A number computes the loss for that many tokens at a time and does not keep
+                     their logits.
     """
 
     vocab_size: int
@@ -105,46 +106,49 @@ class DecoderConfig:
 
     @property
     def every_layer(self) -> tuple[LayerConfig, ...]:
-        """The layers, and behind them that for further tokens."""
+        """The layers, followed by the layer for further tokens if there is one."""
         return self.layers if self.multi_token is None else (*self.layers, self.multi_token.layer)
 
     @property
     def side_losses(self) -> bool:
-        """Whether any layer has losses of its own, or looks at all tokens: it needs the batch's total token weight."""
+        """Whether any layer has side losses or looks at all tokens, so that the context needs the batch's total token weight."""
         return any(layer.of_all_tokens for layer in self.every_layer)
 
     @property
     def can_decode(self) -> bool:
         """Whether every layer can go on from a state, and no rotation of earlier tokens changes as the row grows."""
-        fixed = not any(depends_on_length(rope) for _, rope in self.ropes)
-        return fixed and all(part_of(layer.mixer).decode is not None for layer in self.layers)
+        fixed_ropes = not any(depends_on_length(rope) for _, rope in self.ropes)
+        return fixed_ropes and all(part_of(layer.mixer).decode is not None for layer in self.layers)
 
     @property
     def forbids_slices(self) -> str | None:
         """Why rows cannot be cut into slices; None if they can."""
         if any(part_of(layer.mixer).slice is None for layer in self.every_layer):
-            return "a mixer of its layers needs whole rows."
+            return "at least one of its layers mixes tokens in a way that needs whole rows."
         if len({layer.sequential for layer in self.layers}) > 1:
-            return "it has layers that scan, whose positions have no order, beside others, which need it."
-        looks = dict.fromkeys(option for layer in self.every_layer for option in layer.of_all_tokens)
-        if looks:
+            return "some of its layers scan, and read no order of positions, but its other layers need this order for slices."
+        options = dict.fromkeys(option for layer in self.every_layer for option in layer.of_all_tokens)
+        if options:
             return (
-                f"its routers look at all tokens of a microbatch, for {', '.join(looks)}.\n"
-                "Use routers (model.router) without; the choice_bias of DeepSeek-V3 balances without a loss."
+                f"its routers look at all tokens of a microbatch, because of {', '.join(options)}.\n"
+                "Use routers (model.router) without these options; the choice_bias of DeepSeek-V3 balances without a loss."
             )
         return None
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: the vocabulary, rounded up."""
+        """Rows of the embedding: the size of the vocabulary, rounded up to a multiple of `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
 def with_mlp_chunk(config: DecoderConfig, chunk: int | None) -> DecoderConfig:
-    """The same with feed-forward layers, shared experts too, that take `chunk` tokens at a time. Raises ConfigError."""
+    """The same config, but feed-forward layers and shared experts compute `chunk` tokens at a time (None: all).
+
+    Raises ConfigError if the model has no such layers, or if they have biases.
+    """
     layers = tuple(replace(layer, mlp=_with_chunk(layer.mlp, chunk)) for layer in config.layers)
-    layered = [layer.mlp.shared if isinstance(layer.mlp, MoeConfig) else layer.mlp for layer in layers]
-    if chunk is not None and not any(layered):
+    dense = [layer.mlp.shared if isinstance(layer.mlp, MoeConfig) else layer.mlp for layer in layers]
+    if chunk is not None and not any(dense):
         raise ConfigError(f"cannot use mlp_chunk={chunk}: this model has no feed-forward layer that every token goes through")
     further = config.multi_token
     if further is not None:

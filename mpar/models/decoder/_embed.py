@@ -1,4 +1,4 @@
-"""The first segment: tokens, and learned positions, to the residual stream."""
+"""The first segment: from tokens, and learned positions if there are any, to the residual stream."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ __all__ = ["EmbedSegment", "rounded"]
 
 @dataclass(frozen=True)
 class EmbedSegment:
-    """Tokens to the residual stream."""
+    """From tokens to the residual stream; embeddings are multiplied by `scale`."""
 
     scale: float | None = None
 
@@ -36,7 +36,7 @@ class EmbedSegment:
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """`value` as `dtype` holds it."""
+    """`value` rounded to the nearest number of `dtype`."""
     fraction, exponent = math.frexp(value)
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))
     return math.ldexp(round(math.ldexp(fraction, bits)), exponent - bits)

@@ -15,7 +15,7 @@ __all__ = ["HeadSegment", "head_segment"]
 
 @dataclass(frozen=True)
 class HeadSegment:
-    """Final norm, output matrix, cross-entropy."""
+    """The function of the last segment; for the fields see `DecoderConfig`."""
 
     norm: NormConfig
     vocab_size: int
@@ -60,5 +60,5 @@ def _matrix_DV(params: tuple) -> Tensor:
 
 
 def head_segment(config: DecoderConfig) -> HeadSegment:
-    """The last function of the chain, which also gives logits."""
+    """The function of the last segment of the chain; it can also give logits instead of the loss."""
     return HeadSegment(config.norm, config.vocab_size, config.logits_chunk, config.logits_soft_cap)

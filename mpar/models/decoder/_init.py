@@ -1,4 +1,4 @@
-"""Fresh parameters, in parts: every element depends on the seed, its path and its global index alone."""
+"""Fresh parameters: any elements of any leaf, since each depends only on the seed, the path of its leaf and its global index."""
 
 import math
 from collections.abc import Sequence
@@ -14,23 +14,23 @@ from mpar.models.layers import part_of
 __all__ = ["init_leaf"]
 
 INIT_BLOCK = 1 << 22
-"""Elements that are drawn at once."""
+"""How many elements are drawn at once, at most."""
 
 
 def init_leaf(
     config: DecoderConfig, dtype: torch.dtype, seed: int, path: str, slices: Sequence[slice] | None = None
 ) -> Tensor:
-    """The part `slices` (default: all) of a fresh leaf at `path`, without making the others.
+    """The elements within `slices` (default: all) of a fresh leaf at `path`; no others are made.
 
-    The kind of part that the leaf belongs to may say how it starts (`Part.init`). All other matrices are normal with the config's
-    initializer_range, gains are one, biases and padding of the vocabulary zero.
+    The part that the leaf belongs to may say how it starts (`Part.init`). All other matrices are normal with the config's
+    initializer_range, gains are one, biases and the padding of the vocabulary are zero.
     """
     shape, names = tree.get(shapes(config), path), tree.get(axes(config), path)
-    bounds = [range(size)[part] for size, part in zip(shape, slices or [slice(None)] * len(shape), strict=True)]
+    bounds = [range(size)[cut] for size, cut in zip(shape, slices or [slice(None)] * len(shape), strict=True)]
     sizes = [len(bound) for bound in bounds]
-    own = _part_leaf(config, dtype, seed, path, bounds)
-    if own is not None:
-        return own
+    part_leaf = _part_leaf(config, dtype, seed, path, bounds)
+    if part_leaf is not None:
+        return part_leaf
     field = path.rpartition(".")[2]
     if "bias" in field:
         return torch.zeros(sizes, dtype=dtype)
@@ -46,7 +46,7 @@ def init_leaf(
 
 
 def _part_leaf(config: DecoderConfig, dtype: torch.dtype, seed: int, path: str, bounds: list[range]) -> Tensor | None:
-    """A fresh leaf if its part says how it starts."""
+    """The elements within `bounds` of a fresh leaf, if its part has an `init` that makes them; else None."""
     keys = path.split(".")
     if keys[0] != "layers":
         return None
@@ -58,11 +58,14 @@ def _part_leaf(config: DecoderConfig, dtype: torch.dtype, seed: int, path: str, 
 
 
 def _normal(key: ops.Key, bounds: Sequence[range], dtype: torch.dtype) -> Tensor:
-    """The part within `bounds` of normal numbers, drawn by rows: the generator needs many times its result as workspace."""
+    """Normal numbers: the elements within `bounds`.
+
+    They are drawn some rows at a time, because the generator needs a workspace many times as large as its result.
+    """
     sizes, starts = [len(bound) for bound in bounds], [bound.start for bound in bounds]
     out = torch.empty(sizes, dtype=dtype)
     num_rows = max(1, INIT_BLOCK // max(1, math.prod(sizes[1:])))
     for row in range(0, sizes[0], num_rows):
-        part = out[row : row + num_rows]
-        part.copy_(ops.random_normal(key, part.shape, starts=[starts[0] + row, *starts[1:]]))
+        rows = out[row : row + num_rows]
+        rows.copy_(ops.random_normal(key, rows.shape, starts=[starts[0] + row, *starts[1:]]))
     return out

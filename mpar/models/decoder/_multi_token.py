@@ -21,41 +21,41 @@ __all__ = ["MultiTokenSegment"]
 
 @dataclass(frozen=True)
 class MultiTokenSegment:
-    """The loss of the token after the next, beside the residual stream, which it hands on as it is."""
+    """Adds the loss of the token after the next; the residual stream goes through unchanged."""
 
     block: BlockSegment
     head: HeadSegment
     weight: float
 
     def __call__(self, params: tuple, x: Tensor, context: Mapping[str, Tensor], *, training: bool) -> tuple:
-        """(B, S, D) to `((B, S, D), losses)`, with metrics if the layer has some; without next_labels there is nothing to do.
+        """(B, S, D) to `((B, S, D), losses)`, with metrics if the layer has some. Without next_labels it computes nothing.
 
-        The loss is a sum over tokens, divided by the weight of all labels like the main one (arXiv:2412.19437, eq. 24). Positions
-        without a next token have no loss; a router of the layer sends and counts them like others.
+        The loss is a sum over tokens, later divided by the weight of all labels like the main loss (arXiv:2412.19437, eq. 24).
+        Positions without a next token have no loss, but a router of the layer still routes and counts them.
         """
-        x, _, *rest = self.slice(params, x, context, (), training=training)
-        return x, *rest
+        x, _, *losses_and_metrics = self.slice(params, x, context, (), training=training)
+        return x, *losses_and_metrics
 
     def slice(self, params: tuple, x: Tensor, context: Mapping[str, Tensor], past: tuple, *, training: bool) -> tuple:
-        """The same for slices of rows, see `Carry`: what is carried to later ones comes second."""
+        """`__call__` for a slice of rows, see `Carry.fn`; what is carried to later slices is the second result."""
         if "next_labels" not in context:
             return x, None, {}
-        y_BSD, embed, own_head = self.hidden(params, x, context), params[1], params[2]
+        y_BSD, embed, shared_head = self.hidden(params, x, context), params[1], params[2]
         y_BSD, carried, losses, *metrics = self.block.slice((params[0].block,), y_BSD, context, past, training=training)
         labels = {"labels": context["next_labels"]}
         if NEXT_WEIGHTS in context:
             labels["token_weights"] = context[NEXT_WEIGHTS]
-        head: Head[Tensor] = Head(norm_D=params[0].norm_D, head_DV=own_head.head_DV)
+        head: Head[Tensor] = Head(norm_D=params[0].norm_D, head_DV=shared_head.head_DV)
         losses["mtp_loss"] = self.weight * self.head((head, embed), y_BSD, labels, training=training)[1]["loss"]
         return x, carried, losses, *metrics
 
     def hidden(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        """What the further layer reads: the normed output of the decoder and the next token, joined."""
-        own, embed, head = params
+        """The input of the layer: the normed output of the decoder and the normed embedding of the next token, joined."""
+        mtp, embed, head = params
         norm = self.head.norm
         next_BSD = ops.constrain(ops.embedding(context["next_tokens"], embed.table_VD), RESIDUAL)
         x = normalise(norm, x, head.norm_D, head.norm_bias_D, "final_norm")
-        next_BSD = ops.constrain(normalise(norm, next_BSD, own.embed_norm_D, None, "mtp_norm"), BLOCK)
-        x = ops.constrain(normalise(norm, x, own.hidden_norm_D, None, "mtp_norm"), BLOCK)
-        joined_BSD = ops.einsum("bsd,de->bse", next_BSD, own.embed_DD) + ops.einsum("bsd,de->bse", x, own.hidden_DD)
+        next_BSD = ops.constrain(normalise(norm, next_BSD, mtp.embed_norm_D, None, "mtp_norm"), BLOCK)
+        x = ops.constrain(normalise(norm, x, mtp.hidden_norm_D, None, "mtp_norm"), BLOCK)
+        joined_BSD = ops.einsum("bsd,de->bse", next_BSD, mtp.embed_DD) + ops.einsum("bsd,de->bse", x, mtp.hidden_DD)
         return ops.constrain(joined_BSD, RESIDUAL)

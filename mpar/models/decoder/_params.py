@@ -1,4 +1,4 @@
-"""The parameter tree of a decoder: what is in it, and the same tree of shapes and of logical axes."""
+"""The parameter tree of a decoder, and the same tree with shapes, or with logical axes, as leaves."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @struct
 class Embed(Generic[Leaf]):
-    """The embedding of tokens; a row for each id, zero rows for padding. And that of positions, if they are learned."""
+    """The embedding of tokens, with a row for each id and zero rows for padding; and that of positions, if they are learned."""
 
     table_VD: Leaf
     positions_SD: Leaf | None = None
@@ -27,7 +27,7 @@ class Embed(Generic[Leaf]):
 
 @struct
 class Block(Generic[Leaf]):
-    """One layer. Its parts are in the fields that `Part.field` names; norms before and after each are there where they stand."""
+    """One layer. `Part.field` names the field of each part. Each part may have a norm before it, and one after it ("post")."""
 
     attn_norm_D: Leaf | None = None
     attention: PartParams[Leaf] | None = None
@@ -44,7 +44,7 @@ class Block(Generic[Leaf]):
 
 @struct
 class Head(Generic[Leaf]):
-    """The final norm and the output matrix; the matrix is None where the embedding serves as such (tied)."""
+    """The final norm and the output matrix. The matrix is None in a tied model, which uses the embedding instead."""
 
     norm_D: Leaf
     head_DV: Leaf | None = None
@@ -53,7 +53,7 @@ class Head(Generic[Leaf]):
 
 @struct
 class MultiToken(Generic[Leaf]):
-    """For further tokens: norms of the two inputs, the matrices that join them, the layer, the norm before the shared head."""
+    """For further tokens: norms of the two inputs, matrices that join them, the layer, and the norm before the shared head."""
 
     embed_norm_D: Leaf
     hidden_norm_D: Leaf
@@ -75,13 +75,13 @@ class DecoderParams(Generic[Leaf]):
 
 def part_params(block: Block[Tensor], config: PartConfig) -> PartParams[Tensor]:
     """The parameters of one of the layer's parts."""
-    found = {"attention": block.attention, "mlp": block.mlp, "mamba": block.mamba}[part_of(config).field]
-    assert found is not None
-    return found
+    params = {"attention": block.attention, "mlp": block.mlp, "mamba": block.mamba}[part_of(config).field]
+    assert params is not None
+    return params
 
 
 def norm_leaves(block: Block[Tensor], place: str) -> tuple[Tensor | None, Tensor | None]:
-    """Gain and bias of the norm at a place: "attn" and "mlp" before the parts, "attn_post" and "mlp_post" behind them."""
+    """Gain and bias of a norm: "attn" and "mlp" are before the parts, "attn_post" and "mlp_post" after them."""
     return {
         "attn": (block.attn_norm_D, block.attn_norm_bias_D),
         "mlp": (block.mlp_norm_D, block.mlp_norm_bias_D),
@@ -90,23 +90,23 @@ def norm_leaves(block: Block[Tensor], place: str) -> tuple[Tensor | None, Tensor
     }[place]
 
 
-def _block(layer: LayerConfig, make_part: Callable[[PartConfig], PartParams[Leaf]], of_norm: Leaf) -> Block[Leaf]:
-    """The tree of one layer; every gain and bias of its norms is `of_norm`."""
+def _block(layer: LayerConfig, make_part: Callable[[PartConfig], PartParams[Leaf]], norm_leaf: Leaf) -> Block[Leaf]:
+    """The tree of one layer; every gain and bias of its norms is `norm_leaf`."""
     parts = {part_of(config).field: make_part(config) for config in layer.parts}
-    before = of_norm if layer.norms in ("pre", "both") else None
-    behind = of_norm if layer.norms in ("post", "both") else None
-    bias, second = layer.norm.bias, layer.mlp is not None
+    before = norm_leaf if layer.norms in ("pre", "both") else None
+    after = norm_leaf if layer.norms in ("post", "both") else None
+    bias, has_mlp = layer.norm.bias, layer.mlp is not None
     return Block(
         attn_norm_D=before,
         attention=parts.get("attention"),
-        mlp_norm_D=before if second else None,
+        mlp_norm_D=before if has_mlp else None,
         mlp=parts.get("mlp"),
         attn_norm_bias_D=before if bias else None,
-        mlp_norm_bias_D=before if bias and second else None,
-        attn_post_norm_D=behind,
-        mlp_post_norm_D=behind if second else None,
-        attn_post_norm_bias_D=behind if bias else None,
-        mlp_post_norm_bias_D=behind if bias and second else None,
+        mlp_norm_bias_D=before if bias and has_mlp else None,
+        attn_post_norm_D=after,
+        mlp_post_norm_D=after if has_mlp else None,
+        attn_post_norm_bias_D=after if bias else None,
+        mlp_post_norm_bias_D=after if bias and has_mlp else None,
         mamba=parts.get("mamba"),
     )
 
@@ -171,8 +171,8 @@ def _where_present(full: T, like: Any) -> T:
     """The struct `full` with None wherever the struct `like` has None."""
     fields = {}
     for name, value in vars(like).items():
-        whole = getattr(full, name)
-        fields[name] = None if value is None else whole if is_sizes(value) else _where_present(whole, value)
+        full_value = getattr(full, name)
+        fields[name] = None if value is None else full_value if is_sizes(value) else _where_present(full_value, value)
     return type(full)(**fields)
 
 

@@ -1,4 +1,4 @@
-"""Places: the logical axes of activations between parts and within them."""
+"""Logical axes of activations: of the residual stream between parts, and of the input of a part."""
 
 from mpar.chain import Axes
 

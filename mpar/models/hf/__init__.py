@@ -1,4 +1,4 @@
-"""Hugging Face folders: reading any part of any leaf from safetensors, and writing what transformers loads."""
+"""Hugging Face folders: reading any slice of any leaf from safetensors, and writing folders that transformers can load."""
 
 from mpar.models.hf._export import hf_tensors, to_hf
 from mpar.models.hf._folder import read_json

@@ -14,19 +14,21 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def locate(folder: Path) -> dict[str, str]:
-    """Name of each tensor to the file that holds it."""
+    """For each tensor name the file that holds the tensor. Raises CheckpointError if the folder has no weights to read."""
     if (folder / INDEX).is_file():
-        where = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(where, dict) or any(not isinstance(f, str) or Path(f).name != f for f in where.values()):
+        file_of_tensor = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(file_of_tensor, dict) or any(
+            not isinstance(f, str) or Path(f).name != f for f in file_of_tensor.values()
+        ):
             raise CheckpointError(f"cannot read {folder / INDEX}: weight_map must map names to files in the same folder")
-        gone = sorted({file for file in where.values() if not (folder / file).is_file()})
-        if gone:
-            raise CheckpointError(f"cannot read {folder}: the index names files that are not there: {', '.join(gone)}")
-        return dict(where)
+        missing = sorted({file for file in file_of_tensor.values() if not (folder / file).is_file()})
+        if missing:
+            raise CheckpointError(f"cannot read {folder}: the index names files that are not there: {', '.join(missing)}")
+        return dict(file_of_tensor)
     if not (folder / SINGLE).is_file():
-        there = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) if folder.is_dir() else "nothing: it is no folder"
+        content = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) if folder.is_dir() else "nothing: it is no folder"
         raise CheckpointError(
-            f"cannot read weights from {folder}: no {SINGLE} and no {INDEX}; it has {there}.\n"
+            f"cannot read weights from {folder}: no {SINGLE} and no {INDEX}; it has {content}.\n"
             "Pickled weights (.bin, .pt) are not read; convert them to safetensors first."
         )
     try:
@@ -37,7 +39,7 @@ def locate(folder: Path) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, object]:
-    """The object in a JSON file. Raises CheckpointError if there is none."""
+    """The object in a JSON file. Raises CheckpointError if the file cannot be read or holds something else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

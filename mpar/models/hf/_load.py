@@ -1,4 +1,4 @@
-"""Whole parameters, or the shards of a rank, from a folder of Hugging Face."""
+"""Loading parameters from a Hugging Face folder: all of them, or the shards of one rank."""
 
 import os
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ def load_params(
     rank: int = 0,
     dtype: torch.dtype | None = None,
 ) -> DecoderParams[Tensor]:
-    """The parameters in `folder`; with `specs` and `mesh` the local shards of `rank`, whose bytes alone are read.
+    """The parameters in `folder`; with `specs` and `mesh` the local shards of `rank`, and only their bytes are read.
 
-    `dtype` is by default that of `model`. Raises CheckpointError, and ShardingError with all leaves that `specs` cannot place.
+    `dtype` is by default that of `model`. Raises CheckpointError, or ShardingError with all leaves that do not fit `specs`.
     """
     like = model.abstract_params
     paths, dtype = tree.paths(like), dtype or model.dtype
@@ -47,10 +47,10 @@ def load_params(
 
 
 def shard_slices(shape: Sequence[int], spec: P, mesh: Mesh, rank: int) -> tuple[slice, ...]:
-    """Where the shard of `rank` lies in a tensor of global `shape`."""
+    """The slices of a tensor of global `shape` that are the shard of `rank`."""
     slices = []
     for dim, size in enumerate(shape):
-        part = size // mesh.axis_size(spec.dim(dim))
-        start = part * mesh.index(rank, spec.dim(dim))
-        slices.append(slice(start, start + part))
+        shard_size = size // mesh.axis_size(spec.dim(dim))
+        start = shard_size * mesh.index(rank, spec.dim(dim))
+        slices.append(slice(start, start + shard_size))
     return tuple(slices)

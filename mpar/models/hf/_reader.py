@@ -21,15 +21,16 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 class HfReader:
-    """The weights of `model` in `folder`. Opening it reads headers only and compares every name, shape and dtype.
+    """The weights of `model` in `folder`. Making it reads headers only, and checks every name, shape and dtype.
 
-    Raises CheckpointError that lists all missing, unexpected and mis-shaped tensors. Use it in a `with` statement.
+    Raises CheckpointError, which lists all tensors that are missing, unexpected or of a wrong shape or dtype. Use it in a `with`
+    statement.
     """
 
     def __init__(self, model: Model, folder: str | os.PathLike[str]) -> None:
         self.model, self.folder = model, Path(folder)
         self._files: dict[str, Any] = {}
-        self._where, self._base_less = with_base(locate(self.folder), model)
+        self._file_of_tensor, self._name_in_file = with_base(locate(self.folder), model)
         self._leaves = stored_leaves(model)
         problems, self._dtypes = self._compare()
         if problems:
@@ -44,28 +45,28 @@ class HfReader:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the stored tensors; if they differ, the narrowest that holds them all."""
-        found = sorted(set(self._dtypes.values()), key=str)
-        widest = found[0]
-        for dtype in found[1:]:
+        """The dtype of the stored tensors; if they differ, the dtype to which torch promotes them all."""
+        dtypes = sorted(set(self._dtypes.values()), key=str)
+        widest = dtypes[0]
+        for dtype in dtypes[1:]:
             widest = torch.promote_types(widest, dtype)
         return widest
 
     def read_leaf(self, path: str, slices: Sequence[slice] | None = None) -> Tensor:
-        """The leaf at `path`, or the part of it within `slices` (one per dim, no steps): only its bytes are read.
+        """The leaf at `path`, or its elements within `slices` (one per dim, without a step); only their bytes are read.
 
         Padding rows are zero. The dtype is that of the stored tensor.
         """
         leaf = self._leaves[path]
         shape = leaf.shape
-        parts = [slice(None)] * len(shape) if slices is None else slices
-        if len(parts) != len(shape) or any(part.step not in (None, 1) for part in parts):
-            raise ShapeError(f"cannot read {path} {shape} by {tuple(parts)}: give one slice without a step for each dim")
-        bounds = [part.indices(size)[:2] for size, part in zip(shape, parts, strict=True)]
+        cuts = [slice(None)] * len(shape) if slices is None else slices
+        if len(cuts) != len(shape) or any(cut.step not in (None, 1) for cut in cuts):
+            raise ShapeError(f"cannot read {path} {shape} by {tuple(cuts)}: give one slice without a step for each dim")
+        bounds = [cut.indices(size)[:2] for size, cut in zip(shape, cuts, strict=True)]
         return leaf.read(lambda name, block: self._slice(name)[block], [(start, max(start, stop)) for start, stop in bounds])
 
     def _slice(self, name: str) -> Any:
-        return self._open(self._where[name]).get_slice(self._base_less.get(name, name))
+        return self._open(self._file_of_tensor[name]).get_slice(self._name_in_file.get(name, name))
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -76,29 +77,30 @@ class HfReader:
         return self._files[file]
 
     def _compare(self) -> tuple[list[str], dict[str, torch.dtype]]:
+        """`(problems, dtypes)`: in what the stored tensors differ from those of the model, and the dtype of each by name."""
         expected = {name: leaf.stored_shape for leaf in self._leaves.values() for name in leaf.names}
         further = {name for path, leaf in self._leaves.items() if path.startswith("mtp.") for name in leaf.names}
-        none_of_it = further and further.isdisjoint(self._where)
+        none_of_further = further and further.isdisjoint(self._file_of_tensor)
         problems = [
             f"missing: {name} {shape}"
             for name, shape in expected.items()
-            if name not in self._where and not (none_of_it and name in further)
+            if name not in self._file_of_tensor and not (none_of_further and name in further)
         ]
-        if none_of_it:
+        if none_of_further:
             layer = f"{self.model.architecture.base}layers.{self.model.config.num_layers}"
             problems.append(f"missing: all of {layer}, the layer for further tokens; without mtp_loss_weight it is not needed")
-        carries_nothing = absent(self.model)
-        others = [name for name in self._where if name not in expected]
-        problems += [f"unexpected: {name}" for name in others if not carries_nothing.fullmatch(name)]
+        not_needed = absent(self.model)
+        others = [name for name in self._file_of_tensor if name not in expected]
+        problems += [f"unexpected: {name}" for name in others if not not_needed.fullmatch(name)]
         dtypes = {}
-        held: dict[str, frozenset[str]] = {}
+        names_in_file: dict[str, frozenset[str]] = {}
         for name, shape in expected.items():
-            if name not in self._where:
+            if name not in self._file_of_tensor:
                 continue
-            file = self._where[name]
-            if file not in held:
-                held[file] = frozenset(self._open(file).keys())
-            if self._base_less.get(name, name) not in held[file]:
+            file = self._file_of_tensor[name]
+            if file not in names_in_file:
+                names_in_file[file] = frozenset(self._open(file).keys())
+            if self._name_in_file.get(name, name) not in names_in_file[file]:
                 problems.append(f"missing: {name} is not in {file}, where the index says it is")
                 continue
             stored = self._slice(name)

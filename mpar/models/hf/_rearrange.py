@@ -1,10 +1,10 @@
-"""Rearrange: `"(n h) d -> d n h"` says how a stored tensor (left) becomes a leaf (right); both directions come from it.
+"""Rearrange: `"(n h) d -> d n h"` says how a stored tensor (left) becomes a leaf (right), and also how a leaf is stored.
 
-A dim on the left is a name or, in brackets, several names that were merged, the first varying slowest; a 1 is a dim of size 1
-that the leaf does not have. The right has each name once. Several leaves may be parts of one stored tensor:
-    `+(n h) d -> d n h`    the leaf is a slice of this dim, in which all the parts stand one after the other;
-    `e d (f +) -> e d f`   the leaf has one index of this factor, which has as many as there are parts: here they alternate.
-Reading asks for the blocks that a slice of the leaf needs and for nothing else.
+A dim on the left is a name or, in brackets, several names that are merged, the first varying slowest; a 1 is a dim of size 1 that
+the leaf does not have. The right side has each name once. Several leaves may be stored in one tensor:
+    `+(n h) d -> d n h`    the leaf is a slice of the dim with the plus, along which all the leaves stand one after the other;
+    `e d (f +) -> e d f`   the plus is one more factor of the dim, with an index for each leaf: here the leaves alternate.
+Reading a slice of a leaf reads only the blocks that it needs.
 """
 
 import functools
@@ -26,7 +26,7 @@ PART, ONE = "+", "1"
 
 @dataclass(frozen=True)
 class Place:
-    """Which part of a stored tensor a leaf is: the `index`-th of `count`, from `offset` on in a joined dim of size `total`."""
+    """Where a leaf is in its stored tensor: it is leaf `index` of `count`, from `offset` on in a joined dim of size `total`."""
 
     index: int = 0
     count: int = 1
@@ -39,9 +39,9 @@ WHOLE = Place()
 
 @dataclass(frozen=True)
 class Rearrange:
-    """A parsed transform; `joined` is the stored dim with a plus before it.
+    """A parsed transform: the names of each stored dim, the names of the leaf's dims, and the stored dim with a plus before it.
 
-    `sizes` maps a name to its stored size, which the leaf may exceed by zeros at the end (padding).
+    The `sizes` of its methods map each name to its stored size; the leaf may be larger, with zeros at the end (padding).
     """
 
     stored: tuple[tuple[str, ...], ...]
@@ -50,11 +50,11 @@ class Rearrange:
 
     @property
     def is_part(self) -> bool:
-        """Whether the stored tensor has other parts too."""
+        """Whether the stored tensor holds other leaves too."""
         return self.joined is not None or any(PART in names for names in self.stored)
 
     def part_shape(self, sizes: Mapping[str, int], place: Place = WHOLE) -> tuple[int, ...]:
-        """The shape of the stored tensor, but of a joined dim that of the leaf's slice."""
+        """The shape of the leaf's slice of the stored tensor: that of the tensor but for a joined dim."""
         sizes = {**sizes, PART: place.count, ONE: 1}
         return tuple(math.prod(sizes[name] for name in names) for names in self.stored)
 
@@ -70,9 +70,9 @@ class Rearrange:
         bounds: Sequence[Bounds],
         place: Place = WHOLE,
     ) -> Tensor:
-        """The part of the leaf within `bounds` (start and stop of each of its dims), contiguous.
+        """The elements of the leaf within `bounds` (start and stop of each of its dims), contiguous.
 
-        `fetch` gives a block of the stored tensor; the blocks asked for are disjoint and hold no element that is not used.
+        `fetch` reads a block of the stored tensor. The blocks that are read are disjoint, and all their elements are used.
         """
         sizes = {**sizes, PART: place.count, ONE: 1}
         inside = {
@@ -94,22 +94,22 @@ class Rearrange:
         return block.clone(memory_format=torch.contiguous_format)  # never a view of the mapped file
 
     def write(self, leaf: Tensor, sizes: Mapping[str, int]) -> Tensor:
-        """The stored tensor of a whole leaf that is all of it, contiguous and without padding."""
+        """The stored tensor of a leaf that is stored alone, contiguous and without padding."""
         return self._unpadded(leaf, sizes).reshape(self.stored_shape(sizes)).contiguous()
 
     def write_part(self, stored: Tensor, leaf: Tensor, sizes: Mapping[str, int], place: Place) -> None:
-        """Copy a whole leaf to its place in the stored tensor."""
-        known = {**sizes, PART: place.count, ONE: 1}
+        """Copy a leaf to its place in a stored tensor that holds other leaves too."""
+        all_sizes = {**sizes, PART: place.count, ONE: 1}
         if self.joined is not None:
             stored = stored.narrow(self.joined, place.offset, self.part_shape(sizes, place)[self.joined])
         names = [name for dim in self.stored for name in dim]
         for dim in reversed(range(len(self.stored))):
-            stored = stored.unflatten(dim, [known[name] for name in self.stored[dim]])
+            stored = stored.unflatten(dim, [all_sizes[name] for name in self.stored[dim]])
         stored = stored[tuple(place.index if name == PART else 0 if name == ONE else slice(None) for name in names)]
         stored.copy_(self._unpadded(leaf, sizes))
 
     def _order(self) -> list[str]:
-        """The names of the stored tensor that the leaf has too, in the stored order."""
+        """The names of the leaf's dims, in the order of the stored tensor."""
         return [name for names in self.stored for name in names if name not in (PART, ONE)]
 
     def _unpadded(self, leaf: Tensor, sizes: Mapping[str, int]) -> Tensor:
@@ -119,7 +119,7 @@ class Rearrange:
 
 @functools.cache
 def parse_rearrange(text: str) -> Rearrange:
-    """Parse `"(n h) d -> d n h"`. Raises ConfigError if it is not of this form, or the sides do not have the same names."""
+    """Parse `"(n h) d -> d n h"`. Raises ConfigError if it is not of this form, or if the sides do not have the same names."""
     form = r"\s*(?:\+?(?:\w+|\([\w\s+]+\))\s+)*->(?:\s+\w+)*\s*"
     if not re.fullmatch(form, text):
         raise ConfigError(f"cannot parse transform {text!r}: write it as '(n h) d -> d n h', with names on the right")
@@ -133,12 +133,12 @@ def parse_rearrange(text: str) -> Rearrange:
     if sorted(names) != sorted(set(leaf)) or len(leaf) != len(set(leaf)) or not all(stored):
         raise ConfigError(f"cannot use transform {text!r}: each name must be once on the left and once on the right")
     if len(joined) + every.count(PART) > 1 or any(PART in name and name != PART for name in every):
-        raise ConfigError(f"cannot use transform {text!r}: one plus, before a dim or by itself within brackets")
+        raise ConfigError(f"cannot use transform {text!r}: there may be one plus, before a dim or by itself within brackets")
     return Rearrange(stored, leaf, joined[0] if joined else None)
 
 
 def _runs(bounds: Sequence[Bounds], sizes: Sequence[int]) -> list[Bounds]:
-    """The contiguous ranges of a merged dim that `bounds` of its names select, ascending."""
+    """The contiguous ranges of a merged dim that the `bounds` of its names select, ascending."""
     runs, stride = [(0, 1)], 1
     for (start, stop), size in zip(reversed(bounds), reversed(sizes), strict=True):
         if runs == [(0, stride)]:

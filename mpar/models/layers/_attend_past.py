@@ -1,4 +1,4 @@
-"""Attention of slices of rows: to themselves, and to the keys and values that earlier slices of the same rows carried over."""
+"""Attention of a slice of rows to itself, and to the keys and values that were carried from earlier slices of the same rows."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,10 +24,11 @@ def attend_past(
 ) -> Tensor:
     """(B, S, N, H): causal attention within a document to the keys and values of this slice, and to those of each in `past`.
 
-    `context` may have order (S,) and documents (B, S), also those of past slices. The others are those of `ops.attention_parts`.
+    `context` may have order (S,) and documents (B, S); for slices in `past` it has the same under the keys of `of_past`, order
+    always. The other arguments are those of `ops.attention_parts`.
     """
-    before = [
+    past_parts = [
         ops.KeyPart(k, v, context[of_past("order", i)], context.get(of_past("documents", i))) for i, (k, v) in enumerate(past)
     ]
-    own = ops.KeyPart(k_BSKH, v_BSKH, context.get("order"), context.get("documents"))
-    return ops.attention_parts(q_BSNH, own, before, sinks_N=sinks_N, window=window, scale=scale, soft_cap=soft_cap)
+    slice_part = ops.KeyPart(k_BSKH, v_BSKH, context.get("order"), context.get("documents"))
+    return ops.attention_parts(q_BSNH, slice_part, past_parts, sinks_N=sinks_N, window=window, scale=scale, soft_cap=soft_cap)

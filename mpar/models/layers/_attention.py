@@ -33,11 +33,12 @@ __all__ = [
 class AttentionConfig:
     """Sizes and kinds of one layer's attention.
 
-    window:   positions that a token sees, itself with them; None for all.
-    qk_norm:  RMS norms of queries and keys before RoPE: of each head ("head"), or over all heads ("width"); `norm` has their eps.
-    soft_cap: bound of the scores (Gemma 2, arXiv:2408.00118, section 2). sinks: each head has a score that takes no value.
+    window:   how many positions a token sees, counting its own; None for all.
+    qk_norm:  RMS norms of queries and keys before RoPE, of each head ("head") or over all heads ("width"); `norm` has their eps.
+    soft_cap: bound of the scores (Gemma 2, arXiv:2408.00118, section 2).
+    sinks:    each head has one more score, a parameter, which takes part in the softmax but has no value.
     scale:    what q @ k is multiplied by, None for 1 / sqrt(head_size).
-    rope:     which of the model's RoPE tables turns queries and keys; None for none.
+    rope:     name of the rotation of queries and keys, one of the model's; None for no rotation.
     """
 
     num_heads: int
@@ -56,7 +57,7 @@ class AttentionConfig:
 
 @struct
 class Attention(Generic[Leaf]):
-    """Projections; biases, norms and sinks where the config asks for them. C: all features of all heads, N * H or K * H."""
+    """Projections; biases, norms and sinks if the config asks for them. C: the features of all heads, N * H or K * H."""
 
     q_DNH: Leaf
     k_DKH: Leaf
@@ -92,7 +93,7 @@ ATTENTION_AXES: Attention[Axes] = Attention(
 
 @struct
 class AttentionState:
-    """Keys, turned, and values of the tokens so far that later ones can see, and which positions those are."""
+    """The keys (after RoPE) and values of those tokens so far that later tokens can see, and the positions of these tokens."""
 
     k_BMKH: Tensor
     v_BMKH: Tensor
@@ -101,13 +102,13 @@ class AttentionState:
 
 @struct
 class AttentionCarried(Generic[Leaf]):
-    """Keys, turned, and values of a slice of rows, which later slices attend to."""
+    """The keys (after RoPE) and values of a slice of rows, to which later slices attend."""
 
     k_BMKH: Leaf
     v_BMKH: Leaf
 
 
-CARRIED: Axes = ("batch", "attend_seq", "attend_kv_heads", "head")  # not gathered, if keys are while queries attend to them
+CARRIED: Axes = ("batch", "attend_seq", "attend_kv_heads", "head")  # stays sharded along the row even if KEYS gathers it
 KEYS: Axes = ("batch", "attend_kv_seq", "attend_kv_heads", "head")
 ATTENTION_CARRIED_AXES: AttentionCarried[Axes] = AttentionCarried(CARRIED, CARRIED)
 
@@ -134,9 +135,9 @@ def attention_shapes(config: AttentionConfig, hidden_size: int) -> Attention[Siz
 
 
 def attend(params: Attention[Tensor], config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-    """Causal attention of `x_BSD` to itself, within a document and, if given, within a window.
+    """Causal attention of `x_BSD` to itself, within a document and, if the config has one, within a window.
 
-    `context` has the RoPE tables; documents (B, S) where rows are packed; order (S,) where they are permuted.
+    `context` has the RoPE tables, documents (B, S) if rows are packed, and order (S,) if rows are permuted.
     """
     return attend_slice(params, config, x_BSD, context, ())[0]
 
@@ -148,31 +149,34 @@ def attend_slice(
     context: Mapping[str, Tensor],
     past: Sequence[AttentionCarried[Tensor]],
 ) -> tuple[Tensor, AttentionCarried[Tensor]]:
-    """The same for slices of rows, `x_BSD`, and what they carry over; `past` has the keys and values of earlier slices."""
+    """`attend` for a slice of rows, `x_BSD`: the result, and the keys and values that are carried to later slices.
+
+    `past` has the keys and values that were carried from earlier slices.
+    """
     q_BSNH, k_BSKH, v_BSKH = _projected(params, config, x_BSD, context)
     q_BSNH = ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head"))
-    own = AttentionCarried(ops.constrain(k_BSKH, CARRIED), ops.constrain(v_BSKH, CARRIED))
-    keys, *before = ((ops.constrain(carried.k_BMKH, KEYS), ops.constrain(carried.v_BMKH, KEYS)) for carried in (own, *past))
+    new = AttentionCarried(ops.constrain(k_BSKH, CARRIED), ops.constrain(v_BSKH, CARRIED))
+    keys, *past_keys = ((ops.constrain(carried.k_BMKH, KEYS), ops.constrain(carried.v_BMKH, KEYS)) for carried in (new, *past))
     out_BSNH = attend_past(
         q_BSNH,
         *keys,
-        before,
+        past_keys,
         context,
         sinks_N=params.sinks_N,
         window=config.window,
         scale=config.scale,
         soft_cap=config.soft_cap,
     )
-    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), own
+    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), new
 
 
 def decode_attention(
     params: Attention[Tensor], config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor], state: AttentionState | None
 ) -> tuple[Tensor, AttentionState]:
-    """The same for the tokens that follow those of `state` (None: the first of all), and the state after them.
+    """`attend` for tokens that follow those of `state` (None: they are the first), and the state after them.
 
-    `context` has order (S,), their positions, and the RoPE tables at these. With a window the state is of no more tokens than
-    the next one sees.
+    `context` has order (S,), the positions of the tokens, and the RoPE tables at these positions. If there is a window, the new
+    state keeps only the tokens that the next token sees.
     """
     q_BSNH, k_BMKH, v_BMKH = _projected(params, config, x_BSD, context)
     order_M = context["order"]
@@ -198,7 +202,7 @@ def decode_attention(
 def _projected(
     params: Attention[Tensor], config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, normed and turned, and values."""
+    """Queries, keys and values; queries and keys after their norms and RoPE."""
     q_BSNH = _heads(x_BSD, params.q_DNH, params.q_bias_NH, "q")
     k_BSKH = _heads(x_BSD, params.k_DKH, params.k_bias_KH, "k")
     v_BSKH = _heads(x_BSD, params.v_DKH, params.v_bias_KH, "v")
@@ -212,7 +216,7 @@ def _projected(
 
 
 def _merged(params: Attention[Tensor], out_BSNH: Tensor) -> Tensor:
-    """The projection out of all heads."""
+    """The output projection of all heads."""
     out_BSNH = ops.name(out_BSNH, "attn")
     out_BSD = ops.constrain(ops.einsum("bsnh,nhd->bsd", out_BSNH, params.o_NHD), ("batch", "residual_seq", "embed"))
     if params.o_bias_D is not None:
@@ -232,7 +236,7 @@ def _normed(x_BSNH: Tensor, config: AttentionConfig, head_H: Tensor | None, widt
         return x_BSNH
     assert config.norm.kind == "rms_norm" and not config.norm.offset
     wide_BSNH = x_BSNH.to(torch.promote_types(x_BSNH.dtype, torch.float32))
-    total_BS = ops.einsum("bsnh,bsnh->bs", wide_BSNH, wide_BSNH)  # a sum over heads, which may be on several ranks
+    total_BS = ops.einsum("bsnh,bsnh->bs", wide_BSNH, wide_BSNH)  # an einsum because heads may be on several ranks
     rstd_BS = torch.rsqrt(total_BS / width_C.numel() + config.norm.eps)
     y_BSNH = wide_BSNH * rstd_BS[..., None, None] * width_C.unflatten(0, x_BSNH.shape[2:])
     return ops.name(y_BSNH.to(x_BSNH.dtype), label)

@@ -1,4 +1,4 @@
-"""Feed-forward layers: gated, SwiGLU and GEGLU (Shazeer 2020, arXiv:2002.05202, eq. 6), and plain, with one matrix up."""
+"""Feed-forward layers: gated ones, SwiGLU and GEGLU (Shazeer 2020, arXiv:2002.05202, eq. 6), and plain ones without a gate."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -20,11 +20,12 @@ __all__ = ["ACTIVATIONS", "FEED_FORWARD_AXES", "FeedForward", "MlpConfig", "feed
 
 @dataclass(frozen=True)
 class MlpConfig:
-    """What the layer is.
+    """The config of a feed-forward layer.
 
-    size: of the hidden features. activation: a key of ACTIVATIONS. gated: see `FeedForward`. bias: of all its matrices.
-    chunk: None computes all tokens at once; a number computes that many at a time and keeps no hidden features of them.
-    Raises ConfigError if chunk is not positive, or there are biases, which layers in chunks do not have.
+    size: number of hidden features. activation: a key of ACTIVATIONS. gated: see `FeedForward`.
+    bias: whether all its matrices have biases.
+    chunk: None computes all tokens at once; a number computes that many tokens at a time and does not keep hidden features.
+    Raises ConfigError if chunk is not positive, or if there are both a chunk and biases.
     """
 
     size: int

@@ -1,6 +1,7 @@
 """Multi-head latent attention: keys and values come from one small latent per token (DeepSeek-V2, arXiv:2405.04434, sec. 2.1).
 
-A part of each query and key has no position; the rest has RoPE, and its key is the same for all heads ("decoupled", sec. 2.1.3).
+The features of each query and key are in two parts: the first has no RoPE; the second has RoPE, and all heads share its key
+("decoupled RoPE", sec. 2.1.3).
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,13 +37,15 @@ __all__ = [
 class LatentAttentionConfig:
     """Sizes of one layer's attention.
 
-    q_rank:  size of the latent that queries come from, None where they come from x; kv_rank: the same of keys and values.
-    nope_size, rope_size: the parts of a query or key without and with RoPE; v_size: of a value.
+    q_rank:  size of the latent that queries are made from; None if they are made from x.
+    kv_rank: size of the latent that keys and values are made from.
+    nope_size, rope_size: features of a query or key without RoPE, and with it. v_size: features of a value.
     scale:   what q @ k is multiplied by, None for 1 / sqrt(nope_size + rope_size).
-    interleaved: RoPE turns neighbours (0, 1), (2, 3), ..., not element i with i + rope_size / 2.
-    bias:    the projections down to latents, and the one out, have biases. norm_eps: of the norms of latents.
-    rope:    which of the model's RoPE tables turns the parts of `rope_size`.
-    Raises ConfigError with all sizes that cannot be.
+    interleaved: RoPE turns neighbours (0, 1), (2, 3), ... together; otherwise element i and element i + rope_size / 2.
+    bias:    the projections to latents and the output projection have biases.
+    norm_eps: eps of the norms of latents.
+    rope:    name of the rotation, one of the model's.
+    Raises ConfigError with all sizes that are impossible.
     """
 
     num_heads: int
@@ -74,9 +77,10 @@ class LatentAttentionConfig:
 
 @struct
 class LatentAttention(Generic[Leaf]):
-    """Projections. C: the latent of keys and values; L: that of queries, without which `q_DNH` is the only one of queries.
+    """Projections. C: features of the latent of keys and values. L: features of the latent of queries.
 
-    `kv_a_DC` gives the latent and behind it the key's part with RoPE; `kv_b_CNH` gives each head's key and behind it its value.
+    `kv_a_DC` gives the latent, followed by the part of the key with RoPE. `kv_b_CNH` gives, for each head, the part of the key
+    without RoPE, followed by the value. If queries have no latent, `q_DNH` gives them directly, and the leaves with L are None.
     """
 
     kv_a_DC: Leaf
@@ -127,7 +131,7 @@ def latent_attention_shapes(config: LatentAttentionConfig, hidden_size: int) -> 
 
 @struct
 class LatentState:
-    """Of each token so far the latent and the turned part of the key, which is all that keys and values are made of."""
+    """For each token so far: the latent and the key's part after RoPE. Keys and values are made from these alone."""
 
     latent_BMC: Tensor
     k_rope_BMH: Tensor
@@ -136,7 +140,7 @@ class LatentState:
 
 @struct
 class LatentCarried(Generic[Leaf]):
-    """Latents and turned parts of keys of a slice of rows, which later slices attend to."""
+    """The latents of a slice of rows, and the parts of its keys with RoPE; later slices make keys and values from them."""
 
     latent_BMC: Leaf
     k_rope_BMH: Leaf
@@ -150,7 +154,7 @@ def latent_attend(
 ) -> Tensor:
     """Causal attention of `x_BSD` to itself, within a document.
 
-    `context` has the RoPE tables; documents (B, S) where rows are packed; order (S,) where they are permuted.
+    `context` has the RoPE tables, documents (B, S) if rows are packed, and order (S,) if rows are permuted.
     """
     return latent_slice(params, config, x_BSD, context, ())[0]
 
@@ -162,23 +166,24 @@ def latent_slice(
     context: Mapping[str, Tensor],
     past: Sequence[LatentCarried[Tensor]],
 ) -> tuple[Tensor, LatentCarried[Tensor]]:
-    """The same where `x_BSD` are slices of rows; `past` has the latents of those before. And what is carried to later ones.
+    """`latent_attend` for a slice of rows, `x_BSD`: the result, and the latents that are carried to later slices.
 
-    Keys and values of the past are made from its latents again, which are far smaller.
+    `past` has the latents that were carried from earlier slices. Latents are carried because they are smaller than keys and
+    values, which each later slice makes from them again.
     """
     q_nope_BSNH, q_rope_BSNH = _queries(params, config, x_BSD, context)
-    own = LatentCarried(*_latents(params, config, x_BSD, context))
+    new = LatentCarried(*_latents(params, config, x_BSD, context))
     q_BSNH = ops.name(torch.cat([q_nope_BSNH, q_rope_BSNH], -1), "q_rope")
     q_BSNH = ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head"))
-    (k_BSNH, v_BSNH), *before = (_keys(params, config, carried) for carried in (own, *past))
-    out_BSNH = attend_past(q_BSNH, k_BSNH, v_BSNH, before, context, scale=_scale(config))
-    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), own
+    (k_BSNH, v_BSNH), *past_keys = (_keys(params, config, carried) for carried in (new, *past))
+    out_BSNH = attend_past(q_BSNH, k_BSNH, v_BSNH, past_keys, context, scale=_scale(config))
+    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), new
 
 
 def _keys(
     params: LatentAttention[Tensor], config: LatentAttentionConfig, carried: LatentCarried[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of the tokens whose latents these are."""
+    """Keys and values of the tokens whose latents are `carried`."""
     up_BMNH = ops.einsum("bsc,cnh->bsnh", carried.latent_BMC, params.kv_b_CNH)
     k_nope_BMNH, v_BMNH = up_BMNH.split([config.nope_size, config.v_size], -1)
     k_BMNH = torch.cat([k_nope_BMNH, carried.k_rope_BMH[:, :, None].expand(-1, -1, config.num_heads, -1)], -1)
@@ -193,10 +198,10 @@ def decode_latent_attention(
     context: Mapping[str, Tensor],
     state: LatentState | None,
 ) -> tuple[Tensor, LatentState]:
-    """The same for the tokens that follow those of `state` (None: the first of all), and the state after them.
+    """`latent_attend` for tokens that follow those of `state` (None: they are the first), and the state after them.
 
-    Queries come down to the latent instead of latents up to keys and values (sec. 2.1.2): the heads attend to the state itself.
-    `context` has order (S,), the tokens' positions, and the RoPE tables at these.
+    Keys and values are never made (sec. 2.1.2): queries are projected to the size of the latent, and heads attend to latents.
+    `context` has order (S,), the positions of the tokens, and the RoPE tables at these positions.
     """
     q_nope_BSNH, q_rope_BSNH = _queries(params, config, x_BSD, context)
     latent_BMC, k_rope_BMH = _latents(params, config, x_BSD, context)
@@ -218,7 +223,7 @@ def decode_latent_attention(
 def _queries(
     params: LatentAttention[Tensor], config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The parts without and with RoPE, the latter turned."""
+    """The parts of queries without RoPE, and the parts with RoPE, after it."""
     if params.q_DNH is not None:
         q_BSNH = ops.einsum("bsd,dnh->bsnh", x_BSD, params.q_DNH)
     else:
@@ -233,9 +238,9 @@ def _queries(
 def _latents(
     params: LatentAttention[Tensor], config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The normed latent of keys and values, and the part of the key with RoPE, turned, that all heads share."""
-    both_BSC = ops.name(_plus(ops.einsum("bsd,dc->bsc", x_BSD, params.kv_a_DC), params.kv_a_bias_C), "kv_latent")
-    latent_BSC, rope_BSH = both_BSC.split([config.kv_rank, config.rope_size], -1)
+    """The normed latent of keys and values, and the part of the key with RoPE, after it, which all heads share."""
+    latent_and_key_BSC = ops.name(_plus(ops.einsum("bsd,dc->bsc", x_BSD, params.kv_a_DC), params.kv_a_bias_C), "kv_latent")
+    latent_BSC, rope_BSH = latent_and_key_BSC.split([config.kv_rank, config.rope_size], -1)
     latent_BSC = ops.name(ops.rms_norm(latent_BSC, params.kv_a_norm_C, eps=config.norm_eps), "kv_norm")
     return latent_BSC, _turned(config, rope_BSH[:, :, None], context)[:, :, 0]
 
@@ -250,7 +255,7 @@ def _scale(config: LatentAttentionConfig) -> float:
 
 
 def _merged(params: LatentAttention[Tensor], out_BSNH: Tensor) -> Tensor:
-    """The projection out of all heads."""
+    """The output projection of all heads."""
     out_BSNH = ops.name(out_BSNH, "attn")
     out_BSD = ops.constrain(ops.einsum("bsnh,nhd->bsd", out_BSNH, params.o_NHD), ("batch", "residual_seq", "embed"))
     return ops.name(_plus(out_BSD, params.o_bias_D), "attn_out")

@@ -13,9 +13,9 @@ __all__ = ["NormConfig", "normalise"]
 
 @dataclass(frozen=True)
 class NormConfig:
-    """kind: "rms_norm" (arXiv:1910.07467) or "layer_norm". bias: of layer norms only.
+    """kind: "rms_norm" (arXiv:1910.07467) or "layer_norm". bias: whether it has one; only layer norms can.
 
-    offset: is added to the stored gain; Gemma's gains are stored as what they exceed one by, and its offset is 1.
+    offset: added to the stored gain. Gemma stores each gain minus one, so its offset is 1.
     """
 
     kind: Literal["rms_norm", "layer_norm"] = "rms_norm"
@@ -29,7 +29,7 @@ class NormConfig:
 
     @property
     def first_gain(self) -> float:
-        """The stored gain of a fresh model, which changes nothing."""
+        """The stored gain of a fresh model: with the offset it is one."""
         return 1.0 - self.offset
 
 
@@ -37,6 +37,6 @@ def normalise(config: NormConfig, x: Tensor, weight: Tensor, bias: Tensor | None
     """The norm of the last dim of `x`, named `label`; `weight` and `bias` have one value for each feature."""
     if config.kind == "layer_norm":
         return ops.name(ops.layer_norm(x, weight, bias, eps=config.eps), label)
-    if config.offset:  # in the wide dtype: a small gain would be lost beside the offset
+    if config.offset:  # add in a wide dtype: a small stored gain would be rounded away beside the offset
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + config.offset
     return ops.name(ops.rms_norm(x, weight, eps=config.eps), label)

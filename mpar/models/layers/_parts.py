@@ -1,11 +1,13 @@
-"""Parts: what layers are made of. A part is known by the type of its config; PARTS says what to do with it.
+"""Parts: what layers are made of. The type of its config says which part is meant; PARTS maps this type to the part's functions.
 
-To add one, write a module with
+To add a part, write a module with
 - its config, a frozen dataclass (equal configs are one function to the compiler);
-- a struct of its parameters that is generic in its leaf, `*_shapes(config, hidden_size)` that gives it with the sizes of each
-  leaf (None where the config asks for no such leaf), and `*_AXES`, the struct with the logical axes of every leaf;
+- a struct of its parameters that is generic in its leaf;
+- `*_shapes(config, hidden_size)`, which gives this struct with the sizes of each leaf (None if the config has no such leaf);
+- `*_AXES`, this struct with the logical axes of every leaf;
 - `fn(params, config, x_BSD, context)`, which gives what is added to the residual stream, or `(that, losses, metrics)`;
-and enter it below. The name of a leaf decides how it starts: "bias" zero, "norm" one, all others normal, unless `init` says more.
+and enter it in PARTS. The name of a leaf decides how it starts: one with "bias" at zero, one with "norm" at a gain of one, all
+others normal. A part that needs something else has `Part.init`.
 """
 
 import functools
@@ -79,11 +81,11 @@ Mlp = MlpConfig | MoeConfig
 PartConfig = Mixer | Mlp
 PartParams = Attention[Leaf] | LatentAttention[Leaf] | Mamba[Leaf] | FeedForward[Leaf] | Moe[Leaf]
 State = AttentionState | LatentState | MambaState[Tensor]
-"""What a mixer keeps of the tokens so far."""
+"""The state of a mixer after the tokens decoded so far."""
 Carried = AttentionCarried[Tensor] | LatentCarried[Tensor] | MambaState[Tensor]
-"""What a mixer leaves of a slice of rows to later slices."""
+"""What a mixer carries from a slice of rows to later slices."""
 Update = tuple[str, Callable[[Tensor, Tensor], Tensor]]
-"""A metric, and `fn(parameter, total of the metric)`, which gives the parameter after a step."""
+"""The name of a metric, and `fn(parameter, total of the metric)`, which gives the parameter after a step."""
 Applied = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 """What is added to the residual stream, losses, metrics."""
 
@@ -117,31 +119,32 @@ def _moe_updates(config: MoeConfig) -> dict[str, Update]:
 def _decode_mamba(
     params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor, context: Mapping[str, Tensor], state: MambaState[Tensor] | None
 ) -> tuple[Tensor, MambaState[Tensor]]:
-    return decode_mamba(params, config, x_BSD, state)  # no positions
+    return decode_mamba(params, config, x_BSD, state)  # it reads no context: a scan has no positions
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a decoder needs to know of one kind of part. Its functions take configs and parameters of this kind alone, which the
-    types of a table of all kinds cannot say: they are Any here, and `part_of` and `apply_part` have the types.
+    """What a decoder needs to know of one part. Each function takes the configs and parameters of its own part only. The types of
+    a table of all parts cannot express this, so they are Any here; `part_of` and `apply_part` are typed.
 
-    shapes, axes, apply: see the module.
-    train:    apply where the pass trains, if that is not the same.
-    field:    where its parameters are in those of a layer.
-    pairs:    `fn(config)`: multiplications of a query with a key and of a weight with a value, per pair of tokens.
-    updates:  `fn(config)`: the leaves without gradient, and how each is updated.
-    of_all_tokens: `fn(config)`: the options, `name=value`, with which it looks at all tokens of a microbatch, or has a loss of
-              them. Where there are any, the context of a batch with labels has its total token weight under "weight".
-    forbids_microbatches: `fn(config)`: why a step must be one microbatch, and what else to do; None if it may be cut.
-    decode:   `fn(params, config, x_BSD, context, state)` -> `(y_BSD, state)` goes on where the tokens of `state` ended (None: at
-              the first of all); context has order (S,), the positions of the tokens, and RoPE tables at these. None for mixers
-              that need the whole row.
-    slice:    `fn(params, config, x_BSD, context, past)` -> `(y_BSD, carried)`: the same as apply where `x_BSD` are slices of
-              rows, see `mpar.chain.Carry`. None for mixers that need the whole row, and for parts in which positions see nothing
-              of each other. carried_axes: logical axes of carried.
-    reach:    `fn(config)`: how many positions back a position reads what was carried over, counting itself; None for all.
-    init:     `fn(config, leaf, key, bounds, dtype)`: the part within `bounds` (a range for each dim) of a fresh leaf, or None
-              where it starts as its name says. Every element depends on `key` and its global index alone.
+    shapes, axes, apply: see the docstring of the module.
+    train:    takes the place of apply in training; None: apply is used there too.
+    field:    the field of a layer's parameters that holds those of the part.
+    pairs:    `fn(config)`: multiplications per pair of tokens: of query with key, and of attention weight with value.
+    updates:  `fn(config)`: how each leaf without gradient is updated, by the name of the leaf.
+    of_all_tokens: `fn(config)`: those options, as `name=value`, because of which the part looks at all tokens of a microbatch or
+              has a loss over them. If there are any, the context of a batch with labels has its total token weight as "weight".
+    forbids_microbatches: `fn(config)`: why the batch of a step cannot be cut into microbatches, and what to do instead; None if
+              it can.
+    decode:   `fn(params, config, x_BSD, context, state)` -> `(y_BSD, state)` for tokens that follow those of `state` (None: they
+              are the first). The context has order (S,), the positions of the tokens, and RoPE tables at these positions. None
+              for mixers that need the whole row.
+    slice:    `fn(params, config, x_BSD, context, past)` -> `(y_BSD, carried)`: apply for a slice of rows, see
+              `mpar.chain.Carry`. None for mixers that need the whole row, and for parts in which positions do not see each other.
+    carried_axes: the logical axes of what slice carries.
+    reach:    `fn(config)`: how many positions back a position reads what was carried, counting itself; None for all.
+    init:     `fn(config, leaf, key, bounds, dtype)`: the elements of a fresh leaf within `bounds` (a range for each dim), or None
+              if the leaf starts as its name says. Every element depends only on `key` and its global index.
     """
 
     shapes: Callable[[Any, int], Any]
@@ -190,7 +193,7 @@ PARTS: dict[type[PartConfig], Part] = {
         decode=_decode_mamba,
         slice=mamba_slice,
         carried_axes=MAMBA_CARRIED_AXES,
-        reach=lambda config: 2,  # itself and the state before it
+        reach=lambda config: 2,  # its own slice, and the state that the slice before it carried
         init=init_mamba_leaf,
     ),
     MoeConfig: Part(
@@ -215,7 +218,7 @@ def part_of(config: PartConfig) -> Part:
 def apply_part(
     params: PartParams[Tensor], config: PartConfig, x_BSD: Tensor, context: Mapping[str, Tensor], *, training: bool
 ) -> Applied:
-    """`(y_BSD, losses, metrics)`, the last two empty where the part has none. training: the pass trains, it does not evaluate."""
+    """`(y_BSD, losses, metrics)`, the last two empty if the part has none. training: whether this is for training."""
     part = part_of(config)
     fn = part.train if training and part.train is not None else part.apply
     result = fn(params, config, x_BSD, context)

@@ -1,6 +1,7 @@
 """RoPE tables: cos and sin of position x frequency, with the scalings that stretch a model's context.
 
-Rotary embedding: Su et al. 2021, arXiv:2104.09864, section 3.2.2. Every rotation is a frozen dataclass with `frequencies`.
+Rotary embedding: Su et al. 2021, arXiv:2104.09864, section 3.2.2. Each class here is one rotation, a `Rope` with its own
+`frequencies`.
 """
 
 import functools
@@ -37,7 +38,7 @@ class Rope:
     theta: float
     size: int
 
-    attention_factor = 1.0  # not a field here: YaRN alone has one
+    attention_factor = 1.0  # no field of Rope: only YarnRope and LongRope have it as one
 
     def frequencies(self, num_positions: int) -> list[float]:
         """Radians per position of each pair, for rows of `num_positions`."""
@@ -57,7 +58,7 @@ class LinearRope(Rope):
 
 @dataclass(frozen=True)
 class DynamicRope(Rope):
-    """Theta grows with the row, once it is longer than `max_positions` (the dynamic NTK scaling of arXiv:2309.00071, B.2)."""
+    """For rows longer than `max_positions`, theta grows with the row (the dynamic NTK scaling of arXiv:2309.00071, B.2)."""
 
     factor: float
     max_positions: int
@@ -68,7 +69,7 @@ class DynamicRope(Rope):
         return Rope(self.theta * stretch ** (self.size / (self.size - 2)), self.size).frequencies(num_positions)
 
     def frequencies_at(self, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        """The same for positions known at run time only: the row counts as one longer than its last position."""
+        """`frequencies` for positions that are known only at run time: the largest position plus one is taken as the length."""
         length = (positions_BS.amax() + 1).clamp(min=self.max_positions).to(dtype)
         stretch = self.factor * length / self.max_positions - (self.factor - 1)
         exponents = torch.tensor([2 * i / self.size for i in range(self.size // 2)], dtype=dtype, device=positions_BS.device)
@@ -77,10 +78,11 @@ class DynamicRope(Rope):
 
 @dataclass(frozen=True)
 class YarnRope(Rope):
-    """Slow pairs interpolated by `factor`, fast ones kept, a ramp between (Peng et al. 2023, arXiv:2309.00071, sec. 3.2).
+    """Slow pairs are interpolated by `factor`, fast pairs are unchanged, with a ramp between (Peng et al. 2023,
+    arXiv:2309.00071, sec. 3.2).
 
-    A pair is fast from `beta_fast` turns in `original_positions` on, slow up to `beta_slow`; `truncate` rounds the ends of the
-    ramp outwards to whole pairs. cos and sin are multiplied by `attention_factor` (sec. 3.4).
+    A pair is fast if it makes at least `beta_fast` turns in `original_positions`, slow if it makes at most `beta_slow`.
+    `truncate` rounds the ends of the ramp outwards to whole pairs. cos and sin are multiplied by `attention_factor` (sec. 3.4).
     """
 
     factor: float
@@ -108,7 +110,10 @@ class YarnRope(Rope):
 
 @dataclass(frozen=True)
 class Llama3Rope(Rope):
-    """Long wavelengths divided by `factor`, short ones kept, smooth between: as Llama 3.1 was released."""
+    """The scaling of Llama 3.1: slow pairs are divided by `factor`, fast pairs are unchanged, with a smooth transition between.
+
+    A pair is slow below `low_factor` turns in `original_positions`, fast above `high_factor`.
+    """
 
     factor: float
     low_factor: float
@@ -131,7 +136,8 @@ class Llama3Rope(Rope):
 
 @dataclass(frozen=True)
 class LongRope(Rope):
-    """Each pair's wavelength times its own factor: one set for rows of up to `original_positions`, one for longer ones.
+    """The wavelength of each pair is multiplied by a factor: one of `short` in rows of up to `original_positions`, one of `long`
+    in longer rows.
 
     Ding et al. 2024, arXiv:2402.13753, section 3. cos and sin are multiplied by `attention_factor`.
     """
@@ -147,10 +153,10 @@ class LongRope(Rope):
         return [frequency / factor for frequency, factor in zip(super().frequencies(num_positions), factors, strict=True)]
 
     def frequencies_at(self, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        """The same for positions known at run time only: the row counts as one longer than its last position."""
+        """`frequencies` for positions that are known only at run time: the largest position plus one is taken as the length."""
         lengths = (self.original_positions, self.original_positions + 1)
         short, long = (torch.tensor(self.frequencies(n), dtype=dtype, device=positions_BS.device) for n in lengths)
-        last = ops.constrain(positions_BS.amax(-1), (None,)).amax(0)  # of all rows: every rank needs it
+        last = ops.constrain(positions_BS.amax(-1), (None,)).amax(0)  # gathered: every rank needs the maximum of all rows
         return torch.where(last + 1 > self.original_positions, long, short)
 
 
@@ -160,12 +166,12 @@ def _frequencies(rope: Rope, num_positions: int) -> tuple[float, ...]:
 
 
 def depends_on_length(rope: Rope) -> bool:
-    """Whether a position turns otherwise in longer rows."""
+    """Whether the angles of a position depend on the length of its row."""
     return isinstance(rope, (DynamicRope, LongRope))
 
 
 def table_keys(name: str) -> tuple[str, str]:
-    """Under which keys the context has cos and sin of the rotation `name`."""
+    """The keys under which the context has cos and sin of the rotation `name`."""
     return ("cos", "sin") if name == MAIN else (f"cos_{name}", f"sin_{name}")
 
 
@@ -179,9 +185,10 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """`(cos, sin)`, each (1, S, R/2) for rows that start at position 0, or (B, S, R/2) at given positions (B, S).
 
-    `order_S` says which position each place of such rows holds, of `row_length` where tokens are slices of rows. `dtype` is that
-    of the angles and of the tables: float32 or wider. Raises ConfigError where the rotation depends on the length of rows, and
-    slices of them have given positions, which do not tell it.
+    Without `positions_BS`, `order_S` gives, for each place along S, the position of the row that stands there (None: 0, 1, ...).
+    `row_length` is given if the tokens are a slice of rows of that length. `dtype`, float32 or wider, is that of the angles and
+    of the tables. Raises ConfigError for a slice of rows with given positions if the rotation depends on the length of rows: a
+    slice does not know the last position of its row.
     """
     num_positions = tokens_BS.shape[1]
     if positions_BS is not None and row_length is not None and depends_on_length(rope):

@@ -1,4 +1,4 @@
-"""Sizes: the shape of a parameter, which stands for it in a tree of shapes."""
+"""Sizes: the shape of a parameter, as a leaf in a tree of shapes."""
 
 from typing import TypeGuard
 

@@ -1,4 +1,4 @@
-"""Ops of a layer of experts: choosing experts, moving rows to them and back, their products, and what balance needs."""
+"""Ops of a layer of experts: choosing experts, moving rows to experts and back, products of experts, and balancing their load."""
 
 from mpar.ops.experts._dispatch import combine, dispatch
 from mpar.ops.experts._expert_counts import expert_counts, group_counts

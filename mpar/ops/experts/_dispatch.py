@@ -1,8 +1,8 @@
-"""Dispatch and combine: tokens go to the experts that were chosen for them, and what experts make of them comes back.
+"""Dispatch and combine: `dispatch` brings tokens to the experts chosen for them, `combine` brings the experts' results back.
 
-Rows are the slots of tokens, K for each, sorted by expert. Where experts are spread over ranks, rows travel: then a rank's rows
-are those of its own experts, as many as the router sends there. What such a rank does is made of the ops of `_permute.py` and of
-exchanges of rows (`_dispatch_ranks.py` writes it); here is the meaning on one rank.
+A token has K slots, one for each expert chosen for it. Rows are slots sorted by expert. If experts are spread over ranks, rows
+are sent between ranks, and a rank then has the rows of its own experts, as many as the router chose. This module has the meaning
+on one rank; `_dispatch_ranks.py` has the local programs of many ranks, which use the ops of `_permute.py` and exchanges of rows.
 """
 
 import torch
@@ -25,9 +25,9 @@ def dispatch(x: Tensor, experts: Tensor, *, num_experts: int) -> tuple[Tensor, T
     """`(rows_RD, offsets_E, inverse_...K, traffic_2E)`: the tokens `x` (..., D), K times each, sorted by expert.
 
     `experts` (..., K), integers; a slot whose expert is outside [0, E) goes to no expert, and its row comes after all others.
-    R is the number of slots. The rows of expert e end before row `offsets_E[e]`, as `grouped_matmul` wants it. The row of a slot
-    is `inverse`; `traffic_2E` says how many rows of each expert were sent and have come. On a rank that holds some of the experts
-    the last three speak of its own rows: they are for `grouped_matmul` and `combine`, and have no meaning elsewhere.
+    R is the number of slots. The rows of expert e end before row `offsets_E[e]`, as in `grouped_matmul`. `inverse` has the row of
+    each slot; `traffic_2E` the number of rows of each expert that were sent, and that were received. On a rank that has only some
+    of the experts, the last three results are about the rows of this rank; only `grouped_matmul` and `combine` can use them.
     Raises ShapeError, DtypeError or ConfigError if the operands do not fit each other.
     """
     return dispatch_p.bind(x, experts, num_experts=num_experts)
@@ -36,8 +36,8 @@ def dispatch(x: Tensor, experts: Tensor, *, num_experts: int) -> tuple[Tensor, T
 def combine(rows: Tensor, inverse: Tensor, traffic: Tensor, weights: Tensor | None = None) -> Tensor:
     """`y` (..., D): for each token the sum over its K slots of `weights` (..., K) times the slot's row, in float32 or wider.
 
-    `inverse` and `traffic` are what `dispatch` gave. Without weights each slot counts 1; a slot that went to no expert has a row
-    of zeros after `grouped_matmul`. Additions have a fixed order. Raises ShapeError or DtypeError.
+    `inverse` and `traffic` are results of `dispatch`. Without weights each slot has weight 1. A slot that went to no expert has a
+    row of zeros after `grouped_matmul`. Additions have a fixed order. Raises ShapeError or DtypeError.
     """
     return combine_p.bind(rows, inverse, traffic, weights)[0]
 
@@ -97,7 +97,7 @@ def _check_rows(name: str, rows: Tensor, inverse: Tensor, weights: Tensor | None
 def _impl_combine(rows, inverse, traffic, weights):
     slots = inverse.reshape(-1, inverse.shape[-1])
     y = unpermute_p.meaning(rows, slots, None if weights is None else weights.reshape(slots.shape))
-    return y.view(*inverse.shape[:-1], rows.shape[-1]), rows.clone()  # an op may not give back what it was given
+    return y.view(*inverse.shape[:-1], rows.shape[-1]), rows.clone()  # a copy, because an op must not return its operand
 
 
 @combine_p.def_vjp_by_ops("back, inverse, traffic, weights, dy -> drows, dweights")

@@ -1,4 +1,4 @@
-"""Expert counts: how many slots name each expert, the load that balancing looks at; of all tokens, or of groups of them."""
+"""Expert counts: how many slots name each expert, over all tokens or in each group of tokens. This is the load to be balanced."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ group_counts_p = Primitive("group_counts", "experts -> counts", num_experts="int
 def expert_counts(experts: Tensor, *, num_experts: int) -> Tensor:
     """`counts_E`, int32: how many slots of `experts` (..., K) name each of the experts 0 .. `num_experts` - 1.
 
-    Ids outside, such as the -1 of a slot that was dropped, count nowhere. There is no gradient.
+    Other ids, such as the -1 of a slot that was dropped, are not counted. There is no gradient.
     Raises ShapeError if `experts` has no dims or 2**31 slots, DtypeError if not int32 or int64, ConfigError if `num_experts` < 1.
     """
     return expert_counts_p.bind(experts, num_experts=num_experts)
@@ -41,7 +41,7 @@ def _impl(experts, *, num_experts):
     return counts.scatter_add_(0, ids.clamp(0, num_experts - 1), exists)
 
 
-expert_counts_p.def_sharding("... k -> e", need_replication="e")  # counts of parts of the tokens add up
+expert_counts_p.def_sharding("... k -> e", need_replication="e")  # counts of shards of tokens are added
 expert_counts_p.def_batching_loop()
 
 
@@ -51,9 +51,9 @@ def _cost(experts, *, num_experts):
 
 
 def group_counts(experts_BSK: Tensor, *, num_experts: int, groups: tuple[int, int]) -> Tensor:
-    """`counts_GHE`, int32: `expert_counts` of each of `groups` = (g, h), parts of the sequences times parts of the positions.
+    """`counts_GHE`, int32: `expert_counts` of each group of tokens; `groups` = (g, h) as in `group_sizes`.
 
-    Raises ShapeError if `groups` do not divide `experts_BSK`, and as `expert_counts`.
+    Raises ShapeError if `groups` do not divide `experts_BSK`, and what `expert_counts` raises.
     """
     group = group_sizes("group_counts", experts_BSK.shape, groups)
     return group_counts_p.bind(experts_BSK, num_experts=num_experts, group=group)

@@ -1,4 +1,4 @@
-"""Grouped matrix product: rows that are sorted by expert, each group times the weights of its expert. Groups may be empty."""
+"""Grouped matrix product: rows are sorted by expert, and each group is multiplied by the weights of its expert."""
 
 from itertools import pairwise
 
@@ -17,9 +17,9 @@ grouped_matmul_dw_p = Primitive("grouped_matmul_dw", "x, dy, offsets -> dw")
 def grouped_matmul(x_RD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
     """`y_RF` with `y[r] = x[r] @ w[e]` for the rows r of group e, which end before row `offsets_E[e]`; later rows are 0.
 
-    `offsets_E` (int32 or int64) is what `expert_order` gives: it does not decrease, and stays within [0, R]. Sums are kept in
-    float32 or wider; the result has the dtype of `x_RD` and `w_EDF`, which is the same floating one.
-    Raises ShapeError or DtypeError if operands do not fit each other, and ShapeError for offsets that are no ends of groups.
+    `offsets_E` (int32 or int64) is a result of `expert_order`: it does not decrease, and is within [0, R]; groups may be empty.
+    Sums are kept in float32 or wider; `x_RD` and `w_EDF` have the same floating dtype, and so has the result.
+    Raises ShapeError or DtypeError if operands do not fit each other, and ShapeError for offsets that are not ends of groups.
     """
     return grouped_matmul_p.bind(x_RD, w_EDF, offsets_E)
 
@@ -86,7 +86,7 @@ def _impl_dw(x, dy, offsets):
     return dw
 
 
-# Rows that are sharded are those of `dispatch`: a rank has the rows of its own experts, and offsets speak of these alone.
+# Sharded rows come from `dispatch`: a rank has the rows of its own experts, and its offsets are about these rows only.
 grouped_matmul_p.def_sharding("r d, e d f, e -> r f", follows="e:r", as_is="offsets", ragged="r:offsets", linear="x w")
 grouped_matmul_p.def_batching_loop()
 grouped_matmul_p.asks_host = grouped_matmul_dw_p.asks_host = True

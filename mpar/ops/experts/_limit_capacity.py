@@ -1,6 +1,7 @@
-"""Limit of capacity: an expert takes so many tokens and no more; those that it weighs least are dropped.
+"""Limit of capacity: an expert takes a limited number of slots, and drops those with the smallest weights.
 
-Lepikhin et al. 2020, arXiv:2006.16668, has the limit by position; here the weights decide, over all tokens of a group.
+In Lepikhin et al. 2020, arXiv:2006.16668, the positions of tokens decide which are dropped; here the weights decide, among all
+tokens of a group.
 """
 
 import torch
@@ -26,14 +27,13 @@ def limit_capacity(
     capacity: int,
     groups: tuple[int, int] = (1, 1),
 ) -> Tensor:
-    """`experts` (..., S, K) as int32, with -1 for slots that their expert has no room for.
+    """`experts` (..., S, K) as int32, with -1 for slots that do not fit into the capacity of their expert.
 
-    Each expert keeps those `capacity` slots of the whole input that have the largest `weights` (..., S, K). Of equal weights the
-    lowest original index comes first: slots are compared by their leading dims, then by `order_S[s]` (else s), then by k. So
-    tokens may be stored in any order, and the same are dropped. NaN is the largest: it is kept, and shows. Ids outside [0, E),
-    such as -1, become -1 and take no room. There is no gradient.
-    With `groups` = (g, h) the input (B, S, K) is g parts of its sequences times h parts of its positions, as they are stored, and
-    each expert keeps `capacity` slots of each of these.
+    Of the slots that name it, each expert keeps the `capacity` slots with the largest `weights` (..., S, K). Of equal weights,
+    the slot with the lowest original index is kept first: slots are compared by their leading dims, then by `order_S[s]` (or s),
+    then by k. So the same slots are dropped in whatever order tokens are stored. NaN counts as the largest weight, so that it is
+    kept and can be seen. Ids outside [0, E), such as -1, become -1 and need no room. There is no gradient.
+    With `groups` = (g, h), as in `group_sizes`, each expert keeps `capacity` slots of each group of tokens (B, S, K).
     Raises ShapeError, DtypeError or ConfigError if operands or numbers do not fit each other.
     """
     if 2 <= experts.ndim != 3 and experts.shape == weights.shape:
@@ -65,7 +65,8 @@ def _impl(experts, weights, order, *, num_experts, capacity, group):
     slots = torch.arange(experts.numel(), device=experts.device).view(experts.shape)
     if order is not None:
         slots = slots[:, order.sort(stable=True).indices]
-    slots = slots.flatten()  # in their original order; two stable sorts make it: by group and expert, then by weight, then this
+    # slots in their original order; two stable sorts then sort them by group and expert, then by weight, then by this order
+    slots = slots.flatten()
     slots = slots[weights.flatten()[slots].sort(descending=True, stable=True).indices]
     ids = experts.flatten().long()
     ids = ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts)
@@ -79,7 +80,7 @@ def _impl(experts, weights, order, *, num_experts, capacity, group):
 
 @limit_capacity_p.def_sharding_from
 def _rule(*, group, **_) -> ShardingRule:
-    """All tokens of a group compete."""
+    """Groups may be sharded, but not the tokens within a group, because they compete for the capacity."""
     factors, sizes = "(g b) (h s) k", f"b:{group[0]} s:{group[1]}"
     return parse_sharding(f"{factors}, {factors}, (h s) -> {factors}", need_replication="b s k", sizes=sizes)
 

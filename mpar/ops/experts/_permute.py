@@ -1,6 +1,7 @@
-"""Permute: rows of tokens in the order of their experts, and back. A token has K rows, one for each of its slots.
+"""Permute: tokens to rows that are sorted by expert, and back. A token has K rows, one for each of its slots.
 
-`expert_order` sorts the slots; `permute` and `unpermute` carry data there and back, and each is the other's gradient.
+`expert_order` sorts the slots; `permute` copies tokens to rows and `unpermute` sums rows for tokens. Each is the gradient of the
+other.
 """
 
 import torch
@@ -39,9 +40,10 @@ def permute(x_TD: Tensor, inverse_TK: Tensor) -> Tensor:
 
 
 def unpermute(rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """`y_TD`, the sum over k of `weights_TK[t, k] * rows_RD[inverse_TK[t, k]]`, in float32 or wider, in the dtype of the rows.
+    """`y_TD`, the sum over k of `weights_TK[t, k] * rows_RD[inverse_TK[t, k]]`, in the dtype of the rows.
 
-    Without weights each counts 1. Additions have a fixed order: the same bits in every run. Raises ShapeError or DtypeError.
+    The sum is computed in float32 or wider. Without weights, each weight is 1. Additions have a fixed order, so that every run
+    gives the same bits. Raises ShapeError or DtypeError.
     """
     return unpermute_p.bind(rows_RD, inverse_TK, weights_TK)
 
@@ -58,11 +60,11 @@ def _abstract_order(experts, *, num_experts):
     return order, inverse, counts, offsets
 
 
-def _check_indices(what: str, indices: Tensor) -> None:
+def _check_indices(label: str, indices: Tensor) -> None:
     if indices.ndim != 2 or indices.shape[1] < 1 or indices.numel() >= 2**31:
-        raise ShapeError(f"{what} have shape {tuple(indices.shape)}; it must be (T, K) with K > 0 and T * K < 2**31")
+        raise ShapeError(f"{label} have shape {tuple(indices.shape)}; it must be (T, K) with K > 0 and T * K < 2**31")
     if indices.dtype not in (torch.int32, torch.int64):
-        raise DtypeError(f"{what} have dtype {indices.dtype}, need int32 or int64")
+        raise DtypeError(f"{label} have dtype {indices.dtype}, need int32 or int64")
 
 
 @expert_order_p.def_impl
@@ -163,7 +165,7 @@ def _impl_unpermute_bwd(rows, inverse, weights, dy):
     return drows.to(rows.dtype), dweights.to(weights.dtype)
 
 
-expert_order_p.def_sharding("t k -> r, t k, e, e", need_replication="t k r e")  # a row's place depends on all slots
+expert_order_p.def_sharding("t k -> r, t k, e, e", need_replication="t k r e")  # the row of a slot depends on all slots
 expert_order_p.def_batching_loop()
 permute_p.def_sharding("t d, t k -> r d", need_replication="t k r", linear="x")
 permute_p.def_batching_loop()

@@ -1,6 +1,6 @@
-"""Rows of experts on a rank: which slots are its own, which rows they are, and the order in which rows of several ranks lie.
+"""Ops on the rows of one rank's experts: finding its slots, taking their rows, and sorting rows that came from several ranks.
 
-Only the local programs of `_dispatch_ranks.py` use these ops. How many rows there are is known at run time.
+Only the local programs of `_dispatch_ranks.py` use them. The number of rows is known only at run time.
 """
 
 import torch
@@ -19,26 +19,27 @@ group_rows_p = Primitive("group_rows", "x, received -> rows", back="bool")
 
 @own_experts_p.def_impl
 def _impl_own_experts(experts, *, num_experts, sizes, exchanged, mine):
-    """Experts as ranks number them that hold their share: -1 where another rank's share is meant.
+    """The experts of slots, renumbered to those that this rank can reach; -1 for experts that it cannot.
 
-    Ranks are numbered along axes of `sizes`, first axis major, and hold neighbouring experts. Along axes that are `exchanged` a
-    slot can travel; along the others this rank, at position `mine`, takes what is its own.
+    Experts are sharded over mesh axes of `sizes`, first axis major; each rank has neighbouring experts. Rows are exchanged along
+    axes for which `exchanged` is true, so that all experts along them can be reached. Along the other axes this rank, whose
+    coordinate is `mine`, selects its own experts.
     """
     per_rank, total = num_experts, 1
     for size in sizes:
         per_rank //= size
         total *= size
     rank, local = experts // per_rank, experts % per_rank
-    travels, stays = torch.zeros_like(experts), torch.zeros_like(experts)
-    for size, moves in zip(sizes, exchanged, strict=True):
+    exchange_rank, select_rank = torch.zeros_like(experts), torch.zeros_like(experts)
+    for size, is_exchanged in zip(sizes, exchanged, strict=True):
         total //= size
-        place = rank // total % size
-        if moves:
-            travels = travels * size + place
+        coordinate = rank // total % size
+        if is_exchanged:
+            exchange_rank = exchange_rank * size + coordinate
         else:
-            stays = stays * size + place
-    outside = (experts < 0) | (experts >= num_experts) | (stays != mine)
-    return (travels * per_rank + local).masked_fill(outside, -1)
+            select_rank = select_rank * size + coordinate
+    outside = (experts < 0) | (experts >= num_experts) | (select_rank != mine)
+    return (exchange_rank * per_rank + local).masked_fill(outside, -1)
 
 
 @own_experts_p.def_abstract
@@ -48,7 +49,7 @@ def _abstract_own_experts(experts, *, num_experts, sizes, exchanged, mine):
 
 @take_rows_p.def_impl
 def _impl_take_rows(x, order, offsets, *, num_rows):
-    """The rows of `x` (T, D) to which the first slots of `order` (T K,) belong, up to the last of `offsets`."""
+    """The rows of `x` (T, D) for the first slots of `order` (T * K,), as many as the last of `offsets` says."""
     per_token = order.shape[0] // max(x.shape[0], 1)
     return x.index_select(0, order[: int(offsets[-1])].long() // max(per_token, 1))
 
@@ -60,7 +61,7 @@ def _abstract_take_rows(x, order, offsets, *, num_rows):
 
 @head_rows_p.def_impl
 def _impl_head_rows(x, counts, *, num_rows):
-    """The first rows of `x`, as many as `counts` add up to."""
+    """The first rows of `x`, as many as the sum of `counts`."""
     return x[: int(counts.sum())].clone()
 
 
@@ -71,7 +72,7 @@ def _abstract_head_rows(x, counts, *, num_rows):
 
 @pad_rows_p.def_impl
 def _impl_pad_rows(x, *, num_rows):
-    """`x` with zeros after it, `num_rows` rows in all."""
+    """`x` followed by rows of zeros, so that there are `num_rows` rows."""
     rows = torch.zeros((num_rows, x.shape[1]), dtype=x.dtype, device=x.device)
     rows[: x.shape[0]] = x
     return rows
@@ -84,12 +85,12 @@ def _abstract_pad_rows(x, *, num_rows):
 
 @group_rows_p.def_impl
 def _impl_group_rows(x, received, *, back):
-    """Rows that lie by rank, then expert, sorted by expert, then rank; `received` (experts, ranks) has their numbers.
+    """The rows of `x`, which are sorted by rank, then expert, sorted by expert, then rank; with `back` the reverse.
 
-    `back` is the other direction. The rows are the same in number and content.
+    `received` (experts, ranks) has the number of rows of each block, which is the rows of one expert from one rank.
     """
-    counts = received.T if back else received  # by the major key of the result
-    starts = counts.T.flatten().cumsum(0) - counts.T.flatten()  # of the blocks of x, in its order
+    counts = received.T if back else received  # its first dim is the first sort key of the result
+    starts = counts.T.flatten().cumsum(0) - counts.T.flatten()  # where blocks start in x, in the order of x
     starts = starts.view(counts.T.shape).T.flatten()
     sizes = counts.flatten().long()
     before = sizes.cumsum(0) - sizes

@@ -1,6 +1,6 @@
-"""Sinkhorn: a matrix of tokens and experts scaled until every token, and every expert, has the same total.
+"""Sinkhorn: scaling a matrix of tokens and experts until all tokens have the same total, and all experts have the same total.
 
-Sinkhorn and Knopp 1967, Pacific Journal of Mathematics 21; to route tokens: Clark et al. 2022, arXiv:2202.01169.
+Sinkhorn and Knopp 1967, Pacific Journal of Mathematics 21; used for routing tokens in Clark et al. 2022, arXiv:2202.01169.
 """
 
 import torch
@@ -13,7 +13,7 @@ from mpar.ops.primitive import Cost, Primitive, ShardingRule, parse_sharding
 __all__ = ["sinkhorn"]
 
 EPS = 1e-8
-"""Added to the totals that are divided by: they may underflow to zero."""
+"""Added to totals before dividing by them, because they may underflow to zero."""
 
 sinkhorn_p = Primitive("sinkhorn", "logits -> scaled", tolerance="float", max_iterations="int", group="int[]")
 sinkhorn_p.asks_host = True
@@ -22,11 +22,10 @@ sinkhorn_p.asks_host = True
 def sinkhorn(logits: Tensor, *, tolerance: float = 1e-4, max_iterations: int = 100, groups: tuple[int, int] = (1, 1)) -> Tensor:
     """exp(`logits`) (..., E), scaled over all T tokens and E experts: rows have total 1 / T, columns 1 / E; float32 or wider.
 
-    Rows and columns are scaled by turns until the factors of the columns change by `tolerance` or less on average, or
-    `max_iterations` times. The columns come last: theirs are the exact totals. exp is taken as it is: logits above 88 overflow
-    float32, and the result shows it as NaN. A row of -inf alone is no token: it is not counted in T, and stays zero.
-    There is no gradient. With `groups` = (g, h) logits (B, S, E) are g parts of their sequences times h parts of their positions,
-    as they are stored, and each of these is scaled for itself.
+    Rows and columns are scaled by turns until the factors of the columns change by at most `tolerance` on average, or
+    `max_iterations` times. Columns are scaled last, so that their totals are exact. Logits above 88 overflow float32 in exp, and
+    the result is then NaN. A row that is all -inf is not a token: it does not count in T, and its result is zero.
+    There is no gradient. With `groups` = (g, h), as in `group_sizes`, each group of tokens (B, S) is scaled by itself.
     Raises ShapeError if `logits` has no dims, DtypeError if it is not floating, ConfigError if a number is not positive.
     """
     params = {"tolerance": float(tolerance), "max_iterations": max_iterations}
@@ -67,14 +66,14 @@ def _scale(cost_TE, tolerance, max_iterations):
     for _ in range(max_iterations):
         rows_T = 1 / num_tokens / (cost_TE @ columns_E + EPS)
         before_E, columns_E = columns_E, 1 / num_experts / (rows_T @ cost_TE + EPS)
-        if not (columns_E - before_E).abs().mean() > tolerance:  # NaN ends it too
+        if not (columns_E - before_E).abs().mean() > tolerance:  # also true for NaN
             break
     cost_TE.mul_(columns_E).mul_(rows_T.unsqueeze(1))
 
 
 @sinkhorn_p.def_sharding_from
 def _rule(*, group, **_) -> ShardingRule:
-    """Totals run over all tokens of a group and all experts."""
+    """Groups may be sharded, but neither the tokens within a group nor experts, because totals are sums over them."""
     sizes = f"b:{group[0]} s:{group[1]}"
     return parse_sharding("(g b) (h s) e -> (g b) (h s) e", need_replication="b s e", sizes=sizes)
 
@@ -84,7 +83,7 @@ sinkhorn_p.def_batching_loop()
 
 @sinkhorn_p.def_cost
 def _cost(logits, *, max_iterations, **_):
-    """As if it took a tenth of the iterations that it may."""
+    """Assumes a tenth of the iterations that are allowed."""
     wide = torch.promote_types(logits.dtype, torch.float32).itemsize
     flops = (4 * -(-max_iterations // 10) + 3) * logits.numel()
     copy = 0 if logits.element_size() == wide else wide * logits.numel()

@@ -1,8 +1,8 @@
-"""Slots: room for as many rows of every expert as its capacity says, so that no shape depends on data.
+"""Slots of experts: every expert has as many rows as its capacity, so that no shape depends on data.
 
-Experts then take rows (E, G, H, C, D): C slots of each of E experts for each of G x H groups of tokens, zeros where there is no
-token (Lepikhin et al. 2020, arXiv:2006.16668, section 2.2). Where groups are spread over ranks and experts too, rows move by
-ordinary changes of placement.
+The rows of experts are (E, G, H, C, D): C slots of each of E experts for each of G x H groups of tokens, with zeros in slots
+without a token (Lepikhin et al. 2020, arXiv:2006.16668, section 2.2). If groups and experts are sharded, rows move by ordinary
+reshards.
 """
 
 import torch
@@ -16,17 +16,17 @@ __all__ = ["expert_slots", "fill_slots", "take_slots"]
 
 _SIZES = {"num_experts": "int", "capacity": "int", "group": "int[]"}
 expert_slots_p = Primitive("expert_slots", "experts -> slots", **_SIZES)
-# sum over (t, k) of weights[t, k] <x[t], rows[slot of (t, k)]>, differentiated by each of its three factors
+# the derivatives of the sum over (t, k) of weights[t, k] <x[t], rows[slot of (t, k)]> by rows, by x, and by weights
 fill_slots_p = Primitive("fill_slots", "x, slots, weights? -> rows", start="int", **_SIZES)
 take_slots_p = Primitive("take_slots", "rows, slots, weights? -> y", start="int")
 slot_products_p = Primitive("slot_products", "rows, slots, x -> products", start="int")
 
 
 def expert_slots(experts_BSK: Tensor, *, num_experts: int, capacity: int, groups: tuple[int, int] = (1, 1)) -> Tensor:
-    """`slots_BSK`, int32: the slot expert * `capacity` + c that each row of a token gets among those of its group.
+    """`slots_BSK`, int32: for each choice of an expert by a token, its slot expert * `capacity` + c in the group of the token.
 
-    The rows of an expert get c = 0, 1, ... as they are stored; those from `capacity` on get -1, as do rows whose expert is not in
-    [0, `num_experts`). `groups` = (g, h): g parts of the sequences times h parts of the positions; each has slots of its own.
+    The tokens of an expert get c = 0, 1, ... in the order in which they are stored; those from `capacity` on get -1, and so do
+    choices that are not in [0, `num_experts`). Each group of tokens has slots of its own; `groups` = (g, h) as in `group_sizes`.
     Raises ShapeError, DtypeError or ConfigError if operand and numbers do not fit each other.
     """
     group = _group("expert_slots", experts_BSK, groups)
@@ -44,7 +44,7 @@ def fill_slots(
 ) -> Tensor:
     """`rows_EGHCD`: each token in its slots, times `weights_BSK` if given; zeros in slots without a token.
 
-    `slots_BSK` and numbers as in `expert_slots`. Raises ShapeError, DtypeError or ConfigError if they do not fit each other.
+    `slots_BSK` and the numbers are those of `expert_slots`. Raises ShapeError, DtypeError or ConfigError if they do not fit.
     """
     group = _group("fill_slots", x_BSD, groups)
     return fill_slots_p.bind(x_BSD, slots_BSK, weights_BSK, start=0, num_experts=num_experts, capacity=capacity, group=group)
@@ -53,8 +53,8 @@ def fill_slots(
 def take_slots(rows_EGHCD: Tensor, slots_BSK: Tensor, weights_BSK: Tensor | None = None) -> Tensor:
     """`y_BSD`: for each token the sum over its slots of `weights_BSK` times the slot's row, in float32 or wider.
 
-    A slot of -1 counts nothing, without weights every other one counts 1; rows of slots without a token are not read. Additions
-    have a fixed order. Raises ShapeError or DtypeError.
+    A slot of -1 adds nothing; without weights, each other slot has weight 1. Rows of slots without a token are not read.
+    Additions have a fixed order. Raises ShapeError or DtypeError.
     """
     return take_slots_p.bind(rows_EGHCD, slots_BSK, weights_BSK, start=0)
 
@@ -128,21 +128,24 @@ def _impl_fill(x, slots, weights, *, start, num_experts, capacity, group):
 
 
 def _rows_of(slots, shape, start):
-    """(B, S, K): which of the rows (E, G, H, C) each slot is, those from expert `start` on being there; -1 for no row."""
+    """(B, S, K): the index of each slot's row among the rows (E, G, H, C), which are those of experts from `start` on.
+
+    It is -1 for a slot that is -1 or is of another expert.
+    """
     num_experts, g, h, capacity = shape
     group = [slots.shape[0] // max(g, 1), slots.shape[1] // max(h, 1)]
     slots = slots.long()
-    expert, place = slots // capacity - start, slots % capacity
+    expert, slot_of_expert = slots // capacity - start, slots % capacity
     of_group = group_of_token(slots.shape, group, slots.device)[..., None]
-    rows = (expert * (g * h) + of_group) * capacity + place
+    rows = (expert * (g * h) + of_group) * capacity + slot_of_expert
     return rows.masked_fill((slots < 0) | (expert < 0) | (expert >= num_experts), -1)
 
 
 def _sources(rows_BSK, shape):
-    """For each row the slot token * K + k that fills it, or -1."""
+    """For each row the index token * K + k of the choice that fills it, or -1."""
     num_rows = shape[0] * shape[1] * shape[2] * shape[3]
     rows = rows_BSK.flatten()
-    rows = torch.where(rows < 0, num_rows, rows)  # what fills none goes behind all others
+    rows = torch.where(rows < 0, num_rows, rows)  # choices that fill no row get an extra row at the end
     source = rows.new_full((num_rows + 1,), -1).scatter_(0, rows, torch.arange(rows.numel(), device=rows.device))
     return source[:num_rows]
 
@@ -167,7 +170,7 @@ def _check_take(op: str, rows: Tensor, slots: Tensor, weights: Tensor | None) ->
         raise ShapeError(f"{op}: {shapes}; they must be (E, G, H, C, D), (B, S, K) and (B, S, K)")
     if any(size % max(count, 1) for size, count in zip(slots.shape, rows.shape[1:3], strict=False)):
         raise ShapeError(
-            f"{op}: slots of {tuple(slots.shape[:2])} tokens do not lie in the {tuple(rows.shape[1:3])} groups of rows"
+            f"{op}: slots of {tuple(slots.shape[:2])} tokens cannot be divided into the {tuple(rows.shape[1:3])} groups of rows"
         )
     if not rows.is_floating_point() or not (weights is None or weights.is_floating_point()):
         raise DtypeError(f"{op}: rows are {rows.dtype}, weights {getattr(weights, 'dtype', None)}; both must be floating")
@@ -217,7 +220,7 @@ def _abstract_products(rows, slots, x, *, start):
 
 @slot_products_p.def_impl
 def _impl_products(rows, slots, x, *, start):
-    """products[t, k] = <x[t], rows[slot of (t, k)]>, 0 for a slot that is none."""
+    """products[t, k] = <x[t], rows[slot of (t, k)]>, or 0 if (t, k) has no slot."""
     wide, places = _wide(rows, None), _rows_of(slots, rows.shape[:4], start)
     if not rows.numel() or not slots.numel():
         return torch.zeros(slots.shape, dtype=wide, device=rows.device)
@@ -237,8 +240,8 @@ def _rule_slots(*, group, **_) -> ShardingRule:
     return parse_sharding("(g b) (h s) k -> (g b) (h s) k", need_replication="b s k", sizes=sizes)
 
 
-# Tokens of a group meet in its rows. Where tokens are decides where rows are taken, unless experts lie on other axes: then a rank
-# takes what its experts have, and the whole is a sum.
+# The rows of a group depend on all its tokens, so tokens within a group are not sharded. Rows are taken on the ranks where the
+# tokens are. If experts are sharded over other axes, each rank takes the rows of its experts, and the result is a pending sum.
 fill_slots_p.def_sharding(
     "(g b) (h s) d, (g b) (h s) k, (g b) (h s) k -> e g h c d", need_replication="b s k c", linear="x weights"
 )

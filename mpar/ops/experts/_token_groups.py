@@ -1,7 +1,7 @@
-"""Token groups: a microbatch of B x S tokens as g x h groups of neighbouring rows and positions, each of which stands alone.
+"""Token groups: a microbatch of B x S tokens, divided into g x h independent groups of neighbouring rows and positions.
 
-Lepikhin et al. 2020, arXiv:2006.16668, section 2.2: a group shares its capacities with no other. Primitives take the sizes of a
-group, which a shard of whole groups has too, and not the number of groups.
+Each group has capacities of its own (Lepikhin et al. 2020, arXiv:2006.16668, section 2.2). Primitives take the size of a group
+and not the number of groups, because a shard of whole groups has groups of the same size.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,13 @@ __all__ = ["by_group", "check_group", "group_of_token", "group_sizes", "num_grou
 
 
 def group_sizes(op: str, shape: Sequence[int], groups: Sequence[int]) -> list[int]:
-    """`[rows, positions]` of each of `groups` = (g, h) groups of (B, S, ...) tokens. Raises ShapeError if they do not divide."""
+    """`[rows, positions]`: the size of each group, if (B, S, ...) tokens are divided into `groups` = (g, h) groups.
+
+    The rows, as they are stored, are divided into g equal parts, and the positions into h. Raises ShapeError if they cannot be.
+    """
     wrong = [
-        f"{count} does not divide the {size} {what}"
-        for what, size, count in zip(("sequences", "positions of a sequence"), shape, groups, strict=False)
+        f"{count} does not divide the {size} {dim_name}"
+        for dim_name, size, count in zip(("sequences", "positions of a sequence"), shape, groups, strict=False)
         if count < 1 or size % count
     ]
     if wrong or len(groups) != 2:
@@ -33,11 +36,11 @@ def group_sizes(op: str, shape: Sequence[int], groups: Sequence[int]) -> list[in
 def check_group(op: str, shape: Sequence[int], group: Sequence[int]) -> None:
     """Raise ShapeError unless (B, S, ...) tokens are whole groups of `group` = [rows, positions]."""
     if len(group) != 2 or any(n % size if size else n for n, size in zip(shape, group, strict=False)):
-        raise ShapeError(f"{op}: {tuple(shape[:2])} tokens are no whole groups of {tuple(group)}")
+        raise ShapeError(f"{op}: {tuple(shape[:2])} tokens cannot be divided into groups of {tuple(group)}")
 
 
 def num_groups(shape: Sequence[int], group: Sequence[int]) -> tuple[int, int]:
-    """(g, h): the numbers of groups of `group` = [rows, positions] in (B, S, ...) tokens; one where there are no tokens."""
+    """(g, h): how many groups of `group` = [rows, positions] there are in (B, S, ...) tokens; one along dims of size zero."""
     g, h = (n // size if size else 1 for n, size in zip(shape, group, strict=False))
     return g, h
 
@@ -49,6 +52,6 @@ def group_of_token(shape: Sequence[int], group: Sequence[int], device: torch.dev
 
 
 def by_group(x: Tensor, group: Sequence[int]) -> Tensor:
-    """(B, S, ...) as (g * h, tokens of a group, ...), tokens in storage order."""
+    """(B, S, ...) as (g * h, tokens of a group, ...), with tokens in the order in which they are stored."""
     (g, h), (b, s) = num_groups(x.shape, group), group
     return x.reshape(g, b, h, s, *x.shape[2:]).transpose(1, 2).reshape(g * h, b * s, *x.shape[2:])

@@ -1,7 +1,8 @@
-"""Top-k router: which experts each token goes to, and how much each counts.
+"""Top-k router: chooses the experts of each token, and their weights.
 
-Softmax over all experts or over the chosen ones (Jiang et al. 2024, arXiv:2401.04088), sigmoid scores and groups of experts
-(DeepSeek-AI 2024, arXiv:2412.19437), a bias that changes the choice but not the weights (Wang et al. 2024, arXiv:2408.15664).
+It can have softmax over all experts or over the chosen ones (Jiang et al. 2024, arXiv:2401.04088), sigmoid scores and groups of
+experts (DeepSeek-AI 2024, arXiv:2412.19437), and a bias that changes the choice but not the weights (Wang et al. 2024,
+arXiv:2408.15664).
 """
 
 from typing import Literal, get_args
@@ -17,7 +18,7 @@ __all__ = ["ROUTER_TINY", "RouterOrder", "RouterScore", "topk_router"]
 RouterScore = Literal["softmax", "sigmoid"]
 RouterOrder = Literal["pre", "post"]
 ROUTER_TINY = 1e-20
-"""Added to the sum that weights are divided by: sigmoid scores may all be zero."""
+"""Added to the sum of weights before dividing by it, because sigmoid scores may all be zero."""
 
 _PARAMS = {
     "k": "int",
@@ -45,14 +46,15 @@ def topk_router(
     group_best: int = 2,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(weights, experts, scores)` of `logits` (..., E): each token's `k` experts, best first, what each counts, and all scores.
+    """`(weights, experts, scores)` of `logits` (..., E): the `k` experts of each token, best first, and their weights.
 
-    `weights` and `experts` are (..., k), `scores` (..., E): `score` of the logits, over all experts. order pre: the choice is
-    made by scores, the weights are the scores of the chosen; post: the choice is made by logits, the weights are `score` of the
-    chosen logits alone. `bias_E` is added before the choice, not to the weights. With `groups` > 1 the experts are as many groups
-    of neighbours; only the `groups_kept` groups with the largest sums of their `group_best` best (1 or 2) are chosen from.
-    `normalise` divides the weights by their sum; then `scale` multiplies them. Equal values: the lowest index first. NaN counts
-    as -inf in the choice; a row with a NaN has NaN weights.
+    `weights` and `experts` are (..., k). `scores` (..., E) is `score` of the logits over all experts. With order "pre" the choice
+    is made by scores, and the weights are the scores of the chosen experts. With order "post" the choice is made by logits, and
+    the weights are `score` of only the chosen logits. `bias_E` is added for the choice, but not to the weights. `groups` > 1
+    divides the experts into that many groups of neighbours; experts are then chosen only from the `groups_kept` groups with the
+    largest sums of their `group_best` (1 or 2) best values. `normalise` divides the weights by their sum; then they are
+    multiplied by `scale`. Of equal values the one of the lowest index is chosen first. NaN counts as -inf in the choice; a token
+    with a NaN has NaN weights.
 
     Weights and scores are float32 or wider, experts int32. Gradients flow into the logits from weights and scores.
     Raises ShapeError, DtypeError or ConfigError if operands or numbers do not fit each other.
@@ -72,10 +74,10 @@ def _check_numbers(num_experts: int, k: int, score: str, order: str, groups: int
     if groups < 1 or num_experts % groups:
         problems.append(f"groups is {groups}, which does not divide {num_experts} experts")
     elif not 1 <= groups_kept <= groups or groups_kept * (num_experts // groups) < k:
-        held = f"{groups_kept} of {groups} groups of {num_experts // groups} experts"
-        problems.append(f"groups_kept is {groups_kept}: {held} do not hold k = {k}")
+        kept_groups = f"{groups_kept} of {groups} groups of {num_experts // groups} experts"
+        problems.append(f"groups_kept is {groups_kept}: {kept_groups} do not hold k = {k}")
     if group_best not in (1, 2):
-        problems.append(f"group_best is {group_best}; it is 1 or 2")
+        problems.append(f"group_best is {group_best}; it must be 1 or 2")
     if problems:
         raise ConfigError("topk_router:\n" + "\n".join(problems))
 
@@ -107,7 +109,7 @@ def _impl(logits, bias, *, k, score, normalise, order, groups, groups_kept, grou
 
 
 def _choose(values: Tensor, k: int, groups: int, groups_kept: int, group_best: int) -> Tensor:
-    """Indices of the `k` largest values of each row, from the best groups; of equal ones the lowest first."""
+    """Indices of the `k` largest values of each row, from the best groups; of equal values the lowest index comes first."""
     values = values.masked_fill(values.isnan(), -torch.inf)
     by_value = values.sort(dim=-1, descending=True, stable=True).indices
     if groups == 1:

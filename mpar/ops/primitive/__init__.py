@@ -1,4 +1,4 @@
-"""What a primitive is: an op with its meaning, and a rule for every transformation."""
+"""What a primitive is: an op with its meaning, and a rule for every transformation of functions that use it."""
 
 from mpar.ops.primitive._autograd import Operand, Static
 from mpar.ops.primitive._emitter import Emitter

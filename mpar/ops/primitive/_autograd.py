@@ -1,4 +1,4 @@
-"""The `torch.autograd.Function` around a primitive: what `torch.func.grad`, `vjp`, `vmap` and `.backward()` do with it."""
+"""The `torch.autograd.Function` around a primitive: it tells `torch.func.grad`, `vjp`, `vmap` and `.backward()` what to do."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Operand = Tensor | None | Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Vjp:
-    """The gradient of a primitive: `fn` takes the values that `reads` names and returns those that `gives` names."""
+    """The gradient rule of a primitive: `fn` takes the values named in `reads` and returns the gradients named in `gives`."""
 
     reads: tuple[str, ...]
     gives: tuple[str, ...]
@@ -29,14 +29,14 @@ class Vjp:
 
 @dataclass
 class Transforms:
-    """What transformations of functions do with a primitive: its gradient and its batching rule, once they are defined."""
+    """The gradient rule and the batching rule of a primitive; None as long as they are not defined."""
 
     vjp: Vjp | None = None
     batching: BatchingRule | None = None
 
 
-class _Saved(FunctionCtx):
-    """What a call keeps for its backward pass."""
+class _Kept(FunctionCtx):
+    """What a call keeps for its backward."""
 
     params: dict[str, Static]
     names: list[str]
@@ -53,8 +53,8 @@ class _BatchInfo:
 def make_function(
     name: str, op: Callable[..., Results], signature: Signature, transforms: Transforms
 ) -> type[torch.autograd.Function]:
-    """The autograd Function around `op`; its flat arguments are the operands, then the parameters in order. It reads `transforms`
-    when it is called, so that rules may be defined later."""
+    """The autograd Function around `op`. Its arguments are the operands, followed by the static parameters in order. It reads
+    `transforms` when it is called, so that rules may be defined after it is made."""
     num_operands, keys = len(signature.operands), tuple(signature.params)
 
     def split(flat: tuple) -> tuple[Sequence[Tensor | None], dict[str, Static]]:
@@ -67,7 +67,7 @@ def make_function(
             return op(*operands, **params)
 
         @staticmethod
-        def setup_context(ctx: _Saved, inputs: tuple[Operand | Static, ...], output: Results) -> None:
+        def setup_context(ctx: _Kept, inputs: tuple[Operand | Static, ...], output: Results) -> None:
             ctx.set_materialize_grads(False)
             operands, ctx.params = split(inputs)
             results = output if isinstance(output, tuple) else (output,)
@@ -79,7 +79,7 @@ def make_function(
                 ctx.save_for_backward(*kept.values())
 
         @staticmethod
-        def backward(ctx: _Saved, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        def backward(ctx: _Kept, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
             vjp = transforms.vjp
             if vjp is None:
                 raise no_gradient(name)
@@ -102,14 +102,14 @@ def make_function(
 
 
 def _gradients(vjp: Vjp, values: Mapping[str, Tensor | None], params: Mapping[str, Static]) -> dict[str, Tensor | None]:
-    """The gradients that `vjp` gives, by name; what it reads and `values` has not is None."""
+    """The gradients that `vjp` gives, by name. Of the values that it reads, those that `values` lacks are None."""
     grads = vjp.fn(*(values.get(name) for name in vjp.reads), **params)
     return dict(zip(vjp.gives, grads if isinstance(grads, tuple) else (grads,), strict=True))
 
 
 def no_gradient(name: str) -> DifferentiationError:
     """The error of an op that has no gradient rule."""
-    second = " (it is itself a gradient; second derivatives stop here)" if name.endswith("_bwd") else ""
+    second = " (it is itself a gradient, and has no second derivative)" if name.endswith("_bwd") else ""
     return DifferentiationError(
         f"cannot differentiate {name}: it has no gradient rule{second}.\n"
         "Detach its operands, or write the function with ops that can be differentiated again."
@@ -117,7 +117,10 @@ def no_gradient(name: str) -> DifferentiationError:
 
 
 def gradients_like_operands(name: str, reads: Sequence[str], gives: Sequence[str]) -> Callable[..., Results]:
-    """The abstract rule of a gradient: each looks like its operand, contiguous; that of an absent operand is an empty vector."""
+    """The abstract rule of the gradient of `name`: each gradient has the shape and dtype of its operand, and is contiguous.
+
+    The gradient of an operand that is None is an empty vector.
+    """
     unread = [gradient for gradient in gives if gradient[1:] not in reads]
 
     def abstract(*operands: Tensor | None, **params: Static) -> Results:

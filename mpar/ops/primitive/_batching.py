@@ -1,7 +1,7 @@
-"""Batching rules that fit many ops: one more leading dim, a batch folded into dim 0, or example by example.
+"""Batching rules that fit many ops: the batch as one more leading dim, the batch folded into dim 0, or a loop over examples.
 
-A batching rule is `rule(size, dims, *operands, **params) -> (results, dims of results)`; `dims` has each operand's batched dim,
-or None.
+A batching rule is `rule(size, dims, *operands, **params) -> (results, dims of results)`: `size` is that of the batch, `dims` has
+the batched dim of each operand, or None for an operand without one.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ BatchingRule = Callable[..., Batched]
 
 
 def batch_by_loop(bind: Callable[..., Results]) -> BatchingRule:
-    """Apply the op example by example and stack: for ops whose operands have no room for one more dim."""
+    """Apply the op to one example after the other and stack the results: for ops that cannot take one more dim."""
 
     def rule(size: int, dims: Sequence[int | None], *operands: Tensor | None, **params: object) -> Batched:
         per_example = []
@@ -34,8 +34,8 @@ def batch_by_loop(bind: Callable[..., Results]) -> BatchingRule:
 
 
 def batch_leading(bind: Callable[..., Results], sharding_rule: Callable[..., ShardingRule]) -> BatchingRule:
-    """Give every operand whose sharding rule starts with `...` one more leading dim; the others must not be batched, else the
-    batch is done example by example."""
+    """Give one more leading dim to every operand whose sharding rule starts with `...`. If another operand is batched, the op is
+    applied to one example after the other."""
     loop = batch_by_loop(bind)
 
     def rule(size: int, dims: Sequence[int | None], *operands: Tensor | None, **params: object) -> Batched:
@@ -50,8 +50,8 @@ def batch_leading(bind: Callable[..., Results], sharding_rule: Callable[..., Sha
 
 
 def batch_folded(bind: Callable[..., Results], sharding_rule: Callable[..., ShardingRule]) -> BatchingRule:
-    """Fold the batch into dim 0 of every operand whose sharding rule starts with the first factor of the first operand; the
-    others must not be batched, else the batch is done example by example."""
+    """Fold the batch into dim 0 of every operand whose sharding rule starts with the first factor of the first operand. If
+    another operand is batched, the op is applied to one example after the other."""
     loop = batch_by_loop(bind)
 
     def rule(size: int, dims: Sequence[int | None], *operands: Tensor | None, **params: object) -> Batched:
@@ -77,11 +77,11 @@ def _moved(
     sharding: ShardingRule,
     first: tuple[tuple[str, ...], ...],
 ) -> list[Tensor | None] | None:
-    """The operands, those whose rule starts with `first` with the batch in front; None if another operand is batched, or if a
-    result does not start so."""
+    """The operands, with the batch as dim 0 of those whose rule starts with `first`. None if another operand is batched, or if
+    the rule of a result does not start with `first`."""
     starts = [factors[:1] == first for factors in sharding.operands]
-    stuck = any(dim is not None and not start for dim, start in zip(dims, starts, strict=True))
-    if stuck or any(factors[:1] != first for factors in sharding.results):
+    others_batched = any(dim is not None and not start for dim, start in zip(dims, starts, strict=True))
+    if others_batched or any(factors[:1] != first for factors in sharding.results):
         return None
     return [
         x if x is None or not start else x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)

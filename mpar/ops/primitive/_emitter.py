@@ -1,6 +1,7 @@
-"""Emitter: what the local program of a primitive is written with (`def_sharded`, `def_lowered`); the lowering provides it.
+"""Emitter: the object with which a primitive's local program (`def_sharded`, `def_lowered`) adds nodes to the rank graph.
 
-A local program calls it for every op; operands and results are nodes of the rank graph that is being made.
+The local program calls it for every op that the rank computes; operands and results are nodes of the rank graph. The lowering
+makes the emitter.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ __all__ = ["Emitter"]
 
 
 class Emitter(Protocol):
-    """What a local program can ask and say. `Emit` in mpar/sharding says what each method does."""
+    """The interface that local programs see; `Emit` in mpar/sharding implements and describes it."""
 
     @property
     def start(self) -> fx.Node | int: ...

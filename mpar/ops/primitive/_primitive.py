@@ -1,8 +1,8 @@
-"""Primitive: an op and all its rules in one object. Forward and backward are one graph node each.
+"""Primitive: an op and all its rules in one object. Its forward is one node of a graph, and so is its backward.
 
-Every primitive is a torch op `mpar::<name>`. A `torch.autograd.Function` around it gives `torch.func.grad`, `vjp`, `vmap`
-and `.backward()`; below that the op is opaque, so tracing sees one node. The kernel that torch calls runs the abstract
-rule first: wrong operands raise the same error eagerly and while tracing.
+Every primitive is a torch op `mpar::<name>`. The `torch.autograd.Function` around it serves `torch.func.grad`, `vjp`, `vmap` and
+`.backward()`. Tracing does not look into the op, so it sees one node. The kernel that torch calls runs the abstract rule first,
+so that wrong operands raise the same error eagerly as while tracing.
 """
 
 from collections.abc import Callable
@@ -34,13 +34,14 @@ class Cost:
 
 
 class Primitive:
-    """An op named `name` with tensor operands and results `signature`, such as `"x, weight? -> y"`.
+    """An op named `name`, whose tensor operands and results are those of `signature`, such as `"x, weight? -> y"`.
 
-    An operand with `?` may be None, one with `[]` is a list of tensors. `params` are the static keyword arguments with
-    their types in torch's schema language (`eps="float"`). An `int` parameter may become a value read at run time
-    in a rank graph (a shard's offset), so implementations must not specialise on it.
+    An operand with `?` may be None; one with `[]` is a list of tensors. `params` are the static keyword arguments, with their
+    types in torch's schema language (`eps="float"`). In a rank graph an `int` parameter may be a value that is known only at run
+    time (the offset of a shard), so implementations must not specialise on it.
 
-    `mutates` names operands that the implementation writes over; with `asks_host` it reads data on the host.
+    `mutates` names the operands that the implementation overwrites. `asks_host` says that the implementation reads data on the
+    host.
     """
 
     def __init__(self, name: str, signature: str, **params: str) -> None:
@@ -49,7 +50,7 @@ class Primitive:
         self.abstract: Callable | None = None
         self.impl: Callable | None = None
         self.cost: Callable[..., Cost] | None = None
-        self.bwd: Any = None  # a Primitive once def_vjp has run, which type checkers cannot know
+        self.bwd: Any = None  # def_vjp makes it a Primitive; Any, because type checkers cannot know that
         self.transforms = Transforms()
         self.placement = Placement()
         self.mutates: tuple[str, ...] = ()
@@ -79,7 +80,7 @@ class Primitive:
         return self.signature.params
 
     def bind(self, *operands: Operand, **params: Static) -> Any:
-        """Apply the primitive; `params` must name every static parameter. Gives a tensor, or one for each result."""
+        """Apply the primitive; `params` must name every static parameter. Returns a tensor, or a tuple if it has many results."""
         if self.signature.takes_lists:
             tensors = [x for given in operands for x in ([given] if given is None or isinstance(given, Tensor) else given)]
             if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
@@ -89,7 +90,7 @@ class Primitive:
         return self._function.apply(*operands, *(params[key] for key in self.params))
 
     def def_abstract(self, fn: Callable) -> Callable:
-        """`fn(*operands, **params)` checks its operands and returns results without data: shapes, dtypes and strides."""
+        """`fn(*operands, **params)` checks its operands and returns results without data: their shapes, dtypes and strides."""
         self.abstract = fn
         return fn
 
@@ -101,7 +102,7 @@ class Primitive:
 
     @property
     def meaning(self) -> Callable:
-        """What `def_impl` was given: for an implementation that is made of others."""
+        """The function that `def_impl` was given, for implementations that are made of others."""
         assert self.impl is not None, f"{self} has no implementation"
         return self.impl
 
@@ -115,12 +116,13 @@ class Primitive:
         _LIBRARY.impl(self.name, checked, key)
 
     def def_vjp(self, signature: str) -> Callable[[Callable], Callable]:
-        """Define the gradient as the primitive `<name>_bwd` with operands and results as in `"x, y, dy -> dx"`.
+        """Define the gradient as a new primitive `<name>_bwd`, whose signature is such as `"x, y, dy -> dx"`.
 
-        Operands are operands of the forward (`x`), its results (`y`) and cotangents of results (`dy`): what is not named is
-        not kept for the backward pass. Results are gradients of operands; those not named get none. The function is the
-        implementation of `<name>_bwd`; a cotangent that the caller does not have comes as None. Its abstract rule is preset:
-        a gradient looks like its operand, contiguous; that of an operand which is None is `first operand.new_empty(0)`.
+        Its operands are operands of this primitive (`x`), results (`y`) and cotangents of results (`dy`); what is not named is
+        not kept for the backward. Its results are gradients of operands; operands that are not named have no gradient. The
+        decorated function is the implementation of `<name>_bwd`; a cotangent that the caller does not have is None. Its abstract
+        rule is defined too: each gradient has the shape and dtype of its operand and is contiguous, and that of an operand that
+        is None is `first operand.new_empty(0)`.
         """
 
         def register(fn: Callable) -> Callable:
@@ -136,7 +138,7 @@ class Primitive:
         return register
 
     def def_vjp_by_ops(self, signature: str) -> Callable[[Callable], Callable]:
-        """Like `def_vjp` for a gradient that is itself made of differentiable ops: no new primitive, any order of derivative."""
+        """Like `def_vjp`, but the function is made of differentiable ops: no new primitive, and higher derivatives exist."""
 
         def register(fn: Callable) -> Callable:
             self.transforms.vjp = Vjp(*_names(signature), fn)
@@ -145,27 +147,27 @@ class Primitive:
         return register
 
     def def_sharding(self, rule: str, **extras: str) -> None:
-        """State the factors of every dim, such as `"... d, d -> ... d"`; the rule of an operand that is None is skipped.
+        """State the factors of every dim, such as `"... d, d -> ... d"`. The entry of an operand that is None is skipped.
 
-        extras: what `parse_sharding` takes: need_replication, linear, follows, as_is, ragged, leads, sizes.
+        extras: keyword arguments of `parse_sharding`: need_replication, linear, follows, as_is, ragged, leads, sizes.
         """
         self.placement.rule = self._check_rule(parse_sharding(rule, **extras))
 
     def def_sharding_from(self, fn: Callable[..., ShardingRule]) -> Callable[..., ShardingRule]:
-        """`fn(**params) -> ShardingRule` for an op whose dims depend on its parameters, such as einsum."""
+        """`fn(**params) -> ShardingRule` gives the rule of an op whose dims depend on its parameters, such as einsum."""
         self.placement.rule = fn
         return fn
 
     def sharding_rule(self, **params: Static) -> ShardingRule:
-        """The factors of every dim for these static parameters."""
+        """The sharding rule for these static parameters."""
         rule = self.placement.rule
         assert rule is not None, f"primitive {self.name} has no sharding rule"
         return rule if isinstance(rule, ShardingRule) else self._check_rule(rule(**params))
 
     def def_sharded(self, factor: str) -> Callable[[Callable], Callable]:
-        """`fn(emit, *operands, **params)` is the local program when `factor` is sharded; `emit` is an `Emitter`.
+        """`fn(emit, *operands, **params)` is the local program if `factor` is sharded; `emit` is an `Emitter`.
 
-        Of several such factors that are sharded, the one that was defined first decides.
+        If several factors with a local program are sharded, the program that was defined first is used.
         """
 
         def register(fn: Callable) -> Callable:
@@ -175,32 +177,32 @@ class Primitive:
         return register
 
     def def_lowered(self, fn: Callable) -> Callable:
-        """`fn(emit, *operands, **params)` is the local program always, on one rank too: the op is a name for several."""
+        """`fn(emit, *operands, **params)` is always the local program, even on one rank: the op stands for several others."""
         self.placement.lowered = fn
         return fn
 
     def def_cost(self, fn: Callable[..., Cost]) -> Callable[..., Cost]:
-        """`fn(*operands, **params) -> Cost` from operands without data."""
+        """`fn(*operands, **params) -> Cost` gives the cost of a call; the operands have no data."""
         self.cost = fn
         return fn
 
     def def_batching(self, fn: BatchingRule) -> BatchingRule:
-        """`fn(size, dims, *operands, **params) -> (results, dims of results)`: `dims` has each operand's batched dim, or None."""
+        """`fn(size, dims, *operands, **params) -> (results, dims of results)`; `dims` has each operand's batched dim, or None."""
         self.transforms.batching = fn
         return fn
 
     def def_batching_loop(self) -> None:
-        """Batch example by example and stack: for ops whose operands have no room for one more dim."""
+        """Batch by a loop over examples whose results are stacked: for ops that cannot take one more dim."""
         self.transforms.batching = batch_by_loop(self.bind)
 
     def def_batching_leading(self) -> None:
-        """Batch by one more leading dim. Every operand whose rule starts with `...` gets it; the others must not be batched,
-        else the batch is done example by example."""
+        """Batch by one more leading dim, for every operand whose sharding rule starts with `...`. If another operand is batched,
+        the op is applied to one example after the other."""
         self.transforms.batching = batch_leading(self.bind, self.sharding_rule)
 
     def def_batching_folded(self) -> None:
-        """Batch by folding into dim 0. Every operand whose rule starts with the first factor of the first operand (`b`) gets the
-        batch folded in; the others must not be batched, else the batch is done example by example."""
+        """Batch by folding the batch into dim 0, for every operand whose sharding rule starts with the first factor of the first
+        operand (`b`). If another operand is batched, the op is applied to one example after the other."""
         self.transforms.batching = batch_folded(self.bind, self.sharding_rule)
 
     def _check_rule(self, rule: ShardingRule) -> ShardingRule:

@@ -1,4 +1,4 @@
-"""The sharding rule of an op: the factors that make each dim of its operands and results, and how they may be sharded."""
+"""The sharding rule of an op: the factors of each dim of its operands and results, and how these factors may be sharded."""
 
 import re
 from collections.abc import Callable
@@ -7,19 +7,24 @@ from dataclasses import dataclass, field
 __all__ = ["Factors", "Placement", "ShardingRule", "parse_sharding"]
 
 Factors = tuple[tuple[str, ...], ...]
-"""Per dim of a tensor the factors that make it, major first; `("...",)` stands for any number of leading dims."""
+"""For each dim of a tensor its factors, major first; `("...",)` stands for any number of leading dims."""
 
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """Factors per dim of each operand and result; `...` stands for any number of leading dims, "(k g)" for a dim made of two.
+    """The factors of each dim of operands and results; `...` stands for any number of leading dims, "(k g)" for a merged dim.
 
-    A factor that no result has is summed over: sharding it leaves a pending sum. `need_replication` factors are gathered.
-    `linear` names the operands in each of which alone the op is linear (a pending sum may pass through it).
-    `follows` maps a factor to one that leads it: it is sharded where its operands are, over axes that shard its leader; keys
-    follow queries, experts follow rows. `as_is` operands are taken as they are placed: they speak of a rank's own part.
-    `ragged` maps a factor to the operand that says which axes may shard it. `leads` operands say first which axes shard their
-    factors; else the largest does. `sizes` has factors that no dim is made of alone, such as both of `(g b)`.
+    A factor that no result has is summed over, so that sharding it leaves a pending sum.
+
+    need_replication: factors that must not be sharded; operands are gathered along them.
+    linear:  the operands in each of which alone the op is linear, so that a pending sum of one may stay pending.
+    follows: maps a factor to its leader, another factor: it is sharded only over axes that shard its leader, and only where its
+             operands already are. Keys follow queries, experts follow rows.
+    as_is:   operands that are never moved: their values are about the rank that holds them.
+    ragged:  maps a factor to the operand whose placement says which axes may shard the factor.
+    leads:   operands whose placement decides, before that of others, which axes shard their factors. Of the others, the largest
+             decides first.
+    sizes:   the sizes of factors that are in merged dims only, such as both of `(g b)`.
     """
 
     operands: tuple[Factors, ...]
@@ -35,12 +40,12 @@ class ShardingRule:
 
 @dataclass
 class Placement:
-    """How a primitive is placed on a mesh: its rule, and the local programs of what a rule cannot say.
+    """How a primitive is computed on a mesh: its sharding rule, and local programs for cases that a rule cannot express.
 
-    rule:             the factors, or a function from the static parameters to them.
-    sharded:          per factor the local program when it is sharded, in the order in which they were defined.
-    lowered:          the local program always, for an op that is a name for several.
-    may_grow_pending: a pending sum passes even though the result has more bytes.
+    rule:             the rule, or a function from the static parameters to the rule.
+    sharded:          for a factor, the local program if it is sharded; in the order in which they were defined.
+    lowered:          the local program for all cases, of an op that stands for several others.
+    may_grow_pending: whether a pending sum may stay pending even if the result has more bytes than the operand.
     """
 
     rule: ShardingRule | Callable[..., ShardingRule] | None = None
@@ -60,9 +65,9 @@ def parse_sharding(
     leads: str = "",
     sizes: str = "",
 ) -> ShardingRule:
-    """The rule written as `"b s d, d f -> b s f"`, one entry per operand and result; `_` is a dim without factors.
+    """The rule that is written as `"b s d, d f -> b s f"`, with one entry per operand and result; `_` is a dim without factors.
 
-    Words are separated by blanks; `follows`, `ragged` and `sizes` are written as `"m:s"`.
+    In the other arguments, entries are separated by blanks; those of `follows`, `ragged` and `sizes` are pairs such as `"m:s"`.
     """
     operands, results = (tuple(_parse_dims(part) for part in side.split(",")) for side in rule.split("->"))
     return ShardingRule(
@@ -83,6 +88,6 @@ def _pairs(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def _parse_dims(part: str) -> Factors:
-    """`"b s (k g) h"` -> `(("b",), ("s",), ("k", "g"), ("h",))`; `"..."` stays a dim of its own until the rank is known."""
-    found = re.findall(r"\(([^)]*)\)|(\S+)", part)
-    return tuple(tuple(group.split()) if group else () if name == "_" else (name,) for group, name in found)
+    """`"b s (k g) h"` -> `(("b",), ("s",), ("k", "g"), ("h",))`; `"..."` stays one entry until the number of dims is known."""
+    dims = re.findall(r"\(([^)]*)\)|(\S+)", part)
+    return tuple(tuple(group.split()) if group else () if name == "_" else (name,) for group, name in dims)

@@ -1,4 +1,4 @@
-"""The signature of a primitive: names of its operands, results and parameters, and the same in torch's schema language."""
+"""The signature of a primitive: the names of its operands, results and parameters, and its schema for torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ __all__ = ["Signature", "parse_signature"]
 
 @dataclass(frozen=True)
 class Signature:
-    """What a primitive takes and gives.
+    """The operands, results and parameters of a primitive.
 
     optional:    operands that may be None.
     params:      the static keyword arguments with their types in torch's schema language.
-    takes_lists: some operand is a list of tensors; such an op is for programs, neither differentiated nor batched.
-    schema:      all of this as torch wants it.
+    takes_lists: whether some operand is a list of tensors; such an op is used in programs only, and has no gradient and no vmap.
+    schema:      the signature in torch's schema language.
     """
 
     operands: tuple[str, ...]
@@ -25,7 +25,7 @@ class Signature:
 
 
 def parse_signature(text: str, params: Mapping[str, str]) -> Signature:
-    """The signature written as `"x, weight?, xs[] -> y"`: an operand with `?` may be None, one with `[]` is a list."""
+    """The signature that is written as `"x, weight?, xs[] -> y"`: an operand with `?` may be None, one with `[]` is a list."""
     left, right = ([part.strip() for part in side.split(",") if part.strip()] for side in text.split("->"))
     return Signature(
         operands=tuple(part.rstrip("?[]") for part in left),

@@ -1,7 +1,7 @@
 """Attention: softmax(q k^T * scale) v over the visible keys, with grouped kv heads and a differentiable log-sum-exp.
 
-Vaswani et al. 2017, arXiv:1706.03762, eq. 1; kv heads shared by groups of query heads: Ainslie et al. 2023, arXiv:2305.13245.
-Soft caps of scores: Gemma 2, arXiv:2408.00118, section 2. Sinks, a learned logit of every head that has no value: gpt-oss.
+Vaswani et al. 2017, arXiv:1706.03762, eq. 1; groups of query heads that share a kv head: Ainslie et al. 2023, arXiv:2305.13245.
+Soft caps of scores: Gemma 2, arXiv:2408.00118, section 2. Sinks, a learned score of each head without a value: gpt-oss.
 """
 
 import torch
@@ -47,10 +47,10 @@ def attention(
     - `window` is None, or `q_order[i] - k_order[j] < window`;
     - their documents are equal and not -1, where documents are given (both or neither).
     Orders are integers (S,) and (M,), documents (B, S) and (B, M); orders default to 0, 1, 2, ... `scale` defaults to H**-0.5.
-    With `soft_cap` a score becomes soft_cap * tanh(score / soft_cap), after the scale. `sinks` (N,) are the scores, one for each
-    head, of one more key that every query sees and whose value is zero: they count in `lse`, and take from `out`.
-    The head size of v, which `out` has, may differ from that of q and k. A query that sees nothing gives out 0, lse -inf (or its
-    sink) and gradient 0. `lse` is float32 or wider, natural log. Neither orders nor documents get a gradient.
+    With `soft_cap` a score becomes soft_cap * tanh(score / soft_cap), after the scale. `sinks` (N,) has for each head the score
+    of one more key, which every query sees and whose value is zero: it counts in `lse` and makes `out` smaller.
+    The head size of v, which is that of `out`, may differ from that of q and k. For a query that sees no key, out is 0, lse is
+    -inf (or its sink), and the gradient is 0. `lse` is float32 or wider, natural log. Orders and documents have no gradient.
     Raises ShapeError or DtypeError if the operands do not fit each other, ConfigError if `window` or `soft_cap` is not positive.
     """
     scale = q_BSNH.shape[-1] ** -0.5 if scale is None else scale
@@ -130,9 +130,9 @@ def _impl(q, k, v, q_order, k_order, q_documents, k_documents, sinks, *, causal,
 def _vjp(q, k, v, q_order, k_order, q_documents, k_documents, sinks, out, lse, dout, dlse, *, causal, window, scale, soft_cap):
     """dscore = p (dout . v - dout . out + dlse), with p = exp(score - lse). A sink is a score whose v is zero."""
     masks = (q_order, k_order, q_documents, k_documents)
-    blind = lse == -torch.inf
-    lse = lse.masked_fill(blind, torch.inf)  # exp(score - lse) is then 0 without a case of its own
-    dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
+    sees_nothing = lse == -torch.inf
+    lse = lse.masked_fill(sees_nothing, torch.inf)  # then exp(score - lse) is 0 for queries that see nothing
+    dlse = None if dlse is None else dlse.masked_fill(sees_nothing, 0.0)
     dout = torch.zeros_like(out) if dout is None else dout
     dsinks = q.new_empty(0) if sinks is None else _sinks_backward(sinks, out, lse, dout, dlse)
     if not q.numel() or not k.numel():
@@ -140,20 +140,20 @@ def _vjp(q, k, v, q_order, k_order, q_documents, k_documents, sinks, out, lse, d
     if q.device.type != "cpu" or soft_cap is not None:
         visible = _visible(q, k, *masks, causal, window)
         return *_plain_backward(q, k, v, visible, out, lse, dout, dlse, scale, soft_cap), dsinks
-    # The kernel computes dscore = p * (dout . v - dout . out). One more feature, with dout 1, v 0 and out -dlse, adds dlse to it.
+    # The kernel computes dscore = p * (dout . v - dout . out). An extra feature with dout 1, v 0 and out -dlse adds p * dlse.
     size = max(q.shape[3], v.shape[3]) + (dlse is not None)
     q1, k1, v1, out1, dout1 = (_heads_first(x, size) for x in (q, k, v, out, dout))
     if dlse is not None:
         dout1[..., -1] = 1.0
         out1[..., -1] = -dlse.transpose(1, 2)
-    hiding = _attention_blocks.Masks(*masks, causal, window)
-    grads = _attention_blocks.backward(dout1, q1, k1, v1, out1, lse.transpose(1, 2), hiding, scale)
-    cut = (grad.transpose(1, 2)[..., : x.shape[3]].contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
-    return *cut, dsinks
+    block_masks = _attention_blocks.Masks(*masks, causal, window)
+    grads = _attention_blocks.backward(dout1, q1, k1, v1, out1, lse.transpose(1, 2), block_masks, scale)
+    unpadded = (grad.transpose(1, 2)[..., : x.shape[3]].contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
+    return *unpadded, dsinks
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The results when one more key, of zero value, takes its share of the softmax."""
+    """The results with one more key, of zero value, in the softmax."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     share = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
     return (out * share.unsqueeze(-1)).to(out.dtype), total
@@ -178,14 +178,14 @@ def _visible(q, k, q_order, k_order, q_documents, k_documents, causal, window) -
 
 
 def _heads_first(x: Tensor, size: int) -> Tensor:
-    """(B, S, N, H) as (B, N, S, `size`) with zeros for the features that it lacks."""
+    """(B, S, N, H) as (B, N, S, `size`), with zeros for missing features."""
     if x.shape[3] < size:
         x = F.pad(x, (0, size - x.shape[3]))
     return (x if x.stride(3) == 1 else x.contiguous()).transpose(1, 2)
 
 
 def _plain(q, k, v, visible, scale, soft_cap=None) -> tuple[Tensor, Tensor]:
-    """The formulas, one batch row at a time: all pairs of one row are in memory at once."""
+    """The plain formulas, for one row of the batch at a time; the scores of all pairs of a row are in memory at once."""
     rows = []
     for i in range(q.shape[0]):
         scores_KGSM = _scores(q[i], k[i], scale, soft_cap).masked_fill_(~visible[i % visible.shape[0]], -torch.inf)
@@ -255,7 +255,7 @@ def _cost(q, k, v, q_order, k_order, q_documents, k_documents, sinks, *, causal,
     flops = 2 * _pairs(q, k, causal) * (q.shape[3] + v.shape[3])
     padded = 0 if q.shape[3] == v.shape[3] else q.nbytes + k.nbytes + v.nbytes + out_bytes
     workspace = padded + _mask_bytes(q, k, q_order, k_order, q_documents, window, soft_cap) + _score_bytes(q, k, soft_cap)
-    if not q_order is k_order is q_documents is window is None:  # the merge of blocks: sums, a part, a wide copy of it
+    if not q_order is k_order is q_documents is window is None:  # blocks are merged: their sum, one block, a wide copy of it
         workspace += 3 * q.shape[:3].numel() * (max(q.shape[3], v.shape[3]) + 2) * _wide(q).itemsize
     return Cost(flops=flops, bytes=q.nbytes + k.nbytes + v.nbytes + out_bytes, workspace=workspace)
 
@@ -276,22 +276,22 @@ def _cost_bwd(
 
 
 def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
-    """Pairs of a query head and a key that are worked on: where causal, half of them."""
+    """How many pairs of a query head and a key are computed: half of all if causal."""
     return q.shape[:3].numel() * k.shape[1] // (2 if causal else 1)
 
 
 def _mask_bytes(q, k, q_order, k_order, q_documents, window: int | None, soft_cap: float | None) -> int:
-    """The mask that is made at once, if one is: distances, booleans, and a bias in the dtype of `q`."""
+    """Bytes of the largest mask, 0 if none is made: distances, booleans, and a bias in the dtype of `q`."""
     if q_order is k_order is q_documents is window is None:
         return 0
     rows, keys = q.shape[1], k.shape[1]
-    if soft_cap is None:  # by blocks; a window alone hides all but a band
-        alone = q_order is k_order is q_documents is None
-        rows = min(rows, _attention_blocks.ROWS if alone else _attention_blocks.mask_rows(keys))
-        keys = min(keys, _attention_blocks.ROWS) if alone else keys
+    if soft_cap is None:  # masks are made by blocks; with a window and nothing else, only for the edges of its band
+        only_window = q_order is k_order is q_documents is None
+        rows = min(rows, _attention_blocks.ROWS if only_window else _attention_blocks.mask_rows(keys))
+        keys = min(keys, _attention_blocks.ROWS) if only_window else keys
     return rows * keys * (8 + (1 if q_documents is None else q.shape[0]) * (3 + q.element_size()))
 
 
 def _score_bytes(q: Tensor, k: Tensor, soft_cap: float | None) -> int:
-    """The scores of one batch row, which the plain formulas hold at once."""
+    """Bytes of the scores of one row of the batch, which the plain formulas have in memory at once."""
     return 0 if soft_cap is None else q.shape[1:3].numel() * k.shape[1] * _wide(q).itemsize

@@ -1,8 +1,9 @@
-"""Attention on the CPU by blocks of queries and keys: what no query sees is not computed, and masks are of few rows at a time.
+"""Attention on the CPU by blocks of queries and keys: blocks that no query sees are not computed, and masks have few rows.
 
-Orders that come in few runs, as when ranks hold an early and a late part of a sequence each (Llama 3, arXiv:2407.21783), are cut
-where they jump. Between two runs everything is visible, nothing, a triangle or a band. What blocks give for the same queries is
-merged by its log-sum-exps, in the order of the blocks.
+An order often consists of few runs of consecutive numbers, as when each rank has an early and a late section of a sequence (Llama
+3, arXiv:2407.21783); blocks are cut where runs end. Between a run of queries and a run of keys, the visible pairs are all, none,
+a triangle or a band. The results of several blocks for the same queries are merged by their log-sum-exps, in the order of the
+blocks.
 """
 
 from collections.abc import Iterator
@@ -16,16 +17,20 @@ from mpar.torch_private import flash_attention_cpu, flash_attention_cpu_backward
 __all__ = ["ROWS", "Block", "Masks", "backward", "blocks_of", "forward", "mask_rows", "visible"]
 
 ROWS = 1024
-"""The most queries that a mask is made for at once."""
+"""The most rows, which are queries, of one mask."""
 MASK_PAIRS = 2**24
-"""The most pairs that a mask has, unless few rows have more."""
+"""The most pairs of one mask, unless SHORT_RUN rows already have more."""
 SHORT_RUN = 64
-"""Runs shorter than this on average, and more pairs of them than MANY_PAIRS, are not worth a call of the kernel each."""
+"""If runs are shorter than this on average, or there are more than MANY_PAIRS pairs of runs, blocks are not cut by runs."""
 MANY_PAIRS = 1024
 
 
 class Block(NamedTuple):
-    """Queries and keys that the kernel takes together. `aligned`: of the keys, query i of the block sees those up to i."""
+    """Queries and keys of one call of the kernel.
+
+    aligned: whether query i of the block sees keys 0 to i of the block, so that the kernel can apply a causal mask.
+    masked:  whether the block needs a mask.
+    """
 
     rows: slice
     keys: slice
@@ -34,7 +39,7 @@ class Block(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """What says which query sees which key; see `attention`."""
+    """The arguments of `attention` that decide which query sees which key."""
 
     q_order: Tensor | None
     k_order: Tensor | None
@@ -45,26 +50,26 @@ class Masks(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Neighbours at `at` and after, whose order is `first`, `first` + 1, ... up to before `end`."""
+    """Neighbouring places from `start` on, whose order is `first`, `first` + 1, ..., `end` - 1."""
 
-    at: int
+    start: int
     first: int
     end: int
 
-    def part(self, first: int, end: int) -> "_Run":
+    def clip(self, first: int, end: int) -> "_Run":
         first, end = max(first, self.first), min(end, self.end)
-        return _Run(self.at + first - self.first, first, max(first, end))
+        return _Run(self.start + first - self.first, first, max(first, end))
 
-    def pieces(self, size: int) -> list["_Run"]:
-        return [self.part(first, first + size) for first in range(self.first, self.end, size)]
+    def split(self, size: int) -> list["_Run"]:
+        return [self.clip(first, first + size) for first in range(self.first, self.end, size)]
 
     @property
     def place(self) -> slice:
-        return slice(self.at, self.at + self.end - self.first)
+        return slice(self.start, self.start + self.end - self.first)
 
 
 def mask_rows(num_keys: int) -> int:
-    """Queries of a mask over so many keys."""
+    """How many rows a mask over `num_keys` keys has at most."""
     return max(SHORT_RUN, min(ROWS, MASK_PAIRS // max(1, num_keys)))
 
 
@@ -81,18 +86,18 @@ def visible(q_order: Tensor, k_order: Tensor, q_documents, k_documents, causal: 
 
 
 def blocks_of(num_queries: int, num_keys: int, masks: Masks) -> list[Block]:
-    """The blocks that hold every visible pair, each once; pairs that are in none are hidden."""
+    """Blocks that contain every visible pair exactly once; pairs in no block are hidden."""
     documents = masks.q_documents is not None
     if not masks.causal and masks.window is None:
-        whole = _Run(0, 0, num_queries)
-        pieces = whole.pieces(mask_rows(num_keys)) if documents else [whole]
-        return [Block(piece.place, slice(0, num_keys), False, documents) for piece in pieces]
+        all_queries = _Run(0, 0, num_queries)
+        sub_runs = all_queries.split(mask_rows(num_keys)) if documents else [all_queries]
+        return [Block(sub_run.place, slice(0, num_keys), False, documents) for sub_run in sub_runs]
     q_runs, k_runs = _runs(masks.q_order, num_queries), _runs(masks.k_order, num_keys)
     if _scattered(q_runs, num_queries) or _scattered(k_runs, num_keys) or len(q_runs) * len(k_runs) > MANY_PAIRS:
-        pieces = _Run(0, 0, num_queries).pieces(mask_rows(num_keys))
-        return [Block(piece.place, slice(0, num_keys), False, True) for piece in pieces]
+        sub_runs = _Run(0, 0, num_queries).split(mask_rows(num_keys))
+        return [Block(sub_run.place, slice(0, num_keys), False, True) for sub_run in sub_runs]
     if documents:
-        q_runs = [piece for run in q_runs for piece in run.pieces(mask_rows(num_keys))]
+        q_runs = [sub_run for run in q_runs for sub_run in run.split(mask_rows(num_keys))]
     blocks = [block for q_run in q_runs for k_run in k_runs for block in _cut(q_run, k_run, masks.causal, masks.window)]
     return [block._replace(masked=block.masked or documents) for block in blocks]
 
@@ -107,35 +112,38 @@ def _runs(order: Tensor | None, size: int) -> list[_Run]:
     jumps = (order.diff() != 1).nonzero().flatten() + 1
     starts = [0, *jumps.tolist()]
     sizes = (b - a for a, b in zip(starts, [*starts[1:], size], strict=True))
-    return [_Run(at, first, first + n) for at, first, n in zip(starts, order[starts].tolist(), sizes, strict=True)]
+    return [_Run(start, first, first + n) for start, first, n in zip(starts, order[starts].tolist(), sizes, strict=True)]
 
 
 def _cut(q: _Run, k: _Run, causal: bool, window: int | None) -> Iterator[Block]:
-    """Blocks with the visible pairs of two runs."""
-    k = k.part(k.first if window is None else q.first - window + 1, q.end if causal else k.end)
+    """The blocks that contain the visible pairs of a run of queries and a run of keys."""
+    k = k.clip(k.first if window is None else q.first - window + 1, q.end if causal else k.end)
     if k.first == k.end:
         return
     if window is not None and q.end - k.first > window:  # the last query does not see the first key
         size = min(ROWS, max(window, 2 * SHORT_RUN))
         if q.end - q.first > size:
-            for piece in q.pieces(size):
-                yield from _cut(piece, k, causal, window)
+            for sub_run in q.split(size):
+                yield from _cut(sub_run, k, causal, window)
             return
         edge = q.end - window
-        yield Block(q.place, k.part(k.first, edge).place, False, True)
-        yield from _cut(q, k.part(edge, k.end), causal, window)
+        yield Block(q.place, k.clip(k.first, edge).place, False, True)
+        yield from _cut(q, k.clip(edge, k.end), causal, window)
     elif not causal or k.end <= q.first + 1:
         yield Block(q.place, k.place, False, False)
     else:
-        before = k.part(k.first, q.first)
+        before = k.clip(k.first, q.first)
         if before.first < before.end:
             yield Block(q.place, before.place, False, False)
         start = max(q.first, k.first)
-        yield Block(q.part(start, q.end).place, k.part(start, k.end).place, True, False)
+        yield Block(q.clip(start, q.end).place, k.clip(start, k.end).place, True, False)
 
 
 def _mask(block: Block, q: Tensor, k: Tensor, masks: Masks) -> tuple[Tensor | None, Tensor | None]:
-    """`(seen, bias)` of a block that needs them, (B or 1, rows, keys) and with a dim for heads."""
+    """`(seen, bias)` of a block that needs a mask, else `(None, None)`.
+
+    seen (B or 1, rows, keys) says which query sees which key; bias has one more dim, for heads, and is -inf for hidden pairs.
+    """
     if not block.masked:
         return None, None
     q_order = torch.arange(q.shape[2]) if masks.q_order is None else masks.q_order
@@ -175,16 +183,16 @@ def _one_forward(block: Block, q: Tensor, k: Tensor, v: Tensor, masks: Masks, sc
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masks: Masks, scale: float) -> list[Tensor]:
-    """`[dq, dk, dv]` like q, k, v; `out` and `lse` are over all keys, `lse` is inf where a query sees none."""
+    """`[dq, dk, dv]`, like q, k, v. `out` and `lse` are the results for all keys; `lse` is inf for queries that see no key."""
     blocks = blocks_of(q.shape[2], k.shape[2], masks)
     if len(blocks) == 1 and blocks[0][:2] == (slice(0, q.shape[2]), slice(0, k.shape[2])):
         return list(_one_backward(blocks[0], dout, q, k, v, out, lse, masks, scale))
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (_heads_last_zeros(x, wide) for x in (q, k, v))
     for block in blocks:
-        parts = _one_backward(block, dout, q, k, v, out, lse, masks, scale)
-        for total, part, place in zip((dq, dk, dv), parts, (block.rows, block.keys, block.keys), strict=True):
-            total[:, :, place] += part
+        block_grads = _one_backward(block, dout, q, k, v, out, lse, masks, scale)
+        for total, block_grad, place in zip((dq, dk, dv), block_grads, (block.rows, block.keys, block.keys), strict=True):
+            total[:, :, place] += block_grad
     return [grad.to(q.dtype) for grad in (dq, dk, dv)]
 
 

@@ -1,8 +1,9 @@
-"""Attention of queries to keys in several parts, of a slice of a sequence and of slices before it: what a ring does along ranks,
-done along time. Yao et al. 2024, arXiv:2408.16978, section 4, cut sequences so.
+"""Attention of the queries of a slice to several sets of keys: those of the slice, and those of each slice before it. Yao et al.
+2024, arXiv:2408.16978, section 4, cut sequences in this way.
 
-Parts are attended to one by one and merged by their log-sum-exps, in float32 or wider. The gradient needs no partial result: that
-of `attention` for one part is right with the result and the log-sum-exp of all.
+Each set of keys (a `KeyPart`) is attended to by itself, and the results are merged by their log-sum-exps, in float32 or wider, as
+ring attention does with the keys of other ranks. The results of single sets are not kept for the backward: the backward of
+`attention` for one set is right if it is given the result and the log-sum-exp of all sets.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ __all__ = ["KeyPart", "attention_parts"]
 
 
 class KeyPart(NamedTuple):
-    """Keys (B, M, K, H) and values, and of these the order (M,) and documents (B, M), as in `attention`."""
+    """One set of keys (B, M, K, H) and values, with their order (M,) and documents (B, M) as in `attention`."""
 
     k_BMKH: Tensor
     v_BMKH: Tensor
@@ -36,18 +37,19 @@ def attention_parts(
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """(B, S, N, H): attention of queries to the keys of their own positions, causal, and to all keys of `past`, which lie before.
+    """(B, S, N, H): causal attention to the keys of the queries' own positions, and attention to all keys of `past`, which come
+    before these positions.
 
-    Order and documents of the queries are those of `own`; where it has an order, all parts must. Everything else is as in
-    `attention`, which it equals on the keys of all parts together. Parts are merged as far as they go: there is no vmap.
-    Raises ShapeError, DtypeError or ConfigError as `attention` does.
+    The order and the documents of the queries are those of `own`; if `own` has an order, all of `past` must have one. The other
+    arguments are those of `attention`, and the result is that of `attention` to the keys of `own` and `past` together. It cannot
+    be used within vmap. Raises ShapeError, DtypeError or ConfigError as `attention` does.
     """
     scale = q_BSNH.shape[-1] ** -0.5 if scale is None else scale
-    how = {"window": window, "scale": scale, "soft_cap": soft_cap}
+    settings = {"window": window, "scale": scale, "soft_cap": soft_cap}
     if not past:
-        rest = (own.order_M, own.order_M, own.documents_BM, own.documents_BM, sinks_N)
-        return attention_p.bind(q_BSNH, own.k_BMKH, own.v_BMKH, *rest, causal=True, **how)[0]
-    return _Parts.apply(how, q_BSNH, sinks_N, *own, *(x for part in past for x in part))[0]
+        masks = (own.order_M, own.order_M, own.documents_BM, own.documents_BM, sinks_N)
+        return attention_p.bind(q_BSNH, own.k_BMKH, own.v_BMKH, *masks, causal=True, **settings)[0]
+    return _Parts.apply(settings, q_BSNH, sinks_N, *own, *(x for part in past for x in part))[0]
 
 
 def _parts(flat: Sequence[Tensor | None]) -> list[KeyPart]:
@@ -55,7 +57,7 @@ def _parts(flat: Sequence[Tensor | None]) -> list[KeyPart]:
 
 
 def _operands(q: Tensor, parts: Sequence[KeyPart], i: int, sinks: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Those of `attention` for part `i`; sinks count once."""
+    """The operands of `attention` for set `i` of keys; only the first has sinks, which must count once."""
     own, part = parts[0], parts[i]
     orders_and_documents = (own.order_M, part.order_M, own.documents_BM, part.documents_BM)
     return q, part.k_BMKH, part.v_BMKH, *orders_and_documents, sinks if i == 0 else None
@@ -63,19 +65,19 @@ def _operands(q: Tensor, parts: Sequence[KeyPart], i: int, sinks: Tensor | None)
 
 class _Parts(torch.autograd.Function):
     @staticmethod
-    def forward(how: dict[str, Any], q: Tensor, sinks: Tensor | None, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(settings: dict[str, Any], q: Tensor, sinks: Tensor | None, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
         parts = _parts(flat)
-        out, lse = attention_p.op(*_operands(q, parts, 0, sinks), causal=True, **how)
+        out, lse = attention_p.op(*_operands(q, parts, 0, sinks), causal=True, **settings)
         out = out.to(torch.promote_types(out.dtype, torch.float32))
         for i in range(1, len(parts)):
-            more = attention_p.op(*_operands(q, parts, i, sinks), causal=False, **how)
-            out, lse = merge_attention_p.op(out, lse, *more)
+            past_results = attention_p.op(*_operands(q, parts, i, sinks), causal=False, **settings)
+            out, lse = merge_attention_p.op(out, lse, *past_results)
         return out.to(q.dtype), lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.how, *tensors = inputs
+        ctx.settings, *tensors = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(*tensors, *output)
 
@@ -87,10 +89,10 @@ class _Parts(torch.autograd.Function):
         parts, dq, dsinks, grads = _parts(flat), None, None, []
         for i in range(len(parts)):
             operands = _operands(q, parts, i, sinks)
-            part, dk, dv, more = attention_p.bwd.bind(*operands, out, lse, dout, None, causal=i == 0, **ctx.how)
-            part = part.to(torch.promote_types(part.dtype, torch.float32))
-            dq = part if dq is None else dq + part
-            dsinks = more if i == 0 and sinks is not None else dsinks
+            dq_part, dk, dv, dsinks_part = attention_p.bwd.bind(*operands, out, lse, dout, None, causal=i == 0, **ctx.settings)
+            dq_part = dq_part.to(torch.promote_types(dq_part.dtype, torch.float32))
+            dq = dq_part if dq is None else dq + dq_part
+            dsinks = dsinks_part if i == 0 and sinks is not None else dsinks
             grads += [dk, dv, None, None]
         assert dq is not None
         return None, dq.to(q.dtype), dsinks, *grads

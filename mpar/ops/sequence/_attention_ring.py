@@ -1,9 +1,9 @@
-"""Attention of a rank whose queries are a part of the sequence: of whole keys, or of keys that go round the ranks in a ring.
+"""The local programs of attention whose queries are sharded along the sequence. Keys are gathered, or sent round in a ring.
 
-Ring attention (Liu et al. 2023, arXiv:2310.01889): each rank attends to the block of keys and values that it has while the next
-one is on its way; partial results are merged by their log-sum-exp, in float32 or wider. Backward, the gradients of a block travel
-with it, in its dtype, one step behind, and are at home after the last one: n - 1 messages of blocks and n - 1 of gradients on n
-ranks.
+Ring attention (Liu et al. 2023, arXiv:2310.01889): while a rank attends to the block of keys and values that it has, it receives
+the next block; the results of blocks are merged by their log-sum-exps, in float32 or wider. Backward, the gradients of a block
+follow it round the ring, in the dtype of the block, and reach its own rank at the end. On n ranks, each rank sends n - 1 blocks
+and n - 1 gradients of blocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def _orders(emit: Emitter, q: fx.Node, k: fx.Node, q_order: fx.Node | None, k_order: fx.Node | None) -> tuple[fx.Node, fx.Node]:
-    """Original indices of this rank's queries and keys; where there are none given, those of contiguous shards."""
+    """The orders of this rank's queries and keys. An order that is not given is that of a contiguous shard."""
     pairs = ((q, "s", q_order), (k, "m", k_order))
     return tuple(_order(emit, emit.shape(x)[1], factor) if order is None else order for x, factor, order in pairs)  # type: ignore
 
@@ -41,7 +41,7 @@ def _like(emit: Emitter, x: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def attend_on_rank(op: object) -> Callable:
-    """The local program of attention `op`, queries sharded and keys whole."""
+    """The local program of attention `op` if queries are sharded and keys are not."""
 
     def program(
         emit: Emitter,
@@ -50,18 +50,18 @@ def attend_on_rank(op: object) -> Callable:
         v: fx.Node,
         q_order: fx.Node | None,
         k_order: fx.Node | None,
-        *rest: fx.Node,
+        *more_operands: fx.Node,
         **params: object,
     ) -> tuple:
         emit.opaque()
-        both = emit(op, q, k, v, *_orders(emit, q, k, q_order, k_order), *rest, **params)
-        return emit.getitem(both, 0), emit.getitem(both, 1)
+        results = emit(op, q, k, v, *_orders(emit, q, k, q_order, k_order), *more_operands, **params)
+        return emit.getitem(results, 0), emit.getitem(results, 1)
 
     return program
 
 
 def attend_on_rank_bwd(op: object) -> Callable:
-    """The same for the gradient: those of whole keys and values are parts of a sum over the queries."""
+    """The local program of its gradient `op`; the gradients of keys and values are pending sums over the shards of queries."""
 
     def program(
         emit: Emitter,
@@ -70,11 +70,11 @@ def attend_on_rank_bwd(op: object) -> Callable:
         v: fx.Node,
         q_order: fx.Node | None,
         k_order: fx.Node | None,
-        *rest: fx.Node,
+        *more_operands: fx.Node,
         **params: object,
     ) -> tuple:
         emit.opaque()
-        grads = emit(op, q, k, v, *_orders(emit, q, k, q_order, k_order), *rest, **params)
+        grads = emit(op, q, k, v, *_orders(emit, q, k, q_order, k_order), *more_operands, **params)
         dq, *others = (emit.getitem(grads, i) for i in range(4))
         return dq, *(emit.pending(grad) for grad in others)
 
@@ -82,16 +82,19 @@ def attend_on_rank_bwd(op: object) -> Callable:
 
 
 def _blocks_of_ranks(emit: Emitter, axes: tuple[str, ...], *block: fx.Node | None) -> Iterator[list[fx.Node]]:
-    """What there is of `block`, of this rank first, then of the ranks before it: while one is at hand the next is on its way."""
-    here = [x for x in block if x is not None]
+    """The block of this rank, then those of the ranks before it, without values that are None.
+
+    Before a block is handed out, it is posted to the next rank, so that the next block arrives while this one is used.
+    """
+    current = [x for x in block if x is not None]
     for remaining in reversed(range(emit.size(axes))):
-        coming = emit.shift(here, axes) if remaining else None
-        yield here
-        here = emit.arrived(coming, here) if coming is not None else here
+        posted = emit.shift(current, axes) if remaining else None
+        yield current
+        current = emit.arrived(posted, current) if posted is not None else current
 
 
 def ring(op: object) -> Callable:
-    """The local program of attention `op`, queries and keys sharded."""
+    """The local program of attention `op` if queries and keys are sharded."""
 
     def program(
         emit: Emitter,
@@ -109,11 +112,11 @@ def ring(op: object) -> Callable:
         axes, (q_order, k_order) = emit.axes_of("m"), _orders(emit, q, k, q_order, k_order)
         blocks = _blocks_of_ranks(emit, axes, k, v, k_order, k_docs)
         out = lse = None
-        for step, (k, v, k_order, *docs) in enumerate(blocks):
-            both = emit(op, q, k, v, q_order, k_order, q_docs, *(docs or [None]), None if step else sinks, **params)
-            part = emit.getitem(both, 0), emit.getitem(both, 1)
-            if out is None and step + 1 < emit.size(axes):
-                part = _widened(emit, part[0]), part[1]  # the sum over blocks is kept wide
+        for hop, (k, v, k_order, *docs) in enumerate(blocks):
+            results = emit(op, q, k, v, q_order, k_order, q_docs, *(docs or [None]), None if hop else sinks, **params)
+            part = emit.getitem(results, 0), emit.getitem(results, 1)
+            if out is None and hop + 1 < emit.size(axes):
+                part = _widened(emit, part[0]), part[1]  # results are merged in a wide dtype
             if out is not None:
                 merged = emit(merge_attention_p, out, lse, *part)
                 part = emit.getitem(merged, 0), emit.getitem(merged, 1)
@@ -124,7 +127,7 @@ def ring(op: object) -> Callable:
 
 
 def ring_bwd(op: object) -> Callable:
-    """The local program of the gradient of attention `op`, queries and keys sharded."""
+    """The local program of the gradient `op` of attention if queries and keys are sharded."""
 
     def program(
         emit: Emitter,
@@ -142,16 +145,16 @@ def ring_bwd(op: object) -> Callable:
         emit.opaque()
         axes, (q_order, k_order) = emit.axes_of("m"), _orders(emit, q, k, q_order, k_order)
         blocks = _blocks_of_ranks(emit, axes, k, v, k_order, k_docs)
-        own: list[fx.Node] = []
-        travelling: fx.Node | None = None  # gradients of the block before the one at hand, on their way to the next rank
+        first_grads: list[fx.Node] = []
+        travelling: fx.Node | None = None  # the gradients of the previous block, posted to the next rank
         sent: list[fx.Node] = []
         dq = dsinks = None
-        for step, (k, v, k_order, *docs) in enumerate(blocks):
-            grads = emit(op, q, k, v, q_order, k_order, q_docs, *(docs or [None]), None if step else sinks, *results, **params)
+        for hop, (k, v, k_order, *docs) in enumerate(blocks):
+            grads = emit(op, q, k, v, q_order, k_order, q_docs, *(docs or [None]), None if hop else sinks, *results, **params)
             part, *of_block = (emit.getitem(grads, i) for i in range(3))
             dq = _widened(emit, part) if dq is None else emit(aten.add.Tensor, dq, part)
-            if step == 0:
-                own, dsinks = of_block, emit.getitem(grads, 3)
+            if hop == 0:
+                first_grads, dsinks = of_block, emit.getitem(grads, 3)
             else:
                 if travelling is not None:
                     so_far = emit.arrived(travelling, sent)
@@ -159,7 +162,7 @@ def ring_bwd(op: object) -> Callable:
                 travelling, sent = emit.shift(of_block, axes), of_block
         assert travelling is not None, "a ring has more than one rank"
         home = emit.arrived(travelling, sent)
-        dk, dv = (emit(aten.add.Tensor, a, b) for a, b in zip(own, home, strict=True))
+        dk, dv = (emit(aten.add.Tensor, a, b) for a, b in zip(first_grads, home, strict=True))
         return _like(emit, dq, q), dk, dv, emit.pending(dsinks)
 
     return program

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution along the sequence: each channel is a weighted sum of its own last W values."""
+"""Causal depthwise convolution along the sequence: each channel is a weighted sum of the last W values of the same channel."""
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ def causal_conv1d(
 ) -> Tensor:
     """`y[s] = bias + sum over w of weight[w] * x[s - (W - 1) + w]`, for each channel; C may be any number of dims.
 
-    Before the first token come the T = W - 1 values of `state_BTC`, or zeros. A token sees none from before the last place where
-    `documents_BS` changed; `state_BTC` belongs to the document of the first token. Sums are float32 or wider, the result
-    has the dtype of `x_BSC`. Documents get no gradient. Raises ShapeError or DtypeError if the operands do not fit each other.
+    The T = W - 1 values before the first token are those of `state_BTC`, or zeros. A token does not see values from before the
+    last change of `documents_BS`; `state_BTC` belongs to the document of the first token. Sums are float32 or wider; the result
+    has the dtype of `x_BSC`. Documents have no gradient. Raises ShapeError or DtypeError if the operands do not fit each other.
     """
     return causal_conv1d_p.bind(x_BSC, weight_CW, bias_C, state_BTC, documents_BS)
 
@@ -57,7 +57,7 @@ def _wide(*operands: Tensor | None) -> torch.dtype:
 
 
 def _since_change(documents: Tensor, ndim: int) -> Tensor:
-    """How many tokens of its document come right before each token; for those of the first document at least FAR."""
+    """How many tokens of the same document come right before each token; at least FAR for tokens of the first document."""
     places = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
     changed = torch.zeros_like(documents, dtype=torch.bool)
     changed[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -66,9 +66,9 @@ def _since_change(documents: Tensor, ndim: int) -> Tensor:
 
 
 def _before(x: Tensor, state: Tensor | None, count: int) -> Tensor:
-    """`x` with the `count` values before its first token."""
-    ahead = x.new_zeros((x.shape[0], count, *x.shape[2:])) if state is None else state.to(x.dtype)
-    return torch.cat([ahead, x], 1)
+    """`x` preceded by `count` values: those of `state`, or zeros."""
+    before_first = x.new_zeros((x.shape[0], count, *x.shape[2:])) if state is None else state.to(x.dtype)
+    return torch.cat([before_first, x], 1)
 
 
 @causal_conv1d_p.def_impl
@@ -102,7 +102,7 @@ def _vjp(x, weight, bias, state, documents, dy):
     return dx.to(x.dtype).clone(memory_format=torch.contiguous_format), dweight, dbias, dstate
 
 
-# sequence (s) and what comes before it (t) are whole: a token sees those before it
+# the sequence (s) and the state before it (t) are not sharded, because a token sees the tokens before it
 causal_conv1d_p.def_sharding("b s ..., ... w, ..., b t ..., b s -> b s ...", need_replication="s t w")
 causal_conv1d_p.bwd.def_sharding(
     "b s ..., ... w, ..., b t ..., b s, b s ... -> b s ..., ... w, ..., b t ...", need_replication="s t w"

@@ -1,4 +1,4 @@
-"""Merge of attention over two sets of keys into attention over both, by their log-sum-exps: the step of a ring.
+"""Merge of attention over two sets of keys into attention over both, by their log-sum-exps, as ring attention needs it.
 
 Liu et al. 2023, arXiv:2310.01889, section 3 (blocks of keys in any order); Milakov and Gimelshein 2018, arXiv:1805.02867.
 """
@@ -15,11 +15,11 @@ merge_attention_p = Primitive("merge_attention", "out_a, lse_a, out_b, lse_b -> 
 
 
 def merge_attention(out_a_BSNH: Tensor, lse_a_BSN: Tensor, out_b_BSNH: Tensor, lse_b_BSN: Tensor) -> tuple[Tensor, Tensor]:
-    """`(out_BSNH, lse_BSN)` of attention over the keys of both parts, from what `attention` gives for each.
+    """`(out_BSNH, lse_BSN)` of attention over two sets of keys together, from the results of `attention` for each set.
 
-    lse = log(exp(lse_a) + exp(lse_b)), out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. A row that sees nothing in either
-    part has lse -inf and out 0. Accumulates in float32 or wider; `out` has the wider of both dtypes, so that a ring may keep its
-    sum in float32 while its parts are bfloat16; `lse` has that of `lse_a`.
+    lse = log(exp(lse_a) + exp(lse_b)), out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. A query that sees nothing in either
+    set has lse -inf and out 0. It is computed in float32 or wider. `out` has the wider of the dtypes of `out_a` and `out_b`, so
+    that merged results may be float32 while single ones are bfloat16; `lse` has the dtype of `lse_a`.
     Raises ShapeError if shapes differ, DtypeError if something is not floating or the dtypes of both lse differ.
     """
     return merge_attention_p.bind(out_a_BSNH, lse_a_BSN, out_b_BSNH, lse_b_BSN)
@@ -27,14 +27,14 @@ def merge_attention(out_a_BSNH: Tensor, lse_a_BSN: Tensor, out_b_BSNH: Tensor, l
 
 @merge_attention_p.def_abstract
 def _abstract(out_a, lse_a, out_b, lse_b):
-    what = (
+    shapes = (
         f"merge_attention of {tuple(out_a.shape)} with {tuple(lse_a.shape)}, and {tuple(out_b.shape)} with {tuple(lse_b.shape)}"
     )
     if out_a.ndim != 4 or out_a.shape != out_b.shape or not lse_a.shape == lse_b.shape == out_a.shape[:3]:
-        raise ShapeError(f"{what}: they must be (B, S, N, H), (B, S, N) and the same again")
+        raise ShapeError(f"{shapes}: they must be (B, S, N, H), (B, S, N) and the same again")
     dtypes = [x.dtype for x in (out_a, lse_a, out_b, lse_b)]
     if not all(dtype.is_floating_point for dtype in dtypes) or lse_a.dtype != lse_b.dtype:
-        raise DtypeError(f"{what}: dtypes are {dtypes}; all must be floating, and both lse the same")
+        raise DtypeError(f"{shapes}: dtypes are {dtypes}; all must be floating, and both lse the same")
     dtype = torch.promote_types(out_a.dtype, out_b.dtype)
     return torch.empty(out_a.shape, dtype=dtype, device=out_a.device), torch.empty_like(
         lse_a, memory_format=torch.contiguous_format
@@ -50,7 +50,7 @@ def _impl(out_a, lse_a, out_b, lse_b):
 
 @merge_attention_p.def_vjp("out_a, lse_a, out_b, lse_b, dout, dlse -> dout_a, dlse_a, dout_b, dlse_b")
 def _vjp(out_a, lse_a, out_b, lse_b, dout, dlse):
-    """With shares w of a and b:  dout_a = w_a dout,  dlse_a = w_a (dlse + w_b dout . (out_a - out_b)), and b likewise."""
+    """With the shares w of a and b:  dout_a = w_a dout,  dlse_a = w_a (dlse + w_b dout . (out_a - out_b)), and so for b."""
     _, share_a, share_b = _shares(lse_a, lse_b)
     dlse = torch.zeros_like(share_a) if dlse is None else dlse.to(share_a.dtype)
     if dout is None:
@@ -61,13 +61,13 @@ def _vjp(out_a, lse_a, out_b, lse_b, dout, dlse):
         dlse_a, dlse_b = share_a * (dlse + share_b * slope), share_b * (dlse - share_a * slope)
         grads = (share_a.unsqueeze(-1) * dout, dlse_a, share_b.unsqueeze(-1) * dout, dlse_b)
     dout_a, dlse_a, dout_b, dlse_b = grads
-    dlse_a, dlse_b = dlse_a.masked_fill(share_a == 0, 0.0), dlse_b.masked_fill(share_b == 0, 0.0)  # whatever dlse is there
+    dlse_a, dlse_b = dlse_a.masked_fill(share_a == 0, 0.0), dlse_b.masked_fill(share_b == 0, 0.0)  # dlse may not be finite there
     likes = (out_a, lse_a, out_b, lse_b)
     return tuple(grad.to(like.dtype).contiguous() for grad, like in zip((dout_a, dlse_a, dout_b, dlse_b), likes, strict=True))
 
 
 def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-sum-exp of both, in float32 or wider, and the share that each has in its exponential; 0 where both are -inf."""
+    """`(lse of both, share of a, share of b)`, in float32 or wider; both shares are 0 where both log-sum-exps are -inf."""
     lse_a, lse_b = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (lse_a, lse_b))
     lse = torch.logaddexp(lse_a, lse_b)
     level = lse.masked_fill(lse == -torch.inf, 0.0)

@@ -1,7 +1,7 @@
 """State-space scan with scalar decay, in chunks: the SSD layer of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060, section 6).
 
-Within a chunk of Q tokens the recurrence is a masked matrix, between chunks a state is passed on: work grows as S * Q, not S**2,
-and all of it is products of matrices.
+Within a chunk of Q tokens the recurrence is a product with a masked matrix; from chunk to chunk a state is handed on. Work grows
+as S * Q, not S**2, and nearly all of it is products of matrices.
 """
 
 from typing import NamedTuple
@@ -33,10 +33,11 @@ def ssd_scan(
 
         state[t] = exp(dt[t] a) state[t - 1] + dt[t] x[t] b[t]^T       y[t] = state[t] c[t] + d x[t]
 
-    K is the size of the state, `dt_BSN` comes after softplus and limits, and `a_N` is negative. `state_BNHK` is the state before
-    the first token (default 0), `final_BNHK` that after the last one. Where `documents_BS` changes from one token to the next,
-    the state begins again at 0; `state_BNHK` belongs to the document of the first token. `chunk` is Q and no part of the meaning.
-    Sums are float32 or wider, as is the final state; `y_BSNH` has the dtype of `x_BSNH`. Documents get no gradient.
+    K is the size of the state. `dt_BSN` is the time step after softplus and limits, and `a_N` is negative. `state_BNHK` is the
+    state before the first token (default 0), `final_BNHK` the state after the last one. Where `documents_BS` changes from one
+    token to the next, the state starts again from 0; `state_BNHK` belongs to the document of the first token. `chunk` is Q, and
+    does not change the meaning. Sums and the final state are float32 or wider; `y_BSNH` has the dtype of `x_BSNH`. Documents have
+    no gradient.
     Raises ShapeError or DtypeError if the operands do not fit each other, ConfigError if `chunk` is not positive.
     """
     return ssd_scan_p.bind(x_BSNH, dt_BSN, a_N, b_BSGK, c_BSGK, d_N, state_BNHK, documents_BS, chunk=chunk)
@@ -80,10 +81,14 @@ def _wide(*operands: Tensor | None) -> torch.dtype:
 
 
 class _Chunk(NamedTuple):
-    """The operands of Q tokens, wide, heads as G groups of R, and how much is left of one token, or of a state, at another.
+    """The operands of a chunk of Q tokens, in the wide dtype, with heads as G groups of R; and decay factors.
 
-    `log` sums dt a over the tokens so far; `runs` numbers runs of equal documents. `from_start` is what is left of the state
-    before the chunk at each token, `to_end` of each token after the chunk, `across` of the state before at the end.
+    log:        the sum of dt a over the tokens of the chunk up to each token: the logarithm of the decay since the start.
+    runs:       the number of each token's run of equal documents.
+    from_start: for each token the decay of the state before the chunk until this token.
+    to_end:     for each token the decay of its contribution until the end of the chunk.
+    across:     the decay of the state before the chunk until its end.
+    Decays are 0 across the border of documents.
     """
 
     x_BQGRH: Tensor
@@ -97,7 +102,7 @@ class _Chunk(NamedTuple):
     across_BGR: Tensor
 
     def within_BGRQP(self) -> Tensor:
-        """What is left of token p at token q."""
+        """The decay of the contribution of token p until token q; 0 if q does not see p."""
         log_BGRQ = self.log_BQGR.permute(0, 2, 3, 1)
         size = log_BGRQ.shape[3]
         visible = torch.ones(size, size, dtype=torch.bool, device=log_BGRQ.device).tril_()
@@ -106,11 +111,11 @@ class _Chunk(NamedTuple):
         return (log_BGRQ[..., :, None] - log_BGRQ[..., None, :]).masked_fill_(~visible, -torch.inf).exp_()
 
     def scores_BGQP(self) -> Tensor:
-        """c b of all pairs of tokens."""
+        """The product of c and b for all pairs of tokens."""
         return torch.einsum("bqgk,bpgk->bgqp", self.c_BQGK, self.b_BQGK)
 
     def next_state(self, state_BGRHK: Tensor) -> Tensor:
-        """The state after the chunk."""
+        """The state after the chunk, from the state before it."""
         scaled_BQGRH = self.x_BQGRH * (self.dt_BQGR * self.to_end_BQGR).unsqueeze(-1)
         added_BGRHK = torch.einsum("bqgrh,bqgk->bgrhk", scaled_BQGRH, self.b_BQGK)
         return added_BGRHK.addcmul_(state_BGRHK, self.across_BGR[..., None, None])
@@ -121,7 +126,7 @@ def _slices(size: int, chunk: int) -> list[slice]:
 
 
 def _runs(documents: Tensor | None) -> Tensor | None:
-    """Which run of equal documents each token is in, counted from 0."""
+    """For each token the number of its run of equal documents, counted from 0."""
     if documents is None:
         return None
     changes_BS = torch.zeros(documents.shape, dtype=torch.int64, device=documents.device)
@@ -146,8 +151,8 @@ def _chunk(x, dt, a, b, c, runs, rows: slice, wide: torch.dtype) -> _Chunk:
 
 def _first_state(x: Tensor, b: Tensor, state: Tensor | None, wide: torch.dtype) -> Tensor:
     (B, _, N, H), (G, K) = x.shape, b.shape[2:]
-    whole = x.new_zeros((B, N, H, K), dtype=wide) if state is None else state.to(wide)
-    return whole.unflatten(1, (G, N // G))
+    first_BNHK = x.new_zeros((B, N, H, K), dtype=wide) if state is None else state.to(wide)
+    return first_BNHK.unflatten(1, (G, N // G))
 
 
 @ssd_scan_p.def_impl
@@ -156,19 +161,19 @@ def _impl(x, dt, a, b, c, d, state, documents, *, chunk):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     state = _first_state(x, b, state, wide)
     for rows in _slices(x.shape[1], chunk):
-        part = _chunk(x, dt, a, b, c, runs, rows, wide)
-        weights_BGRQP = part.within_BGRQP().mul_(part.scores_BGQP().unsqueeze(2))
-        y_BQGRH = torch.einsum("bgrqp,bpgrh->bqgrh", weights_BGRQP, part.x_BQGRH * part.dt_BQGR.unsqueeze(-1))
-        old_BQGRH = torch.einsum("bqgk,bgrhk->bqgrh", part.c_BQGK, state)
-        y_BQNH = y_BQGRH.addcmul(old_BQGRH, part.from_start_BQGR.unsqueeze(-1)).flatten(2, 3)
+        current = _chunk(x, dt, a, b, c, runs, rows, wide)
+        weights_BGRQP = current.within_BGRQP().mul_(current.scores_BGQP().unsqueeze(2))
+        y_BQGRH = torch.einsum("bgrqp,bpgrh->bqgrh", weights_BGRQP, current.x_BQGRH * current.dt_BQGR.unsqueeze(-1))
+        old_BQGRH = torch.einsum("bqgk,bgrhk->bqgrh", current.c_BQGK, state)
+        y_BQNH = y_BQGRH.addcmul(old_BQGRH, current.from_start_BQGR.unsqueeze(-1)).flatten(2, 3)
         y[:, rows] = y_BQNH if d is None else y_BQNH + x[:, rows].to(wide) * d.to(wide).unsqueeze(-1)
-        state = part.next_state(state)
+        state = current.next_state(state)
     return y, state.flatten(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 @ssd_scan_p.def_vjp("x, dt, a, b, c, d, state, documents, dy, dfinal -> dx, ddt, da, db, dc, dd, dstate")
 def _vjp(x, dt, a, b, c, d, state, documents, dy, dfinal, *, chunk):
-    """Chunks from last to first, with the states before each of them computed again."""
+    """Goes through chunks from last to first, after computing the state before each of them again."""
     wide, runs, groups = _wide(x, dt, a, b, c, d, state), _runs(documents), (b.shape[2], x.shape[2] // b.shape[2])
     dx, ddt, db, dc = (torch.empty(like.shape, dtype=like.dtype, device=like.device) for like in (x, dt, b, c))
     da_GR, all_rows = a.new_zeros(groups, dtype=wide), _slices(x.shape[1], chunk)
@@ -177,13 +182,13 @@ def _vjp(x, dt, a, b, c, d, state, documents, dy, dfinal, *, chunk):
         states.append(_chunk(x, dt, a, b, c, runs, rows, wide).next_state(states[-1]))
     dstate_before = _first_state(x, b, dfinal, wide)
     for rows in reversed(all_rows):
-        part = _chunk(x, dt, a, b, c, runs, rows, wide)
-        dy_BQGRH = torch.zeros_like(part.x_BQGRH) if dy is None else dy[:, rows].to(wide).unflatten(2, groups)
-        du, db_BQGK, dc_BQGK, dlog, dstate_before = _chunk_backward(part, states.pop(), dy_BQGRH, dstate_before)
-        dstep = dlog.flip(1).cumsum(1).flip(1)  # of dt a, which every later sum holds
-        ddt[:, rows] = (dstep * a.to(wide).view(groups)).add_((du * part.x_BQGRH).sum(-1)).flatten(2, 3)
-        da_GR += (dstep * part.dt_BQGR).sum((0, 1))
-        dx_BQGRH = du * part.dt_BQGR.unsqueeze(-1)
+        current = _chunk(x, dt, a, b, c, runs, rows, wide)
+        dy_BQGRH = torch.zeros_like(current.x_BQGRH) if dy is None else dy[:, rows].to(wide).unflatten(2, groups)
+        du, db_BQGK, dc_BQGK, dlog, dstate_before = _chunk_backward(current, states.pop(), dy_BQGRH, dstate_before)
+        dlog_decay = dlog.flip(1).cumsum(1).flip(1)  # the gradient of dt a, which is in the sums of all later tokens
+        ddt[:, rows] = (dlog_decay * a.to(wide).view(groups)).add_((du * current.x_BQGRH).sum(-1)).flatten(2, 3)
+        da_GR += (dlog_decay * current.dt_BQGR).sum((0, 1))
+        dx_BQGRH = du * current.dt_BQGR.unsqueeze(-1)
         if d is not None:
             dx_BQGRH.addcmul_(dy_BQGRH, d.to(wide).view(*groups, 1))
         dx[:, rows], db[:, rows], dc[:, rows] = dx_BQGRH.flatten(2, 3), db_BQGK, dc_BQGK
@@ -194,31 +199,34 @@ def _vjp(x, dt, a, b, c, d, state, documents, dy, dfinal, *, chunk):
     return dx, ddt, da_GR.flatten().to(a.dtype), db, dc, dd, dstate
 
 
-def _chunk_backward(part: _Chunk, state, dy, dnext) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of u = dt x, b, c, the sums of dt a, and the state `left` before; `dnext` is that of the state after."""
-    u = part.x_BQGRH * part.dt_BQGR.unsqueeze(-1)
-    within, scores = part.within_BGRQP(), part.scores_BGQP()
-    dwithin = torch.einsum("bqgrh,bpgrh->bgrqp", dy, u).mul_(within)  # times within: the gradient of its logarithm, or of scores
+def _chunk_backward(current: _Chunk, state, dy, dnext) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`(du, db, dc, dlog, dstate)`: gradients of u = dt x, b, c, of the sums of dt a, and of the state before the chunk.
+
+    `state` is the state before the chunk, `dnext` the gradient of the state after it.
+    """
+    u = current.x_BQGRH * current.dt_BQGR.unsqueeze(-1)
+    within, scores = current.within_BGRQP(), current.scores_BGQP()
+    dwithin = torch.einsum("bqgrh,bpgrh->bgrqp", dy, u).mul_(within)  # times within: the gradient of log(within), and of scores
     dscores_BGQP = dwithin.sum(2)
     du = torch.einsum("bgrqp,bqgrh->bpgrh", within.mul_(scores.unsqueeze(2)), dy)
     dlog_BGRQP = dwithin.mul_(scores.unsqueeze(2))
     dlog = (dlog_BGRQP.sum(4) - dlog_BGRQP.sum(3)).permute(0, 3, 1, 2).contiguous()
-    db = torch.einsum("bgqp,bqgk->bpgk", dscores_BGQP, part.c_BQGK)
-    dc = torch.einsum("bgqp,bpgk->bqgk", dscores_BGQP, part.b_BQGK)
+    db = torch.einsum("bgqp,bqgk->bpgk", dscores_BGQP, current.c_BQGK)
+    dc = torch.einsum("bgqp,bpgk->bqgk", dscores_BGQP, current.b_BQGK)
 
-    dy = dy * part.from_start_BQGR.unsqueeze(-1)  # through the state before the chunk
+    dy = dy * current.from_start_BQGR.unsqueeze(-1)  # gradients through the state before the chunk
     dc += torch.einsum("bqgrh,bgrhk->bqgk", dy, state)
-    dlog += (dy * torch.einsum("bqgk,bgrhk->bqgrh", part.c_BQGK, state)).sum(-1)
-    dstate_before = torch.einsum("bqgrh,bqgk->bgrhk", dy, part.c_BQGK)
+    dlog += (dy * torch.einsum("bqgk,bgrhk->bqgrh", current.c_BQGK, state)).sum(-1)
+    dstate_before = torch.einsum("bqgrh,bqgk->bgrhk", dy, current.c_BQGK)
 
-    kept = u * part.to_end_BQGR.unsqueeze(-1)  # through the state after it
-    from_next = torch.einsum("bqgk,bgrhk->bqgrh", part.b_BQGK, dnext)
+    kept = u * current.to_end_BQGR.unsqueeze(-1)  # gradients through the state after it
+    from_next = torch.einsum("bqgk,bgrhk->bqgrh", current.b_BQGK, dnext)
     db += torch.einsum("bqgrh,bgrhk->bqgk", kept, dnext)
     slope_BQGR = (kept * from_next).sum(-1)
     dlog -= slope_BQGR
-    dlog[:, -1] += slope_BQGR.sum(1) + part.across_BGR * (dnext * state).sum((3, 4))
-    du.addcmul_(from_next, part.to_end_BQGR.unsqueeze(-1))
-    dstate_before.addcmul_(dnext, part.across_BGR[..., None, None])
+    dlog[:, -1] += slope_BQGR.sum(1) + current.across_BGR * (dnext * state).sum((3, 4))
+    du.addcmul_(from_next, current.to_end_BQGR.unsqueeze(-1))
+    dstate_before.addcmul_(dnext, current.across_BGR[..., None, None])
     return du, db, dc, dlog, dstate_before
 
 

@@ -81,7 +81,7 @@ def test_unknown_keys_are_listed_with_the_way_out():
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
             "rope_parameters.long_factor is missing",
         ),
-        ("llama", {"rope_parameters": {**LONG, "long_factor": [1.0, 2.0]}}, "long_factor has 2 entries, 4 pairs turn"),
+        ("llama", {"rope_parameters": {**LONG, "long_factor": [1.0, 2.0]}}, "long_factor has 2 entries, but there are 4 pairs"),
         ("llama", {"rope_parameters": {**LONG, "short_factor": [1.0, 2.0, 3.0, "4"]}}, "short_factor=.*list of positive numbers"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: only 1.0 is"),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 1.5}}, r"partial_rotary_factor=1.5: must be a number in \(0, 1\]"),

@@ -331,7 +331,7 @@ def test_export_refuses_shards_and_folders_with_weights(make_folder, tmp_path):
     shard = tree.replace(params, "embed.table_VD", params.embed.table_VD[:64])
     with pytest.raises(ShapeError, match=r"embed.table_VD .*\(64, 32\)"):
         models.to_hf(model, shard, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="weights already"):
+    with pytest.raises(CheckpointError, match="already holds weights"):
         models.to_hf(model, params, folder)
 
 

@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_refused():
         ops.fill_slots(x[:, :5], slots, **numbers)
     with pytest.raises(ShapeError, match=r"weights \(4, 6, 1\)"):
         ops.take_slots(torch.zeros(E, 1, 1, 2, D), slots, torch.zeros(B, S, 1))
-    with pytest.raises(ShapeError, match=r"do not lie in the \(3, 1\) groups"):
+    with pytest.raises(ShapeError, match=r"cannot be divided into the \(3, 1\) groups"):
         ops.take_slots(torch.zeros(E, 3, 1, 2, D), slots)
     with pytest.raises(DtypeError, match="int64"):
         ops.take_slots(torch.zeros(E, 1, 1, 2, D).long(), slots)

@@ -1,4 +1,4 @@
-"""Keys: how the entries of a config.json are read, checked and refused."""
+"""Keys: how the entries of a Hugging Face config.json are read and checked, and with which errors they are refused."""
 
 from mpar.models.architectures.keys._common import COMMON_KEYS, IGNORED_KEYS
 from mpar.models.architectures.keys._experts import EXPERT_KEYS, aux_loss, expert_names, num_experts, sparse_layers

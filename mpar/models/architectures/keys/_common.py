@@ -1,4 +1,4 @@
-"""The keys that configs of most architectures have, and those that no model needs, with the reason."""
+"""The keys that configs of most architectures have; and keys that are not read for any model, each with the reason."""
 
 from mpar.models.architectures.keys._key import NUMBER, Key
 from mpar.models.layers import ACTIVATIONS
@@ -30,20 +30,20 @@ COMMON_KEYS = {
 }
 
 _NAMES_ONLY = "a name, date or version; it has no influence on the function"
-_GENERATION = "an old place for generation settings; generation takes them as arguments"
+_GENERATION = "an old place for settings of generation, which takes them as arguments instead"
 _OUTPUTS = "chooses what transformers returns, not what the model computes"
 _TASK = "belongs to a classification head"
-_TOKENS = "the tokenizer and generation read it"
+_TOKENS = "only the tokenizer and generation use it"
 IGNORED_KEYS = {
     **dict.fromkeys(
         ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "model_type", "architectures"), _NAMES_ONLY
     ),
-    **dict.fromkeys(("torch_dtype", "dtype"), "the dtype is an argument; by default that of the stored tensors"),
+    **dict.fromkeys(("torch_dtype", "dtype"), "the dtype is an argument; its default is that of the stored tensors"),
     **dict.fromkeys(
-        ("_attn_implementation", "_attn_implementation_autoset", "attn_implementation"), "one attention function here"
+        ("_attn_implementation", "_attn_implementation_autoset", "attn_implementation"), "mpar has one attention function"
     ),
     **dict.fromkeys(("use_cache", "return_dict", "output_attentions", "output_hidden_states", "torchscript"), _OUTPUTS),
-    **dict.fromkeys(("chunk_size_feed_forward", "use_bfloat16", "tf_legacy_loss"), "memory or other frameworks; same function"),
+    **dict.fromkeys(("chunk_size_feed_forward", "use_bfloat16", "tf_legacy_loss"), "does not change the function in PyTorch"),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"), _TOKENS),
     **dict.fromkeys(("decoder_start_token_id", "tokenizer_class", "prefix"), _TOKENS),
     **dict.fromkeys(("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"), _TASK),
@@ -53,8 +53,8 @@ IGNORED_KEYS = {
     **dict.fromkeys(("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"), _GENERATION),
     **dict.fromkeys(("num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"), _GENERATION),
     "cache_implementation": _GENERATION,
-    "auto_map": "names code that came with the checkpoint; ours is used",
+    "auto_map": "names code that came with the checkpoint; mpar uses its own",
     **dict.fromkeys(("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"), _GENERATION),
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), _GENERATION),
 }
-"""Key to the reason why it is not read."""
+"""For each key the reason why it is not read."""

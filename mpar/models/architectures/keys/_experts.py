@@ -1,4 +1,4 @@
-"""What configs and checkpoints of models with experts have in common: keys, and names of stored weights."""
+"""Keys and names of stored weights that the configs and checkpoints of several models with experts have in common."""
 
 from mpar.errors import ConfigError
 from mpar.models.architectures.keys._key import Key, Values
@@ -11,7 +11,7 @@ EXPERT_KEYS = {
     "router_aux_loss_coef": Key((int, float), 0.001),
     "output_router_logits": Key((bool,), False),
 }
-"""num_experts and num_local_experts are two names of one thing: transformers writes either."""
+"""num_experts and num_local_experts are two names of the same number; transformers writes either."""
 
 
 def num_experts(title: str, values: Values, default: int) -> int:
@@ -23,23 +23,23 @@ def num_experts(title: str, values: Values, default: int) -> int:
 
 
 def aux_loss(values: Values) -> float:
-    """The coefficient of the load-balancing loss: transformers adds it where the model puts its router logits out."""
+    """The coefficient of the load-balancing loss; transformers adds this loss only if output_router_logits is true."""
     return float(values["router_aux_loss_coef"]) if values["output_router_logits"] else 0.0
 
 
 def sparse_layers(title: str, values: Values) -> tuple[bool, ...]:
-    """Whether each layer has experts: every decoder_sparse_step-th has, but those of mlp_only_layers."""
-    num_layers, step, plain = values["num_hidden_layers"], values["decoder_sparse_step"], values["mlp_only_layers"] or []
-    wrong = [layer for layer in plain if not isinstance(layer, int) or not 0 <= layer < num_layers]
+    """For each layer whether it has experts: every decoder_sparse_step-th layer has, unless mlp_only_layers names it."""
+    num_layers, period, dense = values["num_hidden_layers"], values["decoder_sparse_step"], values["mlp_only_layers"] or []
+    wrong = [layer for layer in dense if not isinstance(layer, int) or not 0 <= layer < num_layers]
     if wrong:
         raise ConfigError(f"cannot read {title}: mlp_only_layers has {wrong}; there are layers 0 to {num_layers - 1}")
-    return tuple(i not in plain and (i + 1) % step == 0 for i in range(num_layers))
+    return tuple(i not in dense and (i + 1) % period == 0 for i in range(num_layers))
 
 
 def expert_names(
     prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> dict[str, tuple[str, str]]:
-    """Leaf of the experts -> (the stored tensors, one for each expert; transform). `prefix` is the layer's mlp."""
+    """For each leaf of experts: the stored tensors, one for each expert, and the transform. `prefix` is the name of the mlp."""
     stored = f"{prefix}.experts.{{e}}"
     return {
         "layers.{i}.mlp.gate_EDF": (f"{stored}.{gate}.weight", "f d -> e d f"),

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face config.json: every key is used, or in a table of ignored ones with the reason, or an error."""
+"""Reading a Hugging Face config.json. Every key is either read, or listed as ignored with a reason, or an error."""
 
 import enum
 import math
@@ -12,7 +12,7 @@ __all__ = ["NUMBER", "REQUIRED", "Key", "Values", "is_number", "read_config", "r
 
 
 class Missing(enum.Enum):
-    """What stands for the default of a key that has none; it is the same object in every process."""
+    """The default of a key that must be given. An enum, so that it is the same object after pickling."""
 
     REQUIRED = "required"
 
@@ -20,12 +20,17 @@ class Missing(enum.Enum):
 REQUIRED = Missing.REQUIRED
 NUMBER = (int, float)
 Values = Mapping[str, Any]
-"""The values of a config by key. Each is of a kind that its `Key` accepts, which has been checked when it was read."""
+"""The values of a config by key. `read_config` has checked that each is one that its `Key` accepts."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a key may hold; `default` counts where it is missing, `accepted` (if not empty) are the values implemented."""
+    """Which values a key may have.
+
+    kind:     the types of its values. nullable: whether null is a value too. positive: whether numbers must be.
+    default:  the value if the config does not have the key.
+    accepted: if not empty, the only values that are implemented.
+    """
 
     kind: tuple[type, ...]
     default: Any = REQUIRED
@@ -37,9 +42,10 @@ class Key:
 def read_config(
     title: str, raw: Mapping[str, object], keys: Mapping[str, Key], ignore: Sequence[str], ignored: Mapping[str, str]
 ) -> Values:
-    """The values of `keys`, defaults filled in; keys of `ignored` and `ignore` are not looked at.
+    """The values of `keys`, with defaults for those that `raw` lacks.
 
-    Raises ConfigError with every unknown key and unusable value of `raw`.
+    Other keys are unknown unless `ignored`, a table with reasons, or the user's `ignore` has them. For keys in `ignore`, values
+    that are not implemented are accepted too. Raises ConfigError with every unknown key and unusable value of `raw`.
     """
     problems = []
     unknown = sorted(key for key in raw if key not in keys and key not in ignored and key not in ignore)
@@ -68,8 +74,8 @@ def _has_kind(value: Any, key: Key) -> bool:
         return False
     if isinstance(value, float) and not math.isfinite(value):
         return False
-    fits = isinstance(value, key.kind)
-    return fits and not (key.positive and value <= 0)
+    right_type = isinstance(value, key.kind)
+    return right_type and not (key.positive and value <= 0)
 
 
 def is_number(value: object) -> bool:
@@ -83,7 +89,7 @@ def _kinds(key: Key) -> str:
 
 
 def refusal(title: str, problems: Sequence[str], unknown: Sequence[str] = ()) -> str:
-    """The text of an error with all `problems`, and what to do about unknown keys."""
+    """The message of an error with all `problems`, and what to do about `unknown` keys."""
     lines = "\n".join(f"  {problem}" for problem in problems)
     names = ", ".join(repr(key) for key in unknown)
     way_out = f"\nIf the unknown keys do not change what the model computes, pass ignore=({names},)." if unknown else ""

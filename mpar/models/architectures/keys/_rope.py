@@ -1,4 +1,4 @@
-"""Reading the rotation in a Hugging Face config, in the layout of transformers 5 (rope_parameters) or before (rope_scaling)."""
+"""Reading the rotation of a Hugging Face config: rope_parameters as of transformers 5, or the older rope_scaling."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -42,8 +42,9 @@ def read_rope(
 ) -> Rope:
     """The rotation that rope_parameters (transformers 5) or rope_theta and rope_scaling (before) describe.
 
-    theta:   where the config has none. aliases: other names of RoPE types.
-    partial: whether partial_rotary_factor may be below one: the share of a head's features that turn.
+    theta:   the default if the config does not give one.
+    aliases: other names of RoPE types.
+    partial: whether partial_rotary_factor, the share of a head's features that have RoPE, may be below one.
     Raises ConfigError if the two layouts disagree, and for anything in them that is not implemented.
     """
     theta, given = _one_layout(title, values, theta)
@@ -62,33 +63,34 @@ def read_rope(
         problems.append("RoPE type 'dynamic' needs head_dim > 2")
     for key in _LISTS if kind == "longrope" and not problems else ():
         if len(given[key]) != size // 2:
-            problems.append(f"rope_parameters.{key} has {len(given[key])} entries, {size // 2} pairs turn")
+            problems.append(f"rope_parameters.{key} has {len(given[key])} entries, but there are {size // 2} pairs")
     if problems:
         raise ConfigError(refusal(title, problems, [f"rope_parameters.{key}" for key in unknown]))
     return _make_rope(kind, given, theta, size, values)
 
 
 def _problems(kind: str, given: Mapping[str, Any], unknown: Sequence[str], share: Any, partial: bool) -> list[str]:
-    found = []
+    problems = []
     if unknown:
         listed = ", ".join(f"rope_parameters.{key}={given[key]!r}" for key in unknown)
-        found.append(f"unknown keys for RoPE type {kind!r}: {listed}")
-    found += [f"rope_parameters.{key} is missing" for key in _NEEDED.get(kind, ()) if given.get(key) is None]
+        problems.append(f"unknown keys for RoPE type {kind!r}: {listed}")
+    problems += [f"rope_parameters.{key} is missing" for key in _NEEDED.get(kind, ()) if given.get(key) is None]
     for key, value in given.items():
         if key not in _KEYS[kind] or key == "truncate" or value is None:
             continue
         if key in _LISTS:
             if not isinstance(value, list) or not all(is_number(item) and item > 0 for item in value):
-                found.append(f"rope_parameters.{key}={value!r}: must be a list of positive numbers")
+                problems.append(f"rope_parameters.{key}={value!r}: must be a list of positive numbers")
         elif not is_number(value) or value <= 0:
-            found.append(f"rope_parameters.{key}={value!r}: must be a positive number")
+            problems.append(f"rope_parameters.{key}={value!r}: must be a positive number")
     if not is_number(share) or not 0 < share <= 1 or (share != 1 and not partial):
-        only = "must be a number in (0, 1]" if partial else "only 1.0 is implemented"
-        found.append(f"rope_parameters.partial_rotary_factor={share!r}: {only}")
-    return found
+        expected = "must be a number in (0, 1]" if partial else "only 1.0 is implemented"
+        problems.append(f"rope_parameters.partial_rotary_factor={share!r}: {expected}")
+    return problems
 
 
 def _one_layout(title: str, values: Values, default_theta: float) -> tuple[float, dict[str, Any]]:
+    """`(theta, all other settings)`, from whichever of both layouts the config has."""
     old, new = values["rope_scaling"], values["rope_parameters"]
     if old and new:
         disagree = {key: (old[key], new[key]) for key in old if key in new and old[key] != new[key]}
@@ -119,9 +121,9 @@ def _make_rope(kind: str, given: Mapping[str, Any], theta: float, size: int, val
         return Llama3Rope(theta, size, given["factor"], given["low_freq_factor"], given["high_freq_factor"], original)
     if kind == "longrope":
         factor = given.get("factor") or max_positions / original
-        grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
         short, long = (tuple(float(item) for item in given[key]) for key in _LISTS)
-        return LongRope(theta, size, short, long, original, given.get("attention_factor") or grown)
+        return LongRope(theta, size, short, long, original, given.get("attention_factor") or attention_factor)
     if kind == "yarn":
         factor = given.get("factor") or max_positions / original
         fast, slow = given.get("beta_fast") or 32.0, given.get("beta_slow") or 1.0
@@ -131,7 +133,8 @@ def _make_rope(kind: str, given: Mapping[str, Any], theta: float, size: int, val
 
 
 def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
-    """0.1 m ln(factor) + 1 with m = 1 (arXiv:2309.00071, eq. 22), or the quotient of two such."""
+    """The given attention_factor; else 0.1 m ln(factor) + 1 with m = 1 (arXiv:2309.00071, eq. 22), or, if both mscale and
+    mscale_all_dim are given, the quotient of this for the one and for the other."""
 
     def grown(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -16,9 +16,10 @@ WINDOW_KEYS = {
 
 
 def read_windows(title: str, values: Values) -> tuple[int | None, ...]:
-    """Per layer the sliding window or None, from layer_types or, without it, from max_window_layers on.
+    """The sliding window of each layer, or None. layer_types says which layers have one; without it, those from
+    max_window_layers on.
 
-    Raises ConfigError if layer_types does not fit the number of layers or names what is not implemented.
+    Raises ConfigError if layer_types does not fit the number of layers, or has a type that is not implemented.
     """
     window = values["sliding_window"] if values["use_sliding_window"] else None
     if values["layer_types"] is None:
@@ -27,7 +28,7 @@ def read_windows(title: str, values: Values) -> tuple[int | None, ...]:
 
 
 def windows_of(title: str, values: Values, kinds: Sequence[str]) -> tuple[int | None, ...]:
-    """Per layer the sliding window or None, from the `kinds` of all layers. Raises ConfigError as `read_windows` does."""
+    """The sliding window of each layer, or None; `kinds` has the type of each layer. Raises ConfigError like `read_windows`."""
     num_layers, window = values["num_hidden_layers"], values["sliding_window"]
     used = values.get("use_sliding_window", True)
     problems = []

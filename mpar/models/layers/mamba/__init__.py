@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer: its config, its parameters and how fresh ones start, its function."""
+"""The Mamba-2 mixer: its config, its parameters and their initial values, its function."""
 
 from mpar.models.layers.mamba._config import MambaConfig
 from mpar.models.layers.mamba._init import init_mamba_leaf

@@ -1,4 +1,4 @@
-"""What a Mamba-2 mixer is made of: sizes, steps, biases; and what cannot be."""
+"""The config of a Mamba-2 mixer: sizes, time steps, biases; and the check of its values."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,16 @@ __all__ = ["MambaConfig"]
 class MambaConfig:
     """Sizes of one mixer.
 
-    num_heads, head_size: of the scan; their product is the inner size. num_groups: heads of a group share b and c.
-    state_size: of each head's state, per element of the head. conv_width: tokens that the convolution sees.
-    chunk:      tokens that are worked on at once; no part of the function.
-    dt_limits:  the step, after softplus, is kept within them; None is no limit.
-    dt_range, dt_floor: steps that fresh parameters begin with: log-uniform in the range, at least the floor.
-    out_scale:  what the fresh projection out is multiplied by: where layers are many, residuals begin small.
-    bias, conv_bias: whether the projections in and out, and the convolution, have biases.
-    Raises ConfigError with all sizes that cannot be.
+    num_heads, head_size: heads of the scan and their size; the product is the inner size.
+    num_groups: number of groups of heads; the heads of a group share b and c.
+    state_size: numbers of state per element of a head.
+    conv_width: how many tokens the convolution sees.
+    chunk:      how many tokens are computed at once; it does not change the function.
+    dt_limits:  the time step dt, after softplus, is clamped to these limits; None is no limit.
+    dt_range, dt_floor: initial time steps are log-uniform in the range, but at least the floor.
+    out_scale:  what the initial output projection is multiplied by; models of many layers make it small.
+    bias, conv_bias: whether the projections, and whether the convolution, have biases.
+    Raises ConfigError with everything that is impossible.
     """
 
     num_heads: int
@@ -45,7 +47,7 @@ class MambaConfig:
             problems.append(f"dt_limits={self.dt_limits}: the first must not exceed the second")
         if not 0 < self.dt_range[0] <= self.dt_range[1] or not self.dt_floor > 0:
             problems.append(
-                f"dt_range={self.dt_range}, dt_floor={self.dt_floor}: steps are positive, the first not above the second"
+                f"dt_range={self.dt_range}, dt_floor={self.dt_floor}: all must be positive, and the range must not be descending"
             )
         if problems:
             raise ConfigError("cannot make a mamba layer:\n" + "\n".join(f"  {problem}" for problem in problems))

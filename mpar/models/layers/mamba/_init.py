@@ -1,4 +1,4 @@
-"""How the parameters of a Mamba-2 mixer start, where their names do not tell it."""
+"""Initial values of those parameters of a Mamba-2 mixer whose names do not decide how they start (see `Part.init`)."""
 
 import math
 
@@ -12,10 +12,11 @@ __all__ = ["init_mamba_leaf"]
 
 
 def init_mamba_leaf(config: MambaConfig, field: str, key: ops.Key, bounds: list[range], dtype: torch.dtype) -> Tensor | None:
-    """The part within `bounds` of a fresh leaf, or None if it begins as leaves of its kind do elsewhere.
+    """The elements within `bounds` of a fresh leaf, or None if the name of the leaf decides how it starts.
 
-    Decays exp(-dt n) for head n = 1, 2, ...; steps as `dt_range` says; taps and the projection out uniform within the inverse
-    root of the number of terms that are added up, as torch begins such layers.
+    Head n = 1, 2, ... starts with the decay exp(-dt n), and with a time step dt as `dt_range` says. The taps of the convolution
+    and the output projection are uniform within the inverse root of the number of terms of their sums, as torch initialises such
+    layers; the output projection is also multiplied by `out_scale`.
     """
     sizes, starts = [len(bound) for bound in bounds], [bound.start for bound in bounds]
     if field == "a_log_N":

@@ -15,13 +15,14 @@ from mpar.tree import Leaf, map_leaves, struct
 
 __all__ = ["MAMBA_CARRIED_AXES", "MambaState", "decode_mamba", "mamba", "mamba_slice"]
 
-HEADS: Axes = ("batch", "attend_seq", "attend_heads", "head")  # where attention over the same heads would have queries, and keys
+# heads are sharded as queries of attention are, groups as its keys
+HEADS: Axes = ("batch", "attend_seq", "attend_heads", "head")
 GROUPS: Axes = ("batch", "attend_kv_seq", "attend_kv_heads", None)
 
 
 @struct
 class MambaState(Generic[Leaf]):
-    """What a layer keeps of the tokens so far: the last T = W - 1 inputs of the convolution, and the state of the scan."""
+    """The state after the tokens so far: the last T = W - 1 inputs of the convolution, and the state of the scan."""
 
     conv_x_BTNH: Leaf
     conv_b_BTGK: Leaf
@@ -38,9 +39,9 @@ MAMBA_CARRIED_AXES: MambaState[Axes] = MambaState(
 
 
 def mamba(params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-    """The layer applied to `x_BSD`; `context` has documents (B, S) where rows are packed: each begins without a past.
+    """The mixer applied to `x_BSD`; `context` has documents (B, S) if rows are packed. Each document starts from an empty state.
 
-    Raises ConfigError if the context has an order: tokens that are permuted cannot be scanned.
+    Raises ConfigError if the context has an order: permuted tokens cannot be scanned.
     """
     _check_order(context)
     return _run(params, config, x_BSD, context.get("documents"), None)[0]
@@ -49,27 +50,28 @@ def mamba(params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor, context: Ma
 def mamba_slice(
     params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor, context: Mapping[str, Tensor], past: Sequence[MambaState[Tensor]]
 ) -> tuple[Tensor, MambaState[Tensor]]:
-    """The same where `x_BSD` are slices of rows, and the state after them; `past` has that of the slice before, if there is one.
+    """`mamba` for a slice of rows, `x_BSD`: the result, and the state that is carried to the next slice.
 
-    A document that begins with the slice has no past.
+    The last entry of `past`, if there is one, is the state that the slice before carried. A row does not use it if a new document
+    begins with this slice.
     """
     _check_order(context)
     documents_BS, state = context.get("documents"), past[-1] if past else None
     if state is not None and documents_BS is not None:
-        goes_on_B1 = context[of_past("documents", len(past) - 1)][:, -1:] == documents_BS[:, :1]
-        state = map_leaves(lambda x: torch.where(goes_on_B1[..., None, None], x, 0.0), state)
+        same_document_B1 = context[of_past("documents", len(past) - 1)][:, -1:] == documents_BS[:, :1]
+        state = map_leaves(lambda x: torch.where(same_document_B1[..., None, None], x, 0.0), state)
     out_BSD, carried = decode_mamba(params, config, x_BSD, state, documents_BS)
     return out_BSD, carried if documents_BS is None else _of_last_document(carried, documents_BS)
 
 
 def _of_last_document(state: MambaState[Tensor], documents_BS: Tensor) -> MambaState[Tensor]:
-    """The state after a slice without those inputs of the convolution behind which another document begins in the slice."""
+    """The state after a slice, with zeros for those inputs of the convolution that are not of the slice's last document."""
     inputs = state.conv_x_BTNH, state.conv_b_BTGK, state.conv_c_BTGK
-    count, num_kept = documents_BS.shape[1], state.conv_x_BTNH.shape[1]
+    num_tokens, num_kept = documents_BS.shape[1], state.conv_x_BTNH.shape[1]
     ends_BS = torch.nn.functional.pad((documents_BS[:, 1:] != documents_BS[:, :-1]).long(), (0, 1))
     same_BS = ends_BS.flip(1).cumsum(1).flip(1) == 0
-    older_BT = same_BS[:, :1].expand(-1, max(0, num_kept - count))  # of slices before; their state is carried over
-    same_BT = torch.cat([older_BT, same_BS[:, max(0, count - num_kept) :]], 1)
+    older_BT = same_BS[:, :1].expand(-1, max(0, num_kept - num_tokens))  # inputs of earlier slices: kept if no document ended
+    same_BT = torch.cat([older_BT, same_BS[:, max(0, num_tokens - num_kept) :]], 1)
     conv_x_BTNH, conv_b_BTGK, conv_c_BTGK = (torch.where(same_BT[..., None, None], x, 0.0) for x in inputs)
     return MambaState(conv_x_BTNH, conv_b_BTGK, conv_c_BTGK, state.scan_BNHK)
 
@@ -81,10 +83,10 @@ def decode_mamba(
     state: MambaState[Tensor] | None,
     documents_BS: Tensor | None = None,
 ) -> tuple[Tensor, MambaState[Tensor]]:
-    """The layer applied to the tokens that follow those of `state` (None: the first of all), and the state after them."""
+    """The mixer applied to tokens that follow those of `state` (None: they are the first), and the state after them."""
     out_BSD, inputs, scan_BNHK = _run(params, config, x_BSD, documents_BS, state)
-    old = _parts(state)[:3]
-    kept = (_last(x, before, config.conv_width - 1) for x, before in zip(inputs, old, strict=True))
+    old_inputs = _tensors(state)[:3]
+    kept = (_last(x, before, config.conv_width - 1) for x, before in zip(inputs, old_inputs, strict=True))
     conv_x_BTNH, conv_b_BTGK, conv_c_BTGK = kept
     return out_BSD, MambaState(conv_x_BTNH, conv_b_BTGK, conv_c_BTGK, scan_BNHK)
 
@@ -92,37 +94,37 @@ def decode_mamba(
 def _check_order(context: Mapping[str, Tensor]) -> None:
     if "order" in context:
         raise ConfigError(
-            "cannot scan a sequence whose tokens are permuted: mamba layers need the sequence in its own order.\n"
+            "cannot scan a sequence whose tokens are permuted: mamba layers need the tokens in their original order.\n"
             "Use strategy.sequence=contiguous, or no context parallelism."
         )
 
 
-def _parts(state: MambaState[Tensor] | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+def _tensors(state: MambaState[Tensor] | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     if state is None:
         return None, None, None, None
     return state.conv_x_BTNH, state.conv_b_BTGK, state.conv_c_BTGK, state.scan_BNHK
 
 
 def _last(x: Tensor, before: Tensor | None, count: int) -> Tensor:
-    """The last `count` of the values `before` and `x` together; zeros come before all. Nothing else is kept with them."""
+    """The last `count` values of `before` followed by `x`, as a tensor with memory of its own. Missing values are zeros."""
     if x.shape[1] >= count:
         return x[:, x.shape[1] - count :].clone(memory_format=torch.contiguous_format)
-    ahead = x.new_zeros((x.shape[0], count, *x.shape[2:])) if before is None else before
-    return torch.cat([ahead, x], 1)[:, x.shape[1] :]
+    before = x.new_zeros((x.shape[0], count, *x.shape[2:])) if before is None else before
+    return torch.cat([before, x], 1)[:, x.shape[1] :]
 
 
 def _run(
     params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor, documents_BS: Tensor | None, state: MambaState[Tensor] | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
     """The output, the inputs of the convolution, and the final state of the scan."""
-    # those of groups first: the gradients of the others, sums over heads on all ranks, are then added up before they are reduced
+    # b and c first: backward, the gradients of x_BSD through heads are pending sums, and are then added before they are reduced
     b_BSGK = ops.constrain(_project(x_BSD, params.b_DGK, params.b_bias_GK, "b"), GROUPS)
     c_BSGK = ops.constrain(_project(x_BSD, params.c_DGK, params.c_bias_GK, "c"), GROUPS)
     z_BSNH = _project(x_BSD, params.z_DNH, params.z_bias_NH, "z")
     x_BSNH = ops.constrain(_project(x_BSD, params.x_DNH, params.x_bias_NH, "x"), HEADS)
-    dt_BSN = ops.constrain(_steps(params, config, x_BSD), HEADS[:3])
+    dt_BSN = ops.constrain(_time_steps(params, config, x_BSD), HEADS[:3])
     inputs = x_BSNH, b_BSGK, c_BSGK
-    old_x, old_b, old_c, old_BNHK = _parts(state)
+    old_x, old_b, old_c, old_BNHK = _tensors(state)
     x_BSNH = _convolve(x_BSNH, params.conv_x_NHW, params.conv_x_bias_NH, HEADS, old_x, documents_BS, "x_conv")
     b_BSGK = _convolve(b_BSGK, params.conv_b_GKW, params.conv_b_bias_GK, GROUPS, old_b, documents_BS, "b_conv")
     c_BSGK = _convolve(c_BSGK, params.conv_c_GKW, params.conv_c_bias_GK, GROUPS, old_c, documents_BS, "c_conv")
@@ -157,14 +159,14 @@ def _project(x_BSD: Tensor, weight_DNH: Tensor, bias_NH: Tensor | None, label: s
 def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, axes: Axes, before: Tensor | None, documents_BS: Tensor | None, label: str
 ) -> Tensor:
-    """`axes` of x; weight and bias go where its channels are."""
+    """The convolution along the sequence, then silu. `axes` are those of `x`; weight and bias are placed as its channels are."""
     weight, bias = ops.constrain(weight, (*axes[2:], None)), None if bias is None else ops.constrain(bias, axes[2:])
     y = ops.causal_conv1d(x, weight, bias, state_BTC=before, documents_BS=documents_BS)
     return ops.name(torch.nn.functional.silu(y), label)
 
 
-def _steps(params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor) -> Tensor:
-    """Each token's and head's step, positive, float32 or wider: sums of steps over a chunk are exponents."""
+def _time_steps(params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor) -> Tensor:
+    """The time step dt of each token and head: positive, and float32 or wider because the scan exponentiates sums of them."""
     dt_BSN = ops.name(ops.einsum("bsd,dn->bsn", x_BSD, params.dt_DN), "dt")
     if params.dt_in_bias_N is not None:
         dt_BSN = dt_BSN + params.dt_in_bias_N
@@ -176,7 +178,7 @@ def _steps(params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor) -> Tensor:
 def _gated_norm(y_BSNH: Tensor, z_BSNH: Tensor, gain_C: Tensor, config: MambaConfig) -> Tensor:
     """`y silu(z)`, each group of heads scaled to unit root-mean-square, times a gain.
 
-    Written in sums over the heads of a group, so that heads of one group may be on several ranks.
+    Computed from a sum over the heads of each group, so that the heads of a group may be on several ranks.
     """
     groups = (config.num_groups, config.num_heads // config.num_groups)
     wide_BSGRH = ops.swiglu(_wide(z_BSNH), _wide(y_BSNH)).unflatten(2, groups)

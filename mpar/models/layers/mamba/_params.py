@@ -12,9 +12,9 @@ __all__ = ["MAMBA_AXES", "Mamba", "mamba_shapes"]
 
 @struct
 class Mamba(Generic[Leaf]):
-    """Parameters. z is the gate; b, c and x pass through the convolution (W taps); dt is a step for each head.
+    """Parameters. z is the gate; b, c and x go through the convolution (W taps); dt is a time step for each head.
 
-    The decay of a head is exp(-dt exp(a_log)). C is the inner size, N * H.
+    The decay of a head is exp(-dt exp(a_log)). C is the inner size, N * H. K is the size of a state, per element of a head.
     """
 
     z_DNH: Leaf
@@ -53,7 +53,7 @@ MAMBA_AXES: Mamba[Axes] = Mamba(
     dt_bias_N=("heads",),
     a_log_N=("heads",),
     skip_N=("heads",),
-    norm_C=("heads",),  # with one dim, as the other gains: those are not decayed
+    norm_C=("heads",),  # one dim, as other gains have, so that the optimizer does not decay it
     out_NHD=("heads", "head", "embed"),
     conv_x_bias_NH=("heads", "head"),
     conv_b_bias_GK=("kv_heads", None),

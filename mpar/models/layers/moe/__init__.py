@@ -1,4 +1,4 @@
-"""Mixture of experts: its config, its parameters, the router, the side losses, the ways to compute the experts."""
+"""Mixture of experts: its config and parameters, the router, the side losses, and three ways to compute the experts."""
 
 from mpar.models.layers.moe._config import ROUTER_OPTIONS, MoeConfig, with_router_options
 from mpar.models.layers.moe._moe import moe

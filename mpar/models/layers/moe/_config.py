@@ -1,4 +1,4 @@
-"""What a layer of experts is made of: sizes, router, capacity, side losses; and what cannot be."""
+"""The config of a layer of experts: sizes, router, capacity, side losses; and the check of its values."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ __all__ = ["ROUTER_OPTIONS", "MoeConfig", "with_router_options"]
 RouterKind = Literal["topk", "sinkhorn", "balanced"]
 SIDE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 ROUTER_OPTIONS = ("kind", "grouped", "capacity_factor", "token_groups", "padded", "bias_rate", *SIDE_LOSSES)
-"""What training chooses and no checkpoint tells: the fields that `with_router_options` sets."""
+"""The fields that `with_router_options` sets: choices for training, which a checkpoint does not contain."""
 
 
 @dataclass(frozen=True)
@@ -24,22 +24,26 @@ class MoeConfig:
     """Everything that the mathematics of the layer depends on.
 
     score, order, normalise, groups, groups_kept, group_best, scale: see `ops.topk_router`.
-    mlp_size:        of each expert; `activation` is a key of ACTIVATIONS. mlp_bias: experts have biases.
-    clamp:           None, or the limit L of gate * sigmoid(clamp_alpha * gate) * (up + 1), with gate <= L and -L <= up <= L.
-    shared:          the layer that sees every token (None: there is none); shared_gate: times sigmoid(x @ w).
-    router_bias:     the logits have a bias. choice_bias: the choice has one that the weights do not have; it gets no gradient
-                     but moves by `bias_rate` after each step.
-    kind:            "topk"; "sinkhorn": the choice is made from logits that are balanced over the microbatch; "balanced": slot
-                     i = token * top_k + k goes to expert i mod num_experts, for benchmarks.
-    capacity_factor: None, or an expert takes ceil(factor * tokens * top_k / num_experts) slots of a microbatch, by weight.
-                     This and both kinds look at all tokens of a batch: they are for batches with labels. In generation, where a
-                     token must not depend on others, all routers are "topk" and nothing is dropped.
-    token_groups:    (g, h) divides a microbatch into g parts of its sequences times h parts of their positions, as they are
-                     stored. Capacities are then a group's, "sinkhorn" balances within each, and aux_loss is the mean of theirs.
-    padded:          an expert takes as many rows as its capacity says, zeros where there are fewer tokens: no shape depends on
-                     data, and no number is asked of the device. The result is the same.
-    aux_loss ...:    coefficients of the side losses, 0 for none.
-    grouped:         False computes one expert after the other on all tokens: a reference.
+    mlp_size:        hidden features of each expert. activation: a key of ACTIVATIONS. mlp_bias: whether experts have biases.
+    clamp:           None, or a limit L: instead of the activation, an expert then computes
+                     gate * sigmoid(clamp_alpha * gate) * (up + 1), with gate clamped to at most L and up to [-L, L].
+    shared:          a feed-forward layer that every token goes through, None for none. shared_gate: its result is multiplied by
+                     sigmoid(x @ w).
+    router_bias:     whether the logits have a bias.
+    choice_bias:     whether a bias is added for the choice of experts, but not for their weights. It has no gradient: after each
+                     step it moves by `bias_rate`.
+    kind:            "topk" chooses the best experts. "sinkhorn" chooses from logits that are balanced over the microbatch.
+                     "balanced", for benchmarks, sends slot i = token * top_k + k to expert i mod num_experts.
+    capacity_factor: None, or an expert takes at most ceil(factor * tokens * top_k / num_experts) slots of a microbatch, those of
+                     the largest weights. Capacity and the kinds "sinkhorn" and "balanced" make a token depend on the other
+                     tokens, so only training uses them; in evaluation and generation the kind is "topk" and no slot is dropped.
+    token_groups:    (g, h) divides a microbatch into g * h groups of tokens: its rows, as they are stored, into g equal parts and
+                     their positions into h. A capacity is then that of a group, "sinkhorn" balances within each group, and
+                     aux_loss is the mean over groups.
+    padded:          an expert computes as many rows as its capacity allows, with zeros for missing tokens. The result is the
+                     same, but no shape depends on data, so the host need not wait for a number from the device.
+    aux_loss ...:    coefficients of the side losses, 0 for none; see `moe`.
+    grouped:         False computes one expert after the other on all tokens, as a reference.
     Raises ConfigError with everything that does not fit.
     """
 
@@ -73,7 +77,7 @@ class MoeConfig:
     bias_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.token_groups, list):  # as files write it
+        if isinstance(self.token_groups, list):  # configuration files can write lists only
             object.__setattr__(self, "token_groups", tuple(self.token_groups))
         problems = _problems(self)
         if problems:
@@ -81,26 +85,26 @@ class MoeConfig:
 
     @property
     def of_all_tokens(self) -> tuple[str, ...]:
-        """The options, `name=value`, with which it looks at all tokens of a microbatch, or has a loss of them.
+        """Those options, as `name=value`, because of which the layer looks at all tokens of a microbatch or has a loss over them.
 
-        Where there are any it needs context["weight"] in training, for these losses.
+        If there are any, the layer needs context["weight"] in training.
         """
-        looks = [f"kind={self.kind}"] * (self.kind != "topk")
-        looks += [f"capacity_factor={self.capacity_factor}"] * (self.capacity_factor is not None)
-        return *looks, *(f"{name}={getattr(self, name)}" for name in SIDE_LOSSES if getattr(self, name))
+        options = [f"kind={self.kind}"] * (self.kind != "topk")
+        options += [f"capacity_factor={self.capacity_factor}"] * (self.capacity_factor is not None)
+        return *options, *(f"{name}={getattr(self, name)}" for name in SIDE_LOSSES if getattr(self, name))
 
     @property
     def forbids_microbatches(self) -> str | None:
-        """Why a step must be one microbatch, and what else to do; None if it may be cut."""
+        """Why the batch of a step cannot be cut into microbatches, and what to do instead; None if it can."""
         if not self.global_aux_loss:
             return None
         return (
-            "global_aux_loss is of the loads of the whole step, which are not known before the first backward.\n"
-            "Use num_microbatches=1, or aux_loss, which is of the loads of each microbatch."
+            "global_aux_loss is computed from the loads of the whole step, which are not known before the first backward.\n"
+            "Use num_microbatches=1, or aux_loss, which is computed from the loads of each microbatch."
         )
 
     def capacity(self, num_tokens: int) -> int:
-        """Rows that an expert takes of a group of so many tokens; there must be a `capacity_factor`."""
+        """How many slots of a group of `num_tokens` tokens an expert takes at most; there must be a `capacity_factor`."""
         assert self.capacity_factor is not None
         return math.ceil(num_tokens * self.top_k / self.num_experts * self.capacity_factor)
 
@@ -112,24 +116,24 @@ def _problems(config: MoeConfig) -> list[str]:
 
 def _wrong_experts(config: MoeConfig) -> list[str]:
     """What is wrong with the numbers of experts and their groups."""
-    experts, found = config.num_experts, []
+    experts, problems = config.num_experts, []
     sizes = {name: getattr(config, name) for name in ("num_experts", "top_k", "mlp_size")}
-    found += [f"{name}={size}: must be a positive int" for name, size in sizes.items() if size < 1]
+    problems += [f"{name}={size}: must be a positive int" for name, size in sizes.items() if size < 1]
     if config.top_k > experts:
-        found.append(f"top_k={config.top_k} is more than num_experts={experts}")
+        problems.append(f"top_k={config.top_k} is more than num_experts={experts}")
     if config.groups < 1 or experts % config.groups:
-        found.append(f"groups={config.groups} does not divide num_experts={experts}")
+        problems.append(f"groups={config.groups} does not divide num_experts={experts}")
     elif not 1 <= config.groups_kept <= config.groups or config.groups_kept * (experts // config.groups) < config.top_k:
-        held = f"{config.groups_kept} of {config.groups} groups of {experts // config.groups} experts"
-        found.append(f"groups_kept={config.groups_kept}: {held} do not hold top_k={config.top_k}")
+        kept_groups = f"{config.groups_kept} of {config.groups} groups of {experts // config.groups} experts"
+        problems.append(f"groups_kept={config.groups_kept}: {kept_groups} do not hold top_k={config.top_k}")
     if config.group_best not in (1, 2):
-        found.append(f"group_best={config.group_best}: it is 1 or 2")
-    return found
+        problems.append(f"group_best={config.group_best}: must be 1 or 2")
+    return problems
 
 
 def _wrong_values(config: MoeConfig) -> list[str]:
-    """Fields whose value is none of those that they may have."""
-    found = []
+    """Fields with a value that is not allowed."""
+    problems = []
     choices = {
         "activation": tuple(ACTIVATIONS),
         "score": get_args(Score),
@@ -138,42 +142,42 @@ def _wrong_values(config: MoeConfig) -> list[str]:
     }
     for name, known in choices.items():
         if getattr(config, name) not in known:
-            found.append(f"{name}={getattr(config, name)!r}: there are {', '.join(known)}")
+            problems.append(f"{name}={getattr(config, name)!r}: there are {', '.join(known)}")
     for name in (*SIDE_LOSSES, "bias_rate"):
         value = getattr(config, name)
         if not _is_number(value) or value < 0:
-            found.append(f"{name}={value!r}: must be a number >= 0")
+            problems.append(f"{name}={value!r}: must be a number >= 0")
     for name in ("capacity_factor", "clamp"):
         value = getattr(config, name)
         if value is not None and not (_is_number(value) and value > 0):
-            found.append(f"{name}={value!r}: must be a number > 0, or None")
+            problems.append(f"{name}={value!r}: must be a number > 0, or None")
     for name in ("grouped", "padded"):
         if not isinstance(getattr(config, name), bool):
-            found.append(f"{name}={getattr(config, name)!r}: must be True or False")
-    return found
+            problems.append(f"{name}={getattr(config, name)!r}: must be True or False")
+    return problems
 
 
 def _wrong_options(config: MoeConfig) -> list[str]:
-    """Options that need, or exclude, another one."""
-    found = []
+    """Options that need another option, or exclude one."""
+    problems = []
     if config.padded and config.capacity_factor is None:
-        found.append("padded=True needs a capacity: set capacity_factor, such as 1.25")
+        problems.append("padded=True needs a capacity: set capacity_factor, such as 1.25")
     if config.padded and not config.grouped:
-        found.append("padded=True computes all experts at once: it needs grouped=True")
+        problems.append("padded=True computes all experts at once: it needs grouped=True")
     groups = config.token_groups
     if not isinstance(groups, tuple) or len(groups) != 2 or any(type(n) is not int or n < 1 for n in groups):
-        found.append(f"token_groups={groups!r}: must be two positive ints, parts of the sequences and of the positions")
+        problems.append(f"token_groups={groups!r}: must be two positive ints, parts of the sequences and of the positions")
     elif groups != (1, 1) and config.capacity_factor is None and not config.aux_loss and config.kind != "sinkhorn":
-        found.append(f"token_groups={groups} changes nothing: it is for capacity_factor, aux_loss and kind='sinkhorn'")
+        problems.append(f"token_groups={groups} changes nothing: it is for capacity_factor, aux_loss and kind='sinkhorn'")
     if config.shared_gate and config.shared is None:
-        found.append("shared_gate=True needs a shared layer")
+        problems.append("shared_gate=True needs a shared layer")
     if config.bias_rate and not config.choice_bias:
-        found.append(
+        problems.append(
             f"bias_rate={config.bias_rate} moves a bias of the choice, which this model does not have (choice_bias=False)"
         )
     if config.kind != "topk" and (config.choice_bias or config.groups > 1):
-        found.append(f"kind={config.kind!r} does not use the bias of the choice and groups: choose kind='topk'")
-    return found
+        problems.append(f"kind={config.kind!r} does not use the bias of the choice and groups: choose kind='topk'")
+    return problems
 
 
 def _is_number(value: object) -> bool:
@@ -181,9 +185,12 @@ def _is_number(value: object) -> bool:
 
 
 def with_router_options(config: MoeConfig, options: Mapping[str, object]) -> MoeConfig:
-    """The same layer with `options`, of ROUTER_OPTIONS. Raises UnknownNameError with all others, or ConfigError."""
+    """The same layer with `options`, whose keys are in ROUTER_OPTIONS.
+
+    Raises UnknownNameError, listing all other keys, and ConfigError for values that do not fit.
+    """
     unknown = sorted(set(options) - set(ROUTER_OPTIONS))
     if unknown:
         raise UnknownNameError(f"cannot set router options {unknown}: there are {', '.join(sorted(ROUTER_OPTIONS))}")
-    fields: dict[str, Any] = dict(options)  # what does not fit its field is refused when the config is made
+    fields: dict[str, Any] = dict(options)  # the new config refuses values that do not fit
     return dataclasses.replace(config, **fields)

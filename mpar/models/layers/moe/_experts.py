@@ -1,6 +1,7 @@
-"""The experts of a layer, computed in one of three ways, which give the same: sorted rows, padded rows, one after the other.
+"""Three ways to compute the experts of a layer, with the same result: sorted rows, padded rows, or one expert after the other.
 
-Each gives `(y_BSD of the experts, y_BSD of the shared layer)`, so that the shared layer can run while rows are on their way.
+Each gives `(y_BSD of the experts, y_BSD of the shared layer)`. They compute the shared layer too, so that it can run while rows
+are sent between ranks.
 """
 
 import math
@@ -21,7 +22,7 @@ RESIDUAL = ("batch", "residual_seq", "embed")
 
 
 def capacity_of(config: MoeConfig, x_BSD: Tensor) -> int:
-    """Slots of an expert in a group of tokens."""
+    """The capacity of an expert in each of the config's groups of tokens."""
     return config.capacity(x_BSD.shape[0] * x_BSD.shape[1] // math.prod(config.token_groups))
 
 
@@ -34,9 +35,9 @@ def grouped_experts(
     weights_BSK: Tensor,
     context: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor | None]:
-    """`(y_BSD of the experts, y_BSD of the shared layer)`: rows sorted by expert, one grouped product for each matrix."""
+    """The experts' and the shared layer's `y_BSD`: rows are sorted by expert; each matrix is one grouped product."""
     rows_RD, offsets_E, inverse_BSK, arrivals_E = ops.dispatch(tokens_BSD, experts_BSK, num_experts=config.num_experts)
-    shared_BSD = _shared(params, config, x_BSD, context)  # here: it has time to run while rows are on their way
+    shared_BSD = _shared(params, config, x_BSD, context)  # computed at this point so that it runs while rows are sent
     gate_RF = ops.name(_grouped_linear(rows_RD, params.gate_EDF, params.gate_bias_EF, offsets_E), "gate")
     up_RF = ops.name(_grouped_linear(rows_RD, params.up_EDF, params.up_bias_EF, offsets_E), "up")
     hidden_RF = ops.name(_activated(config, gate_RF, up_RF), "mlp_act")
@@ -46,7 +47,7 @@ def grouped_experts(
 
 
 def _with_down_bias(params: Moe[Tensor], config: MoeConfig, y_BSD: Tensor, experts_BSK: Tensor, weights_BSK: Tensor) -> Tensor:
-    """The biases of tokens, not of rows: rows may be parts of a sum, and biases would need them summed."""
+    """`y_BSD` plus the experts' last biases. They are added to tokens because the rows of experts may still be pending sums."""
     if params.down_bias_ED is None:
         return y_BSD
     chosen_BSKE = one_hot(experts_BSK, config.num_experts)
@@ -59,7 +60,7 @@ def _grouped_linear(rows_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None,
     y_RF = ops.grouped_matmul(rows_RD, weight_EDF, offsets_E)
     if bias_EF is None:
         return y_RF
-    # a product, so that whatever places rows and experts places the bias too; of as many ones as there are rows on this rank
+    # the bias of each row as a product with ones, so that it is placed as the rows and the experts are
     first_R1 = rows_RD[:, :1]
     ones_R1 = (first_R1 == first_R1).to(rows_RD.dtype)
     return y_RF + ops.grouped_matmul(ones_R1, bias_EF[:, None], offsets_E)
@@ -74,19 +75,19 @@ def padded_experts(
     weights_BSK: Tensor,
     context: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor | None]:
-    """The same as `grouped_experts` with as many rows for each expert and group of tokens as there may be, C: a plain product."""
+    """Like `grouped_experts`, but each expert has C rows, its capacity, per group of tokens, so that products are plain."""
     capacity = capacity_of(config, x_BSD)
     slots_BSK = ops.expert_slots(experts_BSK, num_experts=config.num_experts, capacity=capacity, groups=config.token_groups)
     rows_EGHCD = ops.fill_slots(
         tokens_BSD, slots_BSK, num_experts=config.num_experts, capacity=capacity, groups=config.token_groups
     )
-    rows_EGHCD = ops.constrain(rows_EGHCD, ("expert", ..., ..., None, "embed"))  # groups lie on what experts leave
-    shared_BSD = _shared(params, config, x_BSD, context)  # here: it has time to run while rows are on their way
+    rows_EGHCD = ops.constrain(rows_EGHCD, ("expert", ..., ..., None, "embed"))  # groups may keep axes that experts leave
+    shared_BSD = _shared(params, config, x_BSD, context)  # computed at this point so that it runs while rows are sent
     gate_EGHCF = ops.name(_padded_linear(rows_EGHCD, params.gate_EDF, params.gate_bias_EF), "gate")
     up_EGHCF = ops.name(_padded_linear(rows_EGHCD, params.up_EDF, params.up_bias_EF), "up")
     hidden_EGHCF = ops.name(_activated(config, gate_EGHCF, up_EGHCF), "mlp_act")
     rows_EGHCD = ops.einsum("eghcf,efd->eghcd", hidden_EGHCF, params.down_EFD)
-    rows_EGHCD = ops.constrain(rows_EGHCD, (..., ..., ..., ..., ...))  # backward the rows come here, not experts to the rows
+    rows_EGHCD = ops.constrain(rows_EGHCD, (..., ..., ..., ..., ...))  # backward, rows move to the experts, not the reverse
     y_BSD = ops.constrain(ops.take_slots(rows_EGHCD, slots_BSK, weights_BSK), RESIDUAL)
     return _with_down_bias(params, config, y_BSD, experts_BSK, weights_BSK), shared_BSD
 
@@ -105,7 +106,7 @@ def sequential_experts(
     weights_BSK: Tensor,
     context: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor | None]:
-    """The same as `grouped_experts`: every expert on every token, weighted by zero where it was not chosen."""
+    """Like `grouped_experts`, but every expert computes every token; its weight is zero for tokens that did not choose it."""
 
     def linear(x: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, e: int) -> Tensor:
         y = ops.einsum("bsd,df->bsf", x, weight_EDF[e])

@@ -1,7 +1,7 @@
 """Losses that balance the load of experts.
 
-Switch (Fedus et al. 2021, arXiv:2101.03961, eq. 4-6), per sequence (DeepSeek-AI 2024, arXiv:2412.19437, eq. 17-20), of the
-router's logits (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
+aux_loss is that of Switch (Fedus et al. 2021, arXiv:2101.03961, eq. 4-6), seq_aux_loss that of each sequence (DeepSeek-AI 2024,
+arXiv:2412.19437, eq. 17-20), and z_loss that of the router's logits (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
 """
 
 import torch
@@ -23,7 +23,7 @@ def side_losses(
     routed_BS: Tensor | None,
     weight: Tensor,
 ) -> dict[str, Tensor]:
-    """The side losses that `config` asks for. Tokens enter by plain sums only, which a sharded batch leaves pending."""
+    """The side losses that `config` asks for. Tokens are only ever summed, so that a sharded batch gives pending sums."""
     (B, S, E), wide = scores_BSE.shape, scores_BSE.dtype
     shares_BSE = scores_BSE
     if config.score != "softmax":
@@ -36,13 +36,13 @@ def side_losses(
         num_tokens_B = routed_BS.to(wide).sum(1, keepdim=True).clamp(min=1.0)
         num_tokens = routed_BS.to(wide).sum().clamp(min=1.0)
     losses: dict[str, Tensor] = {}
-    whole = config.token_groups == (1, 1)
-    if config.aux_loss and not whole:
+    one_group = config.token_groups == (1, 1)
+    if config.aux_loss and not one_group:
         losses["aux_loss"] = config.aux_loss * _balance_of_groups(config, shares_BSE, experts_BSK, routed_BS)
-    if (config.aux_loss and whole) or config.global_aux_loss:
+    if (config.aux_loss and one_group) or config.global_aux_loss:
         load_E, mean_E = counts_E.to(wide) / num_tokens, shares_BSE.sum((0, 1)) / num_tokens
         balance = E * (load_E * mean_E).sum()
-        losses |= {"aux_loss": config.aux_loss * balance} if config.aux_loss and whole else {}
+        losses |= {"aux_loss": config.aux_loss * balance} if config.aux_loss and one_group else {}
         losses |= {"global_aux_loss": config.global_aux_loss * balance} if config.global_aux_loss else {}
     if config.seq_aux_loss:
         counts_BE = one_hot(experts_BSK, E).to(wide).sum((1, 2))
@@ -54,7 +54,7 @@ def side_losses(
 
 
 def _balance_of_groups(config: MoeConfig, shares_BSE: Tensor, experts_BSK: Tensor, routed_BS: Tensor | None) -> Tensor:
-    """E * sum over experts of (slots / tokens) * (mean share), the mean over groups; a group of padding alone counts as zero."""
+    """The mean over groups of E * sum over experts of (slots / tokens) * (mean share); a group that is all padding gives zero."""
     (B, S, E), (g, h), wide = shares_BSE.shape, config.token_groups, shares_BSE.dtype
     counts_GHE = ops.group_counts(experts_BSK, num_experts=E, groups=(g, h)).to(wide)
     shares_GHE = shares_BSE.reshape(g, B // g, h, S // h, E).sum((1, 3))

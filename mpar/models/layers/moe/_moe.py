@@ -22,13 +22,14 @@ def moe(
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """`(y_BSD, losses, metrics)`. Tokens of document -1 (padding) go to no expert and count in no loss.
 
-    A pass that does not train has the router "topk", no capacity and no losses: a token does not depend on others.
+    Without `training` the router is "topk", and there are no capacity and no losses, so that a token does not depend on others.
 
-    losses:  side losses times their coefficient and times context["weight"], which all losses of a batch are divided by. aux_loss
-             is E * sum over experts of (slots / tokens) * (mean score), as in transformers, for one layer; seq_aux_loss the mean
-             over rows of the same, divided by top_k; z_loss the mean square of the logits' log-sum-exp. Scores are normalised to
-             sum 1. global_aux_loss is aux_loss over the whole step.
-    metrics: expert_counts (E,): the slots that chose each expert; with a capacity dropped (): the slots that did not fit.
+    losses:  side losses, each times its coefficient and times context["weight"], because all losses of a batch are later divided
+             by that weight. aux_loss is E * sum over experts of (slots / tokens) * (mean score), as in transformers, for one
+             layer. seq_aux_loss is the mean of the same over rows, divided by top_k. global_aux_loss is the same over the whole
+             step. In these, scores are normalised to sum 1. z_loss is the mean square of the logits' log-sum-exp.
+    metrics: expert_counts (E,), the number of slots that chose each expert; and, if there is a capacity, dropped (), the number
+             of slots that did not fit.
     """
     if training and config.of_all_tokens:
         group_sizes("a layer of experts", x_BSD.shape, config.token_groups)

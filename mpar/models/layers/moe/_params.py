@@ -13,7 +13,7 @@ __all__ = ["MOE_AXES", "Moe", "moe_shapes"]
 
 @struct
 class Moe(Generic[Leaf]):
-    """The router's matrix, the experts' matrices, the shared layer; what a config does not ask for is None."""
+    """The router's matrix, the experts' matrices, the shared layer. Leaves that the config does not ask for are None."""
 
     router_DE: Leaf
     gate_EDF: Leaf

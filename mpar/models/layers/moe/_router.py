@@ -15,7 +15,7 @@ from mpar.models.layers.moe._params import Moe
 __all__ = ["TINY", "one_hot", "route", "router_logits", "updated_choice_bias"]
 
 TINY = 1e-20
-"""Added to sums of scores that something is divided by."""
+"""Added to sums of scores before dividing by them."""
 
 
 def router_logits(params: Moe[Tensor], x_BSD: Tensor) -> Tensor:
@@ -28,7 +28,10 @@ def router_logits(params: Moe[Tensor], x_BSD: Tensor) -> Tensor:
 
 
 def updated_choice_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
-    """The bias after a step in which `counts_E` slots chose each expert: up by `rate` where they are fewer than the mean."""
+    """The bias after a step in which `counts_E` slots chose each expert.
+
+    It goes up by `rate` for experts with fewer slots than the mean, and down by `rate` for those with more.
+    """
     counts_E = counts_E.to(torch.float64)
     return bias_E + rate * torch.sign(counts_E.mean() - counts_E).to(bias_E.dtype)
 
@@ -44,7 +47,7 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(weights_BSK, experts_BSK, scores_BSE)`: which experts each token goes to, their weights, the scores of all experts.
 
-    `routed_BS` says which tokens are no padding; None: all. Routers that look at other tokens do so in training only.
+    `routed_BS` says which tokens are not padding; None: all. Only in training may the experts of a token depend on other tokens.
     """
     if config.kind == "topk" or not training:
         return ops.topk_router(
@@ -63,7 +66,7 @@ def route(
     if config.kind == "balanced":
         experts_BSK = _balanced(config, logits_BSE, context.get("order"))
     else:
-        below_BSE = logits_BSE - logits_BSE.amax(-1, keepdim=True)  # changes nothing but that exp cannot overflow
+        below_BSE = logits_BSE - logits_BSE.amax(-1, keepdim=True)  # the balance stays the same, but exp cannot overflow
         if routed_BS is not None:
             below_BSE = below_BSE.masked_fill(~routed_BS[..., None], float("-inf"))  # padding takes no part in the balance
         balanced_BSE = ops.sinkhorn(below_BSE, groups=config.token_groups)
@@ -72,7 +75,7 @@ def route(
 
 
 def _balanced(config: MoeConfig, logits_BSE: Tensor, order_S: Tensor | None) -> Tensor:
-    """Slot i to expert i mod E, counted by the tokens' places before any permutation: (B, S, K)."""
+    """Experts (B, S, K): slot i goes to expert i mod E. Slots are numbered by the positions of tokens before any permutation."""
     (B, S, E), K, device = logits_BSE.shape, config.top_k, logits_BSE.device
     order_S = torch.arange(S, device=device) if order_S is None else order_S
     token_BS = torch.arange(B, device=device)[:, None] * S + order_S
@@ -81,12 +84,12 @@ def _balanced(config: MoeConfig, logits_BSE: Tensor, order_S: Tensor | None) -> 
 
 
 def _weights(config: MoeConfig, logits_BSE: Tensor, scores_BSE: Tensor, experts_BSK: Tensor) -> Tensor:
-    """What `ops.topk_router` would weigh these experts."""
-    alone = config.score == "softmax" and config.order == "post"
+    """The weights that `ops.topk_router` would give these experts."""
+    softmax_of_chosen = config.score == "softmax" and config.order == "post"
     chosen_BSKE = one_hot(experts_BSK, config.num_experts)
-    values_BSE = logits_BSE if alone else scores_BSE
+    values_BSE = logits_BSE if softmax_of_chosen else scores_BSE
     weights_BSK = torch.where(chosen_BSKE, values_BSE[:, :, None], 0.0).sum(-1)
-    if alone:
+    if softmax_of_chosen:
         weights_BSK = torch.softmax(weights_BSK, -1)
     if config.normalise:
         weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + TINY)
