@@ -5,6 +5,7 @@ import transformers
 
 from mpar import models
 from mpar.errors import ConfigError, UnknownNameError
+from mpar.models.architectures import ARCHITECTURES
 from mpar.models.architectures.keys import IGNORED_KEYS
 from tests.models.variants import BASE, GPT2, KINDS
 
@@ -122,6 +123,27 @@ def test_values_are_refused_in_the_words_of_the_config(change, text):
     """A config with its own words for sizes is refused in those."""
     with pytest.raises(ConfigError, match=text):
         models.build("gpt2", {**GPT2, **change})
+
+
+MAY_BE_NEGATIVE = {
+    "first_k_dense_replace": "layers from this number on have experts: all of them",
+    "max_window_layers": "layers from this number on have windows: all of them",
+    "sliding_window": "not looked at, unless use_sliding_window says so",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_size_is_negative(kind):
+    """A number of something that is less than none is refused by the name of its key, for every key that takes whole numbers."""
+    sizes = [name for name, key in ARCHITECTURES[kind].keys.items() if key.kind == (int,)]
+    assert len(sizes) > 4
+    for name in sizes:
+        try:
+            models.build(kind, {**KINDS[kind].base, name: -4})
+        except ConfigError as error:
+            assert f"{name}=-4" in str(error), error
+        else:
+            assert name in MAY_BE_NEGATIVE, name
 
 
 def test_chunked_loss_is_refused_for_capped_logits():
