@@ -14,7 +14,7 @@ from tools.pages._blocks import read_blocks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [page.relative_to(ROOT).as_posix() for page in all_pages()]
-WITH_BLOCKS = [page for page in PAGES if read_blocks(ROOT / page)]
+WITH_BLOCKS = [page for page in PAGES if page != "README.md" and read_blocks(ROOT / page)]
 TOP = "mpar|conf|tests|bench|docs|tools"
 
 
@@ -27,12 +27,23 @@ def run(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     )
 
 
+def check(page: str) -> None:
+    """Every block of a page runs, in order, and shows what it prints."""
+    done = run("-m", "tools.pages", "check", page)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("page", WITH_BLOCKS)
 def test_blocks_of_a_page(page):
-    """Every block runs, in order, and shows what it prints."""
-    done = run("-m", "tools.pages", "check", page)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    """Everything that a page shows is so today."""
+    check(page)
+
+
+@pytest.mark.full("trains the model of the README")
+def test_blocks_of_the_readme():
+    """The same of the README."""
+    check("README.md")
 
 
 @pytest.mark.cases(2)

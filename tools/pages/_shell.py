@@ -62,18 +62,25 @@ def lines_of(text: str) -> Iterator[str]:
 
 
 def printed(command: str) -> str:
-    """What a command of a `console` block prints, run in this folder. Raises PageError unless it succeeds or shows an error."""
+    """What a command of a `console` block prints, run in this folder. An error that it shows is part of that. Raises PageError at a traceback."""
     words = shlex.split(command.replace("\\\n", " "), comments=True)
     if words[:2] == ["mpar", "plan"]:
         return _run_here(words[1:])[1]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     line = re.sub(r"(^|&& *)mpar ", rf"\1{shlex.quote(sys.executable)} -m mpar ", command)
     done = subprocess.run(
-        line, shell=True, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment, encoding="utf-8"
+        line,
+        shell=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,  # as a terminal shows both
+        timeout=TIMEOUT_S,
+        check=False,
+        env=environment,
+        encoding="utf-8",
     )
-    if done.returncode and "Traceback" in done.stderr:
-        raise PageError(f"{command.strip()} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return done.stdout + (done.stderr if done.returncode else "")
+    if "Traceback" in done.stdout:
+        raise PageError(f"{command.strip()} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+    return done.stdout
 
 
 def check_line(line: str) -> None:
