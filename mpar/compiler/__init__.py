@@ -1,7 +1,7 @@
-"""The compiler: from a model, a mesh and a strategy to a program as data. Ranks that run a program never load it."""
+"""The compiler: it makes a program, as data, of a model, a mesh and a strategy. Ranks that run a program do not import it."""
 
 from mpar.compiler.build import BUCKET_BYTES, BatchShape, CompileOptions, Schedule, build
-from mpar.compiler.segment import RecomputePolicy, choose_kernels, generate, policy, positions_of
+from mpar.compiler.segment import RecomputePolicy, choose_kernels, coordinates_of, generate, policy
 
 __all__ = [
     "BUCKET_BYTES",
@@ -11,7 +11,7 @@ __all__ = [
     "Schedule",
     "build",
     "choose_kernels",
+    "coordinates_of",
     "generate",
     "policy",
-    "positions_of",
 ]

@@ -1,4 +1,4 @@
-"""The program as data: what the compiler builds, proofs and forecasts read, and ranks run. It knows nothing of any of them."""
+"""The program as data. The compiler builds it, proofs and forecasts read it, ranks run it; this package imports none of them."""
 
 from mpar.ir._cost import collective_time, link, segment_time
 from mpar.ir._instruction import ALL_SLICES, Instruction, Message, Piece

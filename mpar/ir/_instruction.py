@@ -1,4 +1,4 @@
-"""Instructions: what a rank does, one after the other. Messages are what instructions of two ranks have in common."""
+"""Instructions: what a rank does, one after the other. A message joins an instruction of the sender with one of the receiver."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,11 +6,11 @@ from typing import NamedTuple
 __all__ = ["ALL_SLICES", "Instruction", "Message", "Piece"]
 
 ALL_SLICES = -1
-"""In place of a slice: the whole microbatch."""
+"""The number that stands in the place of a slice and means all slices of the microbatch."""
 
 
 class Piece(NamedTuple):
-    """One slice of the rows of one microbatch: what a segment works on at a time. Without slices it is the whole microbatch."""
+    """One slice of one microbatch: what a segment works on at a time. If rows are not cut, it is the whole microbatch."""
 
     microbatch: int
     slice: int = 0
@@ -18,14 +18,19 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of the program: `outputs = kind(inputs)`, then the values `frees` are gone.
+    """One line of the program: run `outputs = kind(inputs)`, then drop the values in `frees`.
 
-    op is one of context, weight, forward, backward, backward_input, backward_weight, gather, reduce, accumulate, offload, fetch,
-    send, recv, wait, losses, finish, metrics, norm, update. `segment` says where in the chain, `microbatch` which one (-1: all),
-    `slice` which part of its rows, where they are cut into several.
+    op:         context, weight, forward, backward, backward_input, backward_weight, gather, reduce, accumulate, offload, fetch,
+                send, recv, wait, losses, finish, metrics, norm or update.
+    segment:    the place in the chain that the instruction belongs to, or "".
+    microbatch: the number of the microbatch that it works on; -1: the whole batch.
+    slice:      the number of the slice of that microbatch; -1: all its rows, or rows are not cut into slices.
+    queue:      where it runs. Instructions of one queue run in order, those of different queues may run at the same time.
+    message:    of send, recv and wait: the number of the message, the same for the sender and the receiver.
+    peer:       of send, recv and wait: the position along pp of the other side.
 
-    send and recv only post a message, whose number is the same at both ends; `peer` is the other end's position along pp. A sent
-    value must not change, and a received one may not be read, until the `wait` of the message.
+    send and recv only post a message. Until the `wait` of the message, a sent value must not change and a received one may not
+    be read.
     """
 
     op: str
@@ -42,25 +47,29 @@ class Instruction:
 
     @property
     def piece(self) -> Piece | None:
-        """The piece of the batch that it works on; None: the whole batch."""
+        """The piece of the batch that the instruction works on; None: the whole batch."""
         return None if self.microbatch < 0 else Piece(self.microbatch, max(self.slice, 0))
 
     @property
     def where(self) -> str:
-        """Which microbatch, and which slice of its rows, as text shows it: `mb0`, `mb0.2`, or nothing."""
+        """The microbatch and the slice of its rows as text: `mb0`, `mb0.2`, or "" for the whole batch."""
         if self.microbatch < 0:
             return ""
         return f"mb{self.microbatch}" + (f".{self.slice}" if self.slice >= 0 else "")
 
     @property
     def words(self) -> str:
-        """What it does, where in the chain and to which part of the batch: `forward layers.3 mb0.2`."""
+        """The op, the place in the chain and the piece of the batch as text: `forward layers.3 mb0.2`."""
         return " ".join(part for part in (self.op, self.segment, self.where) if part)
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a step: its number, positions along pp from which and to which, its kind and size."""
+    """One message of a step.
+
+    source, target: the positions along pp that send and receive it.
+    kind:           F for activations, B for their gradients, G for gradients of parameters that several positions hold.
+    """
 
     number: int
     source: int
@@ -70,5 +79,5 @@ class Message:
 
     @property
     def channel(self) -> tuple[int, int, str]:
-        """What it travels through."""
+        """(source, target, kind): a channel carries all messages of one kind from one position to another."""
         return self.source, self.target, self.kind

@@ -1,4 +1,4 @@
-"""Kinds: the code of a segment, compiled once however often it is used, and what is known of it without running it."""
+"""Kinds: the code that instructions run, compiled once for all of them, and what is known of it without running it."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,14 @@ __all__ = ["CollectiveUse", "KernelUse", "Kind"]
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """One collective inside a segment: what one rank contributes, the ranks in a group, the line of the model that caused it.
+    """One collective in the code of a kind.
 
-    hidden_flops, hidden_bytes: what is computed while a posted one is on its way. ragged: how it is divided among ranks, and so
-    what arrives, is known at run time. most_bytes: of a posted one, what it can be at most where routing decides that; else 0.
+    axes, size:   the mesh axes over which ranks take part, and how many ranks that are.
+    bytes:        how many bytes one rank contributes, in how many `tensors`.
+    line:         the line of the model that caused it.
+    hidden_flops, hidden_bytes: the computation that runs while a posted collective is on its way.
+    ragged:       only at run time is it known how many rows go to each rank, and so how many arrive.
+    most_bytes:   of a posted collective, the most bytes that a rank may contribute, which routing may decide; 0 if not posted.
     """
 
     op: str
@@ -32,7 +36,7 @@ class CollectiveUse:
 
 @dataclass(frozen=True)
 class KernelUse:
-    """Calls of a primitive in one segment that have the same implementation; `why` not a better one."""
+    """The calls of one primitive in one kind that run the same implementation; `why` says why no better one was chosen."""
 
     primitive: str
     implementation: str
@@ -42,15 +46,17 @@ class KernelUse:
 
 @dataclass(frozen=True)
 class Kind:
-    """A segment as code, compiled once however often it is used.
+    """The code of a segment or of a small function, such as a gather or an update.
 
-    source:     Python that defines `run(args, comm)`: takes its operands out of the list `args`, returns a tuple.
-    constants:  tensors that the code refers to.
-    operands / results: local shape and dtype of each.
-    positions:  mesh axes along which the code asks for its rank's position.
-    kernels:    what carries out its calls of primitives that have kernels.
-    memory:     how storages come and go, for predicting memory.
-    most:       the same where all rows come to one rank, if how many come is known at run time only.
+    source:      Python that defines `run(args, comm)`, which takes its operands out of the list `args` and returns a tuple.
+    constants:   tensors that the code refers to, by name.
+    flops, bytes: its arithmetic and its memory traffic.
+    workspace:   the most bytes that one of its ops allocates and frees while it runs.
+    operands, results: local shape and dtype of each.
+    coordinates: tuples of mesh axes for which the code asks for its rank's coordinate.
+    kernels:     which implementations run its calls of primitives.
+    memory:      which storages its ops make and drop; the forecast of memory is computed from it.
+    most:        the same for the case that a router sends all rows to one rank; None if no number of rows depends on routing.
     """
 
     name: str
@@ -64,6 +70,6 @@ class Kind:
     num_nodes: int
     operands: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    positions: tuple[tuple[str, ...], ...]
+    coordinates: tuple[tuple[str, ...], ...]
     kernels: tuple[KernelUse, ...] = ()
     most: SegmentMemory | None = None

@@ -1,4 +1,4 @@
-"""Parts: the instructions of the ranks at one position along pp, and what goes in and comes out."""
+"""Parts: the instructions of the ranks at one position along pp, with their inputs and results."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ __all__ = ["Contribution", "Part", "SegmentResult"]
 
 @dataclass(frozen=True)
 class Contribution:
-    """A gradient as a backward gives it: of the parameter at `path`, by `use`, a segment (with a ' for each further copy of its
-    stage), for one piece of the batch."""
+    """What one value of a backward is: the gradient of the parameter at `path` that the segment `use` gives for one piece of the
+    batch. If several positions hold copies of the segment's stage, `use` has a ' for each copy before this one."""
 
     path: str
     use: str
@@ -21,7 +21,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class SegmentResult:
-    """The result number `index` of those of one sort, such as losses, that a segment gives for a piece of the batch."""
+    """What one value of a segment is: for one piece of the batch, result number `index` of one sort, such as losses."""
 
     segment: str
     piece: Piece
@@ -32,12 +32,14 @@ class SegmentResult:
 class Part:
     """What all ranks at one position along pp do.
 
-    state_in / state_out: parameters then optimizer slots, by path, before and after the step; batch: by (key, piece).
-    scalars:              values given by the host each step: lr, step.
-    contributions:        values that backward segments give as gradients.
-    losses:               values that they give as losses, where forward and backward are one.
-    carried:              values of a slice that later slices of its rows read.
-    gradients:            the finished gradient of each parameter, by path.
+    state_in / state_out: the parameters and then the slots of the optimizer, before and after the step.
+    batch:                the entries of the batch, one leaf for each key and piece.
+    scalars:              the values that the host gives for each step: the learning rate `lr` and the number `step`.
+    metrics:              the values that the step reports.
+    contributions:        by value, which gradient it is, for all gradients that backwards give.
+    losses:               by value, which loss it is, for losses of segments whose forward and backward are one instruction.
+    carried:              by value, which result it is, for all values that a slice hands to later slices of its rows.
+    gradients:            by path of the parameter, the value that is its finished gradient.
     """
 
     instructions: list[Instruction]
@@ -52,7 +54,7 @@ class Part:
     gradients: dict[str, int]
 
     def reads(self) -> Iterator[Leaf]:
-        """Everything that is there before the first instruction."""
+        """The leaves whose values exist before the first instruction."""
         yield from self.state_in
         yield from self.batch
         yield from self.scalars

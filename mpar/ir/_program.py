@@ -1,6 +1,6 @@
 """The program as data: explicit lists of instructions, one for each position along pp. It is printed, proved, saved and run.
 
-A value is one local tensor. An instruction reads values, makes values, and frees the values it is the last to read.
+A value is one local tensor. An instruction reads values, makes values, and frees the values that no later instruction reads.
 """
 
 import functools
@@ -22,19 +22,20 @@ __all__ = ["Facts", "ProgramData"]
 
 @dataclass(frozen=True)
 class Facts:
-    """What a program was compiled from, as far as people, ranks and proofs ask for it.
+    """What a program was compiled from, as far as people, ranks and proofs need to know it.
 
-    optimizer:        whose rates the ranks use; None: the program evaluates.
-    mesh:             as the caller gave it, before axes were split.
+    optimizer:        the optimizer, whose learning rate the ranks follow; None: the program evaluates.
+    mesh:             the mesh as the caller gave it, before axes were split.
     strategy:         the name of the strategy.
-    context_parallel: how attention is divided among the ranks that share a sequence; None: no ranks share one.
-    refused:          ways to divide attention that were tried and cannot be.
+    context_parallel: how attention is divided among the ranks that share a sequence; None: no ranks share a sequence.
+    refused:          the ways to divide attention that were tried and that this model or mesh does not allow.
     reduce:           "each": gradients are reduced after every microbatch; "last": after the last one.
-    batch:            by key, rows and positions of a microbatch's entry, global.
-    recompute:        the kind of the recompute policy. kernels: the chip that kernels were chosen for, and how.
-    schedule:         the name of the schedule, "table" if its actions were given.
+    batch:            for each key, the global numbers of rows and of positions that a microbatch has.
+    recompute:        the kind of the recompute policy.
+    kernels:          the chip that kernels were chosen for, and how they were chosen.
+    schedule:         the name of the schedule; "table" if its actions were given instead.
     stage_of:         the stage of each segment, by the segment's name, in the order of the chain.
-    fallbacks:        ops without a sharding rule, which every rank computes as a whole, sorted.
+    fallbacks:        the ops that every rank computes on global tensors because they have no sharding rule, sorted.
     """
 
     optimizer: Optimizer | None
@@ -53,11 +54,16 @@ class Facts:
 
 @dataclass
 class ProgramData:
-    """One training step of every rank. The mesh is refined: an axis may be split into `<axis>_outer` and `<axis>_inner`.
+    """One step of every rank: of training, or of evaluation.
 
-    values: of all parts, numbered through. parts: by position along pp. schedule: per position along pp its actions, in order.
-    order_parts: in how many parts a sequence is dealt out to the ranks that share it, see `mpar.arrange.sequence_order`.
-    num_slices: into how many slices the rows of a microbatch are cut: its pieces, which are numbered through.
+    mesh:        the mesh, in which an axis may have been split into `<axis>_outer` and `<axis>_inner`.
+    values:      the values of all parts; the number of a value is its place in this list.
+    kinds:       the code of all parts, by the name of the kind.
+    parts:       the part of each position along pp.
+    schedule:    for each position along pp its actions, in order.
+    order_parts: into how many parts a sequence is cut before they are dealt out to the ranks that share it, see
+                 `mpar.arrange.sequence_order`.
+    num_slices:  into how many slices the rows of a microbatch are cut.
     """
 
     mesh: Mesh
@@ -72,12 +78,12 @@ class ProgramData:
 
     @functools.cached_property
     def pieces(self) -> list[Piece]:
-        """The slices of all microbatches, in the order in which they are numbered."""
+        """The pieces of the batch, in the order in which they are numbered: microbatch by microbatch, in each slice by slice."""
         return [Piece(m, c) for m in range(self.num_microbatches) for c in range(self.num_slices)]
 
     @property
     def num_pieces(self) -> int:
-        """Slices of all microbatches."""
+        """The number of pieces of the batch."""
         return self.num_microbatches * self.num_slices
 
     def position(self, rank: int) -> int:
@@ -85,47 +91,47 @@ class ProgramData:
         return self.mesh.index(rank, ("pp",))
 
     def part(self, rank: int) -> Part:
-        """What a rank does."""
+        """The part that a rank runs."""
         return self.parts[self.position(rank)]
 
     def ranks_at(self, position: int) -> list[int]:
-        """The ranks at one position along pp, ascending: they form the mesh without pp."""
+        """The ranks at one position along pp, ascending; they differ along the other mesh axes."""
         return [rank for rank in range(self.mesh.size) if self.position(rank) == position]
 
     @property
     def instructions(self) -> list[Instruction]:
-        """Those of all parts, one part after the other."""
+        """The instructions of all parts, one part after the other."""
         return [instruction for part in self.parts for instruction in part.instructions]
 
     @property
     def state_in(self) -> list[Leaf]:
-        """The state before a step, every path once; what several parts hold is the first one's."""
+        """The state before a step, every path once. Where several parts hold a path, the leaf is that of the first of them."""
         return _once(leaf for part in self.parts for leaf in part.state_in)
 
     @property
     def state_out(self) -> list[Leaf]:
-        """The state after a step, like `state_in`."""
+        """The state after a step, every path once like in `state_in`."""
         return _once(leaf for part in self.parts for leaf in part.state_out)
 
     @property
     def batch(self) -> list[Leaf]:
-        """The batch, of which every part has all keys."""
+        """The entries of the batch, as the first part has them; every part has all keys."""
         return self.parts[0].batch
 
     @property
     def gradients(self) -> dict[str, int]:
-        """The finished gradient of each parameter, by path, on the first part that holds it."""
+        """By path, the value of each parameter's finished gradient on the first part that holds the parameter."""
         return {path: value for part in reversed(self.parts) for path, value in part.gradients.items()}
 
     def axes_used(self) -> list[tuple[str, ...]]:
-        """Every tuple of mesh axes over which the code communicates or asks for its position, sorted."""
-        found = {use.axes for kind in self.kinds.values() for use in kind.collectives}
-        found |= {axes for kind in self.kinds.values() for axes in kind.positions}
-        return sorted(found)
+        """Every tuple of mesh axes over which the code communicates or asks for its rank's coordinate, sorted."""
+        axes_used = {use.axes for kind in self.kinds.values() for use in kind.collectives}
+        axes_used |= {axes for kind in self.kinds.values() for axes in kind.coordinates}
+        return sorted(axes_used)
 
     def messages(self) -> list[Message]:
         """Every message of a step, by number."""
-        found = [
+        messages = [
             Message(
                 instruction.message, position, instruction.peer, instruction.queue[-1], self.values[instruction.inputs[0]].bytes
             )
@@ -133,7 +139,7 @@ class ProgramData:
             for instruction in part.instructions
             if instruction.op == "send"
         ]
-        return sorted(found, key=lambda message: message.number)
+        return sorted(messages, key=lambda message: message.number)
 
 
 def _once(leaves: Iterable[Leaf]) -> list[Leaf]:

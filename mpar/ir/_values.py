@@ -1,4 +1,4 @@
-"""The values of a program: local tensors of one rank, and those of them that the outside knows by a path."""
+"""The values of a program, which are local tensors of one rank; and leaves, the values that callers know by a path."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,11 @@ __all__ = ["Leaf", "Value"]
 
 @dataclass(frozen=True)
 class Value:
-    """One local tensor of one rank: `shape` is local. `storage` says which bytes it lives in (views share one),
-    `offset` at which element it begins there."""
+    """One local tensor of one rank; `shape` is local.
+
+    storage: the number of the storage that it lives in; views share a storage.
+    offset:  the element of the storage at which it begins.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -23,7 +26,7 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its elements."""
+        """The size of its elements in bytes."""
         count = self.dtype.itemsize
         for size in self.shape:
             count *= size
@@ -32,9 +35,9 @@ class Value:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor at the program's boundary: a parameter, a slot of the optimizer, a batch entry or a metric.
+    """One tensor that goes in or out of a program: a parameter, an optimizer's slot, an entry of the batch, a scalar, a metric.
 
-    `shape` is global; `value` is the number of the value that each rank holds of it.
+    `shape` is global; `value` is the number of the value that holds each rank's shard.
     """
 
     path: str

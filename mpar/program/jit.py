@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mpar import tree
-from mpar.compiler import choose_kernels, generate, positions_of
+from mpar.compiler import choose_kernels, coordinates_of, generate
 from mpar.dtensor import to_local, wrap
 from mpar.errors import ShardingError
 from mpar.kernels import kernels_for
@@ -120,7 +120,7 @@ class _Executable:
         source = generate(ranked.graph)
         self.run = load("jit", source, ranked.logical.constants, device)
         self.device_mesh: DeviceMesh | None = None if mesh.size == 1 else mesh.bind(device.type)
-        uses = {c.axes for c in collectives_of(ranked)} | set(positions_of(ranked.graph))
+        uses = {c.axes for c in collectives_of(ranked)} | set(coordinates_of(ranked.graph))
         self.comm: Comm = ALONE if mesh.size == 1 else ProcessComm(mesh, uses, device=device)
 
     def __call__(self, leaves: list[Tensor]) -> Any:

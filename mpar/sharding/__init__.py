@@ -1,4 +1,4 @@
-"""The compiler's first half: trace a function, place its values, lower it to one rank's graph, prove and simulate it."""
+"""From a function to the graph of one rank: trace the function, lower it for specs on a mesh, check and simulate the result."""
 
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._bucket import bucket

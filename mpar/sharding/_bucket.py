@@ -1,6 +1,6 @@
-"""Bucketing: collectives of one kind over the same ranks become one message.
+"""Bucketing: several collectives of one kind over the same ranks become one.
 
-A message costs a fixed time besides its bytes (0.3 to 1.4 ms on gloo, 10 us on NCCL), so many small ones are slow.
+Each collective costs a fixed time besides that for its bytes (0.3 to 1.4 ms on gloo, 10 us on NCCL), so many small ones are slow.
 """
 
 import operator
@@ -16,12 +16,12 @@ __all__ = ["bucket"]
 
 @graph_pass
 def bucket(graph: fx.Graph) -> dict[str, int]:
-    """Join collectives of one kind, group and dtype that do not depend on each other and are not ready at different times.
+    """Join collectives of one kind, group and dtype.
 
     before:  %a = all_gather(%x, fsdp, 0); %b = all_gather(%y, fsdp, 1)
     after:   %c = all_gather([%x, %y], fsdp, [0, 1]); %a = %c[0]; %b = %c[1]
 
-    Only collectives whose operands are all there before the first user of any of them are joined.
+    Collectives are joined only if the operands of all are computed before the first op that reads a result of any.
     """
     joined = 0
     position = {node: index for index, node in enumerate(graph.nodes)}
@@ -43,15 +43,16 @@ def bucket(graph: fx.Graph) -> dict[str, int]:
 
 
 def _values(group: list[fx.Node]) -> tuple[Tensor, ...]:
-    """Values of the parts: sums of one message are views of one buffer, everything else is a tensor of its own."""
+    """Tensors without data for the results of a joined collective: views of one buffer for an all_reduce, else separate ones."""
     values = [node.meta["val"] for node in group]
     if group[0].target is not collectives.all_reduce:
         return tuple(values)
-    whole = values[0].new_empty(sum(v.numel() for v in values))
-    return tuple(part.view(v.shape) for part, v in zip(whole.split([v.numel() for v in values]), values, strict=True))
+    buffer = values[0].new_empty(sum(v.numel() for v in values))
+    return tuple(part.view(v.shape) for part, v in zip(buffer.split([v.numel() for v in values]), values, strict=True))
 
 
 def _key(node: fx.Node) -> Any:
+    """What two collectives must have in common to be joined."""
     return node.target, node.kwargs["axes"], node.kwargs.get("op"), node.meta["val"].dtype
 
 
@@ -60,6 +61,7 @@ def _first_use(node: fx.Node, position: dict[fx.Node, int]) -> int:
 
 
 def _join(graph: fx.Graph, group: list[fx.Node]) -> None:
+    """Replace the collectives of a group by one, right before the first op that reads any of them."""
     last = group[-1]
     kwargs = dict(last.kwargs)
     if "dim" in kwargs:

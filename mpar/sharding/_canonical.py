@@ -1,4 +1,5 @@
-"""The passes that make a traced graph canonical, in order. All keep every value, bit for bit, but for where a sum is divided."""
+"""The passes that make a traced graph canonical, in order. They keep the bits of every value, except that a mean becomes a sum
+that is then divided."""
 
 from collections.abc import Callable
 
@@ -18,12 +19,13 @@ __all__ = ["CANONICAL", "canonicalise"]
 
 ONCE = (erase_identities, restore_einsums, split_means, shrink_constants)
 AGAIN = (merge_views, merge_expands, expand_late)
-"""One makes work for another: repeated until none finds any. Each moves an expand towards the results, so that this ends."""
+"""These are repeated until none changes anything, because each may give another something to do. This ends, because each merges
+views or moves an expand towards the results."""
 CANONICAL = (*ONCE, *AGAIN, common_subexpressions)
 
 
 def canonicalise(graph: fx.Graph) -> dict[str, int]:
-    """Run the passes in order; returns their statistics."""
+    """Run the passes in order; returns their statistics, added up."""
     statistics: dict[str, int] = {}
 
     def run(graph_pass: Callable[[fx.Graph], dict[str, int]]) -> int:

@@ -1,6 +1,7 @@
-"""Canonicalise: fewer kinds of nodes, and matrix products as n-d einsums, before anything is sharded.
+"""Canonicalise: before a graph is lowered, several ops that mean the same become one, and matrix products become einsums.
 
-Torch flattens `x @ w` with a 3-d `x` to view, mm, view; sharding that literally would gather the sequence.
+Torch turns `x @ w` with an `x` of three dims into view, mm, view. The flattened dim could not be sharded along the sequence, so
+the lowering would gather it.
 """
 
 import math
@@ -44,18 +45,18 @@ LIKE = {
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The global shape of the tensor that `node` stands for."""
+    """The shape of the value of `node`."""
     return tuple(node.meta["val"].shape)
 
 
 def labels_of(node: fx.Node) -> tuple[str, ...]:
-    """What `ops.name` called this value."""
+    """The labels that `ops.name` gave this value."""
     return tuple(node.meta.get("labels", ()))
 
 
 @graph_pass
 def erase_identities(graph: fx.Graph) -> dict[str, int]:
-    """Erase ops that return their operand's values: detach, clone, casts to the same dtype, `name` (which leaves a label).
+    """Erase ops that return their operand: detach, clone, casts to the same dtype, and `name`, which leaves a label.
 
     before:  %y = clone(%x); %z = name(%y, "q")
     after:   users of %z read %x, which is labelled q
@@ -102,7 +103,7 @@ def restore_einsums(graph: fx.Graph) -> dict[str, int]:
 
 @graph_pass
 def split_means(graph: fx.Graph) -> dict[str, int]:
-    """Write a mean as a sum and a division by the global count, so that a shard's mean is never taken for the whole.
+    """Replace a mean by a sum and a division by the global count: the mean of a shard is not the mean of the global tensor.
 
     before:  %y = mean(%x, [1])
     after:   %s = sum(%x, [1]); %y = div(%s, size of dim 1)
@@ -125,7 +126,7 @@ def split_means(graph: fx.Graph) -> dict[str, int]:
 
 @graph_pass
 def shrink_constants(graph: fx.Graph) -> dict[str, int]:
-    """Make constant-filled tensors as an expanded scalar, which any sharding narrows for nothing.
+    """Make tensors filled with one number by expanding a scalar, so that a rank makes its shard without communication.
 
     before:  %z = zeros_like(%x)
     after:   %c = full([], 0); %z = expand(%c, shape of x)
@@ -191,7 +192,7 @@ def merge_views(graph: fx.Graph) -> dict[str, int]:
 
 @graph_pass
 def common_subexpressions(graph: fx.Graph) -> dict[str, int]:
-    """Compute equal pure nodes once.
+    """Compute equal calls once.
 
     before:  %a = neg(%x); %b = neg(%x)
     after:   users of %b read %a
@@ -214,7 +215,7 @@ def common_subexpressions(graph: fx.Graph) -> dict[str, int]:
 
 
 def view_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Split a reshape into independent parts: pairs of dims of `before` and dims of `after` with equal products.
+    """Split a reshape into independent parts: each pairs dims of `before` with dims of `after` whose sizes have the same product.
 
     `view_groups((2, 3, 4), (6, 4)) == [([0, 1], [0]), ([2], [1])]`. A dim of size 1 may stand alone or join its neighbour.
     """
@@ -233,7 +234,10 @@ def view_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[
 
 
 def _absorb(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Let one operand of an einsum skip the permute or flattening view that makes it; None if there is none."""
+    """Let an einsum read past a permute, or past a view that flattens dims, that makes one of its operands.
+
+    Returns the einsum that replaces it, or None if no operand is made so.
+    """
     left, _, out = node.kwargs["equation"].partition("->")
     terms = left.split(",")
     for index, operand in enumerate(node.args):
@@ -293,7 +297,7 @@ def _split_bias(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         result = call_like(graph, node, product, node.args[1:3])
         result = result if alpha == 1 else call_like(graph, node, aten.mul.Tensor, (result, alpha))
-        if beta != 0:  # a bias that counts nothing is not read, not even its NaNs
+        if beta != 0:  # torch does not read a bias that is multiplied by 0, so a NaN in it has no effect
             bias = bias if beta == 1 else call_like(graph, node, aten.mul.Tensor, (bias, beta))
             result = call_like(graph, node, aten.add.Tensor, (result, bias))
     node.replace_all_uses_with(result)
@@ -317,7 +321,7 @@ def _casts(node: fx.Node) -> bool:
 
 
 def call_like(graph: fx.Graph, like: fx.Node, target: Callable, args: tuple, kwargs: dict | None = None) -> fx.Node:
-    """A new node whose value and source line are found from its operands and from `like`."""
+    """A new call of `target` with the source line of `like`; the shape of its value is found by running it without data."""
     node = graph.call_function(target, args, dict(kwargs or {}))
     meta_args, meta_kwargs = fx.node.map_arg((args, node.kwargs), lambda n: _meta(n.meta["val"]))
     node.meta = {"val": target(*meta_args, **meta_kwargs), "stack_trace": like.meta.get("stack_trace")}
@@ -340,7 +344,7 @@ def _meta(value: Any) -> Any:
 
 
 def _key(item: Any) -> Any:
-    """Hashable, and different for 1, 1.0 and True."""
+    """A hashable stand-in for an argument, which differs for 1, 1.0 and True."""
     if isinstance(item, (list, tuple)):
         return tuple(_key(part) for part in item)
     if isinstance(item, (dict,)):

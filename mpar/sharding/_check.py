@@ -1,7 +1,7 @@
-"""Check: the types of a rank graph, found again without looking at how it was made.
+"""Check: infer where the values of a rank graph are from the graph alone, and compare with what the lowering says.
 
-On every mesh axis a value is Replicated (R), Sharded along a dim (S) or a pending sum, Partial (P). This pass reads only the
-rank graph and the specs of its inputs, one mesh axis at a time, and compares with the specs that the lowering claims.
+Along every mesh axis a value has a type: it is replicated, sharded along a dim, or a pending sum. The types are inferred for one
+mesh axis at a time, from the specs of the inputs and from what each op does, and compared with the spec on each node.
 """
 
 import operator
@@ -22,9 +22,10 @@ from mpar.spec import P
 __all__ = ["check"]
 
 Type = str | int  # "R", "P", or the dim that is sharded
-"""Per mesh axis: "R" the same on all ranks; an int, the sharded dim; "P" a pending sum; "M" a pending maximum; "V" varying."""
+"""Along one mesh axis: "R" is the same on all ranks; an int is the sharded dim; "P" is a pending sum; "M" a pending maximum; "V"
+varies from rank to rank in a way that only the author of a local program knows."""
 Types = Type | Sequence[Type]
-"""Of a node with one result or with several."""
+"""The type of a node with one result, or those of a node with several."""
 
 
 def check(ranked: RankGraph) -> None:
@@ -35,6 +36,8 @@ def check(ranked: RankGraph) -> None:
 
 
 class _AxisCheck:
+    """The check along one mesh axis."""
+
     def __init__(self, ranked: RankGraph, axis: str) -> None:
         self.ranked, self.axis = ranked, axis
         self.types: dict[fx.Node, Any] = {}
@@ -48,7 +51,7 @@ class _AxisCheck:
                 node.meta["val"] = value
 
     def walk(self) -> None:
-        """Infer node by node. While it runs, `meta["val"]` has the size that the value has along this axis as a whole."""
+        """Infer the types node by node. Meanwhile `meta["val"]` has the shape that the value has if gathered along this axis."""
         specs = iter(self.ranked.in_specs)
         for node in self.ranked.graph.nodes:
             if node.op == "placeholder":
@@ -66,6 +69,7 @@ class _AxisCheck:
                     self.expect(node, self.of_spec(node.meta["spec"]), "is defined")
 
     def widen(self, node: fx.Node) -> None:
+        """Give `meta["val"]` of a node the shape that its value has when it is gathered along this axis."""
         value = node.meta["val"]
         if isinstance(value, (tuple, list)):
             parts = {user.args[1]: user.meta.get("spec") for user in node.users if user.target is operator.getitem}
@@ -160,7 +164,10 @@ class _AxisCheck:
         return ["R"] * len(rule.results) if isinstance(node.meta["val"], (tuple, list)) else "R"
 
     def shared_factor(self, node: fx.Node, names: tuple[str, ...], rule: NodeRule, types: list) -> str:
-        """The one factor of a composite dim that this axis shards: the one that other sharded operands have, or the major one."""
+        """Of the factors that make a sharded dim, the one that this axis shards.
+
+        It is the first that all sharded operands have along their sharded dims, and no other operand has; else the major one.
+        """
         for name in names:
             others = [dims[t] for dims, t in zip(rule.factors, types, strict=True) if isinstance(t, int)]
             having = [any(name in d for d in dims) for dims in rule.factors]
@@ -171,6 +178,7 @@ class _AxisCheck:
         return names[0]
 
     def sharded(self, node: fx.Node, rule: NodeRule, types: list, factor: str) -> Types:
+        """The types of the results of an op whose operands are sharded along `factor`."""
         primitive = primitive_of(node.target)
         declared = primitive.sharding_rule(**node.kwargs).need_replication if primitive else rule.replicate
         if factor in declared:
@@ -191,13 +199,14 @@ class _AxisCheck:
         return results if isinstance(node.meta["val"], (tuple, list)) else results[0]
 
     def followed(self, name: str, rule: NodeRule) -> tuple[str, ...]:
-        """The axes that shard a factor which follows another one."""
+        """The mesh axes that shard a factor which follows another one, read from the spec of an operand that has it."""
         for operand, dims in zip(rule.operands, rule.factors, strict=True):
             if (name,) in dims and operand.meta.get("spec") is not None:
                 return operand.meta["spec"].dim(dims.index((name,)))
         return ()
 
     def pending(self, node: fx.Node, rule: NodeRule, types: list) -> Types:
+        """The types of the results of an op that reads pending sums, in which it must be linear."""
         pending = [i for i, now in enumerate(types) if now == "P"]
         linear = (rule.jointly and len(pending) == len(types)) or (len(pending) == 1 and pending[0] in rule.linear)
         if not linear:
@@ -206,7 +215,8 @@ class _AxisCheck:
         return ["P"] * len(rule.results) if isinstance(node.meta["val"], (tuple, list)) else "P"
 
     def varying(self, node: fx.Node, rule: NodeRule, types: list) -> Types:
-        """Inside the local program of a primitive, what depends on a rank's coordinate is of the type that its author claims."""
+        """The types of an op, inside the local program of a primitive, whose operands depend on the rank's coordinate: what the
+        author of the program claims."""
         if "P" in types:
             self.pending(node, rule, types)
         if isinstance(node.meta["val"], (tuple, list)):
@@ -214,13 +224,14 @@ class _AxisCheck:
         return self.claim(node)
 
     def opaque(self, node: fx.Node) -> Type:
-        """What a local program makes of replicated values alone, without its rank's position, is replicated; else its claim."""
+        """The type of an op that a local program calls opaque: replicated if it reads replicated values only and does not
+        communicate along this axis; else what the program claims."""
         moved = self.axis in node.kwargs.get("axes", ())
         same = all(self.types[operand] == "R" for operand in node.all_input_nodes) or self.axis in node.meta.get("same", ())
         return "R" if same and not moved else self.claim(node)
 
     def claim(self, node: fx.Node) -> Type:
-        """The type of a value that ranks compute differently: sharded or pending by its author's word, never replicated."""
+        """The type that the author of a local program claims for a value that ranks compute differently: never replicated."""
         if node.meta.get("spec") is None:
             return "V"
         claimed = self.of_spec(node.meta["spec"])

@@ -1,6 +1,6 @@
-"""Check the order of shards: a dim that several mesh axes share, or several factors make, must be cut in one order everywhere.
+"""Check the order of shards: a dim that several mesh axes shard, or several factors make, must be cut in one order everywhere.
 
-The types of `_check.py` look at one mesh axis at a time and cannot see this; here all axes are looked at together.
+`_check.py` looks at one mesh axis at a time and cannot see this. Here all axes are looked at together.
 """
 
 import operator
@@ -21,14 +21,14 @@ Fail = Callable[[fx.Node, str], None]
 
 
 def check_order(ranked: RankGraph, fail: Fail) -> None:
-    """Call `fail(node, why)` for a node whose result is not made of the shards that its operands hold, in their order."""
+    """Call `fail(node, why)` for each node whose result is not cut into shards in the same order as its operands."""
     local = {node: node.meta["val"] for node in ranked.graph.nodes if node.op != "output"}
     for node in local:
         node.meta["val"] = _global(node, ranked)
     try:
         for node in local:
             if node.meta.get("opaque"):
-                continue  # its author knows more than specs can say
+                continue  # only the author of the local program knows where its values are
             if node.target in (*collectives.COLLECTIVES, collectives.shard):
                 _check_collective(node, ranked, fail)
             elif node.op == "call_function" and node.target not in (operator.getitem, collectives.start):
@@ -52,7 +52,7 @@ def _wide(value: Any, spec: P | None, ranked: RankGraph) -> Any:
 
 
 def _specs(node: fx.Node) -> list[P | None]:
-    """The spec of each result; of several results that which their users claim."""
+    """The spec of each result of a node; if there are several, the nodes of the items have them."""
     if not isinstance(node.meta["val"], (tuple, list)):
         return [node.meta.get("spec")]
     claims = {user.args[1]: user.meta.get("spec") for user in node.users if user.target is operator.getitem}
@@ -60,20 +60,20 @@ def _specs(node: fx.Node) -> list[P | None]:
 
 
 def _check_collective(node: fx.Node, ranked: RankGraph, fail: Fail) -> None:
-    axes, how = node.kwargs["axes"], node.kwargs
-    if how["size"] != ranked.mesh.axis_size(axes):
-        fail(node, f"its size is {how['size']}, and {axes} have {ranked.mesh.axis_size(axes)} ranks")
+    axes, kwargs = node.kwargs["axes"], node.kwargs
+    if kwargs["size"] != ranked.mesh.axis_size(axes):
+        fail(node, f"its size is {kwargs['size']}, and {axes} have {ranked.mesh.axis_size(axes)} ranks")
     before, after = node.args[0].meta.get("spec"), node.meta.get("spec")
     if before is None or after is None:
         return
     rank = node.meta["val"].ndim
     old, new = list(before.padded(rank)), list(after.padded(rank))
     if node.target is collectives.all_gather:
-        new[how["dim"]] = (*new[how["dim"]], *axes)
+        new[kwargs["dim"]] = (*new[kwargs["dim"]], *axes)
     elif node.target is collectives.all_to_all:
-        new[how["src"]], old[how["dst"]] = (*new[how["src"]], *axes), (*old[how["dst"]], *axes)
+        new[kwargs["src"]], old[kwargs["dst"]] = (*new[kwargs["src"]], *axes), (*old[kwargs["dst"]], *axes)
     elif node.target is not collectives.all_reduce:
-        old[how["dim"]] = (*old[how["dim"]], *axes)
+        old[kwargs["dim"]] = (*old[kwargs["dim"]], *axes)
     if old != new:
         fail(node, f"it takes {before} to {after}, which is another order of shards than it makes")
 
@@ -82,24 +82,25 @@ def _check_op(node: fx.Node, ranked: RankGraph, fail: Fail) -> None:
     rule = derived_rule(node)
     claims = _specs(node)
     if any(operand.meta.get("spec") is None for operand in rule.operands) or all(spec is None for spec in claims):
-        return  # inside a primitive's local program, whose author knows more than specs can say
-    free = {i for i in rule.as_is if not any(rule.factors[i])}  # where such an operand lies says nothing of the result
+        return  # inside the local program of a primitive: only its author knows where the values are
+    free = {i for i in rule.as_is if not any(rule.factors[i])}  # the result does not depend on the specs of these operands
     specs = [*(None if i in free else operand.meta.get("spec") for i, operand in enumerate(rule.operands)), *claims]
-    known: dict[str, tuple[str, ...]] = {}
+    agreed: dict[str, tuple[str, ...]] = {}
     for spec, dims in zip(specs, (*rule.factors, *rule.results), strict=False):
         if spec is None:
             continue
-        found = _factor_axes(node, spec, dims, rule, ranked, fail)
+        axes_by_factor = _factor_axes(node, spec, dims, rule, ranked, fail)
         for name in {name for names in dims for name in names}:
-            axes = found.get(name, ())
-            if known.setdefault(name, axes) != axes:
-                fail(node, f"factor {name} is sharded by {known[name]} in one place and by {axes} in another")
+            axes = axes_by_factor.get(name, ())
+            if agreed.setdefault(name, axes) != axes:
+                fail(node, f"factor {name} is sharded by {agreed[name]} in one place and by {axes} in another")
 
 
 def _factor_axes(
     node: fx.Node, spec: P, dims: Factors, rule: NodeRule, ranked: RankGraph, fail: Fail
 ) -> dict[str, tuple[str, ...]]:
-    """The mesh axes of each factor: a dim's axes go to its factors, major first, and on to the next when one is used up."""
+    """The mesh axes that shard each factor. The axes of a dim go to its factors, major first; the next factor gets axes only if
+    the one before has one element per rank."""
     out: dict[str, tuple[str, ...]] = {}
     for names, axes in zip(dims, spec.padded(len(dims)), strict=True):
         remaining = list(axes)

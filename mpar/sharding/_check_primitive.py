@@ -1,8 +1,8 @@
-"""Check a primitive: whether its sharding rule says the same as its implementation, tried on small meshes of simulated ranks.
+"""Check a primitive: run it on small meshes of simulated ranks and compare with the op on global operands.
 
-A rule that is wrong gives wrong numbers without a word: a reversal of a dim that says that the dim may be sharded, a mean that
-says that it is a sum, a softmax that does not ask for the whole of its dim. Here every factor is sharded in turn, every pair of
-factors, and every operand in which the op says that it is linear comes as a pending sum.
+A wrong sharding rule gives wrong numbers without any error: for example a rule that allows the reversed dim of a reversal to be
+sharded, or that treats a mean as a sum. Every factor is sharded in turn, and every pair of factors; every operand in which the
+rule says that the op is linear is also given as a pending sum.
 """
 
 import itertools
@@ -33,8 +33,12 @@ SQUARE = Mesh(a=2, b=2)
 
 @dataclass(frozen=True)
 class _Case:
-    """One way to place the operands. `label` says it in words; `hints` ask for results that are sharded where operands are not;
-    `tried` are the factors, or dims, that are sharded."""
+    """One way to shard the operands.
+
+    label: describes it in messages.
+    hints: ask for results that are sharded along factors that no operand has.
+    tried: the factors, or dims, that are sharded.
+    """
 
     label: str
     mesh: Mesh
@@ -51,15 +55,15 @@ def check_primitive(
     within: Callable[..., object] | None = None,
     table: AxisTable = MappingProxyType({}),
 ) -> tuple[str, ...]:
-    """Compare the op on simulated ranks with the op on the whole; returns the factors that were sharded on at least one mesh.
+    """Compare the op on simulated ranks with the op on global operands; returns the factors that were sharded on some mesh.
 
     operands: examples, real tensors. Floating ones are best float64. A factor is cut into 2 and 4 parts where its size allows
               that, so sizes that 4 divides check the most. Operands may be None or lists where the primitive allows it.
     params:   all static parameters.
-    within:   for an op of which operands or results speak of a rank's own part and mean nothing alone (`dispatch`, `combine`): a
-              function of `operands` that calls the primitive and whose results do have a meaning. Then the dims of the operands
-              of this function are sharded, and the answer names them.
-    table:    the mesh axes, `a` of size 2 or 4, or `a` and `b` of size 2, of the logical axes that the local program asks for.
+    within:   for an op with operands or results that describe the rows of one rank, such as `dispatch` and `combine`: a function
+              of `operands` that calls the primitive and whose results do not depend on the mesh. Then the dims of the function's
+              operands are sharded, and their names are returned.
+    table:    for the logical axes that the local program asks for, mesh axes: `a` of size 2 or 4, or `a` and `b` of size 2.
 
     Raises ShardingError, which names the primitive, how it was sharded, the mesh and the first result that differs.
     """
@@ -78,7 +82,7 @@ def check_primitive(
 
 
 def _whole(fn: Callable[..., object] | None, operands: Sequence[Operand], params: Mapping[str, Static]) -> list[Tensor]:
-    """The results on whole operands, of which the op gets copies: it may write over them."""
+    """The results for global operands. The op gets copies of these, because it may write over them."""
     assert fn is not None, "the primitive has no implementation"
     copies = tree.map_leaves(lambda x: None if x is None else x.clone(), tuple(operands))
     with torch.no_grad():
@@ -86,7 +90,7 @@ def _whole(fn: Callable[..., object] | None, operands: Sequence[Operand], params
 
 
 def _cases_of_factors(node: fx.Node) -> Iterator[_Case]:
-    """Every factor on every mesh, every pair of factors on a square, every linear operand as a pending sum."""
+    """Every factor sharded on every mesh, every pair of factors on the square mesh, every linear operand as a pending sum."""
     rule = rule_of(node)
     names = list(dict.fromkeys(name for dims in (*rule.factors, *rule.results) for factors in dims for name in factors))
     for name, mesh in itertools.product(names, MESHES):
@@ -103,8 +107,10 @@ def _cases_of_factors(node: fx.Node) -> Iterator[_Case]:
 
 
 def _case_of(rule: NodeRule, axes_of: dict[str, tuple[str, ...]], mesh: Mesh, label: str) -> Iterator[_Case]:
-    """The case in which these factors are sharded by these axes, wherever the parts of a dim lie one after the other; nothing if
-    a size does not allow it, or if no dim of an operand or result can be sharded so."""
+    """The case in which factors are sharded as `axes_of` says, in every dim where the shards are contiguous.
+
+    There is none if a size does not allow it, or if no dim of an operand or result can be sharded so.
+    """
     if any(rule.sizes[factor] % mesh.axis_size(axes) for factor, axes in axes_of.items()):
         return
     in_specs = tuple(
@@ -118,7 +124,8 @@ def _case_of(rule: NodeRule, axes_of: dict[str, tuple[str, ...]], mesh: Mesh, la
 
 
 def _axes_of_dim(factors: tuple[str, ...], rule: NodeRule, axes_of: dict[str, tuple[str, ...]], mesh: Mesh) -> tuple[str, ...]:
-    """The axes that shard a dim made of `factors`: the major factor's, and the next one's where that is cut into single parts."""
+    """The axes that shard a dim made of `factors`: those of the major factor, and those of each next factor if every factor
+    before it has one element per rank."""
     axes: tuple[str, ...] = ()
     for name in factors:
         axes = (*axes, *axes_of.get(name, ()))
@@ -128,7 +135,8 @@ def _axes_of_dim(factors: tuple[str, ...], rule: NodeRule, axes_of: dict[str, tu
 
 
 def _cases_of_dims(logical: LogicalGraph) -> Iterator[_Case]:
-    """Every dim of every operand of a function on every mesh; the first dims of all operands together; pairs on a square."""
+    """Every dim of every operand sharded on every mesh; the dims of the same number in all operands together; every pair of dims
+    on the square mesh."""
     shapes = [tuple(node.meta["val"].shape) for node in logical.placeholders]
     dims = [(i, dim) for i, shape in enumerate(shapes) for dim in range(len(shape))]
 
@@ -156,7 +164,7 @@ def _compare(
     case: _Case,
     table: AxisTable,
 ) -> None:
-    """Raise ShardingError unless the results of all ranks, put together, are `expected`."""
+    """Raise ShardingError unless the results of all ranks, assembled, are `expected`."""
     on_mesh = {name: tuple(axis for axis in axes if axis in case.mesh.axes) for name, axes in table.items()}
     try:
         ranked = lower(logical, case.mesh, case.in_specs, None, on_mesh, case.hints)
@@ -166,8 +174,8 @@ def _compare(
     names = primitive.results if len(expected) == len(primitive.results) else tuple(map(str, range(len(expected))))
     dtypes = {x.dtype for x in (*leaves, *expected) if x.is_floating_point()}
     rtol = max((testing.TOLERANCES[dtype] for dtype in dtypes if dtype in testing.TOLERANCES), default=0.0)
-    for name, actual, whole, spec in zip(names, results, expected, ranked.out_specs, strict=True):
-        difference = _difference(actual, whole, rtol)
+    for name, actual, expected_result, spec in zip(names, results, expected, ranked.out_specs, strict=True):
+        difference = _difference(actual, expected_result, rtol)
         if difference:
             raise ShardingError(_message(primitive, logical, case, f"result {name!r}, which comes as {spec}, {difference}"))
 
@@ -179,7 +187,7 @@ def _simulate(ranked: RankGraph, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _columns(x: Tensor, spec: P, mesh: Mesh) -> list[Tensor]:
-    """Every rank's part; a pending sum has a different random part on each rank: zeros would hide an op that is not linear."""
+    """Every rank's shard. A pending sum gets a random term on each rank, because zeros would hide an op that is not linear."""
     if not spec.partial:
         return distribute(x, spec, mesh)
     generator = torch.Generator().manual_seed(0)
@@ -188,7 +196,7 @@ def _columns(x: Tensor, spec: P, mesh: Mesh) -> list[Tensor]:
 
 
 def _difference(actual: Tensor, expected: Tensor, rtol: float) -> str:
-    """How a result differs from that of the whole, beyond a rounding of `rtol`; empty if it does not."""
+    """How a result differs from the expected one by more than a relative error of `rtol`; empty if it does not."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return f"is {tuple(actual.shape)} {actual.dtype}; the whole gives {tuple(expected.shape)} {expected.dtype}"
     a, b = actual.double(), expected.double()

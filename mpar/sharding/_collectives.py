@@ -1,8 +1,10 @@
-"""The nodes that a rank graph has and a logical graph has not: collectives, and what depends on a rank's coordinate.
+"""The ops that only rank graphs have: collectives, and ops that depend on a rank's coordinate.
 
-Each is a function of values without data: it gives the shape of its result. What it means is in `mpar/collectives.py`.
+The functions here take tensors without data and give the shapes of the results. `mpar/collectives.py` says what the collectives
+compute.
 
-`shift` and `exchange_rows` only post their messages; `arrived` waits for them. What lies between overlaps with them.
+`shift` and `exchange_rows` only post their messages, and `arrived` waits for them. Ops between the two run while the messages are
+on their way.
 """
 
 from collections.abc import Sequence
@@ -46,29 +48,30 @@ def all_to_all(x: Tensor, *, axes: tuple[str, ...], src: int, dst: int, size: in
 
 
 def shift(xs: Sequence[Tensor], *, axes: tuple[str, ...], size: int) -> tuple[Tensor, ...]:
-    """What the rank before this one along `axes` has; the first has that of the last. In flight until `arrived`."""
+    """The values of the previous rank along `axes`; the first rank gets those of the last. Only readable after `arrived`."""
     return tuple(x.new_empty(x.shape) for x in xs)
 
 
 def exchange_rows(
     xs: Sequence[Tensor], sent: Tensor, received: Tensor, *, axes: tuple[str, ...], size: int, num_rows: int | None
 ) -> tuple[Tensor, ...]:
-    """Rows of `xs[0]` to every rank, in their order, `sent` (size,) of them; and those that came, `received` (size,) of each.
+    """Send rows of `xs[0]` to all ranks of the group, `sent[i]` rows to rank i, and receive `received[i]` rows from rank i.
 
-    Numbers are known at run time; here as many come as are sent, which holds on average. With `num_rows` the result has this many
-    rows, zeros at the end. In flight until `arrived`.
+    Rows are sent in order and the result has them in the order of the ranks. How many rows arrive is known only at run time; the
+    shape here says that as many arrive as are sent, as they do on average. With `num_rows` the result has this many rows, filled
+    up with zeros. Only readable after `arrived`.
     """
     x = xs[0]
     return (x.new_empty(x.shape if num_rows is None else (num_rows, *x.shape[1:])),)
 
 
 def arrived(posted: Sequence[Tensor], sent: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What was in flight, now there; `sent` is what was posted, which had to stay as it was."""
+    """The results of a posted collective, once they have arrived. `sent` is what was posted: it must not change before this."""
     return tuple(posted)
 
 
 def shard(x: Tensor, *, axes: tuple[str, ...], dim: int, size: int) -> Tensor:
-    """This rank's part of a value that all ranks of the group have; a view, no communication."""
+    """This rank's shard of a value that all ranks of the group have. It is a view and needs no communication."""
     return x.narrow(dim, 0, x.shape[dim] // size)
 
 
@@ -82,6 +85,6 @@ COLLECTIVES = (all_gather, reduce_scatter, all_reduce, all_to_all, *POSTED)
 
 
 def bytes_of(node: fx.Node) -> int:
-    """What one rank contributes to a collective."""
+    """The bytes that one rank contributes to a collective."""
     sent = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
     return sum(x.meta["val"].nbytes for x in sent)  # type: ignore[union-attr]

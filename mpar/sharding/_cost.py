@@ -12,7 +12,7 @@ __all__ = ["graph_cost", "node_cost", "workspace_of"]
 
 
 def graph_cost(graph: fx.Graph) -> Cost:
-    """FLOPs and bytes of one run on one rank, and the largest workspace of any op; collectives are priced elsewhere."""
+    """FLOPs and bytes of one run on one rank, and the largest workspace of any op. `mpar.ir` predicts the time of collectives."""
     flops = nbytes = workspace = 0
     for node in graph.nodes:
         if _is_free(node):
@@ -23,7 +23,7 @@ def graph_cost(graph: fx.Graph) -> Cost:
 
 
 def workspace_of(node: fx.Node) -> int:
-    """Bytes that an op allocates and frees before it returns: its kernel's, where one was chosen."""
+    """Bytes that an op allocates and frees before it returns; if a kernel was chosen for it, those of the kernel."""
     return 0 if _is_free(node) else node.meta["workspace"] if "workspace" in node.meta else node_cost(node).workspace
 
 
@@ -34,7 +34,7 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def node_cost(node: fx.Node) -> Cost:
-    """What a node costs; nothing if it is a collective or takes no work."""
+    """The cost of a node on one rank; nothing for collectives, views and inputs."""
     if _is_free(node):
         return Cost(0, 0)
     primitive = primitive_of(node.target)

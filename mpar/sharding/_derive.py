@@ -1,8 +1,8 @@
-"""What an op of torch does with each dim, found from the op itself, for the check of rank graphs.
+"""Derive: the sharding rule of an op of torch, found from the op itself, for the check of rank graphs.
 
-The lowering reads a table of rules (`_rules.py`). A check that read the same table would prove a wrong entry right. Here nothing
-is taken from it: element-wise ops are known by torch's own tag, views by the strides that they give, reshapes by the places where
-both shapes can be cut, reductions and ops along a dim by the name of that argument in torch's schema, and linear ops by a list.
+The lowering reads a table of rules (`_rules.py`). If the check read the same table, it would not notice a wrong entry. So it
+takes nothing from there: element-wise ops are known by torch's tag, views by the strides of their results, reshapes by the places
+where both shapes can be cut, reductions and ops along a dim by the argument that torch calls `dim`, linear ops by a list.
 """
 
 import operator
@@ -36,7 +36,7 @@ ELEMENTWISE = {
     aten.softplus_backward.default,
     aten.zeros_like.default,
 }
-"""Those that torch does not tag as such."""
+"""Element-wise ops that torch does not tag as such."""
 REDUCTIONS = {
     aten.all.dim,
     aten.amax.default,
@@ -62,7 +62,7 @@ ALONG = {
     aten.flip.default,
     aten.slice_backward.default,
 }
-"""Ops that work across the dims which `dim` or `dims` names, and treat each index of the other dims alone."""
+"""Ops that work across the dims given by `dim` or `dims`, and treat the indices of all other dims independently."""
 TRIANGLES = {aten.tril.default, aten.triu.default}
 PRODUCTS = {
     aten.mm.default: (("m", "c"), ("c", "n"), ("m", "n")),
@@ -89,13 +89,13 @@ FIRST = {
 }
 """f(a + b) = f(a) + f(b) in the first operand, the others held fixed."""
 EACH = {aten.mul.Tensor, *PRODUCTS}
-"""The same in each operand, the others held fixed."""
+"""Ops that are linear in each operand while the others are held fixed."""
 TOGETHER = {aten.add.Tensor, aten.cat.default, aten.stack.default, aten.sub.Tensor}
-"""f(a + b, c + d) = f(a, c) + f(b, d), where all operands are tensors."""
+"""f(a + b, c + d) = f(a, c) + f(b, d), if all operands are tensors."""
 
 
 def derived_rule(node: fx.Node) -> NodeRule:
-    """The dims of a node of a rank graph whose values have global sizes; a primitive's are those that its author states."""
+    """The rule of a node of a rank graph, whose `meta["val"]` must have global shapes; for a primitive, the declared rule."""
     if primitive_of(node.target) is not None:
         return rule_of(node)
     operands = tensor_operands(node)
@@ -109,6 +109,7 @@ def derived_rule(node: fx.Node) -> NodeRule:
 
 
 def _dims(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
+    """The rule of an op of torch, without what it says of linearity."""
     target = node.target
     if target == aten.reshape.default:
         return _cuts(node)
@@ -133,7 +134,7 @@ def _dims(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
 
 
 def _whole(node: fx.Node, operands: list[fx.Node], unread: set[int]) -> NodeRule:
-    """No dim may be sharded, but for operands whose data is not read."""
+    """The rule of an op that lets no dim be sharded. `unread` operands may have any spec, because their data is not read."""
     factors: list[Factors] = [((),) * len(shape_of(operand)) for operand in operands]
     values = node.meta["val"] if isinstance(node.meta["val"], (list, tuple)) else [node.meta["val"]]
     results: list[Factors] = [((),) * value.ndim if isinstance(value, Tensor) else () for value in values]
@@ -141,7 +142,10 @@ def _whole(node: fx.Node, operands: list[fx.Node], unread: set[int]) -> NodeRule
 
 
 def _same_place(operands: list[fx.Node], values: list[Tensor], alone: Callable[[int], bool]) -> NodeRule:
-    """Dims of operands and results, counted from the last one, are the same where sizes agree, for dims that are `alone`."""
+    """The rule of an op whose operands and results have the same factors, dim by dim counted from the last.
+
+    A dim has a factor if the op treats its indices independently, as `alone` says, and if its size is not broadcast.
+    """
     rank = max(value.ndim for value in values)
     sizes = {f"d{i}": n for value in values for i, n in enumerate(value.shape, rank - value.ndim)}
 
@@ -153,7 +157,7 @@ def _same_place(operands: list[fx.Node], values: list[Tensor], alone: Callable[[
 
 
 def _strides(node: fx.Node) -> NodeRule:
-    """A view of a contiguous tensor walks along a dim of it where a result's dim has the same stride and the same size."""
+    """The rule of a view: a dim of a result is a dim of the contiguous operand if it has the same stride and the same size."""
     (x,) = tensor_operands(node)
     source = torch.empty(shape_of(x), device="meta")
     args = (list(shape_of(node)),) if node.target == aten.expand.default else node.args[1:]
@@ -161,15 +165,15 @@ def _strides(node: fx.Node) -> NodeRule:
     walked = {stride: (i, n) for i, (stride, n) in enumerate(_zip(source.stride(), source.shape)) if n > 1}
     results: list[Factors] = []
     for view in views if isinstance(views, (list, tuple)) else (views,):
-        found = [(walked.get(stride, (-1, 0)), n) for stride, n in _zip(view.stride(), view.shape)]
-        results.append(tuple((f"d{i}",) if n > 1 and n == size else () for (i, size), n in found))
+        walked_dims = [(walked.get(stride, (-1, 0)), n) for stride, n in _zip(view.stride(), view.shape)]
+        results.append(tuple((f"d{i}",) if n > 1 and n == size else () for (i, size), n in walked_dims))
     kept = set.intersection(*({name for dims in result for name in dims} for result in results))
     factors = tuple((f"d{i}",) if f"d{i}" in kept else () for i in range(source.ndim))
     return NodeRule([x], [factors], results, {f"d{i}": n for i, n in enumerate(source.shape)})
 
 
 def _cuts(node: fx.Node) -> NodeRule:
-    """The factors of a reshape lie between the strides at which either shape begins a dim, if each of these divides the next."""
+    """The rule of a reshape. Its factors lie between neighbours among the strides of both shapes, if each divides the next."""
     (x,) = tensor_operands(node)
     before, after = shape_of(x), shape_of(node)
     if 0 in before:
@@ -193,12 +197,12 @@ def _cuts(node: fx.Node) -> NodeRule:
 
 
 def _suffixes(shape: tuple[int, ...]) -> list[int]:
-    """The products of all sizes from each place on: `(2, 3)` gives `[6, 3, 1]`."""
+    """For each dim the product of all sizes from it on, and a 1 at the end: `(2, 3)` gives `[6, 3, 1]`."""
     return [reduce(operator.mul, shape[i:], 1) for i in range(len(shape) + 1)]
 
 
 def _reduced(node: fx.Node) -> NodeRule:
-    """The dims that `dim` names, all if it names none, are gone or of size 1; a sum over sharded ones is pending."""
+    """The rule of a reduction over the dims that `dim` gives, or over all dims. A sum over sharded dims becomes a pending sum."""
     (x,) = tensor_operands(node)
     shape, values = shape_of(x), _values(node)
     gone = _named_dims(node, len(shape)) or set(range(len(shape)))
@@ -211,7 +215,7 @@ def _reduced(node: fx.Node) -> NodeRule:
 
 
 def _new_dim(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
-    """The result has one dim more than the operands, the one that `dim` names."""
+    """The rule of an op whose result has one more dim than its operands, at the place that `dim` gives."""
     rank = len(shape_of(node))
     (new,) = _named_dims(node, rank)
     result = tuple((f"d{i}",) if i != new and n > 1 else () for i, n in enumerate(shape_of(node)))
@@ -220,7 +224,7 @@ def _new_dim(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
 
 
 def _named_dims(node: fx.Node, rank: int) -> set[int]:
-    """What the node gives for the argument which torch's schema calls `dim` or `dims`, counted from the first dim."""
+    """The dims that a node gives for the argument which torch's schema calls `dim` or `dims`, as indices from 0."""
     for place, argument in enumerate(node.target._schema.arguments):
         if argument.name in ("dim", "dims"):
             given = node.kwargs.get(argument.name, node.args[place] if place < len(node.args) else argument.default_value)
@@ -235,7 +239,7 @@ def _values(node: fx.Node) -> list[Tensor]:
 
 
 def _flat(args: Sequence[object]) -> Sequence[object]:
-    """The arguments of a sum that are added up, lists flattened: numbers among them make it affine."""
+    """The items that are added or joined. If numbers are among them, the op is not linear, because it adds a constant."""
     first = args[0]
     return [item for item in first if item is not None] if isinstance(first, (list, tuple)) else args
 

@@ -33,7 +33,7 @@ def collectives_of(ranked: RankGraph) -> list[Collective]:
 
 
 def describe_graph(ranked: RankGraph) -> str:
-    """The rank graph as text, a line a node: name, local shape, spec, op, operands, source line."""
+    """The rank graph as text, one line for each node: name, local shape, spec, op, operands, source line."""
     lines = [f"rank graph on {ranked.mesh}"]
     for node in ranked.graph.nodes:
         if node.op == "output":

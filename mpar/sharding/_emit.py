@@ -1,4 +1,4 @@
-"""Emit: what the local program of a primitive is written with, node by node, while it is lowered."""
+"""Emit: with this a primitive writes its local program, node by node, while it is lowered."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -17,21 +17,24 @@ __all__ = ["Emit", "Pending", "Placed"]
 
 @dataclass(frozen=True)
 class Pending:
-    """A result that is a sum over the ranks which share the factor."""
+    """A result that is a pending sum over the ranks that have different shards of the factor."""
 
     value: fx.Node
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A result, and where it is."""
+    """A result whose spec the local program states."""
 
     value: fx.Node
     spec: P
 
 
 class Emit:
-    """What `def_sharded` functions write their local program with; operands and results are local nodes."""
+    """With this the functions given to `def_sharded` write their local program; operands and results are local nodes.
+
+    factor: the factor that is sharded, for which the program is written; `axes` are the mesh axes that shard it.
+    """
 
     def __init__(self, lowering: Any, rule: NodeRule, axes_of: dict[str, tuple[str, ...]], factor: str) -> None:
         self._lowering, self._rule, self._axes_of = lowering, rule, axes_of
@@ -40,18 +43,22 @@ class Emit:
         self._opaque = False
 
     def __call__(self, op: Any, /, *operands: Any, **params: Any) -> fx.Node:
-        """Add a local node: a Primitive, or an overload of a torch op."""
+        """Add a local node that calls `op`, a Primitive or an overload of a torch op."""
         node = self._lowering.emit(op.op if isinstance(op, Primitive) else op, operands, params)
         if self._opaque:
             node.meta["opaque"] = True
         return node
 
     def opaque(self) -> None:
-        """From here on, what nodes compute cannot be told from factors: their types are those that the program claims."""
+        """Tell the check of rank graphs to take the specs of all nodes added from here on as the program claims them.
+
+        This is for programs whose results cannot be understood from the factors of their ops.
+        """
         self._opaque = True
 
     def same(self, value: fx.Node, axes: Iterable[str]) -> fx.Node:
-        """The program's word that `value` is the same along `axes`, though operands are not: they matter to another result."""
+        """Tell the check that `value` is the same on all ranks along `axes`, although an operand is not: that one only affects
+        another result."""
         value.meta["same"] = tuple(axes)
         return value
 
@@ -64,7 +71,7 @@ class Emit:
         return self._lowering.mesh.ordered(set(axes))
 
     def table(self, name: str) -> tuple[str, ...]:
-        """The mesh axes that the strategy gives to a logical axis, in mesh order; none if it has no rule for it."""
+        """The mesh axes to which the strategy maps a logical axis, in mesh order; none if its table does not have the axis."""
         return self.ordered(self._lowering.table.get(name, ()))
 
     def shape(self, value: fx.Node) -> tuple[int, ...]:
@@ -80,38 +87,40 @@ class Emit:
         return self._lowering.mesh.axis_size(axes)
 
     def coordinate(self, axes: tuple[str, ...]) -> fx.Node | int:
-        """This rank's position among those that differ along `axes`."""
+        """This rank's coordinate along `axes`, counted as if they were one axis."""
         return self._lowering.start(axes, 1)
 
     def placed(self, value: fx.Node, *dims: tuple[str, ...], partial: Iterable[str] = ()) -> Placed:
-        """A result that lies by `P(*dims, partial=...)`, whatever its factors say."""
+        """A result whose spec is `P(*dims, partial=...)`, whatever follows from its factors."""
         return Placed(value, P(*dims, partial=self.ordered(partial)))
 
     def shift(self, values: Sequence[fx.Node], axes: tuple[str, ...]) -> fx.Node:
-        """Post `values` to the next rank along `axes`, and buffers for those of the rank before; `arrived` waits for them."""
+        """Post the sending of `values` to the next rank along `axes` and the receipt of those of the previous rank; `arrived`
+        waits for both."""
         return self(collectives.shift, list(values), axes=axes, size=self.size(axes))
 
     def exchange_rows(
         self, rows: fx.Node, sent: fx.Node, received: fx.Node, axes: tuple[str, ...], num_rows: int | None
     ) -> fx.Node:
-        """Post rows to the ranks along `axes`: `sent` and `received` (ranks,) say how many go to each and come from each.
+        """Post an exchange of rows among the ranks along `axes`; `arrived` waits for it.
 
-        With `num_rows` the result is filled up with zeros to this many; `arrived` waits for it.
+        `sent[i]` rows go to rank i, `received[i]` rows come from it. With `num_rows` the result is filled up with zeros to so
+        many rows.
         """
         return self(collectives.exchange_rows, [rows], sent, received, axes=axes, size=self.size(axes), num_rows=num_rows)
 
     def arrived(self, posted: fx.Node, sent: Sequence[fx.Node]) -> list[fx.Node]:
-        """What has come, once it is there; only then may `sent` be given away."""
-        whole = self(collectives.arrived, posted, list(sent))
-        return [self.getitem(whole, index) for index in range(len(sent))]
+        """Wait for a posted exchange; returns what has arrived. Only then may the memory of `sent` be used again."""
+        waited = self(collectives.arrived, posted, list(sent))
+        return [self.getitem(waited, index) for index in range(len(sent))]
 
     @property
     def start(self) -> fx.Node | int:
-        """The global index of the first element of the factor on this rank."""
+        """The global index of this rank's first element of the factor."""
         return self.start_of(self._factor)
 
     def start_of(self, factor: str) -> fx.Node | int:
-        """The same for another factor of the op; 0 if it is not sharded."""
+        """The global index of this rank's first element of any factor of the op; 0 if the factor is not sharded."""
         axes = self._axes_of.get(factor, ())
         return self._lowering.start(axes, self.extent_of(factor))
 
@@ -124,7 +133,7 @@ class Emit:
         return self(operator.getitem, value, index)
 
     def all_reduce(self, value: fx.Node, op: str) -> fx.Node:
-        """The sum or maximum over the ranks that share the factor."""
+        """The sum (op "sum") or maximum ("max") over the ranks that have different shards of the factor."""
         size = self._lowering.mesh.axis_size(self.axes)
         return self(collectives.all_reduce, value, axes=self.axes, op=op, size=size)
 
@@ -133,5 +142,5 @@ class Emit:
         return self(collectives.all_to_all, value, axes=axes, src=src, dst=dst, size=self.size(axes))
 
     def pending(self, value: fx.Node) -> Pending:
-        """Mark a result as a sum over the ranks that share the factor, not carried out yet."""
+        """Mark a result as a pending sum over the ranks that have different shards of the factor."""
         return Pending(value)

@@ -1,6 +1,6 @@
-"""Expand late: what is the same along a dim is computed once, before it is spread along it.
+"""Expand late: element-wise ops run before an expand, so that values which are equal along a dim are computed once.
 
-A gradient of a mean is `div(expand(dy), n)`: computed as written, every rank would make the whole tensor and keep its part.
+The gradient of a mean is `div(expand(dy), n)`. Computed as written, every rank would make the global tensor and keep its shard.
 """
 
 import math
@@ -19,7 +19,7 @@ MOVES = (aten.reshape.default, aten.permute.default, aten.expand.default)
 
 @graph_pass
 def merge_expands(graph: fx.Graph) -> dict[str, int]:
-    """Erase expands that change nothing; join chains of them; of a spread single number no view is needed but another expand.
+    """Erase expands that change nothing and join chains of them. A view of one expanded number becomes an expand of the number.
 
     before:  %a = expand(%c, [4, 6]); %b = reshape(%a, [24])      # %c: []
     after:   %b = expand(%c, [24])
@@ -43,7 +43,7 @@ def merge_expands(graph: fx.Graph) -> dict[str, int]:
 
 @graph_pass
 def expand_late(graph: fx.Graph) -> dict[str, int]:
-    """Let element-wise ops read what an expand reads, and expand their result if it is then too small.
+    """Let element-wise ops read the operand of an expand in the place of its result, and expand their own result if needed.
 
     before:  %e = expand(%c, [4, 6]); %y = div(%e, 6)             # %c: []
     after:   %d = div(%c, 6); %y = expand(%d, [4, 6])
@@ -76,6 +76,6 @@ def _elementwise(node: fx.Node) -> bool:
 
 
 def _keeps_dtype(expand: fx.Node, user: fx.Node) -> bool:
-    """Whether all operands of `user` that are not masks have one dtype, so that promotion has no part in it."""
+    """Whether all operands of `user`, except boolean ones, have one dtype, so that torch does not promote dtypes."""
     dtypes = {n.meta["val"].dtype for n in user.all_input_nodes} - {torch.bool}
     return len(dtypes) <= 1

@@ -1,7 +1,8 @@
-"""Lower: a logical graph and the specs at its boundary become a rank graph, the same for every rank.
+"""Lower: a logical graph, with specs for its inputs and results, becomes a rank graph: one graph that every rank runs.
 
-Forward over the nodes, each on its own: choose which factors are sharded, bring the operands there, run the local op. Every
-node is lowered correctly whatever its operands' specs are, so the choice of specs decides speed and never the result.
+Nodes are lowered one after the other. For each node the lowering chooses mesh axes for the factors of its sharding rule, moves
+the operands to the specs that follow from this, and adds the op on local shapes. It does this correctly for any specs of the
+operands: the choice of specs decides how fast the rank graph is, never what it computes.
 """
 
 import itertools
@@ -33,15 +34,17 @@ constrain_p, constrain_bwd_p = PRIMITIVES["constrain"], PRIMITIVES["constrain_bw
 
 
 class ReplicatedFallback(UserWarning):
-    """An op is computed whole on every rank: it has no sharding rule, or its rule lets no dim of its operands be sharded."""
+    """Every rank computes an op on global operands, because it has no sharding rule or its rule lets no dim be sharded."""
 
 
 @dataclass(frozen=True)
 class RankGraph:
-    """A lowered function: local shapes, collectives, the same graph on every rank.
+    """A lowered function: a graph on local shapes, with collectives, which every rank runs.
 
-    Nodes carry `meta["val"]` (a local value without data), `meta["spec"]` and `meta["line"]`. `origin` maps the results of
-    logical nodes to their first local node, `fallbacks` lists ops that are computed replicated.
+    graph:     each node carries `meta["val"]` (a local tensor without data), `meta["spec"]` and `meta["line"]`, a source line.
+    logical:   the graph that was lowered.
+    fallbacks: ops that every rank computes on global operands.
+    origin:    for each local node that holds the value of a logical node, that logical node.
     """
 
     graph: fx.Graph
@@ -61,11 +64,15 @@ def lower(
     table: AxisTable | None = None,
     hints: Sequence[P | None] = (),
 ) -> RankGraph:
-    """Lower `logical` on `mesh`; an output spec of None leaves the result where it comes, pending sums included.
+    """Lower `logical` on `mesh`.
 
-    hints: per result, where it would best come: a dim that no operand says anything about (the vocabulary in the gradient of an
-           embedding) is computed sharded as the hint says, not whole.
-    Raises ShardingError, listing all offenders, for specs that do not fit the shapes or name axes that the mesh has not.
+    in_specs:  the spec of each input.
+    out_specs: the spec of each result; None leaves a result at the spec that the lowering gives it, pending sums included.
+    table:     the mesh axes that shard each logical axis, for the marks of `ops.constrain`.
+    hints:     for each result the spec that its user prefers, or None. A dim that no operand has, such as the vocabulary in the
+               gradient of an embedding, is computed sharded as the hint says; without a hint it is not sharded.
+
+    Raises ShardingError, listing all offenders, for specs that do not fit the shapes or name axes that the mesh does not have.
     """
     problems = [
         problem
@@ -83,20 +90,22 @@ def lower(
 
 
 class _Lowering:
+    """The lowering of one graph. `current` is the logical node that is being lowered: new local nodes get its source line."""
+
     def __init__(self, logical: LogicalGraph, mesh: Mesh, table: AxisTable) -> None:
         self.logical, self.mesh, self.table = logical, mesh, table
         self.graph = fx.Graph()
-        self.placed: dict[fx.Node, dict[P, fx.Node]] = {}  # every placement that a logical value already has
-        self.specs: dict[fx.Node, P] = {}  # the one that its op gave it
-        self.tuples: dict[fx.Node, list[tuple[fx.Node, P]]] = {}
-        self.marks: dict[int, P] = {}
-        self.starts: dict[tuple, fx.Node] = {}
+        self.placed: dict[fx.Node, dict[P, fx.Node]] = {}  # logical node -> spec -> the local node that holds it at that spec
+        self.specs: dict[fx.Node, P] = {}  # logical node -> the spec that its op, or a mark on it, gave it
+        self.tuples: dict[fx.Node, list[tuple[fx.Node, P]]] = {}  # op with several results -> the local node and spec of each
+        self.marks: dict[int, P] = {}  # number of a `constrain` -> the spec that its operand had before
+        self.starts: dict[tuple, fx.Node] = {}  # (mesh axes, local size) -> the node that holds this rank's first index
         self.fallbacks: list[str] = []
-        self.hints: dict[fx.Node, P] = {}
+        self.hints: dict[fx.Node, P] = {}  # logical node -> the spec that is preferred for it
         self.current: fx.Node | None = None
 
     def take_hints(self, hints: Sequence[P | None]) -> None:
-        """Give each hint to the node that makes the result; element-wise ops pass it on to operands of the same shape."""
+        """Note each hint for the node that makes the result. An element-wise op passes its hint on to operands of its shape."""
         todo = [(node, hint) for node, hint in zip(self.logical.results, hints, strict=False) if hint is not None]
         while todo:
             node, hint = todo.pop()
@@ -107,6 +116,7 @@ class _Lowering:
                 todo.extend((used, hint) for used in node.all_input_nodes if shape_of(used) == shape_of(node))
 
     def run(self, in_specs: list[P], out_specs: list[P | None]) -> RankGraph:
+        """Lower every node, in order."""
         specs = iter(in_specs)
         for node in self.logical.graph.nodes:
             self.current = node
@@ -120,7 +130,7 @@ class _Lowering:
                 self.graph.output(tuple(local for local, _ in results))
                 self.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
                 self.graph.lint()
-                origin = {local: logical for logical, at in self.placed.items() for local in at.values()}
+                origin = {local: logical for logical, by_spec in self.placed.items() for local in by_spec.values()}
                 return RankGraph(
                     self.graph,
                     self.mesh,
@@ -135,6 +145,7 @@ class _Lowering:
         raise AssertionError("graph without output")
 
     def placeholder(self, node: fx.Node, spec: P) -> fx.Node:
+        """The local input that holds the shard of a global input."""
         value = node.meta["val"]
         local = self.graph.placeholder(node.name)
         shape = local_shape(shape_of(node), spec, self.mesh)
@@ -147,28 +158,34 @@ class _Lowering:
         return local
 
     def constant(self, node: fx.Node) -> fx.Node:
+        """The local node of a constant, which is replicated."""
         local = self.graph.create_node("get_attr", node.target)
         value = self.logical.constants[node.target]
         local.meta = {"val": torch.empty(value.shape, dtype=value.dtype, device="meta"), "spec": P(), "line": "", "labels": ()}
         return local
 
     def output(self, node: fx.Node, spec: P | None) -> tuple[fx.Node, P]:
-        self.current = node  # what moves it is on account of the op that made it
+        """The local node of a result at the spec that was asked for, or at its own if None was; with that spec."""
+        self.current = node  # collectives that move the result get the source line of the op that made it
         spec = self.in_mesh_order(self.specs[node]) if spec is None else spec
-        absent = self.mesh.ordered(set(spec.partial) - set().union(*(at.partial for at in self.placed[node])))
-        if absent:
+        not_pending = self.mesh.ordered(set(spec.partial) - set().union(*(existing.partial for existing in self.placed[node])))
+        if not_pending:
             raise ShardingError(
                 f"result {self.logical.results.index(node)} {shape_of(node)} cannot be placed by {spec}: it is not a pending sum "
-                f"over {list(absent)}, it is {self.specs[node]}.\nmesh: {self.mesh}. Leave `partial` out of its spec."
+                f"over {list(not_pending)}, it is {self.specs[node]}.\nmesh: {self.mesh}. Leave `partial` out of its spec."
             )
         return self.redistribute(node, spec), spec
 
     def in_mesh_order(self, spec: P) -> P:
-        """`spec` without axes that shard a dim in another order than the mesh has: within graphs they may, not between them."""
+        """`spec` with every dim cut down to its first axes that are in mesh order.
+
+        Inside a graph a dim may be sharded by axes in another order, but not where graphs hand values to each other.
+        """
         dims = [next(d[:n] for n in range(len(d), -1, -1) if d[:n] == self.mesh.ordered(d[:n])) for d in spec.dims]
         return P(*dims, partial=spec.partial)
 
     def define(self, node: fx.Node, local: fx.Node, spec: P) -> None:
+        """Note that `local` holds the value of the logical `node` at `spec`."""
         expected = local_shape(shape_of(node), spec, self.mesh)
         assert tuple(local.meta["val"].shape) == expected, (
             f"{node.format_node()}: local {local.meta['val'].shape}, expected {expected}"
@@ -179,7 +196,7 @@ class _Lowering:
         self.specs[node] = spec
 
     def emit(self, target: Callable, args: Sequence[object], kwargs: Mapping[str, object], spec: P | None = None) -> fx.Node:
-        """A local node, its value found by running the op without data."""
+        """Add a local node; the shape of its value is found by running the op without data."""
         node = self.graph.call_function(target, tuple(args), dict(kwargs))
         meta_args, meta_kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         if "device" in meta_kwargs:
@@ -189,7 +206,7 @@ class _Lowering:
         return node
 
     def start(self, axes: tuple[str, ...], extent: int) -> fx.Node | int:
-        """The first global index on this rank of a factor with `extent` local elements."""
+        """The global index of this rank's first element of a factor that is sharded by `axes` and has `extent` elements here."""
         if not axes:
             return 0
         if (axes, extent) not in self.starts:
@@ -197,20 +214,23 @@ class _Lowering:
         return self.starts[axes, extent]
 
     def redistribute(self, node: fx.Node, target: P) -> fx.Node:
-        """The local node of `node` placed by `target`: an existing one, or made from the one from which it is cheapest."""
-        at = self.placed[node]
-        if target in at:
-            return at[target]
+        """The local node that holds `node` at the spec `target`.
+
+        If there is none yet, the one that is cheapest to move there is moved; each spec on the way is noted as well.
+        """
+        local_nodes = self.placed[node]
+        if target in local_nodes:
+            return local_nodes[target]
         shape = shape_of(node)
         nbytes = node.meta["val"].nbytes
         candidates = [
             (plan_bytes(moves, nbytes, self.mesh), len(moves), index, spec, moves)
-            for index, spec in enumerate(at)
+            for index, spec in enumerate(local_nodes)
             if set(target.partial) <= set(spec.partial)
             for moves in [plan(spec, target, len(shape), self.mesh)]
         ]
         *_, spec, moves = min(candidates, key=lambda c: c[:3])
-        local = at[spec]
+        local = local_nodes[spec]
         for move in moves:
             size = self.mesh.axis_size(move.axes)
             kwargs: dict[str, Any] = {"axes": move.axes, "size": size}
@@ -222,10 +242,11 @@ class _Lowering:
                 kwargs["dim"] = move.dim
             local = self.emit(getattr(collectives, move.kind), (local,), kwargs, move.after)
             local.meta["labels"] = labels_of(node)
-            at.setdefault(move.after, local)
+            local_nodes.setdefault(move.after, local)
         return local
 
     def call(self, node: fx.Node) -> None:
+        """Lower one call: an item of several results, a mark, or an op."""
         if node.target is operator.getitem and node.args[0] in self.tuples:
             local, spec = self.tuples[node.args[0]][node.args[1]]
             self.define(node, local, spec)
@@ -237,6 +258,7 @@ class _Lowering:
             self.apply(node)
 
     def constrain(self, node: fx.Node) -> None:
+        """Move a value to the spec that `ops.constrain` asks for, and note the spec that it had, for its cotangent."""
         source, axes = node.args[0], decode_axes(node.kwargs["axes"])
         spec = normalise(axes, self.mesh) if isinstance(axes, P) else self.named(source, axes)
         problems = check_spec(f"{source.name} {axes}", shape_of(source), spec, self.mesh, any_order=True)
@@ -248,22 +270,33 @@ class _Lowering:
         self.alias(node, source, local, spec)
 
     def named(self, source: fx.Node, axes: Marks) -> P:
-        """The spec that these logical axes ask of a value; `...` leaves a dim, and pending sums, to what nothing else takes."""
-        spec = self.in_words(axes)
+        """The spec that logical axes ask of `source`.
+
+        A dim with `...` keeps the mesh axes that shard it now, up to the first one that another dim asks for. If there is any
+        such dim, pending sums stay pending, except over mesh axes that a dim asks for.
+        """
+        spec = self.spec_of_axes(axes)
         if ... not in axes:
             return spec
         now = self.specs[source]
         dims = []
         for index, axis in enumerate(axes):
-            here = now.dim(index)
-            stays = next((n for n, at in enumerate(here) if at in spec.axes), len(here))  # what is minor to it goes, too
-            dims.append(here[:stays] if axis is ... else spec.dim(index))
+            current = now.dim(index)
+            # the first axis that another dim takes, and all axes minor to it, leave this dim
+            num_staying = next((n for n, mesh_axis in enumerate(current) if mesh_axis in spec.axes), len(current))
+            dims.append(current[:num_staying] if axis is ... else spec.dim(index))
         return P(*dims, partial=tuple(axis for axis in now.partial if axis not in spec.axes))
 
-    def in_words(self, axes: Marks) -> P:
+    def spec_of_axes(self, axes: Marks) -> P:
+        """The spec that the strategy's table gives for logical axes; a dim with `...` is not sharded in it."""
         return spec_from_axes([None if axis is ... else axis for axis in axes], self.table, self.mesh)
 
     def constrain_backward(self, node: fx.Node) -> None:
+        """Move the cotangent of a constrained value towards the spec that the value had before it was constrained.
+
+        Mesh axes that sharded the value shard the same dims of the cotangent. Those over which the value was a pending sum have
+        the cotangent replicated. Over all other axes the cotangent stays as it is.
+        """
         source, cotangent = self.marks[node.kwargs["mark"]], node.args[0]
         now = self.specs[cotangent]
         rank = len(shape_of(cotangent))
@@ -277,12 +310,13 @@ class _Lowering:
         self.alias(node, cotangent, local, spec)
 
     def alias(self, node: fx.Node, source: fx.Node, local: fx.Node, spec: P) -> None:
-        """`node` is the value of `source` at `spec`; both share every placement from now on."""
+        """Note that `node` has the same value as `source`, with `local` at `spec`. What is moved for one then serves both."""
         self.placed[node] = self.placed[source]
         self.specs[node] = spec
         local.meta["labels"] = (*local.meta["labels"], *labels_of(node))
 
     def apply(self, node: fx.Node) -> None:
+        """Lower an op: choose mesh axes for its factors, move its operands, and add it with local operands."""
         rule = rule_of(node)
         self.note_fallback(node, rule)
         specs = [self.specs[operand] for operand in rule.operands]
@@ -292,20 +326,21 @@ class _Lowering:
         locals_ = []
         for i, (operand, spec, dims) in enumerate(zip(rule.operands, specs, rule.factors, strict=True)):
             if i in rule.as_is:
-                stays = (() if rule.replicate & set(names) else spec.dim(dim) for dim, names in enumerate(dims))
-                target = P(*stays, partial=spec.partial)
+                staying = (() if rule.replicate & set(names) else spec.dim(dim) for dim, names in enumerate(dims))
+                target = P(*staying, partial=spec.partial)
             else:
                 target = P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(set(spec.partial) & passed))
             locals_.append(self.redistribute(operand, target))
         result_specs = []
-        for dims in rule.results:  # a factor that this result has not was summed over
-            here = self.dims_of(dims, axes_of)
-            kept = {axis for axes in here for axis in axes}
+        for dims in rule.results:  # a result without a factor is summed over the axes of that factor
+            dim_axes = self.dims_of(dims, axes_of)
+            kept = {axis for axes in dim_axes for axis in axes}
             summed = {axis for factor, axes in axes_of.items() if not _appears(factor, dims) for axis in axes} - kept
-            result_specs.append(P(*here, partial=self.mesh.ordered(summed | passed)))
+            result_specs.append(P(*dim_axes, partial=self.mesh.ordered(summed | passed)))
         self.finish(node, rule, locals_, axes_of, result_specs)
 
     def finish(self, node: fx.Node, rule: NodeRule, locals_: list[fx.Node], axes_of: dict, result_specs: list[P]) -> None:
+        """Add an op with the local operands `locals_`, or the local program of its primitive, and note its results."""
         values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
         shapes = [
             local_shape(tuple(v.shape), spec, self.mesh) if isinstance(v, Tensor) else ()
@@ -318,8 +353,8 @@ class _Lowering:
         if primitive is not None and (active or primitive.placement.lowered is not None):
             emit = Emit(self, rule, axes_of, active[0] if active else "")
             out = (primitive.placement.lowered or primitive.placement.sharded[active[0]])(emit, *args, **kwargs)
-            given = list(out) if isinstance(out, (tuple, list)) else [out]
-            pieces = [self.piece(item, spec, emit.axes) for item, spec in zip(given, result_specs, strict=True)]
+            items = list(out) if isinstance(out, (tuple, list)) else [out]
+            placed_results = [self.placed_result(item, spec, emit.axes) for item, spec in zip(items, result_specs, strict=True)]
         else:
             if rule.localise is not None:
                 args, kwargs = rule.localise(args, kwargs, shapes)
@@ -328,14 +363,18 @@ class _Lowering:
                 parts = [self.emit(operator.getitem, (local, i), {}) for i in range(len(values))]
             else:
                 parts = [local]
-            pieces = list(zip(parts, result_specs, strict=True))
+            placed_results = list(zip(parts, result_specs, strict=True))
         if isinstance(node.meta["val"], (tuple, list)):
-            self.tuples[node] = pieces
+            self.tuples[node] = placed_results
         else:
-            self.define(node, *pieces[0])
+            self.define(node, *placed_results[0])
 
-    def piece(self, item: fx.Node | Placed | Pending, spec: P, axes: tuple[str, ...]) -> tuple[fx.Node, P]:
-        """A result of a local program and where it is: where it says, else by its factors; a sum over `axes` if it says so."""
+    def placed_result(self, item: fx.Node | Placed | Pending, spec: P, axes: tuple[str, ...]) -> tuple[fx.Node, P]:
+        """A result of a primitive's local program: its local node and its spec.
+
+        The program may state the spec itself (`Placed`); otherwise `spec`, which follows from the factors, counts. Over `axes`,
+        which shard the factor that the program is for, the result is a pending sum only if the program says so (`Pending`).
+        """
         if isinstance(item, Placed):
             return item.value, item.spec
         pending = isinstance(item, Pending)
@@ -343,9 +382,11 @@ class _Lowering:
         return item.value if pending else item, P(*spec.dims, partial=self.mesh.ordered(kept))
 
     def choose(self, rule: NodeRule, specs: list[P]) -> dict[str, tuple[str, ...]]:
-        """The mesh axes of each factor: operands that stay or lead come first, then the wish of the larger shard, then order.
+        """Choose the mesh axes that shard each factor: those that shard it in an operand, if no other factor uses them yet.
 
-        A shard is gathered over an axis by messages of its own size: where two operands want the axis, the smaller one moves.
+        Operands have their say one after the other: first those that the op takes as they are, then those that lead by its rule,
+        then those with larger shards. So where two operands want one axis for different factors, the smaller one is moved, which
+        takes smaller messages.
         """
         axes_of: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
@@ -354,16 +395,16 @@ class _Lowering:
             for x, spec in zip(rule.operands, specs, strict=True)
         ]
         order = sorted(range(len(specs)), key=lambda i: (i not in rule.as_is, i not in rule.leads, -local_bytes[i], i))
-        whole = {*rule.replicate, *rule.follows}
-        whole |= {name for name, i in rule.ragged.items() if not specs[i].axes}
-        for i in rule.as_is:  # what stays whole keeps its factors whole in all operands
-            whole |= {name for dim, names in enumerate(rule.factors[i]) for name in names if not specs[i].dim(dim)}
+        unsharded = {*rule.replicate, *rule.follows}
+        unsharded |= {name for name, i in rule.ragged.items() if not specs[i].axes}
+        for i in rule.as_is:  # a factor that is not sharded in an operand which the op takes as it is, is sharded in no operand
+            unsharded |= {name for dim, names in enumerate(rule.factors[i]) for name in names if not specs[i].dim(dim)}
         for i in order:
             for dim, names in enumerate(rule.factors[i]):
                 remaining = list(specs[i].dim(dim))
                 for name in names:
                     taken: tuple[str, ...] = ()
-                    while remaining and name not in whole:
+                    while remaining and name not in unsharded:
                         wider = (*taken, remaining[0])
                         if remaining[0] in used and axes_of.get(name, ())[: len(wider)] != wider:
                             break
@@ -375,7 +416,7 @@ class _Lowering:
                         axes_of[name] = taken
                         used.update(taken)
                     if taken != axes_of.get(name, ()) or self.mesh.axis_size(taken) != rule.sizes[name]:
-                        break  # minor factors stay whole: the shard of this dim would not be contiguous
+                        break  # minor factors are not sharded: the shard of this dim would not be contiguous
         for name, leader in rule.follows.items():
             axes = self.followed(name, rule, specs)
             if axes and set(axes) <= set(axes_of.get(leader, ())):
@@ -383,12 +424,18 @@ class _Lowering:
         return self.contiguous(rule, axes_of)
 
     def followed(self, name: str, rule: NodeRule, specs: list[P]) -> tuple[str, ...]:
-        """The axes by which an operand with the following factor `name` is sharded along it: one taken as it is, or the first."""
+        """The axes that shard `name`, a factor that follows another one: those of the first operand that has a dim of it alone.
+
+        Operands that the op takes as they are come first.
+        """
         order = sorted(range(len(specs)), key=lambda i: (i not in rule.as_is, i))
         return next((specs[i].dim(rule.factors[i].index((name,))) for i in order if (name,) in rule.factors[i]), ())
 
     def contiguous(self, rule: NodeRule, axes_of: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        """`axes_of` without factors whose shards would not be contiguous in some dim: one that is major there stays whole."""
+        """`axes_of` without the factors whose shards would not be contiguous in some dim.
+
+        In a dim made of several factors, one may be sharded only if each factor that is major to it has one element per rank.
+        """
         for names in (names for dims in (*rule.factors, *rule.results) for names in dims):
             for major, minor in itertools.pairwise(names):
                 if minor in axes_of and self.mesh.axis_size(axes_of.get(major, ())) != rule.sizes[major]:
@@ -396,7 +443,7 @@ class _Lowering:
         return axes_of
 
     def follow_hints(self, node: fx.Node, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]]) -> None:
-        """Shard factors that only results have as their hints say, over axes that nothing else of the op uses."""
+        """Shard factors that are in results but in no operand as the hints say, over axes that the op does not use otherwise."""
         results = [node] if len(rule.results) == 1 else [None] * len(rule.results)
         if len(rule.results) > 1:
             for user in node.users:
@@ -415,17 +462,22 @@ class _Lowering:
                     used |= set(axes)
 
     def hint_of(self, node: fx.Node) -> P | None:
-        """Where a result would best come: what was asked for, or where a mark on it places it."""
+        """The spec that is preferred for a result: its hint; without one, the spec to which a mark that reads it moves it."""
         for user in node.users if node not in self.hints else ():
             if user.target == constrain_p.op:
                 axes = decode_axes(user.kwargs["axes"])
-                return normalise(axes, self.mesh) if isinstance(axes, P) else self.in_words(axes)
+                return normalise(axes, self.mesh) if isinstance(axes, P) else self.spec_of_axes(axes)
             if user.target == constrain_bwd_p.op:
                 return self.marks[user.kwargs["mark"]]
         return self.hints.get(node)
 
     def pass_partial(self, node: fx.Node, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]]) -> set[str]:
-        """The pending sums of operands that the op may leave pending: it is linear in them, and nothing grows."""
+        """The mesh axes over which operands are pending sums and the op leaves its results pending.
+
+        An op that is linear in all operands together leaves those sums pending that all operands have. Any other op must be
+        linear in the one operand that is a pending sum over an axis. Its results must not have more bytes than that operand,
+        because to sum them later would then move more bytes than to sum the operand now.
+        """
         used = {axis for axes in axes_of.values() for axis in axes}
         pending = [set(spec.partial) for spec in specs]
         if rule.jointly:
@@ -433,12 +485,13 @@ class _Lowering:
         out_bytes = sum(v.nbytes for v in _tensors(node.meta["val"]))
         passed = set()
         for i in rule.linear:
-            alone = pending[i] - used - set().union(*(p for j, p in enumerate(pending) if j != i))
+            only_here = pending[i] - used - set().union(*(p for j, p in enumerate(pending) if j != i))
             if out_bytes <= rule.operands[i].meta["val"].nbytes or _may_grow(node):
-                passed |= alone
+                passed |= only_here
         return passed
 
     def dims_of(self, dims: tuple[tuple[str, ...], ...], axes_of: dict[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """The mesh axes that shard each dim of a tensor, from those of the factors that make the dim."""
         out = []
         for names in dims:
             axes: tuple[str, ...] = ()
@@ -448,7 +501,7 @@ class _Lowering:
         return out
 
     def note_fallback(self, node: fx.Node, rule: NodeRule) -> None:
-        """Warn, once an op, if an op of torch of which no part can be computed alone makes ranks gather its operands."""
+        """Warn, once for each op of torch, if the op lets no dim be sharded, so that ranks must gather its sharded operands."""
         read = [self.specs[operand] for i, operand in enumerate(rule.operands) if i not in rule.as_is]
         gathered = any(spec.dims for spec in read) or (not has_rule(node) and any(spec.partial for spec in read))
         if gathered and primitive_of(node.target) is None and not rule.shardable and str(node.target) not in self.fallbacks:
@@ -459,7 +512,7 @@ class _Lowering:
 
 
 def _may_grow(node: fx.Node) -> bool:
-    """Whether a pending sum passes through an op although its result has more bytes."""
+    """Whether a pending sum may pass through an op even if the result has more bytes."""
     primitive = primitive_of(node.target)
     return primitive is not None and primitive.placement.may_grow_pending
 

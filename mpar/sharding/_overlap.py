@@ -1,4 +1,4 @@
-"""Overlap: what a posted message does not wait for is computed before its arrival is; and how much work that is."""
+"""Overlap: ops that do not need a posted message run while it is on its way; and how much computation that is."""
 
 import operator
 
@@ -16,8 +16,10 @@ PRODUCTS = ("einsum", "attention", "grouped_matmul", "mlp_tiled")
 
 @graph_pass
 def overlap_posted(graph: fx.Graph) -> dict[str, int]:
-    """Post messages as soon as what they carry is there. Then move what does not depend on an arrival before it, up to the first
-    product that does.
+    """Post messages as soon as their values are computed, and wait for them as late as other work allows.
+
+    For the second part, the ops behind a wait that do not depend on it are moved in front of it. The search for such ops ends at
+    the first product or collective that does depend on it. Nothing is moved unless a product is among them.
 
     before:  %p = exchange_rows(%x); %a = arrived(%p); %s = einsum(shared expert); %g = grouped_matmul(%a)
     after:   %p = exchange_rows(%x); %s = einsum(shared expert); %a = arrived(%p); %g = grouped_matmul(%a)
@@ -32,7 +34,7 @@ def overlap_posted(graph: fx.Graph) -> dict[str, int]:
             last.append(post)
             moved += 1
     for arrival in [node for node in graph.nodes if node.target is collectives.arrived]:
-        waiting, free = {arrival}, []
+        waiting, independent = {arrival}, []
         node = arrival.next
         while node.op != "output":
             if any(used in waiting for used in node.all_input_nodes):
@@ -40,13 +42,13 @@ def overlap_posted(graph: fx.Graph) -> dict[str, int]:
                 if _is_heavy(node) or node.target in collectives.COLLECTIVES:
                     break
             else:
-                free.append(node)
+                independent.append(node)
             node = node.next
-        if not any(_is_heavy(other) for other in free):
-            continue  # nothing worth the memory of having it early
-        for other in free:
+        if not any(_is_heavy(other) for other in independent):
+            continue  # too little work to be worth the memory of computing it early
+        for other in independent:
             arrival.prepend(other)
-        moved += len(free)
+        moved += len(independent)
     return {"nodes_moved": moved}
 
 
@@ -57,7 +59,7 @@ def _is_heavy(node: fx.Node) -> bool:
 
 
 def hidden_cost(post: fx.Node) -> Cost:
-    """What is computed between a posted message and its arrival."""
+    """The cost of the ops between a posted message and the wait for it."""
     flops = nbytes = 0
     node = post.next
     while node.op != "output" and not (node.target is collectives.arrived and node.args[0] is post):

@@ -1,4 +1,4 @@
-"""What a graph pass is: a function from a graph to statistics, which leaves the graph well-formed."""
+"""Graph passes: functions that rewrite a graph and return statistics of what they changed."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ PASSES: dict[str, GraphPass] = {}
 
 
 def graph_pass(fn: GraphPass) -> GraphPass:
-    """Register a pass under its name; dead nodes are removed and the graph is linted after it."""
+    """Register a pass under its name, and let it erase dead nodes and check that the graph is well-formed at its end."""
 
     def run(graph: fx.Graph) -> dict[str, int]:
         statistics = fn(graph)
@@ -28,5 +28,5 @@ def graph_pass(fn: GraphPass) -> GraphPass:
 
 
 def erase_dead_nodes(graph: fx.Graph) -> None:
-    """Erase nodes that no result needs. A constraint stays even then: that of its cotangent refers to where its operand lives."""
+    """Erase nodes that no result needs, but no `constrain`: the mark of its cotangent refers to the spec of its operand."""
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node.target == constrain_p.op)

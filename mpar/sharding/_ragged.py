@@ -1,4 +1,4 @@
-"""Ragged: which values have as many rows as a router sends, and how many times the balanced number there may be."""
+"""Ragged: which values have a number of rows that a router decides, and by how much it may exceed the balanced number."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ __all__ = ["mark_ragged"]
 
 @graph_pass
 def mark_ragged(graph: fx.Graph) -> dict[str, int]:
-    """Note `meta["ragged"]` of nodes with a ragged first dim: at most this many times the rows that the graph says.
+    """Set `meta["ragged"]` of nodes with a ragged first dim: they may have at most so many times the rows that their shape says.
 
-    Rows that arrive are ragged: all ranks of the group may send all they have to one. So are those that a rank takes of slots
-    which all ranks have, and what keeps their number.
+    Rows that arrive from other ranks are ragged, because all ranks of the group may send all their rows to one. So are the rows
+    that a rank takes of slots which all ranks have. An op that keeps the number of rows passes the mark on.
     """
     for node in graph.nodes:
         if node.target is collectives.exchange_rows:
@@ -28,19 +28,19 @@ def mark_ragged(graph: fx.Graph) -> dict[str, int]:
             rows = {
                 (t.shape[0], used.meta["ragged"]) for used in node.all_input_nodes if "ragged" in used.meta for t in _rows(used)
             }
-            most = max((times for size, times in rows if any(t.shape[0] == size for t in _rows(node))), default=0)
-            if most:
-                node.meta["ragged"] = most
+            max_times = max((times for size, times in rows if any(t.shape[0] == size for t in _rows(node))), default=0)
+            if max_times:
+                node.meta["ragged"] = max_times
     return {"ragged_values": sum("ragged" in node.meta for node in graph.nodes)}
 
 
 def _slots(node: fx.Node) -> int:
-    """Rows from which an op takes some."""
+    """The number of rows of which an op takes some."""
     return node.args[1 if len(node.args) == 3 else 0].meta["val"].shape[0]
 
 
 def _rows(node: fx.Node) -> list[Tensor]:
-    """The results of a node that have rows of features, not the numbers that describe them."""
+    """The results of a node that hold rows of features; counts and indices are left out."""
     value: Any = node.meta["val"]
     values = value if isinstance(value, (list, tuple)) else [value]
     return [v for v in values if isinstance(v, Tensor) and v.ndim == 2 and v.is_floating_point()]

@@ -1,7 +1,7 @@
-"""Sharding rules of torch's own ops: which factors their dims are made of. Primitives bring theirs.
+"""Sharding rules of torch's own ops: which factors make their dims. Primitives have rules of their own.
 
-A rule speaks of global shapes only. An op without one has no factors: it is computed replicated, which is right for every op that
-is deterministic, functional and of static shape, and slow.
+Rules are about global shapes. An op without a rule has no factors, so every rank computes it on global operands. That is correct
+for every op that is deterministic, functional and of static shape, but slow.
 """
 
 import itertools
@@ -26,12 +26,15 @@ Factors = tuple[tuple[str, ...], ...]
 class NodeRule:
     """How one node may be sharded.
 
-    operands:   its tensor operands, in order of appearance, and per dim the factors that make it, major first.
-    results:    the same for its results. A dim without factors (`()`) is of size 1 or a broadcast, and never sharded.
+    operands:   its tensor operands, in order of appearance.
+    factors:    for each dim of each operand the factors that make it, major first. A dim without factors is never sharded.
+    results:    the same for its results.
+    sizes:      the global size of each factor.
     replicate:  factors that must not be sharded.
-    linear:     operands in each of which alone the op is linear; `jointly`: linear in all of them together (a sum).
-    localise:   (args, kwargs, local result shapes) -> (args, kwargs): writes local sizes into arguments that hold sizes.
-    follows, as_is, ragged, leads: as in `ShardingRule`, operands by number.
+    linear:     the numbers of operands in each of which the op is linear while the others are held fixed.
+    jointly:    whether the op is linear in all operands together, as a sum is.
+    localise:   (args, kwargs, local result shapes) -> (args, kwargs): puts local sizes into arguments that hold sizes.
+    follows, as_is, ragged, leads: as in `ShardingRule`, with the numbers of operands in the place of names.
     """
 
     operands: list[fx.Node]
@@ -49,7 +52,7 @@ class NodeRule:
 
     @property
     def shardable(self) -> set[str]:
-        """The factors of operands that may be sharded; of an op without any nothing can be computed in parts."""
+        """The factors of operands that may be sharded. If there are none, every rank computes the op on global operands."""
         return {name for dims in self.factors for names in dims for name in names} - self.replicate
 
 
@@ -66,13 +69,13 @@ def rule_of(node: fx.Node) -> NodeRule:
 
 
 def has_rule(node: fx.Node) -> bool:
-    """Whether anybody has said how this op may be sharded."""
+    """Whether there is a sharding rule for the op of a node."""
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return primitive_of(node.target) is not None or node.target in RULES or pointwise
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
-    """The operands of `node` that are tensors, in order, lists flattened, repeated ones once each time they appear."""
+    """The operands of `node` that are tensors, in order, with lists flattened; one that appears twice is listed twice."""
     found: list[fx.Node] = []
 
     def note(used: fx.Node) -> fx.Node:
@@ -146,7 +149,7 @@ def _expanded(dims: Factors, leading: int) -> Factors:
 
 
 def _without_broadcasts(dims: Factors, shape: tuple[int, ...], sizes: dict[str, int]) -> Factors:
-    """Note the sizes of simple factors; a dim of size 1 whose factor is larger elsewhere has none."""
+    """`dims` without the factors of dims of size 1. The size of each dim that is made of one factor is noted in `sizes`."""
     out = []
     for factors, size in zip(dims, shape, strict=True):
         if len(factors) == 1:
@@ -159,6 +162,7 @@ def _without_broadcasts(dims: Factors, shape: tuple[int, ...], sizes: dict[str, 
 
 
 def _solve_composites(factors: list[Factors], shapes: list[tuple[int, ...]], sizes: dict[str, int]) -> None:
+    """Find the size of the one unknown factor of a dim that is made of several, and note it in `sizes`."""
     for dims, shape in zip(factors, shapes, strict=True):
         for names, size in zip(dims, shape, strict=True):
             unknown = [name for name in names if name not in sizes]
@@ -172,8 +176,9 @@ def _pointwise(node: fx.Node) -> NodeRule:
     operands = tensor_operands(node)
     factors = []
     for operand in operands:
-        own, offset = shape_of(operand), len(shape) - len(shape_of(operand))
-        factors.append(tuple((f"d{i + offset}",) if size == shape[i + offset] and size > 1 else () for i, size in enumerate(own)))
+        sizes, offset = shape_of(operand), len(shape) - len(shape_of(operand))
+        placed = enumerate(sizes, offset)
+        factors.append(tuple((f"d{i}",) if size == shape[i] and size > 1 else () for i, size in placed))
     result = tuple((f"d{i}",) if size > 1 else () for i, size in enumerate(shape))
     rule = NodeRule(operands, factors, [result] * len(values), _dim_sizes(shape))
     num_tensors = len(operands)
@@ -194,19 +199,19 @@ def _replicated(node: fx.Node) -> NodeRule:
     operands = tensor_operands(node)
     values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
     factors: list[Factors] = [((),) * len(shape_of(operand)) for operand in operands]
-    results = [((),) * v.ndim if isinstance(v, Tensor) else () for v in values]  # a gradient that nobody asked for is None
+    results = [((),) * v.ndim if isinstance(v, Tensor) else () for v in values]  # a gradient that is not asked for is None
     return NodeRule(operands, factors, results, {})
 
 
 def _unread(node: fx.Node) -> NodeRule:
-    """An op that reads no data of its operand, which may lie anywhere."""
+    """The rule of an op that reads no data of its operand, which may thus have any spec."""
     rule = _replicated(node)
     rule.as_is = {0}
     return rule
 
 
 def _reduction(linear: bool, at: int = 1) -> Callable[[fx.Node], NodeRule]:
-    """Reductions over the dims in argument `at`, all if there are none; whether to keep them is the argument after it."""
+    """The rule of reductions. Argument number `at` gives the dims, or None for all; the next one says whether to keep them."""
 
     def rule(node: fx.Node) -> NodeRule:
         x = node.args[0]
@@ -230,7 +235,10 @@ def _reduction(linear: bool, at: int = 1) -> Callable[[fx.Node], NodeRule]:
 
 
 def _along(*positions: int, default: int = 0) -> Callable[[fx.Node], NodeRule]:
-    """Ops that work along one dim (given at the first of `positions` that is there) and are independent along the others."""
+    """The rule of ops that work across one dim and treat the indices of all others independently.
+
+    The dim is the first of the arguments with the numbers `positions` that is given.
+    """
 
     def rule(node: fx.Node) -> NodeRule:
         operands = tensor_operands(node)
@@ -289,8 +297,8 @@ def _permute(node: fx.Node) -> NodeRule:
 def _expand(node: fx.Node) -> NodeRule:
     x, shape = node.args[0], shape_of(node)
     offset = len(shape) - len(shape_of(x))
-    own = shape_of(x)
-    factors = tuple((f"d{i + offset}",) if size == shape[i + offset] and size > 1 else () for i, size in enumerate(own))
+    sizes = shape_of(x)
+    factors = tuple((f"d{i + offset}",) if size == shape[i + offset] and size > 1 else () for i, size in enumerate(sizes))
     result = tuple((f"d{i}",) if i >= offset and factors[i - offset] else () for i in range(len(shape)))
     return NodeRule([x], [factors], [result], _dim_sizes(shape), linear={0}, localise=_local_sizes)
 
@@ -364,7 +372,7 @@ def _flip(node: fx.Node) -> NodeRule:
 
 
 def _product(equation: str) -> Callable[[fx.Node], NodeRule]:
-    """Products of integers, which stay torch's own ops."""
+    """The rule of a product of integers: it stays an op of torch, while products of floats become einsums."""
     left, _, out = equation.partition("->")
 
     def rule(node: fx.Node) -> NodeRule:

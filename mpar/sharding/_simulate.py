@@ -1,4 +1,4 @@
-"""Simulate: a rank graph on all ranks in lockstep, in one process; collectives are operations on lists. The main oracle."""
+"""Simulate: run a rank graph on all ranks in one process, node by node; a collective combines the values of all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ __all__ = ["distribute", "implementation", "run_lockstep", "simulate_graph"]
 
 
 def simulate_graph(ranked: RankGraph, args: Sequence[Tensor]) -> list[Tensor]:
-    """Run `ranked` on global tensors: distribute them, run every rank, assemble the results.
+    """Run `ranked` on global tensors: cut them into shards, run every rank, and assemble the results.
 
     Raises ShardingError if ranks that should hold the same value do not, bit for bit.
     """
@@ -28,7 +28,7 @@ def simulate_graph(ranked: RankGraph, args: Sequence[Tensor]) -> list[Tensor]:
 
 
 def distribute(x: Tensor, spec: P, mesh: Mesh) -> list[Tensor]:
-    """Every rank's shard of a global tensor; of a pending sum, the first coordinate has the value and the others zero."""
+    """Every rank's shard of a global tensor. Of a pending sum the ranks at the first coordinate have the value, the others 0."""
     shards = [shard(x, spec, mesh, rank) for rank in range(mesh.size)]
     return [torch.zeros_like(local) if mesh.index(rank, spec.partial) else local for rank, local in enumerate(shards)]
 
@@ -36,7 +36,7 @@ def distribute(x: Tensor, spec: P, mesh: Mesh) -> list[Tensor]:
 def run_lockstep(
     graph: fx.Graph, mesh: Mesh, columns: Sequence[Sequence[Tensor]], constants: Mapping[str, Tensor]
 ) -> list[list[Tensor]]:
-    """Run `graph` on every rank; `columns` holds, per placeholder, each rank's value. Results likewise."""
+    """Run `graph` on every rank. `columns` has for each placeholder the value on every rank; results come in the same form."""
     env: dict[fx.Node, list[Any]] = {}
     remaining = {node: len(node.users) for node in graph.nodes}
     inputs = iter(columns)
@@ -54,13 +54,13 @@ def run_lockstep(
             env[node] = env[node.args[0]]
         elif node.target in collectives.COLLECTIVES:
             axes = node.kwargs["axes"]
-            how = {key: value for key, value in node.kwargs.items() if key not in ("axes", "size")}
+            params = {key: value for key, value in node.kwargs.items() if key not in ("axes", "size")}
             if axes not in groups:
                 groups[axes] = list(mesh.groups(axes))
             out: list[Any] = [None] * mesh.size
             for group in groups[axes]:
                 parts = [env[node.args[0]][rank] for rank in group]
-                for rank, result in zip(group, combine(node.target.__name__, parts, **how), strict=True):
+                for rank, result in zip(group, combine(node.target.__name__, parts, **params), strict=True):
                     out[rank] = result
             env[node] = out
         elif node.target is collectives.shard:
@@ -83,12 +83,12 @@ def run_lockstep(
 
 
 def _post(node: fx.Node, env: dict[fx.Node, list[Any]], mesh: Mesh) -> list[Any]:
-    """What `arrived` gives on every rank."""
+    """The results of a posted collective on every rank, as they are after `arrived`."""
     out: list[Any] = [None] * mesh.size
     for group in mesh.groups(node.kwargs["axes"]):
         operands = [fx.node.map_arg(node.args, lambda n, rank=rank: env[n][rank]) for rank in group]
-        how = {key: value for key, value in node.kwargs.items() if key not in ("axes", "size")}
-        for rank, result in zip(group, combine(node.target.__name__, operands, **how), strict=True):
+        params = {key: value for key, value in node.kwargs.items() if key not in ("axes", "size")}
+        for rank, result in zip(group, combine(node.target.__name__, operands, **params), strict=True):
             out[rank] = result
     return out
 

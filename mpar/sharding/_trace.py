@@ -27,11 +27,13 @@ __all__ = ["LogicalGraph", "source_line", "trace"]
 
 @dataclass(frozen=True)
 class LogicalGraph:
-    """A traced function. Placeholders are the tensor leaves of its arguments in order; the output node holds a flat tuple.
+    """A traced function.
 
+    graph:     its placeholders are the tensor leaves of the arguments, in order; its output is a flat tuple of the results.
     names:     the path of each leaf in the tuple of arguments, for messages.
     constants: tensors that the function made from Python numbers; their nodes are `get_attr`.
-    outputs:   structure of what the function returns.
+    inputs:    the structure of the tuple of arguments.
+    outputs:   the structure of what the function returns.
     """
 
     graph: fx.Graph
@@ -55,12 +57,14 @@ class LogicalGraph:
 
 
 def trace(fn: Callable[..., object], args: Sequence[object], *, canonical: bool = True) -> LogicalGraph:
-    """Trace `fn(*args)`; the leaves of `args` are real, meta or fake tensors, of which only shapes and dtypes are read.
+    """Trace `fn(*args)`. The leaves of `args` are real, meta or fake tensors; only their shapes and dtypes are read.
+
+    canonical: whether the passes of `canonicalise` run on the graph.
 
     Raises TraceError, listing all offenders with their lines, for randomness, mutation, or shapes that depend on data.
     """
     all_leaves, structure = tree.flatten(tuple(args))
-    leaves = [leaf for leaf in all_leaves if leaf is not None]  # an absent argument is static
+    leaves = [leaf for leaf in all_leaves if leaf is not None]  # None is part of the structure, not an input
     named = [(path, leaf) for path, leaf in tree.leaves_with_path(tuple(args)) if leaf is not None]
     foreign = [path for path, leaf in named if not isinstance(leaf, Tensor)]
     if foreign:
@@ -128,7 +132,8 @@ def _at(watch: Watch) -> str:
 
 
 def _functionalise(fn: Callable, graph: fx.Graph) -> None:
-    """Replace what torch's own functions write in place into fresh tensors; raise TraceError where that is not possible."""
+    """Replace in-place ops by ops that return their result. Torch's own functions contain such ops, which write into tensors that
+    they have just made. Raise TraceError for any other in-place op."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         schema = getattr(node.target, "_schema", None)

@@ -1,4 +1,4 @@
-"""Watch: while a function is traced, find the user's line behind every op, and what the function must not do."""
+"""Watch: while a function is traced, find the user's source line behind every op, and note what a pure function must not do."""
 
 import bisect
 import functools
@@ -32,7 +32,7 @@ INSTEAD = {
 }
 
 COMPILER = frozenset({"compiler", "ir", "ops", "program", "runtime", "sharding"})
-"""Packages of ours whose lines are not those of a model: what is in them runs on behalf of a line above."""
+"""Packages of mpar whose lines are never reported: what they do, they do for the line of a model or a user that called them."""
 WRITERS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"})
 
 
@@ -46,13 +46,13 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.offenders: list[str] = []
         self.line = ""
-        self._nodes: list[int] = []  # autograd nodes, ascending; each was the last one when the op of the same index ran
-        self._lines: list[str] = []
+        self._nodes: list[int] = []  # numbers of autograd nodes, ascending: the newest one at the time of an op
+        self._lines: list[str] = []  # the line of that op
 
-    def refuse(self, what: object, problem: str) -> None:
+    def refuse(self, offender: object, problem: str) -> None:
         """Note that `what`, on the user's line that runs now, makes the function impure."""
         line = _user_line()
-        self.offenders.append(f"{what} at {line} {problem}" if line else f"{what} {problem}")
+        self.offenders.append(f"{offender} at {line} {problem}" if line else f"{offender} {problem}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         backward = current_autograd_node()
@@ -68,13 +68,13 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _forward_line(self, backward: int) -> str:
-        """The line of the op during which the autograd node `backward` was made: the node comes first, then the op runs."""
-        at = bisect.bisect_left(self._nodes, backward)
-        return self._lines[at] if at < len(self._lines) else ""
+        """The line of the forward op for which the autograd node `backward` was made: first comes the node, then the op runs."""
+        index = bisect.bisect_left(self._nodes, backward)
+        return self._lines[index] if index < len(self._lines) else ""
 
 
 class Calls(TorchFunctionMode):
-    """Refuses calls that write into a tensor. Torch's own functions may do so inside, where nobody sees it; a user may not."""
+    """Refuses calls of the user that write into a tensor. Torch's own functions may write into tensors that they have made."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -129,5 +129,5 @@ def _user_line() -> str:
 @functools.cache
 def _is_users(code: CodeType) -> bool:
     path = Path(code.co_filename)
-    own = _HERE in path.parents and path.relative_to(_HERE).parts[0] in COMPILER
-    return not own and not code.co_filename.startswith((_TORCH, "<"))
+    is_compiler = _HERE in path.parents and path.relative_to(_HERE).parts[0] in COMPILER
+    return not is_compiler and not code.co_filename.startswith((_TORCH, "<"))

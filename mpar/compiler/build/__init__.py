@@ -1,4 +1,4 @@
-"""Building: the chain, the microbatches and the optimizer become instructions, what they do first, then in which order."""
+"""Building: the instructions of a step are written for every position along pp. First what is done, then in which order."""
 
 from mpar.compiler.build._build import build
 from mpar.compiler.build._options import BUCKET_BYTES, BatchShape, CompileOptions

@@ -1,4 +1,4 @@
-"""What the actions of a part share: the writer, what waits, parameters, contexts, gradients and reports."""
+"""Actions: what the functions that write the actions of a part share: the writer, values that wait, parameters, gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,11 +18,12 @@ __all__ = ["Actions"]
 
 @dataclass(frozen=True)
 class Actions:
-    """What is shared by all that is written of one part.
+    """What the functions that write the actions of one part share.
 
-    cotangent:    the value of one over the weight of the batch, which every loss is multiplied by.
-    joint_losses: losses that backwards give, where forward and backward are one.
-    carried:      what slices give later ones to read.
+    edges:        the values that wait between actions.
+    cotangent:    the value that holds one over the weight of the batch: the cotangent of every loss.
+    joint_losses: by value, which loss it is, for losses of segments whose forward and backward are one instruction.
+    carried:      by value, which result it is, for all values that a slice hands to later slices.
     """
 
     position: Position
@@ -38,7 +39,7 @@ class Actions:
 
     @property
     def blueprint(self) -> Blueprint:
-        """The step that the part belongs to."""
+        """The blueprint of the program that the part belongs to."""
         return self.position.blueprint
 
     def segments_of(self, stage: int) -> range:
@@ -46,13 +47,19 @@ class Actions:
         return self.blueprint.pipeline.ranges[stage]
 
     def fetch(self, waiting: list[Waiting], segment: int, microbatch: int, slices: Sequence[int]) -> None:
-        """Bring slices back from the host: the first is needed now, the others are then on their way."""
+        """Write the fetches of values that wait in the host's memory, for those of `slices` that exist.
+
+        Callers name the slice that they need now and the one that they need next, which is fetched while this one computes.
+        """
         for c in slices:
             if 0 <= c < len(waiting):
                 waiting[c] = waiting[c].fetched(self.writer, self.blueprint.segments[segment].name, Piece(microbatch, c))
 
     def until_next_segment(self, values: list[int], segment: int, piece: Piece, *, ends_stage: bool) -> Waiting:
-        """What a slice gives the segment that follows, which begins when all slices of this one are done."""
+        """Let what a slice gives to the following segment wait until all slices of this segment are done.
+
+        It waits in the host's memory if the recompute policy offloads, unless there is only one slice or the stage ends here.
+        """
         waiting = Waiting(values)
         options = self.blueprint.options
         if not options.recompute.offload or options.num_slices == 1 or ends_stage:
@@ -60,7 +67,8 @@ class Actions:
         return waiting.offloaded(self.writer, self.blueprint.segments[segment].name, piece)
 
     def hand_back(self, stage: int, microbatch: int, input_gradients: list[Waiting]) -> None:
-        """A stage has the gradients of its input: where the stage before it is here too, it needs no message."""
+        """Note the gradients of a stage's input. If this position also runs the stage before it, that stage reads them without a
+        message."""
         self.edges.input_gradients[stage, microbatch] = input_gradients
         if self.position.runs(stage - 1, microbatch):
             self.edges.cotangents[stage - 1, microbatch] = input_gradients

@@ -1,6 +1,7 @@
-"""Backward: what a stage does with the gradients of a microbatch: all at once, or the half for its input and that for weights.
+"""Backward: the instructions of a stage's backward with a microbatch, as a whole or in two halves.
 
-It goes through the segments of the stage and, of each, through the slices, last first.
+I gives the gradients of the stage's input, W those of its parameters. Each goes through the segments of the stage, last first,
+and in each segment through the slices, last first.
 """
 
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from mpar.ir import Piece, SegmentResult
 __all__ = ["write_backward", "write_input_half", "write_weight_half"]
 
 WriteSegment = Callable[[Actions, int, int, Piece, list[int]], list[int]]
-"""`write(actions, stage, segment, piece, primals)` writes what is done for one slice of a segment, and gives the gradients of its
-x and of what past slices carried over."""
+"""`write(actions, stage, segment, piece, primals)` writes the instruction for one slice of a segment. It returns the gradients of
+the segment's x, then those of what past slices carried over."""
 
 
 def write_backward(actions: Actions, stage: int, microbatch: int) -> None:
@@ -23,12 +24,12 @@ def write_backward(actions: Actions, stage: int, microbatch: int) -> None:
 
 
 def write_input_half(actions: Actions, stage: int, microbatch: int) -> None:
-    """Write the half that gives the gradient of the stage's input."""
+    """Write I: the half that gives the gradients of the stage's input."""
     _go_back(actions, stage, microbatch, _write_input_half)
 
 
 def write_weight_half(actions: Actions, stage: int, microbatch: int) -> None:
-    """Write the half that gives the gradients of parameters which the input half did not make."""
+    """Write W: the half that gives the gradients of the stage's parameters."""
     blueprint = actions.blueprint
     for segment in reversed(actions.segments_of(stage)):
         params = actions.gathers.parameters(blueprint.segments[segment].paths, microbatch)
@@ -51,7 +52,10 @@ def write_weight_half(actions: Actions, stage: int, microbatch: int) -> None:
 
 
 def _go_back(actions: Actions, stage: int, microbatch: int, write: WriteSegment) -> None:
-    """Go back through a stage and hand the gradient of its input to the stage before it."""
+    """Go through a stage, last segment first, and hand the gradients of its input to the stage before it.
+
+    `write` writes the instruction for each slice of each segment.
+    """
     blueprint, edges = actions.blueprint, actions.edges
     dys = edges.cotangents.pop((stage, microbatch), edges.nothing())
     for segment in reversed(actions.segments_of(stage)):
@@ -73,15 +77,15 @@ def _go_back(actions: Actions, stage: int, microbatch: int, write: WriteSegment)
 
 
 def _fetch_saved(actions: Actions, stage: int, segment: int, piece: Piece) -> Saved:
-    """What a slice's forward kept for its backward. That of the next slice is being fetched while this one computes."""
+    """What a slice's forward saved for its backward. What the next slice will need is fetched while this one computes."""
     m, c = piece
     saved, blueprint, writer = actions.edges.saved[stage, m], actions.blueprint, actions.writer
     following = (segment, c - 1) if c else (segment - 1, blueprint.options.num_slices - 1)
-    for index, number in ((segment, c), following):
-        if (index, number) not in saved:
+    for index, slice_number in ((segment, c), following):
+        if (index, slice_number) not in saved:
             continue
-        name, slice_, due = blueprint.segments[index].name, Piece(m, number), saved[index, number]
-        due.x, due.kept = (waiting.fetched(writer, name, slice_) for waiting in (due.x, due.kept))
+        name, slice_, saved_entry = blueprint.segments[index].name, Piece(m, slice_number), saved[index, slice_number]
+        saved_entry.x, saved_entry.kept = (waiting.fetched(writer, name, slice_) for waiting in (saved_entry.x, saved_entry.kept))
         for earlier in blueprint.past(index, slice_):
             past = saved[index, earlier.slice]
             past.carried = past.carried.fetched(writer, name, earlier)
@@ -89,23 +93,24 @@ def _fetch_saved(actions: Actions, stage: int, segment: int, piece: Piece) -> Sa
 
 
 def _primals(actions: Actions, stage: int, segment: int, piece: Piece, params: list[int]) -> list[int]:
-    """Parameters, x, what past slices carried over, context."""
+    """The operands of a slice's forward: parameters, x, what past slices carried over, context."""
     saved = actions.edges.saved[stage, piece.microbatch]
     past = [v for earlier in actions.blueprint.past(segment, piece) for v in saved[segment, earlier.slice].carried.values]
     return [*params, *saved[segment, piece.slice].x.values, *past, *actions.contexts.read_by(segment, piece)]
 
 
 def _write_segment(actions: Actions, stage: int, segment: int, piece: Piece, primals: list[int]) -> list[int]:
+    """Write the whole backward of one slice of a segment, or its forward and backward as one; see `WriteSegment`."""
     blueprint, code, reported = actions.blueprint, actions.blueprint.codes[segment][piece.slice], actions.reported
     name, paths = blueprint.segments[segment].name, blueprint.leaf_paths(segment)
     saved = actions.edges.saved[stage, piece.microbatch].pop((segment, piece.slice))
     assert saved.dy is not None
     names = [*(f"d {path}.mb{blueprint.piece_name(piece)}" for path in paths), *_gradient_names(actions, segment, piece)]
     if code.joint is not None and actions.position.is_joint(segment, stage, piece.microbatch):
-        before = reported.names(segment, piece)
-        out = actions.writer.emit("backward", code.joint, [*primals, *saved.dy], [*before, *names], name, piece)
-        reported.take(segment, piece, out[: len(before)])
-        out = out[len(before) :]
+        report_names = reported.names(segment, piece)
+        out = actions.writer.emit("backward", code.joint, [*primals, *saved.dy], [*report_names, *names], name, piece)
+        reported.take(segment, piece, out[: len(report_names)])
+        out = out[len(report_names) :]
         losses = reported.losses[piece, segment]
         actions.joint_losses.update({v: SegmentResult(name, piece, n) for n, v in enumerate(losses)})
     else:
@@ -116,6 +121,7 @@ def _write_segment(actions: Actions, stage: int, segment: int, piece: Piece, pri
 
 
 def _write_input_half(actions: Actions, stage: int, segment: int, piece: Piece, primals: list[int]) -> list[int]:
+    """Write I for one slice of a segment, and save the values that cross to W; see `WriteSegment`."""
     blueprint, code = actions.blueprint, actions.blueprint.codes[segment][piece.slice]
     split, saved = split_segment(code), actions.edges.saved[stage, piece.microbatch][segment, piece.slice]
     assert saved.dy is not None
@@ -132,7 +138,7 @@ def _write_input_half(actions: Actions, stage: int, segment: int, piece: Piece, 
 
 
 def _gradient_names(actions: Actions, segment: int, piece: Piece) -> list[str]:
-    """Names of the gradients of x, and of what past slices carried over."""
+    """Names for the gradients of x and of what past slices carried over."""
     blueprint, num_carried = actions.blueprint, actions.blueprint.num_carried(segment)
     of_x = [f"dx{segment}.{blueprint.piece_name(piece)}"] * blueprint.num_entering(segment)
     return of_x + [

@@ -1,4 +1,4 @@
-"""The batch of a step: its pieces without data, and the order in which ranks that share a sequence hold its positions."""
+"""The batch of a step: the shapes of its pieces, and how the positions of a sequence are dealt out to the ranks that share it."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,10 @@ __all__ = ["length_of", "microbatch_shape", "order_sequence", "piece_values"]
 
 
 def piece_values(model: Chain, batch_shape: BatchShape, num_microbatches: int, num_slices: int) -> dict[str, Tensor]:
-    """Values without data of one slice of a microbatch."""
+    """A global tensor without data for each entry of the batch, in the shape of one slice of a microbatch.
+
+    Raises ConfigError or ShapeError if the model does not read an entry, or if the batch cannot be cut into so many parts.
+    """
     if not isinstance(batch_shape, Mapping):
         batch_shape = {key: (tuple(batch_shape), torch.int64) for key in ("tokens", "labels")}
     unknown = sorted(set(batch_shape) - set(model.batch_axes))
@@ -32,10 +35,10 @@ def piece_values(model: Chain, batch_shape: BatchShape, num_microbatches: int, n
         raise ConfigError(f"cannot cut a step into {num_microbatches} microbatches: {model.forbids_microbatches}")
     lengths = {key: shape[1] for key, shape in shapes.items()}
     if not isinstance(num_slices, int) or num_slices < 1 or any(n % num_slices for n in lengths.values()):
-        found = " and ".join(f"{n:,}" for n in sorted(set(lengths.values())))
+        lengths_text = " and ".join(f"{n:,}" for n in sorted(set(lengths.values())))
         raise ShapeError(
-            f"cannot cut rows of {found} positions into {num_slices} equal slices.\n"
-            f"Use a num_slices that divides {found} (schedule.num_slices in a configuration); 1 leaves rows whole."
+            f"cannot cut rows of {lengths_text} positions into {num_slices} equal slices.\n"
+            f"Use a num_slices that divides {lengths_text} (schedule.num_slices in a configuration); 1 leaves rows whole."
         )
     if num_slices > 1 and model.forbids_slices is not None:
         raise ConfigError(
@@ -49,9 +52,10 @@ def piece_values(model: Chain, batch_shape: BatchShape, num_microbatches: int, n
 
 
 def order_sequence(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor], num_slices: int) -> int:
-    """In how many parts sequences are dealt out to the ranks that share them; their order becomes an entry of the batch.
+    """The number of parts into which sequences are cut before they are dealt out to the ranks that share them; 1: they are not.
 
-    So it does where rows are cut: a slice would not know else where it begins.
+    If ranks share sequences, or rows are cut into slices, `batch` gets the entry "order": the place in the row of each position.
+    Without it a slice would not know where in the row it begins. A model whose batch has no such entry gets none.
     """
     lengths = {x.shape[1] for x in batch.values()}
     for length in lengths:
@@ -65,11 +69,11 @@ def order_sequence(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str
 
 
 def microbatch_shape(x: Tensor, num_slices: int) -> tuple[int, int]:
-    """The shape of a batch entry of a whole microbatch."""
+    """The shape that a batch entry has in a whole microbatch; `x` is the entry of one slice."""
     num_rows, length = x.shape
     return num_rows, num_slices * length
 
 
 def length_of(batch: Mapping[str, Tensor]) -> int:
-    """Positions of the rows of a batch."""
+    """The number of positions that the rows of a batch have."""
     return next(x.shape[1] for x in batch.values() if x.ndim > 1)

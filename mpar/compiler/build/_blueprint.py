@@ -1,4 +1,4 @@
-"""Blueprint: what the ranks of all positions along pp have in common."""
+"""Blueprint: what is known of a program before its instructions are written, the same for all positions along pp."""
 
 import functools
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["Blueprint"]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """One training step, or one evaluation if there is no optimizer, before any instruction is written."""
+    """One training step, or one evaluation if `optimizer` is None, before any instruction is written."""
 
     model: Chain
     optimizer: Optimizer | None
@@ -31,29 +31,29 @@ class Blueprint:
 
     @property
     def codes(self) -> list[Slices]:
-        """Per segment, the code of every slice."""
+        """For each segment, the code of every slice."""
         return self.placement.segments.by_segment
 
     def pieces(self, microbatch: int) -> list[Piece]:
-        """The slices of a microbatch."""
+        """The pieces of a microbatch: one for each slice."""
         return [Piece(microbatch, c) for c in range(self.options.num_slices)]
 
     @functools.cached_property
     def all_pieces(self) -> list[Piece]:
-        """The slices of all microbatches, in order."""
+        """The pieces of all microbatches, in order."""
         return [piece for m in range(self.options.num_microbatches) for piece in self.pieces(m)]
 
     def past(self, segment: int, piece: Piece) -> list[Piece]:
-        """The earlier slices of the same rows that a segment reads besides its own."""
+        """The earlier pieces of the same rows from which `piece` reads what the segment carried over."""
         reach = self.placement.segments.reach[segment]
         return [Piece(piece.microbatch, c) for c in range(max(0, piece.slice - reach), piece.slice)]
 
     def num_entering(self, segment: int) -> int:
-        """Leaves of the x that enters a segment; that of the number behind the last: none."""
+        """The number of leaves of the x that enters a segment. `segment` may be one past the last: nothing leaves the chain."""
         return len(self.placement.segments.entering[segment])
 
     def num_carried(self, segment: int) -> int:
-        """Leaves that a slice of a segment carries over to later ones."""
+        """The number of leaves that a slice of a segment carries over to later slices."""
         if not self.placement.segments.reach[segment]:
             return 0
         return len(self.codes[segment][0].traced.x_out) - self.num_entering(segment + 1)
@@ -64,9 +64,9 @@ class Blueprint:
 
     @functools.cached_property
     def messages_per_edge(self) -> int:
-        """How many numbers of messages each edge of the pipeline has: one for each leaf of x of each slice."""
+        """How many message numbers are reserved for each transfer between stages: one for each leaf of x of each slice."""
         return self.options.num_slices * max(len(leaves) for leaves in self.placement.segments.entering) or 1
 
     def piece_name(self, piece: Piece) -> str:
-        """A piece in the names of values: its microbatch, and its slice if there are several."""
+        """What names of values call a piece: `3`, or `3.0` if there are several slices."""
         return f"{piece.microbatch}.{piece.slice}" if self.options.num_slices > 1 else f"{piece.microbatch}"

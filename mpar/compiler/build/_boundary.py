@@ -1,4 +1,4 @@
-"""What is there before the first instruction of a part: state, batch and scalars."""
+"""Boundary: the values that exist before the first instruction of a part: state, batch and scalars."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,13 @@ __all__ = ["Boundary", "declare"]
 
 @dataclass(frozen=True)
 class Boundary:
-    """Leaves, and the values of the parameters of each unit, of its slots (a list for each slot), of the batch of each piece."""
+    """The values that exist before the first instruction of a part.
+
+    state, batch, scalars: their leaves.
+    params:                for each unit, the values of its parameters.
+    slots:                 for each unit and each slot of the optimizer, the values of that slot.
+    batch_values:          for each piece, the values of its batch entries.
+    """
 
     state: list[Leaf]
     batch: list[Leaf]
@@ -27,7 +33,7 @@ class Boundary:
 
 
 def declare(position: Position, values: Values) -> Boundary:
-    """Number the values that are there before the first instruction."""
+    """Add the values that exist before the first instruction of a part to `values`."""
     state, params, slots = _declare_state(position, values)
     batch, batch_values = _declare_batch(position, values)
     scalars = [values.leaf(name, torch.empty((), dtype=torch.float64, device="meta"), P()) for name in ("lr", "step")]
@@ -35,7 +41,7 @@ def declare(position: Position, values: Values) -> Boundary:
 
 
 def _declare_state(position: Position, values: Values) -> tuple[list[Leaf], dict[str, list[int]], dict[str, list[list[int]]]]:
-    """Parameters, then the optimizer's slots: as leaves, and the values of each unit."""
+    """Add the parameters, then the slots of the optimizer; returns their leaves, and the values by unit."""
     leaves: list[Leaf] = []
     units: Mapping[str, Unit] = position.units
     optimizer = position.blueprint.optimizer
@@ -54,13 +60,16 @@ def _declare_state(position: Position, values: Values) -> tuple[list[Leaf], dict
 
 
 def _declare_batch(position: Position, values: Values) -> tuple[list[Leaf], dict[Piece, list[int]]]:
-    """Every batch key of every piece, as leaves, and the values of each piece. The pieces of a key are views of one tensor."""
+    """Add every batch entry of every piece; returns their leaves, and the values by piece.
+
+    The pieces of one entry are views of one tensor.
+    """
     blueprint, placement = position.blueprint, position.blueprint.placement
     leaves: list[Leaf] = []
     by_piece: dict[Piece, list[int]] = {piece: [] for piece in blueprint.all_pieces}
     for key, x in placement.batch.items():
         spec, storage = placement.strategy.compute_spec(blueprint.model.batch_axes[key], placement.mesh), values.storage()
-        of_slice: dict[int, int] = {}  # the order of positions, slice by slice, is that of all microbatches
+        of_slice: dict[int, int] = {}  # an entry with one dim, the order of positions, is shared by all microbatches
         for number, (piece, of_piece) in enumerate(by_piece.items()):
             if x.ndim > 1 or piece.microbatch == 0:
                 leaves.append(values.leaf(f"{key}.{number}", x, spec, storage))

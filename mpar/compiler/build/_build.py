@@ -1,7 +1,8 @@
-"""Build: the chain, the microbatches and the optimizer become one list of instructions for each position along pp.
+"""Build: one list of instructions for each position along pp, from a chain, its microbatches and an optimizer.
 
-The order of a step on a rank: weights of all microbatches; the actions of its schedule, segment by segment forward or backward,
-with messages to other stages between them; gradient reduction after the last use; metrics; norm; update.
+On a rank a step first computes the weights of all microbatches. Then come the actions of the schedule, forwards and backwards
+segment by segment, with messages to other stages between them; gradients are reduced after their last contribution. Metrics and
+losses, the gradient norm and the update end the step.
 """
 
 from mpar.chain import Chain
@@ -30,9 +31,9 @@ def build(
     batch_shape: BatchShape,
     options: CompileOptions,
 ) -> ProgramData:
-    """Place the model on the mesh, find the order of stages and microbatches, write every part; without optimizer forwards alone.
+    """Place the model on the mesh, find the schedule, and write the part of every position along pp.
 
-    Raises ShardingError, ShapeError or ConfigError, listing all offenders.
+    optimizer: None leaves out the norm and the update. Raises ShardingError, ShapeError or ConfigError, listing all offenders.
     """
     batch = piece_values(model, batch_shape, options.num_microbatches, options.num_slices)
     placement = place(model, strategy, mesh, batch, options)
@@ -59,6 +60,7 @@ def build(
 
 
 def _facts(blueprint: Blueprint, kinds: Kinds, mesh: Mesh) -> Facts:
+    """What people, ranks and proofs need to know of the compilation; `mesh` is the one that the caller gave."""
     placement, options, strategy = blueprint.placement, blueprint.options, blueprint.placement.strategy
     shares_sequences = placement.mesh.axis_size(strategy.compute.get("seq", ())) > 1
     return Facts(

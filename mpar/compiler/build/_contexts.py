@@ -1,4 +1,4 @@
-"""Contexts: what segments may read besides parameters and x. That of a piece is made when it is first read."""
+"""Contexts: what segments may read besides parameters and x. The context of a piece is computed when it is first read."""
 
 import functools
 
@@ -14,7 +14,7 @@ __all__ = ["Contexts"]
 
 
 class Contexts:
-    """made: the values of the context of each piece that was read."""
+    """The contexts of all pieces. made: the values of the contexts for which the instruction is already written."""
 
     def __init__(self, writer: Writer, blueprint: Blueprint, boundary: Boundary) -> None:
         self.writer, self.blueprint, self.boundary = writer, blueprint, boundary
@@ -25,7 +25,7 @@ class Contexts:
         return tree.paths(global_results(self.blueprint.placement.context, self.blueprint.placement.mesh))
 
     def of(self, piece: Piece) -> list[int]:
-        """The context of a piece."""
+        """The values of the context of a piece."""
         if piece not in self.made:
             names = [f"{path}.mb{self.blueprint.piece_name(piece)}" for path in self._paths]
             inputs = self.boundary.batch_values[piece]
@@ -33,7 +33,7 @@ class Contexts:
         return self.made[piece]
 
     def read_by(self, segment: int, piece: Piece) -> list[int]:
-        """What a segment reads for a piece: its context, and of that of past slices what belongs to keys."""
+        """What a segment reads for a piece: its context, then the entries of past slices' contexts that belong to keys."""
         read = list(self.of(piece))
         for earlier in self.blueprint.past(segment, piece):
             past = dict(zip(self._paths, self.of(earlier), strict=True))

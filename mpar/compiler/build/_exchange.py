@@ -1,6 +1,6 @@
-"""Exchange: the finished gradients of a part, all uses of a parameter added in chain order.
+"""Exchange: the finished gradient of each parameter of a part is the sum over all segments that use it, in chain order.
 
-Gradients of parameters that several positions along pp hold, such as tied embeddings, go to all of their holders first.
+If several positions along pp hold a parameter, such as a tied embedding, each first sends its gradients to the others.
 """
 
 from collections.abc import Mapping
@@ -19,17 +19,17 @@ __all__ = ["finished_gradients"]
 
 
 def finished_gradients(position: Position, writer: Writer, gradients: Gradients) -> dict[str, list[int]]:
-    """The finished gradients of each unit: its uses, those on other ranks among them, added in chain order."""
+    """The finished gradients of each unit: the sum over its uses in chain order, including those at other positions."""
     pipeline = position.blueprint.pipeline
     uses = {path: pipeline.uses(unit.users) for path, unit in position.units.items()}
     names = [
-        use_name(path, index, copy) for path, of_unit in uses.items() for index, copy, at in of_unit if at == position.number
+        use_name(path, index, copy) for path, of_unit in uses.items() for index, copy, user in of_unit if user == position.number
     ]
-    parts = {name: gradients.take_reduced(name) for name in names}
-    parts |= _exchange(position, writer, parts)
+    by_use = {name: gradients.take_reduced(name) for name in names}
+    by_use |= _exchange(position, writer, by_use)
     finished = {}
     for path, unit in position.units.items():
-        total, *others = (parts[use_name(path, index, copy)] for index, copy, _ in uses[path])
+        total, *others = (by_use[use_name(path, index, copy)] for index, copy, _ in uses[path])
         for other in others:
             total = writer.add(total, other, [f"g {p}" for p in unit.paths], path)
         finished[path] = total
@@ -38,7 +38,7 @@ def finished_gradients(position: Position, writer: Writer, gradients: Gradients)
 
 @dataclass(frozen=True)
 class _Gradient:
-    """One gradient that goes from one position along pp to another: leaf `leaf` of a unit's use, in message `number`."""
+    """One gradient that one position along pp sends to another: that of leaf `leaf` of a unit by one use, in message `number`."""
 
     unit: Unit
     use: str
@@ -50,9 +50,12 @@ class _Gradient:
 
 
 def _exchange(position: Position, writer: Writer, reduced: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Send the uses in `reduced` to the other holders and receive theirs, by name; all post messages in one order."""
+    """Send the gradients in `reduced`, by use, to the other holders of the parameter; returns theirs, by use.
+
+    All positions post their messages in the same order.
+    """
     blueprint = position.blueprint
-    brought: dict[str, list[int]] = {}
+    received: dict[str, list[int]] = {}
     waits: list[tuple[int, int, int, str]] = []
     for gradient in _shared(position):
         unit, path, number = gradient.unit, gradient.unit.path, gradient.number
@@ -66,24 +69,24 @@ def _exchange(position: Position, writer: Writer, reduced: Mapping[str, list[int
             local = torch.empty(shape, dtype=blueprint.placement.precision.grad_dtype(x.dtype), device="meta")
             name = f"g {leaf_path}@{gradient.segment}"
             value = writer.receive(name, local, spec, number, gradient.source, "G", path, None)
-            brought.setdefault(gradient.use, []).append(value)
+            received.setdefault(gradient.use, []).append(value)
             waits.append((value, number, gradient.source, path))
     for value, message, peer, path in waits:
         writer.wait(value, message, peer, path, None)
-    return brought
+    return received
 
 
 def _shared(position: Position) -> list[_Gradient]:
-    """Every gradient that is sent, on all positions along pp, with the numbers that follow those of the schedule's messages."""
+    """Every gradient that any position along pp sends; their message numbers follow those of the schedule's messages."""
     blueprint = position.blueprint
     numbers = (item.message for items in blueprint.pipeline.entries for item in items if isinstance(item, Transfer))
     number = (max(numbers, default=-1) + 1) * blueprint.messages_per_edge
-    found: list[_Gradient] = []
+    gradients: list[_Gradient] = []
     for path, unit in blueprint.placement.units.items():
         holders = position.holders(unit)
         for segment, copy, source in blueprint.pipeline.uses(unit.users) if len(holders) > 1 else ():
             use = use_name(path, segment, copy)
             for target in (holder for holder in holders if holder != source):
                 for leaf in range(len(unit.leaves)):
-                    found.append(_Gradient(unit, use, segment, leaf, source, target, number + len(found)))
-    return found
+                    gradients.append(_Gradient(unit, use, segment, leaf, source, target, number + len(gradients)))
+    return gradients

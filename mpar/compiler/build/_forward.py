@@ -1,4 +1,4 @@
-"""Forward: what a stage does with a microbatch, segment by segment and, of each segment, slice by slice."""
+"""Forward: the instructions of a stage's forward with a microbatch, segment by segment and in each segment slice by slice."""
 
 from mpar.compiler.build._actions import Actions
 from mpar.compiler.build._waiting import Saved, Waiting
@@ -9,12 +9,12 @@ __all__ = ["write_forward"]
 
 
 def write_forward(actions: Actions, stage: int, microbatch: int) -> None:
-    """Write the forward of a stage."""
+    """Write the forward of a stage with a microbatch."""
     edges = actions.edges
     actions.contexts.of(Piece(microbatch, 0))
     xs, saved = edges.inputs.pop((stage, microbatch), edges.nothing()), edges.saved.setdefault((stage, microbatch), {})
     for segment in actions.segments_of(stage):
-        if actions.position.is_joint(segment, stage, microbatch):  # it is done when its backward is due
+        if actions.position.is_joint(segment, stage, microbatch):  # its forward is written together with its backward
             saved |= {(segment, c): Saved(x) for c, x in enumerate(xs)}
             xs = edges.nothing()
         else:
@@ -25,7 +25,7 @@ def write_forward(actions: Actions, stage: int, microbatch: int) -> None:
 
 
 def _write_segment(actions: Actions, stage: int, segment: int, microbatch: int, xs: list[Waiting]) -> list[Waiting]:
-    """Write all slices of a segment; what each gives the next segment."""
+    """Write the forward of all slices of a segment; returns what each gives to the next segment."""
     blueprint, writer = actions.blueprint, actions.writer
     name, num_x = blueprint.segments[segment].name, blueprint.num_entering(segment + 1)
     ends_stage = segment == actions.segments_of(stage)[-1]
@@ -51,8 +51,8 @@ def _write_segment(actions: Actions, stage: int, segment: int, microbatch: int, 
 
 
 def _result_names(actions: Actions, segment: int, piece: Piece, code: SegmentCode) -> list[str]:
-    """Names of what a segment gives: x, what it carries over to later slices, losses and metrics, what it keeps."""
-    blueprint, at = actions.blueprint, actions.blueprint.piece_name(piece)
+    """Names for the results of a forward: x, what it carries over to later slices, losses and metrics, kept values."""
+    blueprint, piece_name = actions.blueprint, actions.blueprint.piece_name(piece)
     num_out, num_x = len(code.traced.x_out), blueprint.num_entering(segment + 1)
-    names = [*[f"x{segment + 1}.{at}"] * num_x, *[f"carried{segment}.{at}"] * (num_out - num_x)]
-    return [*names, *actions.reported.names(segment, piece), *(f"r{segment}.{at}.{i}" for i in range(code.num_kept))]
+    names = [*[f"x{segment + 1}.{piece_name}"] * num_x, *[f"carried{segment}.{piece_name}"] * (num_out - num_x)]
+    return [*names, *actions.reported.names(segment, piece), *(f"r{segment}.{piece_name}.{i}" for i in range(code.num_kept))]

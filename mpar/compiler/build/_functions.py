@@ -18,7 +18,11 @@ GraphPass = Callable[[fx.Graph], dict[str, int]]
 
 @dataclass
 class Functions:
-    """compiled: by name, shapes, specs and passes. sums: the code of additions, by what is added."""
+    """The code of the small functions of a program.
+
+    compiled: by name, variant, shapes, specs and passes.
+    sums:     the code of additions, by the shapes, dtypes and specs of what is added.
+    """
 
     target: Target
     values: Values
@@ -35,7 +39,10 @@ class Functions:
         variant: Hashable = None,
         passes: Sequence[GraphPass] = (),
     ) -> Code:
-        """Compile a small function, or find it: `name` and `variant` must stand for the same mathematics everywhere."""
+        """The code of a small function, compiled on the first call.
+
+        Two functions with the same `name` and `variant` count as the same function, so they must compute the same.
+        """
         shapes = tuple((tuple(x.shape), x.dtype) for x in tree.leaves(args))
         out = None if out_specs is None else tuple(out_specs)
         key = (name, variant, shapes, tuple(in_specs), out, tuple(passes))
@@ -44,7 +51,7 @@ class Functions:
         return self.compiled[key]
 
     def cast(self, name: str, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], source: list[P], target: list[P]) -> Code:
-        """Cast each leaf to its dtype, then bring it from `source` to `target`."""
+        """Cast each leaf to its dtype, then reshard it from its spec in `source` to that in `target`."""
 
         def cast(values: list[Tensor]) -> list[Tensor]:
             return [value.to(dtype) for value, dtype in zip(values, dtypes, strict=True)]
@@ -56,7 +63,7 @@ class Functions:
         return self.compile(key, cast, (list(leaves),), source, target)
 
     def sum(self, left: list[int], right: list[int], *, over: bool) -> Code:
-        """`left + right`, value by value, on each rank: pending sums stay pending. over: the sum is written over `left`."""
+        """`left + right`, value by value, on each rank; pending sums stay pending. over: whether sums are written over `left`."""
 
         def add(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
             return [x + y for x, y in zip(a, b, strict=True)]

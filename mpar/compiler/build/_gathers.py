@@ -1,6 +1,6 @@
-"""Gathers: parameters come from where they are stored to where they are used, a group of units at a time.
+"""Gathers: parameters are brought from the specs at which they are stored to those at which they are used, a group at a time.
 
-Groups are made stage by stage, so that they do not depend on what else lives on a rank.
+The units of each stage are grouped by themselves, so that the groups of a stage do not depend on what else a rank holds.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,12 @@ __all__ = ["Gathers"]
 
 
 class Gathers:
-    """Which parameters are there at this point of a part.
+    """The parameters that are gathered at this point of a part.
 
-    stored: the values of each unit at rest. keep: what is gathered stays until the end of the step. next: the number of the use
-    that comes next.
+    stored:   for each unit the values at which its parameters are stored.
+    keep:     whether gathered parameters stay until the end of the step.
+    present:  for each unit that is gathered now, its values.
+    next:     the number of the next use. wanted: for each use, the units that stay gathered after it.
     """
 
     def __init__(self, writer: Writer, position: Position, stored: dict[str, list[int]]) -> None:
@@ -26,10 +28,11 @@ class Gathers:
         self.group_of = group_of(position.groups)
         self.present: dict[str, list[int]] = {}
         self.next = 0
-        self.wanted = self._wanted()  # per use, units that stay gathered after it
+        self.wanted = self._wanted()
 
     def _wanted(self) -> list[frozenset[str]]:
-        """Units in groups that the next use reads, or a later one of the same action."""
+        """For each use, the units that stay gathered after it: those of groups that the next use reads, and, if the next use is
+        of the same action, those of groups that any later use of that action reads."""
         out: list[frozenset[str]] = []
         until_end: frozenset[str] = frozenset()  # what the uses from the next one to the end of its action read
         following: Use | None = None
@@ -42,8 +45,8 @@ class Gathers:
         return out[::-1]
 
     def parameters(self, paths: Sequence[str], microbatch: int) -> list[int]:
-        """The values of the parameters at `paths`, gathered with their group if they are not there yet; -1 for a path that this
-        use does not read."""
+        """The values of the parameters at `paths`. Those that are not gathered yet are gathered with their group; for a path that
+        this use does not read, the values are -1."""
         out: list[int] = []
         use = self.uses[self.next]
         for path in paths:
@@ -53,6 +56,7 @@ class Gathers:
         return out
 
     def _gather(self, units: list[Unit], microbatch: int) -> None:
+        """Write one gather of the units that need one; the others are present as they are stored."""
         self.present |= {unit.path: self.stored[unit.path] for unit in units if not unit.needs_gather}
         units = [unit for unit in units if unit.needs_gather]
         if not units:
@@ -71,7 +75,7 @@ class Gathers:
             self.present[unit.path], out = out[: len(unit.leaves)], out[len(unit.leaves) :]
 
     def next_use(self) -> None:
-        """The use is over. Forget what is gathered, but groups that the next use reads, or a later one of the same action."""
+        """Go on to the next use. Unless `keep`, forget all gathered units but those that are wanted after this use."""
         if not self.keep and self.present:
             wanted = self.wanted[self.next]
             self.present = {path: values for path, values in self.present.items() if path in wanted}

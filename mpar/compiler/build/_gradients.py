@@ -1,4 +1,5 @@
-"""Gradients: they are added up use by use, and reduced to where they are stored, a group of units at a time."""
+"""Gradients: those of each use of a parameter are added up, then reduced to the specs at which gradients are stored, a group of
+units at a time."""
 
 from mpar.compiler.build._position import Position
 from mpar.compiler.build._units import Unit, group_of, kind_name, span
@@ -10,16 +11,19 @@ __all__ = ["Gradients", "use_name"]
 
 
 def use_name(path: str, index: int, copy: int) -> str:
-    """`embed@5`: the use of a unit by segment 5; `embed@5'`: in the second copy of the stage."""
+    """The name of a use: `embed@5` is unit `embed` as segment 5 reads it, `embed@5'` the same in the second copy of the stage."""
     return f"{path}@{index}{chr(39) * copy}"
 
 
 class Gradients:
-    """Sums of gradients. Each use of a unit (see `use_name`) has its own; uses are added once, at the end, in chain order.
+    """The sums of gradients so far, one for each use of a unit (see `use_name`); `finished_gradients` adds up the uses.
 
-    Slices of a microbatch, of which the first is done last, are added before anything is reduced.
+    The gradients of all slices of a microbatch are added before they are reduced; slice 0 comes last.
 
-    raw: as backward gives them, accumulated if they are reduced last. reduced: at rest. contributions: what each gradient is.
+    each:          whether gradients are reduced after every microbatch; else after the last one.
+    raw:           for each use, the sum of gradients that are not reduced yet.
+    reduced:       for each use, the sum of reduced gradients.
+    contributions: for each value that a backward gives, which gradient it is.
     """
 
     def __init__(self, writer: Writer, position: Position) -> None:
@@ -31,7 +35,7 @@ class Gradients:
         self.contributions: dict[int, Contribution] = {}
 
     def take(self, stage: int, index: int, grads: list[int], piece: Piece) -> None:
-        """Note the gradients of all parameters that segment `index` reads."""
+        """Take the gradients that one backward of segment `index` gives, of all parameters that it reads."""
         blueprint, copy = self.position.blueprint, self.position.copies[stage]
         segment = blueprint.segments[index]
         use = segment.name + "'" * copy
@@ -44,19 +48,20 @@ class Gradients:
             grads = grads[len(unit.leaves) :]
 
     def _take_unit(self, stage: int, index: int, unit: Unit, grads: list[int], piece: Piece) -> None:
-        """Note those of one unit; after the last backward that gives any to a group, reduce the group."""
+        """Take the gradients of one unit. If no further ones come for its group before the reduction is due, reduce the group."""
         use = use_name(unit.path, index, self.position.copies[stage])
         if use in self.raw:
             grads = self.writer.add(self.raw[use], grads, [f"g {path}" for path in unit.paths], use, piece)
         self.raw[use] = grads
         group = self.group_of[stage, unit.path]
-        first = min(user for u in group for user in u.users)  # backward reaches it last
+        first = min(user for u in group for user in u.users)  # the backward reaches this segment last
         in_group = [path for path in self.position.blueprint.segments[index].paths if self.group_of[stage, path] is group]
         is_due = self.each or piece.microbatch == self.position.last_microbatches[stage]
         if index == first and unit.path == in_group[-1] and piece.slice == 0 and is_due:
             self._reduce(stage, group, piece)
 
     def _reduce(self, stage: int, group: list[Unit], piece: Piece) -> None:
+        """Write one reduction of all uses of a group, and add the results to those of earlier microbatches."""
         uses = [(unit, use_name(unit.path, user, self.position.copies[stage])) for unit in group for user in unit.users]
         units = [unit for unit, _ in uses]
         inputs = [v for _, use in uses for v in self.raw.pop(use)]
@@ -77,5 +82,5 @@ class Gradients:
             self.reduced[use] = of_use
 
     def take_reduced(self, use: str) -> list[int]:
-        """The finished gradients of one use."""
+        """The finished gradients of one use, which are then forgotten here."""
         return self.reduced.pop(use)

@@ -1,4 +1,4 @@
-"""Join updates: many tensors are updated in one call, which overwrites them."""
+"""Join updates: one call updates many tensors and writes the results over them."""
 
 import operator
 
@@ -14,54 +14,57 @@ MANY: dict[Primitive, Primitive] = {PRIMITIVES[name]: PRIMITIVES[f"{name}_many"]
 
 @graph_pass
 def join_updates(graph: fx.Graph) -> dict[str, int]:
-    """Update many tensors in one call that overwrites them: the step gives its operands away.
+    """Replace updates with the same scalars and dtype by one call, which writes over its operands.
+
+    That is allowed because nothing reads the old parameters and slots after the update.
 
     before:  %n = adamw(%p, %g, %m, %v, ...); %o = adamw(%q, %h, %k, %w, ...)
     after:   %j = adamw_many([%p, %q], [%g, %h], [%m, %k], [%v, %w], ...)
     """
     groups: dict[tuple, list[fx.Node]] = {}
     for node in graph.nodes:
-        one = next((p for p in MANY if p.op == node.target), None)
-        if one is None:
+        single = next((p for p in MANY if p.op == node.target), None)
+        if single is None:
             continue
-        num_lists = MANY[one].operands.index("lr")  # then come the scalars
+        num_lists = MANY[single].operands.index("lr")  # then come the scalars
         lists, scalars = node.args[:num_lists], node.args[num_lists:]
         if all(n is not None and n.meta["val"].is_contiguous() for n in lists):
             dtype = lists[0].meta["val"].dtype
-            groups.setdefault((one.name, tuple(scalars), tuple(sorted(node.kwargs.items())), dtype), []).append(node)
+            groups.setdefault((single.name, tuple(scalars), tuple(sorted(node.kwargs.items())), dtype), []).append(node)
     for (name, scalars, kwargs, _), nodes in groups.items():
-        one = next(p for p in MANY if p.name == name)
-        _join_update(graph, MANY[one], nodes, scalars, dict(kwargs))
+        single = next(p for p in MANY if p.name == name)
+        _join_update(graph, MANY[single], nodes, scalars, dict(kwargs))
     return {"updates_joined": sum(len(nodes) for nodes in groups.values())}
 
 
 def _join_update(graph: fx.Graph, many: Primitive, nodes: list[fx.Node], scalars: tuple, kwargs: dict) -> None:
+    """Replace `nodes` by one call of `many` behind the last of them, whose results are lists with an entry for each node."""
     num_lists = len(nodes[0].args) - len(scalars)
     order = {node: index for index, node in enumerate(graph.nodes)}
     last = max(nodes, key=order.__getitem__)
     with graph.inserting_after(last):
         lists = ([n.args[i] for n in nodes] for i in range(num_lists))
-        left_out: list[list[fx.Node]] = [[] for _ in many.operands[len(nodes[0].args) :]]  # lists that only the joined op has
-        joined = graph.call_function(many.op, (*lists, *scalars, *left_out), kwargs)
+        empty_lists: list[list[fx.Node]] = [[] for _ in many.operands[len(nodes[0].args) :]]  # lists that only the joined op has
+        joined = graph.call_function(many.op, (*lists, *scalars, *empty_lists), kwargs)
     joined.meta = {
         "val": many.op(*fx.node.map_arg(joined.args, lambda n: n.meta["val"]), **kwargs),
         "spec": None,
         "line": "",
         "labels": (),
     }
-    at = joined
+    anchor = joined
     for result in range(len(many.results)):
-        with graph.inserting_after(at):
-            column = graph.call_function(operator.getitem, (joined, result))
-        column.meta = {"val": joined.meta["val"][result], "spec": None, "line": "", "labels": ()}
-        at = column
+        with graph.inserting_after(anchor):
+            result_list = graph.call_function(operator.getitem, (joined, result))
+        result_list.meta = {"val": joined.meta["val"][result], "spec": None, "line": "", "labels": ()}
+        anchor = result_list
         for position, node in enumerate(nodes):
             old = next((user for user in node.users if user.target is operator.getitem and user.args[1] == result), None)
             if old is None:
                 continue
-            with graph.inserting_after(at):
-                part = graph.call_function(operator.getitem, (column, position))
+            with graph.inserting_after(anchor):
+                part = graph.call_function(operator.getitem, (result_list, position))
             part.meta = dict(old.meta) | {"val": joined.meta["val"][result][position]}
-            at = part
+            anchor = part
             old.replace_all_uses_with(part)
             graph.erase_node(old)

@@ -1,4 +1,4 @@
-"""The global gradient norm, from the square sums of all gradients, and what it makes the update multiply gradients by."""
+"""The global gradient norm, computed from sums of squares of all gradients, and the factor by which the update scales them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,10 @@ __all__ = ["write_norm"]
 
 
 def write_norm(position: Position, writer: Writer, grads: Mapping[str, list[int]]) -> tuple[int, int]:
-    """`(global norm, clip factor)` of the gradients of all units; this part contributes those that it holds first."""
+    """Write the norm of all gradients; returns the values `(global norm, factor that the update multiplies gradients by)`.
+
+    A unit that several positions along pp hold is counted by the first of them.
+    """
     blueprint, optimizer = position.blueprint, position.blueprint.optimizer
     assert optimizer is not None
     units = list(blueprint.placement.units.values())
@@ -41,7 +44,10 @@ def write_norm(position: Position, writer: Writer, grads: Mapping[str, list[int]
 
 
 def _square_sets(specs: Sequence[P]) -> list[list[int]]:
-    """Positions of gradients by the mesh axes that shard them: their square sums are pending over those axes."""
+    """The indices of gradients that the same mesh axes shard, a list for each set of axes.
+
+    The sum of squares of a shard is a pending sum over the axes that shard it, so only those of one set fit into one vector.
+    """
     sets: dict[frozenset[str], list[int]] = {}
     for index, spec in enumerate(specs):
         sets.setdefault(spec.axes, []).append(index)
@@ -49,7 +55,7 @@ def _square_sets(specs: Sequence[P]) -> list[list[int]]:
 
 
 def _square_code(writer: Writer, grads: list[int]) -> Code:
-    """One vector of square sums for each distinct set of axes that shards gradients of a unit."""
+    """Code that gives the sums of squares of a unit's gradients, in one vector for each distinct set of axes that shards them."""
     specs = writer.values.specs(grads)
     sets = _square_sets(specs)
 

@@ -1,4 +1,4 @@
-"""Options of a compilation, and what a caller may leave out."""
+"""Options of a compilation, with their defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,16 +13,16 @@ from mpar.precision import Precision
 
 __all__ = ["BUCKET_BYTES", "BatchShape", "CompileOptions"]
 
-BUCKET_BYTES = 32 * 2**20  # gathers and reductions of units are joined up to this size: beyond it, bandwidth hides latency
+BUCKET_BYTES = 32 * 2**20  # units share a gather or reduction up to this size: above it, latency matters little beside bandwidth
 BatchShape = tuple[int, ...] | Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""(B, S) of tokens and labels, or for each batch key its shape and dtype; of all microbatches together."""
+"""The shape (B, S) of tokens and labels, or for each batch key its shape and dtype; B counts the rows of all microbatches."""
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How a step is compiled, besides model, mesh and strategy; `mpar.compile_step` says what each means.
+    """How a step is compiled, besides model, mesh and strategy; `mpar.compile_step` explains the options.
 
-    training: forwards alone and in evaluation mode if False: nothing has a gradient, and nothing is kept for one.
+    training: if False, the program has forwards only, in evaluation mode, and keeps nothing for a backward.
     """
 
     training: bool = True
@@ -38,10 +38,10 @@ class CompileOptions:
 
     @property
     def chosen_kernels(self) -> Kernels:
-        """The kernels that were asked for; else the best ones for the chip of the hardware."""
+        """The choice of kernels that was asked for; without one, the best kernels for the chip of the hardware."""
         return self.kernels or Kernels(arch=self.hardware.arch if self.hardware else None)
 
     @property
     def profile(self) -> Hardware:
-        """Whose costs count: the hardware that was given, else a typical accelerator."""
+        """The hardware for which costs are predicted: the one that was given, else a typical accelerator."""
         return self.hardware or hardware(REFERENCE)

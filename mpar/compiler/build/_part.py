@@ -1,4 +1,4 @@
-"""Part: the instructions of the ranks at one position along pp: what they do is written action by action, then put in order."""
+"""Part: the instructions of the ranks at one position along pp. They are written action by action, then passes order them."""
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ __all__ = ["write_part"]
 
 
 def write_part(blueprint: Blueprint, writer: Writer, number: int) -> Part:
-    """Write all instructions of one position along pp: the batch's weight, the actions of the schedule, losses, the update."""
+    """Write the part of position `number`: the weight of the batch, the actions of the schedule, metrics, losses, the update."""
     position = Position(blueprint, number)
     boundary = declare(position, writer.values)
     total, cotangent = _write_weight(blueprint, writer, boundary)
@@ -73,13 +73,13 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> Part:
 
 
 def _in_order(blueprint: Blueprint, writer: Writer, kept: set[int]) -> list[Instruction]:
-    """What is written, in the order in which it is done: the passes over instructions."""
+    """Run the passes over the written instructions; `kept` values are not freed."""
     instructions = hoist_gathers(advance_sends(writer.instructions), writer.values.values, blueprint.options.prefetch_bytes)
     return insert_frees(instructions, kept)
 
 
 def _write_weight(blueprint: Blueprint, writer: Writer, boundary: Boundary) -> tuple[int, int]:
-    """The total weight of the batch, and its reciprocal: the cotangent of every loss."""
+    """Write the total weight of the batch and its reciprocal, the cotangent of every loss; returns both values."""
     total: int | None = None
     for piece, inputs in boundary.batch_values.items():
         names = [f"weight.mb{blueprint.piece_name(piece)}"]
@@ -95,12 +95,12 @@ def _write_weight(blueprint: Blueprint, writer: Writer, boundary: Boundary) -> t
 
 
 def _with_reciprocal(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight and its reciprocal; 0 for a batch in which nothing counts, whose loss and gradients are then 0."""
+    """The weight and its reciprocal. For a weight of 0 the reciprocal is taken as 0, so that loss and gradients are 0."""
     return weight, torch.where(weight == 0, 0.0, 1.0 / torch.where(weight == 0, 1.0, weight))
 
 
 def _write_action(actions: Actions, action: Action) -> None:
-    """Write what a stage does with a microbatch. Nobody waits for the backward of the first stage: all of it is left to W."""
+    """Write one action. No stage waits for the input gradients of the first stage, so its I does nothing and its W does all."""
     stage, kind, microbatch = action
     is_first = actions.segments_of(stage).start == 0
     if kind == "F":
@@ -110,13 +110,16 @@ def _write_action(actions: Actions, action: Action) -> None:
     elif kind == "W":
         write_weight_half(actions, stage, microbatch)
     elif is_first:
-        actions.hand_back(stage, microbatch, actions.edges.nothing())  # there may be empty stages before it
+        actions.hand_back(stage, microbatch, actions.edges.nothing())  # stages before it may exist, without segments
     else:
         write_input_half(actions, stage, microbatch)
 
 
 def _write_update(actions: Actions, boundary: Boundary, reported: dict[str, int]) -> tuple[int, list[Leaf], dict[str, int]]:
-    """The gradient norm, the new state, and the finished gradient of each parameter."""
+    """Write the exchange of gradients, the norm and the update.
+
+    Returns the value of the gradient norm, the leaves of the new state, and the finished gradient of each parameter by path.
+    """
     position, writer = actions.position, actions.writer
     finished = finished_gradients(position, writer, actions.gradients)
     norm, scale = write_norm(position, writer, finished)

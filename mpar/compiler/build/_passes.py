@@ -1,4 +1,4 @@
-"""Passes over instructions: what crosses segments is moved here, where it can be seen."""
+"""Passes over the instructions of a part: they move gathers and sends across segments, and free values."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,15 +9,16 @@ __all__ = ["advance_sends", "hoist_gathers", "insert_frees"]
 
 
 def hoist_gathers(instructions: Sequence[Instruction], values: Sequence[Value], bound: int) -> list[Instruction]:
-    """Issue each gather one segment early, before the first reader of the gather before it, if it makes at most `bound` bytes.
+    """Move each gather of at most `bound` bytes up, in front of the first instruction that reads the previous gather.
 
     before:  w0 = gather 0; x1 = forward 0 (w0); w1 = gather 1; x2 = forward 1 (w1)
     after:   w0 = gather 0; w1 = gather 1; x1 = forward 0 (w0); x2 = forward 1 (w1)
 
-    Gathers keep their order, so all ranks meet as before; only memory changes, by what one gather makes.
+    So it runs while the segment before its own computes. Gathers keep their order, so ranks meet in the same collectives in the
+    same order. Only the memory grows, by what one gather makes.
     """
     out: list[Instruction] = []
-    barrier = 0  # where the last gather before was first read: the next one may stand there
+    barrier = 0  # the place of the first instruction that reads the previous gather; 0 while there is none
     previous: set[int] = set()
     for instruction in instructions:
         if previous and previous & set(instruction.inputs):
@@ -34,12 +35,13 @@ def hoist_gathers(instructions: Sequence[Instruction], values: Sequence[Value], 
 
 
 def advance_sends(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Post each send right behind what makes its value: reductions and sums of gradients then fill the time that it travels.
+    """Move each send right behind the instruction that makes its value, so that reductions and sums run while it travels.
 
     before:  dx3, dw = backward (...); g = reduce (dw); send dx3
     after:   dx3, dw = backward (...); send dx3; g = reduce (dw)
 
-    Sends to a rank keep their order. Gradients of shared parameters stay at the end, where their receivers expect them.
+    Sends to one position keep their order. Sends of gradients of shared parameters stay at the end of the step, where their
+    receivers expect them.
     """
     maker = {v: line for line, instruction in enumerate(instructions) for v in instruction.outputs}
     received = {instruction.message for instruction in instructions if instruction.op == "recv"}
@@ -49,7 +51,7 @@ def advance_sends(instructions: Sequence[Instruction]) -> list[Instruction]:
         if instruction.op == "wait" and instruction.message in received
     }
     sends: dict[int, list[Instruction]] = {}
-    last: dict[int, int] = {}  # line behind which the last message to a rank is sent
+    last: dict[int, int] = {}  # for each peer, the line behind which the latest send to it goes
     for instruction in instructions:
         if _travels_early(instruction):
             last[instruction.peer] = max(maker[instruction.inputs[0]], last.get(instruction.peer, 0))
@@ -63,11 +65,12 @@ def advance_sends(instructions: Sequence[Instruction]) -> list[Instruction]:
 
 
 def _travels_early(instruction: Instruction) -> bool:
+    """Whether an instruction is a send of the pipeline; sends of gradients of shared parameters belong to no microbatch."""
     return instruction.op == "send" and instruction.microbatch >= 0
 
 
 def insert_frees(instructions: Sequence[Instruction], keep: set[int]) -> list[Instruction]:
-    """Free every value with the last instruction that reads it, or with the one that makes it if none does.
+    """Free every value, except those in `keep`, in the last instruction that reads it, or in its maker if nothing reads it.
 
     before:  x1 = forward 0 (w0); x2 = forward 1 (x1)
     after:   x1 = forward 0 (w0) free w0; x2 = forward 1 (x1) free x1

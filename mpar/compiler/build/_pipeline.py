@@ -1,4 +1,4 @@
-"""Pipeline: which segments each stage has, what every position along pp does with them, and who holds which parameters."""
+"""Pipeline: which segments each stage has, what every position along pp does with them, and which positions hold a stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,12 @@ __all__ = ["Pipeline", "make_pipeline"]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """ranges: per stage its segments. table: per position its actions. entries: the same with messages between them."""
+    """The stages of a model and the schedule that runs them.
+
+    ranges:  for each stage its segments.
+    table:   for each position along pp its actions, in order.
+    entries: the same with the transfers between stages among the actions.
+    """
 
     ranges: tuple[range, ...]
     table: list[list[Action]]
@@ -28,8 +33,8 @@ class Pipeline:
     def positions(self) -> dict[int, tuple[int, ...]]:
         """For each stage the positions along pp that hold a copy of it, in the order in which its gradients are added."""
         first: dict[int, dict[int, int]] = {}  # stage -> position -> its first microbatch there
-        for position, at_position in enumerate(self.table):
-            for action in at_position:
+        for position, row in enumerate(self.table):
+            for action in row:
                 copies = first.setdefault(action.stage, {})
                 copies[position] = min(copies.get(position, action.microbatch), action.microbatch)
         return {stage: tuple(sorted(copies, key=copies.__getitem__)) for stage, copies in first.items()}
@@ -43,13 +48,13 @@ class Pipeline:
         return next(stage for stage, segments in enumerate(self.ranges) if segment in segments)
 
     def uses(self, users: Sequence[int]) -> list[tuple[int, int, int]]:
-        """(segment, copy, position) of every use of a unit that the segments `users` read, in the order of addition."""
-        return [(index, copy, at) for index in users for copy, at in enumerate(self.positions[self.stage_of(index)])]
+        """(segment, copy, position) of every use of a unit that the segments `users` read, in the order of adding gradients."""
+        return [(index, copy, position) for index in users for copy, position in enumerate(self.positions[self.stage_of(index)])]
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What is asked for: a schedule for so many positions along pp and microbatches. names: of the segments; costs: of stages."""
+    """A schedule that is asked for. names: those of the segments, in order; costs: the predicted costs of stages."""
 
     schedule: Schedule
     num_positions: int
@@ -58,15 +63,15 @@ class _Request:
     costs: StageCosts
 
     def ranges(self, num_stages: int) -> tuple[range, ...]:
-        """Per stage its segments, as the layout says."""
+        """For each stage its segments, as the layout divides them."""
         seconds = self.costs.segment_seconds() if self.schedule.layout == "balance" else None
         return stage_ranges(self.names, num_stages, self.schedule.layout, costs=seconds)
 
 
 def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -> Pipeline:
-    """Stages and their order; of forwards alone if the options say that nothing is trained.
+    """Divide the segments into stages and find the schedule; of several candidates the one with the least predicted time.
 
-    Raises ConfigError if the schedule cannot run on the ranks of pp.
+    Without training, the schedule keeps its forwards only. Raises ConfigError if it cannot run on the positions along pp.
     """
     names = [segment.name for segment in model.segments]
     costs = StageCosts(placement.segments.by_segment, placement.mesh, options.profile)
@@ -75,33 +80,33 @@ def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -
     candidates, refused = [], []
     for table in _tables(request):
         ranges = request.ranges(num_stages(table))
-        found = costs.of(ranges, split=any(action.kind == "I" for at in table for action in at))
+        stage_costs = costs.of(ranges, split=any(action.kind == "I" for row in table for action in row))
         try:
-            candidates.append((timeline(table, found).makespan, ranges, table, found))
+            candidates.append((timeline(table, stage_costs).makespan, ranges, table, stage_costs))
         except ProgramError as error:
             refused.append(str(error))
     if not candidates:
         raise ConfigError(f"the table of the schedule cannot be run: {'; '.join(refused)}")
-    _, ranges, table, found = min(candidates, key=lambda candidate: candidate[0])
+    _, ranges, table, stage_costs = min(candidates, key=lambda candidate: candidate[0])
     if not options.training:
-        table = [[action for action in at if action.kind == "F"] for at in table]
-    elif not any(action.kind in "BW" for at in table for action in at):
+        table = [[action for action in row if action.kind == "F"] for row in table]
+    elif not any(action.kind in "BW" for row in table for action in row):
         raise ConfigError(
             f"cannot train by schedule {options.schedule.name!r}: it has forwards only; compile_eval runs those"
         )
-    entries = lower(table, found)
+    entries = lower(table, stage_costs)
     verify(entries)
-    table = [[item for item in at if isinstance(item, Action)] for at in entries]  # some I and W have become B
+    table = [[item for item in row if isinstance(item, Action)] for row in entries]  # some I and W have become B
     return Pipeline(ranges, table, entries)
 
 
 def _tables(request: _Request) -> list[list[list[Action]]]:
-    """The orders to choose from: one, but for `auto`."""
+    """The schedules to choose from, each as actions by position: one, except for `auto`."""
     schedule = request.schedule
     if schedule.table is not None:
-        return [_given(schedule, request.num_positions, request.num_microbatches)]
+        return [_table_as_given(schedule, request.num_positions, request.num_microbatches)]
     if schedule.name == "auto":
-        return _found(request)
+        return _auto_tables(request)
     return [
         actions(
             schedule.name,
@@ -113,34 +118,35 @@ def _tables(request: _Request) -> list[list[list[Action]]]:
     ]
 
 
-def _given(schedule: Schedule, num_positions: int, num_microbatches: int) -> list[list[Action]]:
+def _table_as_given(schedule: Schedule, num_positions: int, num_microbatches: int) -> list[list[Action]]:
+    """The actions that the caller gave; raises ConfigError unless they fit the mesh and the microbatches."""
     assert schedule.table is not None
-    table = [list(at) for at in schedule.table]
+    table = [list(row) for row in schedule.table]
     wrong = []
     if len(table) != num_positions:
         wrong.append(f"it has {len(table)} ranks, which does not fit mesh axis pp={num_positions}")
     if (count := count_microbatches(table)) != num_microbatches:
         wrong.append(f"it has {count} microbatches, which does not fit num_microbatches={num_microbatches}")
     if schedule.num_chunks is not None or schedule.options:
-        wrong.append("it says all by itself: num_chunks and options belong to schedules by name")
+        wrong.append("num_chunks and options cannot be given with it: they belong to schedules by name")
     if wrong:
-        raise ConfigError("cannot use this table of a schedule: " + "; ".join(wrong))
+        raise ConfigError("cannot use the table that the schedule gives: " + "; ".join(wrong))
     return table
 
 
-def _found(request: _Request) -> list[list[list[Action]]]:
-    """What `auto` finds for each placement that the schedule leaves open: one or two stages a rank, in a loop or a V."""
+def _auto_tables(request: _Request) -> list[list[list[Action]]]:
+    """The order that `auto` finds for each placement of stages that the schedule allows: one or two a rank, in a loop or a V."""
     schedule = request.schedule
     unknown = sorted(set(schedule.options) - {"placement", "cap_bytes"})
     wanted, cap_bytes = schedule.options.get("placement"), schedule.options.get("cap_bytes")
     if unknown or wanted not in (None, "loop", "v") or not (cap_bytes is None or isinstance(cap_bytes, (int, Sequence))):
         raise ConfigError(
-            f"schedule auto: its options are placement (loop or v) and cap_bytes; here they are {dict(schedule.options)}"
+            f"schedule auto takes the options placement (loop or v) and cap_bytes; it was given {dict(schedule.options)}"
         )
     numbers = (1, 2) if schedule.num_chunks is None else (schedule.num_chunks,)
-    choices = [(n, p) for n in numbers for p in ("loop", "v") if (n > 1 or p == "loop") and wanted in (None, p)]
-    tables, refused = [], [] if choices else [f"{numbers} stages a rank in placement {wanted}: a V needs two"]
-    for chunks, placement in choices:
+    placements = [(n, p) for n in numbers for p in ("loop", "v") if (n > 1 or p == "loop") and wanted in (None, p)]
+    tables, refused = [], [] if placements else [f"{numbers} stages a rank in placement {wanted}: a V needs two"]
+    for chunks, placement in placements:
         try:
             tables.append(
                 auto_actions(

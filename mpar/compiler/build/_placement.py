@@ -1,4 +1,4 @@
-"""Placement: a model on a mesh, with the strategy as it was arranged for it, and the code of all its functions."""
+"""Placement: the specs of a model's parameters and batch on a mesh, and the code of all functions of its chain."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -29,11 +29,13 @@ __all__ = ["Placement", "global_results", "place"]
 class Placement:
     """A model on a mesh.
 
-    strategy, target: as they were arranged for the model; the target's mesh may have split axes.
-    batch:            of one piece, without data. order_parts: in how many parts sequences are dealt out to ranks that share them.
-    units:            of the whole model, by path.
-    context, weight:  the code of the chain's functions of the batch.
-    refused:          ways to divide attention that were tried, and cannot be.
+    strategy, target: as `mpar.arrange` made them for the model; the mesh of the target may have split axes.
+    batch:            global tensors without data for the batch entries of one piece.
+    order_parts:      into how many parts sequences are cut before they are dealt out to the ranks that share them.
+    units:            the units of the whole model, by path.
+    context, weight:  the code that computes the context and the weight of a piece of the batch.
+    segments:         the code of every segment.
+    refused:          the ways to divide attention that were tried and that the model or the mesh does not allow.
     """
 
     strategy: Strategy
@@ -49,37 +51,41 @@ class Placement:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh, of which axes may have been split."""
+        """The mesh, in which axes may have been split."""
         return self.target.mesh
 
 
 def place(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor], options: CompileOptions) -> Placement:
-    """Compile the segments; of the ways to divide attention (context_parallel "auto") the one with the least predicted time."""
+    """Place the model on the mesh and compile its segments.
+
+    If `context_parallel` is "auto" and ranks share sequences, each way to divide attention is tried, and the one with the least
+    predicted time is taken.
+    """
     shares_sequences = mesh.axis_size(strategy.compute.get("seq", ())) > 1
     if strategy.context_parallel != "auto" or not shares_sequences:
         return _place(model, strategy, mesh, batch, options)
-    found: list[Placement] = []
+    candidates: list[Placement] = []
     refused: dict[str, Exception] = {}
     for method in CONTEXT_PARALLEL:
         try:
-            found.append(_place(model, replace(strategy, context_parallel=method), mesh, batch, options))
+            candidates.append(_place(model, replace(strategy, context_parallel=method), mesh, batch, options))
         except (ConfigError, ShapeError, ShardingError) as error:
             refused[method] = error
-    if not found:
+    if not candidates:
         raise next(iter(refused.values()))
-    best = min(found, key=lambda placement: _time(placement, options.profile))
+    best = min(candidates, key=lambda placement: _time(placement, options.profile))
     return replace(best, refused=tuple(refused))
 
 
 def _time(placement: Placement, hardware: Hardware) -> float:
-    """Predicted seconds of all segments, forward and backward, of one piece after the other."""
+    """Predicted seconds of all forwards and backwards of one microbatch, one after the other."""
     codes = (code for slices in placement.segments.by_segment for code in slices)
     kinds = (kind for code in codes for kind in (code.forward.kind, code.backward.kind))
     return sum(segment_time(kind, placement.mesh, hardware) for kind in kinds)
 
 
 def _place(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor], options: CompileOptions) -> Placement:
-    """Compile the segments for the way to divide attention that the strategy names."""
+    """Place the model and compile its segments with the way to divide attention that the strategy names."""
     num_slices, precision = options.num_slices, options.precision
     strategy, mesh = arrange(strategy, mesh, model.abstract_params, model.param_axes)
     batch = dict(batch)
@@ -101,7 +107,7 @@ def _place(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor
 
 
 def global_results(code: Code, mesh: Mesh) -> Mapping[str, Tensor]:
-    """What a compiled function returns, global and without data."""
+    """What a compiled function returns, as global tensors without data."""
     leaves = [global_value(tuple(v.shape), v.dtype, spec, mesh) for v, spec in zip(code.out_values, code.out_specs, strict=True)]
     assert code.outputs is not None
     return tree.unflatten(code.outputs, leaves)

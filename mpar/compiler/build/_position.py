@@ -14,7 +14,7 @@ __all__ = ["Position", "Use"]
 
 @dataclass(frozen=True)
 class Use:
-    """One segment that is run: in which action of its rank, of which stage, and the paths whose parameters it reads."""
+    """One run of a segment: the number of its action in the schedule of the position, its stage, the paths of units it reads."""
 
     action: int
     stage: int
@@ -23,38 +23,39 @@ class Use:
 
 @dataclass(frozen=True)
 class Position:
-    """number: the coordinate along pp."""
+    """One position along pp; `number` is the coordinate."""
 
     blueprint: Blueprint
     number: int
 
     @functools.cached_property
     def actions(self) -> list[Action]:
-        """What it does of the schedule, in order."""
+        """The actions of this position, in order."""
         return self.blueprint.pipeline.table[self.number]
 
     @functools.cached_property
     def stages(self) -> list[int]:
-        """The stages of which it holds a copy, ascending."""
+        """The stages of which this position holds a copy, ascending."""
         return self.blueprint.pipeline.stages_at(self.number)
 
     @functools.cached_property
     def copies(self) -> dict[int, int]:
-        """By stage, which copy of it this position holds."""
+        """For each stage here, the number of the copy that this position holds."""
         return {stage: self.blueprint.pipeline.positions[stage].index(self.number) for stage in self.stages}
 
     @functools.cached_property
     def units(self) -> dict[str, Unit]:
-        """The units that its segments read, by path."""
+        """The units that the segments of this position read, by path."""
         held = {segment for stage in self.stages for segment in self.blueprint.pipeline.ranges[stage]}
         return {path: unit for path, unit in self.blueprint.placement.units.items() if held & set(unit.users)}
 
     @functools.cached_property
     def groups(self) -> dict[int, list[list[Unit]]]:
-        """By stage, the units that its segments read, in groups that are gathered and reduced together."""
+        """For each stage, the groups of units that its segments read."""
         return {stage: self._groups(self.blueprint.pipeline.ranges[stage]) for stage in self.stages}
 
     def _groups(self, segments: range) -> list[list[Unit]]:
+        """The groups of units that the segments of one stage read; the users of each unit are those of this stage."""
         units: dict[str, Unit] = {}
         for index in segments:
             for path in self.blueprint.segments[index].paths:
@@ -64,7 +65,7 @@ class Position:
 
     @functools.cached_property
     def last_microbatches(self) -> dict[int, int]:
-        """By stage, the microbatch whose gradients come last."""
+        """For each stage, the microbatch whose gradients come last."""
         return {action.stage: action.microbatch for action in self.actions if action.kind in "BW"}
 
     @functools.cached_property
@@ -73,7 +74,7 @@ class Position:
 
     @functools.cached_property
     def _undivided(self) -> frozenset[tuple[int, int]]:
-        """Stages and microbatches whose backward is not cut in two."""
+        """The (stage, microbatch) pairs whose backward is not split into I and W."""
         return frozenset(
             (stage, m)
             for stage, kind, m in self.actions
@@ -81,19 +82,19 @@ class Position:
         )
 
     def runs(self, stage: int, microbatch: int) -> bool:
-        """Whether it runs the stage on that microbatch: a value then passes without a message."""
+        """Whether this position runs the stage with that microbatch; then values go to or from the stage without a message."""
         return Action(stage, "F", microbatch) in self._forwards
 
     def is_joint(self, segment: int, stage: int, microbatch: int) -> bool:
-        """Whether a segment's forward and backward are one: it gives losses only, and its backward is not cut in two."""
+        """Whether a segment's forward and backward are one instruction: it returns losses only, and its backward is not split."""
         return self.blueprint.codes[segment][0].joint is not None and (stage, microbatch) in self._undivided
 
     def holders(self, unit: Unit) -> list[int]:
-        """Positions along pp that hold the unit, in the order of its uses."""
-        return list(dict.fromkeys(at for _, _, at in self.blueprint.pipeline.uses(unit.users)))
+        """The positions along pp that hold a unit, in the order of its uses."""
+        return list(dict.fromkeys(position for _, _, position in self.blueprint.pipeline.uses(unit.users)))
 
     def uses(self) -> list[Use]:
-        """Every segment that is run, in order, with the parameters that it reads."""
+        """Every run of a segment at this position, in order."""
         uses = []
         for number, action in enumerate(self.actions):
             segments = self.blueprint.pipeline.ranges[action.stage]
@@ -106,9 +107,9 @@ class Position:
         return uses
 
     def _parameters_read(self, segment: int, action: Action, *, first: bool) -> Set[int] | None:
-        """Numbers of the primals that a segment reads in an action of its stage, the parameters among them; None: it is not run.
+        """The primals that a segment reads in an action of its stage, as indices into (parameters, x, context).
 
-        first: of the first stage, whose backward is all left to W, as nobody waits for the gradient of its input.
+        None means that the action does not run the segment. first: whether the stage is the first: its W does the whole backward.
         """
         codes: Sequence[SegmentCode] = self.blueprint.codes[segment]
         joint = self.is_joint(segment, action.stage, action.microbatch)
@@ -122,7 +123,7 @@ class Position:
         return {i for half in halves for i in (half.input_reads if action.kind == "I" else half.weight_reads)}
 
     def _paths_read(self, paths: Sequence[str], reads: Set[int]) -> list[str]:
-        """Those of `paths` of whose parameters at least one is among the primals `reads`."""
+        """Those of a segment's `paths` with at least one parameter among the primals `reads`."""
         out, start = [], 0
         for path in paths:
             end = start + len(self.blueprint.placement.units[path].leaves)

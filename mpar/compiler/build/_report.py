@@ -1,4 +1,4 @@
-"""Report: what a step says of itself. Losses of segments become means over the batch; their metrics are added up."""
+"""Report: the losses and metrics that a step returns. Losses of segments become means over the batch, metrics are added up."""
 
 import functools
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ __all__ = ["widest", "write_losses", "write_metrics"]
 
 
 def write_losses(writer: Writer, blueprint: Blueprint, reported: Reported, cotangent: int) -> list[Leaf]:
-    """The mean loss of the batch, each microbatch's part of it, and the mean of every other loss by its name.
+    """Write the mean loss of the batch, how much of it each microbatch gives, and the mean of every other loss by name.
 
-    cotangent: one over the weight of the batch.
+    cotangent: the value that holds one over the weight of the batch.
     """
     codes = [slices[0] for slices in blueprint.codes]  # every slice gives the same losses
     num_microbatches, num_slices = blueprint.options.num_microbatches, blueprint.options.num_slices
@@ -33,7 +33,8 @@ def write_losses(writer: Writer, blueprint: Blueprint, reported: Reported, cotan
     kinds = sorted(set(columns), key=lambda name: (name != "loss", name))
 
     def finish(losses: Tensor, cotangent: Tensor) -> list[Tensor]:
-        # whole before it is added up: a sum of what each position along pp has would depend on how microbatches are divided
+        # every rank first gets all losses, then adds them in one order: a sum of one sum for each position along pp would round
+        # differently if microbatches or stages were divided among positions in another way
         table, out = constrain(losses, P()).reshape(num_microbatches, -1), []
         for kind in kinds:
             of_kind = [i for i, name in enumerate(columns) if name == kind]
@@ -49,7 +50,10 @@ def write_losses(writer: Writer, blueprint: Blueprint, reported: Reported, cotan
 
 
 def write_metrics(writer: Writer, blueprint: Blueprint, reported: Reported) -> dict[str, int]:
-    """What segments report besides losses, by `<segment>.<metric>`; every position along pp gets all of it."""
+    """Write the metrics that segments report besides losses; returns their values by `<segment>.<metric>`.
+
+    Every position along pp gets all of them.
+    """
     codes = [slices[0] for slices in blueprint.codes]  # every slice reports the same
     shapes = {
         (index, n): (f"{blueprint.segments[index].name}.{name}", code.forward.out_values[len(code.traced.x_out) + n])
@@ -74,5 +78,5 @@ def write_metrics(writer: Writer, blueprint: Blueprint, reported: Reported) -> d
 
 
 def widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The dtype that holds all of these, float32 at least."""
+    """The narrowest dtype, at least float32, that can hold the values of all of these."""
     return functools.reduce(torch.promote_types, dtypes, torch.float32)

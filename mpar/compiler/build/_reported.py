@@ -1,4 +1,4 @@
-"""Reported: the losses and metrics that segments give, as they come, until the end of the step."""
+"""Reported: the losses and metrics that segments have given so far; at the end of the step they are reported."""
 
 from mpar.compiler.build._blueprint import Blueprint
 from mpar.compiler.build._writer import Writer
@@ -8,7 +8,11 @@ __all__ = ["Reported"]
 
 
 class Reported:
-    """losses: by piece and segment. sums: by segment, its metrics added over the pieces."""
+    """The losses and metrics that segments have given so far.
+
+    losses: for each piece and segment, the values of its losses.
+    sums:   for each segment, the values of its metrics, added up over pieces.
+    """
 
     def __init__(self, writer: Writer, blueprint: Blueprint) -> None:
         self.writer, self.blueprint = writer, blueprint
@@ -16,12 +20,12 @@ class Reported:
         self.sums: dict[int, list[int]] = {}
 
     def names(self, segment: int, piece: Piece) -> list[str]:
-        """Names of a segment's losses and metrics."""
+        """Names for the values of a segment's losses and metrics."""
         traced = self.blueprint.codes[segment][0].traced
         return [f"{name}.{segment}.{self.blueprint.piece_name(piece)}" for name in (*traced.losses, *traced.metrics)]
 
     def take(self, segment: int, piece: Piece, values: list[int]) -> None:
-        """Note a segment's losses, and add its metrics to those of other pieces."""
+        """Take a segment's losses, and add its metrics to those of other pieces."""
         traced = self.blueprint.codes[segment][0].traced
         num_losses = len(traced.losses)
         self.losses[piece, segment], metrics = values[:num_losses], values[num_losses:]

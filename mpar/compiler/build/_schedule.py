@@ -1,4 +1,4 @@
-"""Schedule: how microbatches go through the stages of a pipeline, as a caller asks for it."""
+"""Schedule: what a caller may ask of a pipeline: the order in which microbatches pass its stages, and the segments of a stage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +10,14 @@ __all__ = ["Schedule"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How microbatches go through the stages of a pipeline.
+    """In which order microbatches pass the stages of a pipeline, and which segments a stage has.
 
-    name:       a schedule of `mpar.schedules`, `auto` among them; with one stage they are all the same.
-    num_chunks: stages of each rank; None: as many as the schedule has by default.
-    layout:     which segments make up a stage: None (even), "balance", Megatron's letters, or layers of each stage.
-    options:    of the schedule, such as extra_warmup.
-    table:      actions of every rank, instead of a name.
+    name:       the name of a schedule in `mpar.schedules`, or `auto`.
+    num_chunks: the number of stages at each position along pp; None: the schedule's default.
+    layout:     how segments are divided into stages: None (evenly), "balance" (by predicted time), Megatron's letters, or the
+                number of layers of each stage.
+    options:    further options of the schedule, such as extra_warmup.
+    table:      for each position along pp its actions, in place of a named schedule.
     """
 
     name: str = "one_f_one_b"

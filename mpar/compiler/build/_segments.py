@@ -1,4 +1,5 @@
-"""The code of every segment of a chain: one compilation for each kind, and for each number of past slices that a slice reads."""
+"""The code of every segment of a chain. Segments that are alike share a compilation, and so do slices of a segment that read
+equally many past slices."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,13 @@ __all__ = ["SegmentCodes", "SegmentCompiler", "reach_in_slices"]
 
 @dataclass(frozen=True)
 class SegmentCodes:
-    """The code of a chain. by_segment: of every slice. entering: per segment, leaves of the x that enters it, local and without
-    data, with their specs; then those of what leaves the last. reach: per segment, how many slices before its own one reads."""
+    """The code of all segments of a chain.
+
+    by_segment: for each segment, the code of every slice.
+    entering:   for each segment, the leaves of the x that enters it, as local tensors without data, with their specs; in the last
+                entry those of the x that leaves the chain.
+    reach:      for each segment, how many earlier slices one slice reads.
+    """
 
     by_segment: list[Slices]
     entering: list[list[tuple[Tensor, P]]]
@@ -31,7 +37,11 @@ class SegmentCodes:
 
 @dataclass(frozen=True)
 class _Slice:
-    """A segment's function for slices that read `num_past` others; the last slice hands nothing on."""
+    """The function of a segment for a slice that reads `num_past` earlier slices.
+
+    In the place of x it takes `(x, *past)`, where `past` is what each of these slices carried over. It returns `(x, carried)`;
+    the last slice carries nothing over and returns `(x,)`.
+    """
 
     carry: Carry
     num_past: int
@@ -45,7 +55,7 @@ class _Slice:
 
 @dataclass(frozen=True)
 class _Entering:
-    """What enters a segment: its x and the context, as trees of global tensors without data, and where their leaves live."""
+    """What enters a segment: its x and the context, as trees of global tensors without data, and the specs of their leaves."""
 
     x: Any
     x_specs: list[P]
@@ -55,9 +65,10 @@ class _Entering:
 
 @dataclass
 class SegmentCompiler:
-    """Compiles the segments of a chain. Equal functions on equal values are compiled once.
+    """Compiles the segments of a chain. Equal functions of values that look alike are compiled once.
 
-    length: positions of a slice. done: code by what it depends on.
+    length: the number of positions in a slice.
+    done:   the code made so far, by all that it depends on.
     """
 
     model: Chain
@@ -71,7 +82,7 @@ class SegmentCompiler:
     done: dict[tuple, SegmentCode] = field(default_factory=dict)
 
     def compile_all(self, context: Mapping[str, Tensor], context_specs: Sequence[P]) -> SegmentCodes:
-        """Every segment's code, slice by slice, and what enters it."""
+        """Compile every segment, first to last; `context` holds global tensors without data."""
         codes = SegmentCodes([], [[]], [])
         entering = _Entering(None, [], context, list(context_specs))
         for segment in self.model.segments:
@@ -82,7 +93,7 @@ class SegmentCompiler:
                 x = tree.unflatten(code.traced.x_structure, code.traced.x_out) if code.traced.x_out else None
             else:
                 slices = self._compile_slices(segment, segment.carry, reach, entering)
-                code = slices[-1]  # it hands nothing on to later slices
+                code = slices[-1]  # the last slice carries nothing over: its x_out is the x of the next segment alone
                 (x,) = cast(tuple, tree.unflatten(code.traced.x_structure, code.traced.x_out))
             num_leaves = len(code.traced.x_out)
             specs = list(code.forward.out_specs[:num_leaves])
@@ -93,7 +104,7 @@ class SegmentCompiler:
         return codes
 
     def _compile_slices(self, segment: Segment, carry: Carry, reach: int, entering: _Entering) -> tuple[SegmentCode, ...]:
-        """The code of a segment for each slice: its x is that of the slice, then what past slices carried over."""
+        """Compile a segment for each slice; what a slice carries over enters the later slices within reach."""
         slices: list[SegmentCode] = []
         specs = dict(zip(entering.context, entering.context_specs, strict=True))
         carried: Any = None
@@ -118,7 +129,7 @@ class SegmentCompiler:
         return tuple(slices)
 
     def _compile(self, segment: Segment, entering: _Entering) -> SegmentCode:
-        """The code of a segment for values that look like these."""
+        """The code of a segment for what enters it."""
         read = [self.units[path] for path in segment.paths]
         grad_dtypes = [self.precision.grad_dtype(leaf.dtype) for unit in read for _, leaf in unit.leaves]
         params = [_in_use(self.model, unit) for unit in read]
@@ -140,7 +151,8 @@ class SegmentCompiler:
 
 
 def _check_results(segment: Segment, traced: TracedSegment, *, last: bool) -> None:
-    """Raise ConfigError unless a segment returns leaves of x that its axes describe, scalar losses, and last of all "loss"."""
+    """Raise ConfigError unless the leaves of x that a segment returns fit its `out_axes`, its losses are scalars, and "loss" is
+    among them if the segment is the last."""
     axes = [] if segment.out_axes is None else tree.leaves(segment.out_axes, is_leaf=is_axes)
     x_out = traced.x_out
     problems = []
@@ -164,7 +176,7 @@ def _check_results(segment: Segment, traced: TracedSegment, *, last: bool) -> No
 
 
 def reach_in_slices(segment: Segment, length: int) -> int:
-    """How many slices, of so many positions each, before its own one a segment reads."""
+    """How many earlier slices one slice of a segment reads, if slices have `length` positions."""
     if segment.carry is None:
         return 0
     reach = segment.carry.reach
@@ -172,7 +184,7 @@ def reach_in_slices(segment: Segment, length: int) -> int:
 
 
 def _in_use(model: Chain, unit: Unit) -> Any:
-    """The subtree of a unit without data, in the dtypes in which it is used."""
+    """The subtree of a unit's parameters as tensors without data, in the dtypes in which they are used."""
     structure = tree.flatten(tree.get(model.abstract_params, unit.path))[1]
     leaves = [leaf.new_empty(leaf.shape, dtype=dtype) for (_, leaf), dtype in zip(unit.leaves, unit.compute_dtypes, strict=True)]
     return tree.unflatten(structure, leaves)

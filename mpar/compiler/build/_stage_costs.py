@@ -1,4 +1,4 @@
-"""Stage costs: predicted seconds and bytes of the forward and of the backward of a stage, for the schedules to weigh."""
+"""Stage costs: the predicted seconds and bytes of each stage's forward and backward, which schedules are chosen by."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,14 @@ __all__ = ["StageCosts"]
 
 @dataclass(frozen=True)
 class _Stage:
-    """Seconds of a stage's forward, of its backward and of the halves of that; bytes that wait for the backward, and for its
-    weight half; seconds until the next stage has what this one sends."""
+    """The predicted costs of a stage with one microbatch.
+
+    forward, backward:       seconds of each.
+    input_half, weight_half: seconds of the two halves of the backward.
+    activation:              bytes that are held from the forward until the backward.
+    weight_part:             bytes of these that are held further, from the input half until the weight half.
+    transfer:                seconds until the next stage has what this one sends.
+    """
 
     forward: float
     backward: float
@@ -30,23 +36,24 @@ class _Stage:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """codes: of every segment, slice by slice. The costs are those on `hardware`."""
+    """Predicts costs on `hardware`. codes: for each segment, the code of every slice."""
 
     codes: Sequence[Slices]
     mesh: Mesh
     hardware: Hardware
 
     def segment_seconds(self) -> list[float]:
-        """Seconds of each segment, forward and backward of all its slices."""
+        """For each segment, the seconds of the forwards and backwards of all its slices."""
         return [
             sum(self._seconds(half.kind) for code in slices for half in (code.forward, code.backward)) for slices in self.codes
         ]
 
     def of(self, ranges: Sequence[range], *, split: bool) -> Costs:
-        """Costs of stages. Without `split` nothing runs I or W, which are not compiled then: halves stand for them.
+        """The costs of the stages with these ranges of segments.
 
-        The first stage's backward is all W: nobody waits for the gradient of its input. What gives losses only is then done at
-        once.
+        split: whether the schedule splits backwards into I and W. If it does not, I and W are not compiled, each counts as half
+        of the backward, and segments that return losses only run forward and backward as one. The backward of the first stage
+        is all W, because no stage waits for the gradient of its input.
         """
         stages = [self._stage(segments, split=split) for segments in ranges]
         return Costs(
@@ -81,7 +88,7 @@ class StageCosts:
     def _halves(
         self, codes: Sequence[SegmentCode], backward: float, activation: int, *, split: bool, is_first: bool
     ) -> tuple[float, float, int]:
-        """Seconds of the input half and of the weight half of a backward, and the bytes that wait for the weight half."""
+        """Seconds of the input half and of the weight half of a backward, and the bytes that are held until the weight half."""
         if is_first:
             return 0.0, backward, activation
         if not split:

@@ -1,4 +1,4 @@
-"""Transfers: the messages of an edge of the pipeline, one for each leaf of x of each slice."""
+"""Transfers: what one stage sends to another is a message for each leaf of x, or of its gradient, of each slice."""
 
 from mpar.compiler.build._actions import Actions
 from mpar.compiler.build._waiting import Waiting
@@ -9,7 +9,7 @@ __all__ = ["write_transfer"]
 
 
 def write_transfer(actions: Actions, transfer: Transfer) -> None:
-    """Write one end of an edge's messages, or the wait for them."""
+    """Write the sends or the receipts of a transfer's messages, or the waits for them."""
     per_edge = actions.blueprint.messages_per_edge
     numbers = range(transfer.message * per_edge, (transfer.message + 1) * per_edge)
     if transfer.op == "send":
@@ -23,6 +23,7 @@ def write_transfer(actions: Actions, transfer: Transfer) -> None:
 
 
 def _write_sends(actions: Actions, transfer: Transfer, numbers: range) -> None:
+    """Post what the stage sends: its output, or the gradients of its input."""
     edges, segment, piece = actions.edges, f"stage {transfer.stage}", Piece(transfer.microbatch, 0)
     waiting = (edges.outputs if transfer.kind == "F" else edges.input_gradients).pop((transfer.stage, transfer.microbatch))
     values = [v for of_slice in waiting for v in of_slice.values]
@@ -32,6 +33,7 @@ def _write_sends(actions: Actions, transfer: Transfer, numbers: range) -> None:
 
 
 def _write_receipts(actions: Actions, transfer: Transfer, numbers: range) -> None:
+    """Post the receipt of what the stage needs: its input, or the gradients of its output."""
     blueprint, edges, segment, first = actions.blueprint, actions.edges, f"stage {transfer.stage}", Piece(transfer.microbatch, 0)
     segments = actions.segments_of(transfer.stage)
     index, prefix = (segments.start, "x") if transfer.kind == "F" else (segments.stop, "dx")

@@ -18,8 +18,14 @@ __all__ = ["Unit", "group_of", "group_units", "kind_name", "make_units", "span"]
 
 @dataclass
 class Unit:
-    """leaves: (path, global tensor without data) of each parameter; then, per leaf: logical axes, specs in use and at rest, the
-    dtype in use. `users`: indices of the segments that read it."""
+    """The parameters at one path of a segment; all lists but `users` have an entry for each of them.
+
+    leaves:             the path of the parameter, and a global tensor without data.
+    axes:               its logical axes.
+    compute, compute_dtypes: its spec and dtype while it is used.
+    storage, grad, opt: the specs at which the parameter, its gradient and its slots of the optimizer are stored.
+    users:              the numbers of the segments that read the unit.
+    """
 
     path: str
     leaves: list[tuple[str, Tensor]]
@@ -33,18 +39,18 @@ class Unit:
 
     @property
     def paths(self) -> list[str]:
-        """The path of each leaf."""
+        """The path of each parameter."""
         return [path for path, _ in self.leaves]
 
     @property
     def needs_gather(self) -> bool:
-        """Whether its parameters are used in another place or dtype than they are stored in."""
+        """Whether its parameters are used with another spec or dtype than they are stored with."""
         same = all(dtype == leaf.dtype for dtype, (_, leaf) in zip(self.compute_dtypes, self.leaves, strict=True))
         return self.compute != self.storage or not same
 
     @property
     def bytes(self) -> int:
-        """Global bytes as stored."""
+        """The bytes of its global parameters, in the dtypes in which they are stored."""
         return sum(leaf.nbytes for _, leaf in self.leaves)
 
 
@@ -76,9 +82,9 @@ def _make_unit(model: Chain, path: str, strategy: Strategy, mesh: Mesh, precisio
 
 
 def group_units(units: Sequence[Unit], bucket_bytes: int) -> list[list[Unit]]:
-    """Neighbours share messages as long as they are `bucket_bytes` together.
+    """Divide units into groups of neighbours, each of at most `bucket_bytes` in all.
 
-    A larger unit is alone, and so is one that several segments read: it would keep its neighbours gathered as long as itself.
+    A larger unit is alone. So is one that several segments read, because it would keep its neighbours gathered as long as itself.
     """
     groups: list[list[Unit]] = []
     for unit in units:
@@ -91,15 +97,15 @@ def group_units(units: Sequence[Unit], bucket_bytes: int) -> list[list[Unit]]:
 
 
 def group_of(groups: Mapping[int, list[list[Unit]]]) -> dict[tuple[int, str], list[Unit]]:
-    """By stage and path, the group that a unit belongs to; `groups`: by stage."""
+    """For each stage and path, the group that the unit belongs to; `groups` has the groups of each stage."""
     return {(stage, unit.path): group for stage, of_stage in groups.items() for group in of_stage for unit in group}
 
 
 def kind_name(units: Sequence[Unit]) -> str:
-    """What a segment over these units is called: `embed+layers`."""
+    """The first parts of the units' paths, by which kinds are named: `embed+layers`."""
     return "+".join(dict.fromkeys(unit.path.split(".")[0] for unit in units))
 
 
 def span(units: Sequence[Unit]) -> str:
-    """Where in the chain they are: `layers.0..layers.3`."""
+    """The place of the units in the chain: `layers.0..layers.3`."""
     return units[0].path if len(units) == 1 else f"{units[0].path}..{units[-1].path}"

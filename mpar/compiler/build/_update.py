@@ -1,4 +1,4 @@
-"""The update: the optimizer's rule for every parameter, on the specs at which it and its state are stored."""
+"""The update: the optimizer's rule for every parameter, on the specs at which the parameter and its slots are stored."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from mpar.spec import P
 __all__ = ["write_updates"]
 
 SetFrom = tuple[int, Callable[[Tensor, Tensor], Tensor]]
-"""A metric's value, and the function that makes a new parameter of the old one and of it."""
+"""How a parameter is set without a gradient: the value of a metric, and `fn(parameter, metric)` for the new parameter."""
 
 
 def write_updates(
@@ -29,8 +29,12 @@ def write_updates(
     scale: int,
     reported: Mapping[str, int],
 ) -> dict[str, int]:
-    """The new state by path, unit by unit. Parameters that the chain names in `updates` follow no gradient: they are set from a
-    metric in `reported`."""
+    """Write the update of each unit; returns the values of the new state by path.
+
+    grads:    for each unit, the finished gradients.
+    scale:    the value by which gradients are multiplied.
+    reported: the values of metrics by name. Parameters that the chain names in `updates` are set from these, not by gradients.
+    """
     blueprint, optimizer = position.blueprint, position.blueprint.optimizer
     assert optimizer is not None
     units = list(position.units.values())
@@ -40,10 +44,10 @@ def write_updates(
     )
     new: dict[str, int] = {}
     for unit in units:
-        columns, scalars = boundary.slots[unit.path], [*(leaf.value for leaf in boundary.scalars), scale]
+        slots, scalars = boundary.slots[unit.path], [*(leaf.value for leaf in boundary.scalars), scale]
         rules = {i: set_from[path] for i, path in enumerate(unit.paths) if path in set_from}
         code = _update_code(writer, optimizer, unit, grads[unit.path], rules, overwrite=overwrite)
-        inputs = [*boundary.params[unit.path], *grads[unit.path], *(v for column in columns for v in column), *scalars]
+        inputs = [*boundary.params[unit.path], *grads[unit.path], *(v for slot in slots for v in slot), *scalars]
         inputs += [value for value, _ in rules.values()]
         names = [*(f"params.{p}" for p in unit.paths), *(f"opt.{slot}.{p}" for slot in optimizer.slots for p in unit.paths)]
         new |= dict(zip(names, writer.emit("update", code, inputs, names, unit.path), strict=True))
@@ -55,8 +59,8 @@ def _update_code(
 ) -> Code:
     """The code of the update of a unit.
 
-    rules: by position, the parameters that are set from a value by a function of their own; their slots stay as they are.
-    overwrite: the new values may be written over the old ones.
+    rules:     for parameters that are set from a metric, by their index in the unit: how. Their slots do not change.
+    overwrite: whether the new values may be written over the old ones.
     """
     decays = tuple(optimizer.decays(path, axes) for path, axes in zip(unit.paths, unit.axes, strict=True))
     num_slots = len(optimizer.slots)
@@ -64,7 +68,7 @@ def _update_code(
     def update(params: list, grads: list, slots: list, lr: Tensor, step: Tensor, scale: Tensor, given: list) -> list[Tensor]:
         values, results = dict(zip(rules, given, strict=True)), []
         for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-            of_leaf = tuple(column[i] for column in slots)
+            of_leaf = tuple(slot[i] for slot in slots)
             if i in rules:
                 results.append((rules[i][1](p, values[i]), of_leaf))
             else:
@@ -86,8 +90,11 @@ def _update_code(
 
 
 def _overwritable(writer: Writer, grads: Sequence[int], params: Sequence[int]) -> bool:
-    """Whether no two gradients overlap and none lies in a parameter: what one update writes, no other reads."""
+    """Whether an update may write over its operands without changing what another update reads.
+
+    That is so if no two gradients overlap in memory, and none lies in the storage of a parameter.
+    """
     stored = {writer.values[v].storage for v in params}
     spans = sorted((v.storage, v.offset, v.offset + v.bytes // v.dtype.itemsize) for v in (writer.values[g] for g in grads))
-    apart = all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(spans))
-    return apart and not any(storage in stored for storage, _, _ in spans)
+    do_not_overlap = all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(spans))
+    return do_not_overlap and not any(storage in stored for storage, _, _ in spans)

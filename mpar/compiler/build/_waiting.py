@@ -1,4 +1,4 @@
-"""Values that wait for a later instruction of their part, on the device or, if the policy says so, in the host's memory."""
+"""Waiting: values that wait for later actions of their part, on the device or, if the recompute policy offloads, on the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,19 +10,19 @@ __all__ = ["CarriedGradients", "Edges", "Saved", "Waiting"]
 
 
 class Waiting:
-    """Some values; `on_host`: they are in the host's memory."""
+    """Values that wait for a later action; `on_host`: whether they are in the host's memory."""
 
     def __init__(self, values: Sequence[int] = (), *, on_host: bool = False) -> None:
         self.values, self.on_host = list(values), on_host
 
     def offloaded(self, writer: Writer, segment: str, piece: Piece) -> "Waiting":
-        """A copy in the host's memory; these stay where they are until nothing reads them."""
+        """Write copies of the values to the host's memory. The originals are freed when nothing reads them any more."""
         if self.on_host:
             return self
         return Waiting([writer.copy("offload", v, segment, piece) for v in self.values], on_host=True)
 
     def fetched(self, writer: Writer, segment: str, piece: Piece) -> "Waiting":
-        """A copy on the device, these themselves if they are there."""
+        """Write copies of the values to the device; if they are on the device already, they are returned as they are."""
         if not self.on_host:
             return self
         return Waiting([writer.copy("fetch", v, segment, piece) for v in self.values])
@@ -30,10 +30,13 @@ class Waiting:
 
 @dataclass
 class Saved:
-    """What the forward of a segment leaves for its backward, a slice at a time; and what the input half of that leaves.
+    """What is saved of one slice of a segment for its backward.
 
-    x: the segment's input; kept: what it kept; carried: what later slices read of this one. dy: the cotangents of its results;
-    crossing: what the input half of its backward made for the weight half.
+    x:        the input of the segment.
+    kept:     the values that its forward kept.
+    carried:  what it carried over to later slices.
+    dy:       the cotangents of its results, saved when its backward begins.
+    crossing: what the input half of its backward computed for the weight half, saved between the two.
     """
 
     x: Waiting
@@ -43,17 +46,20 @@ class Saved:
     crossing: list[int] | None = None
 
     def offloaded(self, writer: Writer, segment: str, piece: Piece) -> "Saved":
-        """The same in the host's memory."""
+        """Write copies of x, kept and carried to the host's memory."""
         x, kept, carried = (waiting.offloaded(writer, segment, piece) for waiting in (self.x, self.kept, self.carried))
         return Saved(x, kept, carried)
 
 
 @dataclass(frozen=True)
 class Edges:
-    """What waits between the actions of a part, by (stage, microbatch) and slice by slice.
+    """The values that wait between the actions of a part. Keys are (stage, microbatch); lists have an entry for each slice.
 
-    inputs, outputs: x that enters a stage and that leaves it; cotangents, input_gradients: their gradients. messages: the values
-    that each transfer carries. saved: by segment and slice, what forwards leave for backwards.
+    inputs, outputs: the x that enters a stage, and the x that leaves it.
+    cotangents:      the gradients of what leaves a stage.
+    input_gradients: the gradients of what enters it.
+    messages:        by the number of a transfer, the values that it carries.
+    saved:           by segment and slice, what is saved for its backward.
     """
 
     num_slices: int
@@ -65,23 +71,26 @@ class Edges:
     saved: dict[tuple[int, int], dict[tuple[int, int], Saved]] = field(default_factory=dict)
 
     def nothing(self) -> list[Waiting]:
-        """No values, for each slice."""
+        """An empty list of values for each slice."""
         return [Waiting() for _ in range(self.num_slices)]
 
 
 class CarriedGradients:
-    """Gradients of what the slices of one segment carried over, which later slices give, last first, and which are added up."""
+    """The gradients of what the slices of one segment carried over. Each later slice that read it gives a term; terms are added.
+
+    sums: for each slice, the sums so far.
+    """
 
     def __init__(self, writer: Writer, segment: str, num_carried: int) -> None:
         self.writer, self.segment, self.num_carried = writer, segment, num_carried
         self.sums: dict[Piece, list[int]] = {}
 
     def take(self, piece: Piece) -> list[int]:
-        """The finished ones of `piece`; none if no slice has read what it carried over."""
+        """The finished gradients of what `piece` carried over; none if no slice has read it."""
         return self.sums.pop(piece, [])
 
     def add(self, piece: Piece, past: Sequence[Piece], grads: list[int]) -> None:
-        """Those that `piece` gives to each slice in `past`."""
+        """Add the gradients that `piece` gives for what each slice in `past` carried over."""
         for earlier in past:
             new, grads = grads[: self.num_carried], grads[self.num_carried :]
             names = [f"dcarried {self.segment}"] * self.num_carried

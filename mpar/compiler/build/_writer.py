@@ -1,4 +1,4 @@
-"""Writer: writes down what the ranks at one position along pp do, an instruction at a time. Passes order it afterwards."""
+"""Writer: writes the instructions of the ranks at one position along pp, one after the other; passes reorder them afterwards."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,13 +19,13 @@ __all__ = ["Kinds", "Writer"]
 
 @dataclass
 class Kinds:
-    """The kinds of a program by name, and the code that each kind came from; messages and copies come from none."""
+    """The kinds of a program by name, and the code that each was made with; kinds of messages and copies have no code."""
 
     kinds: dict[str, Kind] = field(default_factory=dict)
     codes: dict[str, Code] = field(default_factory=dict)
 
     def register(self, code: Code) -> str:
-        """The name of the code's kind, a new one when another code has it."""
+        """Register the kind of `code`; returns its name, with a number if other code has that name already."""
         name, number = code.kind.name, 2
         while name in self.codes and self.codes[name] is not code:
             name, number = f"{code.kind.name} #{number}", number + 1
@@ -35,7 +35,11 @@ class Kinds:
 
 @dataclass
 class Writer:
-    """values, functions, kinds: of the program, shared by all its parts. has_slices: instructions name their slice."""
+    """Writes the instructions of one part.
+
+    values, functions, kinds: those of the program, which all parts share.
+    has_slices:               whether rows are cut into slices: instructions then name their slice.
+    """
 
     values: Values
     functions: Functions
@@ -52,9 +56,10 @@ class Writer:
         segment: str = "",
         piece: Piece | None = None,
     ) -> list[int]:
-        """Write an instruction; its results share storages with each other and with operands as the code says.
+        """Write an instruction that runs `code`; returns its results, which are called `names`.
 
-        piece: of the batch, which it works on; None: the whole batch, or none of it.
+        A result shares a storage with an operand or another result if the code says so. piece: the piece of the batch that the
+        instruction works on; None if it works on no piece or on all of them.
         """
         memory = code.kind.memory
         storages = {local: self.values[v].storage for local, v in zip(memory.inputs, inputs, strict=True)}
@@ -68,6 +73,7 @@ class Writer:
         return outputs
 
     def _write(self, piece: Piece | None, instruction: Instruction) -> None:
+        """Add an instruction that works on `piece`."""
         if piece is not None:
             instruction = replace(instruction, microbatch=piece.microbatch, slice=piece.slice if self.has_slices else -1)
         self.instructions.append(instruction)
@@ -88,10 +94,11 @@ class Writer:
         return value
 
     def wait(self, value: int, message: int, peer: int, segment: str, piece: Piece | None) -> None:
-        """Wait until the message that sends or brings `value` is done."""
+        """Wait until a message is done that sends or receives `value`."""
         self._message(Instruction("wait", "", (value,), (), segment=segment, message=message, peer=peer), value, piece)
 
     def _message(self, instruction: Instruction, value: int, piece: Piece | None) -> None:
+        """Add a send, recv or wait of `value`, with the kind for values that look like it."""
         v = self.values[value]
         name = _copy_name(instruction.op, v)
         if name not in self.kinds.kinds:
@@ -99,20 +106,22 @@ class Writer:
         self._write(piece, replace(instruction, kind=name))
 
     def copy(self, op: str, value: int, segment: str, piece: Piece | None) -> int:
-        """A copy of `value` in the memory of the host ("offload"), or of the device again ("fetch")."""
+        """Write a copy of `value` to the host's memory (op "offload"), or back to the device ("fetch"); returns the copy."""
         v = self.values[value]
         name = _copy_name(op, v)
         if name not in self.kinds.kinds:
             self.kinds.kinds[name] = copy_kind(name, op, v)
-        made = self.values.add(v.name, torch.empty(v.shape, dtype=v.dtype, device="meta"), v.spec)
-        self._write(piece, Instruction(op, name, (value,), (made,), segment=segment, queue=queue_of(op)))
-        return made
+        copied = self.values.add(v.name, torch.empty(v.shape, dtype=v.dtype, device="meta"), v.spec)
+        self._write(piece, Instruction(op, name, (value,), (copied,), segment=segment, queue=queue_of(op)))
+        return copied
 
     def add(
         self, left: list[int], right: list[int], names: Sequence[str], segment: str = "", piece: Piece | None = None
     ) -> list[int]:
-        """`left + right`, value by value, on each rank: pending sums stay pending. `left` is not read afterwards: the sum is
-        written over it, unless something else lies there."""
+        """Write `left + right`, value by value, on each rank; pending sums stay pending.
+
+        Nothing may read `left` afterwards: the sums are written over it if it shares no memory with other values.
+        """
         over = all(self.values.lies_alone(v) for v in left)
         out = self.emit("accumulate", self.functions.sum(left, right, over=over), [*left, *right], names, segment, piece)
         if over:
@@ -128,8 +137,11 @@ class Writer:
         dtype: torch.dtype,
         op: str,
     ) -> int:
-        """One vector with an element for each entry of `order`, of which this part gives those in `places` (per value, a vector,
-        its elements' entries). Elsewhere it is 0: the vectors of all positions along pp are a sum that is pending."""
+        """Write one vector with an element for each entry of `order`, into which the elements of `values` are put.
+
+        places: for each value, the entries that its elements belong to. Elements whose entry is in no place are 0. Every position
+        along pp fills in its entries, so the vector is a pending sum over pp.
+        """
         by_spec: dict[P, list[int]] = {}
         for i, spec in enumerate(self.values.specs(values)):
             by_spec.setdefault(spec, []).append(i)
@@ -155,7 +167,7 @@ class Writer:
         return vector
 
     def metric(self, path: str, value: int) -> Leaf:
-        """A replicated value that the step reports."""
+        """The leaf of a replicated value that the step reports."""
         v = self.values[value]
         return Leaf(path, value, v.shape, v.dtype, v.spec)
 
@@ -165,25 +177,25 @@ def _copy_name(op: str, value: Value) -> str:
 
 
 def message_kind(name: str, op: str, value: Value) -> Kind:
-    """A kind without code: a receipt makes a storage, sending and waiting only keep one."""
-    made = op == "recv"
+    """The kind of a send, recv or wait, which has no code: a recv makes a storage, the others hold that of their operand."""
+    is_receipt = op == "recv"
     memory = SegmentMemory(
-        inputs=() if made else (0,),
-        outputs=(0,) if made else (),
+        inputs=() if is_receipt else (0,),
+        outputs=(0,) if is_receipt else (),
         sizes=(value.bytes,),
-        events=(((0,), ()),) if made else (),
-        workspaces=(0,) if made else (),
-        idle=() if made else (0,),
+        events=(((0,), ()),) if is_receipt else (),
+        workspaces=(0,) if is_receipt else (),
+        idle=() if is_receipt else (0,),
     )
     operand = ((value.shape, value.dtype),)
-    return Kind(name, "", {}, (), 0, 0, 0, memory, 0, () if made else operand, operand if made else (), ())
+    return Kind(name, "", {}, (), 0, 0, 0, memory, 0, () if is_receipt else operand, operand if is_receipt else (), ())
 
 
 def copy_kind(name: str, op: str, value: Value) -> Kind:
-    """A kind that carries a value to the host, where it takes nothing of the device's memory, or back."""
-    held, made = (value.bytes, 0) if op == "offload" else (0, value.bytes)
-    memory = SegmentMemory(inputs=(0,), outputs=(1,), sizes=(held, made), events=(((1,), (0,)),), workspaces=(0,), idle=())
-    there = "TO_HOST" if op == "offload" else "TO_DEVICE"
-    source = f"def run(args, comm):\n    (x,) = args\n    args.clear()\n    return ({there}(x),)\n"
+    """The kind of an offload or a fetch. A copy on the host takes no memory of the device."""
+    held, copied = (value.bytes, 0) if op == "offload" else (0, value.bytes)  # on the device
+    memory = SegmentMemory(inputs=(0,), outputs=(1,), sizes=(held, copied), events=(((1,), (0,)),), workspaces=(0,), idle=())
+    transfer_function = "TO_HOST" if op == "offload" else "TO_DEVICE"
+    source = f"def run(args, comm):\n    (x,) = args\n    args.clear()\n    return ({transfer_function}(x),)\n"
     operand = ((value.shape, value.dtype),)
     return Kind(name, source, {}, (), 0, 0, 0, memory, 0, operand, operand, ())

@@ -1,7 +1,7 @@
-"""Segments: every function of the chain, traced once per kind, lowered for the mesh, cut into forward and backward, made code."""
+"""Segments: the functions of the chain become code. Each is traced, lowered for the mesh, cut in two and written as Python."""
 
 from mpar.compiler.segment._code import Code, SegmentCode, SegmentSpecs, Slices, Target, TracedSegment
-from mpar.compiler.segment._codegen import generate, positions_of
+from mpar.compiler.segment._codegen import coordinates_of, generate
 from mpar.compiler.segment._compile import compile_function, compile_segment
 from mpar.compiler.segment._kernels import choose_kernels
 from mpar.compiler.segment._partition import RecomputePolicy, policy
@@ -21,10 +21,10 @@ __all__ = [
     "choose_kernels",
     "compile_function",
     "compile_segment",
+    "coordinates_of",
     "generate",
     "overwrite_operands",
     "policy",
-    "positions_of",
     "split_segment",
     "trace_segment",
 ]

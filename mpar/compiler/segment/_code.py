@@ -1,4 +1,4 @@
-"""What the compiler knows of code: kinds with the values that go in and come out, and a segment's forward and backward."""
+"""What the compiler knows of the code that it makes: its operands and results, and the forward and backward of a segment."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,12 @@ __all__ = ["Code", "SegmentCode", "SegmentSpecs", "Slices", "Target", "TracedSeg
 
 @dataclass(frozen=True)
 class Target:
-    """What segments are compiled for: a mesh, the axes that shard each logical name, what backward computes again, a chip."""
+    """What segments are compiled for.
+
+    table:     the mesh axes that shard each logical axis.
+    recompute: what a backward computes again instead of keeping it.
+    kernels:   the chip, and how kernels are chosen for it.
+    """
 
     mesh: Mesh
     table: AxisTable
@@ -30,7 +35,7 @@ class Target:
 
 @dataclass(frozen=True)
 class SegmentSpecs:
-    """Where the leaves of a segment's parameters, of its x and of its context live, and those of the x that it returns."""
+    """The specs of a segment's leaves: of its parameters, of the x that enters it, of its context, of the x that it returns."""
 
     params: tuple[P, ...]
     x: tuple[P, ...]
@@ -40,9 +45,12 @@ class SegmentSpecs:
 
 @dataclass(frozen=True)
 class Code:
-    """A compiled rank graph with what its neighbours must know: values without data and specs of operands and results.
+    """A compiled rank graph, with what those who call it must know of its operands and results.
 
-    outputs: the structure of what the function returns. fallbacks: ops that every rank computes as a whole.
+    in_values, out_values: local tensors without data that look like the operands and results.
+    in_specs, out_specs:   the specs of the operands and results.
+    outputs:               the structure of what the function returns; None for a segment.
+    fallbacks:             ops that every rank computes on global tensors, because they have no sharding rule.
     """
 
     kind: Kind
@@ -56,7 +64,13 @@ class Code:
 
 @dataclass(frozen=True)
 class TracedSegment:
-    """The joint graph: (parameters, x, context, cotangents) to (x, losses, metrics, gradients of parameters and x)."""
+    """The joint graph of a segment: of its forward and of its backward at once, on global shapes.
+
+    logical:         (parameters, x, context, cotangents) -> (x, losses, metrics, gradients of parameters, gradients of x).
+    x_out:           tensors without data that look like the leaves of the x that the segment returns.
+    x_structure:     the structure of that x.
+    losses, metrics: their names, sorted: the order in which the graph returns them.
+    """
 
     logical: LogicalGraph
     x_out: tuple[Tensor, ...]
@@ -69,12 +83,12 @@ class TracedSegment:
 
     @property
     def num_results(self) -> int:
-        """Results of the forward that its neighbours read."""
+        """The number of results of the forward: leaves of x, losses and metrics. Kept values do not count."""
         return len(self.x_out) + len(self.losses) + len(self.metrics)
 
     @property
     def num_primals(self) -> int:
-        """Operands of the forward: parameters, x and context."""
+        """The number of operands of the forward: leaves of parameters, x and context."""
         return self.num_params + self.num_x + self.num_context
 
 
@@ -82,12 +96,16 @@ class TracedSegment:
 class SegmentCode:
     """A segment compiled for a mesh.
 
-    forward:  (parameters, x, context) -> (x, losses, metrics, kept).
-    backward: (its part of those operands, kept, cotangents of x, cotangents of losses) -> gradients of parameters, then of x.
-    joint:    where the forward gives losses only: both at once, (parameters, x, context, cotangents of losses) -> (losses,
-              metrics, gradients of parameters, then of x). Nothing is kept between them, and what both need is made once.
-    reads:    positions in (parameters, x, context) that the backward reads.
-    ranked, target: what it was cut from, and for what; the backward may be cut further, see `split_segment`.
+    forward:  (parameters, x, context) -> (x, losses, metrics, kept values).
+    backward: (operands of the forward that it reads, kept values, cotangents of x, cotangents of losses) -> (gradients of
+              parameters, gradients of x).
+    joint:    forward and backward as one, for a segment that returns losses but no x: (parameters, x, context, cotangents of
+              losses) -> (losses, metrics, gradients of parameters, gradients of x). It keeps nothing, and computes once what
+              forward and backward both need. None for other segments.
+    reads:    which operands of the forward the backward reads, as indices into (parameters, x, context).
+    num_kept: the number of kept values.
+    ranked:   the rank graph of which forward and backward were cut; `split_segment` cuts the backward further.
+    target:   what the segment was compiled for.
     """
 
     name: str
@@ -102,4 +120,4 @@ class SegmentCode:
 
 
 Slices = Sequence[SegmentCode]
-"""The code of a segment for each slice of a microbatch's rows; where slices see nothing of each other it is one."""
+"""The code of a segment for each slice of a microbatch. Slices that read nothing of earlier ones all have the same code."""

@@ -1,7 +1,7 @@
-"""Code generation: a rank graph becomes Python source that a worker runs without the compiler.
+"""Code generation: a rank graph becomes Python source, which a rank runs without the compiler.
 
-Operands arrive in a list that the code empties, and every name is deleted after its last use, so memory goes when the plan
-says it goes.
+The code takes its operands out of a list, empties the list, and deletes every name after its last use. Memory is thus freed
+exactly when the forecast says so.
 """
 
 import operator
@@ -13,15 +13,15 @@ from torch import fx
 from mpar.ops import primitive_of
 from mpar.sharding import collectives
 
-__all__ = ["generate", "positions_of"]
+__all__ = ["coordinates_of", "generate"]
 
 
 def generate(graph: fx.Graph) -> str:
-    """Source of `run(args, comm)` for a rank graph; `mpar/runtime/_load.py` supplies the names that it uses."""
+    """The source of `run(args, comm)` for a rank graph. `mpar/runtime/_load.py` defines the global names that the code uses."""
     last_use = _last_uses(graph)
     names = {node: f"v{index}" for index, node in enumerate(graph.nodes) if node.op != "output"}
     inputs = graph.find_nodes(op="placeholder")
-    functions: dict[str, str] = {}  # expression -> global name, looked up once when the code is loaded
+    functions: dict[str, str] = {}  # expression of a function -> the global name it gets when the code is loaded
     lines = ["def run(args, comm):"]
     if inputs:
         lines.append(f"    {', '.join(names[node] for node in inputs)}, = args")
@@ -45,25 +45,27 @@ def generate(graph: fx.Graph) -> str:
     return "\n".join([*header, "", *lines]) + "\n"
 
 
-def positions_of(graph: fx.Graph) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes along which the code asks for its rank's position."""
+def coordinates_of(graph: fx.Graph) -> tuple[tuple[str, ...], ...]:
+    """Every tuple of mesh axes for which the code of `graph` asks for its rank's coordinate, sorted."""
     return tuple(sorted({node.kwargs["axes"] for node in graph.nodes if node.target in (collectives.shard, collectives.start)}))
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that it is the last to read."""
+    """For each node, the values that no node after it reads. Values that the graph returns are in no list."""
     seen: set[fx.Node] = set()
-    out: dict[fx.Node, list[fx.Node]] = {}
+    last_read_by: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
         for used in node.all_input_nodes:
             if used not in seen:
                 seen.add(used)
                 if node.op != "output":
-                    out.setdefault(node, []).append(used)
-    return out
+                    last_read_by.setdefault(node, []).append(used)
+    return last_read_by
 
 
 def _expression(node: fx.Node, names: dict[fx.Node, str], functions: dict[str, str]) -> str:
+    """The Python expression that computes `node`. A function that is not in `functions` yet gets a name there."""
+
     def text(x: object) -> str:
         if isinstance(x, fx.Node):
             return names[x]

@@ -1,4 +1,7 @@
-"""Compile: a traced segment, or a small function, is lowered for the mesh, checked, cut and made code."""
+"""Compile: a traced segment, or a small function without gradient, is lowered for the mesh, checked and made code.
+
+A segment is cut into forward and backward on the way.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,12 +20,16 @@ __all__ = ["compile_function", "compile_segment", "cut", "specs_of"]
 
 
 def compile_segment(name: str, traced: TracedSegment, specs: SegmentSpecs, target: Target) -> SegmentCode:
-    """Lower a traced segment, check it, cut it, generate code. Gradients of parameters come as they are, also pending."""
+    """Lower a traced segment, check the rank graph, cut it into forward and backward, and make code of them.
+
+    Gradients of parameters keep the specs that the lowering gives them and may stay pending sums: instructions `reduce` sum them
+    and move them. Gradients of x get the specs of x.
+    """
     num_losses = len(traced.losses)
     in_specs = [*specs.params, *specs.x, *specs.context, *specs.out, *[P()] * num_losses]
-    wanted = [*specs.out, *[None] * (num_losses + len(traced.metrics) + traced.num_params), *specs.x]
+    out_specs = [*specs.out, *[None] * (num_losses + len(traced.metrics) + traced.num_params), *specs.x]
     hints = [*[None] * traced.num_results, *specs.params]
-    ranked = lower(traced.logical, target.mesh, in_specs, wanted, target.table, hints)
+    ranked = lower(traced.logical, target.mesh, in_specs, out_specs, target.table, hints)
     _fill_results(ranked.graph)
     check(ranked)
     mark_ragged(ranked.graph)
@@ -31,7 +38,11 @@ def compile_segment(name: str, traced: TracedSegment, specs: SegmentSpecs, targe
 
 
 def _fill_results(graph: fx.Graph) -> None:
-    """Give results elements of their own, over which sums are written: the gradient of what nothing reads is an expanded zero."""
+    """Replace each result that is an `expand` by a tensor with memory for all its elements.
+
+    Later gradients are added in place to earlier ones, which an expanded tensor does not allow: all its elements share one. The
+    gradient of a parameter that the segment does not read is such a tensor, an expanded zero.
+    """
     expand, clone, full = (getattr(torch.ops.aten, name).default for name in ("expand", "clone", "full"))
     for node in {result for result in graph.output_node().args[0] if result.target == expand}:
         source, value = node.args[0], node.meta["val"]
@@ -46,7 +57,7 @@ def _fill_results(graph: fx.Graph) -> None:
 
 
 def _joint_code(name: str, ranked: RankGraph, target: Target) -> Code:
-    """Forward and backward at once."""
+    """The code of forward and backward as one."""
     graph = ranked.graph
     results = list(graph.output_node().args[0])
     joint = extract(graph, graph.find_nodes(op="placeholder"), results, set(graph.nodes))
@@ -55,11 +66,12 @@ def _joint_code(name: str, ranked: RankGraph, target: Target) -> Code:
 
 
 def cut(traced: TracedSegment, ranked: RankGraph, recompute: RecomputePolicy) -> Halves:
-    """A checked rank graph in two, fresh at each call: making code of the halves changes them."""
+    """Cut a checked rank graph into forward and backward. Each call makes new graphs, because `make_code` changes its graph."""
     return partition(ranked.graph, traced.num_params, traced.num_x, traced.num_primals, traced.num_results, recompute)
 
 
 def _cut_in_two(name: str, traced: TracedSegment, ranked: RankGraph, target: Target, joint: Code | None) -> SegmentCode:
+    """Cut a checked rank graph into forward and backward, and make code of each."""
     halves = cut(traced, ranked, target.recompute)
     num_primals, num_results = traced.num_primals, traced.num_results
     constants, specs = ranked.logical.constants, list(ranked.in_specs)
@@ -83,7 +95,7 @@ def _cut_in_two(name: str, traced: TracedSegment, ranked: RankGraph, target: Tar
 
 
 def specs_of(nodes: Sequence[fx.Node]) -> list[P]:
-    """Where values of a rank graph live."""
+    """The specs of values of a rank graph; replicated where a node has none."""
     return [node.meta["spec"] if node.meta.get("spec") is not None else P() for node in nodes]
 
 
@@ -98,9 +110,11 @@ def compile_function(
     resolve: bool = False,
     passes: Sequence[Callable[[fx.Graph], dict[str, int]]] = (),
 ) -> Code:
-    """Compile a function that is not differentiated; `resolve` carries out pending sums of results whose spec is None.
+    """Compile a function that is not differentiated.
 
-    `passes` run on the checked rank graph.
+    out_specs: the specs of the results; None leaves a result as the lowering makes it.
+    resolve:   whether results that would be pending sums are summed at once.
+    passes:    passes that run on the checked rank graph before code is made of it.
     """
     logical = trace(fn, args)
     ranked = lower(logical, target.mesh, in_specs, out_specs, target.table)

@@ -1,6 +1,7 @@
-"""Fuse: neighbouring ops that have one kernel become one call of it. Results keep their bits; references are made of the parts.
+"""Fuse: replace neighbouring ops by one call of a primitive that does the work of both.
 
-Norms and rotations only where the chip has the kernel: elsewhere two ops of torch, which may write over operands, are as good.
+Results keep their bits, because the reference of a fused primitive calls those of its parts. Norms and rotations are fused only
+if the chip has a kernel for the fused primitive: without one, two ops of torch, which may write over operands, are as fast.
 """
 
 import operator
@@ -27,7 +28,7 @@ NORM_GRADIENTS = {rms_norm_p.bwd: add_rms_norm_bwd_p, layer_norm_p.bwd: add_laye
 
 
 def fuse(graph: fx.Graph, kernels: Kernels) -> dict[str, int]:
-    """Run the fusions on a rank graph; they are few, and each is looked for once."""
+    """Run every fusion once on a rank graph; returns how often each applied."""
     statistics = {
         "norms_fused": _each(graph, kernels, NORMS, _fuse_norm),
         "norm_gradients_fused": _each(graph, kernels, NORM_GRADIENTS, _fuse_norm_gradient),
@@ -40,17 +41,19 @@ def fuse(graph: fx.Graph, kernels: Kernels) -> dict[str, int]:
 
 
 def _each(graph: fx.Graph, kernels: Kernels, table: dict[Primitive, Primitive], fusion: Callable[..., bool]) -> int:
+    """Try `fusion` on every call of a primitive in `table`, which gives the fused primitive; returns how often it applied."""
     by_op = {primitive.op: fused for primitive, fused in table.items()}
     return sum(fusion(graph, kernels, node, by_op[node.target]) for node in list(graph.nodes) if node.target in by_op)
 
 
 def _has_kernel(kernels: Kernels, primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> bool:
+    """Whether a kernel, not the reference, would run `primitive` on these operands if the best were chosen."""
     values = fx.node.map_arg(tuple(operands), lambda n: n.meta["val"])
     return kernels.mode != "torch" and choose(Kernels("auto", kernels.arch), primitive.name, values, params)[0] != REFERENCE
 
 
 def _is_sum(node: Any, like: torch.Tensor) -> bool:
-    """Whether `node` adds two values that look like `like`."""
+    """Whether `node` adds two values of the shape and dtype of `like`."""
     if not isinstance(node, fx.Node) or node.target != torch.ops.aten.add.Tensor or node.kwargs:
         return False
     return all(
@@ -59,7 +62,7 @@ def _is_sum(node: Any, like: torch.Tensor) -> bool:
 
 
 def _fuse_norm(graph: fx.Graph, kernels: Kernels, norm: fx.Node, fused: Primitive) -> bool:
-    """The sum that a norm reads, which goes on as the residual stream.
+    """Fuse a norm with the sum that it reads, if others read the sum too: it is then the residual stream.
 
     before:  %t = add(%x, %r); %y = rms_norm(%t, %w)
     after:   %y, %t = add_rms_norm(%x, %r, %w)
@@ -82,7 +85,7 @@ def _fuse_norm(graph: fx.Graph, kernels: Kernels, norm: fx.Node, fused: Primitiv
 
 
 def _fuse_norm_gradient(graph: fx.Graph, kernels: Kernels, gradient: fx.Node, fused: Primitive) -> bool:
-    """The gradient through a norm, to which that of the residual stream is added.
+    """Fuse the gradient of a norm's operand with the addition of the residual stream's gradient to it.
 
     before:  %dx, %dw = rms_norm_bwd(%t, %w, %dy); %d = add(%dt, %dx)
     after:   %d, %dw = add_rms_norm_bwd(%t, %w, %dy, %dt)
@@ -114,7 +117,7 @@ def _fuse_norm_gradient(graph: fx.Graph, kernels: Kernels, gradient: fx.Node, fu
 
 
 def _join_ropes(graph: fx.Graph, kernels: Kernels) -> int:
-    """Rotations by the same tables of values that die there: one launch, in place.
+    """Join rotations by the same tables into one call that writes over its operands, which nothing else reads.
 
     before:  %q1 = rope(%q, %cos, %sin); %k1 = rope(%k, %cos, %sin)
     after:   %q1, %k1 = rope_many([%q, %k], %cos, %sin)
@@ -140,7 +143,7 @@ def _join_ropes(graph: fx.Graph, kernels: Kernels) -> int:
 
 
 def _join_loss(graph: fx.Graph, gradient: fx.Node) -> bool:
-    """A loss and its gradients in one segment: the logits are made once for both. It needs no kernel to be worth it.
+    """Join a loss and its gradients, so that the logits are computed once for both; this pays even without a kernel.
 
     before:  %loss, %lse = linear_cross_entropy(%x, %w, %l); %dx, %dw = linear_cross_entropy_bwd(%x, %w, %l, %lse, %d)
     after:   %loss, %lse, %dx, %dw = linear_cross_entropy_grad(%x, %w, %l, %d)
@@ -166,7 +169,7 @@ def _join_loss(graph: fx.Graph, gradient: fx.Node) -> bool:
 
 
 def _reaching(node: fx.Node) -> set[fx.Node]:
-    """The nodes that `node` is made from, itself included."""
+    """`node` and all nodes from which it is computed."""
     seen: set[fx.Node] = set()
     todo = [node]
     while todo:
@@ -178,7 +181,7 @@ def _reaching(node: fx.Node) -> set[fx.Node]:
 
 
 def _sink(graph: fx.Graph, call: fx.Node) -> None:
-    """Move nodes that stand before `call` but read its results behind them, in their order."""
+    """Move the nodes that stand before `call` but read its results behind these results; they keep their order."""
     place = _order(graph)
     late, last = {call, *call.users}, max(call.users, key=place.__getitem__)
     for node in list(graph.nodes):
@@ -189,30 +192,32 @@ def _sink(graph: fx.Graph, call: fx.Node) -> None:
 
 
 def _order(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The place of every node in the order of the graph."""
     return {node: index for index, node in enumerate(graph.nodes)}
 
 
 def _call(
     graph: fx.Graph,
-    at: fx.Node,
+    anchor: fx.Node,
     primitive: Primitive,
     operands: Sequence[Any],
     params: dict[str, Any],
     like: Sequence[fx.Node | None],
     values: Sequence[torch.Tensor] | None = None,
 ) -> list[fx.Node]:
-    """Call `primitive` before `at`; a node for each result, which is noted like the node that it replaces.
+    """Insert a call of `primitive` before `anchor`; returns a node for each result.
 
-    values: the results, where they are the operands themselves.
+    like:   for each result the node that it replaces, whose metadata it takes over; None if nothing reads the result.
+    values: tensors without data for the results, if these are the operands themselves, written over.
     """
     kwargs = {name: params[name] for name in primitive.params}
     if values is None:
         values = primitive.op(*fx.node.map_arg(tuple(operands), lambda n: n.meta["val"]), **kwargs)
-    note = next(node.meta for node in like if node is not None)
-    with graph.inserting_before(at):
+    metadata = next(node.meta for node in like if node is not None)
+    with graph.inserting_before(anchor):
         call = graph.call_function(primitive.op, tuple(operands), kwargs)
-        call.meta = dict(note) | {"val": tuple(values), "spec": None}
+        call.meta = dict(metadata) | {"val": tuple(values), "spec": None}
         results = [graph.call_function(operator.getitem, (call, i)) for i in range(len(values))]
     for result, old, value in zip(results, like, values, strict=True):
-        result.meta = dict(note if old is None else old.meta) | {"val": value}
+        result.meta = dict(metadata if old is None else old.meta) | {"val": value}
     return results

@@ -1,4 +1,4 @@
-"""Kernels of a program: when it is compiled every call of a primitive gets its implementation, the same on every rank."""
+"""Choose kernels: every call of a primitive gets its implementation at compile time, so that it is the same on every rank."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ __all__ = ["choose_kernels"]
 
 
 def choose_kernels(graph: fx.Graph, kernels: Kernels) -> tuple[KernelUse, ...]:
-    """Note on every node of a primitive which implementation carries it out, and what workspace that takes."""
+    """Note on every call of a primitive which implementation runs it and how much workspace that takes; returns all choices."""
     uses: Counter[tuple[str, str, str]] = Counter()
     for node in graph.nodes:
         primitive = primitive_of(node.target) if node.op == "call_function" else None

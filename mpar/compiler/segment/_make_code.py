@@ -1,11 +1,11 @@
-"""Make code of a checked rank graph: the last passes, the source, and what is known of it without running it."""
+"""Make code: a checked rank graph goes through the last passes and becomes a kind: Python source, with its costs and memory."""
 
 from collections.abc import Mapping
 
 from torch import Tensor, fx
 
 from mpar.compiler.segment._code import Code
-from mpar.compiler.segment._codegen import generate, positions_of
+from mpar.compiler.segment._codegen import coordinates_of, generate
 from mpar.compiler.segment._fuse import fuse
 from mpar.compiler.segment._kernels import choose_kernels
 from mpar.compiler.segment._memory import measure
@@ -22,7 +22,7 @@ __all__ = ["make_code"]
 def make_code(
     name: str, graph: fx.Graph, constants: Mapping[str, Tensor], in_specs: list[P], out_specs: list[P], kernels: Kernels
 ) -> Code:
-    """Compile a checked rank graph, which the last passes change."""
+    """Make code of a checked rank graph, which the last passes change. `constants` may hold more than the graph reads."""
     bucket(graph)
     overlap_posted(graph)
     fuse(graph, kernels)
@@ -30,8 +30,8 @@ def make_code(
     uses = choose_kernels(graph, kernels)
     used = {node.target for node in graph.find_nodes(op="get_attr")}
     cost = graph_cost(graph)
-    ins = tuple(node.meta["val"] for node in graph.find_nodes(op="placeholder"))
-    outs = tuple(node.meta["val"] for node in graph.output_node().args[0])
+    in_values = tuple(node.meta["val"] for node in graph.find_nodes(op="placeholder"))
+    out_values = tuple(node.meta["val"] for node in graph.output_node().args[0])
     kind = Kind(
         name,
         generate(graph),
@@ -42,18 +42,19 @@ def make_code(
         cost.workspace,
         measure(graph, workspace_of),
         len(graph.nodes),
-        tuple((tuple(v.shape), v.dtype) for v in ins),
-        tuple((tuple(v.shape), v.dtype) for v in outs),
-        positions_of(graph),
+        tuple((tuple(v.shape), v.dtype) for v in in_values),
+        tuple((tuple(v.shape), v.dtype) for v in out_values),
+        coordinates_of(graph),
         uses,
-        measure(graph, workspace_of, most=True) if any("ragged" in node.meta for node in graph.nodes) else None,
+        measure(graph, workspace_of, all_rows_come=True) if any("ragged" in node.meta for node in graph.nodes) else None,
     )
-    if len(outs) != len(out_specs) or len(ins) != len(in_specs):
-        raise ProgramError(f"segment {name}: {len(outs)} results for {len(out_specs)} specs")
-    return Code(kind, ins, tuple(in_specs), outs, tuple(out_specs))
+    if len(out_values) != len(out_specs) or len(in_values) != len(in_specs):
+        raise ProgramError(f"segment {name}: {len(out_values)} results for {len(out_specs)} specs")
+    return Code(kind, in_values, tuple(in_specs), out_values, tuple(out_specs))
 
 
 def _hidden(node: fx.Node) -> tuple[int, int]:
+    """FLOPs and bytes of the computation that runs while a posted collective is on its way; (0, 0) for other collectives."""
     if node.target not in collectives.POSTED:
         return 0, 0
     cost = hidden_cost(node)
@@ -61,24 +62,25 @@ def _hidden(node: fx.Node) -> tuple[int, int]:
 
 
 def _collective_uses(graph: fx.Graph) -> list[CollectiveUse]:
+    """A description of every collective in the graph, in order."""
     uses = []
     for node in graph.nodes:
         if node.target in collectives.COLLECTIVES:
             num_tensors = len(node.args[0]) if isinstance(node.args[0], (list, tuple)) else 1
-            how = node.kwargs
+            kwargs = node.kwargs
             nbytes, ragged = collectives.bytes_of(node), node.target is collectives.exchange_rows
-            times = node.args[0][0].meta.get("ragged", 1) if node.target in collectives.POSTED else 0
+            ragged_factor = node.args[0][0].meta.get("ragged", 1) if node.target in collectives.POSTED else 0
             uses.append(
                 CollectiveUse(
                     node.target.__name__,
-                    how["axes"],
-                    how["size"],
+                    kwargs["axes"],
+                    kwargs["size"],
                     nbytes,
                     num_tensors,
                     node.meta.get("line", ""),
                     *_hidden(node),
                     ragged,
-                    nbytes * times,
+                    nbytes * ragged_factor,
                 )
             )
     return uses

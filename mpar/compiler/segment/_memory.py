@@ -1,4 +1,4 @@
-"""Measure which storages a rank graph makes and drops, from its values without data."""
+"""Measure which storages the ops of a rank graph make and drop. Only shapes and dtypes are needed, no data."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -12,28 +12,29 @@ from mpar.torch_private import storage_key
 __all__ = ["measure"]
 
 
-def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int], *, most: bool = False) -> SegmentMemory:
-    """Follow the storages of a rank graph from its values without data; `workspace(node)` is what an op holds while it runs.
+def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int], *, all_rows_come: bool = False) -> SegmentMemory:
+    """Which storages the ops of a rank graph make and drop.
 
-    most: ragged values have as many rows as they can; else as many as they have on average.
+    workspace:     `workspace(node)` is the number of bytes that an op allocates and frees while it runs.
+    all_rows_come: ragged values get the size that they have if a router sends all rows to this rank; else their size on average.
     """
     numbers: dict[Hashable, int] = {}
     sizes: list[int] = []
     held: dict[fx.Node, tuple[int, ...]] = {}
 
-    times = 1
+    ragged_factor = 1
 
     def number(key: Hashable, nbytes: int) -> int:
         if key not in numbers:
             numbers[key] = len(sizes)
-            sizes.append(nbytes * times)
+            sizes.append(nbytes * ragged_factor)
         return numbers[key]
 
     order = [node for node in graph.nodes if node.op in ("placeholder", "call_function", "get_attr")]
     inputs = []
     for node in order:
         if node.op == "placeholder":
-            times = node.meta.get("ragged", 1) if most else 1
+            ragged_factor = node.meta.get("ragged", 1) if all_rows_come else 1
             held[node] = _storages(node.meta["val"], number)
             inputs.append(held[node][0])
     constants = {node for node in order if node.op == "get_attr"}
@@ -41,12 +42,12 @@ def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int], *, most: bool 
     made: list[list[int]] = []
     calls = [node for node in order if node.op == "call_function"]
     for position, node in enumerate(calls):
-        before, times = len(sizes), node.meta.get("ragged", 1) if most else 1
+        num_known, ragged_factor = len(sizes), node.meta.get("ragged", 1) if all_rows_come else 1
         reused = _reused(node, held)
         if reused is not None:
             numbers |= dict(zip((storage_key(v) for v in _tensors(node.meta["val"])), reused, strict=True))
         held[node] = _storages(node.meta["val"], number)
-        made.append(list(range(before, len(sizes))))
+        made.append(list(range(num_known, len(sizes))))
         for used in (node, *node.all_input_nodes):
             for storage in held.get(used, ()) if used not in constants else ():
                 last[storage] = position
@@ -64,11 +65,12 @@ def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int], *, most: bool 
 
 
 def _storages(value: Any, number: Any) -> tuple[int, ...]:
+    """The number of the storage of each tensor in `value`; `number(key, nbytes)` gives new storages a number."""
     return tuple(number(storage_key(v), v.untyped_storage().nbytes()) for v in _tensors(value))
 
 
 def _reused(node: fx.Node, held: dict[fx.Node, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The storages of the results of an op that writes them over operands which are given away to it."""
+    """The storages of the results of an op that writes them over its operands; None for any other op."""
     primitive = primitive_of(node.target)
     if primitive is None or not primitive.mutates:
         return None

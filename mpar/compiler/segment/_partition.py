@@ -1,7 +1,8 @@
-"""Partition: one joint rank graph of a segment becomes its forward and its backward; the recompute policy says what crosses.
+"""Partition: cut the joint rank graph of a segment into its forward and its backward.
 
-Parameters, the segment's input and the context are operands of both, so nothing computed from parameters or from context alone
-needs to be kept. Views are never kept: their base is.
+The backward needs values that the forward computes. The recompute policy decides which of them the forward keeps, and which the
+backward computes again. Parameters, the segment's input and the context are operands of both, so values computed from parameters
+or from context alone are called free and never kept. Instead of a view, the value of which it is a view is kept.
 """
 
 import operator
@@ -43,17 +44,18 @@ VIEWS = (
     aten.unsqueeze.default,
 )
 CHEAP = frozenset({"rms_norm", "layer_norm", "swiglu", "geglu", "pointwise", "cast"})
-"""What `selective` computes again unless told otherwise: norms, activations, element-wise ops and casts."""
+"""What the policy `selective` computes again by default: norms, activations, element-wise ops and casts."""
 
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """What backward computes again instead of keeping.
+    """Which values a backward computes again instead of reading what its forward kept.
 
-    kind:   none | full | selective | budget
-    names:  for selective: primitives, collectives, labels of `ops.name`, and the classes "pointwise" and "cast".
-    budget: for budget: bytes that one segment may keep on a rank.
-    offload: what segments keep, their inputs too, waits for the backward in the memory of the host.
+    kind:    none (keep all values that the backward needs), full (keep none), selective or budget.
+    names:   for selective, what to compute again: primitives, collectives, labels of `ops.name`, and the classes "pointwise" and
+             "cast".
+    budget:  for budget, the bytes that one segment may keep on a rank.
+    offload: whether kept values and the inputs of segments wait for the backward in the memory of the host.
     """
 
     kind: str = "none"
@@ -63,7 +65,7 @@ class RecomputePolicy:
 
 
 def policy(kind: str | None, names: Sequence[str] | None = None, budget: int = 0, *, offload: bool = False) -> RecomputePolicy:
-    """A policy by name.
+    """The policy of a kind; None is the same as "none". Without `names`, `selective` computes `CHEAP` again.
 
     Raises UnknownNameError for another kind than none, full, selective or budget, ConfigError for a negative budget.
     """
@@ -77,10 +79,12 @@ def policy(kind: str | None, names: Sequence[str] | None = None, budget: int = 0
 
 @dataclass(frozen=True)
 class Halves:
-    """Forward: operands -> (its results, kept values). Backward: (operands that it reads, kept values, cotangents) -> gradients.
+    """The two graphs that a joint graph is cut into.
 
-    `operands` lists, for the backward, which of the joint graph's placeholders it reads, by position; `kept` the joint graph's
-    nodes that cross, in order.
+    forward:  (parameters, x, context) -> (results, kept values).
+    backward: (operands of the forward that it reads, kept values, cotangents) -> gradients.
+    operands: which operands of the forward the backward reads, as indices.
+    kept:     the nodes of the joint graph whose values are kept, in order.
     """
 
     forward: fx.Graph
@@ -92,46 +96,57 @@ class Halves:
 def partition(
     graph: fx.Graph, num_params: int, num_inputs: int, num_primals: int, num_results: int, recompute: RecomputePolicy
 ) -> Halves:
-    """Cut a joint graph. Its placeholders are parameters, inputs, context (`num_primals` in all), then cotangents; its outputs
-    are `num_results` results of the forward, then gradients.
+    """Cut a joint graph into forward and backward.
 
-    What only gradients need is left to the backward, even if it depends on no cotangent: keys that go round a second time.
+    Its placeholders are parameters, inputs and context, `num_primals` in all, then cotangents; its outputs are `num_results`
+    results of the forward, then gradients. An op that only gradients need runs in the backward even if it reads no cotangent,
+    such as the second exchange of keys in ring attention.
     """
     placeholders = graph.find_nodes(op="placeholder")
     outputs = list(graph.output_node().args[0])
     results, gradients = outputs[:num_results], outputs[num_results:]
     cotangents = set(placeholders[num_primals:])
-    early = _ancestors(results)
-    late = descendants(graph, cotangents)
-    late |= {node for node in graph.nodes if node.op == "call_function" and producer(node) not in early}
+    forward_nodes = _ancestors(results)
+    backward_nodes = descendants(graph, cotangents)
+    backward_nodes |= {node for node in graph.nodes if node.op == "call_function" and producer(node) not in forward_nodes}
     free = computed_from(graph, set(placeholders[:num_params])) | computed_from(
         graph, set(placeholders[num_params + num_inputs : num_primals])
     )
     needed = _ancestors(gradients)
     crossing = [
-        n for n in graph.nodes if n in needed and n not in late and n.op == "call_function" and _read_by(n, late, gradients)
+        n
+        for n in graph.nodes
+        if n in needed
+        and n not in backward_nodes
+        and n.op == "call_function"
+        and _is_read_by_backward(n, backward_nodes, gradients)
     ]
-    kept = _choose(graph, crossing, free, late, recompute)
-    forward = extract(graph, placeholders[:num_primals], [*results, *kept], set(graph.nodes) - late)
+    kept = _choose(graph, crossing, free, backward_nodes, recompute)
+    forward = extract(graph, placeholders[:num_primals], [*results, *kept], set(graph.nodes) - backward_nodes)
     reachable = reaching(gradients, set(kept))
-    read = tuple(i for i, node in enumerate(placeholders[:num_primals]) if node in reachable)
-    backward = extract(graph, [*(placeholders[i] for i in read), *kept, *placeholders[num_primals:]], gradients, late)
-    return Halves(forward, backward, read, tuple(kept))
+    operands_read = tuple(i for i, node in enumerate(placeholders[:num_primals]) if node in reachable)
+    backward = extract(
+        graph, [*(placeholders[i] for i in operands_read), *kept, *placeholders[num_primals:]], gradients, backward_nodes
+    )
+    return Halves(forward, backward, operands_read, tuple(kept))
 
 
 def _choose(
-    graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], late: set[fx.Node], recompute: RecomputePolicy
+    graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], backward_nodes: set[fx.Node], recompute: RecomputePolicy
 ) -> list[fx.Node]:
+    """The nodes to keep under a policy. `crossing`: nodes of the forward that the backward reads."""
     if recompute.kind == "full":
         return []
     if recompute.kind == "budget":
-        return _within_budget(graph, crossing, free, late, recompute.budget)
+        return _within_budget(graph, crossing, free, backward_nodes, recompute.budget)
     names = recompute.names if recompute.kind == "selective" else frozenset()
     return _kept_under(graph, crossing, free, lambda node: bool(names_of(node) & names))
 
 
-def _kept_under(graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], again: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """What must be kept when nodes for which `again` holds, views and free nodes are computed again."""
+def _kept_under(
+    graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], is_recomputed: Callable[[fx.Node], bool]
+) -> list[fx.Node]:
+    """The nodes to keep if the backward computes views, free nodes and nodes for which `is_recomputed` holds again."""
     kept: set[fx.Node] = set()
     seen: set[fx.Node] = set()
     todo = list(crossing)
@@ -140,7 +155,7 @@ def _kept_under(graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], ag
         if node in seen or node.op != "call_function":
             continue
         seen.add(node)
-        if node in free or is_view(node) or not isinstance(node.meta["val"], Tensor) or again(node):
+        if node in free or is_view(node) or not isinstance(node.meta["val"], Tensor) or is_recomputed(node):
             todo.extend(node.all_input_nodes)
         else:
             kept.add(node)
@@ -148,12 +163,13 @@ def _kept_under(graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], ag
 
 
 def _within_budget(
-    graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], late: set[fx.Node], budget: int
+    graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], backward_nodes: set[fx.Node], budget: int
 ) -> list[fx.Node]:
-    """What to keep within `budget` bytes, found by letting ever more expensive nodes be computed again.
+    """The nodes to keep within `budget` bytes.
 
-    Nodes are admitted in ascending FLOPs per byte of their result; for each prefix a minimum cut gives the fewest bytes to keep,
-    and the first that fits is taken: least is computed again, though what is kept may stay well below the budget.
+    If all do not fit, nodes may be computed again up to a bound on the FLOPs per byte of their result. The bound is raised from
+    one node's cost to the next: for each, a minimum cut gives the fewest bytes that must be kept, and the first cut within the
+    budget is taken. So only the cheapest nodes are computed again, but the kept bytes may stay well below the budget.
     """
     everything = _kept_under(graph, crossing, free, lambda node: False)
     if num_bytes(everything) <= budget:
@@ -161,7 +177,11 @@ def _within_budget(
     forward = [
         n
         for n in graph.nodes
-        if n.op == "call_function" and n not in late and n not in free and isinstance(n.meta["val"], Tensor) and not is_view(n)
+        if n.op == "call_function"
+        and n not in backward_nodes
+        and n not in free
+        and isinstance(n.meta["val"], Tensor)
+        and not is_view(n)
     ]
     costs = {node: _flops(producer(node)) / max(num_bytes([node]), 1) for node in forward}
     for bound in sorted(set(costs.values())):
@@ -172,7 +192,7 @@ def _within_budget(
 
 
 def _minimum_cut(graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], banned: set[fx.Node]) -> list[fx.Node]:
-    """The nodes of least total bytes such that every crossing node follows from them without computing a banned one."""
+    """The nodes of fewest bytes from which every crossing node can be computed without computing a banned node."""
     flow = networkx.DiGraph()
     flow.add_nodes_from(("source", "sink"))
     todo, seen = list(crossing), set()
@@ -193,12 +213,15 @@ def _minimum_cut(graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], b
                 flow.add_edge((used, "out"), (node, "in"))
                 todo.append(used)
     _, (reachable, _) = networkx.minimum_cut(flow, "source", "sink")
-    cut = {node for node in seen if (node, "in") in reachable and (node, "out") not in reachable}
-    return [node for node in graph.nodes if node in cut]
+    chosen = {node for node in seen if (node, "in") in reachable and (node, "out") not in reachable}
+    return [node for node in graph.nodes if node in chosen]
 
 
 def extract(graph: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], spine: set[fx.Node]) -> fx.Graph:
-    """The part of `graph` that computes `outputs` from `inputs`: `spine` in its order, the rest just before first use."""
+    """A new graph that computes `outputs` from `inputs` as `graph` does.
+
+    Nodes in `spine` keep their order; each other node comes right before the first node that reads it.
+    """
     out = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -230,7 +253,7 @@ def extract(graph: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Nod
 
 
 def reaching(outputs: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
-    """All nodes from which `outputs` are computed when the values of `stop` are given; those of `stop` that are read included."""
+    """The nodes from which `outputs` are computed, `outputs` included; the search goes up to the nodes in `stop`, not beyond."""
     seen: set[fx.Node] = set()
     todo = list(outputs)
     while todo:
@@ -256,7 +279,7 @@ def descendants(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
 
 
 def computed_from(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
-    """Nodes computed from `roots` and constants alone."""
+    """`roots` and all nodes that are computed from them and constants alone."""
     found = set(roots)
     for node in graph.nodes:
         if node.op in ("call_function", "get_attr") and all(used in found for used in node.all_input_nodes):
@@ -264,24 +287,25 @@ def computed_from(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _read_by(node: fx.Node, late: set[fx.Node], gradients: Sequence[fx.Node]) -> bool:
-    return node in gradients or any(user in late for user in node.users)
+def _is_read_by_backward(node: fx.Node, backward_nodes: set[fx.Node], gradients: Sequence[fx.Node]) -> bool:
+    """Whether the backward reads a node, or returns it as a gradient."""
+    return node in gradients or any(user in backward_nodes for user in node.users)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at its operand's storage in another way; for an op with several results, its parts do."""
+    """Whether the value of a node lies in the storage of its operand. For an op with several results, each of them is asked."""
     made_by = producer(node)
     several = made_by is not node or not isinstance(node.meta.get("val"), Tensor)
     return node.target in VIEWS or node.target is collectives.shard or (several and getattr(made_by.target, "is_view", False))
 
 
 def producer(node: fx.Node) -> fx.Node:
-    """The op that makes a value: the op itself, or the op of whose results it is one."""
+    """The node of the op that makes a value: another node than its own if the op has several results."""
     return node.args[0] if node.target is operator.getitem else node
 
 
 def names_of(node: fx.Node) -> frozenset[str]:
-    """What a recompute policy may call a node: labels, its primitive or collective, "cast" or "pointwise"."""
+    """The names by which a recompute policy may select a node: labels, its primitive or collective, "cast" or "pointwise"."""
     names = set(node.meta.get("labels", ()))
     node = producer(node)
     primitive = primitive_of(node.target)
@@ -297,6 +321,8 @@ def names_of(node: fx.Node) -> frozenset[str]:
 
 
 def _flops(node: fx.Node) -> float:
+    """FLOPs of an op for the policy `budget`. An op without a rule for its cost counts the bytes of its operands; a collective
+    counts 1e12, so that it is computed again last."""
     primitive = primitive_of(node.target)
     if primitive is None or primitive.cost is None:
         return 1e12 if node.target in collectives.COLLECTIVES else float(sum(num_bytes([n]) for n in node.all_input_nodes))
@@ -305,7 +331,7 @@ def _flops(node: fx.Node) -> float:
 
 
 def num_bytes(nodes: Sequence[fx.Node]) -> int:
-    """Bytes of the elements of the values of `nodes`, added."""
+    """The sum of the sizes in bytes of the values of `nodes`."""
     return sum(value.nbytes for node in nodes for value in _tensors(node.meta["val"]))
 
 

@@ -1,6 +1,6 @@
-"""Reuse: element-wise ops write over an operand that nobody reads again, instead of into new memory.
+"""Reuse: additions and multiplications write over an operand that nothing reads again, instead of into new memory.
 
-On a CPU fresh memory costs page faults, more than the arithmetic of a short op; anywhere it lowers the peak.
+This lowers the peak. On a CPU it also saves time: the page faults of new memory cost more than the arithmetic of a short op.
 """
 
 from collections import Counter
@@ -16,12 +16,12 @@ __all__ = ["dies_here", "overwrite_operands", "owns_storage", "reuse_operands"]
 
 aten = torch.ops.aten
 IN_PLACE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
-"""Commutative, so that either operand may be the one that is written over; the bits are the same."""
+"""These ops are commutative to the bit, so either operand may be the one that is written over."""
 
 
 @graph_pass
 def reuse_operands(graph: fx.Graph) -> dict[str, int]:
-    """Add and multiply in place where one operand is an intermediate that dies there and shares its storage with nothing.
+    """Add and multiply in place where one operand is an intermediate that nothing else reads and that has a storage of its own.
 
     before:  %a = einsum(%x, %w); %y = add(%r, %a)
     after:   %a = einsum(%x, %w); %y = add_(%a, %r)
@@ -43,7 +43,9 @@ def reuse_operands(graph: fx.Graph) -> dict[str, int]:
 
 @graph_pass
 def overwrite_operands(graph: fx.Graph) -> dict[str, int]:
-    """Add into the first operand where it is one of the segment's own that is given away: for sums which grow term by term.
+    """Add and multiply into the first operand where it is an operand of the graph, which the caller then does not read again.
+
+    The compiler uses this for sums to which one term after another is added.
 
     before:  %y = add(%sum, %term)
     after:   %y = add_(%sum, %term)
@@ -66,19 +68,20 @@ def overwrite_operands(graph: fx.Graph) -> dict[str, int]:
 
 
 def dies_here(operand: object, node: fx.Node) -> bool:
-    """Whether `operand` is an intermediate that only `node` reads."""
+    """Whether `operand` is computed by an op of the graph, and only `node` reads it."""
     return isinstance(operand, fx.Node) and operand.op == "call_function" and list(operand.users) == [node]
 
 
 def owns_storage(graph: fx.Graph, node: fx.Node) -> bool:
-    """Whether the node's value fills its storage and no other value lies in it."""
+    """Whether the node's value fills its storage, and no value of another node lies in that storage."""
     value = node.meta["val"]
     alone = sum(storage_key(value) in _storages(other) for other in graph.nodes) == 1
     return alone and value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
 
 
 def _fits(target: fx.Node, other: Any, node: fx.Node) -> bool:
-    """Whether the result looks exactly like `target`, whole in its storage, and the other operand is another value."""
+    """Whether `node` may write its result over its operand `target`: they have the same shape, dtype and strides, `target` fills
+    its storage, and `other`, the second operand, is another node."""
     value, result = target.meta["val"], node.meta["val"]
     if target is other or (value.shape, value.dtype, value.stride()) != (result.shape, result.dtype, result.stride()):
         return False
@@ -86,6 +89,6 @@ def _fits(target: fx.Node, other: Any, node: fx.Node) -> bool:
 
 
 def _storages(node: fx.Node) -> set[int]:
-    """Storages that a node's value lives in; the tuple that several results come in does not count, its parts do."""
+    """The storage that a node's value lives in; empty for a node whose value is a tuple, for the nodes of its items have them."""
     value = node.meta.get("val")
     return {storage_key(value)} if isinstance(value, Tensor) else set()

@@ -1,10 +1,12 @@
-"""Split: the backward of a segment becomes two graphs. I gives the gradients of the segment's input, W those of its parameters
-that I did not make on the way (Qi et al. 2023, arXiv:2401.10241, section 2).
+"""Split: the backward of a segment becomes two graphs, I and W (Qi et al. 2023, arXiv:2401.10241, section 2).
 
-Nothing is computed twice but views and what follows from parameters or from context alone. Every op that the gradient of the
-input needs runs in I. Of the others all run in W, except that cheap ones (norms, activations, element-wise ops, casts, sums)
-run in I where fewer bytes are held until W then: a minimum cut decides, ties go to W. Parameters that W reads count as held,
-the context does not. An op with several results runs once, and so does a collective: what W needs of them crosses.
+I computes the gradients of the segment's input, W those of its parameters. A value that I computes and W reads is said to cross:
+it is held until W runs.
+
+Every op that the gradients of the input need runs in I, every other op in W. There is one exception: a cheap op (norm,
+activation, element-wise op, cast, sum) runs in I if fewer bytes are then held until W. A minimum cut decides; ties go to W.
+Parameters that W reads count as held, the context does not. Only views, and values computed from parameters or from context
+alone, are computed in both halves. A collective, or an op with several results, runs once.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -38,15 +40,18 @@ SUMS = (torch.ops.aten.sum.dim_IntList, torch.ops.aten.sum.default)
 
 @dataclass(frozen=True)
 class SplitCode:
-    """The backward of a segment in two parts; together they give its very bits.
+    """The code of the backward of a segment in two halves, which together give the same bits as the backward.
 
-    input:  (primals, kept, cotangents that it reads) -> gradients of x, then the values that cross.
-    weight: (primals, kept that it reads, the values that cross, cotangents that it reads) -> gradients of all parameters, in the
-            order of the backward.
-    *_reads, *_kept, *_cotangents: what a part reads, by position in (parameters, x, context), in what the forward kept, in the
-            cotangents of (x, losses).
+    input:  (primals, kept values and cotangents that it reads) -> (gradients of x, the values that cross).
+    weight: (primals and kept values that it reads, the values that cross, cotangents that it reads) -> gradients of all
+            parameters, in the order of the backward.
+    *_reads:      which primals a half reads, as indices into (parameters, x, context).
+    *_kept:       which values that the forward kept it reads, as indices.
+    *_cotangents: which cotangents it reads, as indices into those of (x, losses).
+    num_crossing: how many values cross.
 
-    A segment without x (the first) leaves all to W: its input half takes and gives nothing. One without parameters is all I.
+    The backward of the first segment, which has no x, is all W: the input half reads and gives nothing. The backward of a segment
+    without parameters is all I.
     """
 
     input: Code
@@ -60,17 +65,18 @@ class SplitCode:
     num_crossing: int
 
 
-_DONE: WeakKeyDictionary[SegmentCode, SplitCode] = WeakKeyDictionary()
+_SPLIT_CODES: WeakKeyDictionary[SegmentCode, SplitCode] = WeakKeyDictionary()
 
 
 def split_segment(code: SegmentCode) -> SplitCode:
-    """The backward of a segment in two parts, compiled when first asked for."""
-    if code not in _DONE:
-        _DONE[code] = _split(code)
-    return _DONE[code]
+    """The code of the backward of a segment in two halves, compiled on the first call for a segment."""
+    if code not in _SPLIT_CODES:
+        _SPLIT_CODES[code] = _split(code)
+    return _SPLIT_CODES[code]
 
 
 def _split(code: SegmentCode) -> SplitCode:
+    """Compile the two halves of the backward of a segment."""
     traced, num_read, num_kept = code.traced, len(code.reads), code.num_kept
     num_cotangents = len(traced.x_out) + len(traced.losses)
     all_read = (code.reads, tuple(range(num_kept)), tuple(range(num_cotangents)))
@@ -84,11 +90,12 @@ def _split(code: SegmentCode) -> SplitCode:
     backward = cut(traced, code.ranked, code.target.recompute).backward
     graphs = split_backward(backward, traced.num_params, num_cotangents, params, context)
 
-    def sorted_out(positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    def by_sort(operands: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Operands of the backward, given as indices, as indices into primals, kept values and cotangents."""
         return (
-            tuple(code.reads[i] for i in positions if i < num_read),
-            tuple(i - num_read for i in positions if num_read <= i < num_read + num_kept),
-            tuple(i - num_read - num_kept for i in positions if i >= num_read + num_kept),
+            tuple(code.reads[i] for i in operands if i < num_read),
+            tuple(i - num_read for i in operands if num_read <= i < num_read + num_kept),
+            tuple(i - num_read - num_kept for i in operands if i >= num_read + num_kept),
         )
 
     specs, out_specs, crossing = code.backward.in_specs, code.backward.out_specs, specs_of(graphs.crossing)
@@ -112,13 +119,14 @@ def _split(code: SegmentCode) -> SplitCode:
             list(out_specs[:num_params]),
             code.target.kernels,
         ),
-        *sorted_out(graphs.input_reads),
-        *sorted_out(graphs.weight_reads),
+        *by_sort(graphs.input_reads),
+        *by_sort(graphs.weight_reads),
         len(crossing),
     )
 
 
 def _nothing(code: SegmentCode, half: str) -> Code:
+    """The code of a half that reads and gives nothing."""
     graph = fx.Graph()
     graph.output(())
     return make_code(f"{code.name} {half}", graph, {}, [], [], code.target.kernels)
@@ -126,10 +134,12 @@ def _nothing(code: SegmentCode, half: str) -> Code:
 
 @dataclass(frozen=True)
 class SplitGraphs:
-    """input: (operands at `input_reads`) -> (gradients of the input, crossing values).
+    """The graphs of the two halves of a backward.
 
-    weight: (operands at `weight_reads`, the crossing values before the cotangents) -> gradients of parameters.
-    The reads are positions among the operands of the backward; `crossing` are its nodes that cross, in order.
+    input:    (operands in `input_reads`) -> (gradients of the input, crossing values).
+    weight:   (operands in `weight_reads`, with the crossing values before the cotangents) -> gradients of parameters.
+    *_reads:  which operands of the backward a half reads, as indices.
+    crossing: the nodes of the backward whose values cross, in order.
     """
 
     input: fx.Graph
@@ -142,16 +152,17 @@ class SplitGraphs:
 def split_backward(
     graph: fx.Graph, num_grads: int, num_cotangents: int, params: Collection[int], context: Collection[int]
 ) -> SplitGraphs:
-    """Split a backward whose first `num_grads` results are gradients of parameters, the others those of the segment's input.
+    """Split a backward. Its first `num_grads` results are gradients of parameters, the others those of the segment's input.
 
-    Its last `num_cotangents` operands are cotangents; `params`, `context`: which are parameters and context, by position.
+    Its last `num_cotangents` operands are cotangents; `params` and `context` are the indices of operands that are parameters and
+    context.
     """
     operands = graph.find_nodes(op="placeholder")
     results = list(graph.output_node().args[0])
     grads, dx = results[:num_grads], results[num_grads:]
-    twice = _twice(graph, {operands[i] for i in params}, {operands[i] for i in context})
-    early = _choose_input(graph, grads, dx, twice)
-    crossing = _crossing(graph, grads, early, twice)
+    in_both_halves = _in_both_halves(graph, {operands[i] for i in params}, {operands[i] for i in context})
+    input_ops = _choose_input(graph, grads, dx, in_both_halves)
+    crossing = _crossing(graph, grads, input_ops, in_both_halves)
     input_from = reaching([*dx, *crossing], set())
     weight_from = reaching(grads, set(crossing))
     input_reads = tuple(i for i, node in enumerate(operands) if node in input_from)
@@ -165,71 +176,75 @@ def split_backward(
     return SplitGraphs(input_half, weight_half, input_reads, weight_reads, tuple(crossing))
 
 
-def _twice(graph: fx.Graph, params: set[fx.Node], context: set[fx.Node]) -> set[fx.Node]:
-    """What both halves may make: views and what follows from parameters or from context alone, without communication. The
-    context, which costs nothing to hold, is among it; parameters, which may have to be gathered for W, are not."""
-    views = {node for node in graph.nodes if is_view(node)}
-    met = descendants(graph, {node for node in graph.nodes if node.target in collectives.COLLECTIVES})
-    alone = computed_from(graph, params) | computed_from(graph, context)
-    return (views | alone - met) - params
+def _in_both_halves(graph: fx.Graph, params: set[fx.Node], context: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that both halves may compute.
 
-
-def _choose_input(graph: fx.Graph, grads: Sequence[fx.Node], dx: Sequence[fx.Node], twice: set[fx.Node]) -> set[fx.Node]:
-    """The ops of I: all that `dx` needs, and the cheap ones without which more bytes would be held until W.
-
-    In the network an op or a value is on the side of I or of W. An op of I has the ops before it in I; a value made (or, for an
-    operand, there) in I is held, at the cost of its bytes, unless all its readers are in I.
+    These are views, and what follows from parameters alone or from context alone without communication. The context itself is
+    among them, because holding it until W costs nothing. Parameters are not: they may have to be gathered for W.
     """
-    needed = {producer(node) for node in reaching(dx, set()) - twice}
+    views = {node for node in graph.nodes if is_view(node)}
+    after_collectives = descendants(graph, {node for node in graph.nodes if node.target in collectives.COLLECTIVES})
+    without_others = computed_from(graph, params) | computed_from(graph, context)
+    return (views | without_others - after_collectives) - params
+
+
+def _choose_input(graph: fx.Graph, grads: Sequence[fx.Node], dx: Sequence[fx.Node], in_both_halves: set[fx.Node]) -> set[fx.Node]:
+    """The ops of I: all that `dx` needs, and those cheap ones that reduce the bytes held until W.
+
+    A minimum cut divides the ops into those of I and those of W. Its edges say: if an op is in I, the ops whose results it reads
+    are in I too; and a value that I computes, or that is an operand, costs its bytes unless all ops that read it are in I.
+    """
+    needed = {producer(node) for node in reaching(dx, set()) - in_both_halves}
     flow = networkx.DiGraph()
     flow.add_nodes_from(("input", "weight"))
-    for op in {producer(node) for node in reaching(grads, set()) - twice}:
+    for op in {producer(node) for node in reaching(grads, set()) - in_both_halves}:
         if op in needed or op.op == "placeholder":
             flow.add_edge("input", op)
             continue
         if not _is_cheap(op):
             flow.add_edge(op, "weight")
-        for value in _read(op.all_input_nodes, twice):
+        for value in _values_needed(op.all_input_nodes, in_both_halves):
             flow.add_edge((value, "held"), op)
             flow.add_edge(op, producer(value))
             flow.add_edge(producer(value), (value, "held"), capacity=num_bytes([value]))
-    for value in _read(grads, twice):
+    for value in _values_needed(grads, in_both_halves):
         flow.add_edge((value, "held"), "weight")
         flow.add_edge(producer(value), (value, "held"), capacity=num_bytes([value]))
-    _, (_, input_side) = networkx.minimum_cut(flow.reverse(), "weight", "input")  # reversed: the side of W is the largest
+    # the reversed network gives, among the minimum cuts, the one with the most ops in W
+    _, (_, input_side) = networkx.minimum_cut(flow.reverse(), "weight", "input")
     return needed | {node for node in input_side if isinstance(node, fx.Node)}
 
 
-def _crossing(graph: fx.Graph, grads: Sequence[fx.Node], early: set[fx.Node], twice: set[fx.Node]) -> list[fx.Node]:
-    """The values of ops in `early` from which, with operands, all of `grads` follow."""
-    found: set[fx.Node] = set()
+def _crossing(graph: fx.Graph, grads: Sequence[fx.Node], input_ops: set[fx.Node], in_both_halves: set[fx.Node]) -> list[fx.Node]:
+    """The values of `input_ops` that W needs, besides operands, to compute `grads`."""
+    crossing: set[fx.Node] = set()
     seen: set[fx.Node] = set()
-    todo = list(_read(grads, twice))
+    todo = list(_values_needed(grads, in_both_halves))
     while todo:
         value = todo.pop()
         if value in seen or value.op != "call_function":
             continue
         seen.add(value)
-        if producer(value) in early:
-            found.add(value)
+        if producer(value) in input_ops:
+            crossing.add(value)
         else:
-            todo.extend(_read(producer(value).all_input_nodes, twice))
-    return [node for node in graph.nodes if node in found]
+            todo.extend(_values_needed(producer(value).all_input_nodes, in_both_halves))
+    return [node for node in graph.nodes if node in crossing]
 
 
-def _read(nodes: Iterable[fx.Node], twice: set[fx.Node]) -> set[fx.Node]:
-    """The values that must be there for `nodes`: what both halves may make is replaced by what it is made of."""
-    found: set[fx.Node] = set()
+def _values_needed(nodes: Iterable[fx.Node], in_both_halves: set[fx.Node]) -> set[fx.Node]:
+    """The values that `nodes` need. In place of a node that both halves may compute, these are the values that it needs."""
+    needed: set[fx.Node] = set()
     todo, seen = list(nodes), set()
     while todo:
         node = todo.pop()
         if node not in seen:
             seen.add(node)
-            if node in twice:
+            if node in in_both_halves:
                 todo.extend(node.all_input_nodes)
             else:
-                found.add(node)
-    return found
+                needed.add(node)
+    return needed
 
 
 def _is_cheap(op: fx.Node) -> bool:

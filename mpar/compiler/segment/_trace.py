@@ -1,4 +1,4 @@
-"""Trace a segment: one graph of its results and of all its gradients, once for each kind."""
+"""Trace a segment: one graph for its results and all its gradients. Equal segments are traced once."""
 
 import functools
 import itertools
@@ -30,10 +30,11 @@ def trace_segment(
     *,
     training: bool,
 ) -> TracedSegment:
-    """Trace `segment.fn` with its gradient; arguments are trees of tensors without data, `params` one subtree for each path.
+    """Trace `segment.fn` together with its gradient.
 
-    Gradients of parameters are widened to `grad_dtypes`, leaf by leaf, before anything adds them up. A leaf of x that holds
-    integers has a gradient too, of zeros.
+    The arguments are trees of tensors without data; `params` has a subtree for each path of the segment. Before gradients are
+    added up, the gradient of each leaf of the parameters is cast to its dtype in `grad_dtypes` if that is wider. A leaf of x that
+    holds integers gets a gradient of zeros.
     """
     leaves, structure = tree.flatten((tuple(params), () if x is None else x, dict(context)))
     counts = (len(tree.leaves(tuple(params))), len(tree.leaves(() if x is None else x)))
@@ -43,7 +44,11 @@ def trace_segment(
 
 @dataclass(frozen=True)
 class _Function:
-    """A segment's function of flat leaves. structure: of (params, x, context); first: of the chain, its x is None."""
+    """The function of a segment, which takes the leaves of (params, x, context) in one list.
+
+    structure: the structure of (params, x, context).
+    first:     whether the segment is the first of the chain: its x is None.
+    """
 
     fn: Callable[..., tuple]
     structure: Any
@@ -59,7 +64,7 @@ class _Function:
 
 @dataclass(frozen=True)
 class _Results:
-    """What a segment returns: leaves of x and their structure, losses and metrics by name."""
+    """What a segment returns: the leaves and the structure of x, losses and metrics by name."""
 
     x: list[Tensor]
     structure: Any
@@ -68,12 +73,12 @@ class _Results:
 
     @property
     def differentiable(self) -> list[Tensor]:
-        """Leaves of x, then losses in the order of their names."""
+        """The leaves of x, then the losses in the order of their names."""
         return [*self.x, *(self.losses[name] for name in sorted(self.losses))]
 
     @property
     def reported(self) -> list[Tensor]:
-        """Metrics in the order of their names."""
+        """The metrics in the order of their names."""
         return [self.metrics[name] for name in sorted(self.metrics)]
 
 
@@ -81,17 +86,21 @@ class _Results:
 def _trace_joint(
     function: _Function, counts: tuple[int, int], key: tuple[Shape, ...], grad_dtypes: tuple[torch.dtype, ...]
 ) -> TracedSegment:
-    """counts: leaves of the parameters and of x; key: shape and dtype of every leaf of (parameters, x, context)."""
+    """Trace the joint graph: results and gradients.
+
+    counts: how many leaves the parameters and x have.
+    key:    the shape and dtype of every leaf of (parameters, x, context).
+    """
     num_params, num_x = counts
     metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in key]
-    found: list[_Results] = []
+    calls: list[_Results] = []  # what each call of the function returned while it was traced
 
     def shapes(leaves: Sequence[Tensor]) -> list[Tensor]:
-        found.append(function(leaves))
-        return [*found[-1].differentiable, *found[-1].reported]
+        calls.append(function(leaves))
+        return [*calls[-1].differentiable, *calls[-1].reported]
 
     values = [torch.empty_like(node.meta["val"], device="meta") for node in trace(shapes, (metas,)).results]
-    losses, metrics, structure = tuple(sorted(found[-1].losses)), tuple(sorted(found[-1].metrics)), found[-1].structure
+    losses, metrics, structure = tuple(sorted(calls[-1].losses)), tuple(sorted(calls[-1].metrics)), calls[-1].structure
     cotangents = [torch.empty_like(value) for value in values[: len(values) - len(metrics)]]
     inputs = (metas[:num_params], metas[num_params : num_params + num_x], metas[num_params + num_x :], cotangents)
     logical = trace(functools.partial(_joint, function, grad_dtypes), inputs)
@@ -107,17 +116,17 @@ def _joint(
     context: Sequence[Tensor],
     cotangents: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Results of a segment, then gradients of its parameters and of its x."""
-    moves = [leaf.is_floating_point() for leaf in x]
+    """The results of a segment, then the gradients of its parameters and of its x."""
+    is_float = [leaf.is_floating_point() for leaf in x]
 
-    def differentiable(params: Sequence[Tensor], moving: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        results = function([*params, *_fill(moves, moving, x), *context])
+    def differentiable(params: Sequence[Tensor], float_x: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        results = function([*params, *_fill(is_float, float_x, x), *context])
         return _floating(results.differentiable), [*results.differentiable, *(metric.detach() for metric in results.reported)]
 
-    _, pull, *aux = torch.func.vjp(differentiable, params, list(itertools.compress(x, moves)), has_aux=True)
-    d_params, d_moving = pull(_floating(cotangents))
+    _, pull_back, *aux = torch.func.vjp(differentiable, params, list(itertools.compress(x, is_float)), has_aux=True)
+    d_params, d_float_x = pull_back(_floating(cotangents))
     wide = [_widened(d, dtype) for d, dtype in zip(d_params, grad_dtypes, strict=True)]
-    return [*aux[0], *wide, *_fill(moves, d_moving, [torch.zeros_like(leaf) for leaf in x])]
+    return [*aux[0], *wide, *_fill(is_float, d_float_x, [torch.zeros_like(leaf) for leaf in x])]
 
 
 def _floating(values: Sequence[Tensor]) -> list[Tensor]:
@@ -125,10 +134,11 @@ def _floating(values: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _fill(where: Sequence[bool], chosen: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """`chosen`, in order, where it says so, and `others` elsewhere."""
-    rest = iter(chosen)
-    return [next(rest) if here else other for here, other in zip(where, others, strict=True)]
+    """`others`, with its entries replaced by those of `chosen`, one after the other, where `where` is true."""
+    remaining = iter(chosen)
+    return [next(remaining) if take_chosen else other for take_chosen, other in zip(where, others, strict=True)]
 
 
 def _widened(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """`grad` in `dtype`, if that dtype can hold all its values; else `grad`."""
     return widen(grad, dtype) if torch.promote_types(grad.dtype, dtype) == dtype else grad
