@@ -43,7 +43,7 @@ def test_command_is_understood(line, tmp_path, monkeypatch):
         (tmp_path / "DIR" / "experiment").mkdir(parents=True)
         (tmp_path / "DIR" / "experiment" / "mine.yaml").touch()
         arguments = read_arguments(args)
-        check_overrides("train", TrainConfig, arguments.overrides, arguments.own)
+        check_overrides("train", TrainConfig, arguments.overrides, arguments.user_dir)
         return
     (tmp_path / "order.csv").write_text("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n", encoding="utf-8")
     assert command in ("train", "plan")

@@ -86,7 +86,7 @@ def test_what_names_no_mesh(name, words):
         ("strategy=zero3_tpp", "did you mean strategy=zero3_tp?"),
         ("model=llama_8b", "did you mean model=llama3_8b?"),
         ("mesh.ftp=2", "did you mean mesh.tp?"),
-        ("hydra.searchpath=[x]", "by --config-dir DIR"),
+        ("hydra.searchpath=[x]", "as --config-dir DIR"),
     ],
 )
 def test_a_misspelt_name_finds_the_nearest(override, words):
