@@ -60,7 +60,7 @@ def test_a_size_on_top_of_a_name():
     [
         ("ffsdp2", "'ffsdp2' is no axis with a size; did you mean mesh=fsdp2?"),
         ("tp2_pp2", "its axes are not in order; did you mean mesh=pp2_tp2?"),
-        ("tp2_tp2", "an axis is there twice; did you mean mesh=tp2?"),
+        ("tp2_tp2", "it has an axis twice; did you mean mesh=tp2?"),
         ("pp_tp4", "'pp' is no axis with a size; did you mean mesh=pp2_tp4?"),
         ("dp0", "'dp0' is no axis with a size; did you mean mesh=dp2?"),
         ("dp2tp2", "'dp2tp2' is no axis with a size; did you mean mesh=dp2_tp2?"),
