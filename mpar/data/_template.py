@@ -189,8 +189,8 @@ def _unstable(messages: Sequence[Message], count: int, text: str, beginning: str
     return TemplateError(
         f"cannot tell what the assistant wrote: the chat template is not prefix-stable. Of {len(messages)} messages, the first "
         f"{count} alone render as {beginning[low : spot + 20]!r} where the whole conversation has {text[low : spot + 20]!r} "
-        f"(character {spot}). Put {{% generation %}} ... {{% endgeneration %}} around assistant text in the template, or train on "
-        "the last round only (loss=last_round), or give each answer a row of its own."
+        f"(character {spot}). Put {{% generation %}} ... {{% endgeneration %}} around assistant text in the template, or train "
+        "on the last round only (loss=last_round), or give each answer a row of its own."
     )
 
 

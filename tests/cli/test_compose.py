@@ -110,7 +110,7 @@ def test_a_key_that_no_file_mentions_can_be_set():
 
 def test_a_missing_value_says_what_it_is():
     """`???` in a file is asked for by its meaning."""
-    with pytest.raises(ConfigError, match=r"model\.path is missing: a folder of Hugging Face"):
+    with pytest.raises(ConfigError, match=r"model\.path is missing: a Hugging Face folder"):
         composed("model=hf")
 
 
