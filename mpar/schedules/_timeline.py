@@ -1,4 +1,4 @@
-"""Timeline: when every action of a pipeline begins and ends, given its costs; and so its bubbles and the memory of activations."""
+"""Timeline: when every action of a pipeline begins and ends, given its costs; then bubbles and the memory of activations."""
 
 from collections import deque
 from collections.abc import Sequence
