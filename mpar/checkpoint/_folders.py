@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds. A checkpoint is complete or it does not count: a name alone proves nothing."""
+"""Finds and deletes the checkpoints in a folder. Only complete ones count: the name of a checkpoint proves nothing."""
 
 import re
 import shutil
@@ -25,23 +25,23 @@ def partial_name(step: int) -> str:
 
 
 def available(folder: str | Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest step first; none if there is no such folder.
+    """The complete checkpoints in `folder`, lowest step first; none if there is no such folder.
 
-    Complete: the index is sound, and every file that it names is there with the right size. Contents are for `verify`.
+    A checkpoint is complete if its index is sound and every file that it names has the right size. `verify` checks contents.
     """
     return [path for path in _named(Path(folder)) if _is_complete(path)]
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The complete checkpoint of the highest step in `folder`, or None. Unfinished and truncated ones are passed over."""
+    """The complete checkpoint of the highest step in `folder`, or None. Unfinished and truncated ones are skipped."""
     return next((path for path in reversed(_named(Path(folder))) if _is_complete(path)), None)
 
 
 def prune(folder: Path, *, keep: int, new: Path) -> None:
-    """Delete all complete checkpoints but the `keep` of the highest steps and `new`, and what unfinished writes left behind.
+    """Delete all complete checkpoints except those of the `keep` highest steps and `new`, and the remains of unfinished writes.
 
-    A folder is renamed before it is emptied, so that no half of it is ever taken for a checkpoint. What cannot be deleted
-    is a warning: the new checkpoint is there, and training can go on.
+    A folder is renamed before its files are deleted, so that a half-deleted one is never taken for a checkpoint. If something
+    cannot be deleted, that is only a warning: the new checkpoint exists, and training can go on.
     """
     try:
         for path in available(folder)[:-keep]:

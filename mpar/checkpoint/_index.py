@@ -23,7 +23,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Shard:
-    """A block of a tensor: where its bytes are, where it lies in the tensor, and the CRC-32 of its bytes."""
+    """A block of a tensor: the file and key of its bytes, its place in the tensor, and the CRC-32 of its bytes."""
 
     file: str
     key: str
@@ -39,7 +39,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor: global shape, dtype by name, and shards that cover it once."""
+    """A tensor: its global shape, the name of its dtype, and shards that together cover it exactly once."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -48,7 +48,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Index:
-    """What `index.json` says. `files` has the size in bytes of every other file of the checkpoint."""
+    """The content of `index.json`. `files` has the size in bytes of every other file of the checkpoint."""
 
     step: int
     mesh: Mapping[str, int]
@@ -67,7 +67,7 @@ class ShardJson(TypedDict):
 
 
 class EntryJson(TypedDict):
-    """An Entry in `index.json`; what the file really holds is checked while it is read."""
+    """An Entry in `index.json`. Whether a file really has these fields is checked while it is read."""
 
     shape: list[int]
     dtype: str
@@ -86,10 +86,10 @@ def entry_from_json(raw: EntryJson) -> Entry:
 
 
 def join_entries(parts: list[dict[str, Entry]]) -> tuple[dict[str, Entry], list[str]]:
-    """The entries of all ranks put together, and what is wrong with them, a line each.
+    """(the entries of all ranks put together, the problems found, one line each).
 
-    Where several ranks hold the same block (a tensor that is on more than one stage) the first one's is taken; their bytes
-    must be the same. The shards of an entry must be equal blocks of a grid that covers the tensor.
+    If several ranks hold the same block, because a tensor is on more than one stage, the block of the first is taken; the bytes
+    of all must be equal. The shards of an entry must be equal blocks of a grid that covers the tensor.
     """
     problems: list[str] = []
     joined: dict[str, Entry] = {}
@@ -105,7 +105,7 @@ def join_entries(parts: list[dict[str, Entry]]) -> tuple[dict[str, Entry], list[
                 if first.crc32 != shard.crc32:
                     problems.append(f"{path} at {shard.offsets} is held by several stages, with different values")
             joined[path] = Entry(entry.shape, entry.dtype, tuple(by_place.values()))
-    problems += [f"{path} {e.shape}: {what}" for path, e in sorted(joined.items()) if (what := _cover_problem(e))]
+    problems += [f"{path} {e.shape}: {problem}" for path, e in sorted(joined.items()) if (problem := _cover_problem(e))]
     return dict(sorted(joined.items())), problems
 
 

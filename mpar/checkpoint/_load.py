@@ -1,4 +1,4 @@
-"""Load: any mesh reads any checkpoint. A rank reads the bytes of its own blocks, wherever other ranks once put them."""
+"""Loading: any mesh can read any checkpoint. A rank reads only the bytes of its own blocks, from whichever files hold them."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -20,14 +20,15 @@ Wanted = Mapping[str, tuple[tuple[int, ...], P, torch.dtype]]
 
 
 def load(path: str | Path, wanted: Wanted, mesh: Mesh, rank: int, *, elsewhere: Collection[str] | None = ()) -> dict[str, Tensor]:
-    """This rank's shards of the tensors `wanted`, path -> (global shape, spec on `mesh`, dtype), on the CPU.
+    """This rank's shards of the tensors in `wanted`, on the CPU.
 
-    path:       one checkpoint's folder; the mesh that it was saved from does not matter.
-    elsewhere:  names that the checkpoint may hold besides: those of other stages. None allows any, for a reader of a part.
+    path:       the folder of one checkpoint; it may have been saved from any mesh.
+    wanted:     for each path in the tree: (global shape, spec on `mesh`, dtype).
+    elsewhere:  other names that the checkpoint may hold, such as those of other stages. None allows all names.
 
-    Only the bytes of the rank's blocks are read. A shard that is read whole is checked against its CRC-32; of one that is read in
-    part only the file's size and header are checked (`verify` reads and checks everything).
-    Raises CheckpointError, listing all names that are missing, unexpected or of another shape or dtype, or all damaged files.
+    Only the bytes of this rank's blocks are read. A shard of which every byte is read is checked against its CRC-32; for others
+    only the size and the header of the file are checked (`verify` reads and checks everything).
+    Raises CheckpointError, which lists all names that are missing, unexpected or of another shape or dtype, or all damaged files.
     """
     path = Path(path)
     index = read_index(path)
@@ -38,8 +39,8 @@ def load(path: str | Path, wanted: Wanted, mesh: Mesh, rank: int, *, elsewhere: 
         raise CheckpointError(
             f"cannot load {path} (step {index.step}, saved from {Mesh(**index.mesh)}):\n  "
             + "\n  ".join(problems)
-            + "\nLoad it into the model that it was saved from, made with the same options, ask for the saved dtype and convert "
-            "afterwards; in Python, name in `elsewhere` what to leave out."
+            + "\nLoad it into the model that it was saved from, made with the same options; ask for the saved dtype and convert "
+            "afterwards. In Python, `elsewhere` can name tensors to leave out."
         )
     out: dict[str, Tensor] = {}
     reads: dict[str, list[tuple[str, Shard, Box]]] = defaultdict(list)
@@ -67,7 +68,7 @@ def names(path: str | Path) -> list[str]:
 
 
 def verify(path: str | Path) -> None:
-    """Read a whole checkpoint and compare every checksum. Raises CheckpointError listing all damaged files."""
+    """Read all of a checkpoint and compare every checksum. Raises CheckpointError, which lists all damaged files."""
     path = Path(path)
     index = read_index(path)
     read_extras(path)
@@ -78,14 +79,14 @@ def verify(path: str | Path) -> None:
             reads[shard.file].append((name, shard))
     for file, shards in sorted(reads.items()) if not damaged else ():
         for name, shard in shards:
-            whole, out = shard.box, {name: torch.empty(shard.shape, dtype=DTYPES[index.tensors[name].dtype][0])}
-            damaged += _read_blocks(path / file, [(name, shard, whole)], {name: whole}, out)
+            box, out = shard.box, {name: torch.empty(shard.shape, dtype=DTYPES[index.tensors[name].dtype][0])}
+            damaged += _read_blocks(path / file, [(name, shard, box)], {name: box}, out)
     if damaged:
         raise _damaged(path, damaged)
 
 
 def _read_blocks(file: Path, blocks: list[tuple[str, Shard, Box]], boxes: Mapping[str, Box], out: dict[str, Tensor]) -> list[str]:
-    """Fill the parts of `out` that `file` holds; what is wrong with the file, a line each."""
+    """Fill the parts of `out` that `file` holds. Returns the problems of the file, one line each."""
     problems = []
     try:
         with ShardFile(file) as source:
@@ -119,15 +120,15 @@ def _name_problems(index: Index, wanted: Wanted, mesh: Mesh, elsewhere: Collecti
         if entry is not None and (entry.shape, entry.dtype) != (tuple(shape), dtype_name(dtype)):
             saved = f"{entry.dtype} {entry.shape}"
             problems.append(f"different: {name} is {saved} in the checkpoint, {dtype_name(dtype)} {tuple(shape)} is wanted")
-        wrong = check_spec(name, tuple(shape), spec, mesh)
-        if not wrong and spec.partial:
-            wrong = [f"{name} by {spec}: a pending sum cannot be loaded; ask for the value"]
-        problems += wrong
+        spec_problems = check_spec(name, tuple(shape), spec, mesh)
+        if not spec_problems and spec.partial:
+            spec_problems = [f"{name} by {spec}: a pending sum cannot be loaded; ask for the value"]
+        problems += spec_problems
     return problems
 
 
 def _intersection(one: Box, other: Box) -> Box | None:
-    """What two blocks have in common, or None if that is nothing."""
+    """The block that two blocks have in common; None if they do not overlap."""
     common = []
     for (start, size), (other_start, other_size) in zip(one, other, strict=True):
         first, end = max(start, other_start), min(start + size, other_start + other_size)

@@ -1,4 +1,4 @@
-"""Save: every rank writes its shards, rank 0 writes the index last and renames the folder. Until then nothing has changed."""
+"""Saving: every rank writes its shards, then rank 0 writes the index and renames the folder, which makes the checkpoint."""
 
 import json
 import shutil
@@ -35,15 +35,15 @@ def save(
 ) -> Path:
     """Write the checkpoint of `step` into `folder`, on all ranks of `mesh` together; returns its path.
 
-    tensors:     path -> this rank's shard of every tensor that it holds, on any device.
-    specs, shapes:  the same paths -> how the tensor lies on the mesh, and its global shape.
-    extras:      step, data position, seed, config: JSON values only; rank 0's are written.
-    barrier:     returns once every rank has called it; called three times, also by a rank that has failed.
-    keep:        afterwards delete all complete checkpoints but those of the `keep` highest steps (and this one).
-    stage_axes:  mesh axes along which ranks hold different tensors. Along all others, ranks that hold the same shard
+    tensors:     for each path this rank's shard, on any device.
+    specs, shapes:  for the same paths the spec and the global shape of the tensor.
+    extras:      step, data position, seed, config, as JSON values; those of rank 0 are written.
+    barrier:     a function that returns once every rank has called it. Every rank calls it three times, even if it has failed.
+    keep:        if given, delete all complete checkpoints except those of the `keep` highest steps and this one.
+    stage_axes:  mesh axes along which ranks hold different tensors. Along all other axes, ranks that hold the same shard
                  are replicas, and only the first of them writes it.
 
-    The files are written into `.step_X.partial`, which becomes `step_X` by one rename when all of it is on the disk.
+    The files are written into `.step_X.partial`, which is renamed to `step_X` when all of it is on the disk.
     Raises CheckpointError on every rank if any rank failed; then there is no new checkpoint, and none was deleted.
     """
     folder = Path(folder)
@@ -51,11 +51,11 @@ def save(
     failure = _attempt(lambda: _prepare(partial, final, step, rank, mesh, tensors, specs, shapes, extras, keep))
     prepared = failure is None
     barrier()
-    failure = failure or _attempt(lambda: _write_own(partial, tensors, specs, mesh, rank, shapes, stage_axes))
-    if failure is not None and partial.is_dir():  # tells rank 0 why; if that fails too, it sees that the part is missing
+    failure = failure or _attempt(lambda: _write_rank(partial, tensors, specs, mesh, rank, shapes, stage_axes))
+    if failure is not None and partial.is_dir():  # tell rank 0 why; if even that fails, rank 0 sees that the report is missing
         _attempt(lambda: _part_file(partial, rank).write_text(json.dumps({"error": str(failure)}), encoding="utf-8"))
     barrier()
-    if rank == 0 and prepared:  # also after a failure of its own, to list those of all ranks
+    if rank == 0 and prepared:  # even if rank 0 has failed itself, so that the failures of all ranks are listed
         failure = _attempt(lambda: _finish(partial, final, step, mesh, extras))
     barrier()
     if failure is None and not (final / INDEX_NAME).is_file():
@@ -68,7 +68,7 @@ def save(
 
 
 def _attempt(action: Callable[[], object]) -> CheckpointError | None:
-    """Run `action`; an error becomes a value, because a rank that left now would keep the others waiting in the barrier."""
+    """Run `action` and return its error, if any. If a rank raised it at once, the others would wait for it in the barrier."""
     try:
         action()
     except CheckpointError as error:
@@ -92,7 +92,7 @@ def _prepare(
     extras: Mapping[str, Json],
     keep: int | None,
 ) -> None:
-    """Check everything that this rank was given; on rank 0 make the folder."""
+    """Check all arguments of this rank. Rank 0 also makes the folder."""
     problems = [f"step must be a non-negative int, not {step!r}"] if not isinstance(step, int) or step < 0 else []
     if keep is not None and keep < 1:
         problems.append(f"keep must be at least 1, not {keep}; None keeps all")
@@ -128,7 +128,7 @@ def _tensor_problems(path: str, tensor: Tensor, spec: P, shape: tuple[int, ...],
     return problems
 
 
-def _write_own(
+def _write_rank(
     partial: Path,
     tensors: Mapping[str, Tensor],
     specs: Mapping[str, P],
@@ -137,11 +137,11 @@ def _write_own(
     shapes: Mapping[str, tuple[int, ...]],
     stage_axes: tuple[str, ...],
 ) -> None:
-    """Write this rank's file, and beside it what rank 0 needs to know for the index."""
+    """Write the file of this rank's shards, and a report from which rank 0 makes the index."""
     if not partial.is_dir():
-        raise CheckpointError(f"{partial} is not there: rank 0 could not make it, or the ranks do not share a file system")
+        raise CheckpointError(f"{partial} does not exist: rank 0 could not make it, or the ranks do not share a file system")
     name = f"rank-{rank:05d}.safetensors"
-    own: dict[str, Tensor] = {}
+    shards: dict[str, Tensor] = {}
     entries: dict[str, Entry] = {}
     for path in sorted(tensors):
         spec, shape = specs[path], tuple(shapes[path])
@@ -150,16 +150,16 @@ def _write_own(
             continue
         shard = tensors[path].detach().cpu().contiguous()
         offsets = tuple(mesh.index(rank, spec.dim(dim)) * size for dim, size in enumerate(shard.shape))
-        own[path] = shard
+        shards[path] = shard
         entries[path] = Entry(shape, dtype_name(shard.dtype), (Shard(name, path, offsets, tuple(shard.shape), checksum(shard)),))
-    if own:
-        write_shards(partial / name, own)
+    if shards:
+        write_shards(partial / name, shards)
     part = {"tensors": {path: asdict(entry) for path, entry in entries.items()}}
     _part_file(partial, rank).write_text(json.dumps(part), encoding="utf-8")
 
 
 def _finish(partial: Path, final: Path, step: int, mesh: Mesh, extras: Mapping[str, Json]) -> None:
-    """Join what the ranks report into the index, write it, rename the folder."""
+    """Join the reports of all ranks into the index, write it, and rename the folder."""
     parts, problems = [], []
     for rank in range(mesh.size):
         try:
@@ -170,9 +170,9 @@ def _finish(partial: Path, final: Path, step: int, mesh: Mesh, extras: Mapping[s
             problems.append(f"rank {rank}: {part['error']}")
         else:
             parts.append({path: entry_from_json(entry) for path, entry in part["tensors"].items()})
-    tensors, wrong = join_entries(parts) if not problems else ({}, [])
-    if problems or wrong:
-        raise CheckpointError(f"cannot save {final} from {mesh}:\n  " + "\n  ".join(problems + wrong))
+    tensors, entry_problems = join_entries(parts) if not problems else ({}, [])
+    if problems or entry_problems:
+        raise CheckpointError(f"cannot save {final} from {mesh}:\n  " + "\n  ".join(problems + entry_problems))
     write_state(partial, step, extras)
     for rank in range(mesh.size):
         _part_file(partial, rank).unlink()

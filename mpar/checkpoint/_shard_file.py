@@ -1,4 +1,4 @@
-"""One rank's file of shards: safetensors, written by its library, read here by position so that only wanted bytes move.
+"""One rank's file of shards, in the format safetensors. Its library writes the file; reading is done here, only the wanted bytes.
 
 The format is an 8-byte little-endian header length, a JSON header {key: {dtype, shape, data_offsets}}, then the data
 (https://github.com/huggingface/safetensors, section "Format").
@@ -22,7 +22,7 @@ from mpar.torch_private import storage_key
 __all__ = ["DTYPES", "Box", "ShardFile", "checksum", "dtype_name", "sync", "write_shards"]
 
 Box = tuple[tuple[int, int], ...]
-"""Where a block lies in a tensor: (first index, size) for each dim."""
+"""The place of a block in a tensor: (first index, size) for each dim."""
 
 DTYPES = {
     "float64": (torch.float64, "F64"),
@@ -38,11 +38,11 @@ DTYPES = {
     "uint8": (torch.uint8, "U8"),
     "bool": (torch.bool, "BOOL"),
 }
-"""The dtypes that a checkpoint may hold: name in the index -> (torch's, safetensors' code)."""
+"""The dtypes that a checkpoint may hold, by their name in the index: (torch's dtype, the code of safetensors)."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of `dtype` in the index: torch's own, without the module."""
+    """The name of `dtype` in the index: torch's name without the module."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -54,16 +54,16 @@ def checksum(x: Tensor) -> int:
 def write_shards(file: Path, shards: Mapping[str, Tensor]) -> None:
     """Write contiguous CPU tensors to `file`, and return when they are on the disk."""
     seen: set[int] = set()
-    own: dict[str, Tensor] = {}
+    separate: dict[str, Tensor] = {}
     for key, shard in shards.items():
-        own[key] = shard.clone() if storage_key(shard) in seen else shard  # the library refuses tensors that share memory
+        separate[key] = shard.clone() if storage_key(shard) in seen else shard  # the library refuses tensors that share memory
         seen.add(storage_key(shard))
-    save_file(own, file)
+    save_file(separate, file)
     sync(file)
 
 
 def sync(path: Path) -> None:
-    """Return when what was written to the file or folder `path` is on the disk."""
+    """Wait until everything that was written to the file or folder `path` is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -72,9 +72,9 @@ def sync(path: Path) -> None:
 
 
 class ShardFile:
-    """A file of shards, open for reading: the header at once, data only when asked for.
+    """A file of shards, open for reading. The header is read at once, data only by `read`.
 
-    Raises CheckpointError naming the file if it is missing, unreadable, shorter than its header says, or no safetensors.
+    Raises CheckpointError, which names the file, if it is missing, unreadable, shorter than its header says, or no safetensors.
     """
 
     def __init__(self, file: Path) -> None:
@@ -98,7 +98,7 @@ class ShardFile:
     def read(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, box: Box) -> Tensor:
         """The block `box` of the shard `key`, which must have this shape and dtype: a new contiguous tensor.
 
-        Reads the bytes of the block and no others, in as few pieces as the block has contiguous runs in the file.
+        Reads only the bytes of the block: one read for each contiguous run that the block has in the file.
         """
         begin = self._begin(key, shape, dtype)
         out = torch.empty([size for _, size in box], dtype=dtype)
@@ -110,7 +110,7 @@ class ShardFile:
         return out
 
     def _begin(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Where the data of shard `key` starts in the file."""
+        """The position in the file at which the data of shard `key` begin."""
         entry = self._header.get(key)
         expected = {"dtype": DTYPES[dtype_name(dtype)][1], "shape": list(shape)}
         actual = {name: entry.get(name) for name in expected} if isinstance(entry, dict) else None
@@ -153,7 +153,7 @@ class ShardFile:
 
 def _runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
     """(first element, number of elements) of every contiguous run of `box` in a row-major tensor of `shape`, in order."""
-    split = len(shape)  # dims from here on are taken whole
+    split = len(shape)  # the block covers all of the dims from `split` on
     while split and box[split - 1] == (0, shape[split - 1]):
         split -= 1
     if any(size == 0 for _, size in box):

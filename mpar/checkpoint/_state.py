@@ -1,4 +1,4 @@
-"""`state.json`: what a checkpoint holds besides tensors. JSON values only, so that reading one never runs code."""
+"""`state.json`: what a checkpoint holds besides tensors. It has only JSON values, so that reading it never runs code."""
 
 import json
 import math
@@ -14,7 +14,7 @@ __all__ = ["STATE_NAME", "Json", "json_problems", "read_extras", "write_state"]
 STATE_NAME = "state.json"
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
-"""What JSON can say."""
+"""A JSON value."""
 
 
 def read_extras(path: str | Path) -> dict[str, Json]:

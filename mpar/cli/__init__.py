@@ -1,1 +1,1 @@
-"""The command line: configuration, processes, printing. `mpar.cli.main` begins it; a rank imports `mpar.cli._worker` alone."""
+"""The command line: configuration, processes, printing. It starts in `mpar.cli.main`; a rank imports only `mpar.cli._worker`."""

@@ -1,4 +1,4 @@
-"""The arguments of a command: its switches, and the overrides that Hydra reads."""
+"""The arguments of a command: its own switches, and the overrides that go to Hydra."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from mpar.errors import ConfigError
 __all__ = ["CONFIG_DIR_HELP", "Arguments", "read_arguments"]
 
 CONFIG_DIR_HELP = (
-    "--config-dir DIR: your own files beside mpar's: DIR/experiment/mine.yaml is experiment=mine, DIR/model/mine.yaml model=mine."
+    "--config-dir DIR: adds your files to mpar's: experiment=mine reads DIR/experiment/mine.yaml, model=mine DIR/model/mine.yaml."
 )
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """overrides: `group=choice` and `key=value`. own: the user's folder of configurations, absolute. help, multirun: switches."""
+    """overrides: `group=choice` and `key=value`. user_dir: the folder of `--config-dir`, absolute. help, multirun: switches."""
 
     overrides: tuple[str, ...]
-    own: Path | None = None
+    user_dir: Path | None = None
     help: bool = False
     multirun: bool = False
 
@@ -32,14 +32,14 @@ def read_arguments(args: Sequence[str]) -> Arguments:
         arg = remaining.pop(0)
         if arg == "--config-dir":
             if not remaining or "=" in remaining[0] or remaining[0].startswith("-"):
-                raise ConfigError("--config-dir needs a folder behind it: --config-dir DIR group=choice ...")
+                raise ConfigError("--config-dir must be followed by a folder: --config-dir DIR group=choice ...")
             folders.append(remaining.pop(0))
         elif arg.startswith("--config-dir="):
             folders.append(arg.removeprefix("--config-dir="))
         else:
             overrides.append(arg)
     if len(folders) > 1:
-        raise ConfigError(f"--config-dir was given {len(folders)} times ({', '.join(folders)}): one folder can be read.")
+        raise ConfigError(f"--config-dir was given {len(folders)} times ({', '.join(folders)}): give it once.")
     switches = {"-h", "--help", "-m", "--multirun"}
     return Arguments(
         tuple(arg for arg in overrides if arg not in switches),

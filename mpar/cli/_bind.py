@@ -1,4 +1,4 @@
-"""From a composed dict to frozen dataclasses, strictly: every unknown key and every value of a wrong type, all at once."""
+"""Makes frozen dataclasses of a composed dict. One error lists every unknown key and every value of a wrong type."""
 
 import dataclasses
 import difflib
@@ -14,7 +14,9 @@ T = TypeVar("T")
 
 
 def bind(cls: type[T], values: Mapping[str, object]) -> T:
-    """`cls` from `values`. Raises UnknownNameError if a key is unknown, else ConfigError; either lists every offender."""
+    """A `cls` made of `values`. Raises UnknownNameError if any key is unknown, ConfigError if only values are wrong; both errors
+    list every problem.
+    """
     unknown: list[str] = []
     wrong: list[str] = []
     names = known_keys(cls)
@@ -38,7 +40,7 @@ def known_keys(cls: type) -> list[str]:
 
 
 def open_keys(cls: type) -> list[str]:
-    """The dotted keys below which any name may stand: those whose values are dicts."""
+    """The dotted keys whose values are dicts, so that any name may follow them."""
     out = []
     for name, hint in get_type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
@@ -49,13 +51,15 @@ def open_keys(cls: type) -> list[str]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The known name most like `name`, compared as a whole and by the last part; names of other systems count too."""
+    """The known name most like `name`, compared in full and by its last part. `name` is also compared with what other systems
+    call a key.
+    """
     known = {candidate: candidate for candidate in names}
     known |= {alias: ours for alias, ours in _ELSEWHERE.items() if ours in known}
     return known[max(known, key=lambda candidate: _likeness(name, candidate))]
 
 
-_ELSEWHERE = {  # what others call it
+_ELSEWHERE = {  # names in other systems: the key in mpar
     "batch_size": "data.batch_size",
     "epochs": "steps",
     "gradient_accumulation_steps": "schedule.num_microbatches",
@@ -74,7 +78,7 @@ def _likeness(name: str, candidate: str) -> float:
 
 
 def _convert(hint: Any, value: Any, path: str, unknown: list[str], wrong: list[str]) -> Any:
-    """`value` as what `hint` asks for; what cannot be is noted."""
+    """`value` converted to the type `hint`. Unknown keys are added to `unknown`, values of a wrong type to `wrong`."""
     if dataclasses.is_dataclass(hint):
         return _convert_group(hint, value, path, unknown, wrong)  # type: ignore[arg-type]
     for option in _options(hint):
@@ -92,18 +96,18 @@ def _convert_group(cls: type, value: Any, path: str, unknown: list[str], wrong: 
         wrong.append(f"{path}={value!r}: must be a group of keys")
         return None
     hints = get_type_hints(cls)
-    at = f"{path}." if path else ""
-    unknown += [f"{at}{key}" for key in value if key not in hints]
+    prefix = f"{path}." if path else ""
+    unknown += [f"{prefix}{key}" for key in value if key not in hints]
     given = {}
     for field in dataclasses.fields(cls):
         if field.name in value:
-            found = value[field.name]
-            if found == "???":
-                wrong.append(f"{at}{field.name} is missing: {field.metadata.get('doc', 'it has no default')}")
+            entry = value[field.name]
+            if entry == "???":
+                wrong.append(f"{prefix}{field.name} is missing: {field.metadata.get('doc', 'it has no default')}")
                 continue
-            given[field.name] = _convert(hints[field.name], found, f"{at}{field.name}", unknown, wrong)
+            given[field.name] = _convert(hints[field.name], entry, f"{prefix}{field.name}", unknown, wrong)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            wrong.append(f"{at}{field.name} is missing: {field.metadata.get('doc', 'it has no default')}")
+            wrong.append(f"{prefix}{field.name} is missing: {field.metadata.get('doc', 'it has no default')}")
     return None if unknown or wrong else cls(**given)
 
 
@@ -122,8 +126,8 @@ def _try(hint: Any, value: Any) -> tuple[bool, Any]:
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool), float(value) if _is_number(value) else None
     if hint is int:
-        whole = isinstance(value, float) and value.is_integer()
-        return (isinstance(value, int) and not isinstance(value, bool)) or whole, int(value) if _is_number(value) else None
+        is_whole = isinstance(value, float) and value.is_integer()
+        return (isinstance(value, int) and not isinstance(value, bool)) or is_whole, int(value) if _is_number(value) else None
     if origin is tuple:
         return _try_tuple(args, value)
     if origin is dict:
@@ -149,7 +153,7 @@ def _is_number(value: Any) -> bool:
 
 
 def describe(hint: object) -> str:
-    """A type in words."""
+    """The type `hint` in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(describe(arg) for arg in args)

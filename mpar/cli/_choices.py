@@ -1,4 +1,4 @@
-"""The choices of every group: files of `conf/`, names that are parsed, and files of the user's own; and what to say of others."""
+"""The choices of every group: files of `conf/`, names that are parsed, files of the user; and the messages that refuse others."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ __all__ = ["Choices", "choices"]
 
 @dataclass(frozen=True)
 class Choices:
-    """shown: every group with its choices, sorted. Of meshes these are the user's files and examples: all others are parsed."""
+    """shown: the sorted choices of every group. For `mesh` these are the user's files and examples: other names are parsed."""
 
     shown: Mapping[str, Sequence[str]]
 
@@ -31,16 +31,16 @@ class Choices:
         return f"there is no mesh {name!r}: {mesh_problem(name)}; did you mean mesh={near}? ({self.line('mesh')})"
 
     def line(self, group: str) -> str:
-        """All choices in a line: of meshes how they are named."""
+        """All choices of a group in one line. For `mesh`, how its names are made, and the user's files."""
         return "; ".join([MESH_GRAMMAR, *self._mesh_files()]) if group == "mesh" else " ".join(self.shown[group])
 
     def _mesh_files(self) -> list[str]:
         return [name for name in self.shown["mesh"] if not is_named("mesh", name)]
 
 
-def choices(own: Path | None = None) -> Choices:
-    """The choices with those in `own`, the user's folder. Raises ConfigError if that cannot be used."""
-    found = {group: [*files, *NAMED.get(group, ())] for group, files in packaged_choices().items()}
-    for group, files in ({} if own is None else own_choices(own)).items():
-        found[group] += files
-    return Choices({group: sorted(names) for group, names in found.items()})
+def choices(user_dir: Path | None = None) -> Choices:
+    """The choices of mpar and of the user's folder. Raises ConfigError if that folder cannot be used."""
+    files_of_group = {group: [*files, *NAMED.get(group, ())] for group, files in packaged_choices().items()}
+    for group, files in ({} if user_dir is None else own_choices(user_dir)).items():
+        files_of_group[group] += files
+    return Choices({group: sorted(names) for group, names in files_of_group.items()})

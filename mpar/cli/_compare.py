@@ -16,7 +16,7 @@ __all__ = ["Candidate", "check_names", "comparison", "try_schedules"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One schedule: what it comes to, or why it cannot run here."""
+    """One schedule with its prediction, or with the reason why it cannot run with this model and mesh."""
 
     name: str
     reason: str = ""
@@ -34,7 +34,7 @@ class Candidate:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise UnknownNameError listing all that are no schedules."""
+    """Raise UnknownNameError if any name is no schedule; the error lists all that are none."""
     known = (*(name for name in SCHEDULES if name != "forward_only"), "auto")
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -42,7 +42,9 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def try_schedules(setup: RunSetup, names: Sequence[str], *, pictures: bool) -> list[Candidate]:
-    """Compile the model of `setup` for each; options, chunks and counted layouts go to the configured one alone."""
+    """Compile the model of `setup` for each schedule. Its `options`, `num_chunks`, and a layout that counts layers are used only
+    for the schedule that is configured.
+    """
     return [_try(setup, name, pictures) for name in dict.fromkeys(names)]
 
 
@@ -50,11 +52,11 @@ def _try(setup: RunSetup, name: str, pictures: bool) -> Candidate:
     config, hardware = setup.config, setup.hardware
     group = replace(config.schedule, name=name, table=None)
     if name != config.schedule.name:
-        layout = group.layout if group.layout in (None, "balance") else None  # others are of one number of stages
+        layout = group.layout if group.layout in (None, "balance") else None  # any other layout fixes the number of stages
         group = replace(group, num_chunks=None, options={}, layout=layout)
     try:
         program = compile_program(replace(setup, config=replace(config, schedule=group)))
-    except (ConfigError, ShapeError, ShardingError) as error:  # others are faults of ours, not of the request
+    except (ConfigError, ShapeError, ShardingError) as error:  # any other error is a fault of mpar, not of the request
         return Candidate(name, str(error).splitlines()[0])
     prediction = program.predict(hardware)
     batch, length = program.facts.batch["tokens"]
@@ -69,7 +71,7 @@ def _try(setup: RunSetup, name: str, pictures: bool) -> Candidate:
 
 
 def comparison(candidates: Sequence[Candidate], hardware: Hardware) -> Table:
-    """A row for each; the one with the shortest step is marked, of those that fit into memory if any do."""
+    """A row for each schedule. The shortest step is marked as best, among the schedules that fit into memory if any do."""
     running = [candidate for candidate in candidates if candidate.prediction is not None]
     best = min(running, key=lambda candidate: (not candidate.fits, candidate.step_s), default=None)
     table = Table(
@@ -91,6 +93,6 @@ def comparison(candidates: Sequence[Candidate], hardware: Hardware) -> Table:
             format_bytes(prediction.communication_bytes),
             format_time(candidate.step_s),
             f"{candidate.tokens / candidate.step_s:,.0f}",
-            " ".join(["best"] * (candidate is best) + ["too large for its memory"] * (not candidate.fits)),
+            " ".join(["best"] * (candidate is best) + ["does not fit into memory"] * (not candidate.fits)),
         )
     return table

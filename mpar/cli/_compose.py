@@ -1,4 +1,4 @@
-"""Composition by Hydra, and what Hydra leaves open: unknown keys and choices are refused with the nearest valid name."""
+"""Composes configurations with Hydra, and refuses unknown keys and choices with the nearest valid name, as Hydra does not."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,24 +28,24 @@ T = TypeVar("T")
 _HYDRA = "hydra"
 
 
-def compose_config(name: str, cls: type[T], overrides: Sequence[str], own: Path | None = None) -> tuple[T, PlainConfig]:
+def compose_config(name: str, cls: type[T], overrides: Sequence[str], user_dir: Path | None = None) -> tuple[T, PlainConfig]:
     """`conf/<name>.yaml` with `overrides` applied: as `cls`, and as the plain data that a run saves. Raises ConfigError.
 
-    own: the user's folder, whose files are choices beside those of `conf/`.
+    user_dir: the user's folder, whose files are choices beside those of `conf/`.
     """
-    plain = compose_plain(name, cls, overrides, own)
+    plain = compose_plain(name, cls, overrides, user_dir)
     return bind(cls, plain), plain
 
 
-def compose_plain(name: str, cls: type, overrides: Sequence[str], own: Path | None = None) -> PlainConfig:
-    """The same as plain data, not yet bound: values may be missing or of a wrong type."""
-    checked = check_overrides(name, cls, overrides, own)
-    with hydra_ready(checked, own) as ready:
+def compose_plain(name: str, cls: type, overrides: Sequence[str], user_dir: Path | None = None) -> PlainConfig:
+    """The composed configuration as plain data that is not yet bound: values may be missing or of a wrong type."""
+    checked = check_overrides(name, cls, overrides, user_dir)
+    with hydra_ready(checked, user_dir) as ready:
         return _plain(compose(name, overrides=ready))
 
 
 def bind_composed(cls: type[T], composed: DictConfig) -> tuple[T, PlainConfig]:
-    """What Hydra composed, as `cls` and as plain data."""
+    """A configuration that Hydra composed, as `cls` and as plain data."""
     plain = _plain(composed)
     return bind(cls, plain), plain
 
@@ -57,13 +57,14 @@ def _plain(composed: DictConfig) -> PlainConfig:
 
 
 @contextmanager
-def hydra_ready(overrides: Sequence[str], own: Path | None) -> Iterator[list[str]]:
-    """Hydra with mpar's groups, the names that are parsed, and the user's `own`: yields the overrides to compose with.
+def hydra_ready(overrides: Sequence[str], user_dir: Path | None) -> Iterator[list[str]]:
+    """Set Hydra up with mpar's groups, the names that are parsed, and the files in `user_dir`.
 
-    The first of them tells Hydra where to look. It is an override so that the processes of a sweep get it, too. Raises
-    ConfigError in place of Hydra's errors.
+    Yields the overrides to compose with: one that tells Hydra where to look for groups, then `overrides`. It is an override so
+    that the processes of a sweep get it, too.
+    Errors of Hydra are raised as ConfigError.
     """
-    places = [NameSource.URL, *([] if own is None else [f"{OwnSource.scheme()}://{own}"])]
+    places = [NameSource.URL, *([] if user_dir is None else [f"{OwnSource.scheme()}://{user_dir}"])]
     quoted = ",".join("'" + place.replace("'", "\\'") + "'" for place in places)
     for source in (NameSource, OwnSource):
         Plugins.instance().register(source)
@@ -72,48 +73,48 @@ def hydra_ready(overrides: Sequence[str], own: Path | None) -> Iterator[list[str
         with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="train"):
             yield [f"{_HYDRA}.searchpath=[{quoted}]", *overrides]
     except MissingConfigException as error:
-        raise UnknownNameError(_missing(error, choices(own))) from error
+        raise UnknownNameError(_missing(error, choices(user_dir))) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"cannot compose the configuration from {list(overrides)}:\n{error}") from error
 
 
 def _missing(error: MissingConfigException, known: Choices) -> str:
-    """What to say of a choice that a file makes and that is not there."""
+    """The message for a choice that does not exist and that a configuration file asks for."""
     group, _, name = (error.missing_cfg_file or "").strip("/").rpartition("/")
     if group not in known.shown:
         return f"cannot compose the configuration: {error}"
     return f"cannot compose the configuration: a file that was chosen asks for {group}={name}; {known.refusal(group, name)}"
 
 
-def check_overrides(name: str, cls: type, overrides: Sequence[str], own: Path | None = None) -> list[str]:
-    """The overrides in the form for Hydra that may also set keys which no file mentions.
+def check_overrides(name: str, cls: type, overrides: Sequence[str], user_dir: Path | None = None) -> list[str]:
+    """The overrides in the form in which Hydra accepts keys that no file mentions.
 
-    Raises UnknownNameError listing every override whose key or choice does not exist, each with the nearest that does.
+    Raises UnknownNameError, which lists every override whose key or choice does not exist, each with the nearest that does.
     """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         raise ConfigError(f"cannot read the arguments: each must be group=choice or key=value.\n{error}") from error
-    known = choices(own)
+    known = choices(user_dir)
     groups = known if name == "train" else Choices({})
-    keys, below = known_keys(cls), open_keys(cls)
-    problems = [line for override in parsed for line in _problems(override, groups, keys, below)]
+    keys, dict_keys = known_keys(cls), open_keys(cls)
+    problems = [line for override in parsed for line in _problems(override, groups, keys, dict_keys)]
     if problems:
         raise UnknownNameError("unknown arguments:\n  " + "\n  ".join(problems))
     return [_forced(override, groups) for override in parsed]
 
 
 def _forced(override: Override, groups: Choices) -> str:
-    """`++key=value` for `key=value`: Hydra refuses a key that has its default in the dataclass alone."""
+    """`++key=value` for `key=value`: without the `++` Hydra refuses a key whose default is in no file but in the dataclass."""
     line = str(override.input_line)
     plain = override.type == OverrideType.CHANGE and override.key_or_group not in groups.shown
     return f"++{line}" if plain and not override.key_or_group.startswith(_HYDRA) else line
 
 
-def _problems(override: Override, groups: Choices, keys: list[str], below: list[str]) -> Iterable[str]:
-    key, said = override.key_or_group, override.input_line
+def _problems(override: Override, groups: Choices, keys: list[str], dict_keys: list[str]) -> Iterable[str]:
+    key, argument = override.key_or_group, override.input_line
     if key == f"{_HYDRA}.searchpath":
-        yield f"{said}: name a folder of your own configurations by --config-dir DIR"
+        yield f"{argument}: give the folder of your own configurations as --config-dir DIR"
     if key.split(".")[0].split("/")[0] == _HYDRA:
         return
     if key in groups.shown:
@@ -121,7 +122,7 @@ def _problems(override: Override, groups: Choices, keys: list[str], below: list[
         names = value.list if isinstance(value, ChoiceSweep) else [value]
         for choice in names:
             if isinstance(choice, str) and not groups.has(key, choice):
-                yield f"{said}: {groups.refusal(key, choice)}"
-    elif key not in keys and not any(key.startswith(f"{open_key}.") for open_key in below):
+                yield f"{argument}: {groups.refusal(key, choice)}"
+    elif key not in keys and not any(key.startswith(f"{open_key}.") for open_key in dict_keys):
         near = nearest(key, keys)
-        yield f"{said}: there is no key {key!r}; did you mean {near}?"
+        yield f"{argument}: there is no key {key!r}; did you mean {near}?"

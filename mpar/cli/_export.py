@@ -26,17 +26,17 @@ class ExportConfig:
     """The keys of `mpar export`."""
 
     run_dir: str = field(metadata={"doc": "the folder of a run"})
-    checkpoint: str | None = field(default=None, metadata={"doc": "which checkpoint; null: the newest"})
-    out: str | None = field(default=None, metadata={"doc": "where to; null: hf in run_dir, which is replaced"})
+    checkpoint: str | None = field(default=None, metadata={"doc": "folder of the checkpoint; null: the newest of the run"})
+    out: str | None = field(default=None, metadata={"doc": "the folder to write; null: run_dir/hf, which is replaced"})
 
 
 def main(args: Sequence[str]) -> int:
     """Export; returns the exit code."""
     arguments = read_arguments(args)
     if arguments.help:
-        say(f"{_HELP}\n\n{describe_config('export', ExportConfig, [], arguments.own)}")
+        say(f"{_HELP}\n\n{describe_config('export', ExportConfig, [], arguments.user_dir)}")
         return 0
-    config, _ = compose_config("export", ExportConfig, arguments.overrides, arguments.own)
+    config, _ = compose_config("export", ExportConfig, arguments.overrides, arguments.user_dir)
     run_dir = Path(config.run_dir)
     source = Path(config.checkpoint) if config.checkpoint else checkpoint.latest(run_dir / "checkpoints")
     saved = run_dir / "config.yaml"

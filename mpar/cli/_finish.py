@@ -1,4 +1,4 @@
-"""What a finished run leaves: the HF folder, pictures, answers. Also `python -m mpar.cli._finish FOLDER`."""
+"""What is made of a finished run: the HF folder, pictures, answers. Under torchrun: `python -m mpar.cli._finish FOLDER`."""
 
 import sys
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ __all__ = ["finish", "main"]
 
 
 def finish(setup: RunSetup, tokenizer: Tokenizer) -> None:
-    """Export the last checkpoint of the run, draw its loss and experts, ask the questions of the task; print what came of it."""
+    """Export the newest checkpoint of the run, draw loss and expert load, let the model answer `task.chat`; print the results."""
     config = setup.config
     torch.set_num_threads(num_threads(config, setup.mesh.size))
     run_dir = Path(str(config.run_dir))
@@ -40,7 +40,7 @@ def finish(setup: RunSetup, tokenizer: Tokenizer) -> None:
         if "eval_loss" in last:
             lines.append(f"evaluation: loss {last['eval_loss']:.4f}, perplexity {last['perplexity']:,.4g}")
     lines += _conversation(folder, config.task.chat, config.task.max_new_tokens) if config.task.kind == "sft" else []
-    lines += [f"{what:12} {path}" for what, path in ({"checkpoint": newest, "model": folder} | pictures).items()]
+    lines += [f"{label:12} {path}" for label, path in ({"checkpoint": newest, "model": folder} | pictures).items()]
     say("\n".join(lines))
 
 

@@ -1,4 +1,4 @@
-"""`mpar generate`: one answer to `prompt`, or a conversation on the terminal, of single questions."""
+"""`mpar generate`: answers `prompt`, or the questions that are typed on the terminal, each by itself."""
 
 import sys
 from collections.abc import Sequence
@@ -23,23 +23,23 @@ class GenerateConfig:
 
     path: str = field(metadata={"doc": "an HF folder, or the run_dir of a run"})
     prompt: str | None = field(default=None, metadata={"doc": "the question; null: ask on the terminal"})
-    max_new_tokens: int = field(default=128, metadata={"doc": "the longest answer"})
-    temperature: float = field(default=0.0, metadata={"doc": "0 takes the likeliest token"})
-    seed: int = field(default=0, metadata={"doc": "of the draws"})
+    max_new_tokens: int = field(default=128, metadata={"doc": "the most tokens of an answer"})
+    temperature: float = field(default=0.0, metadata={"doc": "0 always takes the most likely token"})
+    seed: int = field(default=0, metadata={"doc": "seed of the random draws of tokens"})
 
 
 def main(args: Sequence[str]) -> int:
     """Answer; returns the exit code."""
     arguments = read_arguments(args)
     if arguments.help:
-        say(f"{_HELP}\n\n{describe_config('generate', GenerateConfig, [], arguments.own)}")
+        say(f"{_HELP}\n\n{describe_config('generate', GenerateConfig, [], arguments.user_dir)}")
         return 0
-    config, _ = compose_config("generate", GenerateConfig, arguments.overrides, arguments.own)
+    config, _ = compose_config("generate", GenerateConfig, arguments.overrides, arguments.user_dir)
     folder = _model_folder(Path(config.path))
     if config.prompt is not None:
         say(_answer(config, folder, config.prompt))
         return 0
-    say_aside("ask; an empty line or the end of input ends the conversation. Every question is answered alone.")
+    say_aside("Type a question; an empty line or the end of input stops. The model does not see earlier questions and answers.")
     for line in sys.stdin:
         if not line.strip():
             break

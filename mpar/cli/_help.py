@@ -1,4 +1,4 @@
-"""What `--help` prints of a command's configuration: groups with their choices, then every key."""
+"""What `--help` prints about the configuration of a command: its groups with their choices, then every key."""
 
 import dataclasses
 import textwrap
@@ -15,19 +15,19 @@ from mpar.train import PlainValue
 __all__ = ["describe_config"]
 
 
-def describe_config(name: str, cls: type, overrides: Sequence[str], own: Path | None = None) -> str:
-    """Groups with their choices, those of the user's folder `own` among them, then every key with its value and meaning."""
+def describe_config(name: str, cls: type, overrides: Sequence[str], user_dir: Path | None = None) -> str:
+    """Every group with its choices, also those in `user_dir`, then every key with its value and meaning."""
     lines = []
     if name == "train":
-        known = choices(own)
+        known = choices(user_dir)
         lines.append("groups (group=choice):")
         for group in known.shown:
             lines += textwrap.wrap(known.line(group), 110, initial_indent=f"  {group:11} ", subsequent_indent=" " * 14)
         lines += ["", "schedules of a pipeline (schedule=NAME):"]
         lines += [f"  {name:12} {schedule.line}" for name, schedule in SCHEDULES.items() if known.has("schedule", name)]
-        lines += [f"  {'auto':12} found for the costs of the model on `hardware`, by search", ""]
-    lines.append("keys (key=value), with the value that they have now:")
-    return "\n".join([*lines, *_key_lines(cls, compose_plain(name, cls, overrides, own), "")])
+        lines += [f"  {'auto':12} the best order that a search finds for the costs of the model on `hardware`", ""]
+    lines.append("keys (key=value), each with its current value:")
+    return "\n".join([*lines, *_key_lines(cls, compose_plain(name, cls, overrides, user_dir), "")])
 
 
 def _key_lines(cls: type, values: PlainValue, prefix: str) -> list[str]:

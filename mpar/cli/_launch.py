@@ -1,4 +1,4 @@
-"""Start the ranks of a job on this machine through torch's elastic launcher; when one dies, say where each of them was."""
+"""Starts the ranks of a job on this machine with torch's elastic launcher. If one dies, the error says where each rank was."""
 
 import logging
 import sys
@@ -18,16 +18,16 @@ from mpar.train import Job, describe_place, read_place
 
 __all__ = ["RankFailure", "launch"]
 
-_SHUTDOWN_S = 10  # between the request to stop and the kill
+_SHUTDOWN_S = 10  # how long a rank that was asked to stop may take before it is killed
 
 
 class RankFailure(ProgramError):
-    """A rank ended before its work was done; the message has every rank's place."""
+    """A rank ended before its work was done; the message says where every rank was."""
 
 
 def launch(job: Job, folder: Path) -> None:
-    """Run all ranks of `job` to their end. Raises RankFailure, or the MparError that a rank met."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its reports repeat ours, with tracebacks
+    """Run all ranks of `job` until they end. Raises RankFailure, or the MparError that a rank raised."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # torch would report the same again
     size = job.program.mesh.size
     config = LaunchConfig(
         min_nodes=1,
@@ -48,34 +48,34 @@ def launch(job: Job, folder: Path) -> None:
 
 
 def _explain(job: Job, folder: Path, failures: Mapping[int, ProcessFailure]) -> MparError:
-    """What to tell about the ranks that failed first."""
+    """The error to raise: what a rank itself raised, else which ranks failed first and where every rank was."""
     size = job.program.mesh.size
-    told = [failure for rank in range(size) if (failure := read_failure(folder, rank)) is not None]
+    reported = [failure for rank in range(size) if (failure := read_failure(folder, rank)) is not None]
     killed = {rank: f.signal_name() for rank, f in failures.items() if f.exitcode < 0 and f.signal_name() != "SIGTERM"}
-    known = min((failure for failure in told if failure.known), key=lambda failure: failure.time, default=None)
+    known = min((failure for failure in reported if failure.known), key=lambda failure: failure.time, default=None)
     if known is not None and known.title != "TimeoutError" and not killed:
-        kind = getattr(errors, known.title, ProgramError)  # the rank's own error: its kind, its words
+        kind = getattr(errors, known.title, ProgramError)  # the class of the error that the rank raised
         return kind(known.message if kind is errors.CheckpointError else f"{known.message}{_go_on(job)}")
     if killed:
         dead = set(killed)
         head = "; ".join(f"rank {rank} was killed by {signal}" for rank, signal in sorted(killed.items()))
     else:
-        first = known or min(told, key=lambda failure: failure.time, default=None)
+        first = known or min(reported, key=lambda failure: failure.time, default=None)
         dead = set() if first is None else {first.rank}
-        head = _first_words(first, failures)
-    found = [read_place(place_file(folder, rank)) for rank in range(size)]
-    places = [describe_place(job.program_at(place), rank, place, dead=rank in dead) for rank, place in enumerate(found)]
+        head = _headline(first, failures)
+    last_places = [read_place(place_file(folder, rank)) for rank in range(size)]
+    places = [describe_place(job.program_at(place), rank, place, dead=rank in dead) for rank, place in enumerate(last_places)]
     return RankFailure(f"{head}. All ranks were stopped. Each was last seen at:\n  " + "\n  ".join(places) + _go_on(job))
 
 
-def _first_words(first: Failure | None, failures: Mapping[int, ProcessFailure]) -> str:
+def _headline(first: Failure | None, failures: Mapping[int, ProcessFailure]) -> str:
     if first is not None:
         return f"rank {first.rank} failed first: {first.message.strip()}"
     return "; ".join(f"rank {rank} ended with exit code {failure.exitcode}" for rank, failure in sorted(failures.items()))
 
 
 def _go_on(job: Job) -> str:
-    """What to do with what was saved, if anything was."""
+    """How to continue from the checkpoints, if there are any."""
     if latest(Path(str(job.config.run_dir)) / "checkpoints") is None:
         return ""
-    return f"\nWhat was saved is in {job.config.run_dir}; the same command with run_dir={job.config.run_dir} goes on from there."
+    return f"\nTo go on from the newest checkpoint, run the same command with run_dir={job.config.run_dir}."

@@ -1,4 +1,4 @@
-"""Choices that are their names: `mesh=pp2_fsdp2_tp2` and `strategy=zero3_tp_sp` need no file. Hydra asks here for them."""
+"""Choices without a file: `mesh=pp2_fsdp2_tp2` and `strategy=zero3_tp_sp` are parsed, and Hydra gets their values from here."""
 
 from dataclasses import asdict
 
@@ -13,16 +13,16 @@ from mpar.train import MESH_EXAMPLES, mesh_by_name
 __all__ = ["NAMED", "NameSource", "is_named", "values_of_name"]
 
 NAMED = {"mesh": MESH_EXAMPLES, "strategy": tuple(PRESETS)}
-"""Groups whose choices are parsed, with names to show: examples of meshes, all presets."""
+"""The groups whose choices are parsed, each with the names to show in help texts: examples of meshes, all presets."""
 
 
 def values_of_name(group: str, name: str) -> dict[str, int] | dict[str, str]:
-    """What `name` says in one of the groups NAMED. Raises UnknownNameError."""
+    """The keys and values that `name` stands for in `group`, one of NAMED. Raises UnknownNameError if it stands for none."""
     return asdict(mesh_by_name(name)) if group == "mesh" else {"name": preset(name).name}
 
 
 def is_named(group: str, name: str) -> bool:
-    """Whether `name` says something in `group`."""
+    """Whether `group` is one of NAMED and `name` stands for values in it."""
     if group not in NAMED:
         return False
     try:
@@ -39,30 +39,30 @@ class NameSource(ConfigSource):
 
     @staticmethod
     def scheme() -> str:
-        """What the search path calls this place."""
+        """The scheme of this place in Hydra's search path."""
         return "mpar-names"
 
     def available(self) -> bool:
-        """Names are there always."""
+        """Always: there is nothing on a disk to look for."""
         return True
 
     def is_group(self, config_path: str) -> bool:
-        """Whether names of this group are parsed."""
+        """Whether `config_path` is one of NAMED, or the root above them."""
         return config_path in ("", *NAMED)
 
     def is_config(self, config_path: str) -> bool:
-        """Whether `config_path`, such as `mesh/dp2`, says something."""
+        """Whether `config_path`, such as `mesh/dp2`, is a valid name."""
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
         return is_named(group, name)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """What it says."""
+        """The values that the name in `config_path` stands for."""
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
         values = OmegaConf.create(dict(values_of_name(group, name)))
         return ConfigResult(provider=self.provider, path=self.full_path(), config=values, header={"package": None})
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """The groups, or the names of one that are shown."""
+        """The groups, or the names to show of one group."""
         if config_path == "":
             return [] if results_filter == ObjectType.CONFIG else sorted(NAMED)
         return [] if results_filter == ObjectType.GROUP else sorted(NAMED.get(config_path, ()))

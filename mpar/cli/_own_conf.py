@@ -1,4 +1,4 @@
-"""The user's own configuration groups, `--config-dir DIR`: `DIR/experiment/mine.yaml` is `experiment=mine`, beside mpar's own."""
+"""The user's own files of `--config-dir DIR`, which add to mpar's groups: `experiment=mine` reads `DIR/experiment/mine.yaml`."""
 
 from pathlib import Path
 
@@ -15,37 +15,38 @@ __all__ = ["OwnSource", "own_choices", "packaged_choices"]
 
 
 def packaged_choices() -> dict[str, list[str]]:
-    """Every group of `conf/` with its files, sorted; groups whose names are parsed have none."""
+    """Every group of `conf/` with its files, sorted; groups whose names are parsed have no files."""
     folders = [path for path in conf_dir().iterdir() if path.is_dir() and not path.name.startswith((".", "_"))]
     groups = {folder.name: _files(folder) for folder in folders} | {group: [] for group in NAMED}
     return dict(sorted(groups.items()))
 
 
 def own_choices(folder: Path) -> dict[str, list[str]]:
-    """The groups that the user's `folder` has files for, with these.
+    """The groups that are in the user's `folder`, each with its files.
 
-    Raises ConfigError if it is not there, has no group, or if a file has a name that means something already: the record of a
-    run would not tell which of the two it was.
+    Raises ConfigError if the folder does not exist or has no group, or if one of its files has a name that mpar uses already: the
+    records of a run would not tell which of the two was meant.
     """
     if not folder.is_dir():
-        what = "it is a file" if folder.exists() else "there is no such folder"
-        raise ConfigError(f"cannot read configurations from --config-dir {folder}: {what}.")
+        problem = "it is a file" if folder.exists() else "there is no such folder"
+        raise ConfigError(f"cannot read configurations from --config-dir {folder}: {problem}.")
     packaged = packaged_choices()
-    own = {group: _files(folder / group) for group in packaged if (folder / group).is_dir()}
-    if not own:
+    user_choices = {group: _files(folder / group) for group in packaged if (folder / group).is_dir()}
+    if not user_choices:
         raise ConfigError(
-            f"cannot read configurations from --config-dir {folder}: it has no folder that is called like a group "
+            f"cannot read configurations from --config-dir {folder}: it has no folder with the name of a group "
             f"({', '.join(packaged)}).\n"
             f"Put differences from mpar's configurations into {folder / 'experiment' / 'NAME.yaml'}, for experiment=NAME."
         )
-    taken = [f"{group}/{name}.yaml" for group, names in own.items() for name in names if _is_taken(group, name, packaged)]
+    taken = [f"{group}/{name}.yaml" for group in user_choices for name in user_choices[group] if _is_taken(group, name, packaged)]
     taken += [path.name for path in sorted(folder.glob("*.yaml")) if (conf_dir() / path.name).exists()]
     if taken:
         raise ConfigError(
-            f"cannot read configurations from --config-dir {folder}: {', '.join(taken)} would hide what mpar calls so.\n"
-            "Give your file another name; a few changed keys are a file in experiment/."
+            f"cannot read configurations from --config-dir {folder}: mpar has a configuration of the same name as "
+            f"{', '.join(taken)}.\n"
+            "Give your file another name. To change a few keys of mpar's configuration, write a file in experiment/."
         )
-    return own
+    return user_choices
 
 
 def _files(folder: Path) -> list[str]:
@@ -61,23 +62,23 @@ class OwnSource(ConfigSource):
 
     @staticmethod
     def scheme() -> str:
-        """What the search path calls this place."""
+        """The scheme of this place in Hydra's search path."""
         return "mpar-own"
 
     def available(self) -> bool:
-        """`own_choices` has looked already."""
+        """Always: `own_choices` has checked the folder already."""
         return True
 
     def is_group(self, config_path: str) -> bool:
-        """Whether the folder has something for this group."""
+        """Whether the folder has a folder for this group."""
         return (Path(self.path) / config_path).is_dir()
 
     def is_config(self, config_path: str) -> bool:
-        """Whether there is a file; what lies in no group is none of ours."""
+        """Whether there is such a file in a group; files outside of groups do not count."""
         return "/" in config_path and self._file(config_path).is_file()
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The file. Raises ConfigError if it is not keys with values."""
+        """The content of the file. Raises ConfigError if it is not keys with values."""
         file = self._file(config_path)
         try:
             text = file.read_text(encoding="utf-8")
@@ -90,7 +91,7 @@ class OwnSource(ConfigSource):
         return ConfigResult(provider=self.provider, path=self.full_path(), config=values, header=header)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Groups, or files of one."""
+        """The groups, or the files of one group."""
         folder = Path(self.path) / config_path
         groups = [path.name for path in folder.iterdir() if path.is_dir()] if results_filter != ObjectType.CONFIG else []
         files = _files(folder) if results_filter != ObjectType.GROUP and config_path else []

@@ -1,4 +1,4 @@
-"""`mpar plan`: compile, verify and predict a run; print its program, collectives, memory, and time on each hardware profile."""
+"""`mpar plan`: compiles and verifies a run, and prints its program, collectives, memory, and time on each hardware profile."""
 
 import itertools
 import math
@@ -41,25 +41,26 @@ __all__ = ["main"]
 
 _HELP = f"""usage: mpar plan [group=choice] [key=value] ... [--config-dir DIR]
 
-Takes what `mpar train` takes. Starts no process and makes no tensor: the largest model on any mesh is planned on a laptop.
+Takes the same arguments as `mpar train`. Starts no process and makes no tensor, so a laptop can plan any model on any mesh.
 Keys of `plan` need no prefix here:
   timeline=FILE.html            draw the predicted step: .html, .svg, or .json for chrome://tracing
-  compare=[zbv,one_f_one_b]     schedules of this model and mesh in one table; with timeline=FILE.html all are drawn
-  diff=[mesh=pp4,schedule=zbv]  how the program changes with these overrides
-  out=FILE rank=5 lines=40      the whole program; of another rank; more lines on the screen
+  compare=[zbv,one_f_one_b]     compare schedules for this model and mesh in one table; timeline=FILE.html draws them all
+  diff=[mesh=pp4,schedule=zbv]  show how the program changes with these overrides
+  out=FILE                      write the full program (or table, or difference) to a file
+  rank=5 lines=40               show the program of rank 5, and 40 lines of it
 {CONFIG_DIR_HELP}"""
 
 
 def main(args: Sequence[str]) -> int:
     """Plan; returns the exit code."""
     arguments = read_arguments(args)
-    overrides, own = [_prefixed(override) for override in arguments.overrides], arguments.own
+    overrides, user_dir = [_prefixed(override) for override in arguments.overrides], arguments.user_dir
     if arguments.help:
-        say(f"{_HELP}\n\n{describe_config('train', TrainConfig, overrides, own)}")
+        say(f"{_HELP}\n\n{describe_config('train', TrainConfig, overrides, user_dir)}")
         return 0
     if arguments.multirun:
-        raise ConfigError("cannot plan a sweep: leave out -m, and compare schedules by compare=[...], programs by diff=[...].")
-    config, _ = compose_config("train", TrainConfig, overrides, own)
+        raise ConfigError("cannot plan a sweep: leave out -m. compare=[...] compares schedules, diff=[...] compares programs.")
+    config, _ = compose_config("train", TrainConfig, overrides, user_dir)
     plan = config.plan
     if plan.compare and plan.diff:
         raise ConfigError(f"cannot do both compare={list(plan.compare)} and diff={list(plan.diff)}: give one of them")
@@ -69,16 +70,16 @@ def main(args: Sequence[str]) -> int:
     if plan.compare:
         _compare(make_setup(config))
     elif plan.diff:
-        _diff(make_setup(config), overrides, own)
+        _diff(make_setup(config), overrides, user_dir)
     else:
-        _plan(make_setup(config), own)
+        _plan(make_setup(config), user_dir)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    say_aside(f"{time.perf_counter() - began:.1f} s in all; this process took {format_bytes(peak)}")
+    say_aside(f"{time.perf_counter() - began:.1f} s in all; this process used up to {format_bytes(peak)} of memory")
     return 0
 
 
 def _prefixed(arg: str) -> str:
-    """`plan.rank=5` for `rank=5`, and what `diff` lists in quotes, which Hydra needs around `key=value`."""
+    """`plan.rank=5` for `rank=5`; and quotes around every item in `diff=[key=value]`, without which Hydra cannot read it."""
     key, equals, value = arg.partition("=")
     if equals and key in {field.name for field in fields(PlanConfig)}:
         key = f"plan.{key}"
@@ -88,7 +89,7 @@ def _prefixed(arg: str) -> str:
 
 
 def _items(text: str) -> list[str]:
-    """Split at commas that are in no bracket."""
+    """`text` split at the commas that are not inside brackets."""
     items, depth = [""], 0
     for character in text:
         depth += (character in "[{(") - (character in "]})")
@@ -99,34 +100,34 @@ def _items(text: str) -> list[str]:
     return [item.strip() for item in items if item.strip()]
 
 
-def _plan(setup: RunSetup, own: Path | None) -> None:
-    """The program of one rank, its collectives, memory and time."""
+def _plan(setup: RunSetup, user_dir: Path | None) -> None:
+    """Print the program of one rank, its collectives, memory and time."""
     config, hardware, began = setup.config, setup.hardware, time.perf_counter()
     program = compile_program(setup)
     compiled_s = time.perf_counter() - began
     if not 0 <= config.plan.rank < program.mesh.size:
         raise ConfigError(f"cannot plan rank {config.plan.rank}: {program.mesh} has ranks 0 to {program.mesh.size - 1}")
-    profiles = {profile.name: profile for profile in (*_profiles(own), hardware)}
+    profiles = {profile.name: profile for profile in (*_profiles(user_dir), hardware)}
     lines = program.text(config.plan.rank, hardware).splitlines()
-    whole = [
+    sections = [
         _overview(setup, program),
         *_shortened([_narrow(line) for line in lines], config.plan.lines),
         _render(_communication(program, config.plan.rank)),
         _render(_times(setup.model, program, list(profiles.values()))),
     ]
-    say("\n".join(whole))
+    say("\n".join(sections))
     if config.plan.out is not None:
         _write(config.plan.out, "\n".join(lines))
-        say(f"the whole program: {config.plan.out}")
+        say(f"the full program is in {config.plan.out}")
     if config.plan.timeline is not None:
         picture = program.picture(hardware, f"{config.model.name}, {program.facts.mesh}, {program.facts.schedule}")
         write_pictures(config.plan.timeline, [picture], config.model.name)
-        say(f"the step as a picture: {config.plan.timeline}")
+        say(f"a picture of the step is in {config.plan.timeline}")
     say_aside(f"compiled and verified in {compiled_s:.1f} s")
 
 
 def _compare(setup: RunSetup) -> None:
-    """One table of schedules, and a page with all of them."""
+    """Print one table of schedules, and draw all of them if `plan.timeline` is given."""
     config, plan = setup.config, setup.config.plan
     check_names(plan.compare)
     candidates = try_schedules(setup, plan.compare, pictures=plan.timeline is not None)
@@ -136,23 +137,23 @@ def _compare(setup: RunSetup) -> None:
     say(f"{title}\n\n{text}")
     if plan.out is not None:
         _write(plan.out, f"{title}\n\n{text}")
-        say(f"the table: {plan.out}")
+        say(f"the table is in {plan.out}")
     pictures = [candidate.picture for candidate in candidates if candidate.picture is not None]
     if plan.timeline is not None and pictures:
         write_pictures(plan.timeline, pictures, title)
-        say(f"the steps as pictures: {plan.timeline}")
+        say(f"pictures of the steps are in {plan.timeline}")
 
 
-def _diff(setup: RunSetup, overrides: Sequence[str], own: Path | None) -> None:
-    """How the program changes with the overrides in `plan.diff`."""
+def _diff(setup: RunSetup, overrides: Sequence[str], user_dir: Path | None) -> None:
+    """Print how the program changes with the overrides in `plan.diff`."""
     config = setup.config
-    other, _ = compose_config("train", TrainConfig, [*overrides, *config.plan.diff], own)
-    found = diff(compile_program(setup), compile_program(make_setup(other)))
+    other, _ = compose_config("train", TrainConfig, [*overrides, *config.plan.diff], user_dir)
+    changes = diff(compile_program(setup), compile_program(make_setup(other)))
     heading = f"with {' '.join(config.plan.diff)}"
-    say(f"{heading}\n{found.text(config.plan.lines)}")
+    say(f"{heading}\n{changes.text(config.plan.lines)}")
     if config.plan.out is not None:
-        _write(config.plan.out, f"{heading}\n{found.text()}")
-        say(f"the whole difference: {config.plan.out}")
+        _write(config.plan.out, f"{heading}\n{changes.text()}")
+        say(f"the full difference is in {config.plan.out}")
 
 
 def _write(file: str, text: str) -> None:
@@ -191,23 +192,23 @@ def _overview(setup: RunSetup, program: Program) -> str:
 
 
 def _slices(program: Program) -> str:
-    """Into what the rows of a microbatch are cut."""
+    """How many slices a microbatch is cut into, if it is cut."""
     number, length = program.num_slices, program.facts.batch["tokens"][1]
     return f", {number} slices{' each,' * (program.num_microbatches > 1)} of {length // number:,} positions" if number > 1 else ""
 
 
 def _on_host(prediction: Prediction) -> str:
-    """What a rank keeps in the memory of the host, with recompute.offload=true."""
+    """The bytes that a rank keeps in the memory of the host with recompute.offload=true."""
     return f"{format_bytes(prediction.host_bytes)} more on the host, " if prediction.host_bytes else ""
 
 
 def _at_most(prediction: Prediction) -> str:
-    """What a rank needs if a router sends it all rows, where that is more."""
+    """The bytes that a rank needs if tokens are spread evenly over experts, and if all go to one rank, where the two differ."""
     if prediction.most_bytes <= prediction.need_bytes:
         return ""
     return (
-        f";\n            {format_bytes(prediction.need_bytes)} with both where tokens are spread evenly over experts, "
-        f"{format_bytes(prediction.most_bytes)} where all go to one rank"
+        f";\n            together {format_bytes(prediction.need_bytes)} if tokens are spread evenly over experts, "
+        f"{format_bytes(prediction.most_bytes)} if all go to one rank"
     )
 
 
@@ -233,7 +234,7 @@ _REDUCED = {"each": "every microbatch", "last": "after the last microbatch"}
 
 
 def _narrow(line: str) -> str:
-    """A line without operands and frees, with the first result only and equal collectives counted, for a screen."""
+    """A line of the program, made short for a screen: no operands or frees, one result, equal collectives counted."""
     parts = _RESULTS.sub(lambda m: f"{m[1]}{m[2]}, ... = ", _OPERANDS.sub("", line)).split("   ")
     return "   ".join(_counted(part) for part in parts)
 
@@ -244,18 +245,18 @@ def _counted(part: str) -> str:
     return "; ".join(use if count == 1 else f"{count} x {use}" for use, count in runs)
 
 
-def _shortened(lines: list[str], most: int) -> list[str]:
-    """The head, the first instructions and the last ones."""
-    if len(lines) <= most + 2:
+def _shortened(lines: list[str], limit: int) -> list[str]:
+    """The heading, and of the instructions the first and last ones: about `limit` in all."""
+    if len(lines) <= limit + 2:
         return [*lines, ""]
-    first = max(1, most * 2 // 3)
-    last = max(1, most - first)
+    first = max(1, limit * 2 // 3)
+    last = max(1, limit - first)
     left_out = len(lines) - 1 - first - last
     return [*lines[: first + 1], f"     ... {left_out:,} more (plan.out=FILE writes all) ...", *lines[-last:], ""]
 
 
 def _communication(program: Program, rank: int) -> Table:
-    """Collectives and messages of one step of a rank, those of one kind in a row."""
+    """A table of the collectives and messages of a rank in one step; those that are alike share a row."""
     uses: Counter = Counter()
     sent: Counter = Counter()
     for key, size in _uses(program, rank):
@@ -270,17 +271,17 @@ def _communication(program: Program, rank: int) -> Table:
 
 
 def _uses(program: Program, rank: int) -> Iterator[tuple[tuple[str, str, int, str], int]]:
-    """((op, axes, ranks, instruction), bytes) of every collective and of every message that is sent."""
-    for step in program.part(rank).instructions:
-        for use in program.kinds[step.kind].collectives:
-            yield (use.op, "x".join(use.axes), use.size, step.op), use.bytes
-        if step.op == "send":
-            what = {"F": "activations", "B": "their gradients", "G": "shared gradients"}[step.queue[-1]]
-            yield ("send", f"to pp={step.peer}", 2, what), program.values[step.inputs[0]].bytes
+    """((op, axes, ranks, where), bytes) of every collective and every sent message. where: the instruction, or what is sent."""
+    for instruction in program.part(rank).instructions:
+        for use in program.kinds[instruction.kind].collectives:
+            yield (use.op, "x".join(use.axes), use.size, instruction.op), use.bytes
+        if instruction.op == "send":
+            label = {"F": "activations", "B": "their gradients", "G": "shared gradients"}[instruction.queue[-1]]
+            yield ("send", f"to pp={instruction.peer}", 2, label), program.values[instruction.inputs[0]].bytes
 
 
 def _times(model: Model, program: Program, profiles: list[Hardware]) -> Table:
-    """Memory and time of one step on each profile."""
+    """A table of the memory and time of one step on each hardware profile."""
     batch, length = program.facts.batch["tokens"]
     tokens = batch * program.num_microbatches * length
     flops = flops_per_token(model, length, causal=False) * tokens
@@ -320,7 +321,7 @@ def _render(table: Table) -> str:
     return capture.get()
 
 
-def _profiles(own: Path | None) -> list[Hardware]:
-    """Every hardware profile that can be chosen and stands for a machine, which the one of round numbers does not."""
-    names = [name for name in choices(own).shown["hardware"] if name != REFERENCE]
-    return [make_hardware(compose_config("train", TrainConfig, [f"hardware={name}"], own)[0].hardware) for name in names]
+def _profiles(user_dir: Path | None) -> list[Hardware]:
+    """Every hardware profile that can be chosen, but for `reference`, whose round numbers stand for no machine."""
+    names = [name for name in choices(user_dir).shown["hardware"] if name != REFERENCE]
+    return [make_hardware(compose_config("train", TrainConfig, [f"hardware={name}"], user_dir)[0].hardware) for name in names]

@@ -1,4 +1,4 @@
-"""Prepare a job: checks, compiled program, tokenised data. `python -m mpar.cli._prepare FOLDER` does it for torchrun."""
+"""Prepares a job: checks it, compiles its program, tokenises its data. Under torchrun: `python -m mpar.cli._prepare FOLDER`."""
 
 import math
 import pickle
@@ -21,7 +21,7 @@ REQUEST = "request.pickle"
 
 @dataclass(frozen=True)
 class PreparedJob:
-    """A job that is ready to start, what it was made of, and what to say about it."""
+    """A job that is ready to start, with the setup and tokenizer that it was made with, and a summary to print."""
 
     job: Job
     setup: RunSetup
@@ -30,13 +30,13 @@ class PreparedJob:
 
 
 def prepare_job(config: TrainConfig, resolved: PlainConfig, folder: Path) -> PreparedJob:
-    """Leave in `folder` what ranks load. Raises MparError for whatever is wrong with the configuration, data or checkpoint."""
+    """Write what ranks load into `folder`. Raises MparError for whatever is wrong with the configuration, data or checkpoint."""
     setup = make_setup(config)
     job, data = prepare(setup, resolved, folder)
     program = job.program
     prediction = program.predict()
     parameters = sum(math.prod(leaf.shape) for leaf in program.state_in if leaf.path.startswith("params."))
-    begin = "from the start" if job.resume is None else f"on from {job.resume}"
+    begin = "from the start" if job.resume is None else f"goes on from {job.resume}"
     summary = (
         f"{config.model.name}: {parameters / 1e6:,.2f} M parameters, {program.facts.mesh}, "
         f"strategy {config.strategy.name}, {begin}\n"
@@ -50,15 +50,15 @@ def prepare_job(config: TrainConfig, resolved: PlainConfig, folder: Path) -> Pre
 
 
 def _kernels_line(program: Program) -> str:
-    """A line on what carries out the primitives, where kernels were asked for or could have been."""
+    """A line on which kernels carry out primitives, if any were asked for or could have been used."""
     line = describe_kernels(program.facts.kernels, (use for kind in program.kinds.values() for use in kind.kernels))
     return f"{line}\n" if line else ""
 
 
 def _warnings(setup: RunSetup, program: Program) -> str:
-    """A line on each group of ranks that talks much over slow links."""
-    own = slow_axes(setup.strategy, program.facts.mesh, setup.model, setup.hardware)
-    return "".join(f"warning: {line}\n" for line in own)
+    """A line for each warning of `slow_axes`."""
+    slow = slow_axes(setup.strategy, program.facts.mesh, setup.model, setup.hardware)
+    return "".join(f"warning: {line}\n" for line in slow)
 
 
 def _pipeline_line(program: Program, hardware: Hardware) -> str:

@@ -1,4 +1,4 @@
-"""What reaches the screen. Results go to stdout; progress, notes and errors to stderr."""
+"""Prints on the screen: results on stdout; progress, notes and errors on stderr."""
 
 import sys
 import time
@@ -15,17 +15,17 @@ __all__ = ["StepProgress", "say", "say_aside", "show_error", "show_failure"]
 
 
 def say(text: str) -> None:
-    """A result, on stdout, as it is."""
+    """Print a result on stdout, without changing it."""
     print(text, flush=True)
 
 
 def say_aside(text: str) -> None:
-    """A note, on stderr, as it is."""
+    """Print a note on stderr, without changing it."""
     print(text, file=sys.stderr, flush=True)
 
 
 def show_error(error: BaseException) -> None:
-    """A mistake of the user's: what it is called and what it says. Anything else is ours, and comes with its traceback."""
+    """Print an MparError, which is a mistake of the user, as name and message, and any other error, a bug, as its traceback."""
     if not isinstance(error, MparError):
         say_aside("".join(traceback.format_exception(error)))
         return
@@ -33,14 +33,14 @@ def show_error(error: BaseException) -> None:
 
 
 def show_failure(title: str, text: str) -> None:
-    """A heading in red and the text below it, not wrapped, so that it can be copied."""
+    """Print a heading in red and the text below it. Lines are not wrapped, so that they can be copied."""
     console = Console(stderr=True, soft_wrap=True)
     console.print(Text(f"mpar: {title}", style="bold red"))
     console.print(Text(text))
 
 
 class StepProgress:
-    """Rank 0's progress: a bar on a terminal, else a line now and then."""
+    """The progress of rank 0: a bar on a terminal; elsewhere a line for about every tenth of the steps."""
 
     def __init__(self, first: int, last: int, *, shown: bool) -> None:
         self._first, self._last, self._shown = first, last, shown
@@ -78,12 +78,12 @@ class StepProgress:
         if self._shown and not self._live and at_times:
             held_out = "" if record.eval_loss is None else self._held_out
             mean_s = (time.monotonic() - self._began) / (record.step - self._first)
-            left = (self._last - record.step) * mean_s
-            say_aside(f"step {record.step}/{self._last}  loss {loss}{more}{held_out}  {rate} tokens/s  {left:.0f} s left")
+            left_s = (self._last - record.step) * mean_s
+            say_aside(f"step {record.step}/{self._last}  loss {loss}{more}{held_out}  {rate} tokens/s  {left_s:.0f} s left")
 
 
 def _of_experts(record: StepRecord) -> str:
-    """Side losses, and where there are experts the load of the busiest one and what did not fit."""
+    """Side losses; with experts also the load of the busiest one, and the share that was dropped if any was."""
     words = [f"{name} {value:.4g}" for name, value in record.side_losses.items()]
     if record.expert_load:
         words += [f"max load {record.max_load:.2f}", *([f"dropped {100 * record.dropped:.1f} %"] if record.dropped else [])]

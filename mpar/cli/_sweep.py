@@ -1,4 +1,4 @@
-"""`mpar train -m`: Hydra's sweeper splits the overrides, its launcher calls `train_job` for each; both may be plugins."""
+"""`mpar train -m`: Hydra's sweeper makes jobs of the overrides, its launcher calls `train_job` for each; both may be plugins."""
 
 import dataclasses
 from pathlib import Path
@@ -26,9 +26,9 @@ _SETTINGS = (
 
 
 def sweep(arguments: Arguments) -> int:
-    """Train once for every combination of values; returns the exit code. What travels to other processes is what Hydra sends."""
-    checked = check_overrides("train", TrainConfig, arguments.overrides, arguments.own)
-    with hydra_ready([*_SETTINGS, *checked], arguments.own) as overrides:
+    """Train once for every combination of values; returns the exit code. Hydra alone decides in which process a job runs."""
+    checked = check_overrides("train", TrainConfig, arguments.overrides, arguments.user_dir)
+    with hydra_ready([*_SETTINGS, *checked], arguments.user_dir) as overrides:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         batches = hydra.multirun("train", train_job, overrides)
@@ -39,7 +39,7 @@ def sweep(arguments: Arguments) -> int:
 
 
 def train_job(composed: DictConfig) -> str | None:
-    """One job of a sweep, in whatever process the launcher has chosen; its name if it failed by a mistake of the user's."""
+    """Run one job of a sweep, in the process that Hydra's launcher chose. Returns the job's name if it raised an MparError."""
     settings = HydraConfig.get()
     name = Path(settings.runtime.output_dir).name
     say_aside(f"--- job {name}: {' '.join(settings.overrides.task)}")

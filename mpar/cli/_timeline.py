@@ -1,4 +1,4 @@
-"""Pictures of programs as files: a page, a drawing, or a trace for a viewer, by the file's suffix."""
+"""Writes pictures of programs into files. The suffix decides: a page, a drawing, or a trace for a viewer."""
 
 import json
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ SUFFIXES = {
 
 
 def check_suffix(file: str, several: bool) -> None:
-    """Raise ConfigError unless pictures can be written to `file`; several of them only to a page."""
+    """Raise ConfigError if the suffix of `file` is unknown, or if it cannot hold `several` pictures, as only a page can."""
     suffix = Path(file).suffix
     if suffix not in SUFFIXES:
-        known = ", ".join(f"{name} ({what})" for name, what in SUFFIXES.items())
+        known = ", ".join(f"{name} ({about})" for name, about in SUFFIXES.items())
         raise ConfigError(f"cannot draw into plan.timeline={file}: its suffix is {suffix or 'missing'!r}; there are {known}")
     if several and suffix != ".html":
         raise ConfigError(f"cannot draw several schedules into plan.timeline={file}: only .html holds more than one picture")
 
 
 def write_pictures(file: str, pictures: Sequence[Picture], title: str) -> None:
-    """Write them as the suffix says, which `check_suffix` has found possible."""
+    """Write `pictures` into `file` as its suffix says. Call `check_suffix` before."""
     path = Path(file)
     if path.suffix == ".html":
         text = html(pictures, title)

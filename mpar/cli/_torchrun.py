@@ -1,4 +1,4 @@
-"""`mpar train` under torchrun: local rank 0 has a child process compile, the others wait, then all are ranks of one job."""
+"""`mpar train` under torchrun. Local rank 0 starts a child process that compiles, the other ranks wait for it, then all train."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ __all__ = ["main"]
 
 
 def main(args: Sequence[str]) -> int:
-    """Be one rank; returns the exit code."""
+    """Run as one of torchrun's ranks; returns the exit code."""
     rank, local_rank, local_size, world = (int(os.environ[n]) for n in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     try:
         config, resolved = _configure(args, world)
@@ -45,7 +45,7 @@ def _configure(args: Sequence[str], world: int) -> tuple[TrainConfig, PlainConfi
     arguments = read_arguments(args)
     if arguments.multirun:
         raise ConfigError("a sweep cannot run under torchrun: leave out -m, or start `mpar train -m` without torchrun")
-    config, resolved = compose_config("train", TrainConfig, arguments.overrides, arguments.own)
+    config, resolved = compose_config("train", TrainConfig, arguments.overrides, arguments.user_dir)
     mesh = make_mesh(config)
     if mesh.size != world:
         raise MeshError(
@@ -56,31 +56,32 @@ def _configure(args: Sequence[str], world: int) -> tuple[TrainConfig, PlainConfi
 
 
 def _run(config: TrainConfig, resolved: PlainConfig, rank: int, local_rank: int, local_size: int) -> int:
-    """Prepare, train, finish. The exit code; what went wrong is on the screen."""
+    """Prepare, train, finish. Returns the exit code; errors have been printed."""
     run_dir = [config.run_dir or new_run_dir()]
     dist.broadcast_object_list(run_dir, src=0)
     config = dataclasses.replace(config, run_dir=run_dir[0])
     resolved = resolved | {"run_dir": config.run_dir}
-    own = Path(tempfile.mkdtemp(prefix="mpar-")) if local_rank == 0 else None
+    node_folder = Path(tempfile.mkdtemp(prefix="mpar-")) if local_rank == 0 else None
     try:
-        told = None if own is None else (int(os.environ["GROUP_RANK"]), str(own), _prepare(config, resolved, own))
+        node = int(os.environ["GROUP_RANK"])
+        report = None if node_folder is None else (node, str(node_folder), _prepare(config, resolved, node_folder))
         gathered: list[tuple[int, str, tuple[str, str] | None] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, told)
+        dist.all_gather_object(gathered, report)
         nodes = {entry[0]: entry for entry in gathered if entry is not None}
-        bad = next((failure for _, _, failure in nodes.values() if failure is not None), None)
-        if bad is not None:
+        failure = next((entry[2] for entry in nodes.values() if entry[2] is not None), None)
+        if failure is not None:
             if rank == 0:
-                show_failure(*bad)
+                show_failure(*failure)
             return 1
-        folder = Path(nodes[int(os.environ["GROUP_RANK"])][1])
+        folder = Path(nodes[node][1])
         return _train(config, folder, rank, local_rank, local_size)
     finally:
-        if own is not None:
-            shutil.rmtree(own, ignore_errors=True)
+        if node_folder is not None:
+            shutil.rmtree(node_folder, ignore_errors=True)
 
 
 def _prepare(config: TrainConfig, resolved: PlainConfig, folder: Path) -> tuple[str, str] | None:
-    """Title and text of what is wrong with the input, if anything is."""
+    """Prepare the job in `folder` with a child process. Returns the title and text of an error, or None."""
     (folder / "request.pickle").write_bytes(pickle.dumps((config, resolved)))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
     code = subprocess.run([sys.executable, "-m", "mpar.cli._prepare", str(folder)], env=environment, check=False).returncode
@@ -98,12 +99,12 @@ def _train(config: TrainConfig, folder: Path, rank: int, local_rank: int, local_
         work(job, folder, rank, local_rank, local_size)
         dist.barrier()
     except MparError as error:
-        if rank == 0 or not isinstance(error, NumericsError):  # every rank sees the same loss
+        if rank == 0 or not isinstance(error, NumericsError):  # all ranks see the same loss, so one of them prints this error
             show_failure(f"rank {rank}: {type(error).__name__}", str(error))
         return 1
     except RuntimeError as error:
-        found = read_place(place_file(folder, rank))
-        place = describe_place(job.program_at(found), rank, found)
+        last_place = read_place(place_file(folder, rank))
+        place = describe_place(job.program_at(last_place), rank, last_place)
         show_failure("RankFailure", f"{place}; the connection broke: {str(error).splitlines()[0]}")
         return 1
     if rank == 0:

@@ -1,4 +1,4 @@
-"""`mpar train`: once, or with `-m` for every job of a sweep."""
+"""`mpar train`: one run, or with `-m` one run for every job of a sweep."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ __all__ = ["main"]
 
 _HELP = f"""usage: mpar train [group=choice] [key=value] ... [-m] [--config-dir DIR]
 
-Starts one process for each rank of the mesh on this machine; under torchrun it is one of torchrun's processes.
-Leaves in run_dir: config.yaml, program.txt, metrics.jsonl, checkpoints/, loss.png, experts.png, hf/, tensorboard/.
--m, --multirun: values with commas are a sweep; each job trains in a folder of its own below runs/.
+Starts one process on this machine for each rank of the mesh. Under torchrun, each of torchrun's processes is one rank.
+Writes into run_dir: config.yaml, program.txt, metrics.jsonl, checkpoints/, loss.png, experts.png, hf/, tensorboard/.
+-m, --multirun: a sweep. A run for every combination of values (key=a,b), each in a folder of its own below runs/.
 {CONFIG_DIR_HELP}"""
 
 
@@ -24,9 +24,9 @@ def main(args: Sequence[str]) -> int:
     """Train; returns the exit code."""
     arguments = read_arguments(args)
     if arguments.help:
-        say(f"{_HELP}\n\n{describe_config('train', TrainConfig, arguments.overrides, arguments.own)}")
+        say(f"{_HELP}\n\n{describe_config('train', TrainConfig, arguments.overrides, arguments.user_dir)}")
         return 0
     if arguments.multirun:
         return sweep(arguments)
-    train_once(*compose_config("train", TrainConfig, arguments.overrides, arguments.own))
+    train_once(*compose_config("train", TrainConfig, arguments.overrides, arguments.user_dir))
     return 0

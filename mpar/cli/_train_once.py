@@ -1,4 +1,4 @@
-"""One run of `mpar train` on this machine: prepare once, start the ranks, then export, draw and chat."""
+"""One run of `mpar train` on this machine: prepares it, starts the ranks, then exports the model, draws pictures and asks it."""
 
 import dataclasses
 import tempfile
@@ -16,12 +16,12 @@ __all__ = ["train_once"]
 
 
 def train_once(config: TrainConfig, resolved: PlainConfig) -> None:
-    """One run, from configuration to chat."""
+    """Do all of one run: prepare, train, export, draw, and ask the trained model."""
     began = time.perf_counter()
     if config.run_dir is None:
         config = dataclasses.replace(config, run_dir=new_run_dir())
     resolved = resolved | {"run_dir": config.run_dir}
-    with tempfile.TemporaryDirectory(prefix="mpar-") as folder:  # mkdtemp: for this user's eyes only
+    with tempfile.TemporaryDirectory(prefix="mpar-") as folder:  # readable by this user only
         prepared = prepare_job(config, resolved, Path(folder))
         say_aside(f"{prepared.summary}\nprepared in {time.perf_counter() - began:.1f} s")
         launch(prepared.job, Path(folder))

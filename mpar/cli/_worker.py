@@ -1,6 +1,6 @@
-"""One rank: load the job, run it, tell rank 0's screen. Started by the launcher as `python -m mpar.cli._worker FOLDER`.
+"""One rank: loads the job and trains; rank 0 also prints and records. The launcher starts `python -m mpar.cli._worker FOLDER`.
 
-A rank loads neither Hydra nor the compiler: the job holds the bound configuration and the compiled program.
+A rank imports neither Hydra nor the compiler: the job holds the bound configuration and the compiled program.
 """
 
 import datetime
@@ -44,7 +44,7 @@ __all__ = ["Failure", "connect", "main", "place_file", "read_failure", "work", "
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank stopped. `known`: a mistake that the message explains; else there is a traceback in it."""
+    """Why a rank stopped. known: an MparError, whose message explains it; otherwise `message` is a traceback."""
 
     rank: int
     title: str
@@ -54,7 +54,7 @@ class Failure:
 
 
 def main(args: list[str]) -> int:
-    """Be the rank that the environment says, for the job in the folder `args[0]`."""
+    """Run the job in the folder `args[0]` as the rank that the environment variables name."""
     folder = Path(args[0])
     rank, local_rank, local_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     try:
@@ -65,19 +65,19 @@ def main(args: list[str]) -> int:
     except BaseException as error:
         write_failure(folder, rank, error)
         sys.stderr.flush()
-        os._exit(1)  # a thread of the backend may wait for a rank that is gone
+        os._exit(1)  # sys.exit would wait for threads of the backend, which may wait for a rank that is gone
     return 0
 
 
 def connect(device: str, timeout_s: float, local_rank: int) -> None:
-    """Join the processes that the environment names."""
+    """Join the process group that the environment variables describe."""
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
 
 def work(job: Job, folder: Path, rank: int, local_rank: int, local_size: int) -> None:
-    """Train as `rank`; rank 0 leaves config, program text, metrics in run_dir. All ranks leave their place in `folder`."""
+    """Train as `rank`. Rank 0 writes config, program text and metrics into run_dir; every rank writes its place into `folder`."""
     config, program = job.config, job.program
     torch.set_num_threads(num_threads(config, local_size))
     device = torch.device(config.device, local_rank) if config.device == "cuda" else torch.device(config.device)
@@ -91,7 +91,7 @@ def work(job: Job, folder: Path, rank: int, local_rank: int, local_size: int) ->
         this = Rank(setup, program, data.training, rank, device, run, watch, dist.barrier, job.resolved, evaluation)
         state, position = start(this, job.resume)
         if rank == 0:
-            _write_records(job, setup.hardware, run_dir)  # now: of a run that cannot go on those of the run before stay
+            _write_records(job, setup.hardware, run_dir)  # after `start`, which may fail: then older records must stay
             with _Recorder(job, run_dir, position.step) as recorder:
                 run_steps(this, state, position, recorder)
         else:
@@ -99,18 +99,18 @@ def work(job: Job, folder: Path, rank: int, local_rank: int, local_size: int) ->
 
 
 def _evaluation(job: Job, batches: Batches | None, device: torch.device, watch: Watch) -> Evaluation | None:
-    """What this rank evaluates with, if the job does."""
+    """What this rank evaluates with; None if the job does not evaluate."""
     config = job.config
     if batches is None or job.evaluation is None:
         return None
-    execution = "inductor" if job.config.execution == "inductor" else "eager"  # a graph pays for itself over many steps only
+    execution = "inductor" if job.config.execution == "inductor" else "eager"  # few runs do not repay recording a CUDA graph
     run = job.evaluation.bind(device=device, counter=watch, progress=watch, execution=execution)
     wanted = config.evaluation.batches or batches.steps_per_epoch
     return Evaluation(job.evaluation, run, batches, config.evaluation.every, min(wanted, batches.steps_per_epoch))
 
 
 def _ignore(record: StepRecord) -> None:
-    """The other ranks keep no records."""
+    """Ranks other than 0 keep no records."""
 
 
 class _Recorder:
@@ -150,12 +150,12 @@ def _write_records(job: Job, hardware: Hardware, run_dir: Path) -> None:
 
 
 def place_file(folder: Path, rank: int) -> Path:
-    """Where a rank keeps its place."""
+    """The file in which a rank keeps its place."""
     return folder / f"rank-{rank:05d}.place"
 
 
 def write_failure(folder: Path, rank: int, error: BaseException) -> None:
-    """Leave the reason of a rank's end for its launcher."""
+    """Write into `folder` why a rank ended, for its launcher."""
     known = isinstance(error, MparError)
     message = str(error) if known else "".join(traceback.format_exception(error))
     failure = Failure(rank, type(error).__name__, message, known, time.time())
@@ -163,13 +163,13 @@ def write_failure(folder: Path, rank: int, error: BaseException) -> None:
 
 
 def read_failure(folder: Path, rank: int) -> Failure | None:
-    """The reason that a rank left, if it did."""
+    """Why a rank ended, if it wrote that into `folder`."""
     file = folder / f"rank-{rank:05d}.failure"
     return Failure(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 
 def _stop_when_stuck(job: Job, folder: Path, rank: int, timeout_s: float) -> None:
-    """A thread that ends this process when it has waited in one collective for longer than `timeout_s`."""
+    """Start a thread that ends this process once it has waited in one collective or message for longer than `timeout_s`."""
 
     def watch() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""`mpar COMMAND group=choice key=value`: find the command, run it, turn errors into one screen of text and an exit code."""
+"""`mpar COMMAND group=choice key=value`: finds and runs the command, and turns errors into a screen of text and an exit code."""
 
 import difflib
 import importlib
@@ -12,9 +12,9 @@ from mpar.errors import MparError, UnknownNameError
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
-    "train": ("mpar.cli._train", "train a model: pt or sft, on this machine's processes or under torchrun"),
-    "plan": ("mpar.cli._plan", "compile, verify and predict a run without starting it: no process, no weights"),
-    "generate": ("mpar.cli._generate", "ask a trained model"),
+    "train": ("mpar.cli._train", "train a model (task=pt or task=sft) on processes of this machine, or under torchrun"),
+    "plan": ("mpar.cli._plan", "compile and verify a run, and predict its time and memory, without processes or weights"),
+    "generate": ("mpar.cli._generate", "let a trained model answer questions"),
     "export": ("mpar.cli._export", "write a checkpoint as a folder that transformers loads"),
 }
 _USAGE = """usage: mpar COMMAND [group=choice] [key=value] ...
@@ -22,10 +22,10 @@ _USAGE = """usage: mpar COMMAND [group=choice] [key=value] ...
 {commands}
 
   mpar train                                     a small model learns its name, on two processes
-  mpar train strategy=zero3 mesh=fsdp2 steps=20  the same model, other parallelism
+  mpar train strategy=zero3 mesh=fsdp2 steps=20  the same model with other parallelism
   mpar train -m optimizer.lr=1e-3,3e-3           a sweep: one run after the other, each in its own folder
   mpar plan model=llama3_405b strategy=zero3_tp mesh.fsdp=2048 mesh.tp=8
-  mpar COMMAND --help                            its groups, choices and keys"""
+  mpar COMMAND --help                            the groups, choices and keys of a command"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _module(command: str) -> str:
-    """The module of a command; a rank that torchrun started must not load the launcher, which compiles."""
+    """The module that runs a command. A process of torchrun gets one that does not import the launcher and the compiler."""
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
         raise UnknownNameError(f"there is no command {command!r}; did you mean {near!r}?\nCommands: {', '.join(COMMANDS)}.")

@@ -1,4 +1,4 @@
-"""Training data: tokenizers and chat templates, rows from files, batches that depend on the step alone."""
+"""Training data: tokenizers and chat templates, rows from files, and batches that depend only on the data and the step."""
 
 from mpar.data._batches import Batches, BatchShape
 from mpar.data._documents import Documents, LoadReport

@@ -1,4 +1,4 @@
-"""Global batches by number: what step t trains on is a pure function of the documents, the seed and t, never of the mesh."""
+"""Global batches by the number of their step: a pure function of the documents, the seed and the step, never of the mesh."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from mpar.errors import ConfigError, DataError
 __all__ = ["BatchShape", "Batches"]
 
 _IGNORED = -100
-_DOCUMENT_ORDER, _SEQUENCE_ORDER, _SPLIT = range(3)  # what a random order is drawn for
+_DOCUMENT_ORDER, _SEQUENCE_ORDER, _SPLIT = range(3)  # purposes of random numbers, each of which has a stream of its own
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How documents are laid out: `batch_size` sequences of `seq_len` positions a step, several documents in one if `packing`."""
+    """`batch_size` sequences of `seq_len` positions in every step. With `packing`, a sequence may hold several documents."""
 
     batch_size: int
     seq_len: int
@@ -29,12 +29,12 @@ class BatchShape:
 
 
 class Batches:
-    """Random access to global batches; there is no iterator, so resuming a run needs its step alone.
+    """Random access to global batches. There is no iterator, so a run resumes with nothing but the number of its step.
 
-    An epoch feeds every document once, whole: each sequence holds documents that fit into it together (`packing`, best-fit
-    decreasing over all of them, so that every epoch has the same number of sequences), or one document. The order of
-    sequences, and which of the documents of one length stands where, is drawn anew for each (seed, epoch). The last batch
-    of an epoch is filled up with sequences of padding only, which weigh nothing.
+    An epoch feeds every document once, and never cuts one. A sequence holds one document, or with `packing` all that were packed
+    into it (best-fit decreasing over all documents, so that every epoch has the same number of sequences). For each (seed, epoch)
+    the order of sequences is drawn anew, and documents of equal length change places. The last batch of an epoch is filled up
+    with sequences of padding, which have no labels.
 
     Raises ConfigError for sizes below 1 or a negative seed, DataError if a document does not fit into a sequence or an id
     is outside [0, vocab_size).
@@ -75,13 +75,13 @@ class Batches:
         self.report = report or LoadReport()
         self._vocab_size = vocab_size
         self._pad_id = pad_id
-        # slots are documents from long to short; a bin lists the slots of one sequence
+        # A bin lists the slots of one sequence. A slot is a place for a document of one length; `_layout` fills the slots.
         self._bins = pack(documents.lengths, shape.seq_len) if shape.packing else [[i] for i in range(len(documents))]
         self._layouts: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides what a step trains on: documents, shape, seed, shuffle, padding."""
+        """A hash of everything that the batches depend on: documents, shape, seed, shuffle, padding."""
         content = (self.documents.fingerprint, self.shape, self.seed, self.shuffle, self._pad_id)
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
@@ -92,24 +92,27 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in which every document is fed once."""
+        """The number of steps that feed every document once."""
         return -(-len(self._bins) // self.shape.batch_size)
 
     @property
     def fill_ratio(self) -> float:
-        """Positions that hold a document, of all positions in sequences that hold one."""
+        """The share of positions that hold a document, in the sequences that hold any."""
         return float(self.documents.lengths.sum()) / (self.num_sequences * self.shape.seq_len)
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """The global batch of `step` (from 0, epochs follow each other): int64 tensors of (batch_size, seq_len).
+        """The global batch of `step`, as int64 tensors of (batch_size, seq_len). Steps are counted from 0 through all epochs.
 
-        `tokens`; `labels`, the token that follows where it is trained on, else -100; `positions`, from 0 in each document;
-        `documents`, 0, 1, ... within a sequence. Padding has the padding id, -100, 0, -1. Raises ConfigError if step < 0.
+        tokens:     ids of tokens; padding has the padding id.
+        labels:     the next token where it is trained on, else -100.
+        positions:  from 0 in each document; 0 in padding.
+        documents:  0, 1, ... within a sequence; -1 in padding.
+        Raises ConfigError if step < 0.
         """
         return self.rows(step, range(self.shape.batch_size))
 
     def rows(self, step: int, rows: Sequence[int]) -> dict[str, Tensor]:
-        """These rows of `batch(step)`, in the order in which they stand here; no document of another row is read.
+        """These rows of `batch(step)`, in the given order. Documents of other rows are not read.
 
         Raises ConfigError if a row is not in [0, batch_size).
         """
@@ -133,8 +136,8 @@ class Batches:
     def split(self, fraction: float) -> tuple["Batches", "Batches"]:
         """(training, validation): about `fraction` of the rows, at least one, go to validation, which is not shuffled.
 
-        A row's chunks and repetitions stay on one side. The choice depends on the documents alone, not on the seed. Raises
-        ConfigError if `fraction` is not in (0, 1), DataError if there are fewer than two rows.
+        All documents of a row, and its repetitions, go to the same side. The choice depends only on the documents, not on the
+        seed. Raises ConfigError if `fraction` is not in (0, 1), DataError if there are fewer than two rows.
         """
         if not 0 < fraction < 1:
             raise ConfigError(f"cannot split off {fraction} of the data for validation: the fraction must be in (0, 1).")
@@ -159,12 +162,12 @@ class Batches:
         )
 
     def _layout(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For an epoch: the document that stands in each slot, and the order of sequences. The last two epochs are kept."""
+        """(the document in each slot, the order of sequences) of an epoch. The results for the last two epochs are cached."""
         if epoch not in self._layouts:
             lengths = self.documents.lengths
             document_of_slot, sequence_order = np.arange(len(lengths)), np.arange(len(self._bins))
             if self.shuffle:
-                # within one length, documents change places; so bins stay filled as they were
+                # documents change places only with others of the same length, so that every bin stays as full as it was
                 keys = _random_keys(len(lengths), self.seed, epoch, _DOCUMENT_ORDER)
                 document_of_slot[np.argsort(lengths, kind="stable")] = np.lexsort((keys, lengths))
                 sequence_order = _random_keys(len(self._bins), self.seed, epoch, _SEQUENCE_ORDER).argsort(kind="stable")
@@ -172,18 +175,18 @@ class Batches:
         return self._layouts[epoch]
 
     def _write(self, row: dict[str, NDArray[np.int64]], documents: NDArray[np.int64]) -> None:
-        """Lay documents side by side into one sequence."""
-        source, at = self.documents, 0
+        """Write documents into one sequence, one after the other."""
+        source, position = self.documents, 0
         for number, document in enumerate(documents):
             start, length = int(source.starts[document]), int(source.lengths[document])
-            to, shifted = slice(at, at + length), slice(start + 1, start + length + 1)
+            to, shifted = slice(position, position + length), slice(start + 1, start + length + 1)
             row["tokens"][to] = source.tokens[start : start + length]
             row["labels"][to] = np.where(source.trained[shifted], source.tokens[shifted], _IGNORED)
             row["positions"][to] = np.arange(length)
             row["documents"][to] = number
-            at += length
+            position += length
 
 
 def _random_keys(count: int, seed: int, epoch: int, purpose: int) -> NDArray[np.uint64]:
-    """Raw words of PCG64: its stream is fixed across numpy's versions, which Generator's permutation is not."""
+    """Raw words of PCG64. They are the same in all versions of numpy, which the permutations of its Generator are not."""
     return np.random.PCG64(np.random.SeedSequence([seed, epoch, purpose])).random_raw(count)

@@ -1,4 +1,4 @@
-"""Tokenised documents in flat arrays: many millions of tokens, one allocation each, memory-mapped when cached."""
+"""Tokenised documents in flat arrays: many millions of tokens in a few allocations, memory-mapped when they come from a cache."""
 
 import hashlib
 import json
@@ -20,23 +20,23 @@ __all__ = ["Documents", "LoadReport"]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What reading the data came to. Nothing is left out silently: every row is used, empty, malformed or dropped."""
+    """What became of the rows that were read. No row is left out silently: each is used, empty, malformed or dropped."""
 
     num_rows: int = 0  # rows or files seen
     num_used: int = 0  # rows that became at least one document
     num_malformed: int = 0
     first_malformed: str = ""  # file:line and the reason
     num_empty: int = 0  # plain text without a character
-    num_too_long: int = 0  # longer than the sequence length: what `truncation` says was done to them
-    num_dropped: int = 0  # of these, left out
+    num_too_long: int = 0  # rows longer than a sequence, which are treated as `truncation` says
+    num_dropped: int = 0  # rows that were too long and left out
     num_documents: int = 0
-    num_tokens: int = 0  # positions that enter a sequence
-    num_trained: int = 0  # of these, the ones with a label
-    formats: dict[str, int] = field(default_factory=dict)  # rows per detected format
+    num_tokens: int = 0  # positions that documents take in sequences
+    num_trained: int = 0  # those of these positions that have a label
+    formats: dict[str, int] = field(default_factory=dict)  # used rows of each detected format
     cached: bool = False  # read from the cache; the numbers are those of the run that wrote it
 
     def __str__(self) -> str:
-        """One line, and the first malformed row on a second."""
+        """One line; a second one describes the first malformed row, if there is any."""
         formats = ", ".join(f"{count} {name}" for name, count in sorted(self.formats.items()))
         line = (
             f"{self.num_used} of {self.num_rows} rows used ({formats}): {self.num_documents} documents, "
@@ -48,25 +48,26 @@ class LoadReport:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Documents in flat arrays. Document i feeds `tokens[starts[i] : starts[i] + lengths[i]]`; its labels are the same range
-    shifted by one, where `trained` of the shifted position is true. Chunks of one text may share the token between them.
+    """Documents in flat arrays. The inputs of document i are `tokens[starts[i] : starts[i] + lengths[i]]`. Its labels are the
+    same range shifted by one, where `trained` is true at the shifted position. Neighbouring documents that were cut from one text
+    share a token: the last label of the first is the first input of the second.
     """
 
     tokens: NDArray[np.int32]  # (T,)
     trained: NDArray[np.bool_]  # (T,)
     starts: NDArray[np.int64]  # (documents,)
     lengths: NDArray[np.int64]  # (documents,), at least 1
-    rows: NDArray[np.int64]  # (documents,): equal for chunks and repetitions of one row
-    names: tuple[str, ...]  # of each row: file:line
+    rows: NDArray[np.int64]  # (documents,): the row that each document came from
+    names: tuple[str, ...]  # for each row, its file:line
 
     @classmethod
     def from_ids(
         cls, documents: Sequence[tuple[Sequence[int], Sequence[bool]]], names: Sequence[str] | None = None
     ) -> "Documents":
-        """Documents of (ids, trained) pairs, at least 2 ids each; document i is row i."""
+        """Documents made of (ids, trained) pairs with at least 2 ids each. Document i is of row i."""
         lengths = np.array([len(ids) for ids, _ in documents], dtype=np.int64)
         if len(lengths) == 0 or lengths.min() < 2 or any(len(ids) != len(trained) for ids, trained in documents):
-            raise DataError("cannot make documents: need at least one, each of 2 or more ids with as many marks.")
+            raise DataError("cannot make documents: give at least one, each with 2 or more ids and as many `trained` marks.")
         return cls(
             tokens=np.concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in documents]),
             trained=np.concatenate([np.asarray(trained, dtype=bool) for _, trained in documents]),
@@ -90,7 +91,7 @@ class Documents:
         return digest.hexdigest()
 
     def select(self, rows: NDArray[np.int64]) -> "Documents":
-        """The documents of these rows, in order; the token arrays are shared, not copied."""
+        """The documents of these rows, in their present order. The arrays of tokens are shared, not copied."""
         chosen = np.isin(self.rows, rows)
         return replace(self, starts=self.starts[chosen], lengths=self.lengths[chosen], rows=self.rows[chosen])
 
@@ -109,7 +110,7 @@ class Documents:
         )
 
     def save(self, folder: Path, report: LoadReport) -> None:
-        """Write the arrays and the report; readers see the whole folder or none."""
+        """Write the arrays and the report into `folder`, which appears only when it is complete."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
         try:
@@ -119,14 +120,16 @@ class Documents:
             (draft / "report.json").write_text(content, encoding="utf-8")
             os.rename(draft, folder)
         except OSError:
-            if not (folder / "report.json").is_file():  # another process was faster, which is as good
+            if not (folder / "report.json").is_file():  # else another process has written the same folder meanwhile
                 raise
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
     @classmethod
     def load(cls, folder: Path) -> tuple["Documents", LoadReport] | None:
-        """What `save` wrote, memory-mapped; None if the folder is not there. Raises DataError if it is damaged."""
+        """The documents (memory-mapped) and the report that `save` wrote; None if there is no folder. Raises DataError if it is
+        damaged.
+        """
         if not folder.is_dir():
             return None
         try:

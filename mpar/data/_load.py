@@ -1,4 +1,4 @@
-"""From a data configuration to batches: find files, read rows, tokenise, lay out."""
+"""Makes batches from a data configuration: finds files, reads rows, tokenises them, and lays documents out in sequences."""
 
 import hashlib
 import json
@@ -23,28 +23,30 @@ from mpar.errors import ConfigError, DataError
 __all__ = ["DataConfig", "Progress", "load_dataset"]
 
 Progress = Callable[[int, int], None]
-"""Called with (rows read, tokens made) now and then."""
+"""A function that is called now and then with (rows read, tokens made) so far."""
 
-_CACHE_FORMAT = 1  # raise it when the same rows give other documents
+_CACHE_FORMAT = 1  # to be raised when a change of the code makes other documents of the same rows
 _ROWS_AT_ONCE = 256
 _CHOICES = {"kind": ("sft", "pt"), "truncation": ("drop", "truncate", "error"), "loss": ("all", "last_round")}
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to train on and in which shape.
+    """The data to train on, and the shape of their batches.
 
-    kind: `sft`, conversations, loss on what the assistant wrote; `pt`, plain text, loss on every token, ended by the
-        end-of-text token, cut into chunks of `seq_len`.
-    sources: files, globs, `self-cognition` or `python-stdlib`; `#N` behind a name takes N rows of it.
-    batch_size, seq_len: of the global batch. A sequence of S positions holds documents of up to S + 1 tokens, since the
-        last token is only ever a label.
-    seed: of the order. packing: several documents share a sequence and do not see each other. shuffle: a new order each epoch.
-    truncation: what becomes of longer conversations: `drop`, `truncate` (the end is cut off), `error`.
-    loss: on `all` answers of a conversation, or those of the `last_round`.
+    kind: `sft` are conversations, with the loss on what the assistant wrote. `pt` is plain text, with the loss on every token;
+        each text ends with the end-of-text token and is cut into documents of `seq_len` positions.
+    sources: files, globs, `self-cognition` or `python-stdlib`; `NAME#N` takes N rows of a source.
+    batch_size, seq_len: rows and positions of the global batch. A document of S + 1 tokens fits into S positions, because its
+        last token is only a label.
+    seed: seed of the order. shuffle: use a new order in every epoch.
+    packing: several documents share a sequence, without attending to each other.
+    truncation: what to do with longer conversations: `drop` them, `truncate` (cut off the end), or raise an `error`.
+    loss: train on `all` answers of a conversation, or on those of the `last_round`.
     system: system message for conversations that have none.
-    model_name, model_author: put in place of {{NAME}} and {{AUTHOR}}; a pair is (Chinese, English), chosen by the row's script.
-    cache_dir: folder to keep the tokenised documents in, keyed by the content of the files and all that matters here.
+    model_name, model_author: replace {{NAME}} and {{AUTHOR}}. Of a pair (Chinese, English), Chinese rows get the first.
+    cache_dir: folder that keeps tokenised documents. Its entries are keyed by the files' content and by all that documents
+        depend on.
     """
 
     kind: str
@@ -65,10 +67,10 @@ class DataConfig:
 def load_dataset(
     config: DataConfig, tokenizer: Tokenizer, *, vocab_size: int | None = None, progress: Progress | None = None
 ) -> Batches:
-    """Read and tokenise the sources and lay them out; `Batches.report` says what became of every row.
+    """Read and tokenise the sources, and lay their documents out in batches. `Batches.report` says what became of the rows.
 
-    `vocab_size` is the model's (default: the tokenizer's); ids are checked against it here, before any step runs. Rows that
-    cannot be used are counted and the first is described in the report.
+    vocab_size: that of the model (default: of the tokenizer), against which all ids are checked. Rows that cannot be used are
+    counted in the report, which describes the first of them.
 
     Raises ConfigError listing every setting that does not hold, DataError if a source has no file, no row is left, a row is
     too long under `truncation=error`, or an id is outside the vocabulary; TemplateError if the chat template cannot be used.
@@ -119,7 +121,7 @@ def _check(config: DataConfig, tokenizer: Tokenizer) -> None:
 
 
 def _cache_key(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[Source]) -> str:
-    """A hash of everything that the documents depend on: not of batch size, seed or packing."""
+    """A hash of everything that the documents depend on. Batch size, seed and packing do not matter for them."""
     digest = hashlib.sha256()
     settings = (
         _CACHE_FORMAT, config.kind, config.seq_len, config.truncation, config.loss, config.system,
@@ -138,7 +140,7 @@ def _cache_key(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[Sourc
 
 
 class _Kept:
-    """The documents that were kept so far, as lists that become flat arrays in the end."""
+    """The documents that have been read so far, as lists; `documents` makes flat arrays of them."""
 
     def __init__(self) -> None:
         self.tokens: list[NDArray[np.int32]] = []
@@ -150,7 +152,7 @@ class _Kept:
         self.num_tokens = 0
 
     def append(self, row: Row, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> int:
-        """Keep a row's tokens; returns where they begin."""
+        """Add the tokens of a row; returns the index of the first."""
         base = self.num_tokens
         self.tokens.append(ids)
         self.trained.append(trained)
@@ -159,13 +161,13 @@ class _Kept:
         return base
 
     def add_document(self, row: Row, start: int, length: int) -> None:
-        """Keep a document of a row whose tokens are kept."""
+        """Add a document of a row whose tokens have been added."""
         self.starts.append(start)
         self.lengths.append(length)
         self.rows.append(self.names[row.where])
 
     def documents(self) -> Documents:
-        """All that was kept, at least one document."""
+        """All documents that were added, at least one."""
         return Documents(
             tokens=np.concatenate(self.tokens),
             trained=np.concatenate(self.trained),
@@ -184,7 +186,7 @@ class _Kept:
 
 
 class _Collector:
-    """One pass over the sources, which collects documents and counts."""
+    """Reads all sources once, collects their documents, and counts for the report."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, progress: Progress | None):
         self.config, self.tokenizer, self.progress = config, tokenizer, progress
@@ -195,8 +197,8 @@ class _Collector:
 
     def run(self, sources: Sequence[Source]) -> tuple[Documents, LoadReport]:
         rows = (row for source in sources for row in read_rows(self.config.kind, source))
-        while some := list(islice(rows, _ROWS_AT_ONCE)):
-            usable = [row for row in some if self.usable(row)]
+        while batch_of_rows := list(islice(rows, _ROWS_AT_ONCE)):
+            usable = [row for row in batch_of_rows if self.usable(row)]
             (self.add_texts if self.config.kind == "pt" else self.add_conversations)(usable)
             if self.progress is not None:
                 self.progress(self.counts["num_rows"], self.kept.num_tokens)
@@ -220,7 +222,7 @@ class _Collector:
         )
 
     def usable(self, row: Row | BadRow | EmptyRow) -> TypeGuard[Row]:
-        """Count the row; is it one to tokenise?"""
+        """Count the row. Returns whether it can be tokenised."""
         self.counts["num_rows"] += 1
         if isinstance(row, BadRow):
             self.malformed(row.where, row.reason)
@@ -233,7 +235,7 @@ class _Collector:
         self.first_malformed = self.first_malformed or f"{where}: {reason}"
 
     def add_texts(self, rows: Sequence[Row]) -> None:
-        """Each text, ended by the end-of-text token, in chunks of at most seq_len positions that share their border tokens."""
+        """Add each text, ended by the end-of-text token, as documents of at most seq_len positions."""
         eos_id = self.tokenizer.eos_id
         texts = [_substitute(row.text, row.text, self.config) for row in rows]
         for row, ids in zip(rows, self.tokenizer.encode_batch(texts, add_special_tokens=True), strict=True):
@@ -246,7 +248,7 @@ class _Collector:
                 self.kept.add_document(row, base + start, min(self.config.seq_len, len(ended) - 1 - start))
 
     def add_conversations(self, rows: Sequence[Row]) -> None:
-        """Each conversation as one document, with labels on what the assistant wrote."""
+        """Add each conversation as one document, with labels on what the assistant wrote."""
         for row in rows:
             try:
                 messages = _prepare(row.messages, self.config)
@@ -275,22 +277,22 @@ class _Collector:
             self.kept.add_document(row, base, min(len(ids), longest) - 1)
 
     def append(self, row: Row, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> int:
-        """Count a row as used and keep its tokens; returns where they begin."""
+        """Count a row as used and add its tokens; returns the index of the first."""
         self.counts["num_used"] += 1
         self.formats[row.format] += 1
         return self.kept.append(row, ids, trained)
 
 
 def _prepare(messages: Sequence[Message], config: DataConfig) -> list[Message]:
-    """The messages with the default system message where they have none, and with names put in."""
+    """The messages, with `config.system` if they have no system message, and with names in place of placeholders."""
     if config.system is not None and all(message["role"] not in ("system", "developer") for message in messages):
         messages = [{"role": "system", "content": config.system}, *messages]
-    whole = "".join(str(message["content"]) for message in messages)
-    return [{**message, "content": _substitute(str(message["content"]), whole, config)} for message in messages]
+    full_text = "".join(str(message["content"]) for message in messages)
+    return [{**message, "content": _substitute(str(message["content"]), full_text, config)} for message in messages]
 
 
 def _substitute(text: str, row: str, config: DataConfig) -> str:
-    """Put model_name and model_author into `text`; a row with a Chinese character anywhere gets the Chinese ones."""
+    """`text` with model_name and model_author put in: the Chinese ones if `row` has any Chinese character."""
     which = 0 if re.search("[\u4e00-\u9fff]", row) else 1
     for placeholder, value in (("{{NAME}}", config.model_name), ("{{AUTHOR}}", config.model_author)):
         if value is not None:

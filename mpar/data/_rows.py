@@ -1,4 +1,4 @@
-"""Rows of training data from files: which files a source means, which row formats are known, which rows cannot be used."""
+"""Reads rows of training data: finds the files of a source, recognises the formats of rows, and says which cannot be used."""
 
 import glob
 import json
@@ -20,17 +20,17 @@ PYTHON_STDLIB = "python-stdlib"
 SELF_COGNITION = "self-cognition"
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # others are called the same
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # all other roles have the same name in both formats
 _SKIPPED_FOLDERS = {"__pycache__", "idle_test", "site-packages", "test", "tests"}  # of the standard library
 
 
 class RowFault(Exception):
-    """Why one row cannot be used; the loader counts it and goes on."""
+    """Says why one row cannot be used. The loader counts the row and goes on."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files to read in order; of their usable rows, `limit` (None: all of them)."""
+    """Files to read in this order, and how many of their usable rows to take (None: all)."""
 
     name: str
     files: tuple[Path, ...]
@@ -39,10 +39,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Row:
-    """One usable row: a conversation (`messages`, `tools`) or plain `text`, where it stands, and which format it had."""
+    """One usable row: a conversation (`messages`, `tools`) or plain `text`, with its file and line, and the format it had."""
 
     file: str
-    line: int  # from 1; 0 where the row is the whole file
+    line: int  # from 1; 0 if the row is the entire file
     format: str
     text: str = ""
     messages: tuple[Message, ...] = ()
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        """`file:line`, or the file."""
+        """`file:line`, or only the file if the row is all of it."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
@@ -64,7 +64,7 @@ class BadRow:
 
 @dataclass(frozen=True)
 class EmptyRow:
-    """A document without a character; source trees have many, and nothing is wrong with them."""
+    """A text without a character. Folders of source code have many such files, so this is no fault."""
 
     where: str
 
@@ -100,10 +100,10 @@ def _find_files(kind: str, pattern: str) -> tuple[Path, ...]:
         if kind != "pt":
             raise RowFault(f"it holds plain text, kind is {kind}")
         root = Path(sysconfig.get_path("stdlib"))
-        found = sorted(p for p in root.rglob("*.py") if _SKIPPED_FOLDERS.isdisjoint(p.relative_to(root).parts))
-        if not found:
+        modules = sorted(p for p in root.rglob("*.py") if _SKIPPED_FOLDERS.isdisjoint(p.relative_to(root).parts))
+        if not modules:
             raise RowFault(f"no source file under {root}")
-        return tuple(found)
+        return tuple(modules)
     if Path(pattern).is_dir():
         raise RowFault(f"it is a folder; write '{pattern.rstrip('/')}/**/*.{'jsonl' if kind == 'sft' else 'txt'}'")
     names = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
@@ -111,17 +111,17 @@ def _find_files(kind: str, pattern: str) -> tuple[Path, ...]:
     if not files:
         raise RowFault("no such file")
     if kind == "sft":
-        other = [str(path) for path in files if path.suffix not in (".jsonl", ".json")]
-        if other:
-            raise RowFault(f"kind sft reads .jsonl and .json, not {', '.join(other[:3])}")
+        wrong = [str(path) for path in files if path.suffix not in (".jsonl", ".json")]
+        if wrong:
+            raise RowFault(f"kind sft reads .jsonl and .json, not {', '.join(wrong[:3])}")
     return files
 
 
 def read_rows(kind: str, source: Source) -> Iterator[Row | BadRow | EmptyRow]:
-    """The rows of a source in file order; with a limit, a fixed choice of that many usable ones.
+    """The rows of a source in the order of its files; with a limit, a fixed choice of that many usable rows.
 
-    A limit above the number of usable rows repeats them: each as often as the others, up to one. The choice depends on the
-    two numbers alone.
+    If the limit is above the number of usable rows, rows are repeated: all equally often, give or take one. The choice depends
+    only on these two numbers.
     """
     rows = (row for path in source.files for row in _read_file(kind, path))
     if source.limit is None:
@@ -134,9 +134,9 @@ def read_rows(kind: str, source: Source) -> Iterator[Row | BadRow | EmptyRow]:
         else:
             yield row
     if usable:
-        repeats, rest = divmod(source.limit, len(usable))
+        repeats, remainder = divmod(source.limit, len(usable))
         draws = np.random.PCG64(np.random.SeedSequence([source.limit, len(usable)])).random_raw(len(usable))
-        chosen = np.sort(np.argsort(draws, kind="stable")[:rest])
+        chosen = np.sort(np.argsort(draws, kind="stable")[:remainder])
         for _ in range(repeats):
             yield from usable
         for i in chosen:
@@ -163,7 +163,7 @@ def _read_file(kind: str, path: Path) -> Iterator[Row | BadRow | EmptyRow]:
 
 
 def _text_file(path: Path) -> Row | BadRow | EmptyRow:
-    """A whole file as it is (line ends too), without a byte-order mark."""
+    """An entire file as one row. Line ends stay as they are; a byte-order mark is removed."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -213,7 +213,7 @@ def _plain_text(value: Mapping[str, object]) -> str:
 
 
 def _conversation(file: str, line: int, value: Mapping[str, object]) -> Row:
-    """The messages of a row, whose format its keys tell: messages, conversations (ShareGPT), query/response, Alpaca."""
+    """A conversation. The keys of `value` tell its format: messages, conversations (ShareGPT), query/response, or Alpaca."""
     if "messages" in value:
         name, messages = "messages", _list_of_objects(value, "messages")
     elif "conversations" in value:

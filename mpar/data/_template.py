@@ -1,4 +1,4 @@
-"""Chat templates: a jinja2 program turns messages into text; which parts of that text did the assistant write?"""
+"""Chat templates: jinja2 programs that turn messages into text; and which parts of this text the assistant wrote."""
 
 import datetime
 import json
@@ -22,7 +22,7 @@ Message = Mapping[str, object]
 Span = tuple[int, int]
 """Half-open range of characters."""
 
-_MARKS = "mpar_generation_marks"  # name under which the template sees the pair of characters that enclose assistant text
+_MARKS = "mpar_generation_marks"  # the template's variable with the two characters that enclose what the assistant wrote
 
 
 class TemplateError(DataError):
@@ -34,7 +34,7 @@ class RenderError(DataError):
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: the enclosed output is what the assistant wrote."""
+    """The jinja2 statement `{% generation %} ... {% endgeneration %}`, which encloses what the assistant wrote."""
 
     tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
 
@@ -51,12 +51,12 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A compiled chat template, with the environment that Hugging Face's templates expect.
+    """A compiled chat template, in the environment that the templates of Hugging Face expect.
 
-    That is: a sandbox without mutation, `trim_blocks`, `lstrip_blocks`, loop controls, a `tojson` that keeps non-ASCII
-    characters, `raise_exception`, and the generation markers. `variables` (`bos_token`, `eos_token`, ...) are visible to the
-    template. `strftime_now` exists only if `date` is given: text that changes at midnight would make two ranks, or a run
-    and its resumption, disagree.
+    This is a sandbox without mutation, with `trim_blocks`, `lstrip_blocks`, loop controls, a `tojson` that keeps non-ASCII
+    characters, `raise_exception`, and the generation markers. The template can read `variables` (`bos_token`, `eos_token`, ...).
+    `strftime_now` exists only if `date` is given: with the present date, ranks could disagree at midnight, and a resumed run
+    could differ from the first.
 
     Raises TemplateError if `source` does not compile.
     """
@@ -80,7 +80,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[object] | None = None
     ) -> str:
-        """The text of a conversation; with `add_generation_prompt`, up to where the assistant's next answer begins.
+        """The text of a conversation. `add_generation_prompt` adds the text that comes before the assistant's next answer.
 
         Raises RenderError if the template refuses the messages.
         """
@@ -89,18 +89,18 @@ class ChatTemplate:
     def render_marked(self, messages: Sequence[Message], *, tools: Sequence[object] | None = None) -> tuple[str, list[Span]]:
         """The text of a conversation and the spans that `{% generation %}` encloses, in order."""
         left, right = _unused_characters(json.dumps([self.source, list(messages), tools], ensure_ascii=False, default=str))
-        pieces = re.split(f"([{left}{right}])", self._render(messages, False, tools, (left, right)))
+        fragments = re.split(f"([{left}{right}])", self._render(messages, False, tools, (left, right)))
         text, spans, depth, length, start = [], [], 0, 0, 0
-        for piece in pieces:
-            if piece == left:
+        for fragment in fragments:
+            if fragment == left:
                 depth, start = depth + 1, (length if depth == 0 else start)
-            elif piece == right:
+            elif fragment == right:
                 depth -= 1
                 if depth == 0:
                     spans.append((start, length))
             else:
-                text.append(piece)
-                length += len(piece)
+                text.append(fragment)
+                length += len(fragment)
         if depth:
             raise TemplateError("the chat template cuts text inside {% generation %}: a marker is lost. Mark finished text only.")
         return "".join(text), spans
@@ -133,12 +133,12 @@ def assistant_spans(
 ) -> tuple[str, list[Span]]:
     """The text of a conversation and the spans on which the assistant is trained.
 
-    Where the template marks them with `{% generation %}`, these are the spans. Otherwise a span is what rendering one more
-    message adds after the generation prompt, without white space behind a closing special token, which no model has to
-    produce. With `last_round`, only answers after the last user message count.
+    If the template marks spans with `{% generation %}`, these are returned. Otherwise a span is the text that an answer adds
+    after the generation prompt. White space that follows a closing special token is left out, because no model has to produce it.
+    With `last_round`, only answers after the last user message count.
 
-    Raises TemplateError if the text of a conversation is not an extension of the text of its beginning, so that what a
-    model is trained on is not what it will see; RenderError if the template refuses the messages.
+    Raises TemplateError if the text of the first messages is not the beginning of the text of all, because then the model would
+    be trained on other text than it is asked with; RenderError if the template refuses the messages.
     """
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if last_round:
@@ -176,7 +176,7 @@ def _beginning(
     *,
     add_generation_prompt: bool,
 ) -> str:
-    """The text of the first `count` messages, checked to be a prefix of `text`."""
+    """The text of the first `count` messages. Raises TemplateError unless it is a prefix of `text`."""
     beginning = template.render(messages[:count], add_generation_prompt=add_generation_prompt, tools=tools)
     if not text.startswith(beginning):
         raise _unstable(messages, count, text, beginning)
@@ -184,13 +184,13 @@ def _beginning(
 
 
 def _unstable(messages: Sequence[Message], count: int, text: str, beginning: str) -> TemplateError:
-    at = next((i for i, (a, b) in enumerate(zip(text, beginning, strict=False)) if a != b), min(len(text), len(beginning)))
-    low = max(0, at - 20)
+    spot = next((i for i, (a, b) in enumerate(zip(text, beginning, strict=False)) if a != b), min(len(text), len(beginning)))
+    low = max(0, spot - 20)
     return TemplateError(
         f"cannot tell what the assistant wrote: the chat template is not prefix-stable. Of {len(messages)} messages, the first "
-        f"{count} alone render as {beginning[low : at + 20]!r} where the whole conversation has {text[low : at + 20]!r} "
-        f"(character {at}). Put {{% generation %}} ... {{% endgeneration %}} around assistant text in the template, or train on "
-        "the last round only (loss=last_round), or give each answer a row of its own."
+        f"{count} alone render as {beginning[low : spot + 20]!r} where the whole conversation has {text[low : spot + 20]!r} "
+        f"(character {spot}). Put {{% generation %}} ... {{% endgeneration %}} around assistant text in the template, or train "
+        "on the last round only (loss=last_round), or give each answer a row of its own."
     )
 
 
@@ -200,7 +200,7 @@ def _strip_after_special(answer: str, special_tokens: Sequence[str]) -> str:
 
 
 def _unused_characters(text: str) -> tuple[str, str]:
-    """Two private-use characters that `text` lacks."""
+    """Two private-use characters that do not occur in `text`."""
     used = set(text)
     unused = (c for c in map(chr, range(0xF0000, 0xFFFFE)) if c not in used)
     return next(unused), next(unused)

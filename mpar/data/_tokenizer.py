@@ -1,4 +1,4 @@
-"""Tokenizers: Hugging Face's Rust `tokenizers` plus a chat template, read from and written to Hugging Face folders."""
+"""Tokenizers: Hugging Face's Rust library `tokenizers` with a chat template, read from and written to Hugging Face folders."""
 
 import datetime
 import hashlib
@@ -21,10 +21,10 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token
 
 
 class Tokenizer:
-    """Text to ids and back, and conversations to ids with the positions that the assistant wrote.
+    """Turns text into ids and back, and conversations into ids with marks on what the assistant wrote.
 
-    `backend` does the splitting; `special` maps Hugging Face's names (`bos_token`, `eos_token`, `pad_token`, ...) to token
-    text; `chat_template` is a jinja2 program. Nothing here changes after construction.
+    `backend` splits text into tokens; `special` maps the names of Hugging Face (`bos_token`, `eos_token`, `pad_token`, ...) to
+    the text of tokens; `chat_template` is a jinja2 program. A tokenizer does not change after its construction.
 
     Raises DataError if a special token is not in the vocabulary, TemplateError if the template does not compile.
     """
@@ -37,7 +37,7 @@ class Tokenizer:
         chat_template: str | None = None,
         date: datetime.date | None = None,
     ):
-        backend = tokenizers.Tokenizer.from_str(backend.to_str())  # switching truncation off must not reach the caller's object
+        backend = tokenizers.Tokenizer.from_str(backend.to_str())  # a copy: the next lines must not change the caller's object
         backend.no_truncation()
         backend.no_padding()
         unknown = {name: token for name, token in special.items() if backend.token_to_id(token) is None}
@@ -56,9 +56,9 @@ class Tokenizer:
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
-            found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
+            contents = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
             raise DataError(
-                f"cannot read a tokenizer from {folder}: there is no tokenizer.json ({found}). Have transformers write one: "
+                f"cannot read a tokenizer from {folder}: there is no tokenizer.json ({contents}). Have transformers write one: "
                 "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
             )
         try:
@@ -71,7 +71,7 @@ class Tokenizer:
         return cls(backend, special=special, chat_template=_read_template(folder, config), date=date)
 
     def save(self, folder: str | Path) -> None:
-        """Write the files that `from_folder` and transformers' `AutoTokenizer.from_pretrained` read; the folder is made."""
+        """Write the files that `from_folder` and transformers' `AutoTokenizer.from_pretrained` read. Makes the folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._backend.save(str(folder / "tokenizer.json"))
@@ -108,7 +108,7 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """The id of `eos_token`, if there is one: it ends an answer, and a document in plain text."""
+        """The id of `eos_token`, if there is one. It ends an answer, and a text of `kind=pt`."""
         return self._id("eos_token")
 
     @property
@@ -117,7 +117,7 @@ class Tokenizer:
         return self._id("pad_token")
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """The ids of `text`; special tokens written in it are recognised. Raises DataError if `text` has lone surrogates."""
+        """The ids of `text`. Special tokens written in it are recognised. Raises DataError if `text` has lone surrogates."""
         _check_text(text)
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -143,15 +143,15 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[object] | None = None
     ) -> list[int]:
-        """The ids of a conversation: those of `render_chat`, to which nothing is added."""
+        """The ids of the text that `render_chat` gives. No special tokens are added."""
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools))
 
     def encode_chat(
         self, messages: Sequence[Message], *, last_round: bool = False, tools: Sequence[object] | None = None
     ) -> tuple[list[int], list[bool]]:
-        """The ids of a conversation, and for each whether the assistant wrote it (the token that ends an answer included).
+        """The ids of a conversation, and for each whether the assistant wrote it. The token that ends an answer counts, too.
 
-        A token that lies only partly in an answer counts. With `last_round`, only answers after the last user message do.
+        So does a token that is only partly in an answer. With `last_round`, only answers after the last user message count.
         Raises TemplateError or RenderError as `assistant_spans` does.
         """
         template = self._require_template()
@@ -187,14 +187,16 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _byte_names() -> list[str]:
-    """The character by which byte-level tokenizers name each byte: itself where it is visible in Latin-1, else U+0100 on."""
+    """The character that byte-level tokenizers use for each byte: itself if it is visible in Latin-1, else one from U+0100 on."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [b for b in range(256) if b not in visible]
     return [chr(b) if b in visible else chr(256 + hidden.index(b)) for b in range(256)]
 
 
 def _tokens_in(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens overlap a span. Offsets may leave out white space: a token of it alone stands at its end, empty."""
+    """Which tokens overlap a span. The offsets of a token may leave out white space: a token of nothing else has an empty range
+    at its end, and is taken for the character before that.
+    """
     inside = np.zeros(len(offsets), dtype=bool)
     if spans and len(offsets):
         starts, ends = np.asarray(offsets, dtype=np.int64).T
@@ -224,7 +226,7 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _token_text(value: object) -> str | None:
-    """A special token is written as its text, or as an object with its text under `content`."""
+    """The text of a special token, which is written either as this text or as an object with the text under `content`."""
     content = value.get("content") if isinstance(value, Mapping) else value
     return content if isinstance(content, str) else None
 

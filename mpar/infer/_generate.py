@@ -1,4 +1,4 @@
-"""Generation in its plainest form: the whole row through the model for each new token, or from state to state."""
+"""Plain generation: for each new token the model reads all tokens again, or, if it can decode, only the new one and a state."""
 
 from collections.abc import Sequence
 
@@ -22,11 +22,11 @@ def generate(
     seed: int = 0,
     eos_ids: Sequence[int] = (),
 ) -> Tensor:
-    """The prompts `tokens_BS`, all of one length, with up to `max_new_tokens` ids behind each: (B, S + new).
+    """The prompts `tokens_BS`, all of one length, each followed by up to `max_new_tokens` new ids: (B, S + new).
 
-    At temperature 0 the likeliest token is taken, else one is drawn from softmax(logits / temperature); draws depend on
-    `seed`, the row and the number of the new token alone. A row that gave one of `eos_ids` is filled with that id, and
-    generation stops when every row has. Raises ConfigError or DataError for arguments that cannot be used.
+    At temperature 0 the most likely token is taken; otherwise one is drawn from softmax(logits / temperature). Draws depend only
+    on `seed`, the row, and the number of the new token. After a row has got one of `eos_ids`, it is filled with this id, and
+    generation stops when this holds of every row. Raises ConfigError or DataError for arguments that cannot be used.
     """
     if max_new_tokens < 0 or not temperature >= 0:
         raise ConfigError(
@@ -41,7 +41,7 @@ def generate(
         raise DataError(f"cannot generate: the prompt has ids {outside[:8]}, the vocabulary {model.vocab_size} tokens")
     if model.max_positions is not None and tokens_BS.shape[1] + max_new_tokens - 1 > model.max_positions:
         raise ConfigError(
-            f"cannot generate {max_new_tokens} tokens after {tokens_BS.shape[1]}: this model has learned "
+            f"cannot generate {max_new_tokens} tokens after {tokens_BS.shape[1]}: this model has learned only "
             f"{model.max_positions} positions"
         )
     done_B = torch.zeros(tokens_BS.shape[0], dtype=torch.bool, device=tokens_BS.device)
@@ -64,9 +64,9 @@ def generate(
     return tokens_BS
 
 
-def _choose(logits_BV: Tensor, temperature: float, seed: int, step: int) -> Tensor:
-    """The largest logit, or the largest after Gumbel noise, which is a draw from the softmax."""
+def _choose(logits_BV: Tensor, temperature: float, seed: int, index: int) -> Tensor:
+    """The token of the largest logit; with a temperature, of the largest after Gumbel noise, which draws from the softmax."""
     if temperature == 0:
         return logits_BV.argmax(-1)
-    uniform_BV = ops.random_uniform(ops.fold_key(seed, "generate", step), tuple(logits_BV.shape)).to(logits_BV.device)
+    uniform_BV = ops.random_uniform(ops.fold_key(seed, "generate", index), tuple(logits_BV.shape)).to(logits_BV.device)
     return (logits_BV.to(torch.float32) / temperature - (-uniform_BV.log()).log()).argmax(-1)

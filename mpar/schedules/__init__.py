@@ -1,6 +1,6 @@
-"""Pipeline schedules: pure functions from sizes to lists of actions, and what follows from a list: times, messages, proofs.
+"""Pipeline schedules: pure functions from sizes to lists of actions, and what follows from these: times, messages, proofs.
 
-Names are loaded when first used: a rank that runs a compiled program needs two of them.
+Names are imported when they are first used, because a rank that runs a compiled program needs only two of them.
 """
 
 import importlib

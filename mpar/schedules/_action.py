@@ -1,4 +1,4 @@
-"""Actions: what a rank of a pipeline does, one stage and one microbatch at a time."""
+"""Actions: what a rank of a pipeline does with one stage and one microbatch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,10 +9,10 @@ KINDS = ("F", "B", "I", "W")
 
 
 class Action(NamedTuple):
-    """Work on one microbatch in one stage; printed as torch writes it: `2F0`.
+    """Work on one microbatch in one stage. Printed as torch writes it: `2F0`.
 
-    kind: F forward, B whole backward, I the part of it that gives the gradient of the stage's input, W the rest: gradients of
-    parameters.
+    kind: F is a forward, B a backward. A backward may be split into I, which gives the gradient of the stage's input, and W,
+    which gives the gradients of its parameters.
     """
 
     stage: int
@@ -24,14 +24,14 @@ class Action(NamedTuple):
 
 
 Actions = Sequence[Sequence[Action]]
-"""Per rank, in order. (stage, microbatch) lives on the rank that has its F: any map from stages to ranks is possible."""
+"""The actions of each rank, in order. All work on a (stage, microbatch) is on the rank that has its F; any rank can have it."""
 
 
 def num_stages(table: Actions) -> int:
-    """Stages of the model: the highest that any rank works on, and one."""
+    """The number of stages: one more than the highest that any rank works on."""
     return 1 + max((action.stage for rank in table for action in rank), default=-1)
 
 
 def num_microbatches(table: Actions) -> int:
-    """Microbatches: the highest that any rank works on, and one."""
+    """The number of microbatches: one more than the highest that any rank works on."""
     return 1 + max((action.microbatch for rank in table for action in rank), default=-1)

@@ -1,4 +1,4 @@
-"""The best order that can be found for a pipeline, given what its actions cost and how many bytes its ranks have."""
+"""Searches the best order for a pipeline, given the costs of its actions and the memory of its ranks."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ __all__ = ["Auto", "Trial", "auto", "auto_actions"]
 
 @dataclass(frozen=True)
 class Trial:
-    """One method of the search: its best makespan (None: nothing that fits), and how many orders or states it looked at."""
+    """One method of the search, the best makespan it found (None: no order that fits), and how many orders or states it tried."""
 
     method: str
     makespan: float | None
@@ -28,9 +28,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Auto:
-    """table: per rank its actions. bound: no order ends sooner. optimal: it is proven that no order ends sooner than this one.
+    """The result of the search.
 
-    method: the trial that found it. trials: all of them, in order.
+    table:   for each rank its actions.
+    bound:   a time before which no order can end.
+    optimal: whether it is proven that no order ends before this one.
+    method:  the trial that found this order.
+    trials:  all trials, in order.
     """
 
     table: list[list[Action]]
@@ -42,7 +46,7 @@ class Auto:
 
     @property
     def gap(self) -> float:
-        """By what share of the bound the makespan is over it, at most what a better order could gain."""
+        """By how much the makespan is above the bound, as a share of the bound. No better order can gain more."""
         return self.timeline.makespan / self.bound - 1 if self.bound else 0.0
 
 
@@ -56,19 +60,20 @@ def auto(
     effort: float = 1.0,
     seed: int = 0,
 ) -> Auto:
-    """Search the order with the least makespan; of equal ones that with the least span bubble, then with the least peak bytes.
+    """Search the order with the least makespan; of equal ones the least span bubble decides, then the least peak of bytes.
 
-    Every stage takes its microbatches in ascending order, in F, in I or B, and in W. In turn: named schedules, list scheduling by
-    many rules, the exact search if there are few actions, beam and local search from the best so far. The same input gives
-    the same result: work is limited by counts, not by clocks.
+    In every stage F, I or B, and W each take the microbatches in ascending order. The search tries, in turn, the named schedules,
+    list scheduling by many rules, an exact search if there are few actions, and beam search and local search from the best order
+    so far. The same input always gives the same result, because work is limited by counts and not by clocks.
 
-    placement: per stage its rank. cap_bytes: what a rank, or every rank, has for activations as `Costs.activation` counts them.
-    also: tables by name that compete with those of SCHEDULES; of all these, what has another placement or is over the cap is
-    passed over, and microbatches are renumbered to ascend.
-    effort: more or less work than usual, by this factor.
+    placement: for each stage its rank.
+    cap_bytes: bytes for activations, as `Costs.activation` counts them, of each rank, or one number for every rank.
+    also:      more tables, by name, that compete with those of SCHEDULES. Tables with another placement or above the cap are
+               ignored; microbatches are renumbered to ascend.
+    effort:    the search does more or less work than usual, by this factor.
 
-    Raises ConfigError if costs, placement and sizes disagree, or if no order at all fits the cap: one microbatch, alone in the
-    pipeline, holds on every rank the activations of all its stages there.
+    Raises ConfigError if costs, placement and sizes disagree, or if no order can fit the cap: even a single microbatch holds, on
+    every rank, the activations of all stages there.
     """
     if not effort > 0:
         raise ConfigError(f"auto: effort is {effort}, needs to be more than 0")
@@ -78,10 +83,10 @@ def auto(
     for name, table in (*_named(problem), *(also or {}).items()):
         order = _as_order(problem, table)
         if order is not None:
-            fitting = all(fits(problem, rank, own) for rank, own in enumerate(order))
+            fitting = all(fits(problem, rank, codes) for rank, codes in enumerate(order))
             search.offer(name, [order] if fitting else [], 1)
     steps = max(int(effort * _STEPS), 1)
-    if not (search.done and search.without_bubble):  # cheap, and may find less of span bubble and bytes
+    if not (search.done and search.without_bubble):  # this is cheap, and may lower the span bubble and the bytes
         search.offer("list scheduling", *search_rules(problem, first_rules(problem), steps, search.key, bounds.makespan))
     if not search.done and problem.size <= _FEW:
         outcome = exact(problem, bounds, search.makespan, nodes=int(effort * _NODES))
@@ -101,15 +106,15 @@ def auto(
 _OPTIONS: dict[str, list[dict[str, object]]] = {
     "one_f_one_b": [{}, {"extra_warmup": 1}],
 }
-_STEPS = 330_000  # actions that list scheduling may place, in all
-_MOVES = 8_000_000  # actions that local search may run, in all
-_NODES = 40_000  # states that exact or beam search may open
-_FEW = 100  # actions in all up to which an exact search has a chance within _NODES
-_MANY = 400  # actions in all up to which beam search is wide enough to be of use
+_STEPS = 330_000  # how many actions list scheduling may place, over all orders that it tries
+_MOVES = 8_000_000  # how many actions local search may run, over all orders that it tries
+_NODES = 40_000  # how many states exact search or beam search may open
+_FEW = 100  # with more actions than this, an exact search has no chance within _NODES
+_MANY = 400  # with more actions than this, beam search is too narrow to be of use
 
 
 class _Search:
-    """The best order so far, and what was tried."""
+    """The best order so far, and the trials that were made."""
 
     def __init__(self, problem: Problem, bound: float) -> None:
         self.problem, self.bound = problem, bound
@@ -118,17 +123,17 @@ class _Search:
         self.proven = False
 
     def key(self, order: Order, result: Run) -> tuple[float, float, int]:
-        """What is least in the best order; times are rounded, so that sums in another order do not decide."""
+        """What the search minimises. Times are rounded, so that the order in which they are summed does not decide."""
         digits = 9 - math.ceil(math.log10(max(self.bound, 1e-300)))
         peak = max(_peaks(self.problem, order))
         return round(result.makespan, digits), round(result.span_bubble, digits), peak
 
     def offer(self, method: str, orders: Sequence[Order], looked_at: int) -> None:
-        """Note a trial, and its best order if it is the best of all."""
+        """Note a trial, and keep the best of its orders if it is the best so far."""
         makespan = None
         for order in orders:
             result = run(self.problem, order)
-            assert result is not None and all(fits(self.problem, rank, own) for rank, own in enumerate(order))
+            assert result is not None and all(fits(self.problem, rank, codes) for rank, codes in enumerate(order))
             makespan = result.makespan if makespan is None else min(makespan, result.makespan)
             key = self.key(order, result)
             if self.best is None or key < self.best[0]:
@@ -153,25 +158,25 @@ class _Search:
 
     @property
     def done(self) -> bool:
-        """Whether nothing ends sooner: what is left is the span bubble, and that is for local search alone."""
+        """Whether no order can end sooner. The span bubble may still be lowered, which only local search tries."""
         return self.best is not None and (self.proven or self.makespan <= self.bound * (1 + 1e-9))
 
     def result(self) -> Auto:
         assert self.best is not None
         order = fused(self.problem, self.order)
         table = to_table(order)
-        found = timeline(table, self.problem.costs)
+        best_timeline = timeline(table, self.problem.costs)
         optimal = self.done or self.proven
-        assert self.bound <= found.makespan * (1 + 1e-9)
-        bound = found.makespan if self.proven else min(self.bound, found.makespan)
-        return Auto(table, found, bound, optimal, self.best[2], tuple(self.trials))
+        assert self.bound <= best_timeline.makespan * (1 + 1e-9)
+        bound = best_timeline.makespan if self.proven else min(self.bound, best_timeline.makespan)
+        return Auto(table, best_timeline, bound, optimal, self.best[2], tuple(self.trials))
 
 
 def _peaks(problem: Problem, order: Order) -> list[int]:
     peaks = []
-    for own in order:
+    for codes in order:
         live = peak = 0
-        for code in own:
+        for code in codes:
             stage, kind = code >> 2, code & 3
             activation, rest = problem.activation[stage], problem.rest[stage]
             live += (activation, -activation, rest - activation, -rest)[kind]
@@ -181,8 +186,8 @@ def _peaks(problem: Problem, order: Order) -> list[int]:
 
 
 def _named(problem: Problem) -> Iterator[tuple[str, Actions]]:
-    """Tables of all schedules that exist in these sizes, and some of their options."""
-    stages, ranks = len(problem.place), len(problem.own)
+    """The tables of all named schedules that exist for these sizes, some of them with options."""
+    stages, ranks = len(problem.place), len(problem.rank_stages)
     if stages % ranks:
         return
     for name, schedule in SCHEDULES.items():
@@ -191,7 +196,7 @@ def _named(problem: Problem) -> Iterator[tuple[str, Actions]]:
         for options in _OPTIONS.get(name, [{}]):
             try:
                 table = schedule.table(ranks, stages // ranks, problem.count, options)
-            except ConfigError:  # sizes that this schedule refuses
+            except ConfigError:  # this schedule refuses these sizes
                 continue
             yield name + "".join(f" {option}={value}" for option, value in options.items()), table
 
@@ -205,10 +210,11 @@ def auto_actions(
     placement: str | Sequence[int] = "loop",
     cap_bytes: Sequence[int] | int | None = None,
 ) -> list[list[Action]]:
-    """The table of `auto`, by the parameters that `actions` has for named schedules.
+    """The table of `auto`, with the parameters that `actions` has for named schedules.
 
-    costs: None: `Costs.uniform`, so that cap_bytes counts microbatches times chunks in flight. placement: "loop": chunk c of rank
-    r is stage c * num_ranks + r. "v": every other chunk is in descending order of ranks. Or, per stage, its rank.
+    costs:     None stands for `Costs.uniform`, so that cap_bytes counts microbatches times chunks in flight.
+    placement: "loop": chunk c of rank r is stage c * num_ranks + r. "v": the same, with ranks in descending order in every other
+               chunk. Or a list with the rank of each stage.
     """
     stages = num_ranks * num_chunks
     if isinstance(placement, str):
@@ -229,12 +235,12 @@ def auto_actions(
 
 
 def _as_order(problem: Problem, table: Actions) -> Order | None:
-    """A table as an order of this problem; None if it is of another one, or stuck if ascending."""
-    if len(table) != len(problem.own):
+    """A table as an order of this problem. None if it is of another problem, or cannot run with ascending microbatches."""
+    if len(table) != len(problem.rank_stages):
         return None
     counts: dict[tuple[int, str], int] = {}
-    for rank, own in enumerate(table):
-        for stage, kind, _ in own:
+    for rank, actions in enumerate(table):
+        for stage, kind, _ in actions:
             if stage >= len(problem.place) or problem.place[stage] != rank:
                 return None
             for part in "IW" if kind == "B" else kind:
@@ -246,7 +252,7 @@ def _as_order(problem: Problem, table: Actions) -> Order | None:
 
 
 def _problem(costs: Costs, placement: Sequence[int], num_microbatches: int, cap_bytes: Sequence[int] | int | None) -> Problem:
-    """Check everything, all offenders at once."""
+    """The problem to solve. Raises ConfigError, which lists everything that is wrong with the arguments."""
     stages, ranks = len(placement), 1 + max(placement, default=-1)
     caps: list[float] = [math.inf] * ranks
     if cap_bytes is not None:
@@ -302,7 +308,7 @@ def _cost_problems(costs: Costs, stages: int) -> list[str]:
         if not all(math.isfinite(value) and value >= 0 for value in values):
             wrong.append(f"costs.{name} {list(values)} has numbers that are negative or not finite")
     if costs.activation and costs.weight_part is not None and len(costs.activation) == len(costs.weight_part):
-        more = [s for s, (part, whole) in enumerate(zip(costs.weight_part, costs.activation, strict=True)) if part > whole]
+        more = [s for s, (part, total) in enumerate(zip(costs.weight_part, costs.activation, strict=True)) if part > total]
         if more:
             wrong.append(f"costs.weight_part is more than costs.activation for stages {more}, of which it is a part")
     return wrong

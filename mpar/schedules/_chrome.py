@@ -1,4 +1,4 @@
-"""A picture as a trace in the Trace Event Format, which Perfetto and chrome://tracing open: write it as JSON."""
+"""Writes a picture as a trace in the Trace Event Format, which Perfetto and chrome://tracing open as JSON."""
 
 from mpar.schedules._picture import BAR_KINDS, Picture, rows
 
@@ -6,9 +6,9 @@ __all__ = ["chrome_trace"]
 
 
 def chrome_trace(picture: Picture) -> dict:
-    """A process per lane, a thread per queue (further ones where its bars overlap), a counter for the lane's memory.
+    """The trace has a process for each lane, a thread for each of its queues (more where bars overlap), a counter of memory.
 
-    Times are microseconds; without a unit one stands for a millisecond.
+    Times are in microseconds. In a picture without a unit, one unit of time stands for a millisecond.
     """
     scale = 1e6 if picture.unit else 1e3
     events: list[dict] = []

@@ -1,4 +1,4 @@
-"""A pause of the garbage collector."""
+"""Pauses the garbage collector."""
 
 import gc
 from collections.abc import Iterator
@@ -9,10 +9,11 @@ __all__ = ["paused_collector"]
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """For code that makes hundreds of thousands of small tuples, none part of a cycle: looking for cycles takes half its time.
+    """Pause the garbage collector for code that makes hundreds of thousands of small tuples without cycles.
 
-    What was made counts as old afterwards, so that the next collection of young objects does not begin with all of it. Objects
-    that somebody has frozen stay frozen: then nothing is aged.
+    Looking for cycles would take half of the time. Afterwards the new objects are moved to the oldest generation, so that the
+    next collection of young objects does not go through all of them. If objects have been frozen, this is left out, as it would
+    unfreeze them.
     """
     enabled = gc.isenabled()
     gc.disable()

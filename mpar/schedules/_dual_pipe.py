@@ -12,10 +12,10 @@ __all__ = ["dual_pipe", "two_ways"]
 def dual_pipe(rank: int, *, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
     """DualPipe (DeepSeek-V3 report, arXiv:2412.19437, sec. 3.2.1).
 
-    The forward of a pair that runs as one comes before its backward.
-    Rank r has stage r for the first half of the microbatches and stage num_ranks - 1 - r for the second half: parameters twice.
-    Needs an even number of ranks and of microbatches, and twice as many microbatches as ranks. Keeps at most num_ranks + 1
-    microbatches live. Rank 0 of 2, with 4:
+    Where DualPipe runs a forward and a backward as one, the forward comes first here. Rank r has stage r for the first half of
+    the microbatches and stage num_ranks - 1 - r for the second half, so parameters are stored twice. Needs an even number of
+    ranks and of microbatches, and at least twice as many microbatches as ranks. Keeps at most num_ranks + 1 microbatches live.
+    Rank 0 of 2, with 4:
         0F0 1F2  0F1 1B2 1F3 0B0  1B3 0I1  0W1
     """
     rules = {
@@ -36,20 +36,20 @@ def dual_pipe(rank: int, *, num_ranks: int, num_microbatches: int) -> tuple[Acti
 def two_ways(
     position: int, depth: int, num_microbatches: int, early: tuple[int, int], late: tuple[int, int]
 ) -> tuple[Action, ...]:
-    """The order of the rank at `position` of `depth`, which has a stage of the early half and one of the late half.
+    """The order of the rank at `position` of `depth`: one of its stages gets its microbatches early, the other one late.
 
-    early, late: stage and first microbatch of the `num_microbatches` that go through it.
+    early, late: (stage, first of the `num_microbatches` microbatches that go through it).
     """
     order: list[Action] = []
-    pending: deque[tuple[int, int]] = deque()  # whose I ran and whose W did not
+    pending: deque[tuple[int, int]] = deque()  # (stage, microbatch) whose I is in the order and whose W is not yet
     counters = {(stage, kind): count(first) for stage, first in (early, late) for kind in "FB"}
     f0, b0, i0 = [(early[0], kind) for kind in "FBI"]
     f1, b1, i1 = [(late[0], kind) for kind in "FBI"]
     w = (-1, "W")
 
-    def emit(times: int, *what: tuple[int, str]) -> None:
+    def emit(times: int, *keys: tuple[int, str]) -> None:
         for _ in range(times):
-            for stage, kind in what:
+            for stage, kind in keys:
                 if kind == "W":
                     if pending:
                         oldest, microbatch = pending.popleft()
@@ -61,15 +61,15 @@ def two_ways(
                     pending.append((stage, microbatch))
 
     after = depth - 1 - position
-    whole, odd = divmod(position + 1, 2)  # pairs of step 6 before its backwards are split
+    num_pairs, odd = divmod(position + 1, 2)  # pairs of step 6 before its backwards are split
     emit(2 * after, f0)
     emit(position + 1, f0, f1)
     emit(after, i1, w, f1)
     emit(num_microbatches - 2 * depth + position + 1, f0, b1, f1, b0)
     emit(after, b1, f1, b0)
-    emit(whole, b1, b0)
+    emit(num_pairs, b1, b0)
     emit(odd, b1, i0)
-    emit(position + 1 - whole - odd, i1, i0)
+    emit(position + 1 - num_pairs - odd, i1, i0)
     emit(after, w, i0)
     emit(position + 1, w)
     return tuple(order)

@@ -1,4 +1,4 @@
-"""Forward alone: evaluation on the placement that training has."""
+"""Forwards only: for evaluation, with the placement of the training."""
 
 from mpar.schedules._action import Action
 from mpar.schedules._interleaved import chunk_order, groups_of
@@ -13,9 +13,9 @@ def forward_only(
 ) -> tuple[Action, ...]:
     """Every forward, no backward.
 
-    placement: "loop": stage c * num_ranks + rank is chunk c, groups of microbatches go through the chunks as in `interleaved`;
-    "v": stages `rank` and 2 num_ranks - 1 - rank, as zbv has them; num_chunks is 2. Bubble (num_ranks - 1) F, or twice this with
-    "v", where each microbatch ends where it began. Rank 0 of 2, 2 chunks, with 3: loop, v:
+    placement: "loop": stage c * num_ranks + rank is chunk c; groups of microbatches go through the chunks as in `interleaved`.
+    "v": a rank has stages `rank` and 2 num_ranks - 1 - rank, as in zbv; num_chunks is 2. The bubble is (num_ranks - 1) F, or
+    twice this with "v", where each microbatch ends on the rank where it began. Rank 0 of 2, 2 chunks, with 3, "loop" and "v":
         0F0 0F1 0F2  2F0 2F1 2F2
         0F0  0F1 3F0  0F2 3F1  3F2
     """
@@ -28,5 +28,5 @@ def forward_only(
     if placement == "loop":
         groups = groups_of("forward_only", num_ranks, num_microbatches)
         return tuple(chunk_order("F", rank, num_ranks, range(num_chunks), groups))
-    there, back = [[Action(stage, "F", m) for m in range(num_microbatches)] for stage in (rank, 2 * num_ranks - 1 - rank)]
-    return alternate(there, back, num_ranks - 1 - rank)
+    outbound, inbound = [[Action(stage, "F", m) for m in range(num_microbatches)] for stage in (rank, 2 * num_ranks - 1 - rank)]
+    return alternate(outbound, inbound, num_ranks - 1 - rank)

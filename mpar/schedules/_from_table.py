@@ -1,4 +1,4 @@
-"""Tables as text, one line per rank, as torch.distributed.pipelining writes and reads them."""
+"""Reads and writes tables as text, with one line for each rank, in the format of torch.distributed.pipelining."""
 
 import csv
 import io
@@ -20,69 +20,70 @@ Cell = tuple[int, str, int]
 def from_table(text: str, *, drop: bool = False) -> tuple[tuple[Action | Transfer, ...], ...]:
     """Read a pipeline order from comma-separated text: a line per rank, `2F0` for the forward of microbatch 0 in stage 2.
 
-    Cells may be empty. `(4F4;3B0)OVERLAP_F_B` becomes its members in their order. SEND_F, RECV_F, SEND_B and RECV_B become
-    transfers, numbered by kind, sending stage and microbatch. If there is no WAIT among them, as torch writes none, a receive is
-    waited for right before its consumer, a send at the end of its rank. drop: leave out UNSHARD, RESHARD and REDUCE_GRAD,
-    which are refused otherwise: a program gathers and reduces parameters by its own rules.
-    Raises ConfigError with all cells that cannot be read, or all messages whose other stage is on no rank.
+    Cells may be empty. `(4F4;3B0)OVERLAP_F_B` becomes its two actions, in their order. SEND_F, RECV_F, SEND_B and RECV_B become
+    transfers, numbered by kind, sending stage and microbatch. If the table has no WAIT, and torch writes none, a rank waits for a
+    receive right before its consumer, and for a send at its end.
+    drop: leave out UNSHARD, RESHARD and REDUCE_GRAD, which are otherwise refused: a program gathers and reduces parameters by
+    rules of its own.
+    Raises ConfigError, which lists all cells that cannot be read, or all messages whose other stage is on no rank.
     """
     rows: list[list[Cell]] = []
     wrong: list[str] = []
     for line, row in enumerate(csv.reader(io.StringIO(text)), start=1):
-        own: list[Cell] = []
+        cells: list[Cell] = []
         for column, cell in enumerate(row, start=1):
             pair = _PAIR.fullmatch(cell.strip())
             for part in filter(None, map(str.strip, pair[1].split(";") if pair else [cell])):
                 if match := _CELL.fullmatch(part):
-                    own.append((int(match[1]), match[2], int(match[3])))
+                    cells.append((int(match[1]), match[2], int(match[3])))
                 elif not _OF_STAGE.fullmatch(part):
                     wrong.append(f"line {line}, cell {column}: {part!r} is no action (2F0, 2B0, 2I0, 2W0, 2SEND_F0)")
                 elif not drop:
                     wrong.append(f"line {line}, cell {column}: {part!r} is no work on a microbatch (drop=True leaves it out)")
-        rows.append(own)
+        rows.append(cells)
     _refuse(wrong)
     return _with_transfers(rows)
 
 
 def to_table(table: Actions | list[list[Action | Transfer]], *, waits: bool = True) -> str:
-    """Write a pipeline order as `from_table` reads it. waits: False leaves out what torch does not read, WAIT_F and WAIT_B."""
+    """Write a pipeline order as `from_table` reads it. waits: False leaves out WAIT_F and WAIT_B, which torch does not read."""
     lines = [
-        [str(action) for action in own if waits or not (isinstance(action, Transfer) and action.op == "wait")] for own in table
+        [str(cell) for cell in cells if waits or not (isinstance(cell, Transfer) and cell.op == "wait")] for cells in table
     ]
     return "".join(",".join(line) + "\n" for line in lines)
 
 
 def _with_transfers(rows: list[list[Cell]]) -> tuple[tuple[Action | Transfer, ...], ...]:
-    """Actions, and transfers with the peers and numbers that follow from where the forwards are."""
-    place = {(stage, microbatch): rank for rank, own in enumerate(rows) for stage, kind, microbatch in own if kind == "F"}
-    sends = {(kind[-1], stage, m) for own in rows for stage, kind, m in own if len(kind) > 1 and kind.startswith("SEND")}
-    receives = {_source(stage, kind[-1], m) for own in rows for stage, kind, m in own if kind.startswith("RECV")}
+    """The actions, and the transfers with their peers and numbers. The places of the forwards decide the peers."""
+    place = {(stage, microbatch): rank for rank, cells in enumerate(rows) for stage, kind, microbatch in cells if kind == "F"}
+    sends = {(kind[-1], stage, m) for cells in rows for stage, kind, m in cells if len(kind) > 1 and kind.startswith("SEND")}
+    receives = {_source(stage, kind[-1], m) for cells in rows for stage, kind, m in cells if kind.startswith("RECV")}
     numbers = {message: number for number, message in enumerate(sorted(sends | receives, key=lambda m: (m[0] == "B", *m[1:])))}
-    has_waits = any(kind.startswith("WAIT") for own in rows for _, kind, _ in own)
+    has_waits = any(kind.startswith("WAIT") for cells in rows for _, kind, _ in cells)
     wrong: list[str] = []
     table: list[tuple[Action | Transfer, ...]] = []
-    for rank, own in enumerate(rows):
+    for rank, cells in enumerate(rows):
         out: list[Action | Transfer] = []
-        posted: dict[Cell, Transfer] = {}  # receives that nobody has used yet
+        posted: dict[Cell, Transfer] = {}  # receives that no action has used yet
         last: list[Transfer] = []
         sent: set[Cell] = set()
-        for stage, kind, m in own:
-            what = kind[-1] if kind[-1] in "FW" else "B"
-            key = (stage, what, m)
+        for stage, kind, m in cells:
+            direction = kind[-1] if kind[-1] in "FW" else "B"
+            key = (stage, direction, m)
             if len(kind) == 1:
                 if not has_waits and key in posted:
                     out.append(posted.pop(key)._replace(op="wait"))
                 out.append(Action(stage, kind, m))
                 continue
             sending = kind.startswith("SEND") or key in sent  # before a stage sends, it has waited for what it received
-            message = (what, stage, m) if sending else _source(stage, what, m)
-            peer = place.get((stage + (1 if sending == (what == "F") else -1), m))
+            message = (direction, stage, m) if sending else _source(stage, direction, m)
+            peer = place.get((stage + (1 if sending == (direction == "F") else -1), m))
             if peer is None or message not in numbers:
                 wrong.append(
                     f"line {rank + 1}: {stage}{kind}{m} has no other end: no rank has the forward of that stage, or posts it"
                 )
                 continue
-            transfer = Transfer(kind[:4].lower(), numbers[message], peer, stage, what, m)
+            transfer = Transfer(kind[:4].lower(), numbers[message], peer, stage, direction, m)
             out.append(transfer)
             if transfer.op == "send":
                 sent.add(key)
@@ -95,7 +96,7 @@ def _with_transfers(rows: list[list[Cell]]) -> tuple[tuple[Action | Transfer, ..
 
 
 def _source(stage: int, kind: str, microbatch: int) -> tuple[str, int, int]:
-    """The message that a stage receives: its kind, the stage that sends it, its microbatch."""
+    """The message that a stage receives, as (kind, stage that sends it, microbatch)."""
     return kind, stage - 1 if kind == "F" else stage + 1, microbatch
 
 

@@ -1,4 +1,4 @@
-"""Pictures as one HTML page to look into: zoom, pan, tooltips; it needs no network and no other file."""
+"""Writes pictures as one HTML page with zoom, pan and tooltips. The page needs no network and no other file."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ __all__ = ["html"]
 
 
 def html(pictures: Sequence[Picture], title: str = "Pipeline") -> str:
-    """The page, pictures one below the other; those of one unit share one scale of time."""
+    """The page, with pictures one below the other. Pictures of the same unit share one scale of time."""
     kinds = [kind for kind in BAR_KINDS if any(bar.kind == kind for picture in pictures for bar in picture.bars)]
     legend = "".join(f'<span><i style="background:{_css(kind, 0, 1)}"></i>{BAR_KINDS[kind]}</span>' for kind in kinds)
     data = {"kinds": BAR_KINDS, "pictures": [_data(picture) for picture in pictures]}
@@ -43,7 +43,7 @@ def _section(picture: Picture) -> str:
 
 
 def _data(picture: Picture) -> dict:
-    """What the script needs; a bar is [start, end, label, kind, chunk]."""
+    """The data that the script draws. A bar is [start, end, label, kind, chunk]."""
     chunks = 1 + max((bar.chunk for bar in picture.bars), default=0)
     used = sorted({(bar.kind, bar.chunk) for bar in picture.bars})
     return {

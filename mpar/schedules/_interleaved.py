@@ -12,9 +12,10 @@ def interleaved(
 ) -> tuple[Action, ...]:
     """Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2.2); stage c * num_ranks + rank is chunk c.
 
-    Microbatches go through the chunks in groups of about num_ranks, or at most `group_size` (`groups_of`). Keeps at most
-    (num_chunks - 1) * group + 2 (num_ranks - 1 - rank) + 1 microbatches live, summed over its chunks. Bubble, if num_ranks
-    divides num_microbatches, (num_ranks - 1) (F + B) of a chunk: 1 / num_chunks of that of 1F1B. Rank 1 of 2, 2 chunks, with 4:
+    Microbatches go through the chunks in groups of about num_ranks, or of at most `group_size` (see `groups_of`). Keeps at most
+    (num_chunks - 1) * group + 2 (num_ranks - 1 - rank) + 1 microbatches live, summed over its chunks. If num_ranks divides
+    num_microbatches, the bubble is (num_ranks - 1) (F + B) of a chunk, 1 / num_chunks of that of 1F1B.
+    Rank 1 of 2, 2 chunks, with 4:
         1F0 1F1  3F0 3B0  3F1 3B1  1F2 1B0  1F3 1B1  3F2 3B2  3F3 3B3  1B2 1B3
     """
     check_sizes("interleaved", rank, num_ranks, num_microbatches, num_chunks)
@@ -25,11 +26,11 @@ def interleaved(
 
 
 def groups_of(name: str, num_ranks: int, num_microbatches: int, group_size: int | None = None) -> list[range]:
-    """Microbatches in groups of nearly the same size, larger ones first, that go through a chunk together.
+    """The microbatches in groups that go through a chunk together. Groups are of nearly equal size, larger ones first.
 
-    A group needs num_ranks microbatches: with fewer, the first chunk's end comes back to the first rank too late. So there are
-    at most num_microbatches // num_ranks groups (one if there are fewer microbatches): that many if `group_size` is None, else as
-    few as make none of them larger than `group_size`, where this is possible.
+    A group needs num_ranks microbatches: with fewer, the first rank would wait for the group to come back from the end of the
+    first chunk. So there are at most num_microbatches // num_ranks groups (one if there are fewer microbatches than ranks). If
+    `group_size` is None, there are that many; otherwise as few as keep groups at or below `group_size`, where this is possible.
     """
     smallest = min(num_ranks, num_microbatches)
     groups = max(1, num_microbatches // num_ranks)
@@ -45,5 +46,5 @@ def groups_of(name: str, num_ranks: int, num_microbatches: int, group_size: int 
 
 
 def chunk_order(kind: str, rank: int, num_ranks: int, chunks: range, groups: list[range]) -> list[Action]:
-    """Group after group through one chunk after the other."""
+    """The actions of one kind: every group, in order, goes through all of `chunks`, in order."""
     return [tuple.__new__(Action, (c * num_ranks + rank, kind, m)) for group in groups for c in chunks for m in group]

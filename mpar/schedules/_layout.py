@@ -1,7 +1,7 @@
-"""Layout: which segments of the chain make up which stage.
+"""Layout: which segments of the chain belong to which stage.
 
-By default layers are spread evenly; they can be counted stage by stage, balanced by cost, or drawn in the letters of Megatron-LM
-(`--pipeline-model-parallel-layout`): `Et*3|(tt|)*29m|L`.
+By default layers are spread evenly. A layout can also give the layers of each stage, balance stages by cost, or be written in the
+letters of Megatron-LM (`--pipeline-model-parallel-layout`): `Et*3|(tt|)*29m|L`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,21 +15,21 @@ __all__ = ["balance", "even", "layout_letters", "parse_layout", "stage_ranges"]
 
 LETTERS = {"E": "embedding", "t": "layer", "m": "MTP layer", "L": "head"}
 KIND_OF = {"embed": "E", "mtp": "m", "head": "L"}  # by the first word of a segment's name; all others are layers
-LONGEST = 100_000  # characters of a layout that is written out: far more than any model, and soon found out
+LONGEST = 100_000  # most letters of a layout with repetitions written out: far more than any model has
 
 
 def stage_ranges(
     names: Sequence[str], num_stages: int, layout: str | Sequence[int] | None = None, *, costs: Sequence[float] | None = None
 ) -> tuple[range, ...]:
-    """The positions in `names`, the segments' names in order, that each stage consists of. Together they are all, in order.
+    """For each stage the range of its segments, as indices into `names`, the names of all segments in order.
 
-    `embed` and `embed.*` are the embedding, `mtp.*` are MTP layers, `head` and `head.*` end the model; the
-    others are layers. The embedding is in the first stage and the head in the last. layout:
-        None          layers as even as can be (see `even`)
-        "balance"     the heaviest stage is as light as can be (see `balance`); needs `costs`, one per segment
-        another str   letters, one per part of the model (see `parse_layout`)
-        ints          layers of each stage; 0 leaves a stage without any, and MTP layers go with the head
-    Raises ConfigError with the sums if a layout is of another model or of another number of stages.
+    `embed` and `embed.*` are the embedding, `mtp.*` are MTP layers, `head` and `head.*` are the head; all other segments are
+    layers. The embedding is in the first stage and the head in the last. layout:
+        None          layers are spread as evenly as possible (see `even`)
+        "balance"     the most expensive stage is as cheap as possible (see `balance`); needs `costs`, one for each segment
+        another str   letters for the segments of each stage (see `parse_layout`)
+        ints          layers of each stage; 0 leaves a stage without layers, and MTP layers go with the head
+    Raises ConfigError, which has the sums, if a layout does not fit the model or the number of stages.
     """
     if num_stages < 1:
         raise ConfigError(f"a pipeline of {num_stages} stages: at least one is needed")
@@ -58,40 +58,40 @@ def stage_ranges(
 
 
 def layout_letters(stage_of: Mapping[str, int]) -> str:
-    """The layout, in letters, in which each named segment is in the stage that it has in `stage_of`; names are in order."""
+    """The layout in letters that puts each segment into its stage by `stage_of`, whose names are in the order of the chain."""
     names = list(stage_of)
     letters = [""] * (1 + max(stage_of.values()))
     for letter, name in zip(_kinds(names), names, strict=True):
-        own = letters[stage_of[name]]
-        if letter not in "EL" or letter not in own:  # one letter stands for all the segments of an embedding or a head
-            letters[stage_of[name]] = own + letter
+        drawn = letters[stage_of[name]]
+        if letter not in "EL" or letter not in drawn:  # one letter stands for all the segments of an embedding or a head
+            letters[stage_of[name]] = drawn + letter
     return "|".join(letters)
 
 
 def even(num_layers: int, num_stages: int, *, first: int | None = None, last: int | None = None) -> tuple[int, ...]:
-    """Layers of each stage, any two of which differ by one at most: `even(30, 4)` is (7, 8, 8, 7).
+    """The number of layers of each stage. Any two differ by at most one: `even(30, 4)` is (7, 8, 8, 7).
 
-    The last stage has the head to compute and early stages keep more microbatches in memory, so those shortly before the last get
-    the layers that are over. `first` and `last` fix the layers of these stages (Megatron-LM's num_layers_in_first_pipeline_stage
-    and num_layers_in_last_pipeline_stage, for a stage, not for all of a rank's).
+    The last stage also computes the head, and early stages keep more microbatches in memory, so the stages shortly before the
+    last get one layer more. `first` and `last` fix the layers of the first and last stage (Megatron-LM's
+    num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, but for one stage, not for all stages of a rank).
     Raises ConfigError if a stage would be left empty.
     """
     if num_stages < 1:
         raise ConfigError(f"a pipeline of {num_stages} stages: at least one is needed")
     fixed = [f"{word} {count}" for word, count in (("first", first), ("last", last)) if count is not None]
     middle = num_stages - len(fixed)
-    rest = num_layers - (first or 0) - (last or 0)
-    what = f"cannot spread {num_layers} layers over {num_stages} stages" + (f" with {' and '.join(fixed)}" if fixed else "")
+    remaining = num_layers - (first or 0) - (last or 0)
+    attempt = f"cannot spread {num_layers} layers over {num_stages} stages" + (f" with {' and '.join(fixed)}" if fixed else "")
     if middle < 0:
-        raise ConfigError(f"{what}: a single stage is both the first and the last; give one of them")
-    if min(rest, first or 0, last or 0, num_layers) < 0 or (middle == 0 and rest):
-        raise ConfigError(f"{what}: {rest} layers would be left for the other {middle} stages")
-    if rest < middle and num_stages > 1:
+        raise ConfigError(f"{attempt}: a single stage is both the first and the last; give one of them")
+    if min(remaining, first or 0, last or 0, num_layers) < 0 or (middle == 0 and remaining):
+        raise ConfigError(f"{attempt}: {remaining} layers would be left for the other {middle} stages")
+    if remaining < middle and num_stages > 1:
         raise ConfigError(
-            f"{what}: {rest} layers for {middle} stages leave {middle - rest} empty; use {num_layers} stages or fewer, "
-            "or say which are empty by giving the layers of each stage"
+            f"{attempt}: {remaining} layers for {middle} stages leave {middle - remaining} empty; "
+            f"use {num_layers} stages or fewer, or say which are empty by giving the layers of each stage"
         )
-    least, over = divmod(rest, middle) if middle else (0, 0)
+    least, over = divmod(remaining, middle) if middle else (0, 0)
     light_end = 1 if last is None else 0
     counts = [least] * (middle - over - light_end) + [least + 1] * over + [least] * light_end if middle else []
     return (*([] if first is None else [first]), *counts, *([] if last is None else [last]))
@@ -100,14 +100,14 @@ def even(num_layers: int, num_stages: int, *, first: int | None = None, last: in
 def parse_layout(text: str) -> tuple[str, ...]:
     """The letters of each stage of a layout as Megatron-LM writes it: `parse_layout("Et*2|(t|)*2L")` is ("Ett", "t", "t", "L").
 
-    E embedding, t layer, m MTP layer, L head; `|` ends a stage, which may be empty; `*n` repeats the letter, bar or group in
-    parentheses before it; commas and spaces mean nothing. Raises ConfigError with the place of the first mistake.
+    E is the embedding, t a layer, m an MTP layer, L the head. `|` ends a stage, which may be empty. `*n` repeats the letter, bar
+    or group in parentheses before it. Commas and spaces are ignored. Raises ConfigError, which shows the first mistake.
     """
-    groups: list[tuple[int, list[str]]] = [(0, [])]  # where it opened, what it consists of; the innermost is the last
+    groups: list[tuple[int, list[str]]] = [(0, [])]  # open groups, innermost last: (index of the parenthesis, parts)
     size = position = 0
     repeatable = False
     while position < len(text):
-        character, parts, here = text[position], groups[-1][1], position
+        character, parts, start = text[position], groups[-1][1], position
         position += 1
         if character in ", ":
             continue
@@ -115,30 +115,30 @@ def parse_layout(text: str) -> tuple[str, ...]:
             parts.append(character)
             size += 1
         elif character == "(":
-            groups.append((here, []))
+            groups.append((start, []))
         elif character == ")":
             if len(groups) == 1:
-                raise _mistake(text, here, "this parenthesis was never opened")
+                raise _mistake(text, start, "this parenthesis was never opened")
             groups.pop()
             groups[-1][1].append("".join(parts))
         elif character == "*":
             while position < len(text) and text[position] in "0123456789, ":
                 position += 1
-            digits = text[here + 1 : position].replace(",", " ").split()
+            digits = text[start + 1 : position].replace(",", " ").split()
             if len(digits) > 1:
-                raise _mistake(text, here, f"* is followed by {len(digits)} numbers")
+                raise _mistake(text, start, f"* is followed by {len(digits)} numbers")
             times = "".join(digits).lstrip("0")
             if not repeatable:
-                raise _mistake(text, here, "nothing to repeat: a letter, a bar or a closed group comes before *")
+                raise _mistake(text, start, "nothing to repeat: a letter, a bar or a closed group comes before *")
             if not times:
-                raise _mistake(text, here, "* is followed by a number, 1 or more")
+                raise _mistake(text, start, "* is followed by a number, 1 or more")
             factor = int(times) if len(times) < 7 else LONGEST + 1
             size += len(parts[-1]) * (factor - 1)
             if factor > LONGEST or size > LONGEST:
-                raise _mistake(text, here, f"written out, the layout is longer than {LONGEST} letters")
+                raise _mistake(text, start, f"written out, the layout is longer than {LONGEST} letters")
             parts[-1] *= factor
         else:
-            raise _mistake(text, here, f"{character!r} is none of E t m L | * ( )")
+            raise _mistake(text, start, f"{character!r} is none of E t m L | * ( )")
         repeatable = character in "EtmL|)"
     if len(groups) > 1:
         raise _mistake(text, groups[-1][0], "this parenthesis is never closed")
@@ -146,10 +146,10 @@ def parse_layout(text: str) -> tuple[str, ...]:
 
 
 def balance(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
-    """Cut segments of these costs (>= 0) into `num_stages` ranges so that the heaviest is as light as can be; none is empty.
+    """Cut segments with these costs (>= 0) into `num_stages` ranges, so that the most expensive one is as cheap as possible.
 
-    Of all such cuts it is one with the least sum of squares, and of these the one whose first stages are lightest: these keep
-    more microbatches in memory. Exact: floats are compared as the fractions they are. Takes time in
+    No range is empty. Of all such cuts, the result has the least sum of squares, and of these the cheapest first stages, because
+    these keep more microbatches in memory. The result is exact: floats are compared as fractions. Takes time in
     O(stages * segments * segments of a stage).
     """
     if not 1 <= num_stages <= len(costs):
@@ -162,8 +162,8 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
     sums = [0, *accumulate(int(cost * unit) for cost in exact)]
     limit = _least_limit(sums, num_stages)
     count = len(costs)
-    best: list[float] = [inf] * count + [0]  # least sum of squares of the segments from i on, in the stages that are left
-    ends = []  # of the next stage, if it begins with segment i
+    best: list[float] = [inf] * count + [0]  # at i: least sum of squares for the segments from i on, in `later` stages
+    ends = []  # for each stage, from the last to the first: where it ends if it begins with segment i
     for later in range(num_stages):
         longer, end_of = best, [0] * (count + 1)
         best = [inf] * (count + 1)
@@ -182,7 +182,7 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
 
 
 def _least_limit(sums: list[int], num_stages: int) -> int:
-    """The least weight that no stage need exceed, by bisection over whole numbers."""
+    """The least cost of the most expensive stage, by bisection over whole numbers."""
     low, high = max(max(b - a for a, b in pairwise(sums)), -(-sums[-1] // num_stages)), sums[-1]
     while low < high:
         limit = (low + high) // 2
@@ -195,7 +195,7 @@ def _least_limit(sums: list[int], num_stages: int) -> int:
 
 
 def _kinds(names: Sequence[str]) -> str:
-    """A letter for every segment. Raises ConfigError if they are not in the order of the letters."""
+    """The letters of all segments. Raises ConfigError if the segments are not in the order of LETTERS."""
     kinds = "".join(KIND_OF.get(name.split(".")[0], "t") for name in names)
     order = sorted(kinds, key="EtmL".index)
     wrong = [f"{name!r} is the {LETTERS[kind]}" for name, kind, place in zip(names, kinds, order, strict=True) if kind != place]
@@ -207,7 +207,7 @@ def _kinds(names: Sequence[str]) -> str:
 
 
 def _letters(counts: Sequence[int], kinds: str) -> tuple[str, ...]:
-    """The stages of a model with these numbers of layers, in letters."""
+    """The letters of each stage, given its number of layers."""
     bad = [f"stage {i}: {n!r}" for i, n in enumerate(counts) if not isinstance(n, int) or isinstance(n, bool) or n < 0]
     if bad or not counts:
         raise ConfigError(f"layers of stages are whole numbers, 0 or more: {', '.join(bad) or 'there are none'}")
@@ -220,7 +220,7 @@ def _letters(counts: Sequence[int], kinds: str) -> tuple[str, ...]:
 
 
 def _mismatches(stages: Sequence[str], kinds: str, num_stages: int) -> list[str]:
-    """All that keeps these stages from being stages of this model."""
+    """The reasons why these stages do not fit this model, one line each."""
     wrong = []
     if len(stages) != num_stages:
         wrong.append(

@@ -11,10 +11,10 @@ def looped_bfs(
 ) -> tuple[Action, ...]:
     """Breadth-first pipeline (Lamy-Poirier 2023, arXiv:2211.05953); stage c * num_ranks + rank is chunk c.
 
-    A chunk's weights are needed once per direction, and its gradient is complete early. Keeps everything live:
-    num_chunks * num_microbatches. Bubble (num_ranks - 1) (F + B) of a chunk, if num_microbatches >= num_ranks.
-    order: of microbatches in backward; "torch" descends as torch.distributed.pipelining does, so gradients are summed in another
-    order than by all other schedules. Rank 0 of 2, 2 chunks, with 2:
+    A chunk's weights are needed once in each direction, and its gradients are complete early. Keeps all num_chunks *
+    num_microbatches live. If num_microbatches >= num_ranks, the bubble is (num_ranks - 1) (F + B) of a chunk.
+    order: the order of microbatches in backwards. "torch" descends, as torch.distributed.pipelining does, so that gradients are
+    summed in another order than by all other schedules. Rank 0 of 2, 2 chunks, with 2:
         0F0 0F1  2F0 2F1  2B0 2B1  0B0 0B1
     """
     rules = {f"order is {order!r}, needs to be 'ascending' or 'torch'": order in ("ascending", "torch")}

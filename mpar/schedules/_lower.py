@@ -1,10 +1,11 @@
-"""Lowering: from what ranks compute to what they also send, receive and wait for.
+"""Lowering: adds to the actions of every rank the sends, receives and waits that they need.
 
-All positions follow one simulated time, so that waits can not form a cycle. Say that an action comes before another if it ends
-earlier, at equal ends if the simulation ran it earlier. A message is posted by its sender right after its producer, and by its
-receiver after some action; call the later of the two its key. Its receiver waits before the consumer, which comes after both. Its
-sender waits before an action that comes after both. Messages of one queue are posted in the same order at both ends, so the keys
-of a queue ascend and no message is held up by one with a later key: every wait is for what comes before it.
+The places of all transfers follow one simulated time, so that waits cannot form a cycle. The proof: say that an action comes
+before another if it ends earlier, or, at equal ends, if the simulation ran it earlier. The sender of a message posts it right
+after the action that produces it; its receiver posts it after some action. Call the later of these two actions the key of the
+message. The receiver waits before the consumer, and the sender before some action; both of these come after the key. Messages of
+one queue are posted in the same order at both ends. So keys ascend within a queue, no message is held up by one with a later key,
+and every wait is for something that comes before it.
 """
 
 from bisect import bisect_left, bisect_right
@@ -22,11 +23,12 @@ __all__ = ["Transfer", "fuse", "lower"]
 
 
 class Transfer(NamedTuple):
-    """One end of a message, or the wait for it; printed as torch writes it: `2SEND_F0`, `3RECV_F0`, `3WAIT_F0`.
+    """One end of a message, or the wait for it. Printed as torch writes it: `2SEND_F0`, `3RECV_F0`, `3WAIT_F0`.
 
-    op: "send" and "recv" post an end, "wait" blocks until the message is complete. message: unique in the pipeline, the same at
-    both ends, ascending in the order in which messages are sent. peer: rank at the other end. stage: at this end.
-    kind: "F", an activation to the next stage, or "B", its gradient back.
+    op:      "send" and "recv" post an end of the message, "wait" blocks until the message is complete.
+    message: its number: unique in the pipeline, the same at both ends, ascending in the order in which messages are sent.
+    peer:    the rank at the other end. stage: the stage at this end.
+    kind:    "F" for an activation to the next stage, "B" for its gradient back.
     """
 
     op: str
@@ -41,7 +43,10 @@ class Transfer(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """From action number `made` of rank `source` to number `taken` of rank `target`."""
+    """A message from rank `source`, whose action number `made` produces it, to rank `target`, whose action `taken` consumes it.
+
+    stage, taker: the stages of these two actions.
+    """
 
     source: int
     made: int
@@ -54,32 +59,34 @@ class _Message(NamedTuple):
 
 
 def fuse(table: Actions, costs: Costs | None = None) -> list[list[Action]]:
-    """Make B of each I that the W of the same stage and microbatch follows. Gradients stay the same to the bit.
+    """Replace each I that is followed by the W of the same stage and microbatch, and this W, by a B. Gradients keep every bit.
 
-    B gives the gradient of its input away only when all of it is done. With costs, only those become B whose gradient nobody
-    needs earlier, by the timeline: it does not change. Raises as `lower` does, if there are costs.
+    A B hands on the gradient of its input only when all of it is done. With costs, a pair is replaced only if by the timeline
+    nobody needs this gradient earlier, so that the timeline does not change. With costs, raises what `lower` raises.
     """
     pairs = _pairs(table)
     if costs is not None:
         starts, ends, _ = simulate(table, costs)
         pairs = _patient(pairs, table, find_places(table), starts, ends, costs)
-    return [_fused(own, follows) for own, follows in zip(table, pairs, strict=True)]
+    return [_fused(actions, follows) for actions, follows in zip(table, pairs, strict=True)]
 
 
 def lower(
     table: Actions, costs: Costs | None = None, *, queues: str = "direction", lead: int = 1
 ) -> list[list[Action | Transfer]]:
-    """Put the messages between ranks where a timeline needs them. Linear in the number of actions but for a sort.
+    """Add the messages between ranks, at the places that a timeline gives. But for a sort, linear in the number of actions.
 
-    First I and W become B where that delays nothing (see `fuse`). A send follows its producer. The wait for it comes when the
-    transfer is over by the timeline, at least one action later or at the end: until then the sender holds the tensor. A receive
-    is posted `lead` actions before its consumer, earlier if the transfer takes longer; its wait stands right before the consumer.
+    First I and W become B where that delays nothing (see `fuse`). A send follows its producer. The wait for a send comes when the
+    transfer is over by the timeline, but at least one action later, or at the end; until then the sender holds the tensor. A
+    receive is posted `lead` actions before its consumer, or earlier if the transfer takes longer; the wait for it comes right
+    before the consumer.
 
-    costs: None is 1 for every F, I and W. queues: see `check_order`; a program made for "single" runs on all kinds, one for
-    "pair" on all but "single". For "single" a receive is posted when it is sent, by the timeline. "tag" is as "direction".
+    costs: None stands for 1 for every F, I and W. queues: see `check_order`. A program for "single" runs on all kinds of queues,
+    one for "pair" on all but "single". For "single", a receive is posted when by the timeline it is sent. "tag" gives the same as
+    "direction".
 
-    Raises ProgramError if the table does not do each stage of each microbatch once, or waits for itself; ConfigError for unknown
-    queues, a negative lead, or too few costs.
+    Raises ProgramError if the table does not have every stage of every microbatch exactly once, or if its actions wait for each
+    other; ConfigError for unknown queues, a negative lead, or too few costs.
     """
     if queues not in QUEUES:
         raise ConfigError(f"queues are {', '.join(map(repr, QUEUES))}, not {queues!r}")
@@ -96,7 +103,7 @@ def _lower(table: Actions, costs: Costs | None, queues: str, lead: int) -> list[
     pairs = _pairs(table)
     if any(pairs):
         pairs = _patient(pairs, table, places, starts, ends, costs)
-        table = [_fused(own, follows) for own, follows in zip(table, pairs, strict=True)]
+        table = [_fused(actions, follows) for actions, follows in zip(table, pairs, strict=True)]
         if costs.backward is None:
             starts, ends, bursts = _fused_times(pairs, starts, ends, bursts)
         else:
@@ -108,26 +115,26 @@ def _lower(table: Actions, costs: Costs | None, queues: str, lead: int) -> list[
 
 
 def _pairs(table: Actions) -> list[list[int]]:
-    """Per rank, numbers of each W that the I of the same stage and microbatch precedes."""
+    """For each rank, the indices of every W that comes right after the I of the same stage and microbatch."""
     return [
-        [i for i, (stage, kind, microbatch) in enumerate(own) if kind == "W" and i and own[i - 1] == (stage, "I", microbatch)]
-        for own in table
+        [i for i, (stage, kind, m) in enumerate(actions) if kind == "W" and i and actions[i - 1] == (stage, "I", m)]
+        for actions in table
     ]
 
 
 def _patient(
     pairs: Sequence[Sequence[int]], table: Actions, places: Places, starts: Times, ends: Times, costs: Costs
 ) -> list[list[int]]:
-    """Those pairs of which the gradient may leave after W and still be in time, and all that is behind it on its way."""
+    """The pairs whose gradient can be sent after the W without delaying its consumer or a later transfer on the same channel."""
     stages, count, place, _ = places
     slow = any(costs.transfer)
     forward, backward = _numbers(table, places)
     kept = []
-    for rank, own in enumerate(table):
+    for rank, actions in enumerate(table):
         good, follows, end = [], set(pairs[rank]), ends[rank]
         due: dict[int, float] = {}  # by target: when the next transfer to it must begin
-        for index in range(len(own) - 1, -1, -1) if follows else ():
-            stage, kind, microbatch = own[index]
+        for index in range(len(actions) - 1, -1, -1) if follows else ():
+            stage, kind, microbatch = actions[index]
             if kind == "W" or (not slow and index + 1 not in follows):
                 continue
             taker = stage + 1 if kind == "F" else stage - 1
@@ -146,18 +153,18 @@ def _patient(
     return kept
 
 
-def _fused(own: Sequence[Action], follows: Sequence[int]) -> list[Action]:
-    """Without each W of these numbers, B for the I before it."""
-    fused = list(own)
+def _fused(actions: Sequence[Action], follows: Sequence[int]) -> list[Action]:
+    """The actions without the W at these indices, and with a B in place of the I before each of them."""
+    fused = list(actions)
     for index in follows:
-        stage, _, microbatch = own[index]
+        stage, _, microbatch = actions[index]
         fused[index - 1] = tuple.__new__(Action, (stage, "B", microbatch))
     dropped = set(follows)
     return [action for index, action in enumerate(fused) if index not in dropped] if dropped else fused
 
 
 def _fused_times(pairs: Sequence[Sequence[int]], starts: Times, ends: Times, bursts: Bursts) -> tuple[Times, Times, Bursts]:
-    """Where B takes as long as I and W."""
+    """The times of the fused actions, for costs in which a B takes as long as I and W together."""
     new_starts, new_ends = [], []
     for start, end, follows in zip(starts, ends, pairs, strict=True):
         dropped = set(follows)
@@ -170,11 +177,11 @@ def _fused_times(pairs: Sequence[Sequence[int]], starts: Times, ends: Times, bur
 
 
 def _numbers(table: Actions, places: Places) -> tuple[list[int], list[int]]:
-    """Of each slot, the numbers that its F, and its B or I, have on their rank."""
+    """For each slot (stage * microbatches + microbatch), the index of its F, and of its B or I, among the actions of its rank."""
     count = places.microbatches
     forward, backward = [0] * len(places.rank), [0] * len(places.rank)
-    for own in table:
-        for index, (stage, kind, microbatch) in enumerate(own):
+    for actions in table:
+        for index, (stage, kind, microbatch) in enumerate(actions):
             if kind == "F":
                 forward[stage * count + microbatch] = index
             elif kind != "W":
@@ -183,15 +190,15 @@ def _numbers(table: Actions, places: Places) -> tuple[list[int], list[int]]:
 
 
 def _messages(table: Actions, places: Places, bursts: Bursts, ends: Times) -> list[_Message]:
-    """What goes from one rank to another, by the end of the producer; at equal ends as the simulation came by them."""
+    """All messages between ranks, in the order in which their producers end; at equal ends, in the order of the simulation."""
     stages, count, place, _ = places
     forward, backward = _numbers(table, places)
     messages: list[_Message] = []
     new, add = tuple.__new__, messages.append
     for rank, first, last in bursts:
-        own = table[rank]
+        actions = table[rank]
         for index in range(first, last):
-            stage, kind, microbatch = own[index]
+            stage, kind, microbatch = actions[index]
             if kind == "F":
                 taker = stage + 1
                 if taker < stages:
@@ -210,8 +217,8 @@ def _messages(table: Actions, places: Places, bursts: Bursts, ends: Times) -> li
 
 
 def _receive_posts(messages: Sequence[_Message], starts: Times, ends: Times, costs: Costs, queues: str, lead: int) -> list[int]:
-    """Before which action of the target each receive is posted."""
-    if queues == "single":  # what the target has done when the message is sent
+    """For each message, the index of the target's action before which the receive is posted."""
+    if queues == "single":  # after the actions that the target has done when the message is sent
         return _after_sends(messages, [bisect_left(ends[m[2]], ends[m[0]][m[1]]) for m in messages], queues)
     slow, ranks = any(costs.transfer), len(ends)
     posts = [0] * len(messages)
@@ -233,41 +240,44 @@ def _receive_posts(messages: Sequence[_Message], starts: Times, ends: Times, cos
 
 
 def _after_sends(messages: Sequence[_Message], posts: list[int], queues: str) -> list[int]:
-    """Post no receive before an earlier message of its queue is sent: the target shares the queue for its own sends."""
+    """Move receives behind the sends of earlier messages in the same queue, which the target shares with its own sends."""
     sent: dict[tuple[int, int], int] = {}
     for number, (source, made, target, _, _, _, _, _) in enumerate(messages):
-        here, there = (source, target), (target, source)
+        this_queue, other_queue = (source, target), (target, source)
         if queues == "single":
-            here, there = (source, -1), (target, -1)
-        sent[here] = made + 1
-        posts[number] = max(posts[number], sent.get(there, 0))
+            this_queue, other_queue = (source, -1), (target, -1)
+        sent[this_queue] = made + 1
+        posts[number] = max(posts[number], sent.get(other_queue, 0))
     return posts
 
 
 def _send_waits(messages: Sequence[_Message], posts: Sequence[int], ends: Times, costs: Costs) -> list[int]:
-    """Before which action of the source it waits for its send: one that comes after the receive is posted, by the timeline."""
+    """For each message, the index of the source's action before which the source waits for the send.
+
+    By the timeline, this action comes after the receive is posted and the transfer is over.
+    """
     slow = any(costs.transfer)
     free: dict[tuple[int, int], float] = {}
     waits = []
     for (source, made, target, _, stage, taker, _, _), post in zip(messages, posts, strict=True):
-        own = ends[source]
-        sent, posted = own[made], ends[target][post - 1] if post else 0.0
+        source_ends = ends[source]
+        sent, posted = source_ends[made], ends[target][post - 1] if post else 0.0
         over = sent if sent > posted else posted
         if slow:
             over = max(over, free.get((source, target), 0.0)) + costs.transfer[min(stage, taker)]
             free[source, target] = over
         wait = made + 2
-        if wait < len(own) and (own[wait - 1] < over or own[wait] <= posted):
-            wait = max(wait, bisect_left(own, over, made) + 1, bisect_right(own, posted, made))
-        waits.append(wait if wait < len(own) else len(own))
+        if wait < len(source_ends) and (source_ends[wait - 1] < over or source_ends[wait] <= posted):
+            wait = max(wait, bisect_left(source_ends, over, made) + 1, bisect_right(source_ends, posted, made))
+        waits.append(wait if wait < len(source_ends) else len(source_ends))
     return waits
 
 
 def _written(
     table: Actions, messages: Sequence[_Message], posts: Sequence[int], waits: Sequence[int]
 ) -> list[list[Action | Transfer]]:
-    """The actions with what comes before each: posts, then waits, in the order of messages."""
-    before: list[list[list[Transfer]]] = [[[] for _ in range(len(own) + 1)] for own in table]
+    """The actions, and before each of them its transfers: first posts, then waits, both in the order of messages."""
+    before: list[list[list[Transfer]]] = [[[] for _ in range(len(actions) + 1)] for actions in table]
     new = tuple.__new__
     for number, (source, made, target, _, stage, taker, kind, microbatch) in enumerate(messages):
         before[source][made + 1].append(new(Transfer, ("send", number, target, stage, kind, microbatch)))
@@ -276,9 +286,9 @@ def _written(
         before[source][waits[number]].append(new(Transfer, ("wait", number, target, stage, kind, microbatch)))
         before[target][taken].append(new(Transfer, ("wait", number, source, taker, kind, microbatch)))
     lowered: list[list[Action | Transfer]] = []
-    for own, places in zip(table, before, strict=True):
+    for actions, places in zip(table, before, strict=True):
         program: list[Action | Transfer] = []
-        for action, transfers in zip(own, places, strict=False):
+        for action, transfers in zip(actions, places, strict=False):
             program += transfers
             program.append(action)
         program += places[-1]

@@ -1,4 +1,4 @@
-"""Schedules by name, for configurations: what each needs, and its order for all ranks."""
+"""The schedules by name, for configurations: what each one needs, and its order for all ranks."""
 
 import inspect
 from collections.abc import Callable
@@ -30,11 +30,11 @@ _SIZES = ("rank", "num_ranks", "num_chunks", "num_microbatches")
 class NamedOrder:
     """One way to order the work of a pipeline.
 
-    function: its order on one rank, or, if it has no parameter `rank`, the list of the orders of all ranks.
-    chunks: stages per rank where none are asked for. any_chunks: whether another number is possible.
-    placement: "loop": chunk c of rank r is stage c * num_ranks + r. "v": stages r and 2 num_ranks - 1 - r. "bidirectional":
-        rank r has stage r for the first half of the microbatches, num_ranks - 1 - r for the second.
-    line: what it is good for.
+    function: gives its order on one rank, or, if it has no parameter `rank`, a list with the orders of all ranks.
+    chunks: stages of each rank, unless another number is asked for. any_chunks: whether other numbers are possible.
+    placement: "loop": chunk c of rank r is stage c * num_ranks + r. "v": rank r has stages r and 2 num_ranks - 1 - r.
+        "bidirectional": rank r has stage r for the first half of the microbatches, num_ranks - 1 - r for the second.
+    line: its properties in one line, for help texts.
     """
 
     function: Callable[..., object]
@@ -45,12 +45,12 @@ class NamedOrder:
 
     @property
     def allowed_chunks(self) -> tuple[int, ...] | None:
-        """Numbers of chunks that are possible; None: all from 1."""
+        """The numbers of chunks that are possible; None: any from 1 on."""
         return None if self.any_chunks else (self.chunks,)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Names of the parameters that are no sizes."""
+        """The names of the function's parameters other than the sizes."""
         return tuple(name for name in inspect.signature(self.function).parameters if name not in _SIZES)
 
     def table(self, num_ranks: int, num_chunks: int, num_microbatches: int, options: dict[str, object]) -> list[list[Action]]:
@@ -60,7 +60,7 @@ class NamedOrder:
         given = {name: size for name, size in sizes.items() if name in parameters} | options
         function: Callable = self.function
         ranks = [function(rank, **given) for rank in range(num_ranks)] if "rank" in parameters else function(**given)
-        return [list(own) for own in ranks]
+        return [list(order) for order in ranks]
 
 
 SCHEDULES: dict[str, NamedOrder] = {
@@ -85,9 +85,9 @@ def actions(
 ) -> list[list[Action]]:
     """The order of every rank by the schedule `name`, one of SCHEDULES.
 
-    num_chunks: stages per rank; None: the schedule's own. options: those of the schedule's function, no others.
-    Raises UnknownNameError for another name, with those near it, and ConfigError for sizes or options that the schedule
-    does not have.
+    num_chunks: stages of each rank; None: the number that the schedule is made for. options: only those that its function has.
+    Raises UnknownNameError, with similar names, for an unknown name; ConfigError for sizes or options that the schedule does not
+    have.
     """
     schedule = SCHEDULES.get(name)
     if schedule is None:
@@ -106,7 +106,7 @@ def actions(
     for option, value in options.items():
         default = inspect.signature(schedule.function).parameters[option].default if option in schedule.options else value
         if type(value) not in ((int, type(None)) if default is None else (type(default),)):
-            types.append(f"option {option}={value!r} is of another type than {default!r}, which it is if nothing is said")
+            types.append(f"option {option}={value!r} is of another type than its default {default!r}")
     if types:
         raise ConfigError(f"schedule {name}: {'; '.join(wrong + types)}")
     chunks = schedule.chunks if num_chunks is None else num_chunks

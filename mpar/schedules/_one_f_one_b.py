@@ -1,4 +1,4 @@
-"""1F1B: as few forwards as keep the pipeline busy, then one forward and one backward in turn."""
+"""1F1B: as few forwards as keep the pipeline busy, then forwards and backwards in turn."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ def one_f_one_b(rank: int, *, num_ranks: int, num_microbatches: int, extra_warmu
     """1F1B without interleaving (Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2.1).
 
     Keeps at most min(num_ranks - rank, num_microbatches) microbatches live on `rank`. Bubble (num_ranks - 1) (F + B).
-    extra_warmup: forwards that a rank does ahead for each rank after it: with 1, a message has the time of a whole F + B to
-    cross each boundary there and back, for up to 2 num_ranks - 1 microbatches live. Rank 2 of 4, with 6:
+    extra_warmup: for each rank after it, a rank does this many more forwards before its first backward. With 1, messages across
+    each boundary and back may take as long as F + B, and up to 2 num_ranks - 1 microbatches are live. Rank 2 of 4, with 6:
         2F0  2F1 2B0  2F2 2B1  2F3 2B2  2F4 2B3  2F5 2B4  2B5
     """
     rules = {f"extra_warmup is {extra_warmup}, needs to be 0 or more": extra_warmup >= 0}
@@ -24,7 +24,7 @@ def one_f_one_b(rank: int, *, num_ranks: int, num_microbatches: int, extra_warmu
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> tuple[Action, ...]:
-    """`warmup` forwards, if there are so many, then a forward and a backward in turn, then the backwards that are left."""
+    """`warmup` forwards (or all, if there are fewer), then forwards and backwards in turn, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])

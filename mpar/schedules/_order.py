@@ -1,7 +1,7 @@
-"""Proof that ranks which send, receive, wait and meet in a fixed order come to an end, whatever the timing.
+"""Proves that ranks which send, receive, wait and meet in a fixed order come to an end, whatever the timing.
 
-Programs are straight lines that name their partners, so all maximal runs end in the same state (a Kahn network): one run without
-any buffering decides. Transfers are rendezvous: one is complete when both ends are posted and both are first in their queues.
+Programs are straight lines that name their partners, so all maximal runs end in the same state (a Kahn network), and one run
+without any buffering decides. A transfer is complete when both of its ends are posted and both are first in their queues.
 """
 
 from collections import deque
@@ -19,11 +19,13 @@ _SHOWN = 8  # offenders that an error spells out
 
 
 class Event(NamedTuple):
-    """What a rank does that another must take part in.
+    """Something that a rank does together with others.
 
-    op: "send" and "recv" post one end of a message and go on; "wait" blocks until the message is complete; "meet" blocks until
-    all members have arrived. key: id of the message, unique in the pipeline; for a meeting any value, the same for all its
-    members. peers: the rank at the other end; for a meeting all members. line: where in the rank's program, for messages.
+    op:    "send" and "recv" post one end of a message and go on; "wait" blocks until the message is complete; "meet" blocks until
+           all members have arrived.
+    key:   the id of the message, unique in the pipeline; for a meeting any value that is the same for all members.
+    peers: the rank at the other end; for a meeting all members.
+    line:  the line of the rank's program, for error messages.
     """
 
     op: str
@@ -40,14 +42,15 @@ def check_order(
 ) -> None:
     """Prove that the events of all ranks come to an end. Linear in their number.
 
-    queues: which posted messages must be transferred in the order they were posted in: "direction", those from one rank to
-    another; "pair", those between two ranks, both ways; "single", all of a rank; "tag", none: messages find each other by id.
-    describe: text of (rank, line), for messages.
+    queues: which messages are transferred in the order in which they are posted. "direction": those from one rank to another.
+    "pair": those between two ranks, in both directions. "single": all messages of a rank. "tag": none, as messages are matched by
+    their id.
+    describe: gives the text of (rank, line), for error messages.
 
-    Raises ProgramError if an end of a message is missing, twice there or names another peer; if a rank waits for what it has not
-    posted, twice, or never (the tensor would be held for ever); if the n-th message sent from one rank to another is not the n-th
-    received; if members of a meeting arrive with different keys; if ranks wait for each other in a cycle: the message gives the
-    shortest. Raises ConfigError for an unknown kind of queues.
+    Raises ProgramError if an end of a message is missing, is posted twice or names a wrong peer; if a rank waits for a message
+    that it has not posted, waits for one twice, or never waits for one (its tensor would be held for ever); if the n-th message
+    sent from one rank to another is not the n-th received; if members of a meeting arrive with different keys; if ranks wait for
+    each other in a cycle, of which the error gives the shortest. Raises ConfigError for an unknown kind of queues.
     """
     if queues not in QUEUES:
         raise ConfigError(f"queues are {', '.join(map(repr, QUEUES))}, not {queues!r}")
@@ -57,21 +60,21 @@ def check_order(
     if queues != "tag":
         _check_fifo(network)
     _check_meetings(network)
-    at, missing = _run(network)
-    if any(position < len(own) for position, own in zip(at, events_per_rank, strict=True)):
-        raise ProgramError(_deadlock(network, at, missing))
+    reached, missing = _run(network)
+    if any(position < len(events) for position, events in zip(reached, events_per_rank, strict=True)):
+        raise ProgramError(_deadlock(network, reached, missing))
 
 
 @dataclass
 class _Network:
-    """Messages are numbered as they come. An end of a message is 0, which sends, or 1; -1 where there is none."""
+    """All events, with messages numbered in the order in which they are read. End 0 of a message sends it, end 1 receives it."""
 
     events: Sequence[Sequence[Event]]
     queues: str
     describe: Describe | None
     number: dict[Hashable, int] = field(default_factory=dict)
     keys: list[Hashable] = field(default_factory=list)  # by number
-    rank: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # [end][message]
+    rank: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # [end][message]; -1: no rank posts it
     line: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     programs: list[list[int]] = field(default_factory=list)  # per rank: message * 2 for a post, message * 2 + 1 for a wait, -1
     lanes: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)  # (source, target, end): messages as posted
@@ -99,14 +102,14 @@ class _Network:
 
 
 def _read(network: _Network) -> None:
-    """Number the messages; refuse what a single rank shows to be wrong."""
+    """Number the messages. Raise ProgramError for all faults that can be seen on a single rank."""
     wrong: list[str] = []
-    for rank, own in enumerate(network.events):
+    for rank, events in enumerate(network.events):
         program: list[int] = []
-        waited: dict[int, bool] = {}  # of what this rank has posted
+        waited: dict[int, bool] = {}  # for each message that this rank has posted, whether it has waited for it
         posted: dict[tuple[int, int], list[int]] = {}  # (peer, end): messages
         network.programs.append(program)
-        for event in own:
+        for event in events:
             if event.op == "meet":
                 program.append(-1)
                 problem = _read_meeting(network, rank, event)
@@ -161,7 +164,7 @@ def _misdirected(network: _Network, rank: int, event: Event) -> str | None:
 
 
 def _read_post(network: _Network, rank: int, event: Event, message: int, side: int) -> str | None:
-    """Note where an end of a message is posted; what is wrong, if that end, or the other one by this rank, was posted before."""
+    """Note where an end of a message is posted. Returns a problem if it was posted before, or if this rank posted the other."""
     ranks, lines = network.rank[side], network.line[side]
     problem = None
     if ranks[message] >= 0:
@@ -191,10 +194,10 @@ def _check_ends(network: _Network) -> None:
             named[end][message] = source if end else target
     for message, key in enumerate(network.number):
         for end in (0, 1):
-            here, there = network.rank[end][message], network.rank[1 - end][message]
-            if here < 0 <= there:
+            rank, other_rank = network.rank[end][message], network.rank[1 - end][message]
+            if rank < 0 <= other_rank:
                 wrong.append(f"{network.end(message, 1 - end)}: nobody {('sends', 'receives')[end]} message {key}")
-            elif named[end][message] != there:
+            elif named[end][message] != other_rank:
                 other = network.end(message, 1 - end)
                 wrong.append(f"{network.end(message, end)} names rank {named[end][message]}, but the other end is {other}")
     _refuse("these messages do not have two ends", wrong)
@@ -208,7 +211,7 @@ def _check_fifo(network: _Network) -> None:
             continue
         received = network.lanes[source, target, 1]
         if sent != received:
-            index, (out, into) = next((i, both) for i, both in enumerate(zip(sent, received, strict=True)) if both[0] != both[1])
+            index, (out, into) = next((i, pair) for i, pair in enumerate(zip(sent, received, strict=True)) if pair[0] != pair[1])
             wrong.append(f"queue {source} -> {target}, transfer {index}: {network.end(out, 0)} meets {network.end(into, 1)}")
     _refuse("messages are received in another order than they are sent in, so one would be taken for another", wrong)
 
@@ -222,8 +225,9 @@ def _check_meetings(network: _Network) -> None:
             other = arrivals.get(rank, [])
             for index, ((key, line), (key2, line2)) in enumerate(zip(first, other, strict=False)):
                 if key != key2:
-                    here, there = network.text(members[0], line, str(key)), network.text(rank, line2, str(key2))
-                    wrong.append(f"meeting {index} of ranks {members}: {here} with key {key!r}, {there} with key {key2!r}")
+                    first_text, second_text = network.text(members[0], line, str(key)), network.text(rank, line2, str(key2))
+                    texts = f"{first_text} with key {key!r}, {second_text} with key {key2!r}"
+                    wrong.append(f"meeting {index} of ranks {members}: {texts}")
                     break
             else:
                 if len(first) != len(other):
@@ -238,24 +242,26 @@ def _refuse(title: str, wrong: Sequence[str]) -> None:
 
 
 def _queue_lists(network: _Network) -> list[tuple[int, list[int]]]:
-    """(rank, messages in the order that they must be transferred in) of every queue at every rank."""
+    """(rank, its messages in the order in which they must be transferred) for every queue of every rank."""
     if network.queues == "tag":
         return []
     if network.queues == "direction":
         return [(target if end else source, messages) for (source, target, end), messages in network.lanes.items()]
-    found: dict[tuple[int, int], list[int]] = {}
+    queues: dict[tuple[int, int], list[int]] = {}
     senders, receivers = network.rank
     for rank, program in enumerate(network.programs):
         for code in program:
             if code >= 0 and not code & 1:
                 message = code >> 1
                 peer = -1 if network.queues == "single" else senders[message] + receivers[message] - rank
-                found.setdefault((rank, peer), []).append(message)
-    return [(rank, messages) for (rank, _), messages in found.items()]
+                queues.setdefault((rank, peer), []).append(message)
+    return [(rank, messages) for (rank, _), messages in queues.items()]
 
 
 def _run(network: _Network) -> tuple[list[int], list[int]]:
-    """One maximal run. Returns how many events each rank gets through, and what each message lacks: posts, turns in queues."""
+    """Run the events as far as possible. Returns how many events each rank has done, and how many conditions each message still
+    lacks: that an end is posted, or that it is first in a queue.
+    """
     count = len(network.number)
     missing = [2] * count
     behind = [-1] * count, [-1] * count  # the next message in the queue at the sender's, at the receiver's end
@@ -268,22 +274,22 @@ def _run(network: _Network) -> tuple[list[int], list[int]]:
     waiting: dict[int, list[int]] = {}
     places = _meeting_places(network)
     arrived: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    at = [0] * len(network.programs)
-    todo = list(range(len(at)))
+    reached = [0] * len(network.programs)
+    todo = list(range(len(reached)))
     while todo:
         rank = todo.pop()
-        program, position = network.programs[rank], at[rank]
+        program, position = network.programs[rank], reached[rank]
         end = len(program)
         while position < end:
             code = program[position]
             if code < 0:
                 meeting = places[rank, position]
-                here = arrived.setdefault(meeting, [])
-                if len(here) < len(meeting[0]):  # this rank is not back from the meeting
-                    here.append(rank)
-                    if len(here) < len(meeting[0]):
+                present = arrived.setdefault(meeting, [])
+                if len(present) < len(meeting[0]):  # this rank is not back from the meeting
+                    present.append(rank)
+                    if len(present) < len(meeting[0]):
                         break
-                    todo.extend(other for other in here if other != rank)
+                    todo.extend(other for other in present if other != rank)
             elif code & 1:
                 if missing[code >> 1]:
                     waiting.setdefault(code >> 1, []).append(rank)
@@ -298,18 +304,18 @@ def _run(network: _Network) -> tuple[list[int], list[int]]:
                         if message in waiting:
                             todo.extend(waiting.pop(message))
             position += 1
-        at[rank] = position
-    return at, missing
+        reached[rank] = position
+    return reached, missing
 
 
 def _meeting_places(network: _Network) -> dict[tuple[int, int], tuple[tuple[int, ...], int]]:
-    """(rank, position) of a "meet": its members, and how many meetings of these came before."""
+    """For each "meet", by (rank, index of the event): its members, and how many earlier meetings these members had."""
     places = {}
-    for rank, own in enumerate(network.events):
+    for rank, events in enumerate(network.events):
         seen: dict[tuple[int, ...], int] = {}
         if not any(code < 0 for code in network.programs[rank]):
             continue
-        for position, event in enumerate(own):
+        for position, event in enumerate(events):
             if event.op == "meet":
                 members = tuple(sorted(event.peers))
                 places[rank, position] = members, seen.get(members, 0)
@@ -322,58 +328,62 @@ _Node = tuple[int, int]  # (rank, -1): the event that a rank is stuck at; (rank,
 
 @dataclass(frozen=True)
 class _Wait:
-    """An arrow of the graph of waits: the node it leads to, and its words."""
+    """An edge of the graph of waits: the node that it leads to, and its text."""
 
     to: _Node
     text: str
 
 
-def _deadlock(network: _Network, at: Sequence[int], missing: Sequence[int]) -> str:
-    """The shortest cycle of the stuck state, in words.
+def _deadlock(network: _Network, reached: Sequence[int], missing: Sequence[int]) -> str:
+    """The shortest cycle of waits in the stuck state, in words.
 
-    A rank waits for the other end of its message to be posted, or for the first message of a queue that its message is in; that
-    message, for its own other end. Arrows to the firsts of queues suffice: all that are behind wait for these.
+    A rank waits until the other end of its message is posted, or for the first message of a queue in which its message is. This
+    first message waits for its own other end. Edges to the first message of a queue are enough, because all others wait for it.
     """
-    graph = _waits(network, at, missing)
+    graph = _waits(network, reached, missing)
     cycle = _shortest_cycle(graph)
-    stuck = [rank for rank, own in enumerate(network.events) if at[rank] < len(own)]
-    title = f"these events wait for each other for ever; {len(stuck)} of {len(at)} ranks are stuck, queues {network.queues!r}"
-    return "\n  ".join([f"{title}; the shortest cycle:", *(wait.text for wait in cycle)])
+    stuck = [rank for rank, events in enumerate(network.events) if reached[rank] < len(events)]
+    stuck_ranks = f"{len(stuck)} of {len(reached)} ranks are stuck, queues {network.queues!r}"
+    title = f"these events wait for each other for ever; {stuck_ranks}; the shortest cycle:"
+    return "\n  ".join([title, *(wait.text for wait in cycle)])
 
 
-def _waits(network: _Network, at: Sequence[int], missing: Sequence[int]) -> dict[_Node, list[_Wait]]:
+def _waits(network: _Network, reached: Sequence[int], missing: Sequence[int]) -> dict[_Node, list[_Wait]]:
     """What each stuck rank, and each first message of a queue, waits for."""
-    posted: list[set[int]] = [{code >> 1 for code in own[:n] if code >= 0} for own, n in zip(network.programs, at, strict=True)]
+    posted: list[set[int]] = [
+        {code >> 1 for code in program[:n] if code >= 0} for program, n in zip(network.programs, reached, strict=True)
+    ]
     first: dict[tuple[int, int], int] = {}  # (rank, message): first message of the queue that its end there is in
     for rank, queue in _queue_lists(network):
-        left = [message for message in queue if message in posted[rank] and missing[message]]
-        first.update({(rank, message): left[0] for message in left})
+        incomplete = [message for message in queue if message in posted[rank] and missing[message]]
+        first.update({(rank, message): incomplete[0] for message in incomplete})
 
-    def of_end(message: int, end: int, here: str) -> list[_Wait]:
+    def of_end(message: int, end: int, waiter: str) -> list[_Wait]:
         """Why an end of a message does not let it complete."""
         rank = network.rank[end][message]
         if message not in posted[rank]:
-            return [_Wait((rank, -1), f"{here} waits for {network.end(message, end)}")]
+            return [_Wait((rank, -1), f"{waiter} waits for {network.end(message, end)}")]
         head = first.get((rank, message), message)
         if head == message:
             return []
-        own = int(network.rank[1][head] == rank)
-        return [_Wait((rank, head), f"{here} waits for {network.end(head, own)}, which is before it in a queue of rank {rank}")]
+        end_of_head = int(network.rank[1][head] == rank)
+        ahead = network.end(head, end_of_head)
+        return [_Wait((rank, head), f"{waiter} waits for {ahead}, which is before it in a queue of rank {rank}")]
 
     graph: dict[_Node, list[_Wait]] = {}
     for rank, head in sorted({(rank, head) for (rank, _), head in first.items()}):
         end = int(network.rank[1][head] == rank)
         graph[rank, head] = of_end(head, 1 - end, network.end(head, end))
     places = _meeting_places(network)
-    for rank, own in enumerate(network.events):
-        if at[rank] < len(own):
-            op, key, _, line = own[at[rank]]
-            here = network.text(rank, line, f"{op} {key}")
+    for rank, events in enumerate(network.events):
+        if reached[rank] < len(events):
+            op, key, _, line = events[reached[rank]]
+            waiter = network.text(rank, line, f"{op} {key}")
             if op == "meet":
-                graph[rank, -1] = _of_meeting(network, rank, places[rank, at[rank]], places, at, here)
+                graph[rank, -1] = _of_meeting(network, rank, places[rank, reached[rank]], places, reached, waiter)
             else:
                 message = network.number[key]
-                graph[rank, -1] = [*of_end(message, 0, here), *of_end(message, 1, here)]
+                graph[rank, -1] = [*of_end(message, 0, waiter), *of_end(message, 1, waiter)]
     return graph
 
 
@@ -382,21 +392,21 @@ def _of_meeting(
     rank: int,
     meeting: tuple[tuple[int, ...], int],
     places: dict[tuple[int, int], tuple[tuple[int, ...], int]],
-    at: Sequence[int],
-    here: str,
+    reached: Sequence[int],
+    waiter: str,
 ) -> list[_Wait]:
     """The members that have not arrived."""
     members, index = meeting
     waits = []
     for other in members:
-        if other != rank and places.get((other, at[other])) != meeting:
+        if other != rank and places.get((other, reached[other])) != meeting:
             key, line = network.meetings[members][other][index]
-            waits.append(_Wait((other, -1), f"{here} waits for {network.text(other, line, f'meet {key}')}"))
+            waits.append(_Wait((other, -1), f"{waiter} waits for {network.text(other, line, f'meet {key}')}"))
     return waits
 
 
 def _shortest_cycle(graph: dict[_Node, list[_Wait]]) -> list[_Wait]:
-    """Breadth first from every node; the first of the shortest, by rank."""
+    """The shortest cycle, found by a breadth-first search from every node; of several, that of the lowest rank."""
     best: list[_Wait] = []
     for start in sorted(graph):
         came: dict[_Node, tuple[_Node, _Wait]] = {}

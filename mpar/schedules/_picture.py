@@ -1,4 +1,4 @@
-"""Picture: what a pipeline did or will do, as bars on lanes; plain data to draw or to open in a trace viewer."""
+"""Picture: what a pipeline did or will do, as bars on lanes. Plain data, to be drawn or opened in a trace viewer."""
 
 import re
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ BAR_KINDS = {
     "other": "other",
 }
 
-LARGEST = 1e300  # times and sizes above it have no finite number of microseconds
+LARGEST = 1e300  # the largest time or size: above it, the number of microseconds may be infinite
 
 Steps = Sequence[tuple[float, float]]
 
@@ -33,8 +33,8 @@ Steps = Sequence[tuple[float, float]]
 class Bar(NamedTuple):
     """Work on a lane from `start` to `end`.
 
-    kind: a key of BAR_KINDS. queue: "compute" or the name of a queue beside it. chunk: which of the lane's stages; it changes the
-    shade. If the label ends in a number, it is that of a microbatch and written on the bar.
+    kind: a key of BAR_KINDS. queue: "compute", or the name of another queue. chunk: the number of the stage among those of the
+    lane, which changes the shade. If the label ends in a number, this is the microbatch, and is written on the bar.
     """
 
     lane: int
@@ -47,18 +47,18 @@ class Bar(NamedTuple):
 
     @property
     def number(self) -> str:
-        """The microbatch, or nothing."""
-        found = re.search(r"[0-9]+$", self.label)
-        return found.group() if found else ""
+        """The microbatch at the end of the label, or an empty text."""
+        match = re.search(r"[0-9]+$", self.label)
+        return match.group() if match else ""
 
 
 @dataclass(frozen=True)
 class Picture:
     """Bars on named lanes.
 
-    memory: per lane, steps (time, bytes from then on) in order of time; () if unknown.
-    unit: "s" means seconds and bytes, "" units of one's own for both. facts: shown as a small table, in this order.
-    Raises ConfigError if anything in it cannot be drawn.
+    memory: for each lane a curve of (time, bytes from then on), in order of time; () if unknown.
+    unit: "s" stands for seconds and bytes, "" for arbitrary units. facts: shown as a small table, in this order.
+    Raises ConfigError if anything in the picture cannot be drawn.
     """
 
     title: str
@@ -69,7 +69,7 @@ class Picture:
     facts: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse what no viewer could show, with all that is wrong."""
+        """Raise ConfigError, which lists everything that no viewer could show."""
         wrong = [] if self.unit in ("", "s") else [f'unit {self.unit!r}: "s" and "" are possible']
         if self.memory and len(self.memory) != len(self.lanes):
             wrong.append(f"memory of {len(self.memory)} lanes, there are {len(self.lanes)}")
@@ -92,7 +92,7 @@ class Picture:
 
     @property
     def end(self) -> float:
-        """The last time that there is something to show of."""
+        """The time at which the last bar ends, or the last change of memory, whichever is later."""
         return max((*(bar.end for bar in self.bars), *(step[0] for steps in self.memory for step in steps)), default=0.0)
 
     @property
@@ -102,7 +102,7 @@ class Picture:
 
 
 class Row(NamedTuple):
-    """Bars of a lane that follow each other."""
+    """Bars of one lane and queue that do not overlap."""
 
     lane: int
     queue: str
@@ -110,28 +110,28 @@ class Row(NamedTuple):
 
 
 def rows(picture: Picture) -> list[Row]:
-    """The lines that have to be drawn, lane by lane, compute first. Bars of a queue that overlap get further rows."""
+    """The rows to draw, lane by lane, those of compute first. Bars of a queue that overlap go into separate rows."""
     queues = sorted({(bar.lane, bar.queue != "compute", bar.queue) for bar in picture.bars})
     of_queue: dict[tuple[int, str], list[Row]] = {(lane, queue): [] for lane, _, queue in queues}
     for bar in sorted(picture.bars, key=lambda bar: (bar.start, bar.end)):
-        own = of_queue[bar.lane, bar.queue]
-        free = next((row for row in own if row.bars[-1].end <= bar.start), None)
+        queue_rows = of_queue[bar.lane, bar.queue]
+        free = next((row for row in queue_rows if row.bars[-1].end <= bar.start), None)
         if free is None:
             free = Row(bar.lane, bar.queue, [])
-            own.append(free)
+            queue_rows.append(free)
         free.bars.append(bar)
-    return [row for own in of_queue.values() for row in own]
+    return [row for queue_rows in of_queue.values() for row in queue_rows]
 
 
 def from_timeline(table: Actions, timeline: Timeline, title: str, *, costs: Costs | None = None, unit: str = "") -> Picture:
-    """The picture of a table of actions and its timeline. With `costs` it has memory curves of activations.
+    """The picture of a table of actions and its timeline. With `costs` it has curves of the memory of activations.
 
-    These rise when a forward begins and fall when a backward ends, as `Timeline.peak_bytes` counts.
+    A curve rises when a forward begins and falls when a backward ends, as `Timeline.peak_bytes` counts.
     """
     bars: list[Bar] = []
-    for rank, own in enumerate(table):
-        chunks = {stage: i for i, stage in enumerate(sorted({action.stage for action in own}))}
-        times = zip(own, timeline.start[rank], timeline.end[rank], strict=True)
+    for rank, actions in enumerate(table):
+        chunks = {stage: i for i, stage in enumerate(sorted({action.stage for action in actions}))}
+        times = zip(actions, timeline.start[rank], timeline.end[rank], strict=True)
         bars += [Bar(rank, start, end, str(action), action.kind, chunk=chunks[action.stage]) for action, start, end in times]
     memory = _memory(table, timeline, costs) if costs is not None and costs.activation else ()
     facts = {"time": show_time(timeline.makespan, unit), "bubble": _share(timeline.bubble, timeline.makespan, unit)}
@@ -144,7 +144,7 @@ def from_timeline(table: Actions, timeline: Timeline, title: str, *, costs: Cost
 
 
 def show_time(time: float, unit: str) -> str:
-    """`3.2 ms`; a plain number in units of one's own."""
+    """A time in words: `3.2 ms`, or a plain number if there is no unit."""
     if not unit or not time:
         return f"{time:.6g}"
     scale, name = next(((s, n) for s, n in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")) if time >= s), (1e-9, "ns"))
@@ -152,7 +152,7 @@ def show_time(time: float, unit: str) -> str:
 
 
 def show_memory(size: float, unit: str) -> str:
-    """`1.5 GiB`; a plain number in units of one's own."""
+    """A size in words: `1.5 GiB`, or a plain number if there is no unit."""
     if not unit:
         return f"{size:.6g}"
     power = min(max(int(size).bit_length() - 1, 0) // 10, 4)
@@ -160,18 +160,18 @@ def show_memory(size: float, unit: str) -> str:
 
 
 def _memory(table: Actions, timeline: Timeline, costs: Costs) -> tuple[Steps, ...]:
-    """Bytes of activations of every rank after each action that changes them."""
+    """For every rank the bytes of its activations, after each action that changes them."""
     curves = []
-    for own, starts, ends in zip(table, timeline.start, timeline.end, strict=True):
+    for actions, starts, ends in zip(table, timeline.start, timeline.end, strict=True):
         live, steps = 0, [(0.0, 0.0)]
-        for (stage, kind, _), start, end in zip(own, starts, ends, strict=True):
-            whole = costs.activation[stage]
-            rest = whole if costs.weight_part is None else costs.weight_part[stage]
-            live += {"F": whole, "B": -whole, "I": rest - whole, "W": -rest}[kind]
+        for (stage, kind, _), start, end in zip(actions, starts, ends, strict=True):
+            activation = costs.activation[stage]
+            weight_part = activation if costs.weight_part is None else costs.weight_part[stage]
+            live += {"F": activation, "B": -activation, "I": weight_part - activation, "W": -weight_part}[kind]
             steps.append((start if kind == "F" else end, live))
         curves.append(tuple(steps))
     return tuple(curves)
 
 
-def _share(time: float, whole: float, unit: str) -> str:
-    return f"{show_time(time, unit)} ({100 * time / whole if whole else 0:.1f} %)"
+def _share(time: float, total: float, unit: str) -> str:
+    return f"{show_time(time, unit)} ({100 * time / total if total else 0:.1f} %)"

@@ -1,4 +1,4 @@
-"""Where each (stage, microbatch) of a table of actions is, if the table does the whole work."""
+"""Finds the rank of each (stage, microbatch) in a table of actions, and checks that the table does all of the work."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,11 @@ from mpar.schedules._timeline import extent
 __all__ = ["Places", "find_places"]
 
 _SHOWN = 8
-_NONE, _INPUT, _WHOLE = range(3)  # how much of the backward of a (stage, microbatch) is there
+_NONE, _INPUT, _WHOLE = range(3)  # how much of the backward of a (stage, microbatch) was seen so far
 
 
 class Places(NamedTuple):
-    """`rank[stage * microbatches + microbatch]` is where that F is. backward: whether the table has B, or I and W, at all."""
+    """rank: at index stage * microbatches + microbatch, the rank of that F. backward: whether the table has any backwards."""
 
     stages: int
     microbatches: int
@@ -22,19 +22,19 @@ class Places(NamedTuple):
 
 
 def find_places(table: Actions) -> Places:
-    """Find where every F is; its B, or I and W, come after it on the same rank.
+    """Find the rank of every F, and check that its B, or its I and W, come after it on the same rank.
 
-    Raises ProgramError listing what is missing, too many, out of order or elsewhere.
+    Raises ProgramError, which lists all actions that are missing, doubled, out of order or on another rank.
     """
     stages, count = extent(table)
     wrong: list[str] = []
-    forwards = sum([kind for _, kind, _ in own].count("F") for own in table)
-    if stages * count > forwards:  # also keeps what follows in proportion to the table
+    forwards = sum([kind for _, kind, _ in actions].count("F") for actions in table)
+    if stages * count > forwards:  # checked first, so that the lists below are no longer than the table
         raise ProgramError(f"{stages} stages of {count} microbatches need {stages * count} F, the table has {forwards}")
     place = [-1] * (stages * count)
     back = [_NONE] * (stages * count)
-    for rank, own in enumerate(table):
-        for stage, kind, microbatch in own:
+    for rank, actions in enumerate(table):
+        for stage, kind, microbatch in actions:
             slot = stage * count + microbatch
             if kind == "F":
                 if place[slot] >= 0:
@@ -59,5 +59,5 @@ def _refuse(wrong: list[str]) -> None:
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
         raise ProgramError(
-            "\n  ".join(["these actions are not one pass over all stages and microbatches:", *wrong[:_SHOWN], *more])
+            "\n  ".join(["these actions do not do every stage of every microbatch once:", *wrong[:_SHOWN], *more])
         )

@@ -1,7 +1,7 @@
-"""The problem that searches for a pipeline order solve, and what every search needs: run an order, check it, read it.
+"""The problem that the searches for a pipeline order solve, and what all of them need: to run an order, check it, and read it.
 
-An order is, per rank, a list of codes `4 * stage + kind`. Microbatches are not named: in a stage, every kind takes them in
-ascending order, so that the n-th F of a stage is that of microbatch n. Any list that runs keeps the order of gradient sums.
+An order is, for each rank, a list of codes `4 * stage + kind`. It does not name microbatches: in each stage every kind takes them
+in ascending order, so that the n-th F of a stage is of microbatch n. So every order sums gradients in the same order.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,11 @@ Order = list[list[int]]
 
 
 class Links(NamedTuple):
-    """How stages reach each other.
+    """The channels between stages.
 
-    wire:     per stage, time of its activation to the next stage, or of that one's gradient to it.
-    up, down: per stage, the channel of its activation to the next stage, of its gradient to the stage before; -1: the same rank.
+    wire:     for each stage the time to send its activation to the next stage, or to get the gradient back.
+    up, down: for each stage the channel of its activation to the next stage, and of its gradient to the previous one; -1 if both
+              stages are on one rank.
     """
 
     wire: tuple[float, ...]
@@ -49,14 +50,16 @@ class Links(NamedTuple):
 class Problem:
     """Sizes and costs as flat lists.
 
-    time:     per code. `lean_input`, `lean_weight`: per stage, times of I and W that no order can beat, whether it has B or I, W.
-    rest:     per stage, bytes between I and W.
-    cap:      per rank, bytes; at most what all microbatches hold.
+    place:       for each stage its rank. rank_stages: for each rank its stages. count: the number of microbatches.
+    time:        for each code its time.
+    lean_input, lean_weight: for each stage, times of I and W that no order can beat, whether it uses B, or I and W.
+    activation:  for each stage, bytes held between F and I. rest: bytes held between I and W.
+    cap:         for each rank the bytes that it has, but no more than all microbatches together hold.
     """
 
     costs: Costs
     place: tuple[int, ...]
-    own: tuple[tuple[int, ...], ...]
+    rank_stages: tuple[tuple[int, ...], ...]
     count: int
     time: tuple[float, ...]
     lean_input: tuple[float, ...]
@@ -72,13 +75,15 @@ class Problem:
         return 3 * self.count * len(self.place)
 
     def ahead(self, stage: int) -> tuple[int, int]:
-        """How many microbatches F of a stage may be ahead of its I, and of its W, by the cap alone; `count` if it says nothing.
+        """By how many microbatches F of a stage may be ahead of its I, and of its W, if only the cap limits it; at most `count`.
 
-        What has run F on a stage and not I is held whole by this stage and those before it on the rank.
+        A microbatch that has done F but not I on a stage holds all of its activations on this stage, and on the earlier stages of
+        the rank.
         """
-        own, cap = self.own[self.place[stage]], self.cap[self.place[stage]]
-        whole, activation, rest = sum(self.activation[s] for s in own if s <= stage), self.activation[stage], self.rest[stage]
-        inputs = min(cap // whole, self.count) if whole else self.count
+        stages, cap = self.rank_stages[self.place[stage]], self.cap[self.place[stage]]
+        held_bytes = sum(self.activation[s] for s in stages if s <= stage)
+        activation, rest = self.activation[stage], self.rest[stage]
+        inputs = min(cap // held_bytes, self.count) if held_bytes else self.count
         weights = min((cap - activation) // rest + 1, self.count) if rest else self.count
         return int(inputs), int(weights)
 
@@ -97,7 +102,7 @@ class Run(NamedTuple):
 
 
 def problem_of(costs: Costs, placement: Sequence[int], count: int, cap: Sequence[float]) -> Problem:
-    """Flatten costs; everything is checked already."""
+    """The problem with these costs, which have been checked before."""
     stages, ranks = len(placement), 1 + max(placement)
     times: list[float] = []
     for stage in range(stages):
@@ -116,16 +121,16 @@ def problem_of(costs: Costs, placement: Sequence[int], count: int, cap: Sequence
     wire = tuple(float(costs.transfer[s]) if up[s] >= 0 and costs.transfer else 0.0 for s in range(stages))
     activation = tuple(costs.activation) or (0,) * stages
     rest = activation if costs.weight_part is None or not costs.activation else tuple(costs.weight_part)
-    own = tuple(tuple(s for s in range(stages) if placement[s] == rank) for rank in range(ranks))
-    all_bytes = [count * sum(activation[s] for s in stages_of) for stages_of in own]
+    rank_stages = tuple(tuple(s for s in range(stages) if placement[s] == rank) for rank in range(ranks))
+    all_bytes = [count * sum(activation[s] for s in stages_of) for stages_of in rank_stages]
     return Problem(
-        costs, tuple(placement), own, count, tuple(times), tuple(lean_input), tuple(lean_weight),
+        costs, tuple(placement), rank_stages, count, tuple(times), tuple(lean_input), tuple(lean_weight),
         Links(wire, up, down, len(channels)), activation, rest, tuple(map(min, cap, all_bytes)),
     )  # fmt: skip
 
 
 def run(problem: Problem, order: Order) -> Run | None:
-    """What `timeline` gives, for orders of codes; None if the order is stuck."""
+    """Run an order of codes, with the times that `timeline` would give; None if the order gets stuck."""
     place, time, (wire, up, down, num_channels) = problem.place, problem.time, problem.links
     stages, ranks = len(place), len(order)
     done_forward, done_input, done_weight = [0] * stages, [0] * stages, [0] * stages
@@ -137,10 +142,10 @@ def run(problem: Problem, order: Order) -> Run | None:
     todo = list(range(ranks))
     while todo:
         rank = todo.pop()
-        own, starts, ends = order[rank], start[rank], end[rank]
+        codes, starts, ends = order[rank], start[rank], end[rank]
         now = ends[-1] if ends else 0.0
         waits[rank] = False
-        for code in own[len(ends) :] if ends else own:
+        for code in codes[len(ends) :] if ends else codes:
             stage, kind = code >> 2, code & 3
             begin = now
             if kind == W:
@@ -177,7 +182,7 @@ def run(problem: Problem, order: Order) -> Run | None:
 
 
 def _arrivals(problem: Problem) -> tuple[list[list[float]], list[list[float]]]:
-    """Per stage, when its activations and its gradients arrive, as far as they need nothing: at the ends of the pipeline."""
+    """For each stage, when its activations and gradients arrive. Only those at the ends of the pipeline are known: at time 0."""
     forward_in: list[list[float]] = [[] for _ in problem.place]
     input_in: list[list[float]] = [[] for _ in problem.place]
     forward_in[0], input_in[-1] = [0.0] * problem.count, [0.0] * problem.count
@@ -185,21 +190,21 @@ def _arrivals(problem: Problem) -> tuple[list[list[float]], list[list[float]]]:
 
 
 def _result(problem: Problem, order: Order, start: list[list[float]], end: list[list[float]]) -> Run | None:
-    """The run that these times are of; None if some action has none."""
-    if any(len(ends) < len(own) for ends, own in zip(end, order, strict=True)):
+    """The run with these times; None if some action was never run."""
+    if any(len(ends) < len(codes) for ends, codes in zip(end, order, strict=True)):
         return None
     spans = [
-        ends[-1] - starts[0] - sum([problem.time[code] for code in own])
-        for starts, ends, own in zip(start, end, order, strict=True)
+        ends[-1] - starts[0] - sum([problem.time[code] for code in codes])
+        for starts, ends, codes in zip(start, end, order, strict=True)
     ]
     return Run(start, end, max(ends[-1] for ends in end), max(spans))
 
 
-def fits(problem: Problem, rank: int, own: Sequence[int]) -> bool:
+def fits(problem: Problem, rank: int, codes: Sequence[int]) -> bool:
     """Whether the bytes of a rank's order stay under its cap, at every moment."""
     activation, rest, cap = problem.activation, problem.rest, problem.cap[rank]
     live = 0
-    for code in own:
+    for code in codes:
         stage, kind = code >> 2, code & 3
         if kind == F:
             live += activation[stage]
@@ -214,17 +219,19 @@ def fits(problem: Problem, rank: int, own: Sequence[int]) -> bool:
     return True
 
 
-def leaves_room(own: Sequence[int], stage: int, begun: Sequence[int], sizes: Sequence[int], cap: float, count: int) -> bool:
-    """Whether a rank, after one more F of `stage`, can go on to the end; `begun`: per stage of the model, F begun so far.
+def leaves_room(stages: Sequence[int], stage: int, begun: Sequence[int], sizes: Sequence[int], cap: float, count: int) -> bool:
+    """Whether a rank with these `stages` can still finish after one more F of `stage`.
 
-    What is begun on earlier stages of the rank, of microbatches that have not reached a later stage s, cannot go before F on s
-    has run: together with one F on s it must fit. That is also enough: of all F that wait for memory take the one on the last
-    stage; the microbatches before it need no more memory to end, and what is left then is what this asks about.
+    begun: for each stage of the model, how many F have begun.
+
+    A microbatch that has begun on an earlier stage of the rank, and has not reached a later stage s, holds its memory until F on
+    s has run. So all of these together with one F on s must fit. This is also enough: of all F that wait for memory, take the one
+    on the last stage. The microbatches before it need no more memory to finish, and what is held then is what is checked here.
     """
-    for later in own:
+    for later in stages:
         if later > stage and begun[later] < count:
             held = sizes[later]
-            for earlier in own:
+            for earlier in stages:
                 if earlier < later:
                     held += (begun[earlier] + (earlier == stage) - begun[later]) * sizes[earlier]
             if held > cap:
@@ -233,17 +240,17 @@ def leaves_room(own: Sequence[int], stage: int, begun: Sequence[int], sizes: Seq
 
 
 def from_table(table: Actions) -> Order:
-    """Codes of a table of actions: microbatches are renumbered to ascend."""
-    return [[4 * stage + KINDS.index(kind) for stage, kind, _ in own] for own in table]
+    """The codes of a table of actions. Microbatches are thereby renumbered to ascend."""
+    return [[4 * stage + KINDS.index(kind) for stage, kind, _ in actions] for actions in table]
 
 
 def to_table(order: Order) -> list[list[Action]]:
     """Actions of an order, with their microbatches."""
     table = []
-    for own in order:
+    for codes in order:
         seen: dict[tuple[int, int], int] = {}
         actions = []
-        for code in own:
+        for code in codes:
             stage, kind = code >> 2, code & 3
             index = max(seen.get((stage, I), 0), 0) if kind in (B, I) else seen.get((stage, kind), 0)
             for part in (I, W) if kind == B else (kind,):
@@ -254,25 +261,25 @@ def to_table(order: Order) -> list[list[Action]]:
 
 
 def fused(problem: Problem, order: Order) -> Order:
-    """Turn I and W that follow each other into B wherever the end of the pipeline does not come later by it."""
+    """Replace I and W that follow each other by B wherever the pipeline does not end later for it."""
     now = run(problem, order)
     assert now is not None
     best = now.makespan
-    for rank, own in enumerate(order):
+    for rank, codes in enumerate(order):
         position = 0
-        while position + 1 < len(own):
-            code = own[position]
-            if code & 3 == I and own[position + 1] == code + 1 and _same_microbatch(own, position):
-                trial = [*order[:rank], [*own[:position], code - 1, *own[position + 2 :]], *order[rank + 1 :]]
+        while position + 1 < len(codes):
+            code = codes[position]
+            if code & 3 == I and codes[position + 1] == code + 1 and _same_microbatch(codes, position):
+                trial = [*order[:rank], [*codes[:position], code - 1, *codes[position + 2 :]], *order[rank + 1 :]]
                 result = run(problem, trial)
                 if result is not None and result.makespan <= best:
-                    order, own, best = trial, trial[rank], result.makespan
+                    order, codes, best = trial, trial[rank], result.makespan
             position += 1
     return order
 
 
-def _same_microbatch(own: Sequence[int], position: int) -> bool:
-    """Whether W after I at `position` is of the same microbatch: nothing of the stage is left between its I and W."""
-    stage = own[position] >> 2
-    before = own[:position]
+def _same_microbatch(codes: Sequence[int], position: int) -> bool:
+    """Whether the W after the I at `position` is of the same microbatch: no earlier I of this stage still waits for its W."""
+    stage = codes[position] >> 2
+    before = codes[:position]
     return before.count(4 * stage + I) == before.count(4 * stage + W)

@@ -1,6 +1,6 @@
-"""What no order can beat: the longest path, and every rank and channel as one machine.
+"""Lower bounds of the makespan of any order: the longest path, and each rank and channel as a machine with one job at a time.
 
-Paths go along operands, along the microbatches of a stage, and from I and W to the first F that has no room before (`ahead`).
+Paths go along operands, along the microbatches of a stage, and from I and W to the first F that needs their memory (`ahead`).
 """
 
 import heapq
@@ -13,7 +13,8 @@ __all__ = ["Bounds", "bounds_of"]
 
 @dataclass(frozen=True)
 class Bounds:
-    """tail: per code and microbatch, the least time from the end of an action to the end of all. makespan: the least."""
+    """tail: for each code and microbatch, the least time from the end of that action to the end of the pipeline.
+    makespan: the least time of any order."""
 
     tail: list[list[float]]
     makespan: float
@@ -27,7 +28,7 @@ def bounds_of(problem: Problem) -> Bounds:
     """
     head, tail = _heads(problem), _tails(problem)
     place, count, time = problem.place, problem.count, problem.time
-    machines: list[list[tuple[float, float, float]]] = [[] for _ in range(len(problem.own) + problem.links.num_channels)]
+    machines: list[list[tuple[float, float, float]]] = [[] for _ in range(len(problem.rank_stages) + problem.links.num_channels)]
     for stage, rank in enumerate(place):
         durations = ((F, time[4 * stage + F]), (I, problem.lean_input[stage]), (W, problem.lean_weight[stage]))
         for kind, duration in durations:
@@ -38,7 +39,7 @@ def bounds_of(problem: Problem) -> Bounds:
                 ends = time[4 * stage + F] if kind == F else problem.lean_input[stage]
                 begins = time[4 * other + F] if kind == F else problem.lean_input[other]
                 link = problem.links.wire[min(stage, other)]
-                machines[len(problem.own) + channel] += [
+                machines[len(problem.rank_stages) + channel] += [
                     (head[4 * stage + kind][m] + ends, link, begins + tail[4 * other + kind][m]) for m in range(count)
                 ]
     return Bounds(tail, max(map(_one_machine, machines)))
@@ -150,21 +151,21 @@ def _loads_after(problem: Problem, s: int) -> Loads:
     stages, wire = len(problem.place), problem.links.wire
     lean, rest, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
     loads: Loads = {F: [], I: [], B: []}
-    for own in problem.own:
-        below, above = [o for o in own if o <= s], [o for o in own if o >= s]
+    for rank_stages in problem.rank_stages:
+        below, above = [o for o in rank_stages if o <= s], [o for o in rank_stages if o >= s]
         if below:
             first = below[-1]
             way = wire[first] + sum(lean[o] + wire[o] for o in range(first + 1, s)) if first < s else 0.0
             load = sum(lean[o] + rest[o] for o in below)
             loads[I].append((way if first < s else -lean[s], load))
             loads[B].append((way if first < s else -lean[s] - rest[s], load))
-        load = sum(lean[o] + rest[o] for o in own) + sum(forward[o] for o in above)
+        load = sum(lean[o] + rest[o] for o in rank_stages) + sum(forward[o] for o in above)
         if above:
             way = sum(wire[o - 1] + (forward[o - 1] if o - 1 > s else 0.0) for o in range(s + 1, above[0] + 1))
             loads[F].append((way if above[0] > s else -forward[s], load))
         else:
             way = sum(wire[o - 1] + forward[o] for o in range(s + 1, stages))
-            loads[F].append((way + sum(lean[o] + wire[o - 1] for o in range(own[-1] + 1, stages)), load))
+            loads[F].append((way + sum(lean[o] + wire[o - 1] for o in range(rank_stages[-1] + 1, stages)), load))
     return loads
 
 
@@ -173,19 +174,19 @@ def _loads_before(problem: Problem, s: int) -> Loads:
     stages, wire = len(problem.place), problem.links.wire
     lean, rest, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
     loads: Loads = {F: [], I: [], W: []}
-    for own in problem.own:
-        below, above = [o for o in own if o <= s], [o for o in own if o >= s]
+    for rank_stages in problem.rank_stages:
+        below, above = [o for o in rank_stages if o <= s], [o for o in rank_stages if o >= s]
         if below:
             last = below[-1]
             way = wire[last] + sum(forward[o] + wire[o] for o in range(last + 1, s)) if last < s else 0.0
             loads[F].append((way if last < s else -forward[s], sum(forward[o] for o in below)))
-        load = sum(forward[o] for o in own) + sum(lean[o] for o in above)
+        load = sum(forward[o] for o in rank_stages) + sum(lean[o] for o in above)
         if above:
             way = sum(wire[o - 1] + (lean[o - 1] if o - 1 > s else 0.0) for o in range(s + 1, above[0] + 1))
             loads[I].append((way if above[0] > s else -lean[s], load))
         else:
-            way = sum(wire[o - 1] + forward[o] for o in range(own[-1] + 1, stages))
+            way = sum(wire[o - 1] + forward[o] for o in range(rank_stages[-1] + 1, stages))
             loads[I].append((way + sum(lean[o] + wire[o - 1] for o in range(s + 1, stages)), load))
-        if s in own:
+        if s in rank_stages:
             loads[W].append((-rest[s], load + rest[s]))
     return loads

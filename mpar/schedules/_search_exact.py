@@ -1,4 +1,4 @@
-"""Exact search for small pipelines: all orders, in the order of time, without those that another one is as good as.
+"""Exact search for small pipelines: tries all orders, built in order of time, but for those that another one dominates.
 
 A state is what has begun, the time T of the last beginning, and all times that later actions can see: when ranks and channels are
 free and when operands arrive. Actions are appended with beginnings that never decrease (an action may be held back until T): this
@@ -16,7 +16,7 @@ __all__ = ["Outcome", "exact"]
 
 
 class Outcome(NamedTuple):
-    """order: better than what was known, or None. proven: whether nothing better than the result exists. nodes: states opened."""
+    """order: an order that is better than the known one, or None. proven: whether no better one exists. nodes: states opened."""
 
     order: Order | None
     proven: bool
@@ -24,11 +24,11 @@ class Outcome(NamedTuple):
 
 
 class _State(NamedTuple):
-    begun: tuple[int, ...]  # per stage F, I, W
-    live: tuple[int, ...]  # bytes per rank
-    work: tuple[float, ...]  # least time per rank that is still to do
-    now: tuple[float, ...]  # per rank and then per channel: free from then on
-    arrivals: tuple[tuple[float, ...], ...]  # per stage: of activations and of gradients that wait
+    begun: tuple[int, ...]  # for each stage, how many F, I and W
+    live: tuple[int, ...]  # bytes held by each rank
+    work: tuple[float, ...]  # the least time of what each rank still has to do
+    now: tuple[float, ...]  # when each rank, and then each channel, is free
+    arrivals: tuple[tuple[float, ...], ...]  # when waiting activations arrive at each stage, then when waiting gradients do
     time: float
     bound: float
     code: int
@@ -59,11 +59,11 @@ def exact(problem: Problem, bounds: Bounds, known: float, *, nodes: int, width: 
                 return Outcome(_order(problem, best), False, opened)
             opened += 1
             for child in _children(problem, bounds, state, known - epsilon):
-                step = 2 if child.code & 3 == B else 1
-                if size + step == problem.size:
+                num_actions = 2 if child.code & 3 == B else 1
+                if size + num_actions == problem.size:
                     known, best = child.bound, child
                 else:
-                    _keep(layers[size + step], child)
+                    _keep(layers[size + num_actions], child)
     return Outcome(_order(problem, best), not dropped, opened)
 
 
@@ -89,13 +89,14 @@ def _times(state: _State) -> list[float]:
 def _first(problem: Problem) -> _State:
     stages, count = len(problem.place), problem.count
     work = tuple(
-        count * sum(problem.time[4 * s + F] + problem.lean_input[s] + problem.lean_weight[s] for s in own) for own in problem.own
+        count * sum(problem.time[4 * s + F] + problem.lean_input[s] + problem.lean_weight[s] for s in stages_of)
+        for stages_of in problem.rank_stages
     )
-    now = (0.0,) * (len(problem.own) + problem.links.num_channels)
+    now = (0.0,) * (len(problem.rank_stages) + problem.links.num_channels)
     arrivals: list[tuple[float, ...]] = [()] * (2 * stages)
     arrivals[0] = (0.0,) * count
     arrivals[2 * stages - 1] = (0.0,) * count
-    return _State((0,) * (3 * stages), (0,) * len(problem.own), work, now, tuple(arrivals), 0.0, 0.0, -1, None)
+    return _State((0,) * (3 * stages), (0,) * len(problem.rank_stages), work, now, tuple(arrivals), 0.0, 0.0, -1, None)
 
 
 def _children(problem: Problem, bounds: Bounds, state: _State, limit: float) -> Iterator[_State]:
@@ -116,14 +117,14 @@ def _children(problem: Problem, bounds: Bounds, state: _State, limit: float) -> 
 def _has_room(problem: Problem, state: _State, stage: int, rank: int) -> bool:
     if state.live[rank] + problem.activation[stage] > problem.cap[rank]:
         return False
-    return leaves_room(problem.own[rank], stage, state.begun[::3], problem.activation, problem.cap[rank], problem.count)
+    return leaves_room(problem.rank_stages[rank], stage, state.begun[::3], problem.activation, problem.cap[rank], problem.count)
 
 
 def _child(
     problem: Problem, bounds: Bounds, state: _State, stage: int, kind: int, arrival: float, limit: float
 ) -> Iterator[_State]:
     """The state after one more action; none if its bound is not below the limit."""
-    code, rank, stages, ranks = 4 * stage + kind, problem.place[stage], len(problem.place), len(problem.own)
+    code, rank, stages, ranks = 4 * stage + kind, problem.place[stage], len(problem.place), len(problem.rank_stages)
     begin = max(state.now[rank], arrival, state.time)
     end = begin + problem.time[code]
     microbatch = state.begun[3 * stage + (0, 1, 1, 2)[kind]]
@@ -170,10 +171,10 @@ def _order(problem: Problem, state: _State | None) -> Order | None:
     """The order that led to a state."""
     if state is None:
         return None
-    order: Order = [[] for _ in problem.own]
+    order: Order = [[] for _ in problem.rank_stages]
     while state.before is not None:
         order[problem.place[state.code >> 2]].append(state.code)
         state = state.before
-    for own in order:
-        own.reverse()
+    for codes in order:
+        codes.reverse()
     return order

@@ -1,7 +1,7 @@
-"""List scheduling: every rank that falls idle takes the action that a rule prefers of those that are ready.
+"""List scheduling: a rank that becomes idle takes, of the actions that are ready, the one that a rule prefers.
 
-The rules' parts are those of the named schedules: how many microbatches a rank may have in flight, forward or backward first,
-which chunk first, how long weight gradients wait (Qi et al. 2023, arXiv:2401.10241, section 3.1, fills gaps with them).
+A rule decides what also distinguishes the named schedules: how many microbatches a rank may have in flight, whether forward or
+backward goes first, which chunk goes first, how long weight gradients wait (Qi et al. 2023, arXiv:2401.10241, section 3.1).
 """
 
 import heapq
@@ -44,7 +44,7 @@ def greedy(problem: Problem, rule: Rule) -> Order:
     arrivals[0] = [0.0] * problem.count
     arrivals[stages + last] = [0.0] * problem.count
     free = [0.0] * num_channels
-    ranks = [_Rank(problem, rule, rank, arrivals) for rank in range(len(problem.own))]
+    ranks = [_Rank(problem, rule, rank, arrivals) for rank in range(len(problem.rank_stages))]
     busy_until = [0.0] * len(ranks)
     events: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(ranks))]
     while events:
@@ -72,9 +72,9 @@ def greedy(problem: Problem, rule: Rule) -> Order:
 
 
 class _Bounds(NamedTuple):
-    """What a rank may do: its stages, the bytes it has, chunks in flight, weight gradients that may wait."""
+    """The limits of a rank: its stages, its bytes, how many chunks may be in flight, how many weight gradients may wait."""
 
-    own: tuple[int, ...]
+    stages: tuple[int, ...]
     cap: float
     limit: int
     delay: int
@@ -85,8 +85,8 @@ class _Rank:
 
     def __init__(self, problem: Problem, rule: Rule, rank: int, arrivals: list[list[float]]) -> None:
         self.problem, self.rule, self.arrivals = problem, rule, arrivals
-        own = problem.own[rank]
-        self.bounds = _Bounds(own, problem.cap[rank], max(rule.limit[rank], len(own)), rule.delay[rank])
+        rank_stages = problem.rank_stages[rank]
+        self.bounds = _Bounds(rank_stages, problem.cap[rank], max(rule.limit[rank], len(rank_stages)), rule.delay[rank])
         stages = len(problem.place)
         self.forwards, self.inputs, self.weights = [0] * stages, [0] * stages, [0] * stages  # begun
         self.live, self.in_flight, self.pending = 0, 0, 0
@@ -94,15 +94,15 @@ class _Rank:
 
     def may_begin(self, stage: int) -> bool:
         """Whether F of a stage is within cap and limit, now and for the stages behind it on this rank."""
-        own, cap, limit, _ = self.bounds
+        stages, cap, limit, _ = self.bounds
         activation, count = self.problem.activation, self.problem.count
         if self.live + activation[stage] > cap or self.in_flight + 1 > limit:
             return False
-        if len(own) == 1:
+        if len(stages) == 1:
             return True
         ones = [1] * len(activation)
-        return leaves_room(own, stage, self.forwards, activation, cap, count) and leaves_room(
-            own, stage, self.forwards, ones, limit, count
+        return leaves_room(stages, stage, self.forwards, activation, cap, count) and leaves_room(
+            stages, stage, self.forwards, ones, limit, count
         )
 
     def next_code(self, now: float) -> int:
@@ -111,7 +111,7 @@ class _Rank:
         forwards: list[tuple[float, int]] = []
         backwards: list[tuple[float, int]] = []
         blocked, soon = False, float("inf")
-        for s in self.bounds.own:
+        for s in self.bounds.stages:
             begun, inputs = self.forwards[s], self.inputs[s]
             if inputs < begun and inputs < len(self.arrivals[stages + s]):
                 arrival = self.arrivals[stages + s][inputs]
@@ -150,7 +150,7 @@ class _Rank:
 
     def _oldest_weight(self) -> int:
         """The stage with the lowest microbatch whose W waits; of these the deepest."""
-        return min((self.weights[s], -s, s) for s in self.bounds.own if self.weights[s] < self.inputs[s])[2]
+        return min((self.weights[s], -s, s) for s in self.bounds.stages if self.weights[s] < self.inputs[s])[2]
 
     def _begin(self, stage: int, kind: int) -> int:
         problem = self.problem

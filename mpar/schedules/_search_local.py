@@ -1,4 +1,4 @@
-"""Local search: actions on the longest path of an order change places with their neighbours on the rank."""
+"""Local search: moves actions on the longest path of an order to other places on their rank."""
 
 import random
 from typing import NamedTuple
@@ -47,7 +47,7 @@ def improve(problem: Problem, order: Order, *, runs: int, seed: int, goal: float
 
 
 def _price(result: Run) -> float:
-    """The makespan, and a little of how late the other ranks end and idle: what a plateau is crossed by."""
+    """The makespan, plus a little for how late ranks end and how long they idle, which guides the search across plateaus."""
     ends = sum(ends[-1] for ends in result.end) / len(result.end)
     return result.makespan + 0.02 * ends + 0.01 * result.span_bubble
 
@@ -56,10 +56,10 @@ def _longest_path(problem: Problem, order: Order, result: Run) -> list[tuple[int
     """Blocks (rank, first position, last position) of a longest path, from the last one to the first."""
     spots: dict[tuple[int, int, int], _Spot] = {}  # (stage, F or I, microbatch)
     seen: dict[tuple[int, int], int] = {}
-    which: list[list[int]] = []
-    for rank, own in enumerate(order):
+    index_of: list[list[int]] = []
+    for rank, codes in enumerate(order):
         indices = []
-        for position, code in enumerate(own):
+        for position, code in enumerate(codes):
             stage, kind = code >> 2, code & 3
             part = I if kind == B else kind
             index = seen.get((stage, part), 0)
@@ -67,7 +67,7 @@ def _longest_path(problem: Problem, order: Order, result: Run) -> list[tuple[int
             indices.append(index)
             if kind != W:
                 spots[stage, part, index] = _Spot(rank, position)
-        which.append(indices)
+        index_of.append(indices)
     rank = max(range(len(order)), key=lambda r: result.end[r][-1])
     position = len(order[rank]) - 1
     blocks = []
@@ -78,7 +78,7 @@ def _longest_path(problem: Problem, order: Order, result: Run) -> list[tuple[int
             position -= 1
         blocks.append((rank, position, end_of_block))
         code = order[rank][position]
-        stage, kind, index = code >> 2, code & 3, which[rank][position]
+        stage, kind, index = code >> 2, code & 3, index_of[rank][position]
         if (kind == F and stage == 0) or kind == W or result.start[rank][position] <= 0:
             return blocks
         if kind == F:
@@ -90,9 +90,9 @@ def _longest_path(problem: Problem, order: Order, result: Run) -> list[tuple[int
 
 
 def _move(problem: Problem, order: Order, path: list[tuple[int, int, int]], chance: random.Random) -> Order | None:
-    """The order with one action elsewhere; None if that cannot be."""
+    """The order with one action in another place; None if the action drawn cannot go to the place drawn."""
     rank, first, last = path[chance.randrange(len(path))]
-    own = order[rank]
+    codes = order[rank]
     draw = chance.random()
     if draw < 0.35:  # the block's first action and what it waits behind: let something else begin the block
         source, target = chance.randint(first, min(last, first + 6)), first
@@ -101,21 +101,21 @@ def _move(problem: Problem, order: Order, path: list[tuple[int, int, int]], chan
     else:
         source = chance.randint(first, last)
         target = source + chance.choice((-8, -4, -3, -2, -1, 1, 2, 3, 4, 8, 16))
-    target = min(max(target, 0), len(own) - 1)
-    if source == target or own[source] == own[target]:
+    target = min(max(target, 0), len(codes) - 1)
+    if source == target or codes[source] == codes[target]:
         return None
-    moved = own[:]
+    moved = codes[:]
     moved.insert(target, moved.pop(source))
     low, high = min(source, target), max(source, target)
-    if moved[low : high + 1] == own[low : high + 1] or not _lawful(problem, moved) or not fits(problem, rank, moved):
+    if moved[low : high + 1] == codes[low : high + 1] or not _lawful(problem, moved) or not fits(problem, rank, moved):
         return None
     return [*order[:rank], moved, *order[rank + 1 :]]
 
 
-def _lawful(problem: Problem, own: list[int]) -> bool:
+def _lawful(problem: Problem, codes: list[int]) -> bool:
     """Whether every I follows its F and every W its I."""
     forwards, inputs, weights = ([0] * len(problem.place) for _ in range(3))
-    for code in own:
+    for code in codes:
         stage, kind = code >> 2, code & 3
         if kind == F:
             forwards[stage] += 1

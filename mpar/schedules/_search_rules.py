@@ -1,4 +1,4 @@
-"""Which rules list scheduling tries: those of the named schedules first, then what is near the best of them."""
+"""The rules that list scheduling tries: first those of the named schedules, then rules close to the best of these."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +13,9 @@ _NO_LIMIT = 1_000_000
 
 
 def first_rules(problem: Problem) -> list[Rule]:
-    """A grid over limits, delays and preferences."""
-    ranks = len(problem.own)
-    chunks = max(map(len, problem.own))
+    """The first rules to try: all combinations of some limits, delays and preferences."""
+    ranks = len(problem.rank_stages)
+    chunks = max(map(len, problem.rank_stages))
     limits = [
         (_NO_LIMIT,) * ranks,
         tuple((chunks - 1) * ranks + ranks - r for r in range(ranks)),
@@ -43,7 +43,7 @@ def search_rules(
 
     steps: how many actions may be scheduled, in all.
     """
-    left = max(steps // problem.size, 4)
+    num_rules = max(steps // problem.size, 4)
     tried = 0
     known: set[Rule] = set()
     scores: list[tuple[tuple[float, float, int], int, Rule, Order]] = []
@@ -57,10 +57,10 @@ def search_rules(
         scores.append((key(order, result), tried, rule, order))
         tried += 1
 
-    for rule in rules[: max(left // 2, 1)]:
+    for rule in rules[: max(num_rules // 2, 1)]:
         attempt(rule)
     exhausted: set[Rule] = set()
-    while tried < left:
+    while tried < num_rules:
         scores.sort(key=lambda score: score[:2])
         del scores[8:]
         if scores[0][0][0] <= goal * (1 + 1e-9) and scores[0][0][1] <= 1e-9 * goal:
@@ -70,7 +70,7 @@ def search_rules(
             break
         best_key, _, rule, _ = open_rules[0]
         for near in _near(problem, rule):
-            if near not in known and tried < left:
+            if near not in known and tried < num_rules:
                 attempt(near)
                 if scores[-1][0] < best_key:
                     break
@@ -81,8 +81,8 @@ def search_rules(
 
 
 def _near(problem: Problem, rule: Rule) -> Iterator[Rule]:
-    """Rules that differ in one part."""
-    ranks, chunks = len(problem.own), max(map(len, problem.own))
+    """Rules that differ from `rule` in one part."""
+    ranks, chunks = len(problem.rank_stages), max(map(len, problem.rank_stages))
     yield replace(rule, backward_first=not rule.backward_first)
     for patience in (1.0, 0.5, 0.0, 0.75):
         yield replace(rule, patience=patience)
@@ -95,12 +95,12 @@ def _near(problem: Problem, rule: Rule) -> Iterator[Rule]:
             yield replace(rule, backward=stage)
         for group in (ranks, 2 * ranks, max(ranks // 2, 1), ranks + 1):
             yield replace(rule, group=group)
-    most = chunks * problem.count
-    limit = tuple(min(own, most) for own in rule.limit)
-    delay = tuple(min(own, most) for own in rule.delay)
+    chunks_in_all = chunks * problem.count
+    limit = tuple(min(number, chunks_in_all) for number in rule.limit)
+    delay = tuple(min(number, chunks_in_all) for number in rule.delay)
     for change in (-1, 1, -2, 2, -4, 4):
-        yield replace(rule, limit=tuple(max(own + change, 1) for own in limit))
-        yield replace(rule, delay=tuple(max(own + change, 0) for own in delay))
+        yield replace(rule, limit=tuple(max(number + change, 1) for number in limit))
+        yield replace(rule, delay=tuple(max(number + change, 0) for number in delay))
     for rank in range(ranks):
         for change in (-1, 1, -3, 3):
             yield replace(rule, limit=(*limit[:rank], max(limit[rank] + change, 1), *limit[rank + 1 :]))

@@ -1,4 +1,4 @@
-"""Checks that every schedule makes of its sizes."""
+"""Checks the sizes that a schedule is called with."""
 
 from mpar.errors import ConfigError
 
@@ -8,9 +8,9 @@ __all__ = ["check_sizes"]
 def check_sizes(
     name: str, rank: int, num_ranks: int, num_microbatches: int, num_chunks: int = 1, rules: dict[str, bool] | None = None
 ) -> None:
-    """Refuse sizes that are no sizes, a rank that is none of them, and broken `rules` (text: whether it holds).
+    """Raise ConfigError, listing all problems, if a size is below 1, if `rank` is not below `num_ranks`, or if a rule is broken.
 
-    Raises ConfigError with all offenders.
+    rules: for the text of each rule, whether it holds.
     """
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     wrong = [f"{key} is {value}, needs to be 1 or more" for key, value in sizes.items() if value < 1]

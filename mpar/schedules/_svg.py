@@ -26,14 +26,14 @@ COLOURS = {
     "other": "#AAAAAA",
 }
 WIDTH, LEFT, RIGHT = 1200, 64, 56
-MOST_BARS = 6000  # with a tooltip each; of more, the shares of time are drawn, in a bounded number of columns
+MOST_BARS = 6000  # each has a tooltip; of more bars only shares of time are drawn, in a bounded number of columns
 MOST_COLUMNS = 36_000
 LEVELS = 12  # steps in height of a share
 DIGIT = 0.56  # width of a digit, in font sizes
 
 
 def svg(picture: Picture) -> str:
-    """Draw it, in less than 2 MB for up to 1000 lanes: of more than 6000 bars it shows the shares of time."""
+    """The SVG file, below 2 MB for up to 1000 lanes. With more than 6000 bars, it shows shares of time instead of bars."""
     return "\n".join(_Drawing(picture).lines())
 
 
@@ -55,12 +55,12 @@ def _hex(colour: tuple[int, int, int]) -> str:
 
 
 def _number(value: float) -> str:
-    """As short as can be, to a hundredth of a pixel."""
+    """A coordinate as short text, rounded to a hundredth of a pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def _ticks(end: float) -> list[float]:
-    """Round times, about ten of them."""
+    """About ten round times, for the grid."""
     if end <= 0:
         return [0.0]
     raw = end / 10
@@ -70,7 +70,7 @@ def _ticks(end: float) -> list[float]:
 
 
 def _envelope(steps: Steps, end: float, columns: int) -> Steps:
-    """As many steps as columns or fewer, none below the curve."""
+    """The curve with at most as many steps as there are columns, never below the original."""
     highest, value, at = [0.0] * columns, 0.0, 0
     for time, after in steps:
         column = min(int(time / end * columns), columns - 1)
@@ -92,7 +92,7 @@ class _Heights(NamedTuple):
 
 
 def _heights(picture: Picture) -> _Heights:
-    """The more lanes, the lower each."""
+    """The heights for a number of lanes: the more lanes, the lower each one."""
     lanes = len(picture.lanes)
     row = 24 if lanes <= 8 else 18 if lanes <= 16 else 13 if lanes <= 64 else 9 if lanes <= 128 else 4
     curve = round(row * 0.7, 1) if picture.most_memory else 0
@@ -124,7 +124,7 @@ class _Drawing:
 
     @property
     def top(self) -> int:
-        """Where the first lane begins, below title, facts and legend."""
+        """The top of the first lane, below title, facts and legend."""
         return 30 + 15 * len(self.facts) + 24
 
     @property
@@ -173,7 +173,7 @@ class _Drawing:
         return lines if lines[0] else []
 
     def _legend(self) -> Iterator[str]:
-        """A square and a word for each kind that there is."""
+        """A coloured square and a word for each kind of bar in the picture."""
         x, y = float(LEFT), self.top - 20
         used = {bar.kind for bar in self.picture.bars}
         words = [(COLOURS[kind], name) for kind, name in BAR_KINDS.items() if kind in used]

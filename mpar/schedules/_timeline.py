@@ -1,4 +1,4 @@
-"""Timeline: when every action of a pipeline begins and ends, given what each costs. Bubbles and activation memory follow."""
+"""Timeline: when every action of a pipeline begins and ends, given its costs; then bubbles and the memory of activations."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ __all__ = ["Costs", "Timeline", "extent", "simulate", "timeline"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What actions cost, stage by stage; times in any one unit.
+    """The costs of actions, for each stage. Times are in any unit.
 
-    forward, input, weight: time of F, I and W. backward: time of B; None is I + W.
-    transfer:   time of an activation from stage s to s + 1, and of its gradient back, if they are on different ranks. Transfers
-                from one rank to another follow each other.
-    activation: bytes that a stage holds for a microbatch from the beginning of its F to the end of its B or W.
-    weight_part: bytes of these that are left after I, until W; None: all.
+    forward, input, weight: times of F, I and W. backward: time of B; None stands for I + W.
+    transfer:   time to send an activation from stage s to s + 1, and its gradient back, if they are on different ranks. Transfers
+                from one rank to another do not overlap.
+    activation: bytes that a stage holds for a microbatch, from the beginning of its F to the end of its B or W.
+    weight_part: how many of these bytes are still held between I and W; None: all.
     """
 
     forward: Sequence[float]
@@ -31,13 +31,13 @@ class Costs:
 
     @staticmethod
     def uniform(stages: int, forward: float = 1, input: float = 1, weight: float = 1, transfer: float = 0) -> "Costs":
-        """The same for all stages; one byte of activations each, so that peak bytes count microbatches in flight."""
+        """Equal costs for all stages, with one byte of activations each, so that peak bytes count microbatches in flight."""
         return Costs(
             [forward] * stages, [input] * stages, [weight] * stages, transfer=[transfer] * (stages - 1), activation=[1] * stages
         )
 
     def of(self, action: Action) -> float:
-        """Time of an action."""
+        """The time of an action."""
         stage, kind, _ = action
         if kind == "F":
             return self.forward[stage]
@@ -48,7 +48,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timeline:
-    """start, end: per rank, of each of its actions in order. peak_bytes: per rank, of activations, by `Costs.activation`."""
+    """start, end: for each rank the times of its actions, in order. busy: for each rank the sum of the durations of its actions.
+    peak_bytes: for each rank the peak of its activations, by `Costs.activation`."""
 
     start: list[list[float]]
     end: list[list[float]]
@@ -62,7 +63,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Makespan without the time of the busiest rank."""
+        """The makespan less the busy time of the busiest rank."""
         return self.makespan - max(self.busy, default=0.0)
 
     @property
@@ -73,13 +74,13 @@ class Timeline:
 
 
 def timeline(table: Actions, costs: Costs) -> Timeline:
-    """Run the actions as early as their order and their operands allow. Linear in their number.
+    """Run every action as early as its rank's order and its operands allow. Linear in the number of actions.
 
-    Raises ProgramError naming what every rank waits for, if none can go on; ConfigError if there are stages without costs.
+    Raises ProgramError, which says where ranks are stuck, if actions wait for each other; ConfigError if a stage has no costs.
     """
     start, end, _ = simulate(table, costs)
-    busy = [sum(e - s for s, e in zip(*both, strict=True)) for both in zip(start, end, strict=True)]
-    return Timeline(start, end, busy, [_peak(own, costs) for own in table])
+    busy = [sum(e - s for s, e in zip(*times, strict=True)) for times in zip(start, end, strict=True)]
+    return Timeline(start, end, busy, [_peak(actions, costs) for actions in table])
 
 
 Times = list[list[float]]
@@ -87,9 +88,10 @@ Bursts = list[tuple[int, int, int]]
 
 
 def simulate(table: Actions, costs: Costs) -> tuple[Times, Times, Bursts]:
-    """When each action starts and ends, per rank, and in which order the simulation came by them: (rank, first, past the last).
+    """(starts, ends, bursts): the times of each rank's actions, and the order in which the simulation ran them.
 
-    In that order an action comes after all that it needs, also where times are equal.
+    A burst is (rank, index of its first action, index after its last). In this order every action comes after everything that it
+    needs, even where times are equal.
     """
     stages, count = extent(table)
     _check_costs(stages, costs)
@@ -103,12 +105,12 @@ def simulate(table: Actions, costs: Costs) -> tuple[Times, Times, Bursts]:
 
 
 def _run(table: Actions, stages: int, count: int, costs: Costs) -> tuple[Times, Times, Bursts]:
-    """What `simulate` gives, as far as the actions get."""
+    """The result of `simulate`, up to where the actions get stuck, if they do."""
     duration = {kind: [costs.of(Action(stage, kind, 0)) for stage in range(stages)] for kind in KINDS}
     slow, top = any(costs.transfer), stages - 1
     place: dict[int, int] = {}  # by slot: stage * count + microbatch
     if slow:
-        place = {s * count + m: rank for rank, own in enumerate(table) for s, kind, m in own if kind == "F"}
+        place = {s * count + m: rank for rank, actions in enumerate(table) for s, kind, m in actions if kind == "F"}
     ready: dict[int, float] = {}  # slot * 2: when the result of F is where it is needed, slot * 2 + 1: of I or B
     waiting: dict[int, list[int]] = {}
     free: dict[tuple[int, int], float] = {}  # when the channel between two ranks is free again
@@ -118,11 +120,11 @@ def _run(table: Actions, stages: int, count: int, costs: Costs) -> tuple[Times, 
     todo = deque(range(len(table)))
     while todo:
         rank = todo.popleft()
-        own, start, end = table[rank], starts[rank], ends[rank]
+        actions, start, end = table[rank], starts[rank], ends[rank]
         first = len(end)
         now = end[-1] if end else 0.0
-        for position in range(first, len(own)):
-            stage, kind, microbatch = own[position]
+        for position in range(first, len(actions)):
+            stage, kind, microbatch = actions[position]
             slot = stage * count + microbatch
             if kind == "W":
                 made, need = -1, slot * 2 + 1
@@ -151,13 +153,13 @@ def _run(table: Actions, stages: int, count: int, costs: Costs) -> tuple[Times, 
 
 
 def extent(table: Actions) -> tuple[int, int]:
-    """Numbers of stages and microbatches. Raises ProgramError for numbers below 0 and unknown kinds."""
-    columns = [tuple(zip(*own, strict=True)) for own in table if own]
+    """The numbers of stages and microbatches. Raises ProgramError for negative numbers and unknown kinds."""
+    columns = [tuple(zip(*actions, strict=True)) for actions in table if actions]
     if any(min(s) < 0 or min(m) < 0 or not set(kinds).issubset(KINDS) for s, kinds, m in columns):
         wrong = [
             f"{Action(*action)} of rank {rank}"
-            for rank, own in enumerate(table)
-            for action in own
+            for rank, actions in enumerate(table)
+            for action in actions
             if action[0] < 0 or action[2] < 0 or action[1] not in KINDS
         ]
         raise ProgramError(f"stages and microbatches count from 0, kinds are {', '.join(KINDS)}; not so: {', '.join(wrong[:8])}")
@@ -174,20 +176,20 @@ def _check_costs(stages: int, costs: Costs) -> None:
         )
 
 
-def _peak(own: Sequence[Action], costs: Costs) -> int:
-    """Actions of a rank do not overlap, so its memory follows from their order alone."""
+def _peak(actions: Sequence[Action], costs: Costs) -> int:
+    """The peak of a rank's activations. Its actions do not overlap, so their order alone decides."""
     if not costs.activation:
         return 0
-    rest = costs.activation if costs.weight_part is None else costs.weight_part
+    weight_part = costs.activation if costs.weight_part is None else costs.weight_part
     live = peak = 0
-    for stage, kind, _ in own:
+    for stage, kind, _ in actions:
         if kind == "F":
             live += costs.activation[stage]
             peak = max(peak, live)
         elif kind == "B":
             live -= costs.activation[stage]
         elif kind == "I":
-            live -= costs.activation[stage] - rest[stage]
+            live -= costs.activation[stage] - weight_part[stage]
         else:
-            live -= rest[stage]
+            live -= weight_part[stage]
     return peak

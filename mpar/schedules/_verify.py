@@ -1,4 +1,4 @@
-"""Proof that a lowered pipeline computes everything once, from operands that are there, and comes to an end."""
+"""Proves that a lowered pipeline computes everything once, that operands are present when they are needed, and that it ends."""
 
 from collections.abc import Sequence
 
@@ -17,25 +17,26 @@ Lowered = Sequence[Sequence[Action | Transfer]]
 
 
 def verify(lowered: Lowered, *, queues: str = "direction") -> None:
-    """Check what every rank does, and that they do not wait for each other for ever. Linear in the number of instructions.
+    """Check what every rank does, and that ranks do not wait for each other for ever. Linear in the number of lines.
 
-    Each (stage, microbatch) has one F and, unless nothing has a backward, one B or one I and one W, in this order on one rank.
-    What an action needs of the same rank is computed before it; what it needs of another is received and waited for before it.
-    What is sent is computed before. Nothing is sent or received twice, so all that is received is used. The rest: `check_order`.
+    Each (stage, microbatch) has one F and, unless there is no backward at all, one B, or one I and one W, in this order on one
+    rank. Operands from the same rank are computed before they are used; operands from other ranks are received and waited for
+    before. A value is computed before it is sent. Nothing is sent or received twice, so everything received is used. Everything
+    else is checked by `check_order`.
 
-    Raises ProgramError listing what is wrong, by rank and line of `lowered`; ConfigError for unknown queues.
+    Raises ProgramError, which lists all faults by rank and line of `lowered`; ConfigError for unknown queues.
     """
     with paused_collector():
         _verify(lowered, queues)
 
 
 def _verify(lowered: Lowered, queues: str) -> None:
-    places = find_places([[item for item in own if not isinstance(item, Transfer)] for own in lowered])
+    places = find_places([[item for item in items if not isinstance(item, Transfer)] for items in lowered])
     wrong: list[str] = []
     carried: dict[int, int] = {}  # the value of each message, by its first end
-    for rank, own in enumerate(lowered):
+    for rank, items in enumerate(lowered):
         state = _Rank(rank, places)
-        for line, item in enumerate(own):
+        for line, item in enumerate(items):
             problems = state.transfer(item, carried) if isinstance(item, Transfer) else state.action(item)
             if problems:
                 wrong += [f"rank {rank}, line {line} ({item}) {problem}" for problem in problems]
@@ -51,26 +52,29 @@ def _events(lowered: Lowered) -> list[list[Event]]:
     return [
         [
             new(Event, (item[0], item[1], () if item[0] == "wait" else peers[item[2]], line))
-            for line, item in enumerate(own)
+            for line, item in enumerate(items)
             if isinstance(item, Transfer)
         ]
-        for own in lowered
+        for items in lowered
     ]
 
 
 class _Rank:
-    """What a rank has at one point of its program. A value is the slot of its producer, times two, plus one for a gradient."""
+    """What a rank has computed and received at one line of its program.
+
+    A value is numbered by the slot of its producer (stage * microbatches + microbatch): twice this number, plus 1 for a gradient.
+    """
 
     def __init__(self, rank: int, places: Places) -> None:
         self.rank, self.places = rank, places
         self.done: set[int] = set()  # computed here
         self.ends: dict[int, Transfer] = {}  # by message: the end that this rank has posted
-        self.coming: dict[int, int] = {}  # by message: the value of a receive that is not waited for
-        self.here: set[int] = set()  # received, waited for, not used
-        self.moved: tuple[set[int], set[int]] = set(), set()  # received, sent
+        self.coming: dict[int, int] = {}  # by message: the value of a receive that has not been waited for
+        self.here: set[int] = set()  # values that were received and waited for, and not used yet
+        self.moved: tuple[set[int], set[int]] = set(), set()  # all values received, all values sent
 
     def transfer(self, item: Transfer, carried: dict[int, int]) -> Sequence[str]:
-        """Take an end of a message, or the wait for it. Returns what is wrong with it."""
+        """Do one transfer: post an end of a message, or wait for it. Returns its faults."""
         op, message, peer, stage, kind, microbatch = item
         if op == "wait":
             value = self.coming.pop(message, -1)
@@ -105,7 +109,7 @@ class _Rank:
         return wrong
 
     def action(self, item: Action) -> Sequence[str]:
-        """Compute. Returns what is wrong."""
+        """Do one action. Returns its faults."""
         stage, kind, microbatch = item
         stages, count, place, _ = self.places
         slot = stage * count + microbatch

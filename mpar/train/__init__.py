@@ -1,5 +1,5 @@
-"""Training: the loop of a rank, its state, metrics and watchdog. Importing this loads no compiler: `mpar.train.prepare` does, and
-`mpar.train.curve` a plotting library."""
+"""Training: the loop of a rank, its state, metrics and watchdog. Importing this does not import the compiler, which
+`mpar.train.prepare` needs, nor the plotting library that `mpar.train.curve` needs."""
 
 from mpar.train._config import HardwareConfig, MeshConfig, PlainConfig, PlainValue, PlanConfig, TrainConfig
 from mpar.train._evaluation import Evaluation

@@ -1,4 +1,4 @@
-"""Evaluation: the loss on data that are not trained on, by a program of forwards on the parameters where training has them."""
+"""Evaluation: the loss on data that are not trained on, by a program of forwards that reads the parameters of the training."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,10 @@ __all__ = ["Evaluation"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one rank evaluates with. every: steps between two evaluations, None: only at the end; num_batches: of each."""
+    """What one rank evaluates with.
+
+    every: evaluate after every so many steps; None: only at the end. num_batches: how many batches each evaluation reads.
+    """
 
     program: Program
     run: RankRun | Replay
@@ -28,7 +31,7 @@ class Evaluation:
         return step == last or (self.every is not None and step % self.every == 0)
 
     def loss(self, state: State, rank: int, device: torch.device, watch: Watch) -> float:
-        """The mean loss of all labels in the batches; all ranks call it together. `state` stays as it is."""
+        """The mean loss over all labels in the batches. All ranks must call this together. `state` is not changed."""
         total = weight = 0.0
         params = [leaf.path for leaf in self.program.part(rank).state_in]
         for number in range(self.num_batches):

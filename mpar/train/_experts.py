@@ -15,11 +15,12 @@ _NO_SIDE_LOSSES = ("loss", "microbatch_losses", "weight", "grad_norm", "lr")
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """One layer in one step.
+    """How evenly one layer used its experts in one step. A slot is one choice of an expert by a token.
 
-    max_load: slots of the expert that was chosen most, over their mean: from 1, even, to the number of experts.
-    entropy:  of the experts' shares, over that of equal shares: from 0, one gets all, to 1.
-    dropped:  the part of the slots that did not fit into the capacity of their expert. slots: all of them.
+    max_load: slots of the most chosen expert, divided by the mean: from 1 (even) to the number of experts.
+    entropy:  entropy of the experts' shares of the slots, over that of equal shares: from 0 (one expert has all) to 1 (even).
+    dropped:  the share of the slots that did not fit into the capacity of their expert.
+    slots:    how many slots there were.
     """
 
     max_load: float
@@ -29,7 +30,9 @@ class ExpertLoad:
 
 
 def expert_load(metrics: Mapping[str, Tensor]) -> dict[str, ExpertLoad]:
-    """By segment, from what a step reports as <segment>.expert_counts (E,) and, where there is a capacity, <segment>.dropped."""
+    """The load of every segment with experts, from the metrics of a step: `<segment>.expert_counts`, of shape (E,), and, where
+    experts have a capacity, `<segment>.dropped`.
+    """
     loads = {}
     for name, counts_E in metrics.items():
         if not name.endswith(_COUNTS):
@@ -45,5 +48,5 @@ def expert_load(metrics: Mapping[str, Tensor]) -> dict[str, ExpertLoad]:
 
 
 def side_losses(metrics: Mapping[str, Tensor]) -> dict[str, float]:
-    """Losses beside the main one, by name: what a step reports that is no other number of its own and of no segment."""
+    """The side losses among the metrics of a step, by name."""
     return {name: float(value) for name, value in metrics.items() if name not in _NO_SIDE_LOSSES and "." not in name}

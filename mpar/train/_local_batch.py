@@ -1,4 +1,4 @@
-"""What one rank works on in a step: it reads its rows alone, and keeps of these its positions."""
+"""The part of a batch that one rank works on: the rows that it needs, and of these the positions that it has."""
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ __all__ = ["local_batch"]
 def local_batch(
     program: Program, batches: Batches, step: int, rank: int, device: torch.device, *, next_tokens: bool = False
 ) -> dict[str, Tensor]:
-    """The part of the global batch of `step` that `rank` works on in `program`. Other rows are neither read nor built.
+    """The part of the global batch of `step` that `rank` works on in `program`. Rows of other ranks are not read.
 
-    next_tokens: the program learns what follows the next token, too.
+    next_tokens: the model also learns the tokens after the next, so the batch has labels for them.
     """
     rows = batches.rows(step, rows_of(program, rank))
-    if next_tokens:  # what follows a token is known only before ranks get their positions
+    if next_tokens:  # must come before positions are cut, because the following token may be on another rank
         rows = with_next_tokens(rows)
     return {key: value.to(device) for key, value in cut_rows(program, rows, rank).items()}

@@ -1,4 +1,4 @@
-"""The loop of one rank: batch, step, record, checkpoint. It prints nothing: what happens is told to `on_step`."""
+"""The training loop of one rank: batch, step, record, checkpoint. It prints nothing; `on_step` gets a record of every step."""
 
 import math
 import time
@@ -23,12 +23,12 @@ from mpar.train._watch import Watch
 
 __all__ = ["Rank", "run_steps", "start"]
 
-_LARGEST_EXPONENT = 700.0  # of a perplexity that is still a finite number
+_LARGEST_EXPONENT = 700.0  # math.exp of this is still a finite float
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank works with."""
+    """Everything that the training loop of one rank needs."""
 
     setup: RunSetup
     program: Program
@@ -39,12 +39,14 @@ class Rank:
     watch: Watch
     barrier: Callable[[], None]
     resolved: PlainConfig
-    """The configuration as plain data, kept in checkpoints."""
+    """The configuration as plain data, which checkpoints record."""
     evaluation: Evaluation | None = None
 
 
 def start(rank: Rank, resume: Path | None) -> tuple[State, Position]:
-    """The state to begin with: of the checkpoint `resume`, or fresh. Raises CheckpointError if it was trained on other data."""
+    """The state to begin with: that of the checkpoint `resume`, or a fresh one. Raises CheckpointError if the checkpoint was
+    trained on other data.
+    """
     data = rank.batches.fingerprint
     if resume is None:
         config, model = rank.setup.config, rank.setup.model
@@ -57,9 +59,9 @@ def start(rank: Rank, resume: Path | None) -> tuple[State, Position]:
 
 
 def run_steps(rank: Rank, state: State, position: Position, on_step: Callable[[StepRecord], None]) -> tuple[State, Position]:
-    """Train until `config.steps`, with checkpoints as configured and one at the end.
+    """Train until step `config.steps`. Checkpoints are written as configured, and at the end.
 
-    Raises NumericsError when loss or gradient norm are not finite; the last checkpoint stays as it is.
+    Raises NumericsError when the loss or the gradient norm is not finite; no checkpoint is written then.
     """
     config, watch = rank.setup.config, rank.watch
     costs = [flops_per_token(rank.setup.model, rank.batches.shape.seq_len, causal=causal) for causal in (False, True)]
@@ -117,11 +119,11 @@ def _check_finite(step: int, loss: float, grad_norm: float, microbatch_losses: T
         return
     bad = [m for m, value in enumerate(microbatch_losses.tolist()) if not math.isfinite(value)]
     if bad:
-        what = f"the loss is {loss} in step {step}, first in microbatch {bad[0]} (in {len(bad)} of {len(microbatch_losses)})"
+        problem = f"the loss is {loss} in step {step}, first in microbatch {bad[0]} (in {len(bad)} of {len(microbatch_losses)})"
     else:
-        what = f"the gradient norm is {grad_norm} in step {step}, while the loss is {loss} (all microbatches)"
+        problem = f"the gradient norm is {grad_norm} in step {step}, while the loss is {loss} (all microbatches)"
     raise NumericsError(
-        f"training stopped: {what}. The parameters after this step are useless and were not saved; earlier checkpoints are as "
-        "they were.\nLower optimizer.lr, set optimizer.clip_norm or a longer warm-up, or look at the rows of this step; then "
+        f"training stopped: {problem}. The parameters after this step are useless and were not saved; earlier checkpoints are "
+        "unchanged.\nLower optimizer.lr, set optimizer.clip_norm or a longer warm-up, or look at the rows of this step; then "
         "start the same command again, which goes on from the last checkpoint."
     )

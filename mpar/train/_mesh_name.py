@@ -1,4 +1,4 @@
-"""The name of a mesh is its axes with their sizes, outermost first: `pp2_fsdp2_tp2`. `one` is the mesh of a single rank."""
+"""Names of meshes: the axes with their sizes, outermost first, as in `pp2_fsdp2_tp2`. `one` is the mesh of a single rank."""
 
 import difflib
 import re
@@ -17,9 +17,9 @@ MESH_EXAMPLES = (_ONE, "dp2", "fsdp4", "cp2_tp2", "dp2_fsdp2_tp2", "pp2_fsdp2_tp
 
 
 def mesh_by_name(name: str) -> MeshConfig:
-    """`MeshConfig(pp=2, tp=2)` for `pp2_tp2`. A mesh has one order, so `tp2_pp2` is refused.
+    """`MeshConfig(pp=2, tp=2)` for `pp2_tp2`. The order of axes is fixed, so `tp2_pp2` is refused.
 
-    Raises UnknownNameError, which says what is wrong with the name and which name is nearest, for what names no mesh.
+    Raises UnknownNameError if the name is invalid; the error says why, and which valid name is nearest.
     """
     problem = mesh_problem(name)
     if problem:
@@ -29,7 +29,7 @@ def mesh_by_name(name: str) -> MeshConfig:
 
 
 def mesh_problem(name: str) -> str:
-    """Why `name` names no mesh; nothing if it does."""
+    """Why `name` is not the name of a mesh; an empty text if it is one."""
     if name == _ONE:
         return ""
     words = name.split("_")
@@ -39,12 +39,12 @@ def mesh_problem(name: str) -> str:
     if strange:
         return f"{' and '.join(map(repr, strange))} {'are no axes' if len(strange) > 1 else 'is no axis'} with a size"
     if len(set(axes)) < len(axes):
-        return "an axis is there twice"
+        return "it has an axis twice"
     return "" if axes == sorted(axes, key=_AXES.index) else "its axes are not in order"
 
 
 def nearest_mesh_name(name: str) -> str:
-    """The name of a mesh that is most like `name`: every word's nearest axis, each axis once, in order."""
+    """The valid name most like `name`: each word becomes the nearest axis; each axis comes once, in order."""
     sizes: dict[str, str] = {}
     for letters, digits in re.findall(r"([a-z]+)0*([0-9]*)", name.lower()):
         (axis,) = difflib.get_close_matches(letters, (*_AXES, _ONE), n=1, cutoff=0.0)

@@ -1,4 +1,4 @@
-"""Metrics: one JSON object a step in `metrics.jsonl`, event files for TensorBoard, and the FLOPs that a token costs."""
+"""Metrics: one JSON object for each step in `metrics.jsonl`, and event files for TensorBoard."""
 
 import importlib
 import importlib.util
@@ -27,15 +27,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step came to.
+    """The measurements of one step.
 
     tokens:          labels trained on since the run began. tokens_per_s: positions of the batch, padding included, per second.
-    flops_per_s:     of the model, all ranks together, attention counted over all pairs; the *_causal one counts half of them.
-    *_memory_bytes:  peak of a rank: as predicted for the step's tensors, and as measured (host: the process with all libraries,
-                     VmHWM; CUDA: the allocator's peak), which takes in what the libraries occupy.
-    communication_bytes: what this rank gave to collectives and sent to other stages, counted at the transport.
+    flops_per_s:     FLOP/s of the model on all ranks together. Attention is counted over all pairs of positions, and over half of
+                     them in flops_per_s_causal.
+    predicted_memory_bytes: predicted peak of a rank, for the tensors of the step.
+    measured_memory_bytes: measured peak of a rank. On the host it is that of the process with all libraries (VmHWM), on CUDA that
+                     of the allocator.
+    communication_bytes: bytes that this rank gave to collectives and sent to other stages, counted at the transport.
     eval_loss, perplexity: mean loss on the data of `evaluation` after the step, and its exponential; None: not evaluated then.
-    side_losses: what was added to the loss, each summed over layers; `loss` is without them. expert_load: of layers with experts.
+    side_losses: losses that were added to `loss`, which does not include them; each is summed over layers.
+    expert_load: by layer with experts.
     """
 
     step: int
@@ -58,19 +61,19 @@ class StepRecord:
 
     @property
     def max_load(self) -> float:
-        """That of the layer where it is highest."""
+        """The highest `max_load` of all layers with experts."""
         return max(load.max_load for load in self.expert_load.values())
 
     @property
     def dropped(self) -> float:
-        """The part of the slots of all layers that was dropped."""
+        """The share of the slots of all layers that was dropped."""
         slots = sum(load.slots for load in self.expert_load.values())
         return sum(load.dropped * load.slots for load in self.expert_load.values()) / max(slots, 1)
 
     def numbers(self) -> dict[str, float]:
-        """What there is, by name; what is of one layer as `max_load/layers.3`."""
-        own = [f.name for f in fields(self) if f.name not in ("side_losses", "expert_load")]
-        numbers = {name: getattr(self, name) for name in own if getattr(self, name) is not None} | dict(self.side_losses)
+        """All numbers that are not None, by name; those of one layer are named like `max_load/layers.3`."""
+        names = [f.name for f in fields(self) if f.name not in ("side_losses", "expert_load")]
+        numbers = {name: getattr(self, name) for name in names if getattr(self, name) is not None} | dict(self.side_losses)
         if self.expert_load:
             numbers |= {"max_load": self.max_load, "dropped": self.dropped}
         for layer, load in self.expert_load.items():
@@ -79,19 +82,19 @@ class StepRecord:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The highest memory of this process so far: resident on the host, or allocated on its CUDA device."""
+    """The most memory that this process has used so far: resident on the host, or allocated on its CUDA device."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="ascii", errors="replace").splitlines() if status.exists() else []
-    own = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
-    if own:
-        return own[0]
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # which begins at that of the process that started this one
+    peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+    if peaks:
+        return peaks[0]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # may be too high: a child inherits its parent's maximum
 
 
 class MetricsFile:
-    """`metrics.jsonl`: opening it for a run that resumes after `step` drops the records behind that step."""
+    """The file `metrics.jsonl`. Opening it for a run that resumes after `step` drops the records of later steps."""
 
     def __init__(self, path: Path, step: int) -> None:
         kept = [line for line in _lines(path) if json.loads(line)["step"] <= step]
@@ -99,29 +102,29 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:
-        """Append one record; it is on the disk when this returns, so that a killed run leaves what it had."""
+        """Append one record. It has left this process when this returns, so a killed run loses no record."""
         self._file.write(json.dumps(record.numbers()) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """No more records."""
+        """Close the file."""
         self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The records in `metrics.jsonl`, in order; none if there is no file."""
+    """The records in `metrics.jsonl`, in order; an empty list if there is no file."""
     return [json.loads(line) for line in _lines(path)]
 
 
 def _lines(path: Path) -> list[str]:
-    """Complete lines: one that a killed process left half-written does not count."""
+    """The complete lines of the file. A killed process may have written half of its last line, which is left out."""
     if not path.is_file():
         return []
     return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=False) if line.endswith("}")]
 
 
 class TensorBoard(Protocol):
-    """What is used of torch's SummaryWriter."""
+    """The methods of torch's SummaryWriter that mpar uses."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The data of a run: its tokenizer, what it is trained on and what it is evaluated on."""
+"""The data of a run: its tokenizer, the batches that it trains on, and those that it evaluates on."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ __all__ = ["RunData", "load_data", "make_tokenizer"]
 
 @dataclass(frozen=True)
 class RunData:
-    """evaluation: in an order that stays; None if the run evaluates on nothing."""
+    """evaluation: batches whose order is fixed; None if the run does not evaluate."""
 
     tokenizer: Tokenizer
     training: Batches
@@ -21,9 +21,9 @@ class RunData:
 
 
 def load_data(setup: RunSetup, cache_dir: Path | None = None) -> RunData:
-    """The data, read and checked against the model's vocabulary. `cache_dir` keeps what is tokenised if no folder is configured.
+    """Read the data, and check them against the model's vocabulary. `cache_dir` keeps tokenised data if `data.cache_dir` is null.
 
-    Raises ConfigError if `evaluation` contradicts itself, and what `load_dataset` and `Batches.split` raise.
+    Raises ConfigError if the keys of `evaluation` contradict each other, and what `load_dataset` and `Batches.split` raise.
     """
     config, evaluation = setup.config, setup.config.evaluation
     _check_evaluation(evaluation)
@@ -40,7 +40,7 @@ def load_data(setup: RunSetup, cache_dir: Path | None = None) -> RunData:
 
 
 def make_tokenizer(config: TrainConfig) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`, else of the model's folder, else bytes."""
+    """The tokenizer of `data.tokenizer`; if that is null, of the model's folder; without a folder, bytes."""
     folder = config.data.tokenizer
     if folder is None and config.model.path is not None:
         folder = config.model.path
@@ -54,7 +54,7 @@ def _check_evaluation(evaluation: EvaluationConfig) -> None:
         wrong.append("evaluation.sources and evaluation.fraction are both given: choose one")
     if evaluation.every is not None and evaluation.sources is None and evaluation.fraction is None:
         wrong.append(
-            f"evaluation.every={evaluation.every} has no data: give evaluation.fraction (such as 0.1, the part of data.sources "
+            f"evaluation.every={evaluation.every} has no data: give evaluation.fraction (such as 0.1, the share of data.sources "
             "that is held out) or evaluation.sources"
         )
     if wrong:

@@ -1,4 +1,4 @@
-"""From a configuration to what it names: mesh, strategy, model, hardware, kernels, optimizer. No compiler, process or data."""
+"""Makes what a configuration names: mesh, strategy, model, hardware, kernels, optimizer. Needs no compiler, processes or data."""
 
 import os
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ DEFAULT_BATCH_SIZE = 8
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A configuration and what it names. A process makes this once and hands it on."""
+    """A configuration and the objects that it names. Every process makes this once and passes it to what needs it."""
 
     config: TrainConfig
     mesh: Mesh
@@ -49,19 +49,22 @@ class RunSetup:
 
 
 def make_setup(config: TrainConfig) -> RunSetup:
-    """What `config` names; reads at most the config.json of the model. Raises MparError of the kinds of its parts."""
+    """The objects that `config` names. Of files, only the config.json of the model may be read.
+
+    Raises an MparError if mesh, strategy, model or kernels are impossible.
+    """
     mesh, strategy = make_mesh(config), _strategy(config)
     model = _model(config.model, mesh, strategy)
     return RunSetup(config, mesh, strategy, model, make_hardware(config.hardware), _kernels(config))
 
 
 def make_mesh(config: TrainConfig) -> Mesh:
-    """The mesh, axes outermost first."""
+    """The mesh of the configuration, its axes outermost first."""
     return Mesh(**asdict(config.mesh))
 
 
 def _strategy(config: TrainConfig) -> Strategy:
-    """The preset, changed as asked for. Raises ConfigError or UnknownNameError for what no mesh could do."""
+    """The preset, changed as configured. Raises ConfigError or UnknownNameError for values that no mesh could use."""
     asked = {name: value for name, value in asdict(config.strategy).items() if name != "name" and value is not None}
     axes = [axis for axis in asdict(config.mesh) if axis != "pp"]
     unknown = [axis for axis in asked.get("expert_axes", ()) if axis not in axes]
@@ -74,9 +77,10 @@ def _strategy(config: TrainConfig) -> Strategy:
 
 
 def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Model:
-    """The model, its parameters (masters) in float32. Raises ConfigError or CheckpointError.
+    """The model, with master parameters in float32. Raises ConfigError or CheckpointError.
 
-    `model.router.group=rank` becomes as many token groups as a microbatch has parts on different ranks where experts are.
+    `model.router.group=rank` is replaced by `token_groups`: one group for each part of a microbatch that different ranks have in
+    layers of experts.
     """
     router = dict(group.router or {})
     if "group" not in router:
@@ -85,7 +89,7 @@ def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Model:
     if asked != "rank" or "token_groups" in router:
         raise ConfigError(
             f"cannot build the model: model.router.group={asked} is not `rank`, or model.router.token_groups is "
-            "given beside it.\nUse group=rank, for one group of tokens on each rank, or token_groups."
+            "given, too.\nUse group=rank, for one group of tokens on each rank, or token_groups."
         )
     plain = _model_of(group, router)
     strategy, mesh = arrange(strategy, mesh, plain.abstract_params, plain.param_axes)
@@ -114,7 +118,7 @@ def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Model:
 
 
 def num_threads(config: TrainConfig, local_ranks: int) -> int:
-    """Threads of one of the ranks on this machine: as configured, or the machine's cores shared out, at least 1."""
+    """CPU threads of one rank: as configured, or the cores of this machine divided by its ranks, at least 1."""
     return config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
@@ -124,7 +128,7 @@ def seq_len(config: TrainConfig) -> int:
 
 
 def batch_size(config: TrainConfig) -> int:
-    """Sequences of a global batch: as configured, or 8 rounded up to what mesh and microbatches divide."""
+    """Sequences of a global batch: as configured, or 8 rounded up to a multiple of data parallel ranks times microbatches."""
     if config.data.batch_size is not None:
         return config.data.batch_size
     unit = config.mesh.dp * config.mesh.fsdp * max(1, num_microbatches(config))
@@ -132,19 +136,19 @@ def batch_size(config: TrainConfig) -> int:
 
 
 def num_microbatches(config: TrainConfig) -> int:
-    """Parts of a global batch: as configured, or two for each rank of a pipeline."""
+    """Microbatches of a step: as configured, or 1 without a pipeline and two for each position with one."""
     if config.schedule.num_microbatches is not None:
         return config.schedule.num_microbatches
     return 1 if config.mesh.pp == 1 else 2 * config.mesh.pp
 
 
 def batch_shapes(config: TrainConfig, model: Model) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
-    """Shape and dtype of every entry of a global batch that `model` is trained on."""
+    """The shape and dtype of every entry of a global batch for `model`."""
     return dict.fromkeys((*BATCH_KEYS, *model.next_keys), ((batch_size(config), seq_len(config)), torch.int64))
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> AdamW | SGD:
-    """The optimizer with its learning rate over `steps` updates. Raises ConfigError."""
+    """The optimizer, with its learning rate for a run of `steps` updates. Raises ConfigError."""
     rate = _learning_rate(config, steps)
     if config.kind == "sgd":
         return SGD(lr=rate, momentum=config.momentum, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
@@ -164,7 +168,7 @@ def _learning_rate(config: OptimizerConfig, steps: int) -> LearningRate:
 
 
 def check_device(config: TrainConfig) -> None:
-    """Raise ConfigError unless the ranks of this node can compute where, and as, the configuration says."""
+    """Raise ConfigError unless this node has the devices that the configuration asks for, and they can run `execution`."""
     if config.execution == "cuda_graph" and (config.device != "cuda" or make_mesh(config).size > 1):
         raise ConfigError(
             f"cannot train with execution=cuda_graph on device={config.device} and {make_mesh(config)}: a step is recorded on "
@@ -181,12 +185,12 @@ def check_device(config: TrainConfig) -> None:
 
 
 def _kernels(config: TrainConfig) -> Kernels:
-    """How kernels are chosen: for the GPU that is there, else, as in plans, for the chip of the hardware profile."""
+    """How kernels are chosen: for the GPU of this machine if the run uses one, else for the chip of the hardware profile."""
     if config.device == "cuda" and torch.cuda.is_available():
         return kernels_for(config.kernels, "cuda")
     return Kernels(config.kernels, config.hardware.arch)
 
 
 def make_hardware(config: HardwareConfig) -> Hardware:
-    """The profile from which `plan` predicts times."""
+    """The hardware profile, from which times are predicted."""
     return Hardware(**asdict(config))

@@ -1,4 +1,4 @@
-"""The state of a run, shard by shard: fresh, from Hugging Face weights, or from a checkpoint of any mesh; and back to disk."""
+"""Makes the shards of a rank's state: fresh ones, from Hugging Face weights, or from a checkpoint of any mesh; and saves them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ __all__ = ["Position", "check_data", "fresh_state", "load_params", "load_state",
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: updates made, tokens trained on, and what decides the data that come next."""
+    """How far a run has come: step and tokens, and the fingerprint of its data and the seed, which decide what comes next."""
 
     step: int = 0
     tokens: int = 0
@@ -29,23 +29,25 @@ class Position:
     seed: int = 0
 
     def as_extras(self, config: PlainConfig) -> PlainConfig:
-        """What a checkpoint keeps besides tensors."""
+        """What a checkpoint records besides tensors."""
         return {"step": self.step, "tokens": self.tokens, "data": self.data, "seed": self.seed, "config": config}
 
     @classmethod
     def from_extras(cls, extras: Mapping[str, Json], path: Path) -> "Position":
-        """The inverse; `path` is the checkpoint's. Raises CheckpointError if an entry is missing or of another type."""
+        """The position in the extras of the checkpoint at `path`. Raises CheckpointError if an entry is missing or wrong."""
         match extras:
             case {"step": int(step), "tokens": int(tokens), "data": str(data), "seed": int(seed)}:
                 return cls(step, tokens, data, seed)
         raise CheckpointError(
-            f"{path}: its state.json does not say step, tokens, data and seed of a run; its entries are {sorted(extras)}.\n"
+            f"{path}: its state.json lacks step, tokens, data or seed of a run; its entries are {sorted(extras)}.\n"
             "Use a checkpoint that mpar train wrote."
         )
 
 
 def fresh_state(program: Program, model: Model, rank: int, *, seed: int, hf_path: str | None, device: torch.device) -> State:
-    """This rank's shards before the first step: drawn from `seed`, or read from the weights in `hf_path`; slots are zero."""
+    """This rank's shards before the first step. Parameters are drawn from `seed`, or read from the weights in `hf_path`; the
+    optimizer's state is zero.
+    """
     leaves: dict[str, Tensor] = {}
     reader = None if hf_path is None else HfReader(model, hf_path)
     for leaf in program.part(rank).state_in:
@@ -60,7 +62,7 @@ def fresh_state(program: Program, model: Model, rank: int, *, seed: int, hf_path
 
 
 def load_state(program: Program, path: Path, rank: int, device: torch.device) -> tuple[State, Position]:
-    """This rank's shards and the position in the checkpoint at `path`, whatever mesh it was saved from."""
+    """This rank's shards and the position of the run, from the checkpoint at `path`, which any mesh may have saved."""
     wanted = {leaf.path: (leaf.shape, leaf.spec, leaf.dtype) for leaf in program.part(rank).state_in}
     elsewhere = {leaf.path for leaf in program.state_in} - wanted.keys()
     leaves = checkpoint.load(path, wanted, program.mesh, rank, elsewhere=elsewhere)
@@ -69,7 +71,7 @@ def load_state(program: Program, path: Path, rank: int, device: torch.device) ->
 
 
 def load_params(model: Model, path: Path) -> DecoderParams[Tensor]:
-    """The whole parameters in a checkpoint, for export. Raises CheckpointError unless they are those of the model, and all."""
+    """The global parameters in a checkpoint, for export. Raises CheckpointError unless they are exactly those of the model."""
     like = model.abstract_params
     wanted = {f"params.{name}": (tuple(leaf.shape), P(), leaf.dtype) for name, leaf in tree.leaves_with_path(like)}
     others = [name for name in checkpoint.names(path) if not name.startswith("params.")]
@@ -87,18 +89,18 @@ def save_state(
     barrier: Callable[[], None],
     keep: int | None,
 ) -> Path:
-    """Write a checkpoint of all ranks together; returns its path. What several stages hold the first of them writes."""
+    """Write a checkpoint, all ranks together; returns its path. Of positions along pp with the same leaf, the first writes it."""
     position = program.position(rank)
     earlier = {leaf.path for part in program.parts[:position] for leaf in part.state_out}
-    own = {leaf.path: leaf for leaf in program.parts[position].state_out if leaf.path not in earlier}
+    leaves_to_write = {leaf.path: leaf for leaf in program.parts[position].state_out if leaf.path not in earlier}
     return checkpoint.save(
         folder,
         reached.step,
-        {path: state.leaves[path] for path in own},
-        {path: leaf.spec for path, leaf in own.items()},
+        {path: state.leaves[path] for path in leaves_to_write},
+        {path: leaf.spec for path, leaf in leaves_to_write.items()},
         program.mesh,
         rank,
-        {path: leaf.shape for path, leaf in own.items()},
+        {path: leaf.shape for path, leaf in leaves_to_write.items()},
         reached.as_extras(config),
         barrier,
         keep=keep,
@@ -108,7 +110,7 @@ def save_state(
 def resume_from(run_dir: Path, resume: str) -> Path | None:
     """The checkpoint to go on from, or None for a fresh start. Raises CheckpointError.
 
-    `resume` is auto (the newest in `run_dir`, if there is one), never (there must be none), or the folder of a checkpoint.
+    resume: auto (the newest checkpoint in `run_dir`, if any), never (`run_dir` must have none), or a checkpoint's folder.
     """
     folder = run_dir / "checkpoints"
     newest = checkpoint.latest(folder)
@@ -118,7 +120,7 @@ def resume_from(run_dir: Path, resume: str) -> Path | None:
         if newest is not None:
             raise CheckpointError(
                 f"cannot start afresh in {run_dir}: it holds {newest.name} of another run, and resume=never.\n"
-                "Choose another run_dir, delete that one, or go on with resume=auto."
+                "Choose another run_dir, delete this one, or go on with resume=auto."
             )
         return None
     path = Path(resume)
@@ -127,10 +129,10 @@ def resume_from(run_dir: Path, resume: str) -> Path | None:
 
 
 def check_data(path: Path, then: str, now: str) -> None:
-    """Raise CheckpointError unless the run of the checkpoint at `path` was trained on these data; both are fingerprints."""
+    """Raise CheckpointError unless the fingerprints of the data agree: `then` of the checkpoint at `path`, `now` of this run."""
     if then != now:
         raise CheckpointError(
             f"cannot go on from {path}: its run was trained on other data, or with another batch size, sequence length or seed, "
-            "so the next step would not be the one that it was to make.\n"
-            "Restore these settings (config.yaml in the run_dir has them), or begin a new run_dir."
+            "so its next step would be another one.\n"
+            "Restore these settings (config.yaml in the run_dir has them), or choose a new run_dir."
         )

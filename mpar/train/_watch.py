@@ -1,4 +1,4 @@
-"""Watchdog: where each rank is, in a small mapped file that its launcher can read after the rank is gone."""
+"""Watchdog: every rank keeps its place in a small memory-mapped file, which the launcher can read after the rank is gone."""
 
 import mmap
 import struct
@@ -22,9 +22,11 @@ _SLOTS = struct.Struct("6q")  # step, line, collectives begun within it, its tim
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank was last seen. line -1: between steps; collectives: how many of the line's it had begun.
+    """Where a rank was last seen.
 
-    evaluating: the line is one of the program that evaluates, after `step`.
+    line:        the number of an instruction in the rank's program; -1 between two steps.
+    collectives: how many collectives of this line had begun.
+    evaluating:  whether `line` is of the program that evaluates after `step`.
     """
 
     step: int
@@ -36,7 +38,7 @@ class Place:
 
 
 class Watch(Counter):
-    """A rank's own record. It is the program's `progress` callback and its transport counter; each costs well under 1 us."""
+    """Writes the place of this rank: the program's `progress` callback and its transport counter. A call takes under 1 us."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -54,39 +56,39 @@ class Watch(Counter):
         self._map.close()
 
     def begin_step(self, step: int) -> None:
-        """Step `step` is about to run."""
+        """Note that `step` is about to run."""
         self._slots[0] = step
 
     def begin_evaluation(self) -> None:
-        """Lines are those of the program that evaluates, until `between_steps`."""
+        """Note that lines are of the program that evaluates, until `between_steps` is called."""
         self._slots[5] = 1
 
     def between_steps(self, step: int) -> None:
-        """No line of the program runs; `step` is done."""
+        """Note that `step` is done and that no line runs."""
         slots = self._slots
         slots[0], slots[1], slots[3], slots[5] = step, -1, time.time_ns(), 0
 
     def __call__(self, line: int, instruction: Instruction) -> None:
-        """The rank begins `line`."""
+        """Note that this rank begins `line`."""
         slots = self._slots
         slots[1] = line
         slots[2] = 0
         slots[3] = time.time_ns()
 
     def add(self, op: str, axes: tuple[str, ...], tensors: Sequence[Tensor]) -> None:
-        """The rank begins a collective."""
+        """Note that this rank begins a collective."""
         slots = self._slots
         slots[2] += 1
         slots[4] += sum(tensor.nbytes for tensor in tensors)
 
     @property
     def communication_bytes(self) -> int:
-        """What this rank gave to collectives so far."""
+        """Bytes that this rank has given to collectives and messages so far."""
         return self._slots[4]
 
 
 def read_place(path: Path) -> Place | None:
-    """The place that a rank last wrote; None if it did not get as far as to write one."""
+    """The place that a rank last wrote; None if it wrote none."""
     if not path.is_file() or path.stat().st_size != _SLOTS.size:
         return None
     step, line, collectives, time_ns, communication_bytes, evaluating = _SLOTS.unpack(path.read_bytes())
@@ -94,37 +96,36 @@ def read_place(path: Path) -> Place | None:
 
 
 def describe_place(program: Program, rank: int, place: Place | None, *, dead: bool = False) -> str:
-    """`rank 1, step 12, line 0031 backward layers.2 mb0: waits in reduce_scatter over tp with rank 0`.
+    """`place` in words: `rank 1, step 12, line 0031 backward layers.2 mb0: waits in reduce_scatter over tp with rank 0`.
 
-    program: the one that `place` is in.
+    program: the program that `place.line` belongs to. dead: the rank is gone, so the text says what it was doing.
     """
     if place is None:
         return f"rank {rank}: had not begun"
     if place.line < 0:
         return f"rank {rank}, after step {place.step}: between two steps"
-    step = program.part(rank).instructions[place.line]
-    what = step.words
+    instruction = program.part(rank).instructions[place.line]
     when = f"evaluation after step {place.step}" if place.evaluating else f"step {place.step}"
-    head = f"rank {rank}, {when}, line {place.line:04d} {what}"
-    if step.message >= 0:
-        does = {"wait": "waits for", "send": "gives away", "recv": "asks for"}[step.op]
-        did = {"wait": "waited for", "send": "was giving away", "recv": "was asking for"}[step.op]
-        return f"{head}: {did if dead else does} {_message(program, rank, step)}"
-    uses = program.kinds[step.kind].collectives
+    head = f"rank {rank}, {when}, line {place.line:04d} {instruction.words}"
+    if instruction.message >= 0:
+        does = {"wait": "waits for", "send": "gives away", "recv": "asks for"}[instruction.op]
+        did = {"wait": "waited for", "send": "was giving away", "recv": "was asking for"}[instruction.op]
+        return f"{head}: {did if dead else does} {_message(program, rank, instruction)}"
+    uses = program.kinds[instruction.kind].collectives
     if not uses or not place.collectives:
         return f"{head}: computes"
     use = uses[min(place.collectives, len(uses)) - 1]
     return f"{head}: {'was in' if dead else 'waits in'} {_collective(program, rank, use)}"
 
 
-def _message(program: Program, rank: int, step: Instruction) -> str:
-    """`message 41 (x4.0) from rank 2, which sends it in line 0097`."""
-    peer = program.mesh.rank({**program.mesh.coordinates(rank), "pp": step.peer})
-    lines = program.parts[step.peer].instructions
-    ends = [(number, other.op) for number, other in enumerate(lines) if other.message == step.message]
+def _message(program: Program, rank: int, instruction: Instruction) -> str:
+    """A message in words: `message 41 (x4.0) from rank 2, which sends it in line 0097`."""
+    peer = program.mesh.rank({**program.mesh.coordinates(rank), "pp": instruction.peer})
+    lines = program.parts[instruction.peer].instructions
+    ends = [(number, other.op) for number, other in enumerate(lines) if other.message == instruction.message]
     sent = next((number for number, op in ends if op == "send"), None)
-    value = next(value for value in (*step.inputs, *step.outputs))
-    head = f"message {step.message} ({program.values[value].name})"
+    value = next(value for value in (*instruction.inputs, *instruction.outputs))
+    head = f"message {instruction.message} ({program.values[value].name})"
     if sent is not None:
         return f"{head} from rank {peer}, which sends it in line {sent:04d}"
     return f"{head} to rank {peer}, which waits for it in line {next(n for n, op in ends if op == 'wait'):04d}"

@@ -1,4 +1,4 @@
-"""Pictures of a run: its loss over steps; the load of its experts over layers and steps."""
+"""Draws pictures of a run: its loss over steps, and the load of its experts over layers and steps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,9 @@ _PANELS = {
 
 
 def draw_loss(records: Sequence[Mapping[str, float]], path: Path, title: str) -> Path:
-    """Write a PNG of loss over steps on a logarithmic axis, the loss of evaluations on it, and the learning rate beside it."""
+    """Write a PNG of the loss over steps, with the losses of evaluations and the learning rate. The axis of losses is logarithmic
+    if all losses are positive.
+    """
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -38,8 +40,8 @@ def draw_loss(records: Sequence[Mapping[str, float]], path: Path, title: str) ->
 
 
 def draw_experts(records: Sequence[Mapping[str, float]], path: Path, title: str) -> Path | None:
-    """Write a PNG with a line for each layer of experts and a column for each step: load of the busiest expert, entropy of all,
-    and, if any were, slots that were dropped. Without experts in the records there is none."""
+    """Write a PNG with a row for each layer of experts and a column for each step: panels with the load of the busiest expert,
+    the entropy of all experts, and the share of dropped slots if any were dropped. None if the records have no experts."""
     layers = [name.removeprefix("max_load/") for name in records[-1] if name.startswith("max_load/")]
     records = [record for record in records if all(f"max_load/{layer}" in record for layer in layers)]
     if not layers:

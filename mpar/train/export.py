@@ -1,4 +1,4 @@
-"""After training: from a checkpoint to a folder that transformers loads, and answers from it."""
+"""After training: writes a checkpoint as a folder that transformers loads, and lets the model in such a folder answer."""
 
 import shutil
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ __all__ = ["answer", "export_hf"]
 
 
 def export_hf(model: Model, tokenizer: Tokenizer, checkpoint: Path, folder: Path) -> Path:
-    """Write weights, config and tokenizer into `folder`; one that is there is replaced when the new one is complete."""
+    """Write weights, config and tokenizer into `folder`. A folder that exists is replaced once the new one is complete."""
     draft = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     models.to_hf(model, load_params(model, checkpoint), draft)
@@ -28,7 +28,7 @@ def export_hf(model: Model, tokenizer: Tokenizer, checkpoint: Path, folder: Path
 
 
 def answer(folder: Path, questions: Sequence[str], *, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> list[str]:
-    """What the model in an HF `folder` says to each question, asked alone."""
+    """The answers of the model in an HF `folder`. Each question is asked by itself."""
     model, params = models.from_hf(folder, dtype=torch.float32)
     tokenizer = Tokenizer.from_folder(folder)
     eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)

@@ -1,4 +1,4 @@
-"""Prepare: what is done once, before ranks start: check, read the data, compile. Ranks do not import it."""
+"""What is done once before ranks start: checks, reading the data, compiling. Ranks do not import this module."""
 
 import csv
 from dataclasses import replace
@@ -45,7 +45,7 @@ def compile_program(setup: RunSetup) -> Program:
 
 
 def _check_scans(model: Model, strategy: Strategy, num_ranks: int) -> None:
-    """Raise ConfigError if layers that go from token to token are to have a sequence in parts."""
+    """Raise ConfigError if layers that scan a sequence would have it out of order or in parts on different ranks."""
     if num_ranks == 1 or not any(layer.sequential for layer in model.config.layers):
         return
     wrong = ["sequence=zigzag"] * (strategy.sequence == "zigzag")
@@ -59,17 +59,18 @@ def _check_scans(model: Model, strategy: Strategy, num_ranks: int) -> None:
 
 
 def compile_evaluation(setup: RunSetup, program: Program) -> Program:
-    """The program of the forwards of `program`, which was compiled for the same configuration: in its order, on its stages.
+    """A program that does only the forwards of `program`, in the same order and on the same stages.
 
-    A layer for further tokens is left out: the loss of an evaluation is that of the model's own logits.
+    `program` was compiled for the same `setup`. The layer of multi-token prediction is left out: an evaluation reports only the
+    loss of the next token.
     """
     config, model = setup.config, setup.model.without_multi_token()
     names = {segment.name for segment in model.segments}
     stage_of = {name: stage for name, stage in program.facts.stage_of.items() if name in names}
     strategy, chosen = setup.strategy, program.facts.context_parallel
-    if chosen is not None:  # what is found by time for forwards alone might store parameters elsewhere
+    if chosen is not None:  # predicted times of forwards alone could choose a way that stores parameters elsewhere
         strategy = replace(strategy, context_parallel=chosen)
-    forwards = [[action for action in own if action.kind == "F"] for own in program.schedule]
+    forwards = [[action for action in position_actions if action.kind == "F"] for position_actions in program.schedule]
     return compile_eval(
         model,
         setup.mesh,
@@ -85,26 +86,28 @@ def compile_evaluation(setup: RunSetup, program: Program) -> Program:
 
 
 def make_schedule(config: TrainConfig) -> Schedule:
-    """How microbatches go through the stages. Raises ConfigError if a table cannot be read."""
+    """The schedule that the configuration describes. Raises ConfigError if its table cannot be read."""
     group = config.schedule
     table = None
     if group.table is not None:
         try:
             read = from_table(Path(group.table).read_text(encoding="utf-8"), drop=True)
-            table = [[item for item in own if isinstance(item, Action)] for own in read]  # messages are placed anew
+            table = [[item for item in row if isinstance(item, Action)] for row in read]  # the compiler places messages itself
         except OSError as error:
             raise ConfigError(f"cannot read schedule.table={group.table}: {error.strerror}") from None
         except (UnicodeDecodeError, csv.Error) as error:
-            raise ConfigError(f"cannot read schedule.table={group.table}: it is no text of cells and commas ({error})") from None
+            raise ConfigError(f"cannot read schedule.table={group.table}: it is no comma-separated text ({error})") from None
     elif group.name == "forward_only":
-        raise ConfigError("cannot train with schedule.name=forward_only: it has no backward, and evaluation uses the training's")
+        raise ConfigError(
+            "cannot train with schedule.name=forward_only: it has no backwards. An evaluation uses the schedule of the training."
+        )
     return Schedule(group.name, group.num_chunks, group.layout, group.options, table)
 
 
 def prepare(setup: RunSetup, resolved: PlainConfig, folder: Path) -> tuple[Job, RunData]:
-    """Check everything, and leave in `folder` the job and the tokenised data for the ranks of this node.
+    """Check everything, and write the job and the tokenised data for the ranks of this node into `folder`.
 
-    Raises MparError of any kind: whatever is wrong with the input is found here, before a rank exists.
+    Raises an MparError of any kind: whatever is wrong with the input is found here, before any rank starts.
     """
     config = setup.config
     check_device(config)
@@ -125,7 +128,7 @@ def _resume(config: TrainConfig, batches: Batches) -> Path | None:
     check_data(resume, reached.data, batches.fingerprint)
     if reached.step >= config.steps:
         raise CheckpointError(
-            f"nothing to train: {resume} has step {reached.step} already, and steps={config.steps}.\n"
-            "Ask for more steps, or begin a new run_dir."
+            f"nothing to train: {resume} is of step {reached.step} already, and steps={config.steps}.\n"
+            "Give a larger steps=, or another run_dir."
         )
     return resume

@@ -41,7 +41,7 @@ CASES = {
     "an unknown group": ([*MOE, "model.router.group=node"], ["model.router.group=node", "Use group=rank"]),
     "groups said twice": (
         [*MOE, "model.router.group=rank", "model.router.token_groups=[2,1]"],
-        ["model.router.token_groups is given beside it"],
+        ["model.router.token_groups is given, too"],
     ),
     "a sequence that does not divide": (
         [*DENSE, "mesh=cp2", "data.seq_len=130", "strategy.context_parallel=ring"],

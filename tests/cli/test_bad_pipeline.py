@@ -36,7 +36,7 @@ def test_a_wrong_pipeline(how, words, capsys):
         (b"0F0,0B0,zero\n", "line 1, cell 3: 'zero' is no action"),
         (b"0F0,0B0\n", "1 ranks, which does not fit mesh axis pp=2"),
         (b"0F0,0B0\n1F0,1B0\n", "1 microbatches, which does not fit num_microbatches=4"),
-        (b"\xff\xfe\x00\x80", "it is no text of cells and commas"),
+        (b"\xff\xfe\x00\x80", "it is no comma-separated text"),
         (None, "No such file"),
     ],
     ids=["cell", "ranks", "microbatches", "bytes", "missing"],

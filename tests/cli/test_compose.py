@@ -60,7 +60,7 @@ def test_a_size_on_top_of_a_name():
     [
         ("ffsdp2", "'ffsdp2' is no axis with a size; did you mean mesh=fsdp2?"),
         ("tp2_pp2", "its axes are not in order; did you mean mesh=pp2_tp2?"),
-        ("tp2_tp2", "an axis is there twice; did you mean mesh=tp2?"),
+        ("tp2_tp2", "it has an axis twice; did you mean mesh=tp2?"),
         ("pp_tp4", "'pp' is no axis with a size; did you mean mesh=pp2_tp4?"),
         ("dp0", "'dp0' is no axis with a size; did you mean mesh=dp2?"),
         ("dp2tp2", "'dp2tp2' is no axis with a size; did you mean mesh=dp2_tp2?"),
@@ -86,7 +86,7 @@ def test_what_names_no_mesh(name, words):
         ("strategy=zero3_tpp", "did you mean strategy=zero3_tp?"),
         ("model=llama_8b", "did you mean model=llama3_8b?"),
         ("mesh.ftp=2", "did you mean mesh.tp?"),
-        ("hydra.searchpath=[x]", "by --config-dir DIR"),
+        ("hydra.searchpath=[x]", "as --config-dir DIR"),
     ],
 )
 def test_a_misspelt_name_finds_the_nearest(override, words):
@@ -110,7 +110,7 @@ def test_a_key_that_no_file_mentions_can_be_set():
 
 def test_a_missing_value_says_what_it_is():
     """`???` in a file is asked for by its meaning."""
-    with pytest.raises(ConfigError, match=r"model\.path is missing: a folder of Hugging Face"):
+    with pytest.raises(ConfigError, match=r"model\.path is missing: a Hugging Face folder"):
         composed("model=hf")
 
 

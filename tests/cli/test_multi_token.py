@@ -109,7 +109,7 @@ def test_a_run_that_cannot_go_on_changes_nothing(four, mpar, tmp_path):
     done = mpar(*TRAIN, *ONE, "tensorboard=false", "run_dir=run", "steps=9")
     assert done.returncode == 1
     assert "unexpected: " in done.stderr and "params.mtp" in done.stderr and "made with the same options" in done.stderr
-    assert "goes on from there" not in done.stderr
+    assert "To go on from the newest checkpoint" not in done.stderr
     assert before == {name: (tmp_path / "run" / name).read_bytes() for name in before}
 
 

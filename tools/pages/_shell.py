@@ -62,7 +62,7 @@ def lines_of(text: str) -> Iterator[str]:
 
 
 def printed(command: str) -> str:
-    """What a command of a `console` block prints, run in this folder. An error that it shows is part of that. Raises PageError at a traceback."""
+    """What a command of a `console` block prints, run in this folder, errors that it shows too. Raises PageError at a traceback."""
     words = shlex.split(command.replace("\\\n", " "), comments=True)
     if words[:2] == ["mpar", "plan"]:
         return _run_here(words[1:])[1]
@@ -132,7 +132,7 @@ def _check_overrides(name: str, args: Sequence[str]) -> None:
         (Path(place) / "experiment").mkdir(parents=True, exist_ok=True)
         (Path(place) / "experiment" / "mine.yaml").touch()
     arguments = read_arguments([arg for arg in args if arg != "-m"])
-    check_overrides("train" if name == "plan" else name, CONFIGS[name], arguments.overrides, arguments.own)
+    check_overrides("train" if name == "plan" else name, CONFIGS[name], arguments.overrides, arguments.user_dir)
 
 
 def _check_extras(words: Sequence[str]) -> None:
