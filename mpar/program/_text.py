@@ -9,7 +9,7 @@ __all__ = ["format_bytes", "format_time", "text"]
 
 
 def text(program: ProgramData, rank: int = 0, hardware: Hardware | None = None) -> str:
-    """The program of `rank`: a heading, the kernels, then every instruction with its operands, its collectives and the live bytes.
+    """The program of `rank`: a heading, the kernels, then every instruction with its operands, collectives and the live bytes.
 
     With a hardware profile there are times too.
     """
