@@ -87,7 +87,7 @@ class _Planner:
         return [Issue(queue, tuple(waits), line in awaited, tuple(holds)) for line, (queue, waits, holds) in enumerate(raw)]
 
     def _before(self, instruction: Instruction, queue: str) -> list[int]:
-        """Lines of other queues for which it must wait: those that made its operands, and those that used storages it may write."""
+        """Lines of other queues for which it must wait: those that made its operands, and users of storages it may write."""
         lines: dict[str, int] = {}
         for value in instruction.inputs:
             maker, line = self.ready.get(value, (HOME, START))
