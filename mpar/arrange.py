@@ -77,23 +77,23 @@ def _num_by_heads(strategy: Strategy, mesh: Mesh, num_ranks: int, num_heads: int
     kv heads that they read can be stored on the same rank. Otherwise some rank would share one of its kv heads with another rank,
     which the specs of queries and keys cannot express.
     """
-    tensor = mesh.axis_size(_present(strategy.compute["heads"], mesh))
-    common = math.gcd(num_heads // tensor, num_ranks)
-    counts = [n for n in range(2, common + 1) if common % n == 0 and _one_divides_other(tensor * n, num_kv_heads)]
-    wanted = strategy.ulysses_size
-    if wanted is None:
+    num_tensor_ranks = mesh.axis_size(_present(strategy.compute["heads"], mesh))
+    common = math.gcd(num_heads // num_tensor_ranks, num_ranks)
+    counts = [n for n in range(2, common + 1) if common % n == 0 and _one_divides_other(num_tensor_ranks * n, num_kv_heads)]
+    num_wanted = strategy.ulysses_size
+    if num_wanted is None:
         smaller = [n for n in counts if n < num_ranks]  # several groups, which a ring connects
         two_levels = strategy.context_parallel == "all_to_all+ring" and counts
-        wanted = (smaller or counts)[-1] if two_levels else num_ranks
-    if wanted not in counts:
+        num_wanted = (smaller or counts)[-1] if two_levels else num_ranks
+    if num_wanted not in counts:
         ways = ["ring", "all_gather", *(["all_to_all+ring"] if counts and strategy.context_parallel == "all_to_all" else [])]
         raise ConfigError(
-            f"strategy {strategy.name!r}: cannot divide attention by heads among {wanted} of the "
-            f"{num_ranks} ranks that share a sequence: {num_heads} heads on {tensor} tensor parallel ranks are "
-            f"{num_heads // tensor} on each, of {num_kv_heads} kv heads in all, so that at most {(counts or [1])[-1]} can.\n"
-            f"Use context_parallel={' or '.join(ways)}, a smaller cp or tp, or a ulysses_size that divides."
+            f"strategy {strategy.name!r}: cannot divide attention by heads among {num_wanted} of the "
+            f"{num_ranks} ranks that share a sequence: {num_heads} heads on {num_tensor_ranks} tensor parallel ranks are "
+            f"{num_heads // num_tensor_ranks} on each, of {num_kv_heads} kv heads in all, so that at most "
+            f"{(counts or [1])[-1]} can.\nUse context_parallel={' or '.join(ways)}, a smaller cp or tp, or a ulysses_size that divides."
         )
-    return wanted
+    return num_wanted
 
 
 def _one_divides_other(a: int, b: int) -> bool:
