@@ -91,7 +91,8 @@ def _num_by_heads(strategy: Strategy, mesh: Mesh, num_ranks: int, num_heads: int
             f"strategy {strategy.name!r}: cannot divide attention by heads among {num_wanted} of the "
             f"{num_ranks} ranks that share a sequence: {num_heads} heads on {num_tensor_ranks} tensor parallel ranks are "
             f"{num_heads // num_tensor_ranks} on each, of {num_kv_heads} kv heads in all, so that at most "
-            f"{(counts or [1])[-1]} can.\nUse context_parallel={' or '.join(ways)}, a smaller cp or tp, or a ulysses_size that divides."
+            f"{(counts or [1])[-1]} can.\n"
+            f"Use context_parallel={' or '.join(ways)}, a smaller cp or tp, or a ulysses_size that divides."
         )
     return num_wanted
 
