@@ -1,4 +1,4 @@
-"""mpar: training large language models through a compiler. Names are loaded when first used, so that a worker which only runs
+"""mpar: training large language models through a compiler. Names are loaded when first used, so that a worker that only runs
 a compiled program never loads the compiler."""
 
 import importlib

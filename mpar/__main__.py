@@ -1,4 +1,4 @@
-"""`python -m mpar` is `mpar`."""
+"""`python -m mpar` does the same as the command `mpar`."""
 
 import sys
 

@@ -1,13 +1,14 @@
-"""Arrange: what a strategy asks of long sequences and of experts becomes rows of its table, and mesh axes that are split for it.
+"""Arrange: turns what a strategy asks for long sequences and experts into rows of its table, and splits mesh axes for it.
 
-Attention over a sequence that is sharded (context parallelism) is a matter of where queries, keys and values are while it runs:
+How attention over a sharded sequence runs (context parallelism) follows from how queries, keys and values are sharded:
 
-    ring             queries and keys by sequence: keys go round the ranks (arXiv:2310.01889)
-    all_gather       queries by sequence, keys whole
-    all_to_all       everything by heads, the sequence whole (Ulysses, arXiv:2309.14509)
-    all_to_all+ring  by heads within groups of ranks, by sequence between them
+    ring             queries and keys by sequence: keys travel around the ranks (arXiv:2310.01889)
+    all_gather       queries by sequence, keys not sharded
+    all_to_all       queries and keys by heads, the sequence not sharded (Ulysses, arXiv:2309.14509)
+    all_to_all+ring  by heads within groups of ranks, by sequence between the groups
 
-Experts are spread over axes that shard tokens too, or over axes along which tokens are the same; both are rows of the table.
+Experts are spread over mesh axes that also shard tokens, or over axes along which all ranks have the same tokens. Rows of the
+table express both.
 """
 
 import math
@@ -29,9 +30,10 @@ DISPATCHERS = ("all_to_all", "all_gather")
 
 
 def arrange(strategy: Strategy, mesh: Mesh, shapes: Tree, axes: Tree) -> tuple[Strategy, Mesh]:
-    """The strategy with rows for attention and experts, and the mesh with the axes that they, or too few kv heads, split.
+    """The strategy with rows for attention and experts, and the mesh, with axes split where these or too few kv heads need it.
 
-    shapes, axes: the model's parameters without data, and their logical axes. Raises ConfigError for what cannot be arranged.
+    shapes, axes: the model's parameters without data, and their logical axes. Raises ConfigError if the strategy does not fit the
+    mesh and the model.
     """
     sizes = dim_sizes(shapes, axes)
     strategy, mesh = _arrange_experts(strategy, mesh, sizes)
@@ -48,8 +50,8 @@ def _arrange_attention(strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int])
         )
     if strategy.ulysses_size is not None and method in ("ring", "all_gather"):
         raise ConfigError(
-            f"strategy {strategy.name!r}: ulysses_size={strategy.ulysses_size} is of ranks that divide attention by heads, and "
-            f"with context_parallel={method!r} none do; leave it out, or use all_to_all or all_to_all+ring"
+            f"strategy {strategy.name!r}: ulysses_size={strategy.ulysses_size} is the number of ranks that divide attention by "
+            f"heads, and with context_parallel={method!r} none do; leave it out, or use all_to_all or all_to_all+ring"
         )
     if method is None and "attend_seq" in table:
         return strategy, mesh
@@ -69,28 +71,30 @@ def _arrange_attention(strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int])
 
 
 def _num_by_heads(strategy: Strategy, mesh: Mesh, num_ranks: int, num_heads: int, num_kv_heads: int) -> int:
-    """Ranks that share a part of the sequence by heads.
+    """The number of ranks that divide a part of the sequence by heads.
 
-    A rank's query heads are neighbours. They read kv heads of its own if one number of parts divides the other; else some would
-    share a kv head with another rank's, which no sharding of both can say.
+    The query heads of a rank are neighbours. If the number of parts divides the number of kv heads, or the other way round, the
+    kv heads that they read can be stored on the same rank. Otherwise some rank would share one of its kv heads with another rank,
+    which the specs of queries and keys cannot express.
     """
-    tensor = mesh.axis_size(_present(strategy.compute["heads"], mesh))
-    common = math.gcd(num_heads // tensor, num_ranks)
-    counts = [n for n in range(2, common + 1) if common % n == 0 and _one_divides_other(tensor * n, num_kv_heads)]
-    wanted = strategy.ulysses_size
-    if wanted is None:
-        smaller = [n for n in counts if n < num_ranks]  # the rest is a ring
+    num_tensor_ranks = mesh.axis_size(_present(strategy.compute["heads"], mesh))
+    common = math.gcd(num_heads // num_tensor_ranks, num_ranks)
+    counts = [n for n in range(2, common + 1) if common % n == 0 and _one_divides_other(num_tensor_ranks * n, num_kv_heads)]
+    num_wanted = strategy.ulysses_size
+    if num_wanted is None:
+        smaller = [n for n in counts if n < num_ranks]  # several groups, which a ring connects
         two_levels = strategy.context_parallel == "all_to_all+ring" and counts
-        wanted = (smaller or counts)[-1] if two_levels else num_ranks
-    if wanted not in counts:
+        num_wanted = (smaller or counts)[-1] if two_levels else num_ranks
+    if num_wanted not in counts:
         ways = ["ring", "all_gather", *(["all_to_all+ring"] if counts and strategy.context_parallel == "all_to_all" else [])]
         raise ConfigError(
-            f"strategy {strategy.name!r}: cannot divide attention by heads among {wanted} of the "
-            f"{num_ranks} ranks that share a sequence: {num_heads} heads on {tensor} tensor parallel ranks are "
-            f"{num_heads // tensor} on each, of {num_kv_heads} kv heads in all, so that at most {(counts or [1])[-1]} can.\n"
+            f"strategy {strategy.name!r}: cannot divide attention by heads among {num_wanted} of the "
+            f"{num_ranks} ranks that share a sequence: {num_heads} heads on {num_tensor_ranks} tensor parallel ranks are "
+            f"{num_heads // num_tensor_ranks} on each, of {num_kv_heads} kv heads in all, so that at most "
+            f"{(counts or [1])[-1]} can.\n"
             f"Use context_parallel={' or '.join(ways)}, a smaller cp or tp, or a ulysses_size that divides."
         )
-    return wanted
+    return num_wanted
 
 
 def _one_divides_other(a: int, b: int) -> bool:
@@ -98,22 +102,22 @@ def _one_divides_other(a: int, b: int) -> bool:
 
 
 def _by_heads(strategy: Strategy, mesh: Mesh, context: tuple[str, ...], count: int) -> tuple[Strategy, Mesh]:
-    outer, left = list(context), count
+    outer, remaining = list(context), count
     inner: list[str] = []
-    while left > 1:  # innermost first; the last axis taken may be split
+    while remaining > 1:  # innermost axis first; the last one taken may be split
         axis = outer.pop()
         size = mesh.axis_size(axis)
-        if size % left and left % size:
+        if size % remaining and remaining % size:
             raise ConfigError(
-                f"strategy {strategy.name!r}: the sequence is sharded over {context}, whose inner axes do not make up the "
-                f"{count} ranks that are to divide it by heads; use another ulysses_size"
+                f"strategy {strategy.name!r}: the sequence is sharded over {context}, and no run of its inner axes has the "
+                f"{count} ranks that should divide it by heads; use another ulysses_size"
             )
-        if size > left:
-            strategy, mesh = strategy.split(mesh, axis, size // left)
+        if size > remaining:
+            strategy, mesh = strategy.split(mesh, axis, size // remaining)
             outer.append(f"{axis}_outer")
-            axis, size = f"{axis}_inner", left
+            axis, size = f"{axis}_inner", remaining
         inner.insert(0, axis)
-        left //= size
+        remaining //= size
     table = strategy.compute
     rows: AxisTable = {
         "attend_seq": tuple(outer),
@@ -155,36 +159,37 @@ def _arrange_experts(strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int]) -
     inner = () if set(axes) & set(table["mlp"]) or not strategy.expert_tensor_parallel else table["mlp"]
     tokens = {"moe_batch": table["batch"], "moe_seq": table["seq"] if inner else table["residual_seq"]}
     if strategy.dispatcher == "all_gather":
-        tokens = {name: tuple(axis for axis in own if axis not in axes) for name, own in tokens.items()}
+        tokens = {name: tuple(axis for axis in token_axes if axis not in axes) for name, token_axes in tokens.items()}
     return replace(strategy, compute={**table, **tokens, "expert": axes, "expert_mlp": inner}), mesh
 
 
 def _fold(strategy: Strategy, mesh: Mesh, wanted: int) -> tuple[Strategy, Mesh, tuple[str, ...]]:
-    """Axes with `wanted` ranks for the experts, innermost first, tensor parallel ones last; the last one taken may be split."""
+    """Choose mesh axes of `wanted` ranks in all for the experts: innermost first, those of tensor parallelism last. The last axis
+    that is taken may be split. Returns the strategy, the mesh and the axes."""
     named = strategy.expert_axes
     known = {*mesh.axes, *(axis for axes in strategy.compute.values() for axis in axes)} - {"pp"}
     if not known.issuperset(named) or len(set(named)) < len(named):
         raise ConfigError(
-            f"strategy {strategy.name!r}: expert_axes are {list(named)}; experts can be over each of {sorted(known)} once.\n"
+            f"strategy {strategy.name!r}: expert_axes are {list(named)}; each of {sorted(known)} can be named once.\n"
             "Name some of them, or none."
         )
     order = named or sorted(
         (axis for axis in reversed(mesh.axes) if axis != "pp"), key=lambda axis: axis in strategy.compute["mlp"]
     )
-    left, axes = wanted, []
+    remaining, axes = wanted, []
     for axis in order:
-        part = math.gcd(left, mesh.axis_size(axis))
+        part = math.gcd(remaining, mesh.axis_size(axis))
         if part == 1:
             continue
         if part < mesh.axis_size(axis):
             strategy, mesh = strategy.split(mesh, axis, mesh.axis_size(axis) // part)
             axis = f"{axis}_inner"
         axes.append(axis)
-        left //= part
-    if left > 1:
+        remaining //= part
+    if remaining > 1:
         raise ConfigError(
             f"strategy {strategy.name!r}: {mesh} cannot hold expert_parallel={wanted}: axes {list(order)} leave a factor of "
-            f"{left}.\nUse a divisor of their sizes, other mesh sizes, or other expert_axes."
+            f"{remaining}.\nUse a divisor of their sizes, other mesh sizes, or other expert_axes."
         )
     return strategy, mesh, mesh.ordered(set(axes))
 
@@ -194,9 +199,10 @@ def _present(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
 
 
 def num_order_parts(strategy: Strategy, mesh: Mesh) -> int:
-    """In how many parts a sequence is dealt out so that each rank has early and late positions; 1 leaves it as it is.
+    """The number of parts into which a sequence is cut to give each rank early and late positions; 1 if it stays as it is.
 
-    Of a causal mask the last positions see most: rank i of n gets parts i and 2 n - 1 - i, and all work the same (zigzag).
+    Under a causal mask the last positions attend to most keys. With rank i of n having the parts i and 2 n - 1 - i (zigzag), all
+    ranks have the same work.
     """
     if strategy.sequence not in ("auto", "zigzag", "contiguous"):
         raise ConfigError(f"strategy {strategy.name!r}: sequence is {strategy.sequence!r}; there are auto, zigzag and contiguous")
@@ -205,17 +211,17 @@ def num_order_parts(strategy: Strategy, mesh: Mesh) -> int:
 
 
 def sequence_order(length: int, num_parts: int) -> Tensor:
-    """The original index (length,) int64 of each position of a sequence that is dealt out in `num_parts`: 0, last, 1, ..."""
+    """The original index of each position of a sequence, its `num_parts` parts reordered to 0, last, 1, ...: (length,) int64."""
     parts = torch.arange(length).view(num_parts, -1)
     dealt = [i // 2 if i % 2 == 0 else num_parts - 1 - i // 2 for i in range(num_parts)]
     return parts[dealt].flatten() if num_parts > 1 else torch.arange(length)
 
 
 def check_sequence(strategy: Strategy, mesh: Mesh, length: int, *, dealt: bool, num_slices: int = 1) -> None:
-    """Raise ShapeError, with the lengths that would do, unless ranks get equal parts of a sequence.
+    """Raise ShapeError, with the nearest lengths that are possible, unless all ranks get equal parts of a sequence.
 
-    length: of a sequence, or, where it is cut into `num_slices`, of one slice. dealt: whether the model lets its positions be
-    dealt out.
+    length: that of a sequence, or of one slice if sequences are cut into `num_slices`. dealt: whether the model permits the
+    reordering of `sequence_order`.
     """
     ranks = mesh.axis_size(tuple({*strategy.compute.get("seq", ()), *strategy.compute.get("residual_seq", ())}))
     parts = math.lcm(ranks, num_order_parts(strategy, mesh) if dealt else 1)

@@ -1,4 +1,4 @@
-"""Chain: what a model is to the compiler. A list of segments over one parameter tree, and the logical axes of its values.
+"""Chain: a model as the compiler sees it: a list of segments that read one parameter tree, and the logical axes of its tensors.
 
 A segment is a pure function `fn(params, x, context, training=...) -> (x, losses[, metrics])`. Equal layers share one `fn` object
 and are compiled once.
@@ -23,20 +23,22 @@ Axes = tuple[str | None, ...]
 
 
 def is_axes(x: object) -> TypeGuard[Axes]:
-    """Whether `x` is the leaf of a tree of logical axes: a tuple of names and Nones."""
+    """Whether `x` is a leaf of a tree of logical axes, which is a tuple of names and Nones."""
     return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
 
 
 @dataclass(frozen=True)
 class Carry:
-    """How a segment goes on where an earlier slice of the same rows ended.
+    """How a segment computes a slice that continues the earlier slices of the same rows.
 
-    fn:    `fn(params, x, context, past, training=...) -> (x, carried, losses[, metrics])`. carried is a tree of floating tensors,
-           or None: what later slices need of this one. `past` is a tuple of what earlier slices carried over, oldest first. The
-           context has the entries CONTEXT_OF_PAST of those slices too, where they have them, under the keys that `of_past` gives.
-    axes:  logical axes of the leaves of carried.
-    reach: how many positions back a position reads what was carried over, counting itself, as with a window of attention; None
-           means all positions before it. Slices out of reach are not in `past`. A state, which every slice makes anew, needs 2.
+    fn:    `fn(params, x, context, past, training=...) -> (x, carried, losses[, metrics])`. `carried` is what later slices need
+           from this one: a tree of floating-point tensors, or None. `past` is a tuple of what earlier slices carried, oldest
+           first. The context also has the entries CONTEXT_OF_PAST of those slices, if they have them, under the keys that
+           `of_past` gives.
+    axes:  logical axes of the leaves of `carried`.
+    reach: how many positions, counting itself, a position reads of what was carried, like the window of windowed attention; None
+           means all positions before it. Slices that are out of reach are not in `past`. The state of a scan, which every slice
+           replaces by a new one, needs a reach of 2: the position before.
     """
 
     fn: Callable[..., tuple]
@@ -45,11 +47,11 @@ class Carry:
 
 
 CONTEXT_OF_PAST = ("order", "documents")
-"""The entries of the context that are of keys as well as of queries, so that later slices read them too."""
+"""The entries of the context that attention reads for keys as well as for queries: later slices read those of earlier ones."""
 
 
 def of_past(key: str, index: int) -> str:
-    """Under which key the context of a slice has the entry `key` of the slice that carried over `past[index]`."""
+    """The key under which the context of a slice has the entry `key` of the earlier slice that carried `past[index]`."""
     return f"{key}.{index}"
 
 
@@ -58,15 +60,17 @@ class Segment:
     """One function of the chain.
 
     fn:        `fn(params, x, context, training=...) -> (x, losses)`; `params` is a tuple of the subtrees at `paths`; `x` is what
-               the segment before gave (the first gets None); `losses` maps a name to a scalar that training minimises. "loss" is
-               the sum over tokens; others are side losses, reported under their names. All of them, of every segment, are
-               multiplied by one over the chain's weight of the whole batch: a side loss that is a mean must be multiplied by the
-               weight of its own batch. A third result maps names to tensors that are added over microbatches and reported.
-               `training` is a bool: whether the pass trains; where it evaluates, a token should not depend on others of its
-               batch. It must be hashable: segments with equal `fn` and shapes are one kind.
-    paths:     where its parameters are in the tree: `("layers.3",)`, or `("head", "embed.table_VD")` for a tied head.
-    out_axes:  logical axes of the leaves of the `x` that it returns.
-    carry:     how it goes from slice to slice of its rows; None: its positions see nothing of each other.
+               the previous segment returned (the first gets None); `losses` maps a name to a scalar that training minimises.
+               "loss" is the sum over tokens; others are side losses, reported under their names. Every loss of every segment is
+               divided by the chain's weight of the whole batch. So a side loss that is a mean must be multiplied by the weight of
+               the batch that this call was given. An optional third result maps names to tensors, metrics, which are added over
+               microbatches and reported. `training` is a bool: True in training, False in evaluation, where the outputs of a
+               token should not depend on which others are in its batch. `fn` must be hashable: segments with equal `fn` and
+               shapes share one kind.
+    paths:     where the parameters of the segment are in the tree: `("layers.3",)`, or `("head", "embed.table_VD")` for a head
+               that is tied to the embedding.
+    out_axes:  logical axes of the leaves of the `x` that `fn` returns.
+    carry:     what a slice of the rows carries to later ones; None: no position depends on another position of its row.
     """
 
     name: str
@@ -77,11 +81,11 @@ class Segment:
 
 
 Update = tuple[str, Callable[[Tensor, Tensor], Tensor]]
-"""How a parameter without gradient changes: the name of a metric, and `fn(parameter, metric)`, which gives its new value."""
+"""How a parameter without a gradient is updated: the name of a metric, and `fn(parameter, metric)`, which gives the new value."""
 
 
 class Chain(Protocol):
-    """What `compile_step` asks of a model. A subclass says the abstract members, and inherits those that have a default."""
+    """What `compile_step` needs from a model. A subclass defines the abstract members and inherits those that have a default."""
 
     @property
     @abstractmethod
@@ -91,7 +95,7 @@ class Chain(Protocol):
     @property
     @abstractmethod
     def abstract_params(self) -> Tree:
-        """The parameter tree with meta tensors of global (padded) shapes."""
+        """The parameter tree with meta tensors as leaves, in their global (padded) shapes."""
 
     @property
     @abstractmethod
@@ -107,7 +111,7 @@ class Chain(Protocol):
     def context(self, batch: dict[str, Tensor], row_length: int | None = None) -> Mapping[str, Tensor]:
         """What every segment may read (tokens, labels, RoPE tables, documents); nothing in it is differentiated.
 
-        `row_length` is given where the batch is a slice of rows of so many positions.
+        `row_length` is given if the batch is only a slice: it is the number of positions of the full rows.
         """
 
     @abstractmethod
@@ -116,18 +120,18 @@ class Chain(Protocol):
 
     @property
     def updates(self) -> Mapping[str, Update]:
-        """Parameters that follow no gradient, by path: a step sets each to `fn(parameter, metric)`, of a metric that is named
-        `<segment>.<name>`; `fn` must be hashable. By default there are none."""
+        """Parameters that are not updated by a gradient, by path. A step sets each to `fn(parameter, metric)`, where the metric
+        is called `<segment>.<name>`. `fn` must be hashable. By default there are none."""
         return {}
 
     @property
     def forbids_microbatches(self) -> str | None:
-        """Why a step must be one microbatch; None, the default, where nothing speaks against several."""
+        """Why the batch of a step cannot be cut into microbatches; None, the default, if it can."""
         return None
 
     @property
     def forbids_slices(self) -> str | None:
-        """Why rows cannot be cut into slices; None where nothing speaks against it. By default they cannot."""
+        """Why rows cannot be cut into slices; None if they can. By default they cannot."""
         return "it does not say what its segments carry from one slice to the next (forbids_slices)."
 
 
@@ -145,9 +149,9 @@ _MEMBERS = (
 
 
 def check_chain(chain: Chain) -> None:
-    """Raise ConfigError, listing every problem by segment and leaf, unless the parts of a chain fit each other.
+    """Raise ConfigError, listing every problem by segment and leaf, unless the members of a chain fit each other.
 
-    What only a trace of its functions shows, such as the leaves that a segment returns, is checked when it is compiled.
+    What only tracing its functions shows, such as the leaves that a segment returns, is checked when the chain is compiled.
     """
     problems = [f"it lacks `{name}`: {_meaning(name)}" for name in _MEMBERS if not hasattr(chain, name)]
     if not problems:
@@ -157,18 +161,18 @@ def check_chain(chain: Chain) -> None:
 
 
 def _meaning(name: str) -> str:
-    """The first sentence of what the protocol says of a member."""
+    """The first sentence of the docstring that `Chain` has for a member."""
     return " ".join((getattr(Chain, name).__doc__ or "").split()).partition(". ")[0].rstrip(".")
 
 
 def _axes_problems(chain: Chain) -> list[str]:
-    """Parameters without axes or with axes of another rank, and batch keys whose axes are none."""
+    """Parameters without axes, axes without a parameter or with a wrong number of names, and batch keys without valid axes."""
     shapes = {path: tuple(leaf.shape) for path, leaf in tree.leaves_with_path(chain.abstract_params)}
     axes = dict(tree.leaves_with_path(chain.param_axes, is_leaf=is_axes))
     problems = [f"parameter {path} {shape} has no axes in param_axes" for path, shape in shapes.items() if path not in axes]
     problems += [f"param_axes has {path}, which is no parameter{_near(path, shapes)}" for path in axes if path not in shapes]
     problems += [
-        f"parameter {path} {shape} has {len(shape)} dims, its axes {axes[path]} are {len(axes[path])}"
+        f"parameter {path} {shape} has {len(shape)} dims, but its axes {axes[path]} name {len(axes[path])}"
         for path, shape in shapes.items()
         if path in axes and len(axes[path]) != len(shape)
     ]
@@ -180,7 +184,7 @@ def _axes_problems(chain: Chain) -> list[str]:
 
 
 def _segment_problems(chain: Chain) -> list[str]:
-    """Segments without a name of their own or with paths that are none, parameters that none reads, updates of no parameter."""
+    """Segments with the same name, segments and updates with paths that do not exist, and parameters that no segment reads."""
     paths = tree.paths(chain.abstract_params)
     subtrees = {".".join(path.split(".")[:depth]) for path in paths for depth in range(1, path.count(".") + 2)}
     names = [segment.name for segment in chain.segments]
@@ -200,5 +204,5 @@ def _segment_problems(chain: Chain) -> list[str]:
 
 
 def _near(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -1,4 +1,4 @@
-"""What a collective means, on lists: given what each rank of a group holds, what each holds after it. No process, no mesh."""
+"""The meaning of every collective, on lists: from the tensors of all ranks of a group to their results. No process, no mesh."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,12 +11,12 @@ __all__ = ["combine", "fold"]
 
 
 def fold(parts: Sequence[Tensor], op: str = "sum") -> Tensor:
-    """Reduce in the order given, from the left: the one order of addition that runtime and simulator share."""
+    """The sum, or the maximum, of `parts` from left to right: the order of addition that runtime and simulation share."""
     return functools.reduce(torch.add if op == "sum" else torch.maximum, parts)
 
 
 Operands: TypeAlias = tuple[Sequence[Tensor], *tuple[Tensor, ...]]
-"""All operands of a rank: the tensors that travel, then what says how."""
+"""All operands of a rank: the tensors that travel, then those that say how, such as numbers of rows."""
 
 
 @overload
@@ -26,10 +26,10 @@ def combine(kind: str, parts: Sequence[Operands], **how: int | str | None) -> li
 def combine(
     kind: str, parts: Sequence[Tensor] | Sequence[Operands], **how: int | str | None
 ) -> list[Tensor] | list[tuple[Tensor, ...]]:
-    """The results on the ranks of a group, in its order, of the collective `kind` on `parts`; new tensors, contiguous.
+    """The results of the collective `kind` on the ranks of a group, given their parts in the same order; new contiguous tensors.
 
-    all_gather(dim), reduce_scatter(dim), all_reduce(op), all_to_all(src, dst). Of those that are posted, shift and
-    exchange_rows(num_rows), a part is all operands of a rank, and a result a tuple.
+    all_gather(dim), reduce_scatter(dim), all_reduce(op), all_to_all(src, dst): a part and a result are a tensor. The collectives
+    that are posted, shift and exchange_rows(num_rows): a part has all operands of a rank, and a result is a tuple.
     """
     if kind in POSTED:
         return POSTED[kind](cast(Sequence[Operands], parts), **how)
@@ -60,7 +60,7 @@ def _shift(parts: Sequence[Operands]) -> list[tuple[Tensor, ...]]:
 
 
 def _exchange_rows(parts: Sequence[Operands], *, num_rows: int | None) -> list[tuple[Tensor, ...]]:
-    """A part is a tensor of rows, then how many of them go to each rank, and how many come from each."""
+    """A part is a tensor of rows, the number of rows that go to each rank, and the number that comes from each."""
     cut = [x[: int(counts[0].sum())].split(counts[0].tolist()) for (x,), *counts in parts]
     out: list[tuple[Tensor, ...]] = []
     for rank, ((x,), *counts) in enumerate(parts):
@@ -82,4 +82,4 @@ TOGETHER: dict[str, Callable[..., list[Tensor]]] = {
 """Collectives that take a tensor from each rank."""
 
 POSTED: dict[str, Callable[..., list[tuple[Tensor, ...]]]] = {"shift": _shift, "exchange_rows": _exchange_rows}
-"""Those that are posted first and waited for later."""
+"""Collectives that are posted first and waited for later."""

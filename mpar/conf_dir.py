@@ -1,4 +1,4 @@
-"""Where the configuration groups are: inside an installed package, or beside it in a checkout."""
+"""Where the configuration groups are: inside the package if it is installed, beside it in a checkout."""
 
 from pathlib import Path
 

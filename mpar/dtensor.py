@@ -1,4 +1,4 @@
-"""The boundary to torch's DTensor: specs become placements and back, shards become DTensors. None of it is on a hot path."""
+"""The boundary to torch's DTensor: specs to placements and back, shards to DTensors and back. No step calls it."""
 
 from collections.abc import Sequence
 
@@ -16,22 +16,22 @@ __all__ = ["from_placements", "mesh_of", "to_local", "to_placements", "wrap"]
 def to_placements(spec: P, mesh: Mesh) -> list[Placement]:
     """One placement for each axis of `mesh`.
 
-    Raises ShardingError if a dim's axes are not in mesh order, which DTensor cannot say.
+    Raises ShardingError if the axes of a dim are not in mesh order, which placements cannot express.
     """
     placements: list[Placement] = []
     for dim, axes in enumerate(spec.dims):
         if tuple(axis for axis in mesh.axes if axis in axes) != axes:
             raise ShardingError(
-                f"cannot convert {spec}: dim {dim} has its axes in another order than {mesh}: DTensor cannot say it"
+                f"cannot convert {spec}: dim {dim} has its axes in another order than {mesh}, which DTensor cannot express"
             )
     for axis in mesh.axes:
-        at = next((dim for dim, axes in enumerate(spec.dims) if axis in axes), None)
-        placements.append(Partial() if axis in spec.partial else Replicate() if at is None else Shard(at))
+        sharded_dim = next((dim for dim, axes in enumerate(spec.dims) if axis in axes), None)
+        placements.append(Partial() if axis in spec.partial else Replicate() if sharded_dim is None else Shard(sharded_dim))
     return placements
 
 
 def from_placements(placements: Sequence[Placement], mesh: Mesh, ndim: int) -> P:
-    """The spec of a tensor with `ndim` dims. Raises ShardingError for placements that no spec says (strided or non-sum ones)."""
+    """The spec of a tensor with `ndim` dims. Raises ShardingError for other placements (strided shards, maxima)."""
     dims: list[list[str]] = [[] for _ in range(ndim)]
     partial = []
     for axis, placement in zip(mesh.axes, placements, strict=True):
@@ -40,7 +40,7 @@ def from_placements(placements: Sequence[Placement], mesh: Mesh, ndim: int) -> P
         elif type(placement) is Partial and placement.reduce_op == "sum":
             partial.append(axis)
         elif type(placement) is not Replicate:
-            raise ShardingError(f"cannot convert {placement} on axis {axis!r}: a spec has Shard, Replicate and sums only")
+            raise ShardingError(f"cannot convert {placement} on axis {axis!r}: a spec can only be Shard, Replicate or a sum")
     return P(*(tuple(axes) for axes in dims), partial=tuple(partial))
 
 
@@ -52,10 +52,10 @@ def wrap(local: Tensor, spec: P, mesh: Mesh, device_mesh: DeviceMesh) -> DTensor
 def to_local(x: DTensor, mesh: Mesh) -> tuple[Tensor, P]:
     """This rank's shard and the spec of `x`.
 
-    Raises MeshError if `x` lives on another mesh, ShardingError if its shards are uneven or its placements are no spec.
+    Raises MeshError if `x` is on another mesh, ShardingError if its shards are uneven or its placements cannot be a spec.
     """
     if mesh_of(x.device_mesh) != mesh:
-        raise MeshError(f"a DTensor {tuple(x.shape)} lives on {mesh_of(x.device_mesh)}; it was expected on {mesh}")
+        raise MeshError(f"a DTensor {tuple(x.shape)} is on {mesh_of(x.device_mesh)}; it was expected on {mesh}")
     spec = from_placements(x.placements, mesh, x.ndim)
     uneven = [dim for dim, size in enumerate(x.shape) if size % mesh.axis_size(spec.dim(dim))]
     if uneven:

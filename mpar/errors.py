@@ -1,4 +1,4 @@
-"""What mpar raises when a user's request cannot be carried out: what was attempted, the facts that disagree, the ways out."""
+"""What mpar raises if it cannot do what a user asks. A message says what was attempted, which facts disagree, and what to do."""
 
 __all__ = [
     "CheckpointError",
@@ -35,7 +35,7 @@ class MeshError(MparError, ValueError):
 
 
 class ShardingError(MparError, ValueError):
-    """A tensor cannot be placed as its spec asks, or a sharded graph is ill-typed."""
+    """A tensor cannot be placed as its spec says, or the specs in a graph do not fit each other."""
 
 
 class ShapeError(MparError, ValueError):
@@ -51,7 +51,7 @@ class TraceError(MparError, TypeError):
 
 
 class DifferentiationError(MparError, RuntimeError):
-    """A derivative was asked for that has no rule."""
+    """A derivative was asked for, but an op has no rule for it."""
 
 
 class ProgramError(MparError, RuntimeError):

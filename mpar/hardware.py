@@ -1,4 +1,4 @@
-"""Hardware: what one device and its links do. Profiles have names, which are files of the configuration group `hardware`."""
+"""Hardware: the rates of one device and its links. Each profile is a file of the configuration group `hardware`."""
 
 import functools
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from mpar.errors import UnknownNameError
 __all__ = ["REFERENCE", "Hardware", "hardware"]
 
 REFERENCE = "reference"
-"""The profile that a schedule is made for unless another is given: round numbers of a typical accelerator."""
+"""The default profile for which schedules are made: round numbers of a typical accelerator."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one device and its links do; rates are achieved ones, not of the data sheet.
+    """The rates of one device and its links, as they are achieved, not those of the data sheet.
 
-    flops_per_s:       by dtype name ("float32", "bfloat16").
-    memory_bytes_per_s, launch_s: bandwidth of device memory, fixed time of one segment.
-    host_bytes_per_s:  between a device and the memory of its host.
-    link_bytes_per_s, link_latency_s: one rank's share within a node; cross_*: between nodes of `ranks_per_node` ranks.
-    memory_bytes:      of one device.
-    arch:              its chip, for which kernels are chosen, such as "sm_90"; None is a CPU.
+    flops_per_s:       FLOP/s by the name of a dtype ("float32", "bfloat16").
+    memory_bytes_per_s, launch_s: bandwidth of device memory; the fixed time that every segment takes.
+    host_bytes_per_s:  bandwidth between a device and the memory of its host.
+    link_bytes_per_s, link_latency_s: one rank's share within a node; cross_*: the same between nodes of `ranks_per_node` ranks.
+    memory_bytes:      memory of one device.
+    arch:              the chip for which kernels are chosen, such as "sm_90"; None is a CPU.
     """
 
     name: str

@@ -1,6 +1,7 @@
-"""Mesh: named axes of ranks. Abstract until bound: 16,384 ranks exist on a laptop as a few integers.
+"""Mesh: named axes of ranks. It needs no processes until `bind`: on a laptop a mesh of 16,384 ranks is a few integers.
 
-Rank order is row-major over the axes as written: the last axis varies fastest, so it should be the one that talks most (tp).
+Ranks are numbered row-major over the axes as written. The last axis varies fastest, so it should be the one with the most
+communication (tp).
 """
 
 import math
@@ -16,15 +17,15 @@ __all__ = ["Mesh"]
 
 
 class Mesh:
-    """Named mesh axes with sizes, `Mesh(dp=2, fsdp=4, tp=2)`; an axis of size 1 is the same as none.
+    """Named mesh axes with sizes, `Mesh(dp=2, fsdp=4, tp=2)`; an axis of size 1 works like an axis that the mesh does not have.
 
     Raises MeshError if a size is not a positive integer.
     """
 
     def __init__(self, **sizes: int) -> None:
-        bad = {axis: size for axis, size in sizes.items() if not isinstance(size, int) or isinstance(size, bool) or size < 1}
-        if bad:
-            raise MeshError(f"cannot make Mesh({_listing(sizes)}): sizes must be positive integers, not {bad}")
+        invalid = {axis: size for axis, size in sizes.items() if not isinstance(size, int) or isinstance(size, bool) or size < 1}
+        if invalid:
+            raise MeshError(f"cannot make Mesh({_listing(sizes)}): sizes must be positive integers, not {invalid}")
         self._sizes = dict(sizes)
 
     @property
@@ -65,7 +66,7 @@ class Mesh:
         return rank
 
     def index(self, rank: int, axes: tuple[str, ...]) -> int:
-        """The position of `rank` among the ranks that differ from it only along `axes`, first axis major."""
+        """The index of `rank` among the ranks that differ from it only along `axes`, first axis major."""
         coordinates, index = self.coordinates(rank), 0
         for axis in axes:
             index = index * self._sizes.get(axis, 1) + coordinates.get(axis, 0)
@@ -95,7 +96,7 @@ class Mesh:
         """
         size = self.axis_size(axis)
         if size % outer:
-            raise MeshError(f"cannot split axis {axis!r} of size {size} of {self} into {outer} outer parts")
+            raise MeshError(f"cannot split axis {axis!r} of size {size} of {self} into {outer} equal parts")
         parts = {f"{axis}_outer": outer, f"{axis}_inner": size // outer}
         sizes: dict[str, int] = {}
         for name, value in self._sizes.items():

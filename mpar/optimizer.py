@@ -1,6 +1,6 @@
-"""Optimizer: what an optimizer is to training and to the compiler. Hyperparameters inside, state outside.
+"""Optimizer: what training and the compiler need from an optimizer. It has the hyperparameters; the state is passed in and out.
 
-An optimizer of one's own is a subclass that says five things, or any object with the same seven members:
+To write one, subclass `Optimizer` and define five members, or pass any object that has all seven members:
 
     @dataclass(frozen=True)
     class Lion(Optimizer):
@@ -12,8 +12,8 @@ An optimizer of one's own is a subclass that says five things, or any object wit
         def rate(self, step): ...
         def scale(self, norm): ...
 
-`init` and `update` follow from these, for whole trees in one process. A compiled step calls `update_leaf` instead, for the shards
-that its rank stores.
+`init` and `update` follow from these; they work on all parameters in one process. A compiled step calls `update_leaf` instead,
+with the shards that its rank stores.
 """
 
 import inspect
@@ -48,15 +48,16 @@ class OptState:
 
 
 class Optimizer(Protocol):
-    """A pure optimizer. It must pickle: it travels to every rank inside the compiled program."""
+    """An optimizer without state of its own. It must be picklable: it is sent to every rank inside the compiled program."""
 
     @property
     @abstractmethod
     def slots(self) -> tuple[str, ...]:
         """The names of the tensors that are kept for each parameter, such as `("m", "v")`; `()` for none.
 
-        Read when a step is compiled and when a state is made. Each slot of a parameter has its shape and dtype, is stored where
-        the strategy's table for optimizer state says, starts at zero, and is in checkpoints as `opt.<slot>.<path>`.
+        They are read when a step is compiled and when a state is made. Each slot of a parameter has the shape and dtype of the
+        parameter, is sharded by the strategy's table for optimizer state, starts at zero, and is called `opt.<slot>.<path>` in
+        checkpoints.
         """
 
     @abstractmethod
@@ -66,16 +67,16 @@ class Optimizer(Protocol):
         """`(new param, new slots)` of one parameter after one update with `grad * scale`.
 
         The compiler traces it once for each group of parameters; `update` calls it for every parameter at every step. It must be
-        pure, without a branch on values: it sees only meta tensors while it is traced.
+        pure and must not branch on values: while it is traced, it sees only meta tensors.
 
         param, slots:  float32 or float64; the results have the same shapes and dtypes, slots in the order of `slots`.
-        grad:          shaped like `param`, in the dtype of stored gradients, which may be narrower; neither clipped nor scaled.
-        lr, step, scale:  float64 scalars (`step` may be int64): `rate(step)`, the number of this update (the first is 1), and
-                       what `scale` made of the global norm.
-        decays:        what `decays` said of the parameter.
+        grad:          shaped like `param`, in the dtype of stored gradients, which may be narrower; not yet clipped or scaled.
+        lr, step, scale:  float64 scalars (`step` may be int64): `rate(step)`; the number of this update, where the first is 1;
+                       and the result of `scale` for the global norm.
+        decays:        the result of `decays` for the parameter.
 
-        Where the tensors are shards of a parameter the sharding pass works out what an update needs of other ranks: nothing, for
-        an update that is element-wise.
+        If the tensors are shards of a parameter, lowering adds the communication that the update needs. An element-wise
+        update needs none.
         """
 
     @abstractmethod
@@ -87,14 +88,14 @@ class Optimizer(Protocol):
 
     @abstractmethod
     def rate(self, step: int) -> float:
-        """The learning rate of update `step`, counted from 1. Every rank asks before each step, on the host."""
+        """The learning rate of update `step`, counted from 1. Every rank calls it on the host before each step."""
 
     @abstractmethod
     def scale(self, norm: Tensor) -> Tensor:
-        """What gradients are multiplied with, given their global `norm`: the clip factor, or 1 where nothing is clipped.
+        """The factor for all gradients, given their global `norm`: the clip factor, or 1 if nothing is clipped.
 
-        `norm` is a scalar, float32 or float64, over all parameters of all ranks; the result is a floating scalar too. The
-        compiler traces it once, so it must be pure, without a branch on values; in Python, whoever calls `update` may call it.
+        `norm` is a scalar, float32 or float64, over all parameters of all ranks; the result is a floating-point scalar too. The
+        compiler traces it once, so it must be pure and must not branch on values. In Python, the caller of `update` may call it.
         """
 
     def init(self, params: Tree) -> OptState:
@@ -106,10 +107,11 @@ class Optimizer(Protocol):
         return OptState(_step_zero(params), {slot: _zeros_like(params) for slot in self.slots})
 
     def update(self, grads: T, state: OptState, params: T, *, scale: Tensor | float = 1.0) -> tuple[T, OptState]:
-        """`(new_params, new_state)` after one update with `grads * scale`. Nothing that is passed in changes.
+        """`(new_params, new_state)` after one update with `grads * scale`. It changes none of its arguments.
 
-        Training in Python calls it at every step. `grads` is a tree like `params`; `scale` is the clip factor. It does not clip
-        by itself: its caller computes the norm and the factor (`global_norm`, `scale`). Raises ShapeError if trees do not fit.
+        Training in Python calls it at every step. `grads` is a tree like `params`; `scale` is the clip factor. `update` does not
+        clip by itself: its caller computes the norm and the factor (`global_norm`, `scale`). Raises ShapeError if the trees do
+        not fit each other.
         """
         _check_trees(type(self).__name__, params, {"grads": grads, **state.slots})
         step = state.step + 1
@@ -133,13 +135,13 @@ _METHODS = {
     "update_leaf": "update_leaf(param, grad, slots, lr, step, scale, *, decays) -> (new param, new slots), for one parameter",
     "decays": "decays(path, leaf) -> whether weight decay applies to a parameter",
     "rate": "rate(step) -> the learning rate of an update, counted from 1",
-    "scale": "scale(norm) -> what gradients of this global norm are multiplied with",
+    "scale": "scale(norm) -> the factor for all gradients, given their global norm",
 }
-"""Every method of an Optimizer, as it is called."""
+"""How each method of an Optimizer is called, for messages."""
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Raise ConfigError, naming every member that is missing or that is not what it must be, unless this is an Optimizer."""
+    """Raise ConfigError, listing every member that is missing or wrong, unless `optimizer` is an Optimizer."""
     if isinstance(optimizer, type):
         problems = [f"it is a class; pass an optimizer, such as {optimizer.__name__}(...)"]
     else:
@@ -157,7 +159,7 @@ _ABSENT = object()
 
 def _slot_problems(optimizer: object) -> list[str]:
     slots = getattr(optimizer, "slots", _ABSENT)
-    meaning = 'the names of what is kept for each parameter, such as ("m", "v"), or ()'
+    meaning = 'the names of the tensors that are kept for each parameter, such as ("m", "v"), or ()'
     if slots is _ABSENT:
         return [f"it lacks `slots`: {meaning}"]
     if not isinstance(slots, tuple) or not all(isinstance(name, str) and name and "." not in name for name in slots):
@@ -173,17 +175,17 @@ def _method_problems(optimizer: object, name: str) -> list[str]:
     if not callable(method):
         return [f"its `{name}` is {method!r}, which cannot be called: {_METHODS[name]}"]
     try:
-        own, asked = inspect.signature(method), inspect.signature(getattr(Optimizer, name))
-    except ValueError:  # a function written in C tells no signature
+        signature, required = inspect.signature(method), inspect.signature(getattr(Optimizer, name))
+    except ValueError:  # functions written in C may have no signature
         return []
-    arguments = [parameter for parameter in asked.parameters.values() if parameter.name != "self"]
+    arguments = [parameter for parameter in required.parameters.values() if parameter.name != "self"]
     try:
-        own.bind(
+        signature.bind(
             *(None for parameter in arguments if parameter.kind is not parameter.KEYWORD_ONLY),
             **{parameter.name: None for parameter in arguments if parameter.kind is parameter.KEYWORD_ONLY},
         )
     except TypeError as error:
-        return [f"its `{name}{own}` cannot be called as it is ({error}): {_METHODS[name]}"]
+        return [f"its `{name}{signature}` cannot be called as it is ({error}): {_METHODS[name]}"]
     return []
 
 
@@ -196,9 +198,9 @@ def _check_masters(name: str, params: Tree) -> None:
     ]
     if wrong:
         raise DtypeError(
-            f"{name}.init: optimizer state is kept for float32 or float64 masters, but\n  "
+            f"{name}.init: optimizer state is kept for float32 or float64 parameters, but\n  "
             + "\n  ".join(wrong)
-            + "\nConvert the parameters to float32; compute in a lower precision is the compiler's to choose."
+            + "\nConvert the parameters to float32. To compute in a lower one, pass `precision` to compile_step."
         )
 
 

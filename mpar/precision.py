@@ -1,4 +1,4 @@
-"""Precision: in which dtype parameters are used and gradients are reduced. Stored parameters are the masters."""
+"""Precision: the dtypes in which parameters are used and gradients are reduced. The stored parameters keep their own dtype."""
 
 import fnmatch
 from dataclasses import dataclass
@@ -12,8 +12,11 @@ __all__ = ["Precision", "precision"]
 
 @dataclass(frozen=True)
 class Precision:
-    """compute: dtype of parameters and activations in use (None: as stored); grad: in which gradients are reduced and kept
-    (None: as stored). `table` overrides compute for parameter paths that match a pattern, first match first.
+    """The dtypes of a compiled step.
+
+    compute: that of parameters and activations while they are used (None: as stored).
+    grad:    that in which gradients are reduced and stored (None: that of the stored parameter).
+    table:   (pattern, dtype) pairs that override `compute`: the first pattern that a parameter's path matches counts.
     """
 
     compute: torch.dtype | None = None
@@ -39,7 +42,7 @@ _NAMES = {
 
 
 def precision(name: str | Precision | None) -> Precision:
-    """A precision by name: fp32 (everything as stored) or bf16 (compute in bfloat16 on stored masters)."""
+    """A precision by name: fp32 (everything as stored) or bf16 (compute in bfloat16, parameters as stored)."""
     if isinstance(name, Precision):
         return name
     if name is not None and name not in _NAMES:

@@ -1,4 +1,4 @@
-"""Shards: which part of a global tensor a rank holds, and the global tensor from the parts of all ranks."""
+"""Shards: from a global tensor to the shard of a rank, and from the shards of all ranks to the global tensor."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ __all__ = ["assemble", "shard"]
 
 
 def shard(x: Tensor, spec: P, mesh: Mesh, rank: int) -> Tensor:
-    """The part of a global tensor that `rank` holds, a contiguous tensor of its own; pending sums do not matter."""
+    """The shard of `rank` of a global tensor, as a new contiguous tensor. `spec.partial` is ignored."""
     for dim, axes in enumerate(spec.dims):
         size = mesh.axis_size(axes)
         if size > 1:
@@ -24,7 +24,7 @@ def shard(x: Tensor, spec: P, mesh: Mesh, rank: int) -> Tensor:
 
 
 def assemble(locals_: Sequence[Tensor], spec: P, mesh: Mesh) -> Tensor:
-    """The global tensor of every rank's shard. Raises ShardingError if two ranks disagree on what they share."""
+    """The global tensor of the shards of all ranks. Raises ShardingError if two ranks have different values of the same part."""
     summed = list(locals_)
     for group in mesh.groups(spec.partial) if spec.partial else ():
         total = fold([locals_[rank] for rank in group])

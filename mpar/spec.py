@@ -1,4 +1,4 @@
-"""P: where a tensor lives on a mesh. Per dim the axes that shard it, plus the axes over which it is a pending sum."""
+"""P: the spec of a tensor: for every dim the mesh axes that shard it, and the mesh axes over which it is a pending sum."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ __all__ = ["P", "check_spec", "local_shape", "normalise"]
 class P:
     """`P("fsdp", None, ("cp", "tp"))`: dim 0 is sharded over fsdp, dim 2 over cp and tp (cp major), dim 1 is not.
 
-    Dims that are left out at the end are not sharded, so `P()` is replicated. `partial` names the axes over which the
-    tensor is a sum that has not been carried out: its global value is the sum of the local ones.
+    Dims that are left out at the end are not sharded, so `P()` is replicated. `partial` names the axes over which the tensor is
+    a pending sum: its global value is the sum of the local ones.
     """
 
     dims: tuple[tuple[str, ...], ...]
@@ -59,20 +59,20 @@ class P:
 
 
 def normalise(spec: P, mesh: Mesh) -> P:
-    """`spec` without the axes that have size 1, pending sums in mesh order: equal placements compare equal."""
+    """`spec` without mesh axes of size 1 and with `partial` in mesh order, so that equal placements compare equal."""
     dims = [tuple(axis for axis in dim if mesh.axis_size(axis) > 1) for dim in spec.dims]
     return P(*dims, partial=mesh.ordered(spec.partial))
 
 
 def local_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of one rank's shard of a tensor of global `shape`; `check_spec` says whether the axes divide it."""
+    """The shape of one rank's shard of a tensor of global `shape`. The axes must divide it, which `check_spec` checks."""
     return tuple(size // mesh.axis_size(spec.dim(index)) for index, size in enumerate(shape))
 
 
 def check_spec(name: str, shape: tuple[int, ...], spec: object, mesh: Mesh, *, any_order: bool = False) -> list[str]:
-    """What is wrong with placing a tensor of `shape` by `spec` on `mesh`, a line each; empty if nothing is.
+    """The problems of placing a tensor of `shape` by `spec` on `mesh`, one line each; empty if there are none.
 
-    any_order: the axes of a dim need not be in mesh order: values inside a program.
+    any_order: the axes of a dim need not be in mesh order, as for values inside a program.
     """
     if not isinstance(spec, P):
         return [f"{name} {tuple(shape)}: {spec!r} is not a spec; write P(...)"]
@@ -81,7 +81,7 @@ def check_spec(name: str, shape: tuple[int, ...], spec: object, mesh: Mesh, *, a
     if unknown:
         problems.append(f"{name} {tuple(shape)} by {spec}: {mesh} has no axis {unknown}")
     if len(spec.dims) > len(shape):
-        problems.append(f"{name} {tuple(shape)} by {spec}: the spec has {len(spec.dims)} dims, the tensor {len(shape)}")
+        problems.append(f"{name} {tuple(shape)} by {spec}: the spec has {len(spec.dims)} dims, the tensor has {len(shape)}")
     for index, (size, axes) in enumerate(zip(shape, spec.padded(len(shape)), strict=True)):
         order = tuple(axis for axis in mesh.axes if axis in axes)
         if not unknown and axes != order and not any_order:

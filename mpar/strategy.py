@@ -37,29 +37,34 @@ _COMPUTE: dict[str, tuple[str, ...]] = {
     "expert_mlp": (),
 }
 KEEP_ORDER = ("attend_heads", "attend_kv_heads")
-"""Rows whose axes shard in the order in which they stand, not in that of the mesh: the last share a part of a sequence."""
+"""Rows whose mesh axes are used in the order of the row, not in that of the mesh: the last of them divide a part of a sequence by
+heads."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Where everything lives.
+    """How every tensor is sharded, while it is used and while it is stored.
 
-    compute:       activations, and parameters while they are used.
-    param_storage: what further shards a parameter at rest; likewise gradients and optimizer state. A mesh axis that the compute
-                   table already gives to a tensor is not used twice.
-    reduce:        "each": gradients are reduced every microbatch into a sharded accumulator; "last": accumulated as they come and
-                   reduced once. None: "each" where gradient storage is sharded, else "last".
-    gather:        "drop": gathered parameters are dropped after forward and gathered again for backward; "keep": gathered once.
-    partial_ok:    logical axes of which an axis may shard only its largest outer part that divides, and replicate the rest.
+    compute:       the mesh axes that shard activations, and parameters while they are used.
+    param_storage: the mesh axes that shard a stored parameter further; grad_storage and opt_storage say it for gradients and
+                   optimizer state. A mesh axis that already shards a tensor by the compute table is not used twice.
+    reduce:        "each": gradients are reduced after every microbatch and added to a sharded sum; "last": they are added before
+                   reduction, and the sum is reduced once. None: "each" if gradient storage is sharded, else "last".
+    gather:        "drop": gathered parameters are dropped after the forward and gathered again for the backward; "keep": they
+                   are gathered once.
+    partial_ok:    logical axes whose size need not be divisible by that of a mesh axis: the largest outer part of the mesh axis
+                   that divides it shards the dim, and along the inner part the tensor is replicated.
 
-    What follows is made into rows of `compute` for a model and a mesh, see `mpar/arrange.py`:
+    The following fields become rows of `compute` when the model and the mesh are known, see `mpar/arrange.py`:
 
     context_parallel: how attention divides a sequence that the mesh shards: auto | ring | all_gather | all_to_all |
-                      all_to_all+ring; None: as the rows attend_* of `compute` say. ulysses_size: ranks of an all-to-all.
-    sequence:         auto | zigzag | contiguous: which positions a rank has.
-    expert_parallel:  ranks over which the experts of a layer are spread; expert_axes: mesh axes for it, first come first taken.
-    dispatcher:       all_to_all: rows travel to the rank of their expert; all_gather: every such rank gets all tokens.
-    expert_tensor_parallel: whether the inside of an expert is sharded as that of other feed-forward layers is.
+                      all_to_all+ring; None: as the rows attend_* of `compute` say. ulysses_size: the number of ranks that divide
+                      attention by heads, each group with an all-to-all.
+    sequence:         auto | zigzag | contiguous: which positions of a sequence a rank has.
+    expert_parallel:  the number of ranks over which the experts of a layer are spread; expert_axes: the mesh axes to use for it,
+                      in order of preference.
+    dispatcher:       all_to_all: rows travel to the rank of their expert; all_gather: each of these ranks gets all tokens.
+    expert_tensor_parallel: whether the weights inside an expert are sharded like those of other feed-forward networks.
     """
 
     name: str
@@ -85,7 +90,7 @@ class Strategy:
         unknown = sorted({name for table in tables for name in table} - set(self.compute))
         if unknown:
             raise UnknownNameError(
-                f"strategy {self.name!r}: storage rules for {unknown}; logical axes are {sorted(self.compute)}"
+                f"strategy {self.name!r}: its storage tables have rows for {unknown}; logical axes are {sorted(self.compute)}"
             )
         if self.gather not in ("drop", "keep"):
             raise UnknownNameError(f"strategy {self.name!r}: gather is {self.gather!r}; it is 'drop' or 'keep'")
@@ -101,11 +106,11 @@ class Strategy:
         return self.reduce == "each" or (self.reduce is None and bool(self.grad_storage))
 
     def compute_spec(self, axes: Sequence[str | None], mesh: Mesh) -> P:
-        """Where a tensor with these logical axes lives while it is used."""
+        """The spec of a tensor with these logical axes while it is used."""
         return spec_from_axes(axes, self.compute, mesh)
 
     def storage_spec(self, axes: Sequence[str | None], kind: str, mesh: Mesh) -> P:
-        """Where a parameter with these logical axes rests; `kind` is "param", "grad" or "opt"."""
+        """The spec of what is stored for a parameter with these logical axes; `kind` is "param", "grad" or "opt"."""
         table: AxisTable = getattr(self, f"{kind}_storage")
         compute = self.compute_spec(axes, mesh)
         used, dims = set(compute.axes), []
@@ -116,28 +121,28 @@ class Strategy:
         return P(*dims)
 
     def refine(self, mesh: Mesh, sizes: Mapping[str, int]) -> tuple["Strategy", Mesh]:
-        """Split mesh axes so that every `partial_ok` dim, of these sizes by logical name, is sharded as far as it divides.
+        """Split mesh axes so that every logical axis of `partial_ok` is sharded as far as its size, in `sizes`, permits.
 
         With 2 kv heads on tp=4 the mesh becomes tp_outer=2, tp_inner=2: kv heads are sharded over the outer half.
         """
         strategy = self
         for name in (name for name in self.partial_ok if name in sizes):
-            left, kept = sizes[name], []
+            remaining, kept = sizes[name], []
             for axis in strategy.compute.get(name, ()):
-                size, outer = mesh.axis_size(axis), math.gcd(left, mesh.axis_size(axis))
+                size, outer = mesh.axis_size(axis), math.gcd(remaining, mesh.axis_size(axis))
                 if 1 < outer < size:
                     strategy, mesh = strategy.split(mesh, axis, outer)
                 if outer > 1:
                     kept.append(axis if outer == size else f"{axis}_outer")
-                left //= outer
+                remaining //= outer
                 if outer < size:
-                    break  # what is minor would shard what is whole
+                    break  # the following mesh axes are minor to one that replicates, so they cannot shard this dim
             if len(kept) < len(strategy.compute.get(name, ())):
                 strategy = replace(strategy, compute={**strategy.compute, name: tuple(kept)})
         return strategy, mesh
 
     def split(self, mesh: Mesh, axis: str, outer: int) -> tuple["Strategy", Mesh]:
-        """Split a mesh axis into `<axis>_outer`, of size `outer`, and `<axis>_inner`; rules that name it name both."""
+        """Split a mesh axis into `<axis>_outer`, of size `outer`, and `<axis>_inner`; rows that name it then name both."""
         return self._renamed(axis, (f"{axis}_outer", f"{axis}_inner")), mesh.split(axis, outer)
 
     def _renamed(self, axis: str, parts: tuple[str, ...]) -> "Strategy":
@@ -155,25 +160,25 @@ class Strategy:
     def check(
         self, mesh: Mesh, shapes: Tree, axes: Tree, batch: Mapping[str, tuple[tuple[int, ...], Sequence[str | None]]]
     ) -> None:
-        """Raise ShardingError, listing all offenders, unless every tensor can be placed and every mesh axis has a use.
+        """Raise ShardingError, listing all problems, unless every tensor can be placed and every mesh axis is used.
 
         `batch` maps a key to the global shape of one microbatch and its logical axes.
         """
         problems = []
         for (path, leaf), names in zip(tree.leaves_with_path(shapes), tree.leaves(axes, is_leaf=is_axes), strict=True):
             for kind in ("param", "grad", "opt"):
-                found = check_spec(f"parameter {path}", tuple(leaf.shape), self.storage_spec(names, kind, mesh), mesh)
-                problems += [problem for problem in found if problem not in problems]
+                spec_problems = check_spec(f"parameter {path}", tuple(leaf.shape), self.storage_spec(names, kind, mesh), mesh)
+                problems += [problem for problem in spec_problems if problem not in problems]
         for key, (shape, logical) in batch.items():
             problems += check_spec(f"batch {key!r} of one microbatch", shape, self.compute_spec(logical, mesh), mesh)
         tables = (self.compute, self.param_storage, self.grad_storage, self.opt_storage)
         used = {axis for table in tables for axes_ in table.values() for axis in axes_}
         idle = [axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and axis not in {*used, "pp"} and not _is_rest(axis, mesh)]
         if "pp" in used:
-            problems.append("a rule shards by mesh axis 'pp', which places stages: no tensor is sharded by it")
+            problems.append("a row shards by mesh axis 'pp', which places stages: no tensor is sharded by it")
         if idle:
             problems.append(
-                f"mesh axes {idle} are used by no rule of strategy {self.name!r}: their ranks would all do the same work"
+                f"mesh axes {idle} are used by no row of strategy {self.name!r}: their ranks would all do the same work"
             )
         if problems:
             raise ShardingError(
@@ -195,7 +200,8 @@ def preset(name: str) -> Strategy:
 
 
 def spec_from_axes(axes: Sequence[str | None], table: AxisTable, mesh: Mesh) -> P:
-    """The spec that `table` gives to a tensor with these logical axes, in mesh order; a mesh axis shards the first dim that asks.
+    """The spec that `table` gives to a tensor with these logical axes, in mesh order. Of several dims whose rows name one mesh
+    axis, it shards the first.
 
     Raises UnknownNameError for a logical name that the table does not have.
     """
@@ -214,14 +220,14 @@ def spec_from_axes(axes: Sequence[str | None], table: AxisTable, mesh: Mesh) -> 
 
 
 def dim_sizes(shapes: Tree, axes: Tree) -> dict[str, int]:
-    """The size of every logical axis in a tree of parameters; those of "attend_heads" and "attend_kv_heads" are the heads'."""
+    """The size of every logical axis in a tree of parameters; "attend_heads" and "attend_kv_heads" have those of the heads."""
     leaves = zip(tree.leaves(shapes), tree.leaves(axes, is_leaf=is_axes), strict=True)
     sizes = {name: size for leaf, logical in leaves for size, name in zip(leaf.shape, logical, strict=True) if name}
     return sizes | {f"attend_{name}": sizes[name] for name in ("heads", "kv_heads") if name in sizes}
 
 
 def _is_rest(axis: str, mesh: Mesh) -> bool:
-    """Whether `axis` is the inner part that `refine` split off: what it replicates is no mistake."""
+    """Whether `axis` is the inner part of an axis that `refine` split: that no row uses it is then intended."""
     return axis.endswith("_inner") and f"{axis.removesuffix('_inner')}_outer" in mesh.axes
 
 

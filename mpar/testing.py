@@ -10,7 +10,7 @@ __all__ = ["TOLERANCES", "assert_close", "relative_error", "vjp"]
 
 TOLERANCES = {
     torch.float64: 1e-11,  # a few thousand roundings of 1e-16, none of them amplified
-    torch.float32: 1e-5,  # the same of 6e-8, with statistics over up to 1e4 elements
+    torch.float32: 1e-5,  # the same for 6e-8, with statistics over up to 1e4 elements
     torch.bfloat16: 2e-2,  # 8 bits of mantissa: 4e-3 per rounding, a handful in a row
     torch.float16: 3e-3,  # 11 bits of mantissa
 }
@@ -31,7 +31,7 @@ def assert_close(actual: Tensor, expected: Tensor, *, name: str = "value", rtol:
     actual, expected = actual.masked_fill(infinite, 0.0), expected.masked_fill(infinite, 0.0)
     bound = TOLERANCES[actual.dtype] if rtol is None else rtol
     error = relative_error(actual, expected)
-    assert error <= bound, f"{name}: relative error {error:.3e} exceeds {bound:.1e}"  # false for NaN, which is what we want
+    assert error <= bound, f"{name}: relative error {error:.3e} exceeds {bound:.1e}"  # a NaN fails too
 
 
 Outputs = TypeVar("Outputs")

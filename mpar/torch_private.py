@@ -1,6 +1,6 @@
-"""Every private or unstable torch name that mpar uses, in one place: a torch upgrade is an edit of this file.
+"""Every private or unstable name of torch that mpar uses, in one place: to upgrade torch, edit this file.
 
-What only the compiler needs is loaded when it is first asked for, so that a worker which runs a compiled program stays small.
+Names that only the compiler needs are loaded when first used, so that a worker that runs a compiled program stays small.
 """
 
 import importlib
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
 
 
 def storage_key(x: torch.Tensor) -> int:
-    """Identity of the storage behind `x`, equal for all views of it; valid while one of them lives."""
+    """A number that identifies the storage of `x`: the same for all its views, and unique while one of them lives."""
     return x.untyped_storage()._cdata
 
 

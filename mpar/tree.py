@@ -2,10 +2,9 @@
 
 A leaf's *path* is a string such as `layers.3.q_DNH`: it names the leaf in checkpoints, errors and random keys.
 
-What the functions take and return is said by types as far as a tree's class says it. The classes of trees belong to the models,
-and one class holds tensors, specs or logical axes by turns, so `Tree` covers them all. Leaves are tensors unless the caller
-passes `is_leaf`, which then says of what type they are. A dataclass may be generic in `Leaf`, to say what stands at its leaves:
-`Head[Tensor]` holds parameters, `Head[Axes]` the logical axes of each.
+Types: the classes of trees belong to the models, and the same class may have tensors, specs or logical axes at its leaves, so the
+functions here take any `Tree`. Leaves are tensors unless the caller passes `is_leaf`, whose type says what they are. A dataclass
+may be generic in `Leaf`, to say what is at its leaves: `Head[Tensor]` holds parameters, `Head[Axes]` the logical axes of each.
 """
 
 import dataclasses
@@ -35,14 +34,14 @@ __all__ = [
 Tree: TypeAlias = object
 """Nested tuples, lists, dicts and structs, or a single leaf; None is a tree without leaves."""
 T = TypeVar("T")
-"""The class of a tree, where what comes out has that of what goes in."""
+"""The class of a tree, in functions that return a tree of the class that they were given."""
 Leaf = TypeVar("Leaf")
-"""What stands at the leaves of a struct: tensors, their sizes, their axes; or what `is_leaf` says that a leaf is."""
+"""What is at the leaves of a struct: tensors, their sizes, their axes; or the type for which `is_leaf` is true."""
 
 
 @dataclass(frozen=True)
 class Structure(Generic[T]):
-    """A tree of class `T` without its leaves: what `flatten` splits off and `unflatten` needs."""
+    """A tree of class `T` without its leaves: `flatten` returns it beside the leaves, and `unflatten` needs it."""
 
     spec: pytree.TreeSpec
 
@@ -64,12 +63,12 @@ def flatten(tree: T) -> tuple[list[Tensor], Structure[T]]: ...
 def flatten(tree: T, is_leaf: Callable[[object], TypeGuard[Leaf]]) -> tuple[list[Leaf], Structure[T]]: ...
 def flatten(tree: T, is_leaf: Callable[[object], bool] | None = None) -> tuple[Sequence[object], Structure[T]]:
     """`(leaves, structure)` of `tree`; `unflatten(structure, leaves)` is its inverse."""
-    found, spec = pytree.tree_flatten(tree, is_leaf=is_leaf)
-    return found, Structure(spec)
+    leaves_, spec = pytree.tree_flatten(tree, is_leaf=is_leaf)
+    return leaves_, Structure(spec)
 
 
 def unflatten(structure: Structure[T], leaves: Sequence[object]) -> T:
-    """The tree with this structure and these leaves, which may be of another type than those that `flatten` split off."""
+    """The tree with this structure and these leaves, which need not have the type of those that `flatten` returned."""
     return cast(T, pytree.tree_unflatten(list(leaves), structure.spec))
 
 
@@ -105,7 +104,7 @@ def paths(tree: Tree) -> list[str]:
 
 
 def get(tree: Tree, path: str) -> Any:
-    """The subtree at `path`; the empty path is the tree itself. Of what type it is, only a reader of the path can know."""
+    """The subtree at `path`; the empty path gives the tree itself. Its type depends on the path, so it is `Any`."""
     for key in path.split(".") if path else ():
         tree = _child(tree, key)
     return tree

@@ -63,7 +63,7 @@ def test_what_does_not_divide_is_listed_at_once():
     axes = {"a": GATE, "b": ("embed",)}
     with pytest.raises(ShardingError) as error:
         preset("zero3").check(Mesh(fsdp=4, tp=2), shapes, axes, {"tokens": ((6, 3), ("batch", "seq"))})
-    for words in ("parameter a", "parameter b", "batch 'tokens'", "mesh axes ['tp'] are used by no rule"):
+    for words in ("parameter a", "parameter b", "batch 'tokens'", "mesh axes ['tp'] are used by no row"):
         assert words in str(error.value)
 
 
@@ -71,7 +71,7 @@ def test_unknown_names():
     """The message has the list of what there is."""
     with pytest.raises(UnknownNameError, match="zero3_tp_sp"):
         preset("zero4")
-    with pytest.raises(UnknownNameError, match=r"storage rules for \['embd'\]"):
+    with pytest.raises(UnknownNameError, match=r"storage tables have rows for \['embd'\]"):
         replace(preset("zero3"), param_storage={"embd": ("fsdp",)})
     with pytest.raises(UnknownNameError, match="'hedas'"):
         preset("tp").compute_spec(("hedas",), MESH)

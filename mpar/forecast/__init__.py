@@ -1,4 +1,4 @@
-"""Forecasts: what a step will need and take, from the program alone: bytes exactly, times by a hardware profile."""
+"""Forecasts: the memory and the time of a step, from the program alone: bytes exactly, times by a hardware profile."""
 
 from mpar.forecast._durations import instruction_durations, message_durations
 from mpar.forecast._memory import memory_timeline

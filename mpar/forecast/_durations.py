@@ -1,4 +1,4 @@
-"""Durations: seconds of each instruction and of each message on a hardware profile."""
+"""Durations: the seconds that each instruction and each message takes by a hardware profile."""
 
 from mpar.hardware import Hardware
 from mpar.ir import Instruction, ProgramData, link, segment_time
@@ -7,13 +7,13 @@ __all__ = ["instruction_durations", "message_durations"]
 
 
 def instruction_durations(program: ProgramData, hardware: Hardware, position: int | None = None) -> list[list[float]]:
-    """Seconds of each instruction, per position along pp (or of one); posting a message and waiting for it take none: the message
-    itself does."""
+    """Seconds of each instruction, for every position along pp or for one. To post a message or to wait for it takes no time by
+    itself; the message does, see `message_durations`."""
     cache = {name: segment_time(kind, program.mesh, hardware) if kind.source else 0.0 for name, kind in program.kinds.items()}
     parts = program.parts if position is None else [program.parts[position]]
 
     def seconds(instruction: Instruction) -> float:
-        if instruction.op in ("offload", "fetch"):  # as if nothing overlapped with it: an upper bound
+        if instruction.op in ("offload", "fetch"):  # an upper bound: as if nothing overlapped with it
             return program.values[instruction.inputs[0]].bytes / hardware.host_bytes_per_s
         return cache[instruction.kind]
 
@@ -27,7 +27,7 @@ def message_durations(program: ProgramData, hardware: Hardware) -> dict[int, flo
     for position, part in enumerate(program.parts):
         for instruction in part.instructions:
             if instruction.op == "send":
-                nodes = {position * stride // hardware.ranks_per_node, instruction.peer * stride // hardware.ranks_per_node}
+                nodes = {end * stride // hardware.ranks_per_node for end in (position, instruction.peer)}
                 rate, latency = link(hardware, crosses=len(nodes) > 1)
                 out[instruction.message] = latency + program.values[instruction.inputs[0]].bytes / rate
     return out

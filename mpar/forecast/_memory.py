@@ -1,4 +1,4 @@
-"""Memory of a step, exactly: the bytes that a rank holds at every instruction, by sweeping over storages."""
+"""Memory of a step, exactly: the bytes that a rank holds at every instruction, counted by storages."""
 
 from collections.abc import Iterator
 
@@ -8,12 +8,13 @@ __all__ = ["host_bytes", "memory_timeline", "timeline"]
 
 
 def memory_timeline(program: ProgramData, position: int = 0) -> list[tuple[int, int]]:
-    """For each instruction of one position along pp (highest bytes while it runs, bytes after it), state, batch, constants and
-    what messages hold included."""
+    """For each instruction of one position along pp: the most bytes while it runs, and the bytes after it. State, batch,
+    constants and the values of messages are included."""
     return list(timeline(program, program.parts[position]))
 
 
-def timeline(program: ProgramData, part: Part, *, workspace: bool = False, most: bool = False) -> Iterator[tuple[int, int]]:
+def timeline(program: ProgramData, part: Part, *, workspace: bool = False, all_rows: bool = False) -> Iterator[tuple[int, int]]:
+    """`memory_timeline` of a part; workspace: with that inside ops; all_rows: as if a router sent all rows to this rank."""
     values = program.values
     users: dict[int, int] = {}  # live values of each storage
     sizes: dict[int, int] = {}
@@ -34,23 +35,22 @@ def timeline(program: ProgramData, part: Part, *, workspace: bool = False, most:
     live = constants + sum(sizes[storage] for storage in users)
     for instruction in part.instructions:
         kind = program.kinds[instruction.kind]
-        memory = kind.most if most and kind.most is not None else kind.memory
+        memory = kind.most if all_rows and kind.most is not None else kind.memory
         frees = set(instruction.frees)
-        gone = {values[v].storage: 0 for v in frees}
+        num_freed = {values[v].storage: 0 for v in frees}  # values of each storage
         for v in frees:
-            gone[values[v].storage] += 1
-        last = {storage for storage, count in gone.items() if users.get(storage, 0) == count}
+            num_freed[values[v].storage] += 1
+        released = {storage for storage, count in num_freed.items() if users.get(storage, 0) == count}
         donated = frozenset(
-            local for local, v in zip(memory.inputs, instruction.inputs, strict=True) if values[v].storage in last
+            local for local, v in zip(memory.inputs, instruction.inputs, strict=True) if values[v].storage in released
         )
         peak = live + sweep(memory, donated, workspace=workspace)
         for local, v in zip(memory.outputs, instruction.outputs, strict=True):
             if values[v].storage not in users:
                 live += memory.sizes[local]
             hold(v, memory.sizes[local])
-        peak = max(
-            peak, live - sum(sizes[s] for s in last if s in users and s not in {values[v].storage for v in instruction.outputs})
-        )
+        made = {values[v].storage for v in instruction.outputs}
+        peak = max(peak, live - sum(sizes[s] for s in released if s in users and s not in made))
         for v in frees:
             storage = values[v].storage
             users[storage] -= 1
@@ -61,13 +61,13 @@ def timeline(program: ProgramData, part: Part, *, workspace: bool = False, most:
 
 
 def host_bytes(program: ProgramData, part: Part) -> int:
-    """The most bytes that are in the memory of the host at once."""
-    now = most = 0
-    there: set[int] = set()
+    """The most bytes that are in the memory of the host at one time."""
+    held = most = 0
+    offloaded: set[int] = set()
     for instruction in part.instructions:
         if instruction.op == "offload":
-            there.add(instruction.outputs[0])
-            now += program.values[instruction.outputs[0]].bytes
-        most = max(most, now)
-        now -= sum(program.values[v].bytes for v in instruction.frees if v in there)
+            offloaded.add(instruction.outputs[0])
+            held += program.values[instruction.outputs[0]].bytes
+        most = max(most, held)
+        held -= sum(program.values[v].bytes for v in instruction.frees if v in offloaded)
     return most

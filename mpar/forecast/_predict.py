@@ -1,4 +1,4 @@
-"""Predict: peak bytes exactly; FLOPs, communication, and the time of a step on a hardware profile."""
+"""Predict: the peak bytes of a step exactly, its FLOPs and communication, and its time by a hardware profile."""
 
 from dataclasses import asdict, dataclass
 
@@ -13,16 +13,17 @@ __all__ = ["Prediction", "predict"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one step of one rank costs.
+    """What one step of one rank costs. Of bytes and counts, the largest of any rank.
 
-    peak_bytes is exact but for the workspace inside single ops, of which `workspace_bytes` is the largest; need_bytes is the peak
-    with each workspace where it is needed and while it is; most_bytes is that where a router sends all rows to one rank, which is
-    more only if rows travel between ranks. host_bytes is the most that waits in the memory of the host, state_bytes what lives
-    between steps. FLOPs count what is executed, recomputation included. communication_bytes is what one rank contributes to
-    collectives and sends to other stages. Counts are the most of any rank. step_s is the makespan of all ranks; compute_s and
-    communication_s are the busiest one's; the bubble is
-    the makespan without its time, the span bubble the longest time that a rank idles between its first forward and its last
-    backward.
+    peak_bytes:          the peak, exact except for the workspace inside ops. workspace_bytes: the largest workspace of an op.
+    need_bytes:          the peak with the workspace of every op included while it runs.
+    most_bytes:          the same if a router sends all rows to one rank, which needs more only if rows travel between ranks.
+    host_bytes:          the most that is in the memory of the host at one time. state_bytes: what is held between steps.
+    flops:               FLOPs that are executed, recomputation included.
+    communication_bytes: what a rank contributes to collectives and sends to other stages.
+    step_s:              the makespan of all ranks. compute_s, communication_s: times of the busiest rank.
+    bubble_s:            the makespan less the time that the busiest rank works.
+    span_bubble_s:       the longest time that a rank idles between its first forward and its last backward.
     """
 
     peak_bytes: int
@@ -42,20 +43,20 @@ class Prediction:
     span_bubble_s: float | None = None
 
     def as_dict(self) -> dict[str, int | float | None]:
-        """For JSON."""
+        """The fields by name, for JSON."""
         return asdict(self)
 
 
 def predict(program: ProgramData, hardware: Hardware | None = None) -> Prediction:
-    """Peak memory, FLOPs and communication of a rank's step, the most of any; times too if a hardware profile is given."""
+    """Memory, FLOPs and communication of a step, each the largest of any rank; times too if a hardware profile is given."""
     parts = [_predict_part(program, position, hardware) for position in range(len(program.parts))]
-    most = {name: max(getattr(part, name) for part in parts) for name in _COUNTS}
+    largest = {name: max(getattr(part, name) for part in parts) for name in _COUNTS}
     if hardware is None:
-        return Prediction(**most)
+        return Prediction(**largest)
     times = step_times(program, instruction_durations(program, hardware), message_durations(program, hardware))
     busiest = max(parts, key=lambda part: (part.compute_s or 0.0) + (part.communication_s or 0.0))
     return Prediction(
-        **most,
+        **largest,
         step_s=times.makespan,
         compute_s=busiest.compute_s,
         communication_s=busiest.communication_s,
@@ -81,7 +82,7 @@ def _predict_part(program: ProgramData, position: int, hardware: Hardware | None
         state,
         max((kind.workspace for kind in kinds), default=0),
         max((peak for peak, _ in timeline(program, part, workspace=True)), default=0),
-        max((peak for peak, _ in timeline(program, part, workspace=True, most=True)), default=0),
+        max((peak for peak, _ in timeline(program, part, workspace=True, all_rows=True)), default=0),
         host_bytes(program, part),
         sum(kind.flops for kind in kinds),
         sum(use.bytes for use in uses) + sum(sent),

@@ -1,4 +1,4 @@
-"""Times: when every instruction of every position along pp begins and ends, if each runs as early as it can."""
+"""Times: when every instruction at every position along pp begins and ends, if each runs as early as possible."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,11 @@ __all__ = ["StepTimes", "step_times"]
 
 @dataclass(frozen=True)
 class StepTimes:
-    """start, end: seconds, per position along pp and instruction. busy: seconds per position. messages: (start, end) of each.
+    """The times of one step, in seconds from its beginning.
 
-    span: per position the time from its first forward to its last backward, without what it is busy in between.
+    start, end: per position along pp, of each instruction. messages: (start, end) of each message, by its number.
+    busy:       per position, the time that its instructions take.
+    span:       per position, the time that it idles between the beginning of its first forward and the end of its last backward.
     """
 
     start: list[list[float]]
@@ -24,12 +26,12 @@ class StepTimes:
 
     @property
     def makespan(self) -> float:
-        """From the first beginning to the last end."""
-        return max((own[-1] for own in self.end if own), default=0.0)
+        """The time at which the last instruction ends."""
+        return max((ends[-1] for ends in self.end if ends), default=0.0)
 
     @property
     def bubble(self) -> float:
-        """The makespan without the time of the busiest rank."""
+        """The makespan less the time that the busiest rank works."""
         return self.makespan - max(self.busy, default=0.0)
 
     @property
@@ -39,7 +41,11 @@ class StepTimes:
 
 
 class _Clock:
-    """Messages and meetings as far as they are known. Messages of one direction between two ranks follow each other."""
+    """The messages that were posted so far. Messages in one direction between two positions travel one after the other.
+
+    posted: when the first end of each message was posted, then when both were. messages: when each message begins and ends.
+    free:   when the channel from one position to another is free again.
+    """
 
     def __init__(self, durations: Mapping[int, float]) -> None:
         self.durations = durations
@@ -48,7 +54,7 @@ class _Clock:
         self.free: dict[tuple[int, int], float] = {}
 
     def post(self, instruction: Instruction, position: int, now: float) -> None:
-        """One end of a message is there; when both are, and the channel is free, it starts."""
+        """Post one end of a message. It begins when both ends are posted and the channel is free."""
         pair = (position, instruction.peer) if instruction.op == "send" else (instruction.peer, position)
         if instruction.message not in self.posted:
             self.posted[instruction.message] = now
@@ -60,19 +66,19 @@ class _Clock:
 
 
 def step_times(program: ProgramData, durations: Sequence[Sequence[float]], messages: Mapping[int, float]) -> StepTimes:
-    """durations: seconds, per position and instruction; messages: seconds of each message. Linear in the instructions.
+    """The times of a step, given the seconds of each instruction per position, and of each message. Linear in the instructions.
 
-    Raises ProgramError if the program cannot be run to its end, which `verify` would have refused.
+    Raises ProgramError if ranks would wait for ever, as in a program that `verify` refuses.
     """
     clock, num = _Clock(messages), len(program.parts)
     crossing = {name for name, kind in program.kinds.items() if num > 1 and any("pp" in use.axes for use in kind.collectives)}
     start: list[list[float]] = [[] for _ in program.parts]
     end: list[list[float]] = [[] for _ in program.parts]
-    busy, now, met = [0.0] * num, [0.0] * num, [0] * num
-    arrivals: list[dict[int, float]] = []
-    moved = True
-    while moved:
-        moved = False
+    busy, now, num_met = [0.0] * num, [0.0] * num, [0] * num
+    meetings: list[dict[int, float]] = []  # of collectives over pp, in order: when each position arrives
+    progress = True
+    while progress:
+        progress = False
         for position, part in enumerate(program.parts):
             while len(end[position]) < len(part.instructions):
                 line = len(end[position])
@@ -82,27 +88,28 @@ def step_times(program: ProgramData, durations: Sequence[Sequence[float]], messa
                         break
                     begin = max(begin, clock.messages[instruction.message][1])
                 elif instruction.kind in crossing:
-                    if len(arrivals) <= met[position]:
-                        arrivals.append({})
-                    meeting = arrivals[met[position]]
+                    if len(meetings) <= num_met[position]:
+                        meetings.append({})
+                    meeting = meetings[num_met[position]]
                     meeting[position] = begin
                     if len(meeting) < num:
                         break
-                    begin, met[position] = max(meeting.values()), met[position] + 1
+                    begin, num_met[position] = max(meeting.values()), num_met[position] + 1
                 elif instruction.op in ("send", "recv"):
                     clock.post(instruction, position, begin)
                 start[position].append(begin)
                 end[position].append(begin + duration)
                 now[position] = begin + duration
                 busy[position] += duration
-                moved = True
-    if any(len(own) < len(part.instructions) for own, part in zip(end, program.parts, strict=True)):
-        raise ProgramError("this program cannot be timed: its ranks wait for each other for ever; verify() says why")
+                progress = True
+    if any(len(ends) < len(part.instructions) for ends, part in zip(end, program.parts, strict=True)):
+        raise ProgramError("this program cannot be timed: some of its ranks wait for each other for ever; verify() says which")
     spans = [_span(part, *times) for part, *times in zip(program.parts, start, end, durations, strict=True)]
     return StepTimes(start, end, busy, clock.messages, spans)
 
 
 def _span(part: Part, start: Sequence[float], end: Sequence[float], durations: Sequence[float]) -> float:
+    """The time that a position idles between its first forward and its last backward."""
     lines = [line for line, instruction in enumerate(part.instructions) if instruction.op.startswith(("forward", "backward"))]
     if not lines:
         return 0.0

@@ -1,4 +1,4 @@
-"""The program: instructions for every rank, to print, prove, predict, simulate and run. Importing this loads no compiler."""
+"""The program: instructions for every rank, to print, prove, predict, simulate and run. Importing it loads no compiler."""
 
 from mpar.forecast import Prediction
 from mpar.hardware import Hardware

@@ -1,4 +1,4 @@
-"""Diff: what another configuration changes in a program, instruction by instruction. How values are numbered does not matter."""
+"""Diff: what another configuration changes in a program, instruction by instruction. The numbers of values do not matter."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,9 +14,10 @@ __all__ = ["Hunk", "ProgramDiff", "diff"]
 
 @dataclass(frozen=True)
 class Hunk:
-    """Lines that differ, with some around them: at `position` along pp, from line `before` of one program, `after` of the other.
+    """Lines that differ at one position along pp, with equal lines around them.
 
-    lines: as in a unified diff, the first character of each is " ", "-" or "+".
+    before, after: the line with which it begins in the first and in the second program.
+    lines:         as in a unified diff: the first character of each is " ", "-" or "+".
     """
 
     position: int
@@ -31,8 +32,13 @@ class Hunk:
 
 @dataclass(frozen=True)
 class ProgramDiff:
-    """removed, added: instructions by op. collectives: (op, axes) -> (number, bytes) before and after, of all positions along pp,
-    messages among them. peak_bytes: of the fullest rank, before and after."""
+    """The differences of two programs; pairs are (before, after).
+
+    removed, added: numbers of instructions by op.
+    collectives:    by (op, axes): pairs of (number, bytes), over all positions along pp, messages included.
+    peak_bytes:     the peaks, of the rank with the highest.
+    num_lines:      the numbers of instructions of all positions along pp.
+    """
 
     removed: dict[str, int]
     added: dict[str, int]
@@ -42,7 +48,7 @@ class ProgramDiff:
     hunks: tuple[Hunk, ...]
 
     def summary(self) -> str:
-        """The totals, a line each."""
+        """The totals, one line each."""
         lines = [f"instructions   {self.num_lines[0]:,} -> {self.num_lines[1]:,}"]
         for op in sorted({*self.removed, *self.added}):
             lines.append(f"  {op:16} -{self.removed.get(op, 0):<6,} +{self.added.get(op, 0):,}")
@@ -56,7 +62,7 @@ class ProgramDiff:
         return "\n".join(lines)
 
     def text(self, most: int | None = None) -> str:
-        """Summary and hunks; of the hunks' lines the first `most`."""
+        """The summary, then the hunks, or their first `most` lines."""
         body = [line for hunk in self.hunks for line in hunk.text().splitlines()]
         if most is not None and len(body) > most:
             body = [*body[:most], f"     ... {len(body) - most:,} more lines of {len(self.hunks):,} hunks"]
@@ -66,23 +72,23 @@ class ProgramDiff:
 def diff(before: Program, after: Program, *, context: int = 2) -> ProgramDiff:
     """What has to change in `before` to become `after`, position by position along pp, with `context` equal lines around.
 
-    Two instructions are equal if they do the same on the same segment and microbatch, with the same collectives and the same
-    bytes made and freed. Positions that one of them lacks are empty there.
+    Two instructions are equal if they have the same op, segment, microbatch and queue, the same collectives, and as many bytes
+    made and freed. A position along pp that one program does not have counts as one without instructions.
     """
     hunks: list[Hunk] = []
     removed: Counter[str] = Counter()
     added: Counter[str] = Counter()
     for position in range(max(len(before.parts), len(after.parts))):
         old, new = (_lines_of(program, position) for program in (before, after))
-        ours, theirs = ([line for _, line in side] for side in (old, new))
-        matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
+        old_lines, new_lines = ([line for _, line in side] for side in (old, new))
+        matcher = SequenceMatcher(None, old_lines, new_lines, autojunk=False)
         for group in matcher.get_grouped_opcodes(context):
             lines: list[str] = []
             for tag, i1, i2, j1, j2 in group:
                 if tag == "equal":
-                    lines += [f" {line}" for line in ours[i1:i2]]
+                    lines += [f" {line}" for line in old_lines[i1:i2]]
                     continue
-                lines += [f"-{line}" for line in ours[i1:i2]] + [f"+{line}" for line in theirs[j1:j2]]
+                lines += [f"-{line}" for line in old_lines[i1:i2]] + [f"+{line}" for line in new_lines[j1:j2]]
                 removed.update(instruction.op for instruction, _ in old[i1:i2])
                 added.update(instruction.op for instruction, _ in new[j1:j2])
             hunks.append(Hunk(position, group[0][1], group[0][3], tuple(lines)))
@@ -105,10 +111,10 @@ def _lines_of(program: Program, position: int) -> list[tuple[Instruction, str]]:
 
 def _line(program: Program, instruction: Instruction) -> str:
     """What an instruction does, without the names of its values and the numbers of messages."""
-    what = instruction.words
+    words = instruction.words
     if instruction.message >= 0:
-        what += f" {instruction.queue[-1]} pp={instruction.peer}" if instruction.op != "wait" else f" pp={instruction.peer}"
-    parts = [f"{instruction.queue:8} {what}"]
+        words += f" {instruction.queue[-1]} pp={instruction.peer}" if instruction.op != "wait" else f" pp={instruction.peer}"
+    parts = [f"{instruction.queue:8} {words}"]
     uses = [f"{op} {axes} {format_bytes(size)}" for op, axes, size in _uses(program, instruction)]
     if uses:
         parts.append("; ".join(uses))
@@ -118,7 +124,7 @@ def _line(program: Program, instruction: Instruction) -> str:
 
 
 def _uses(program: Program, instruction: Instruction) -> Iterator[tuple[str, str, int]]:
-    """(op, axes, bytes that a rank gives) of an instruction's collectives, or of what it sends."""
+    """(op, axes, bytes that a rank contributes) of each collective of an instruction, and of the message that it sends."""
     for use in program.kinds[instruction.kind].collectives:
         yield use.op, "x".join(use.axes), use.bytes
     if instruction.op == "send":
@@ -126,9 +132,10 @@ def _uses(program: Program, instruction: Instruction) -> Iterator[tuple[str, str
 
 
 def _communication(program: Program) -> dict[tuple[str, str], tuple[int, int]]:
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    """By (op, axes): the number of collectives or messages, and their bytes."""
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
     for instruction in program.instructions:
         for op, axes, size in _uses(program, instruction):
-            count, total = found.get((op, axes), (0, 0))
-            found[op, axes] = count + 1, total + size
-    return found
+            count, total = totals.get((op, axes), (0, 0))
+            totals[op, axes] = count + 1, total + size
+    return totals

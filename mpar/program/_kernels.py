@@ -1,4 +1,4 @@
-"""Which implementations carry out a program's primitives, in words."""
+"""The implementations of the primitives that a program calls, in words."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ __all__ = ["describe_kernels"]
 
 
 def describe_kernels(kernels: Kernels, uses: Iterable[KernelUse]) -> str:
-    """One line: what carries out the primitives that have kernels, and why where it is the reference."""
+    """One line: the implementations of the primitives that have kernels; for a reference, why no kernel was chosen."""
     if kernels.arch is None:
         return ""
     if kernels.arch not in ARCHITECTURES:

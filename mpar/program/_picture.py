@@ -1,4 +1,4 @@
-"""Picture: the predicted step of all positions along pp, as bars on a lane for each, with what its ranks hold in memory."""
+"""Picture: the predicted step as bars, with a lane for each position along pp, and the memory that its ranks hold."""
 
 from mpar.forecast import StepTimes, instruction_durations, memory_timeline, message_durations, step_times
 from mpar.hardware import Hardware
@@ -21,7 +21,7 @@ _KINDS = {
 
 
 def picture(program: ProgramData, hardware: Hardware, title: str) -> Picture:
-    """What a step on `hardware` will look like: a lane for each position along pp, a row for each of its queues."""
+    """The predicted step on `hardware`: a lane for each position along pp, with a row for each of its queues."""
     times = step_times(program, instruction_durations(program, hardware), message_durations(program, hardware))
     bars: list[Bar] = []
     memory = []
@@ -31,12 +31,12 @@ def picture(program: ProgramData, hardware: Hardware, title: str) -> Picture:
         starts, ends = times.start[position], times.end[position]
         memory.append(
             [
-                step
-                for (peak, after), *when in zip(levels, starts, ends, strict=True)
-                for step in zip(when, (peak, after), strict=True)
+                point
+                for (peak, after), *start_and_end in zip(levels, starts, ends, strict=True)
+                for point in zip(start_and_end, (peak, after), strict=True)
             ]
         )
-    peaks = [round(max(size for _, size in steps)) for steps in memory]
+    peaks = [round(max(size for _, size in points)) for points in memory]
     facts = {
         "schedule": program.facts.schedule,
         "step": format_time(times.makespan),
@@ -53,25 +53,27 @@ def _bars(program: ProgramData, position: int, times: StepTimes) -> list[Bar]:
     out = []
     stage_of = program.facts.stage_of
     chunks = {stage: n for n, stage in enumerate(sorted({action.stage for action in program.schedule[position]}))}
-    for line, step in enumerate(program.parts[position].instructions):
-        kind = _KINDS.get(step.op, "other")
-        if step.op == "wait":
+    for line, instruction in enumerate(program.parts[position].instructions):
+        kind = _KINDS.get(instruction.op, "other")
+        if instruction.op == "wait":
             continue
-        if step.op in ("send", "recv"):
-            begin, end = times.messages[step.message]
-            name = f"{step.segment} {step.queue[-1]}" + (f" {step.microbatch}" if step.microbatch >= 0 else "")
-            out.append(Bar(position, begin, end, f"{step.op} {name}", step.op, step.queue))
+        if instruction.op in ("send", "recv"):
+            begin, end = times.messages[instruction.message]
+            label = f"{instruction.op} {instruction.segment} {instruction.queue[-1]}"
+            label += f" {instruction.microbatch}" if instruction.microbatch >= 0 else ""
+            out.append(Bar(position, begin, end, label, instruction.op, instruction.queue))
             continue
         begin, end = times.start[position][line], times.end[position][line]
-        stage = stage_of.get(step.segment)
-        label = f"{stage}{kind}{step.microbatch}" if stage is not None and kind in "FBIW" else f"{step.op} {step.segment}".strip()
+        stage = stage_of.get(instruction.segment)
+        is_action = stage is not None and kind in "FBIW"
+        label = f"{stage}{kind}{instruction.microbatch}" if is_action else f"{instruction.op} {instruction.segment}".strip()
         chunk = chunks.get(stage, 0) if stage is not None else 0
-        out.append(Bar(position, begin, end, label, kind, step.queue, chunk))
+        out.append(Bar(position, begin, end, label, kind, instruction.queue, chunk))
     return out
 
 
 def _merged(bars: list[Bar]) -> list[Bar]:
-    """Segments of one action become one bar."""
+    """Consecutive bars of one action, which has one for each segment, become one bar."""
     out: list[Bar] = []
     for bar in bars:
         last = out[-1] if out else None

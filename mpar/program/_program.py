@@ -1,4 +1,4 @@
-"""The program as users hold it: the data, and everything that can be asked of it."""
+"""The program as users hold it: its data, with methods to print, prove, predict, simulate and run it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,23 +23,23 @@ class Program(ProgramData):
 
     @classmethod
     def of(cls, data: ProgramData) -> "Program":
-        """The same program with these questions."""
+        """The same program with the methods of this class."""
         return cls(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
 
     def verify(self) -> None:
-        """Raise ProgramError, naming the line, unless the program is well-formed; `mpar.proof.verify` says what that means."""
+        """Raise ProgramError, naming the line, unless the program is valid; `mpar.proof.verify` says what is checked."""
         proof.verify(self)
 
     def text(self, rank: int = 0, on: Hardware | str | None = None) -> str:
-        """The program of one rank, a line an instruction, with bytes, and times if a profile is given."""
+        """The program of one rank, one line for each instruction, with bytes, and times if a profile or its name is given."""
         return text(self, rank, _profile(on))
 
     def collectives(self, rank: int = 0) -> list[CollectiveUse]:
-        """Every collective of a step of `rank` in order, those inside segments included."""
+        """Every collective of a step of `rank`, in order, including those inside segments."""
         return [use for instruction in self.part(rank).instructions for use in self.kinds[instruction.kind].collectives]
 
     def predict(self, on: Hardware | str | None = None) -> forecast.Prediction:
-        """Peak bytes of a rank exactly, FLOPs and communication; times if a profile is given, or the name of one ("h200")."""
+        """Memory, FLOPs and communication of a step; times if a hardware profile or its name ("h200") is given."""
         return forecast.predict(self, _profile(on))
 
     def peaks(self) -> list[int]:
@@ -51,11 +51,11 @@ class Program(ProgramData):
         return picture(self, hardware(on) if isinstance(on, str) else on, title)
 
     def init_state(self, params: Tree, rank: int | None = None) -> State:
-        """The state before the first step, from global parameters or DTensors; `rank` None: global, for `simulate`."""
+        """The state of a rank before the first step, from global parameters or DTensors; None: a global state, for `simulate`."""
         return runtime.init_state(self, params, rank)
 
     def simulate(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
-        """One step of all ranks in this process, on a global state and batch; `state` is left as it was."""
+        """One step of all ranks in this process, on a global state and batch; `state` is not changed."""
         return runtime.simulate(self, state, batch)
 
     def bind(
@@ -68,7 +68,7 @@ class Program(ProgramData):
         transport: str | None = None,
         execution: str = "eager",
     ) -> RankRun | Replay:
-        """This process's rank, ready to run on the processes of torch.distributed; `mpar.runtime.bind` has details."""
+        """The rank of this process, ready to run on the processes of torch.distributed; see `mpar.runtime.bind`."""
         return runtime.bind(
             self,
             device=device,

@@ -1,4 +1,4 @@
-"""Text: a program as people read it, a line an instruction, with bytes and predicted time."""
+"""Text: a program for people to read, one line for each instruction, with bytes and predicted times."""
 
 from mpar.forecast import instruction_durations, memory_timeline, message_durations, step_times
 from mpar.hardware import Hardware
@@ -9,9 +9,9 @@ __all__ = ["format_bytes", "format_time", "text"]
 
 
 def text(program: ProgramData, rank: int = 0, hardware: Hardware | None = None) -> str:
-    """The program of `rank`: every instruction with operands, collectives and memory, then what its segments contain.
+    """The program of `rank`: a heading, the kernels, then every instruction with its operands, collectives and the live bytes.
 
-    Times are there if a hardware profile is given.
+    With a hardware profile there are times too.
     """
     mesh, position = program.mesh, program.position(rank)
     where = " ".join(f"{axis}={index}" for axis, index in mesh.coordinates(rank).items())
@@ -20,14 +20,14 @@ def text(program: ProgramData, rank: int = 0, hardware: Hardware | None = None) 
     times: list[float | None] = [None] * len(timeline)
     if hardware:
         durations, messages = instruction_durations(program, hardware), message_durations(program, hardware)
-        whole = step_times(program, durations, messages)
+        predicted = step_times(program, durations, messages)
         times = list(durations[position])
-        head += f"   step {format_time(whole.makespan)} predicted on {hardware.name}"
+        head += f"   step {format_time(predicted.makespan)} predicted on {hardware.name}"
     lines = [head]
     used = {instruction.kind for instruction in program.parts[position].instructions}
-    chosen = describe_kernels(program.facts.kernels, (use for name in used for use in program.kinds[name].kernels))
-    if chosen:
-        lines.append(chosen)
+    kernels = describe_kernels(program.facts.kernels, (use for name in used for use in program.kinds[name].kernels))
+    if kernels:
+        lines.append(kernels)
     for number, instruction in enumerate(program.parts[position].instructions):
         lines.append(_line(program, number, instruction, timeline[number][1], times[number]))
     return "\n".join(lines)
@@ -36,12 +36,12 @@ def text(program: ProgramData, rank: int = 0, hardware: Hardware | None = None) 
 def _line(program: ProgramData, number: int, instruction: Instruction, live: int, time_s: float | None) -> str:
     names = program.values
     results = _names([names[v].name for v in instruction.outputs])
-    what = instruction.words
+    words = instruction.words
     operands = _names([names[v].name for v in instruction.inputs])
     if instruction.message >= 0:
-        what += f" message {instruction.message}" + (f" pp={instruction.peer}" if instruction.op == "wait" else "")
+        words += f" message {instruction.message}" + (f" pp={instruction.peer}" if instruction.op == "wait" else "")
     made = f"{results} = " if instruction.outputs or instruction.message < 0 else ""
-    parts = [f"{number:04d} {instruction.queue:8} {made}{what} ({operands})"]
+    parts = [f"{number:04d} {instruction.queue:8} {made}{words} ({operands})"]
     uses = program.kinds[instruction.kind].collectives
     if uses:
         parts.append("; ".join(_collective(use) for use in uses))
@@ -56,15 +56,15 @@ def _line(program: ProgramData, number: int, instruction: Instruction, live: int
 
 
 def _collective(use: CollectiveUse) -> str:
-    """What one rank contributes; rows that a router sends are said to be so many on average and at most."""
+    """A collective with the bytes that one rank contributes; if a router decides how many arrive, the average and the most."""
     sent = format_bytes(use.bytes)
     if use.ragged:
         sent += f", arriving on average, at most {format_bytes(use.bytes * use.size)}"
     return f"{use.op} {'x'.join(use.axes)} {sent}"
 
 
-def _names(names: list[str], most: int = 4) -> str:
-    shown = names if len(names) <= most else [*names[: most - 1], f"... {names[-1]} [{len(names)}]"]
+def _names(names: list[str], max_shown: int = 4) -> str:
+    shown = names if len(names) <= max_shown else [*names[: max_shown - 1], f"... {names[-1]} [{len(names)}]"]
     return ", ".join(shown)
 
 
@@ -79,7 +79,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Seconds with a unit that keeps three digits."""
+    """Seconds with three digits, in s, ms or us."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * scale >= 1 or unit == "us":
             return f"{seconds * scale:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Compile a training or evaluation step to a program. This loads the compiler, which `mpar.program` itself does not."""
+"""Compile a training or evaluation program. Importing this loads the compiler, which importing `mpar.program` does not."""
 
 from mpar.chain import Chain, check_chain
 from mpar.compiler import BUCKET_BYTES, BatchShape, CompileOptions, RecomputePolicy, Schedule, build, policy
@@ -33,18 +33,20 @@ def compile_step(
 ) -> Program:
     """Compile one training step: forward, backward, reduction, clipping and update, for every rank of `mesh`.
 
-    batch_shape:    (B, S) of the global batch, all microbatches together, of tokens and labels; or for each batch key its shape
-                    and dtype.
-    schedule:       how microbatches go through the stages of `mesh.pp`: a name of mpar.schedules or a Schedule; None: 1F1B.
-    num_slices:     parts of a microbatch's rows, equally long, which each segment takes one after the other (Yao et al. 2024,
-                    arXiv:2408.16978): the mathematics is the same, and with recompute="full" memory for what a segment makes is
-                    that of one part. Without, what is kept hardly shrinks, and grows where keys are made of latents again.
+    batch_shape:    (B, S) of the tokens and labels of the global batch, all microbatches together; or for each batch key its
+                    shape and dtype.
+    schedule:       the order in which microbatches pass the stages along pp: a name of mpar.schedules or a Schedule; None: 1F1B.
+    num_slices:     the number of equal parts of a microbatch's rows, which every segment computes one after the other (Yao et
+                    al. 2024, arXiv:2408.16978). The mathematics is the same. With recompute="full" the values that a segment
+                    makes take the memory of one part. Without it, what is kept hardly shrinks, and it grows if keys are computed
+                    from latents again.
     precision:      "fp32", "bf16" or a Precision. recompute: none, full, selective, budget, or a RecomputePolicy.
-    bucket_bytes:   gathers and reductions of neighbouring units are joined into messages up to this size.
-    prefetch_bytes: gathers that make at most this much are issued one group early, to overlap with its computation.
-    hardware:       whose costs balance stages, place messages and find an `auto` schedule; None: a typical accelerator's.
-    kernels:        the chip that kernels are chosen for, and how; None: the best for that of `hardware`.
-    Raises ShardingError, ShapeError or ConfigError, listing all offenders.
+    bucket_bytes:   gathers and reductions of neighbouring units are joined into collectives of at most this size.
+    prefetch_bytes: gathers that make at most this many bytes are issued one group early, to overlap with its computation.
+    hardware:       the profile by which stages are balanced, messages are placed and an `auto` schedule is found; None: that of
+                    a typical accelerator.
+    kernels:        the chip for which kernels are chosen, and how; None: the best for the chip of `hardware`.
+    Raises ShardingError, ShapeError or ConfigError, listing all problems.
     """
     check_optimizer(optimizer)
     options = CompileOptions(
@@ -77,10 +79,10 @@ def compile_eval(
     hardware: Hardware | None = None,
     kernels: Kernels | None = None,
 ) -> Program:
-    """Compile the loss of a batch without its gradient: the forwards of `schedule`, on stages that lie where training has them.
+    """Compile the loss of a batch without its gradient: the forwards of `schedule`, with the same stages as in training.
 
-    Arguments are those of `compile_step`. The program's state is the parameters alone, which a step leaves as they are; its
-    metrics are loss, microbatch_losses, weight, other losses and what segments report.
+    The arguments are those of `compile_step`. The state of the program is the parameters alone, which it does not change; its
+    metrics are loss, microbatch_losses, weight, side losses and the metrics of segments.
     """
     options = CompileOptions(
         training=False,
@@ -105,7 +107,7 @@ def _compile(
     batch_shape: BatchShape,
     options: CompileOptions,
 ) -> Program:
-    """Build the program and prove it."""
+    """Build the program and verify it."""
     check_chain(model)
     strategy = preset(strategy) if isinstance(strategy, str) else strategy
     program = Program.of(build(model, optimizer, mesh, strategy, batch_shape, options))

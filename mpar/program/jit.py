@@ -1,4 +1,4 @@
-"""jit: compile any pure function of tensors for a mesh, look at what it became, simulate it, run it on DTensors."""
+"""jit: compile any pure function of tensors for a mesh, print the result, simulate it, or run it on DTensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ __all__ = ["Compiled", "Lowered", "jit", "value_and_grad"]
 
 
 def value_and_grad(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tree]]:
-    """`value_and_grad(fn)(x, *rest) == (fn(x, *rest), gradients of the leaves of x)`, in JAX's order."""
+    """`value_and_grad(fn)(x, *others)` is `(fn(x, *others), gradients of the leaves of x)`: value first, as in JAX."""
     grad_and_value = torch.func.grad_and_value(fn)
 
     def wrapped(*args: Tree) -> tuple[Tensor, Tree]:
@@ -41,17 +41,17 @@ def jit(
 ) -> "Compiled":
     """Compile a pure function of pytrees of tensors for `mesh`.
 
-    in_specs:  a tuple with one entry per argument, each a pytree of `P` that is a prefix of the argument (one `P` for a whole
-               subtree). None is replicated.
-    out_specs: the same for what `fn` returns; None lets each result stay as its op leaves it, pending sums carried out.
-    table:     logical axis names, as used in `ops.constrain`, to mesh axes.
+    in_specs:  a tuple with one entry per argument, each a pytree of `P` that is a prefix of the argument (one `P` stands for a
+               whole subtree). None is replicated.
+    out_specs: the same for what `fn` returns; None leaves each result as its op makes it, except that pending sums are made.
+    table:     from logical axis names, as used in `ops.constrain`, to mesh axes.
     """
     return Compiled(fn, mesh, in_specs, out_specs, table or {})
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A function and where it will run: `lower` compiles it for given shapes, calling it runs it on this job's processes."""
+    """A function for a mesh: `lower` compiles it for given shapes; to call it runs it on the processes of this job."""
 
     fn: Callable[..., Tree]
     mesh: Mesh
@@ -68,7 +68,7 @@ class Compiled:
         out_specs = _broadcast("out_specs", self.out_specs, probe, None)
         ranked = lower(logical, self.mesh, in_specs, out_specs, self.table)
         if any(spec.partial for spec in ranked.out_specs):
-            resolved = [given or spec.without_partial() for given, spec in zip(out_specs, ranked.out_specs, strict=True)]
+            resolved = [asked or spec.without_partial() for asked, spec in zip(out_specs, ranked.out_specs, strict=True)]
             ranked = lower(logical, self.mesh, in_specs, resolved, self.table)
         check(ranked)
         return Lowered(ranked)
@@ -76,8 +76,9 @@ class Compiled:
     def __call__(self, *args: Tree) -> Any:
         """Run on DTensors placed by in_specs (on a mesh of one rank: plain tensors); results are DTensors placed by out_specs.
 
-        Compiled at the first call with arguments of new shapes, for the device of the first of them. Raises ShardingError,
-        listing all arguments that are placed otherwise, and MeshError if the job's processes are not the mesh's ranks.
+        The first call with arguments of new shapes compiles the function, for the device of the first tensor. Raises
+        ShardingError, listing all arguments that are placed differently, and MeshError if the number of processes is not that of
+        the ranks of the mesh.
         """
         leaves, structure = tree.flatten(tuple(args))
         device = next((x.device for x in leaves if x is not None), torch.device("cpu"))
@@ -104,7 +105,7 @@ class Lowered:
 
     @cached_property
     def out_specs(self) -> Tree:
-        """Where the results live."""
+        """The specs of the results."""
         return tree.unflatten(self.ranked.logical.outputs, self.ranked.out_specs)
 
     def __str__(self) -> str:
@@ -133,19 +134,19 @@ class _Executable:
         return tree.unflatten(ranked.logical.outputs, wrapped)
 
     def local(self, leaves: list[Tensor]) -> list[Tensor]:
-        """This rank's shards, after a look at where the arguments live."""
+        """This rank's shards of the arguments. Raises ShardingError, listing all that are not placed by in_specs."""
         if self.device_mesh is None:
             return list(leaves)
         out, problems = [], []
-        for name, leaf, wanted in zip(self.ranked.logical.names, leaves, self.ranked.in_specs, strict=True):
+        for name, leaf, expected in zip(self.ranked.logical.names, leaves, self.ranked.in_specs, strict=True):
             if not isinstance(leaf, DTensor):
                 problems.append(
-                    f"argument {name} {tuple(leaf.shape)} is a plain tensor, a DTensor placed by {wanted} was expected"
+                    f"argument {name} {tuple(leaf.shape)} is a plain tensor, a DTensor placed by {expected} was expected"
                 )
                 continue
             local, spec = to_local(leaf, self.ranked.mesh)
-            if normalise(spec, self.ranked.mesh) != wanted:
-                problems.append(f"argument {name} {tuple(leaf.shape)} is placed by {spec}, {wanted} was expected")
+            if normalise(spec, self.ranked.mesh) != expected:
+                problems.append(f"argument {name} {tuple(leaf.shape)} is placed by {spec}, {expected} was expected")
             out.append(local)
         if problems:
             raise ShardingError(
@@ -157,13 +158,13 @@ class _Executable:
 
 
 def _broadcast(name: str, prefix: Any, full: Any, default: P | None) -> list[P | None]:
-    """One spec per leaf of `full` from a prefix tree of specs."""
+    """One spec for each leaf of `full`, from a tree of specs that is a prefix of it."""
     if prefix is None or isinstance(prefix, P):
         return [default if prefix is None else prefix] * sum(leaf is not None for leaf in tree.leaves(full))
     children, expected = _children(prefix), _children(full)
     if children is None or expected is None or children.keys() != expected.keys():
         raise ShardingError(
-            f"{name}: the tree of specs does not match the values: {prefix!r} stands where the value has "
+            f"{name}: the tree of specs does not match the values: it has {prefix!r} where the value has "
             f"{sorted(expected) if expected else 'a tensor'}.\n"
             "Give a P(...) for a whole subtree, or the same structure as the value."
         )

@@ -1,4 +1,4 @@
-"""Proofs: what must hold of every program before it may run."""
+"""Proofs: checks that every program must pass before it may run."""
 
 from mpar.proof._verify import events, verify
 

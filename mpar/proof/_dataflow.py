@@ -1,31 +1,35 @@
-"""Dataflow: every instruction reads what it should. Each value gets a label, which says what it is. Linear in instructions."""
+"""Dataflow: every instruction reads what it should.
+
+Every value gets a label that says what it means, computed from the labels of what its instruction reads. This takes time
+linear in the number of instructions.
+"""
 
 from collections.abc import Iterator, Sequence
 
 from mpar.ir import Instruction, Part, Piece, ProgramData
 from mpar.proof._fail import fail
 from mpar.proof._gradients import check_gradients
-from mpar.proof._labels import Carried, Contributed, Given, InputGradient, Label, Moved, OfSlice, Result, Squares, Terms, What
+from mpar.proof._labels import Carried, Contributed, Given, InputGradient, Label, Meaning, Moved, OfSlice, Result, Squares, Terms
 from mpar.proof._pieces import Pieces
 from mpar.proof._step_end import StepEnd
 
 __all__ = ["check_dataflow"]
 
-_MANY = ("weight", "context", "forward", "backward", "backward_input", "backward_weight")  # done for one piece after another
+_MANY = ("weight", "context", "forward", "backward", "backward_input", "backward_weight")  # ops that are done for every piece
 _BACKWARD = ("backward", "backward_input", "backward_weight")
 
 
 def check_dataflow(program: ProgramData) -> None:
-    """Raise ProgramError, naming rank and line, unless
+    """Raise ProgramError, naming position and line, unless
 
-    - what is done for several microbatches is done to the same things of each, and to nothing of another microbatch; of slices
-      of its rows, forwards read nothing of later ones, and backwards what these have given back;
-    - the weight of the batch is the sum of the weights of its microbatches, the loss is made of all losses;
-    - each gradient is the sum of the contributions of every microbatch, each once, reduced as the strategy says. Microbatches are
+    - an instruction that is repeated for every microbatch reads the same values of each, and nothing of another microbatch. If
+      rows are cut into slices, a forward reads nothing of later slices, and a backward reads the gradients that they gave back;
+    - the weight of the batch is the sum of the weights of its microbatches, and the loss contains all losses;
+    - each gradient is the sum of the contributions of all microbatches, each once, reduced as the strategy says. Microbatches are
       added in the order of the schedule, then uses of the parameter in the order of the chain;
-    - the norm is made of each gradient once, and each parameter is updated with its own gradient and slots.
+    - the norm contains each gradient once, and each parameter is updated with its own gradient and slots.
 
-    The program's messages must be known to come to an end.
+    It must have been checked before that no message waits for ever (`mpar.schedules.check_order`).
     """
     flow = _Flow(program)
     for position, line, instruction in _in_order(program):
@@ -37,25 +41,28 @@ def check_dataflow(program: ProgramData) -> None:
 
 
 def _in_order(program: ProgramData) -> Iterator[tuple[int, int, Instruction]]:
-    """All instructions, (position, line, instruction), so that messages are sent before they are waited for."""
+    """All instructions as (position, line, instruction), in an order in which every message is sent before it is waited for."""
     sent: set[int] = set()
-    at = [0] * len(program.parts)
-    moved = True
-    while moved:
-        moved = False
+    next_line = [0] * len(program.parts)
+    progress = True
+    while progress:
+        progress = False
         for position, part in enumerate(program.parts):
-            while at[position] < len(part.instructions):
-                instruction = part.instructions[at[position]]
+            while next_line[position] < len(part.instructions):
+                instruction = part.instructions[next_line[position]]
                 if instruction.op == "send":
                     sent.add(instruction.message)
                 elif instruction.op == "wait" and instruction.message not in sent:
                     break
-                yield position, at[position], instruction
-                at[position], moved = at[position] + 1, True
+                yield position, next_line[position], instruction
+                next_line[position], progress = next_line[position] + 1, True
 
 
 class _Flow:
-    """labels: by value. sent: the value that each message holds."""
+    """The labels of all values that were made so far.
+
+    labels: the label of each value. sent: the value that each message carries.
+    """
 
     def __init__(self, program: ProgramData) -> None:
         self.program, self.terms = program, Terms()
@@ -66,17 +73,17 @@ class _Flow:
             self._label_boundary(part)
 
     def _label_boundary(self, part: Part) -> None:
-        """Label what is there before the first instruction."""
+        """Label the values that exist before the first instruction."""
         for leaf in (*part.state_in, *part.scalars):
             self.labels[leaf.value] = Label(Given(leaf.path))
         for leaf in part.batch:
             key, _, number = leaf.path.rpartition(".")
             piece = self.program.pieces[int(number)]
-            shared = len(leaf.shape) == 1  # by all microbatches
+            shared = len(leaf.shape) == 1  # an entry with one dim is the same for all microbatches
             self.labels[leaf.value] = Label(OfSlice(key, piece.slice)) if shared else Label(Given(key), piece)
 
     def follow(self, position: int, instruction: Instruction) -> str | None:
-        """What is wrong with what an instruction reads; labels what it makes."""
+        """Label what an instruction makes. Returns what is wrong with its operands, or None."""
         labels = self.labels
         match instruction.op:
             case "send":
@@ -89,9 +96,9 @@ class _Flow:
                     labels[out] = self.terms.add(labels[a], labels[b])
             case "offload" | "fetch":
                 labels[instruction.outputs[0]] = labels[instruction.inputs[0]]
-            case "gather" | "reduce":  # result by result
+            case "gather" | "reduce":  # each result comes from the operand with its index
                 for v, out in zip(instruction.inputs, instruction.outputs, strict=True):
-                    labels[out] = Label(Moved(instruction.op, labels[v].what), labels[v].piece)
+                    labels[out] = Label(Moved(instruction.op, labels[v].meaning), labels[v].piece)
             case "recv":
                 pass
             case _:
@@ -99,60 +106,61 @@ class _Flow:
         return None
 
     def _compute(self, position: int, instruction: Instruction) -> str | None:
-        """What is wrong with an instruction that neither moves nor adds values; labels its results."""
-        found = [self.labels[v] for v in instruction.inputs]
-        purpose, why = self._operands(position, instruction, found)
+        """`follow` for an instruction that neither moves nor adds values."""
+        operands = [self.labels[v] for v in instruction.inputs]
+        purpose, why = self._operands(position, instruction, operands)
         why = self._label_results(position, instruction, purpose) or why
         if instruction.op == "norm" and isinstance(purpose, Squares):
             self.end.squares[position] += [self.labels[v] for v in instruction.outputs]
         return why
 
-    def _operands(self, position: int, instruction: Instruction, found: Sequence[Label]) -> tuple[str | Squares, str | None]:
-        """What an instruction is for, which is its op but at the end of a step, and what is wrong with its operands."""
+    def _operands(self, position: int, instruction: Instruction, operands: Sequence[Label]) -> tuple[str | Squares, str | None]:
+        """The purpose of an instruction, and what is wrong with its operands, or None. The purpose is the op, except at the end
+        of a step, where one op has several purposes."""
         piece, op = instruction.piece, instruction.op
         if piece is not None and op in _MANY:
-            return op, self.pieces.problem(instruction, piece, found)
+            return op, self.pieces.problem(instruction, piece, operands)
         match op:
             case "weight":
-                return op, self.end.weight_problem(found)
+                return op, self.end.weight_problem(operands)
             case "finish":
-                return self.end.finish(found)
+                return self.end.finish(operands)
             case "metrics":
-                return self.end.report(found)
+                return self.end.report(operands)
             case "norm":
-                return self.end.norm(position, instruction.inputs, found)
+                return self.end.norm(position, instruction.inputs, operands)
             case "update":
-                return op, self.end.update_problem(position, instruction, found)
+                return op, self.end.update_problem(position, instruction, operands)
         return op, None
 
     def _label_results(self, position: int, instruction: Instruction, purpose: str | Squares) -> str | None:
-        """Label what an instruction makes; what is wrong with it, if it makes what another is said to make."""
+        """Label what an instruction makes. Returns what is wrong if the part lists it for another instruction, else None."""
         part, piece, why = self.program.parts[position], instruction.piece, None
-        named = 0  # contributions and losses, which the part lists; results are numbered without them
+        num_listed = 0  # values that the part lists, such as contributions and losses: other results are numbered without them
         for index, v in enumerate(instruction.outputs):
-            label, makers, segment = _listed(part, v)
+            label, makers, segment = _listed_label(part, v)
             if label is not None:
                 if (segment, label.piece) != (instruction.segment, piece) or instruction.op not in makers:
-                    why = f"makes {_said(part, v)}"
+                    why = f"makes {_listed_in_words(part, v)}"
                 self.labels[v] = label
-                named += 1
+                num_listed += 1
             else:
-                self.labels[v] = Label(self._result(instruction, purpose, index - named), piece)
+                self.labels[v] = Label(self._result(instruction, purpose, index - num_listed), piece)
         return why
 
-    def _result(self, instruction: Instruction, purpose: str | Squares, index: int) -> What:
+    def _result(self, instruction: Instruction, purpose: str | Squares, index: int) -> Meaning:
         if isinstance(purpose, Squares):
             return Squares(purpose.first, index)
-        if instruction.op in _BACKWARD:  # all of them give gradients of inputs after losses and contributions
+        if instruction.op in _BACKWARD:  # what it makes besides losses and contributions are gradients of inputs
             return InputGradient(instruction.segment, index)
         return Result(purpose, instruction.segment if instruction.op in _MANY else "", index)
 
 
-def _listed(part: Part, value: int) -> tuple[Label | None, tuple[str, ...], str]:
-    """The label of a value of which the part says what it is, the ops that may make it, and of which segment."""
+def _listed_label(part: Part, value: int) -> tuple[Label | None, tuple[str, ...], str]:
+    """If the part lists a value: its label, the ops that may make it, and the segment that must make it."""
     if value in part.contributions:
-        given = part.contributions[value]
-        return Label(Contributed(given.path, given.use), given.piece), _BACKWARD, given.use.rstrip("'")
+        grad = part.contributions[value]
+        return Label(Contributed(grad.path, grad.use), grad.piece), _BACKWARD, grad.use.rstrip("'")
     if value in part.losses:
         loss = part.losses[value]
         return Label(Result("forward", loss.segment, loss.index), loss.piece), ("backward",), loss.segment
@@ -162,14 +170,14 @@ def _listed(part: Part, value: int) -> tuple[Label | None, tuple[str, ...], str]
     return None, (), ""
 
 
-def _said(part: Part, value: int) -> str:
-    """What a value is said to be, in words."""
+def _listed_in_words(part: Part, value: int) -> str:
+    """What the part says that a listed value is."""
     if value in part.contributions:
-        given = part.contributions[value]
-        return f"a contribution that is said to be that of {given.use}, piece {_number(given.piece)}"
+        contribution = part.contributions[value]
+        return f"a value that the part lists as a contribution of {contribution.use} for piece {_number(contribution.piece)}"
     result = part.losses.get(value) or part.carried[value]
     maker = "backward" if value in part.losses else "forward"
-    return f"what is said to be made by the {maker} of {result.segment}, piece {_number(result.piece)}"
+    return f"a value that the part lists as made by the {maker} of {result.segment} for piece {_number(result.piece)}"
 
 
 def _number(piece: Piece) -> str:

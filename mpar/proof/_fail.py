@@ -1,4 +1,4 @@
-"""How the proof says what is wrong with a line."""
+"""How a proof reports what is wrong with one line of a program."""
 
 from typing import NoReturn
 
@@ -14,6 +14,6 @@ def describe(instruction: Instruction) -> str:
 
 
 def fail(program: ProgramData, position: int, line: int, instruction: Instruction, why: str) -> NoReturn:
-    """Raise ProgramError about one line."""
+    """Raise ProgramError: `why` says what is wrong with line `line` of the part at `position`."""
     where = f"pp={position} " if len(program.parts) > 1 else ""
     raise ProgramError(f"invalid program: {where}line {line:04d}, {describe(instruction)}: {why}")

@@ -1,4 +1,4 @@
-"""Gradients: each stored gradient is the sum of the contributions of every piece, each once, in the order of the schedule."""
+"""Gradients: each stored gradient is the sum of the contributions of all pieces, each once, in the order of the schedule."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -13,30 +13,31 @@ Items = Counter[tuple[str, Piece | None]]
 
 
 def check_gradients(program: ProgramData, terms: Terms, labels: Mapping[int, Label]) -> None:
-    """Raise ProgramError unless every finished gradient is what the schedule says. labels: of all values."""
+    """Raise ProgramError unless every finished gradient is the sum that follows from the schedule. labels: of all values."""
     uses = _uses(program)
     expected = _expected(program, terms, uses)
     for position, part in enumerate(program.parts):
         for path, value in part.gradients.items():
             if labels[value] != expected[path]:
                 segments = {use.rstrip("'") for use in uses[path]}
-                _refuse_unless_whole(path, _items(terms, path, labels[value]), segments, program)
+                _refuse_unless_complete(path, _items(terms, path, labels[value]), segments, program)
                 where = f"pp={position} " if len(program.parts) > 1 else ""
-                why = "is not added in the order of the schedule, or not reduced once"
+                why = "is not added in the order of the schedule, or is not reduced once"
                 raise ProgramError(f"invalid program: {where}the gradient of {path} {why}")
 
 
 def _uses(program: ProgramData) -> dict[str, dict[str, int]]:
-    """By parameter, the position along pp of each of its uses."""
+    """By the path of a parameter: the uses of it, and the position along pp of each."""
     uses: dict[str, dict[str, int]] = {}
     for position, part in enumerate(program.parts):
-        for given in part.contributions.values():
-            uses.setdefault(given.path, {})[given.use] = position
+        for contribution in part.contributions.values():
+            uses.setdefault(contribution.path, {})[contribution.use] = position
     return uses
 
 
 def _expected(program: ProgramData, terms: Terms, uses: Mapping[str, Mapping[str, int]]) -> dict[str, Label]:
-    """By path, the term that a gradient should be: microbatches in the order of the schedule, then uses in that of the chain."""
+    """By path, the term that each gradient should be: it adds microbatches in the order of the schedule, then uses in that of the
+    chain."""
     facts, orders = program.facts, _backwards(program)
     chain = {name: index for index, name in enumerate(facts.stage_of)}
     expected = {}
@@ -46,20 +47,20 @@ def _expected(program: ProgramData, terms: Terms, uses: Mapping[str, Mapping[str
         for use in sorted(positions, key=lambda use: (chain[use.rstrip("'")], len(use))):
             segment = use.rstrip("'")
             order = orders.get((positions[use], facts.stage_of[segment]), [])
-            pieces = [[Piece(m, c) for c in reversed(range(program.num_slices))] for m in order]  # the last slice first
-            items.update((segment, piece) for of_microbatch in pieces for piece in of_microbatch)
-            given = [[Label(Contributed(path, use), piece) for piece in of_microbatch] for of_microbatch in pieces]
-            if given and facts.reduce == "each":
-                sums.append(terms.fold(reduced(terms.fold(of_microbatch)) for of_microbatch in given))
-            elif given:
-                sums.append(reduced(terms.fold(label for of_microbatch in given for label in of_microbatch)))
-        _refuse_unless_whole(path, items, {use.rstrip("'") for use in positions}, program)
+            microbatches = [[Piece(m, c) for c in reversed(range(program.num_slices))] for m in order]  # the last slice first
+            items.update((segment, piece) for pieces in microbatches for piece in pieces)
+            contributions = [[Label(Contributed(path, use), piece) for piece in pieces] for pieces in microbatches]
+            if contributions and facts.reduce == "each":
+                sums.append(terms.fold(reduced(terms.fold(of_microbatch)) for of_microbatch in contributions))
+            elif contributions:
+                sums.append(reduced(terms.fold(label for of_microbatch in contributions for label in of_microbatch)))
+        _refuse_unless_complete(path, items, {use.rstrip("'") for use in positions}, program)
         expected[path] = terms.fold(sums)
     return expected
 
 
 def _backwards(program: ProgramData) -> dict[tuple[int, int], list[int]]:
-    """The order of microbatches in which each position does the backward of each of its stages."""
+    """By (position, stage): the microbatches in the order in which their backwards run."""
     orders: dict[tuple[int, int], list[int]] = {}
     for position, actions in enumerate(program.schedule):
         for action in actions:
@@ -69,24 +70,25 @@ def _backwards(program: ProgramData) -> dict[tuple[int, int], list[int]]:
 
 
 def _items(terms: Terms, path: str, label: Label) -> Items:
-    """What a term adds up, for a message: (segment, piece) of contributions to `path`, else words."""
+    """What a term adds up, for messages, with counts: (segment, piece) of contributions to `path`; anything else in words."""
     counts = Counter({before_reduction(label): 1})
     items: Items = Counter()
     for number in reversed(range(len(terms))):
         count = counts.pop(Label(Sum(number)), 0)
         for operand in terms.operands(Sum(number)) if count else ():
             counts[before_reduction(operand)] += count
-    for (what, piece), count in counts.items():
-        known = isinstance(what, Contributed) and what.path == path
-        items[(what.use.rstrip("'") if isinstance(what, Contributed) and known else as_text(Label(what, piece))), piece] += count
+    for (meaning, piece), count in counts.items():
+        contributes = isinstance(meaning, Contributed) and meaning.path == path
+        use = meaning.use.rstrip("'") if isinstance(meaning, Contributed) and contributes else as_text(Label(meaning, piece))
+        items[use, piece] += count
     return items
 
 
-def _refuse_unless_whole(path: str, items: Items, segments: set[str], program: ProgramData) -> None:
-    """Every piece of every segment that reads a parameter adds to its gradient once."""
-    whole: Items = Counter({(segment, piece): 1 for segment in segments for piece in program.pieces})
-    if items != whole:
-        missing, extra = (sorted(map(_as_words, difference.elements())) for difference in (whole - items, items - whole))
+def _refuse_unless_complete(path: str, items: Items, segments: set[str], program: ProgramData) -> None:
+    """Raise ProgramError unless every piece of every segment that reads a parameter is in its gradient once."""
+    complete: Items = Counter({(segment, piece): 1 for segment in segments for piece in program.pieces})
+    if items != complete:
+        missing, extra = (sorted(map(_as_words, difference.elements())) for difference in (complete - items, items - complete))
         raise ProgramError(
             f"invalid program: the gradient of {path} lacks the contributions {missing} (use, microbatch)"
             f" and has {extra} too often"

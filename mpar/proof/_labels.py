@@ -1,7 +1,7 @@
-"""Labels: what the values of a program are.
+"""Labels: what the values of a program mean.
 
-Sums of gradients are terms, such as (d0 + d1) + d2, in which only the operands of one addition may change places: equal terms are
-equal bits.
+Sums of gradients are terms, such as (d0 + d1) + d2. Two terms are equal if they differ only in the order of the two operands of
+an addition, so values with equal terms have equal bits.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,13 +16,13 @@ __all__ = [
     "Given",
     "InputGradient",
     "Label",
+    "Meaning",
     "Moved",
     "OfSlice",
     "Result",
     "Squares",
     "Sum",
     "Terms",
-    "What",
     "as_text",
     "before_reduction",
     "reduced",
@@ -31,14 +31,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What is there before the first instruction, by its path, or by its key in the batch."""
+    """A value that exists before the first instruction: the path of a leaf, or the key of an entry of the batch."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class OfSlice:
-    """A batch entry that all microbatches share, of the slice number `slice` of each."""
+    """The part of a batch entry that slice number `slice` of every microbatch reads; the same for all microbatches."""
 
     key: str
     slice: int
@@ -46,7 +46,7 @@ class OfSlice:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result number `index` of an op of a segment; what gives losses only names them as results of its forward."""
+    """Result number `index` of an op of a segment. A loss is labelled as a result of the forward even if a backward makes it."""
 
     op: str
     segment: str
@@ -55,7 +55,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """The gradient of the parameter at `path` that one use of it gives."""
+    """What one use of the parameter at `path` adds to its gradient."""
 
     path: str
     use: str
@@ -63,7 +63,7 @@ class Contributed:
 
 @dataclass(frozen=True, slots=True)
 class InputGradient:
-    """The gradient of what a segment read besides parameters: its x, then what past slices carried over."""
+    """The gradient of input number `index` of a segment: its x, then what earlier slices carried."""
 
     segment: str
     index: int
@@ -71,7 +71,7 @@ class InputGradient:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What a slice of a segment gives later ones to read."""
+    """What a segment carries from one slice to later ones."""
 
     segment: str
     index: int
@@ -79,7 +79,7 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Squares:
-    """Square sums of gradients of a unit, the first of which is the gradient number `first` of its part."""
+    """Sums of squares of the gradients of a unit; the first of these is gradient number `first` of its part."""
 
     first: int
     index: int
@@ -87,54 +87,54 @@ class Squares:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A sum of two terms, by its number."""
+    """A sum of two terms; `Terms` knows its operands by its number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The same numbers elsewhere: op is "gather" or "reduce"."""
+    """A gathered parameter or a reduced gradient: op is "gather" or "reduce"."""
 
     op: str
-    of: "What"
+    of: "Meaning"
 
 
-What = Given | OfSlice | Result | Contributed | InputGradient | Carried | Squares | Sum | Moved
+Meaning = Given | OfSlice | Result | Contributed | InputGradient | Carried | Squares | Sum | Moved
 
 
 class Label(NamedTuple):
-    """What a value is, and the piece of the batch that it belongs to; None: to none, or to all."""
+    """What a value means, and the piece of the batch that it belongs to; None if it belongs to none, or to all."""
 
-    what: What
+    meaning: Meaning
     piece: Piece | None = None
 
 
 def reduced(label: Label) -> Label:
     """The label of a gradient after its reduction."""
-    return Label(Moved("reduce", label.what), label.piece)
+    return Label(Moved("reduce", label.meaning), label.piece)
 
 
 def before_reduction(label: Label) -> Label:
-    """A gradient before it was reduced."""
-    what = label.what
-    while isinstance(what, Moved) and what.op == "reduce":
-        what = what.of
-    return Label(what, label.piece)
+    """The label of a gradient before its reduction."""
+    meaning = label.meaning
+    while isinstance(meaning, Moved) and meaning.op == "reduce":
+        meaning = meaning.of
+    return Label(meaning, label.piece)
 
 
 def as_text(label: Label) -> str:
     """A label in words."""
     where = "" if label.piece is None else f" mb{label.piece.microbatch}" + (f".{label.piece.slice}" if label.piece.slice else "")
-    return _words(label.what) + where
+    return _words(label.meaning) + where
 
 
-def _words(what: What) -> str:
-    match what:
+def _words(meaning: Meaning) -> str:
+    match meaning:
         case Given(path):
             return path
-        case OfSlice(key, c):
-            return f"{key} of slice {c}"
+        case OfSlice(key, slice_number):
+            return f"{key} of slice {slice_number}"
         case Result(op, segment, index):
             return " ".join(word for word in (op, segment, str(index)) if word)
         case Contributed(path, use):
@@ -142,9 +142,9 @@ def _words(what: What) -> str:
         case InputGradient(segment, index):
             return f"the gradient of input {index} of {segment}"
         case Carried(segment, index):
-            return f"what {segment} carries over, {index}"
+            return f"carried value {index} of {segment}"
         case Squares(first, index):
-            return f"square sums {first}.{index}"
+            return f"sums of squares {first}.{index}"
         case Sum():
             return "a sum"
         case Moved(op, of):
@@ -152,7 +152,7 @@ def _words(what: What) -> str:
 
 
 class Terms:
-    """Sums by their operands, and the operands of each sum."""
+    """All sums: each pair of operands has one sum, and each sum knows its operands."""
 
     def __init__(self) -> None:
         self._sums: dict[frozenset[Label], Label] = {}
@@ -166,7 +166,7 @@ class Terms:
         return self._operands[total]
 
     def add(self, a: Label, b: Label) -> Label:
-        """The term of a sum: a + b is b + a to the bit, (a + b) + c is not a + (b + c)."""
+        """The term a + b. It is the same as b + a, which has the same bits; (a + b) + c and a + (b + c) differ."""
         key = frozenset((a, b))
         if key not in self._sums:
             total = Sum(len(self._sums))
@@ -175,18 +175,18 @@ class Terms:
         return self._sums[key]
 
     def fold(self, terms: Iterable[Label]) -> Label:
-        """The sum of terms from left to right."""
-        first, *others = terms
+        """The term that adds `terms` from left to right."""
+        total, *others = terms
         for term in others:
-            first = self.add(first, term)
-        return first
+            total = self.add(total, term)
+        return total
 
     def within(self, label: Label) -> Iterator[Label]:
-        """The terms of a sum, or the label itself."""
+        """Everything that a sum adds up, or the label itself if it is no sum."""
         todo = [label]
         while todo:
             term = todo.pop()
-            if isinstance(term.what, Sum):
-                todo.extend(self._operands[term.what])
+            if isinstance(term.meaning, Sum):
+                todo.extend(self._operands[term.meaning])
             else:
                 yield term

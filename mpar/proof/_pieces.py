@@ -1,9 +1,9 @@
-"""What is done for one piece of the batch after another: the same for each microbatch, and nothing that belongs to another."""
+"""Pieces: an instruction that is repeated for every piece reads the same values for each, and nothing that belongs to another."""
 
 from collections.abc import Hashable, Sequence
 
 from mpar.ir import Instruction, Piece
-from mpar.proof._labels import Carried, Given, InputGradient, Label, OfSlice, Result, Sum, Terms, What, as_text
+from mpar.proof._labels import Carried, Given, InputGradient, Label, Meaning, OfSlice, Result, Sum, Terms, as_text
 
 __all__ = ["Pieces"]
 
@@ -11,129 +11,137 @@ __all__ = ["Pieces"]
 class Pieces:
     """Remembers what instructions read for the first microbatch, to compare those of the others with it.
 
-    first:     what an op of a segment read for a slice of the first microbatch, without the microbatch's number.
-    forwards:  what the forward of a segment's piece read.
-    each:      what an op of a segment read of the slice itself, the same for every slice.
-    readers:   of each value that a segment's piece carried over, the pieces that read it.
+    first:     by (op, segment, slice): what was read for the first microbatch, without the number of the microbatch.
+    forwards:  by (segment, piece): what the forward read.
+    each:      by (op, segment): what was read of the slice itself, which is the same for every slice.
+    readers:   by (segment, piece): for each value that it carried, by its index, the pieces that read it.
     """
 
     def __init__(self, terms: Terms, num_slices: int) -> None:
         self.terms, self.num_slices = terms, num_slices
         self.first: dict[tuple[str, str, int], tuple[Hashable, ...]] = {}
         self.forwards: dict[tuple[str, Piece], Sequence[Label]] = {}
-        self.each: dict[tuple[str, str], list[What]] = {}
+        self.each: dict[tuple[str, str], list[Meaning]] = {}
         self.readers: dict[tuple[str, Piece], dict[int, list[Piece]]] = {}
 
-    def problem(self, instruction: Instruction, piece: Piece, found: Sequence[Label]) -> str | None:
-        """What is wrong with the operands of an instruction: it reads the same for each microbatch, of slices each its own, a
-        backward what its forward read."""
-        why = self._foreign(instruction, piece, found)
+    def problem(self, instruction: Instruction, piece: Piece, operands: Sequence[Label]) -> str | None:
+        """What is wrong with the operands of an instruction, or None. It must read the same for each microbatch, and the same of
+        its own slice for each slice, and a backward must read what its forward read."""
+        why = self._foreign(instruction, piece, operands)
         if why is None and self.num_slices > 1:
-            why = self._slices_problem(instruction, piece, found)
-        why = why or self._own_problem(instruction, piece, found)
+            why = self._slices_problem(instruction, piece, operands)
+        why = why or self._own_slice_problem(instruction, piece, operands)
         if why is not None:
             return why
-        own = tuple(self._without_microbatch(label) for label in found)
-        first = self.first.setdefault((instruction.op, instruction.segment, piece.slice), own)
-        if first == own:
+        current = tuple(self._without_microbatch(label) for label in operands)
+        first = self.first.setdefault((instruction.op, instruction.segment, piece.slice), current)
+        if first == current:
             return None
-        at = next((i for i, (a, b) in enumerate(zip(first, own, strict=False)) if a != b), min(len(first), len(own)))
-        what = as_text(found[at]) if at < len(found) else "nothing"
-        return f"operand {at} is {what}, unlike that of the same segment for another microbatch"
+        pairs = enumerate(zip(first, current, strict=False))
+        index = next((i for i, (a, b) in pairs if a != b), min(len(first), len(current)))
+        operand = as_text(operands[index]) if index < len(operands) else "missing"
+        return f"operand {index} is {operand}, unlike that of the same segment for another microbatch"
 
-    def _foreign(self, instruction: Instruction, piece: Piece, found: Sequence[Label]) -> str | None:
-        """What an operand has of another microbatch, of a later slice, or of another slice that does not hand it on."""
-        for label in found:
+    def _foreign(self, instruction: Instruction, piece: Piece, operands: Sequence[Label]) -> str | None:
+        """What is wrong if an operand is of another microbatch, of a later slice, or of another slice that does not carry it."""
+        for label in operands:
             for term in self.terms.within(label):
-                of = term.piece
-                if of is None or of == piece:
+                term_piece = term.piece
+                if term_piece is None or term_piece == piece:
                     continue
-                if of.microbatch != piece.microbatch:
+                if term_piece.microbatch != piece.microbatch:
                     return f"reads {as_text(term)}, which belongs to another microbatch"
-                if of > piece and not isinstance(term.what, InputGradient):
+                if term_piece > piece and not isinstance(term.meaning, InputGradient):
                     return f"reads {as_text(term)}, which belongs to a later slice"
-                if not _crosses_slices(term.what, instruction.segment):
+                if not _crosses_slices(term.meaning, instruction.segment):
                     return f"reads {as_text(term)}, which belongs to another slice"
         return None
 
-    def _own_problem(self, instruction: Instruction, piece: Piece, found: Sequence[Label]) -> str | None:
-        """What a forward reads of its own slice is the same for all slices. A backward reads it again, and in that order, besides
-        what its own segment made and what the next one gave back."""
+    def _own_slice_problem(self, instruction: Instruction, piece: Piece, operands: Sequence[Label]) -> str | None:
+        """What is wrong with the operands that belong to the slice itself, or None.
+
+        A forward reads the same of its own slice for every slice. A backward reads what its forward read, in the same order, and
+        otherwise only what was made since then (`_made_since_forward`).
+        """
         segment = instruction.segment
         if instruction.op == "forward":
-            self.forwards[segment, piece] = found
-        if instruction.op == "forward" or (segment, piece) not in self.forwards:  # what is not run forward has one code for all
-            own = [
-                _without_slice(label.what, piece.slice)
-                for label in found
-                if label.piece in (None, piece) and not isinstance(label.what, Sum)
+            self.forwards[segment, piece] = operands
+        if instruction.op == "forward" or (segment, piece) not in self.forwards:  # an op without a forward, such as context
+            own_operands = [
+                _without_slice(label.meaning, piece.slice)
+                for label in operands
+                if label.piece in (None, piece) and not isinstance(label.meaning, Sum)
             ]
-            if self.each.setdefault((instruction.op, segment), own) != own:
+            if self.each.setdefault((instruction.op, segment), own_operands) != own_operands:
                 return "does not read the same of its own slice as another slice of the same segment"
             return None
-        again = [label for label in found if not _made_since_forward(label.what, segment)]
-        following = iter(self.forwards[segment, piece])
-        if all(label in following for label in again):
+        read_again = [label for label in operands if not _made_since_forward(label.meaning, segment)]
+        forward_operands = iter(self.forwards[segment, piece])
+        if all(label in forward_operands for label in read_again):  # `in` advances the iterator, so this checks the order too
             return None
         return "does not read what its forward read, in that order"
 
-    def _slices_problem(self, instruction: Instruction, piece: Piece, found: Sequence[Label]) -> str | None:
-        """Past slices are read in order, and what a slice carried over has the gradients of all that read it when its backward is
-        due."""
+    def _slices_problem(self, instruction: Instruction, piece: Piece, operands: Sequence[Label]) -> str | None:
+        """What is wrong with the operands that belong to other slices, or None.
+
+        Earlier slices are read in order. When the backward of a slice runs, each value that it carried has the gradients of all
+        slices that read it.
+        """
         segment = instruction.segment
         read = [
-            (label.piece, label.what.index)
-            for label in found
-            if isinstance(label.what, Carried) and label.what.segment == segment and label.piece is not None
+            (label.piece, label.meaning.index)
+            for label in operands
+            if isinstance(label.meaning, Carried) and label.meaning.segment == segment and label.piece is not None
         ]
-        past = [label.piece for label in found if _is_context(label.what) and label.piece not in (None, piece)]
+        past = [label.piece for label in operands if _is_context(label.meaning) and label.piece not in (None, piece)]
         if read != sorted(set(read)) or past != sorted(p for p in past if p is not None):
-            return "does not read what past slices carried over, and their context, in the order of the slices, each once"
+            return "does not read what earlier slices carried, and their context, in the order of the slices, each once"
         if instruction.op == "forward":
             for earlier, index in read:
                 self.readers.setdefault((segment, earlier), {}).setdefault(index, []).append(piece)
             return None
-        wanted = [sorted(readers) for readers in self.readers.get((segment, piece), {}).values()]
+        expected = [sorted(readers) for readers in self.readers.get((segment, piece), {}).values()]
         terms = [
             [
                 term.piece
                 for term in self.terms.within(label)
-                if isinstance(term.what, InputGradient) and term.what.segment == segment and term.piece is not None
+                if isinstance(term.meaning, InputGradient) and term.meaning.segment == segment and term.piece is not None
             ]
-            for label in found
+            for label in operands
         ]
-        given = [sorted(pieces) for pieces in terms if pieces]
-        if instruction.op == "backward_weight" or given == wanted:
+        actual = [sorted(pieces) for pieces in terms if pieces]
+        if instruction.op == "backward_weight" or actual == expected:
             return None
-        if instruction.op == "backward_input" and all(pieces in wanted for pieces in given):
+        if instruction.op == "backward_input" and all(pieces in expected for pieces in actual):
             return None
-        return "does not read the gradients of what it carried over, each made of those of all slices that read it"
+        return "does not read the gradients of what it carried, each the sum over all slices that read it"
 
     def _without_microbatch(self, label: Label) -> Hashable:
         """A label without the number of its microbatch."""
-        if isinstance(label.what, Sum):
-            return frozenset(self._without_microbatch(operand) for operand in self.terms.operands(label.what))
-        return label.what, None if label.piece is None else label.piece.slice
+        if isinstance(label.meaning, Sum):
+            return frozenset(self._without_microbatch(operand) for operand in self.terms.operands(label.meaning))
+        return label.meaning, None if label.piece is None else label.piece.slice
 
 
-def _crosses_slices(what: What, segment: str) -> bool:
-    """Whether a segment may read it of another slice: what that carried over, the gradient of what this did, or keys' context."""
-    carried = isinstance(what, (Carried, InputGradient)) and what.segment == segment
-    return carried or isinstance(what, Given) or _is_context(what)
+def _crosses_slices(meaning: Meaning, segment: str) -> bool:
+    """Whether a segment may read it from another slice: what that slice carried, a gradient of what this one carried, or the
+    context of earlier keys."""
+    carried = isinstance(meaning, (Carried, InputGradient)) and meaning.segment == segment
+    return carried or isinstance(meaning, Given) or _is_context(meaning)
 
 
-def _is_context(what: What) -> bool:
-    return isinstance(what, Result) and what.op == "context"
+def _is_context(meaning: Meaning) -> bool:
+    return isinstance(meaning, Result) and meaning.op == "context"
 
 
-def _without_slice(what: What, c: int) -> What:
-    """A batch entry that all microbatches share, without the number of the slice, if that is `c`; anything else as it is."""
-    return Given(what.key) if isinstance(what, OfSlice) and what.slice == c else what
+def _without_slice(meaning: Meaning, slice_number: int) -> Meaning:
+    """A batch entry that all microbatches share without its slice number, if that is `slice_number`; anything else unchanged."""
+    return Given(meaning.key) if isinstance(meaning, OfSlice) and meaning.slice == slice_number else meaning
 
 
-def _made_since_forward(what: What, segment: str) -> bool:
-    """Whether a backward may read it though its forward did not: results of its own segment, gradients, sums, the weight."""
-    if isinstance(what, (Sum, InputGradient)):
+def _made_since_forward(meaning: Meaning, segment: str) -> bool:
+    """Whether a backward may read it although its forward did not: results of its own segment, gradients, sums, the weight."""
+    if isinstance(meaning, (Sum, InputGradient)):
         return True
     made = (("forward", segment), ("backward_input", segment), ("weight", ""))
-    return isinstance(what, Result) and (what.op, what.segment) in made
+    return isinstance(meaning, Result) and (meaning.op, meaning.segment) in made

@@ -13,18 +13,19 @@ __all__ = ["events", "verify"]
 
 
 def verify(program: ProgramData, queues: str = "direction") -> None:
-    """Raise ProgramError, naming rank and line, unless
+    """Raise ProgramError, naming position and line, unless
 
-    - every value is made once, read only while it lives and has arrived, and freed once, and nothing is left but results;
-    - every instruction hands its segment values of the shapes and dtypes that it was compiled for;
-    - every collective runs over axes of the mesh, with the size of their group;
-    - messages have two ends that agree on shape and dtype and meet in order, and nobody waits for ever, under the model of
-      queues that is named (see `mpar.schedules.check_order`);
-    - every microbatch's contribution enters each stored gradient exactly once, in the order of the schedule, and every other
-      operand is what it should be too, as far as the program shows it: see `check_dataflow`.
+    - every value is made once, is read only between its making or arrival and its freeing, and is freed once, so that at the end
+      only the batch, the scalars and the results exist;
+    - every instruction passes its segment values of the shapes and dtypes for which the segment was compiled;
+    - every collective runs over axes of the mesh and has the size of the group over them;
+    - the two ends of every message agree on shape and dtype and meet in order, and no rank waits for ever, under the model of
+      queues called `queues` (see `mpar.schedules.check_order`);
+    - the contribution of every microbatch enters each stored gradient exactly once, in the order of the schedule, and every other
+      operand is what it should be, as far as the program shows it: see `check_dataflow`.
 
-    Ranks that differ only along other axes than pp have one program, so they agree on every collective that does not cross pp:
-    what holds of one rank for each position along pp holds of all.
+    Ranks at the same position along pp run the same part, so they agree on every collective that does not cross pp. What holds
+    for one rank of each position therefore holds for all.
     """
     for position in range(len(program.parts)):
         _check_shapes(program, position)
@@ -40,7 +41,7 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
     live = {leaf.value for leaf in part.reads()}
     made = set(live)
     freed: set[int] = set()
-    posted: dict[int, tuple[int, int]] = {}  # message that is on its way -> the value that it holds, the other end's position
+    posted: dict[int, tuple[int, int]] = {}  # message on its way -> its value, position of the other end
     arriving: set[int] = set()
     leaving: Counter[int] = Counter()
     for line, instruction in enumerate(part.instructions):
@@ -62,7 +63,7 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
             arriving |= {value} if instruction.op == "recv" else set()
         elif instruction.op == "wait":
             if posted.pop(instruction.message, None) != (instruction.inputs[0], instruction.peer):
-                why = f"waits with {names[instruction.inputs[0]].name} for pp={instruction.peer}, but has posted no such message"
+                why = f"waits for a message of {names[instruction.inputs[0]].name} with pp={instruction.peer} that was not posted"
                 fail(program, position, line, instruction, why)
             leaving[instruction.inputs[0]] -= instruction.inputs[0] not in arriving
             arriving.discard(instruction.inputs[0])
@@ -76,11 +77,11 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
                 fail(program, position, line, instruction, f"frees {names[v].name}, whose message has not been waited for")
             live.remove(v)
             freed.add(v)
-    kept = {leaf.value for leaf in (*part.state_out, *part.metrics, *part.batch, *part.scalars)}
-    missing, leaked = kept - live, live - kept
+    expected_live = {leaf.value for leaf in (*part.state_out, *part.metrics, *part.batch, *part.scalars)}
+    missing, leaked = expected_live - live, live - expected_live
     if missing or leaked:
         raise ProgramError(
-            f"invalid program: at its end {sorted(names[v].name for v in missing)} are missing and "
+            f"invalid program: at its end the values {sorted(names[v].name for v in missing)} are missing and "
             f"{sorted(names[v].name for v in leaked)} were never freed"
         )
 
@@ -88,17 +89,17 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
 def _check_shapes(program: ProgramData, position: int) -> None:
     for line, instruction in enumerate(program.parts[position].instructions):
         kind = program.kinds[instruction.kind]
-        for what, found, expected in (
+        for role, actual, expected in (
             ("operand", instruction.inputs, kind.operands),
             ("result", instruction.outputs, kind.results),
         ):
-            if len(found) != len(expected):
-                why = f"has {len(found)} {what}s, its segment {kind.name!r} {len(expected)}"
+            if len(actual) != len(expected):
+                why = f"has {len(actual)} {role}s, its segment {kind.name!r} has {len(expected)}"
                 fail(program, position, line, instruction, why)
-            for v, (shape, dtype) in zip(found, expected, strict=True):
+            for v, (shape, dtype) in zip(actual, expected, strict=True):
                 value = program.values[v]
                 if (value.shape, value.dtype) != (shape, dtype):
-                    why = f"{what} {value.name} is {value.dtype} {value.shape}, its segment has {dtype} {shape}"
+                    why = f"{role} {value.name} is {value.dtype} {value.shape}, its segment has {dtype} {shape}"
                     fail(program, position, line, instruction, why)
 
 
@@ -108,29 +109,30 @@ def _check_collectives(program: ProgramData) -> None:
             unknown = [axis for axis in use.axes if axis not in program.mesh.axes]
             if unknown or program.mesh.axis_size(use.axes) != use.size:
                 raise ProgramError(
-                    f"invalid program: segment {name!r} has a {use.op} of {use.size} ranks over {use.axes} on {program.mesh}"
+                    f"invalid program: segment {name!r} has a {use.op} of {use.size} ranks over {use.axes}, which does not fit "
+                    f"{program.mesh}"
                 )
 
 
 def _check_messages(program: ProgramData) -> None:
-    """Both ends of a message see the same shape and dtype, and take the same channel."""
+    """Raise ProgramError unless both ends of each message have the same shape and dtype and use the same channel."""
     ends: dict[int, tuple[int, int, str, Value]] = {}
     for position, part in enumerate(program.parts):
         for line, instruction in enumerate(part.instructions):
             if instruction.op in ("send", "recv"):
                 value = program.values[(instruction.inputs or instruction.outputs)[0]]
                 channel = instruction.queue[-1:]
-                *there, channel_there, other = ends.setdefault(instruction.message, (position, line, channel, value))
-                if (other.shape, other.dtype, channel_there) != (value.shape, value.dtype, channel):
+                *other_end, other_channel, other = ends.setdefault(instruction.message, (position, line, channel, value))
+                if (other.shape, other.dtype, other_channel) != (value.shape, value.dtype, channel):
                     why = (
-                        f"{value.name} is {value.dtype} {value.shape} in channel {channel}; at the other end, pp={there[0]} "
-                        f"line {there[1]:04d}, {other.name} is {other.dtype} {other.shape} in channel {channel_there}"
+                        f"{value.name} is {value.dtype} {value.shape} in channel {channel}; at the other end, pp={other_end[0]} "
+                        f"line {other_end[1]:04d}, {other.name} is {other.dtype} {other.shape} in channel {other_channel}"
                     )
                     fail(program, position, line, instruction, why)
 
 
 def events(program: ProgramData) -> list[list[Event]]:
-    """Per position along pp what can make it wait for another: messages, and collectives that cross pp."""
+    """Per position along pp, everything for which it may have to wait for another: messages, and collectives that cross pp."""
     everybody = tuple(range(len(program.parts)))
     crossing = {
         name: tuple(use for use in kind.collectives if "pp" in use.axes)
@@ -139,14 +141,14 @@ def events(program: ProgramData) -> list[list[Event]]:
     }
     out: list[list[Event]] = []
     for part in program.parts:
-        own = []
+        part_events = []
         for line, instruction in enumerate(part.instructions):
             if instruction.op in ("send", "recv", "wait"):
-                own.append(Event(instruction.op, instruction.message, (instruction.peer,), line))
+                part_events.append(Event(instruction.op, instruction.message, (instruction.peer,), line))
             else:
-                own += [
+                part_events += [
                     Event("meet", (instruction.kind, index), everybody, line)
                     for index, use in enumerate(crossing.get(instruction.kind, ()))
                 ]
-        out.append(own)
+        out.append(part_events)
     return out

@@ -1,4 +1,4 @@
-"""The runtime: state, one rank's run, its device and its communication. It loads programs and no part of the compiler."""
+"""The runtime: state, the run of one rank, its device and its communication. It loads programs, but not the compiler."""
 
 from mpar.runtime._batch import batch_rows, cut_rows, rows_of
 from mpar.runtime._bind import bind

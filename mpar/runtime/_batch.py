@@ -1,4 +1,4 @@
-"""Batch: which rows of a global batch, and which of their positions, a rank works on."""
+"""Batch: the rows of a global batch, and the positions of these rows, that a rank works on."""
 
 from collections.abc import Mapping
 
@@ -17,26 +17,26 @@ __all__ = ["batch_key", "batch_rows", "cut_rows", "rows_of"]
 def rows_of(program: ProgramData, rank: int) -> tuple[int, ...]:
     """The rows of a global batch (microbatches one after the other) that `rank` works on, in its order.
 
-    With `cut_rows` a rank makes its batch of these rows alone.
+    From these rows alone a rank makes its batch with `cut_rows`.
     """
     leaf = next(leaf for leaf in program.batch if len(leaf.shape) > 1)
     rows = torch.arange(leaf.shape[0] * program.num_microbatches).split(leaf.shape[0])
-    over = P(leaf.spec.padded(len(leaf.shape))[0])
-    return tuple(torch.cat([shard(piece, over, program.mesh, rank) for piece in rows]).tolist())
+    row_spec = P(leaf.spec.padded(len(leaf.shape))[0])
+    return tuple(torch.cat([shard(piece, row_spec, program.mesh, rank) for piece in rows]).tolist())
 
 
 def cut_rows(program: ProgramData, batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """What `rank` works on, of the rows `rows_of(program, rank)` of a global batch: of these its positions.
+    """The batch of `rank`: from the rows `rows_of(program, rank)` of a global batch, the positions that `rank` has.
 
-    Slices of a microbatch follow one another as rows. Where there are several, or ranks share a sequence, "order" says which
-    positions they have. Raises ShapeError, listing all offenders, if the rows are not what the program was compiled for.
+    The slices of a microbatch follow one another as rows. If there are several slices, or ranks share a sequence, the entry
+    "order" says which positions they have. Raises ShapeError, listing all problems, if the rows do not fit the program.
     """
     first = {batch_key(leaf): leaf for leaf in program.batch if leaf.path.endswith(".0")}
     num_rows = len(rows_of(program, rank))
     expected = {key: _whole_rows(program, leaf, num_rows) for key, leaf in first.items()}
     if "order" in first and "order" not in batch:
-        own = sequence_order(first["order"].shape[0], program.order_parts)
-        order = torch.cat([own + c * len(own) for c in range(program.num_slices)])
+        slice_order = sequence_order(first["order"].shape[0], program.order_parts)
+        order = torch.cat([slice_order + c * len(slice_order) for c in range(program.num_slices)])
         check_given("this batch", {key: x for key, x in expected.items() if key != "order"}, batch)
         batch = {key: x if program.order_parts == 1 else x[:, order] for key, x in batch.items()} | {"order": order}
     check_given("this batch", expected, batch)
@@ -46,17 +46,17 @@ def cut_rows(program: ProgramData, batch: Mapping[str, Tensor], rank: int) -> di
             pieces, spec = batch[key].split(leaf.shape[0]), leaf.spec
         else:
             rows = batch[key].split(num_rows // program.num_microbatches)
-            pieces = tuple(piece for some in rows for piece in some.split(leaf.shape[1], 1))
+            pieces = tuple(piece for microbatch in rows for piece in microbatch.split(leaf.shape[1], 1))
             spec = P(None, leaf.spec.padded(len(leaf.shape))[1])
         out[key] = torch.cat([shard(piece, spec, program.mesh, rank) for piece in pieces])
     return out
 
 
 def batch_rows(program: ProgramData, batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """The rows of a global batch (microbatches one after the other) that `rank` works on, and of these its positions.
+    """The rows of a global batch (microbatches one after the other) that `rank` works on, with its positions only.
 
-    A rank that can read single rows needs no global batch: `rows_of` and `cut_rows` make the same of these.
-    Raises ShapeError, listing all offenders, if the batch is not what the program was compiled for.
+    A rank that can read single rows needs no global batch: `cut_rows` makes the same of the rows that `rows_of` lists.
+    Raises ShapeError, listing all problems, if the batch does not fit the program.
     """
     leaves = {batch_key(leaf): leaf for leaf in program.batch if leaf.path.endswith(".0")}
     num_rows = max(leaf.shape[0] for leaf in leaves.values() if len(leaf.shape) > 1) * program.num_microbatches
@@ -67,7 +67,7 @@ def batch_rows(program: ProgramData, batch: Mapping[str, Tensor], rank: int) -> 
 
 
 def _whole_rows(program: ProgramData, leaf: Leaf, num_rows: int) -> Expected:
-    """The batch entry of which `leaf` is one piece, with so many rows and all positions."""
+    """Dtype and shape of the batch entry of which `leaf` is one piece, with `num_rows` rows and all positions."""
     length = leaf.shape[-1] * program.num_slices
     return leaf.dtype, (num_rows, length) if len(leaf.shape) > 1 else (length,)
 

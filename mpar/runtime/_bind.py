@@ -1,4 +1,4 @@
-"""Bind: a program on the processes of torch.distributed."""
+"""Bind: make a program ready to run on the processes of torch.distributed."""
 
 import torch
 
@@ -24,17 +24,17 @@ def bind(
     transport: str | None = None,
     execution: str = "eager",
 ) -> RankRun | Replay:
-    """This process's rank of the program, on the processes that torch.distributed has started.
+    """The run of this process's rank, on the processes that torch.distributed has started.
 
     execution: "eager" calls the generated code; "inductor" compiles it by torch.compile when it is first called; "cuda_graph"
-               records the second step and replays it, on one GPU. The bits of "cuda_graph" are those of "eager". What Inductor
-               compiled keeps a segment's operands to its end: it needs more memory than is predicted.
-
-    order:     "rank" sums in rank order, the simulator's bits (default but on NCCL); "library" leaves sums to the backend.
-    transport: for CPU tensors in rank order, "shared" memory or the "backend"; default: shared where all ranks of a group are on
-               one machine. The bits are the same.
-    Raises UnknownNameError for another order, transport or execution, ConfigError for shared memory of tensors that are not on
-    the CPU, and for CUDA graphs on a CPU or on several ranks.
+               records the second step on one GPU and replays it afterwards, with the same bits as "eager". Code that Inductor
+               compiled keeps the operands of a segment until its end, so it needs more memory than is predicted.
+    order:     "rank" adds in the order of ranks, with the same bits as the simulation; "library" leaves sums to the backend.
+               None: "library" on CUDA devices, else "rank".
+    transport: for CPU tensors that are added in the order of ranks: "shared" memory or the "backend", with the same bits. None:
+               shared memory for every group whose ranks are all on one machine.
+    Raises UnknownNameError for another order, transport or execution; ConfigError for shared memory with tensors that are not on
+    the CPU, and for CUDA graphs on a CPU or with several ranks.
     """
     _check_arguments(program, torch.device(device), order, transport, execution)
     inductor = execution == "inductor"
@@ -59,7 +59,7 @@ def bind(
 def _check_arguments(
     program: ProgramData, device: torch.device, order: str | None, transport: str | None, execution: str
 ) -> None:
-    """Refuse names that do not exist, and ways to run that this device or this program cannot have."""
+    """Raise UnknownNameError for unknown names, and ConfigError for options that the device or the program does not permit."""
     if execution not in EXECUTIONS:
         raise UnknownNameError(f"no execution is called {execution!r}; there are {', '.join(EXECUTIONS)}")
     if execution == "cuda_graph" and (device.type != "cuda" or program.mesh.size > 1):
@@ -70,8 +70,8 @@ def _check_arguments(
     asking = sorted({name for kind in program.kinds.values() for name in asking_references(kind.source)})
     if execution == "cuda_graph" and asking:
         raise ConfigError(
-            f"cannot bind with execution='cuda_graph': the references of {', '.join(asking)} look at data on the host, which a "
-            "recording cannot. Use kernels=auto on a chip that has kernels, or execution='eager'."
+            f"cannot bind with execution='cuda_graph': the references of {', '.join(asking)} read data on the host, which cannot "
+            "be recorded. Use kernels=auto on a chip that has kernels, or execution='eager'."
         )
     if order not in (None, "rank", "library"):
         raise UnknownNameError(f"no order of addition is called {order!r}; there are rank and library")
@@ -85,7 +85,7 @@ def _check_arguments(
 
 
 def posted_bytes(program: ProgramData) -> dict[tuple[str, ...], int]:
-    """The longest message that is posted over each tuple of axes, with room between its tensors."""
+    """Bytes of the longest message that is posted over each tuple of axes, with the room between its tensors."""
     longest: dict[tuple[str, ...], int] = {}
     for use in (use for kind in program.kinds.values() for use in kind.collectives):
         if use.most_bytes:

@@ -1,7 +1,7 @@
-"""Capture: a whole step recorded once, as a CUDA graph, and replayed: the host then launches one thing instead of thousands.
+"""Capture: a whole step is recorded once as a CUDA graph and then replayed: the host launches one graph instead of many kernels.
 
-A graph reads and writes fixed addresses. State, batch and scalars therefore live in tensors that stay: a batch is copied in, the
-state stays where it is, metrics are copied out.
+A graph reads and writes fixed addresses. So state, batch and scalars are in tensors that are never replaced: every batch is
+copied into them, the state is updated in them, and metrics are copied out.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from mpar.runtime._state import State
 __all__ = ["Replay", "cuda_graph"]
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""`capture(work)` records what `work` does, without keeping its effects, and returns what does it again."""
+"""`capture(work)` records what `work` does, without its effects, and returns a function that does it."""
 
 
 def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
-    """Record the kernels that `work` launches on the current stream and on those that it forks and joins."""
+    """Record the kernels that `work` launches, on the current stream and on others that wait for it and that it waits for."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
@@ -29,7 +29,7 @@ def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
 
 
 class Replay:
-    """A rank's step with fixed memory. The first call runs as always, and loads kernels and libraries; the second is recorded."""
+    """A rank's step with fixed memory. The first call runs normally and loads kernels and libraries; the second is recorded."""
 
     def __init__(self, run: RankRun, capture: Capture = cuda_graph) -> None:
         self.run, self.capture = run, capture
@@ -41,7 +41,7 @@ class Replay:
         self.replay: Callable[[], None] | None = None
 
     def __call__(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
-        """Like `RankRun`; the new state is in the same tensors at every call."""
+        """One step, like `RankRun`; from the second call on, the new state is in the same tensors."""
         self.calls += 1
         if self.calls == 1:
             return self.run(state, batch)
@@ -50,7 +50,7 @@ class Replay:
         if self.replay is None:
             self._record(leaves, batch)
         for path, leaf in leaves.items():
-            if leaf is not self.state[path]:  # a state from elsewhere, such as a checkpoint
+            if leaf is not self.state[path]:  # the state did not come from the call before, but for example from a checkpoint
                 self.state[path].copy_(leaf)
         for key, rows in batch.items():
             self.batch[key].copy_(rows)

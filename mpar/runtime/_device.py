@@ -1,4 +1,4 @@
-"""What a rank's device can run: the chip that kernels were chosen for, and code that never asks the host."""
+"""Checks of what a rank's device can run: kernels for its chip, and code that does not read data on the host."""
 
 import torch
 
@@ -10,18 +10,18 @@ __all__ = ["asking_references", "check_device"]
 
 
 def asking_references(source: str) -> list[str]:
-    """Primitives whose references generated code calls and which ask for data on the host, which waits for the device."""
-    asking = (name for name, primitive in PRIMITIVES.items() if primitive.asks_host)
-    return [name for name in asking if f"PRIMITIVES[{name!r}]" in source or f"KERNELS[{name!r}, {REFERENCE!r}]" in source]
+    """The primitives whose references generated code calls and that read data on the host, which then waits for the device."""
+    candidates = (name for name, primitive in PRIMITIVES.items() if primitive.asks_host)
+    return [name for name in candidates if f"PRIMITIVES[{name!r}]" in source or f"KERNELS[{name!r}, {REFERENCE!r}]" in source]
 
 
 def check_device(kernels: Kernels, device: torch.device) -> None:
-    """Raise ConfigError unless code that was made for `kernels` runs on `device`: on a CPU it always does, by the references."""
+    """Raise ConfigError unless code compiled for `kernels` runs on `device`. On a CPU it always does, with references."""
     if device.type != "cuda" or kernels.arch not in ARCHITECTURES:
         return
-    here = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    if here != kernels.arch:
+    chip = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    if chip != kernels.arch:
         raise ConfigError(
-            f"cannot run on {device} ({torch.cuda.get_device_name(device)}, {here}): the program was compiled with kernels for "
-            f"{kernels.arch}. Compile it with kernels for {here}, or with kernels=torch."
+            f"cannot run on {device} ({torch.cuda.get_device_name(device)}, {chip}): the program was compiled with kernels for "
+            f"{kernels.arch}. Compile it with kernels for {chip}, or with kernels=torch."
         )

@@ -1,7 +1,7 @@
-"""Inductor: the code of a segment compiled once more, by torch.compile, which fuses what lies between primitives.
+"""Inductor: torch.compile compiles the code of a segment further, and fuses the operations between primitives.
 
-Primitives stay opaque: the code calls each as a torch op, whose results it knows from the abstract rule. Kernels get ops of their
-own, so that what runs is what the program says.
+Primitives stay opaque: the code calls each as a torch op, and Inductor knows the shapes of its results from its abstract rule.
+Every kernel gets a torch op of its own, so that the implementations that run are those that the program names.
 """
 
 import functools
@@ -21,8 +21,8 @@ _LIBRARY = torch.library.Library("mpar_kernels", "DEF")
 
 @functools.cache
 def opaque(primitive: str, name: str) -> Callable[..., object]:
-    """The torch op that carries out `primitive` by its implementation `name`."""
-    reference = PRIMITIVES[primitive]  # whose own op chooses for itself on a GPU
+    """The torch op that calls the implementation `name` of `primitive`."""
+    reference = PRIMITIVES[primitive]  # its own torch op would choose an implementation itself on a GPU
     op = f"{primitive}_{name}"
     schema = str(reference.op._schema).removeprefix(f"mpar::{primitive}")
     _LIBRARY.define(f"{op}{schema}")
@@ -32,7 +32,7 @@ def opaque(primitive: str, name: str) -> Callable[..., object]:
 
 
 def compiled(source: str, function: F) -> F:
-    """`function` through Inductor, unless it overwrites operands by a primitive, which Inductor would take for a pure op."""
+    """`function` compiled by Inductor, which takes ops for pure; unchanged if it calls a primitive that overwrites operands."""
     if any(f"[{name!r}" in source for name, primitive in PRIMITIVES.items() if primitive.mutates):
         return function
     return cast(F, torch.compile(function, dynamic=False))

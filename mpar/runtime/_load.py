@@ -1,4 +1,4 @@
-"""Load: generated code becomes a function, which calls the implementations that the program chose."""
+"""Load: make generated code a function that calls the implementations that were chosen when the program was compiled."""
 
 from collections.abc import Callable, Mapping
 from typing import cast
@@ -14,7 +14,7 @@ from mpar.runtime.comm import Comm
 __all__ = ["Code", "load"]
 
 Code = Callable[[list[Tensor], Comm], tuple[Tensor, ...]]
-"""`code(args, comm)` takes its operands out of the list `args`, so that each goes when it was last read."""
+"""`code(args, comm)` takes its operands out of the list `args`, so that each is freed after its last use."""
 
 
 def load(
@@ -26,7 +26,7 @@ def load(
     *,
     inductor: bool = False,
 ) -> Code:
-    """The function that generated source defines; `primitives` are what it calls, by default what the source says."""
+    """The function that generated source defines. `primitives` replaces the implementations that it calls by others, by name."""
     if primitives is None:
         called = [name for name in PRIMITIVES if f"[{name!r}" in source]
         primitives = {name: opaque(name, REFERENCE) if inductor else implementation(name) for name in called}
@@ -47,14 +47,14 @@ def load(
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """A copy in memory of the host that a device reaches by itself; a tensor of the host is there already."""
+    """A copy in pinned memory of the host, which the device writes by itself; a tensor on the CPU is returned as it is."""
     if x.device.type == "cpu":
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 class _Kernels(dict[tuple[str, str], Callable]):
-    """`(primitive, implementation)` to its function; on a CPU what `primitives` has, whatever the program was compiled for."""
+    """From (primitive, implementation) to a function. On a CPU that of `primitives`, whatever the program was compiled for."""
 
     def __init__(self, primitives: Mapping[str, Callable], device: torch.device, find: Callable[[str, str], Callable]) -> None:
         super().__init__()

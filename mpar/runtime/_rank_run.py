@@ -1,4 +1,4 @@
-"""A rank's program with loaded code: a thin interpreter, which needs no part of the compiler."""
+"""The run of one rank: a small interpreter of the instructions of its part, which needs no part of the compiler."""
 
 from collections.abc import Callable, Mapping
 
@@ -19,9 +19,9 @@ Progress = Callable[[int, Instruction], None]
 
 
 class RankRun:
-    """One rank's program with loaded code.
+    """The part of one rank with loaded code; to call it runs a step.
 
-    `progress(line, instruction)` is called before each instruction; `primitives` replaces what the code calls (see `load`).
+    `progress(line, instruction)` is called before each instruction; `primitives` replaces implementations (see `load`).
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RankRun:
         ]
 
     def _message(self, instruction: Instruction) -> Code:
-        """Post a message or wait for it."""
+        """The function of a send, recv or wait, which posts a message or waits for it."""
         message, peer, kind = instruction.message, instruction.peer, instruction.queue[-1]
         if instruction.op == "wait":
 
@@ -89,20 +89,20 @@ class RankRun:
         return receive
 
     def __call__(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
-        """One step. `batch` is what `batch_rows` gives, piece after piece. Takes over the tensors of `state`.
+        """Run one step. `batch` is what `batch_rows` returns, piece after piece. The tensors of `state` are taken out of it.
 
-        Returns the new state and metrics: loss (mean), microbatch_losses, weight, grad_norm, and lr as used. Raises ShapeError,
-        listing all offenders, if the batch or the state is not what the program was compiled for; `state` is whole then.
+        Returns the new state and the metrics: loss (mean), microbatch_losses, weight, grad_norm, and the lr that was used. Raises
+        ShapeError, listing all problems, if the batch or the state does not fit the program; `state` then keeps its tensors.
         """
         numbers = self.begin(state, batch)
-        scalars = [  # filled on the device: a copy from the host would wait
+        scalars = [  # filled on the device, because a copy from the host would wait for it
             torch.full((), number, dtype=leaf.dtype, device=self.device)
             for leaf, number in zip(self.part.scalars, numbers, strict=True)
         ]
         return self.end(*self.execute(state.take(), batch, scalars), numbers)
 
     def begin(self, state: State, batch: Mapping[str, Tensor]) -> tuple[float, float]:
-        """Check the operands of a step and give its scalars, learning rate and number. Raises ShapeError."""
+        """Check the operands of a step, which may raise ShapeError, and return its scalars: the learning rate and the number."""
         optimizer = self.program.facts.optimizer
         check_given("this batch", self._batch, batch)
         state.check(self._state)
@@ -112,7 +112,7 @@ class RankRun:
     def execute(
         self, leaves: dict[str, Tensor], batch: Mapping[str, Tensor], scalars: list[Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """`(new state, metrics)` by path. Empties `leaves`, so that each goes when it was last read."""
+        """`(new state, metrics)` by path. Takes the tensors out of `leaves`, so that each is freed after its last use."""
         env = {leaf.value: leaves.pop(leaf.path) for leaf in self.part.state_in}
         env |= {leaf.value: self._rows(leaf, batch) for leaf in self.part.batch}
         env |= {leaf.value: scalar for leaf, scalar in zip(self.part.scalars, scalars, strict=True)}
@@ -124,7 +124,7 @@ class RankRun:
     def end(
         self, leaves: dict[str, Tensor], metrics: dict[str, Tensor], numbers: tuple[float, float]
     ) -> tuple[State, dict[str, Tensor]]:
-        """What a step returns."""
+        """What a step returns, from the results of `execute` and the scalars of `begin`."""
         lr, step = numbers
         return State(leaves, int(step)), metrics | {"lr": torch.tensor(lr, dtype=torch.float64)}
 
@@ -135,8 +135,8 @@ class RankRun:
                 progress(line, instruction)
             args = [env[value] for value in inputs]
             for value in frees:
-                del env[value]  # the code takes its operands out of `args`: each goes when it was last read
-            env.update(zip(outputs, function(args, comm), strict=True))  # a loop's variable would keep the last result alive
+                del env[value]  # only `args` holds it now, out of which the code takes it
+            env.update(zip(outputs, function(args, comm), strict=True))  # a loop variable would keep the last result alive
             for value in unread:
                 del env[value]
 
@@ -150,5 +150,6 @@ def _local(program: ProgramData, leaf: Leaf) -> Expected:
 
 
 def _all_pieces(program: ProgramData, dtype: torch.dtype, shape: tuple[int, ...]) -> Expected:
-    """A batch entry on a rank, from that of one piece: pieces one after the other; the order of positions is that of all rows."""
+    """Dtype and shape of a batch entry of a rank, all pieces one after the other, from those of one piece. An entry with one dim,
+    such as "order", is the same for all microbatches, so it has one piece for each slice."""
     return dtype, (shape[0] * (program.num_pieces if len(shape) > 1 else program.num_slices), *shape[1:])

@@ -1,4 +1,4 @@
-"""Simulate a program: every rank runs its real code in a thread of this process."""
+"""Simulate a program: every rank runs its compiled code in a thread of this process."""
 
 from collections.abc import Mapping
 
@@ -18,26 +18,26 @@ __all__ = ["simulate"]
 
 
 def simulate(program: ProgramData, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
-    """One step of all ranks in this process on a global state and a global batch. `state` is left as it was.
+    """Run one step of all ranks in this process, on a global state and a global batch. `state` is not changed.
 
-    Raises ShapeError, listing all offenders, if they are not what the program was compiled for.
+    Raises ShapeError, listing all problems, if they do not fit the program.
     """
     mesh = program.mesh
     state.check({leaf.path: (leaf.dtype, leaf.shape) for leaf in program.state_in})
 
     def work(rank: int, comm: Comm) -> tuple[State, dict[str, Tensor]]:
-        own = program.part(rank).state_in
-        local = {leaf.path: shard(state.leaves[leaf.path], leaf.spec, mesh, rank) for leaf in own}
+        stored = program.part(rank).state_in
+        local = {leaf.path: shard(state.leaves[leaf.path], leaf.spec, mesh, rank) for leaf in stored}
         return RankRun(program, comm)(State(local, state.step), batch_rows(program, batch, rank))
 
     results = run_ranks(mesh, work)
-    within = Mesh(**{axis: size for axis, size in mesh.sizes.items() if axis != "pp"})
+    stage_mesh = Mesh(**{axis: size for axis, size in mesh.sizes.items() if axis != "pp"})
     leaves: dict[str, Tensor] = {}
     for position, part in enumerate(program.parts):
         ranks = program.ranks_at(position)
         for leaf in part.state_out:
-            whole = assemble([results[rank][0].leaves[leaf.path] for rank in ranks], leaf.spec, within)
-            if leaf.path in leaves and not torch.equal(leaves[leaf.path], whole):
+            global_leaf = assemble([results[rank][0].leaves[leaf.path] for rank in ranks], leaf.spec, stage_mesh)
+            if leaf.path in leaves and not torch.equal(leaves[leaf.path], global_leaf):
                 raise ProgramError(f"{leaf.path} is not the same on all positions along pp that hold it")
-            leaves.setdefault(leaf.path, whole)
+            leaves.setdefault(leaf.path, global_leaf)
     return State({leaf.path: leaves[leaf.path] for leaf in program.state_out}, results[0][0].step), results[0][1]

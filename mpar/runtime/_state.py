@@ -1,4 +1,4 @@
-"""State: what a rank keeps between steps."""
+"""State: the tensors that a rank holds between steps."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -22,24 +22,24 @@ Expected = tuple[torch.dtype, tuple[int, ...]]
 
 
 class State:
-    """What a rank keeps between steps: its shards of parameters and optimizer slots, and how many updates they have seen.
+    """What a rank holds between steps: its shards of parameters and optimizer slots, and the number of updates made.
 
-    A step takes the tensors out of it: after `run(state, batch)` the old state is empty.
+    A step takes the tensors out of the state that it is given: after `run(state, batch)`, `state` is empty.
     """
 
     def __init__(self, leaves: dict[str, Tensor], step: int = 0) -> None:
         self.leaves, self.step = leaves, step
 
     def check(self, expected: Mapping[str, Expected]) -> None:
-        """Raise ShapeError, listing all offenders, unless the leaves are there and as expected."""
-        if expected and not self.leaves:  # a rank whose stages have no parameters has none to give
+        """Raise ShapeError, listing all problems, unless the state has the expected leaves."""
+        if expected and not self.leaves:  # a rank whose stages have no parameters never has leaves
             raise ShapeError(
-                "this state was given to a step already, which owns its tensors now: use the state that the step returned"
+                "this state was given to a step already, which took its tensors: use the state that the step returned"
             )
         check_given("this state", expected, self.leaves)
 
     def take(self) -> dict[str, Tensor]:
-        """The leaves, which leave the state."""
+        """Take all leaves out of the state."""
         leaves, self.leaves = self.leaves, {}
         return leaves
 
@@ -54,22 +54,23 @@ class State:
 def init_state(program: ProgramData, params: Tree, rank: int | None = None) -> State:
     """The state before the first step: `params` and zeros for the optimizer.
 
-    rank: None gives a global state for `simulate`; else that rank's shards. Leaves are global tensors, or DTensors placed as the
-    program stores them. Raises ShapeError, listing all offenders, if a parameter is missing, left over, or of another shape.
+    rank: the rank whose shards are returned; None gives a global state, for `simulate`. The leaves of `params` are global
+    tensors, or DTensors placed as the program stores them. Raises ShapeError, listing all problems, if a parameter is missing,
+    unknown, or of another shape or dtype.
     """
-    held = program.state_in if rank is None else program.part(rank).state_in
+    stored = program.state_in if rank is None else program.part(rank).state_in
     given: dict[str, Any] = {f"params.{path}": x for path, x in tree.leaves_with_path(params)}
-    wanted = {leaf.path: leaf for leaf in program.state_in if leaf.path.startswith("params.")}
-    problems = [f"{path} is missing" for path in wanted if path not in given]
-    problems += [f"{path} is not in the program" for path in given if path not in wanted]
-    for path in given.keys() & wanted.keys():
-        x, leaf = given[path], wanted[path]
+    expected = {leaf.path: leaf for leaf in program.state_in if leaf.path.startswith("params.")}
+    problems = [f"{path} is missing" for path in expected if path not in given]
+    problems += [f"{path} is not in the program" for path in given if path not in expected]
+    for path in given.keys() & expected.keys():
+        x, leaf = given[path], expected[path]
         if (tuple(x.shape), x.dtype) != (leaf.shape, leaf.dtype):
             problems.append(f"{path} is {x.dtype} {tuple(x.shape)}, the program has {leaf.dtype} {leaf.shape}")
     if problems:
         raise ShapeError("these parameters do not fit the program:\n  " + "\n  ".join(sorted(problems)))
     leaves = {}
-    for leaf in held:
+    for leaf in stored:
         if leaf.path not in given:
             local = leaf.shape if rank is None else local_shape(leaf.shape, leaf.spec, program.mesh)
             leaves[leaf.path] = torch.zeros(local, dtype=leaf.dtype)
@@ -80,8 +81,8 @@ def init_state(program: ProgramData, params: Tree, rank: int | None = None) -> S
     return State(leaves)
 
 
-def check_given(what: str, expected: Mapping[str, Expected], given: Mapping[str, Tensor]) -> None:
-    """Raise ShapeError, listing all offenders, unless `given` has the keys, dtypes and shapes that are expected."""
+def check_given(label: str, expected: Mapping[str, Expected], given: Mapping[str, Tensor]) -> None:
+    """Raise ShapeError, listing all problems, unless `given` has the expected keys, dtypes and shapes. `label` names it."""
     problems = [f"{key!r} is missing" for key in expected if key not in given]
     problems += [f"{key!r} is not read by the program" for key in given if key not in expected]
     for key, (dtype, shape) in expected.items():
@@ -89,4 +90,4 @@ def check_given(what: str, expected: Mapping[str, Expected], given: Mapping[str,
         if x is not None and (x.dtype != dtype or x.shape != shape):
             problems.append(f"{key!r} is {x.dtype} {tuple(x.shape)}, the program was compiled for {dtype} {shape}")
     if problems:
-        raise ShapeError(f"{what} does not fit the program:\n  " + "\n  ".join(problems))
+        raise ShapeError(f"{label} does not fit the program:\n  " + "\n  ".join(problems))

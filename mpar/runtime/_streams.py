@@ -1,8 +1,9 @@
-"""Streams: on a GPU each queue of a program is a stream. This says which events order them, and issues by it.
+"""Streams: on a GPU each queue of a program is a stream. `plan_streams` says which events order them, and `issue_on_streams`
+issues the instructions accordingly.
 
-Three things must be in order across streams. A value is read after it is ready. What is written over, or handed on as a view, was
-read by everyone before. And memory goes back to the stream that it was allocated on, which may use it for something else at once:
-that stream first waits for those that read it. Everything else may overlap.
+Three things must be in order across streams. A value is read after it is ready. A storage is overwritten, or returned as a view,
+after all earlier reads of it. And freed memory goes back to the stream on which it was allocated, which may use it again at once:
+so that stream first waits for the streams that read it. Everything else may overlap.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,9 @@ from mpar.runtime.comm import Comm
 __all__ = ["HOME", "START", "Issue", "issue_on_streams", "plan_streams"]
 
 HOME = "compute"
-"""The queue that is the caller's stream: state and batch come on it, results leave on it."""
+"""The queue that runs on the caller's stream: state and batch are ready on it, and so are the results at the end."""
 HOST = "host"
-"""The queue on which values go to the memory of the host and come back."""
+"""The queue that copies values to the memory of the host and back."""
 START = -1
 """The event before the first instruction."""
 
@@ -29,8 +30,13 @@ Function = Callable[[list[Tensor], Comm], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Issue:
-    """How an instruction is issued: `queue` waits for the events of the lines `waits`, then it runs; if `records` it leaves an
-    event; then, for each `(queue, line)` of `holds`, that queue waits for the event of that line before it goes on."""
+    """How an instruction is issued.
+
+    queue:   the queue on which it runs.
+    waits:   lines whose events the queue waits for before it runs the instruction.
+    records: whether the queue records an event after it.
+    holds:   (queue, line) pairs: that queue then waits for the event of that line before it continues.
+    """
 
     queue: str
     waits: tuple[int, ...] = ()
@@ -39,26 +45,28 @@ class Issue:
 
 
 def plan_streams(instructions: Sequence[Instruction], values: Sequence[Value], kinds: Mapping[str, Kind]) -> list[Issue]:
-    """The events that a rank's instructions need, in their order. One stream needs none.
+    """How each instruction of a rank is issued, in their order. If all are on one stream, there are no events.
 
-    What only computes, such as a cast that on more ranks would be a gather, stays on the caller's stream.
+    An instruction without communication, such as a gather on one rank, which is only a cast, runs on the caller's stream.
     """
-    own = [
+    queues = [
         instruction.queue
         if instruction.message >= 0 or instruction.queue == HOST or kinds[instruction.kind].collectives
         else HOME
         for instruction in instructions
     ]
-    return _Planner(values).plan(instructions, own)
+    return _Planner(values).plan(instructions, queues)
 
 
 class _Planner:
+    """Goes through the instructions of a rank and remembers which queue made, holds and read what."""
+
     def __init__(self, values: Sequence[Value]) -> None:
         self.values = values
-        self.ready: dict[int, tuple[str, int]] = {}  # value -> queue and line after which it may be read
-        self.home: dict[int, str] = {}  # storage -> the queue that it was allocated on
+        self.ready: dict[int, tuple[str, int]] = {}  # value -> the queue and line after which it may be read
+        self.home: dict[int, str] = {}  # storage -> the queue on which it was allocated
         self.used: dict[int, dict[str, int]] = {}  # storage -> queue -> the last line that touched it
-        self.names: dict[int, set[int]] = {}  # storage -> values in it that are still there
+        self.names: dict[int, set[int]] = {}  # storage -> its values that are not yet freed
         self.seen: dict[str, dict[str, int]] = {}  # queue -> other queue -> the last of its lines that it has waited for
 
     def plan(self, instructions: Sequence[Instruction], queues: Sequence[str]) -> list[Issue]:
@@ -71,7 +79,7 @@ class _Planner:
             last[queue] = line
             self._note(instruction, queue, line)
             holds = self._give_back(instruction)
-            waits += [awaited for home, awaited in holds if home == queue]  # it may use the memory itself, before it returns
+            waits += [awaited for home, awaited in holds if home == queue]  # it may use the memory again itself, so it waits too
             raw.append((queue, waits, [hold for hold in holds if hold[0] != queue]))
         if raw:
             raw[-1][2].extend((HOME, end) for queue, end in last.items() if queue != HOME and self._unseen(HOME, queue, end))
@@ -79,7 +87,7 @@ class _Planner:
         return [Issue(queue, tuple(waits), line in awaited, tuple(holds)) for line, (queue, waits, holds) in enumerate(raw)]
 
     def _before(self, instruction: Instruction, queue: str) -> list[int]:
-        """Lines of other queues that must be done: those that made what is read, and all that touch what may be written."""
+        """Lines of other queues for which it must wait: those that made its operands, and users of storages it may write."""
         lines: dict[str, int] = {}
         for value in instruction.inputs:
             maker, line = self.ready.get(value, (HOME, START))
@@ -90,18 +98,19 @@ class _Planner:
         return sorted(line for other, line in lines.items() if line != START and self._unseen(queue, other, line))
 
     def _note(self, instruction: Instruction, queue: str, line: int) -> None:
-        for value in (*instruction.inputs, *instruction.outputs):  # a view's memory is where its operand's is
+        """Remember what an instruction uses and makes."""
+        for value in (*instruction.inputs, *instruction.outputs):  # a view has the storage of its operand
             storage = self.values[value].storage
             self.home.setdefault(storage, queue if value in instruction.outputs else HOME)
             self.used.setdefault(storage, {})[queue] = line
             self.names.setdefault(storage, set()).add(value)
-        # what a message brings is there once it was waited for
+        # a received value is ready after the wait
         made = instruction.inputs if instruction.op == "wait" else instruction.outputs
         for value in made:
             self.ready[value] = (queue, line)
 
     def _give_back(self, instruction: Instruction) -> list[tuple[str, int]]:
-        """What streams wait for before they use memory again that goes with this instruction."""
+        """(queue, line) pairs: for which lines the queues wait on which the freed storages were allocated."""
         holds: list[tuple[str, int]] = []
         for value in instruction.frees:
             storage = self.values[value].storage
@@ -115,7 +124,7 @@ class _Planner:
         return holds
 
     def _unseen(self, queue: str, other: str, line: int) -> bool:
-        """Whether `queue` must be told to wait for `line` of `other`; it is told only once."""
+        """Whether `queue` still has to wait for `line` of `other`. Notes that it then does, so the answer is true only once."""
         if queue == other or self.seen.setdefault(queue, {}).get(other, START) >= line:
             return False
         self.seen[queue][other] = line
@@ -123,7 +132,7 @@ class _Planner:
 
 
 def issue_on_streams(functions: Sequence[Function], issues: Sequence[Issue], device: torch.device) -> list[Function]:
-    """The functions of a rank's instructions, each issued on the stream of its queue. One queue stays on the caller's stream."""
+    """The functions of a rank's instructions, each issued on the stream of its queue. With one queue they are unchanged."""
     queues = dict.fromkeys(issue.queue for issue in issues if issue.queue != HOME)
     if not queues:
         return list(functions)

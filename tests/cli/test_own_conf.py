@@ -228,7 +228,7 @@ def test_a_sweep(launcher, own, tmp_path):
     assert done.returncode == 1, done.stderr
     assert "jobs that failed: 0, 2\n" in done.stderr
     assert "batch 'tokens'" in done.stderr  # 3 rows on 2 ranks
-    assert "mesh axes ['tp'] are used by no rule" in done.stderr
+    assert "mesh axes ['tp'] are used by no row" in done.stderr
     assert "Traceback" not in done.stderr
     (finished,) = tmp_path.glob("runs/*/*/hf")
     assert finished.parent.name == "1"

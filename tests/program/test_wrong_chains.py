@@ -76,7 +76,7 @@ def no_loss(params, x, context, *, training):
 WRONG: dict[str, tuple[Callable[[Parts], Parts], str]] = {
     "axes of another rank": (
         lambda chain: replace(chain, param_axes=chain.param_axes | {"head": ("embed",)}),
-        r"parameter head \(8, 11\) has 2 dims, its axes \('embed',\) are 1",
+        r"parameter head \(8, 11\) has 2 dims, but its axes \('embed',\) name 1",
     ),
     "a misspelt path": (
         with_segment(0, paths=("embedd",)),

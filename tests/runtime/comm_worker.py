@@ -151,7 +151,7 @@ def apart():
     try:
         ProcessComm(mesh, [AXES], transport="shared")
     except MeshError as error:
-        assert "reach other machines" in str(error)
+        assert "on other machines" in str(error)
     else:
         raise AssertionError("ranks of different machines cannot share memory")
 

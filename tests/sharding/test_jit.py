@@ -105,7 +105,7 @@ def test_a_pending_result_may_stay():
 
 def test_a_tree_of_specs_that_does_not_match_is_refused():
     """With the place and what stands there."""
-    with pytest.raises(ShardingError, match=r"in_specs.0: .*stands where the value has \['w', 'x'\]"):
+    with pytest.raises(ShardingError, match=r"in_specs.0: .*where the value has \['w', 'x'\]"):
         jit(lambda p: p["x"], mesh=MESH, in_specs=({"x": P()},)).lower({"x": X, "w": X})
 
 

@@ -1,4 +1,4 @@
-"""How ranks reach each other: collectives and messages over processes and shared memory, or between threads of one process."""
+"""Communication of ranks: collectives and messages between processes, through shared memory, or between threads."""
 
 from mpar.runtime.comm._lockstep import LockstepComm, run_ranks
 from mpar.runtime.comm._process_comm import Counter, ProcessComm

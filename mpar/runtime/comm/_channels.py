@@ -1,9 +1,9 @@
-"""Channels: how messages between stages travel on the processes of torch.distributed.
+"""Channels: how messages between stages are sent with torch.distributed.
 
-A message goes through one channel, which is a pair of positions along pp, a direction and a kind: F activations, B their
-gradients, G gradients of shared parameters. gloo finds messages by tag, so all channels share the default group. NCCL ignores
-tags and carries out what is posted on a communicator one after the other: there each channel has a group of its two ranks, so
-that none waits for another. Between CPU ranks of one machine messages go through shared memory (`_shared_mail.py`).
+Every message belongs to a channel: a sending position along pp, a receiving one, and a kind: F for activations, B for their
+gradients, G for gradients of shared parameters. gloo matches messages by tag, so all channels share the default group. NCCL
+ignores tags and runs what is posted on a communicator in order: there each channel has a group of its two ranks, so that no
+channel waits for another. Between CPU ranks of one machine messages go through shared memory instead (`_shared_mail.py`).
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ __all__ = ["Channels"]
 
 
 class Channels:
-    """The channels of this process's rank. Making them is collective: all ranks do it in the same order.
+    """The channels of this process's rank. All ranks must make them, in the same order of collectives.
 
-    grouped: a group for each channel, each warmed up with one element; else tags on the default group.
-    mail:    set where all ranks of this pipeline share memory: messages then go there.
+    grouped: whether each channel has a group, which is warmed up with one element; else messages have tags on the default group.
+    mail:    set if all ranks of this pipeline share memory: messages then go through it.
     """
 
     def __init__(self, mesh: Mesh, rank: int, messages: Sequence[Message], *, grouped: bool, device: torch.device) -> None:
@@ -32,10 +32,10 @@ class Channels:
         self._messages = messages
         self._groups: dict[tuple[int, int, str], dist.ProcessGroup] = {}
         self.mail: SharedMail | None = None
-        self._works: dict[int, tuple[dist.Work, Tensor]] = {}  # message -> what to wait for, and what it reads or fills
+        self._works: dict[int, tuple[dist.Work, Tensor]] = {}  # message -> what to wait for, the tensor it reads or fills
         for channel in sorted({message.channel for message in messages}) if grouped else ():
             source, target, _ = channel
-            for ranks in mesh.groups(("pp",)):  # all ranks make all groups: torch's names for those made locally may differ
+            for ranks in mesh.groups(("pp",)):  # all ranks make all groups, so that their names in torch agree
                 group = dist.new_group([ranks[source], ranks[target]])
                 if rank in (ranks[source], ranks[target]):
                     assert group is not None
@@ -43,7 +43,7 @@ class Channels:
                     self._warm_up(channel, device)
 
     def letters(self) -> list[Letter]:
-        """The messages by rank, for shared memory."""
+        """The messages with ranks instead of positions, for shared memory."""
         return [Letter(m.number, self._ranks[m.source], self._ranks[m.target], m.bytes) for m in self._messages]
 
     def _warm_up(self, channel: tuple[int, int, str], device: torch.device) -> None:
@@ -55,7 +55,7 @@ class Channels:
             dist.recv(one, self._ranks[source], group=self._groups[channel])
 
     def send(self, x: Tensor, peer: int, message: int, kind: str) -> None:
-        """Post a message to the rank at position `peer`; `x` must stay as it is until `wait`."""
+        """Post a message to the rank at position `peer`; `x` must not change until `wait`."""
         if self.mail is not None:
             self.mail.send(x, message)
             return
@@ -76,7 +76,7 @@ class Channels:
         self._works[message] = (work, buffer)
 
     def wait(self, message: int) -> None:
-        """Until the message is done."""
+        """Wait until the message is done."""
         if self.mail is not None:
             self.mail.wait(message)
             return

@@ -1,4 +1,4 @@
-"""Lockstep: every rank of a mesh is a thread of this process; collectives and messages meet in memory."""
+"""Lockstep: every rank of a mesh is a thread of this process; collectives and messages are copies in its memory."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -14,21 +14,21 @@ from mpar.mesh import Mesh
 __all__ = ["LockstepComm", "run_ranks"]
 
 T = TypeVar("T")
-"""What a rank's work gives."""
+"""What the work of a rank returns."""
 
 
-PATIENCE_S = 1800.0  # torch.distributed's own default: a simulated rank may compute for long between two meetings
+PATIENCE_S = 1800.0  # torch.distributed's own default: a simulated rank may compute for long between two collectives
 
 
 class LockstepComm:
-    """Collectives of one simulated rank. All ranks of a simulation share one `_Hall`."""
+    """Collectives and messages of one simulated rank. All ranks of a simulation share one `_Hall`."""
 
     def __init__(self, mesh: Mesh, rank: int, hall: "_Hall") -> None:
         self.mesh, self.rank, self.hall = mesh, rank, hall
         self._groups: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def index(self, axes: tuple[str, ...]) -> int:
-        """This rank's position in its group over `axes`."""
+        """This rank's index in its group over `axes`."""
         return self.mesh.index(self.rank, axes)
 
     def all_gather(self, x, *, axes, dim, size):
@@ -48,7 +48,7 @@ class LockstepComm:
         return self._meet("all_to_all", x, axes, src=src, dst=dst)
 
     def shift(self, xs, *, axes, size):
-        """What the rank before this one has; simulated ranks wait here, not in `arrived`."""
+        """The `xs` of the previous rank. A simulated rank waits for them now, not in `arrived`."""
         return self._meet("shift", (xs,), axes)
 
     def exchange_rows(self, xs, sent, received, *, axes, size, num_rows):
@@ -56,7 +56,7 @@ class LockstepComm:
         return self._meet("exchange_rows", (xs, sent, received), axes, num_rows=num_rows)
 
     def arrived(self, posted, sent):
-        """What was posted."""
+        """The results of a posted collective."""
         return posted
 
     def send(self, x: Tensor, *, peer: int, message: int, kind: str) -> None:
@@ -68,7 +68,7 @@ class LockstepComm:
         self.hall.post(message, self._peer(peer), self.rank, buffer=buffer)
 
     def wait(self, message: int) -> None:
-        """Until the message is done."""
+        """Wait until the message is done."""
         self.hall.wait_for(message, self.rank)
 
     def _peer(self, position: int) -> int:
@@ -88,11 +88,11 @@ class _Hall:
         self.waiting: dict[tuple[int, ...], dict[int, tuple[str, Any]]] = {}
         self.results: dict[tuple[tuple[int, ...], int], Any] = {}
         self.failure: BaseException | None = None
-        self.posted: dict[tuple[int, int, int], Tensor] = {}  # (message, from, to) -> the end that is there
+        self.posted: dict[tuple[int, int, int], Tensor] = {}  # (message, from, to) -> the tensor of the end that came first
         self.done: set[tuple[int, int]] = set()  # (message, rank)
 
     def post(self, message: int, source: int, target: int, *, sent: Tensor | None = None, buffer: Tensor | None = None) -> None:
-        """One end of a message: it is carried over when the other one is there."""
+        """Post one end of a message. The second end to be posted copies the tensor."""
         with self.condition:
             other = self.posted.pop((message, source, target), None)
             if other is None:
@@ -106,7 +106,7 @@ class _Hall:
             self.condition.notify_all()
 
     def wait_for(self, message: int, rank: int) -> None:
-        """Block `rank` until both ends of the message were there."""
+        """Block `rank` until both ends of the message were posted."""
         with self.condition:
             while (message, rank) not in self.done and self.failure is None:
                 if not self.condition.wait(timeout=PATIENCE_S):
@@ -116,6 +116,7 @@ class _Hall:
             self.done.remove((message, rank))
 
     def meet(self, rank: int, group: tuple[int, ...], kind: str, x: object, how: Mapping[str, object]) -> object:
+        """The result of `rank` in a collective of `group`, once all members called this."""
         with self.condition:
             arrived = self.waiting.setdefault(group, {})
             arrived[rank] = (kind, x)
@@ -130,7 +131,7 @@ class _Hall:
                 else:
                     self._hand_out(group, kind, [arrived[member][1] for member in group], how)
                 del self.waiting[group]
-                arrived.clear()  # nobody's operands live on in this frame
+                arrived.clear()  # this frame must not keep operands alive
                 self.condition.notify_all()
             while (group, rank) not in self.results and self.failure is None:
                 if not self.condition.wait(timeout=PATIENCE_S):
@@ -142,11 +143,12 @@ class _Hall:
             return self.results.pop((group, rank))
 
     def _hand_out(self, group: tuple[int, ...], kind: str, parts: list[Any], how: Mapping[str, Any]) -> None:
-        if isinstance(parts[0], list) and kind == "all_reduce":  # as on processes: one message, results are views of one buffer
+        """Compute a collective and leave each member its result."""
+        if isinstance(parts[0], list) and kind == "all_reduce":  # as between processes: results are views of one buffer
             flat = combine(kind, [torch.cat([x.reshape(-1) for x in part]) for part in parts], **how)
             shapes = [x.shape for x in parts[0]]
             pieces = [buffer.split([shape.numel() for shape in shapes]) for buffer in flat]
-            outs: list[Any] = [[p.view(shape) for p, shape in zip(own, shapes, strict=True)] for own in pieces]
+            outs: list[Any] = [[p.view(shape) for p, shape in zip(split, shapes, strict=True)] for split in pieces]
         elif isinstance(parts[0], list):
             dims = how.get("dim", [None] * len(parts[0]))
             columns = [
@@ -158,12 +160,13 @@ class _Hall:
         self.results |= {(group, member): out for member, out in zip(group, outs, strict=True)}
 
     def fail(self, error: BaseException) -> None:
+        """Note the first error and wake all ranks, which then raise."""
         self.failure = self.failure or error
         self.condition.notify_all()
 
 
 def run_ranks(mesh: Mesh, work: Callable[[int, LockstepComm], T]) -> list[T]:
-    """`work(rank, comm)` for all ranks at once; the results by rank. The first error of any rank is raised."""
+    """Run `work(rank, comm)` for all ranks at the same time; the results by rank. Raises the first error of any rank."""
     hall = _Hall()
     results: dict[int, T] = {}
 

@@ -1,10 +1,10 @@
-"""Communication of a running rank: collectives over mesh axes.
+"""Communication of a rank that runs in a process: collectives over mesh axes, and messages between stages.
 
-Two orders of addition. "rank": an exchange and one fold from the left in the order of ranks, the same bits as the simulator.
-"library": the backend's own sums, which on NCCL run in the switch or the copy engines.
+There are two orders of addition. "rank": ranks exchange their parts, and each adds what it has from left to right in the order of
+ranks, with the same bits as the simulation. "library": the backend adds, which NCCL does in the switch or the copy engines.
 
-Two transports for rank order, with the same bits. "shared": memory that the ranks of one machine share, for CPU tensors.
-"backend": torch.distributed; on gloo an all-to-all plus a sum costs a third to a half of its own reduce_scatter.
+There are two transports for the order "rank", with the same bits. "shared": memory that the ranks of one machine share, for CPU
+tensors. "backend": torch.distributed; on gloo an all-to-all and a sum cost a third to a half of its own reduce_scatter.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,27 +27,28 @@ __all__ = ["Counter", "ProcessComm"]
 
 
 MAX_TAG = 1 << 30
-"""Tags of messages between two ranks begin again here; far fewer are on their way at once."""
+"""After this many messages of a group their tags begin again from 0; far fewer are on their way at one time."""
 
 
 class Counter:
-    """What went over the transport: (op, axes, tensors, bytes that this rank contributed), in order."""
+    """Records every collective and message: (op, axes, number of tensors, bytes that this rank contributed), in order."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[str, tuple[str, ...], int, int]] = []
 
     def add(self, op: str, axes: tuple[str, ...], tensors: Sequence[Tensor]) -> None:
-        """Note one collective."""
+        """Record one collective or message."""
         self.messages.append((op, axes, len(tensors), sum(t.nbytes for t in tensors)))
 
 
 class ProcessComm:
-    """Collectives and messages of this process's rank. Making one creates the groups for `uses` and for `messages` between
-    stages in one global order on all ranks.
+    """Collectives and messages of this process's rank. Making one creates the groups over the axes `uses` and those for
+    `messages` between stages, on all ranks in the same order.
 
-    posted: bytes of the longest message that is posted over each tuple of axes; only such go through shared memory.
+    posted:    bytes of the longest message that is posted over each tuple of axes; posts over other axes use the backend.
     transport: "backend", "shared", or None: shared memory for every group whose ranks are all on one machine.
-    Raises MeshError if the world is not the mesh's, or a group cannot share memory though `transport` says so.
+    Raises MeshError if the number of processes is not that of the ranks of the mesh, or if `transport` is "shared" and the
+    ranks of a group share no memory.
     """
 
     def __init__(
@@ -85,23 +86,23 @@ class ProcessComm:
         if order == "rank" and transport != "backend":
             groups = [mesh.group(rank, axes) for axes in self._groups]
             longest = [(posted or {}).get(axes, 0) for axes in self._groups]
-            found, self._channels.mail = connect(groups, self._channels.letters(), longest)
-            self._shared = {axes: group for axes, group in zip(self._groups, found, strict=True) if group is not None}
+            shared_groups, self._channels.mail = connect(groups, self._channels.letters(), longest)
+            self._shared = {axes: group for axes, group in zip(self._groups, shared_groups, strict=True) if group is not None}
             apart = [axes for axes in self._groups if axes not in self._shared]
             if transport == "shared" and messages and self._channels.mail is None:
                 raise MeshError(
-                    f"transport='shared': rank {rank} cannot leave its messages to other stages in shared memory: these are on "
-                    f"other machines, or a rank sends more than {MAIL_BYTES:,} bytes in a step.\n"
-                    "Leave transport out: messages then take the fastest way that there is."
+                    f"transport='shared': rank {rank} cannot send its messages to other stages through shared memory: they are "
+                    f"on other machines, or a rank sends more than {MAIL_BYTES:,} bytes in a step.\n"
+                    "Leave transport out: messages then use the fastest transport that is available."
                 )
             if transport == "shared" and apart:
                 raise MeshError(
-                    f"transport='shared': rank {rank} shares no memory with its groups over {apart}: they reach other machines "
-                    "or containers.\nLeave transport out: each group then takes the fastest way that it has."
+                    f"transport='shared': rank {rank} shares no memory with its groups over {apart}: some of their ranks are on "
+                    "other machines or in other containers.\nLeave transport out: each group then uses the fastest that it has."
                 )
 
     def index(self, axes: tuple[str, ...]) -> int:
-        """This rank's position in its group over `axes`."""
+        """This rank's index in its group over `axes`."""
         return self._index[axes]
 
     def all_gather(self, x, *, axes, dim, size):
@@ -158,9 +159,9 @@ class ProcessComm:
         flat = _pack(xs, copy=True) if shared is None else xs[0].new_empty(sum(part.numel() for part in xs))
         if shared is not None:
             shared.all_reduce(xs, flat, op)
-        elif self.order == "library" or size == 2:  # of two summands there is only one order
+        elif self.order == "library" or size == 2:  # two summands have the same sum in either order
             dist.all_reduce(flat, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._groups[axes])
-        elif flat.numel() < 256 * size:  # short: one message of all to all is cheaper than two of parts
+        elif flat.numel() < 256 * size:  # short: one exchange of everything costs less than two exchanges of parts
             flat = fold(self._gather(flat, axes, size).unbind(0), op)
         else:
             flat = self._reduce_parts(flat, axes, size, op)
@@ -183,7 +184,7 @@ class ProcessComm:
         return _joined(received, src)
 
     def shift(self, xs, *, axes, size):
-        """Post `xs` to the next rank along `axes`, and buffers for what the one before has."""
+        """Post `xs` to the next rank along `axes`, and buffers for the `xs` of the previous one."""
         self._count("shift", axes, xs)
         shared = self._shared.get(axes)
         if shared is not None and shared.posts.fits(packed_bytes(xs)):
@@ -201,27 +202,28 @@ class ProcessComm:
 
     def exchange_rows(self, xs, sent, received, *, axes, size, num_rows):
         """Post rows of `xs[0]` to every rank of the group: the first `sent[0]` to the first, and so on."""
-        leaving, coming = torch.stack([sent, received]).tolist()  # the host waits for the device once
-        rows = xs[0][: sum(leaving)].contiguous()
+        num_sent, num_received = torch.stack([sent, received]).tolist()  # the host waits for the device once
+        rows = xs[0][: sum(num_sent)].contiguous()
         self._count("exchange_rows", axes, [rows])
-        shape = (sum(coming) if num_rows is None else num_rows, *rows.shape[1:])
+        shape = (sum(num_received) if num_rows is None else num_rows, *rows.shape[1:])
         value = rows.new_empty(shape)
-        value[sum(coming) :] = 0
+        value[sum(num_received) :] = 0
         shared = self._shared.get(axes)
         if shared is not None and shared.posts.fits():
-            parts = value[: sum(coming)].split(coming)
-            return Posted((value,), [shared.posts.exchange(rows, leaving, coming, parts)], ())
-        work = dist.all_to_all_single(value[: sum(coming)], rows, coming, leaving, group=self._groups[axes], async_op=True)
+            parts = value[: sum(num_received)].split(num_received)
+            return Posted((value,), [shared.posts.exchange(rows, num_sent, num_received, parts)], ())
+        filled = value[: sum(num_received)]
+        work = dist.all_to_all_single(filled, rows, num_received, num_sent, group=self._groups[axes], async_op=True)
         return Posted((value,), [work], [rows])
 
     def arrived(self, posted, sent):
-        """Wait for what was posted."""
+        """Wait for a posted collective and return its results."""
         for work in posted.works:
             work.wait()
         return posted.values
 
     def send(self, x, *, peer, message, kind):
-        """Post a message to the rank at position `peer` along pp; `x` must stay as it is until `wait`."""
+        """Post a message to the rank at position `peer` along pp; `x` must not change until `wait`."""
         self._count("send", ("pp",), [x])
         self._channels.send(x, peer, message, kind)
 
@@ -230,16 +232,17 @@ class ProcessComm:
         self._channels.receive(buffer, peer, message, kind)
 
     def wait(self, message):
-        """Until the message is done."""
+        """Wait until the message is done."""
         self._channels.wait(message)
 
     def _reduce_parts(self, flat: Tensor, axes: tuple[str, ...], size: int, op: str) -> Tensor:
+        """An all_reduce in two exchanges: each rank adds up one part, and then all ranks gather the parts."""
         count = flat.numel()
         width = -(-count // size)
         padded = flat if width * size == count else torch.nn.functional.pad(flat, (0, width * size - count))
-        mine = fold(self._exchange(padded.view(size, width), axes).unbind(0), op)
-        whole = self._gather(mine, axes, size).view(-1)
-        return whole if width * size == count else whole[:count].clone()
+        part = fold(self._exchange(padded.view(size, width), axes).unbind(0), op)
+        total = self._gather(part, axes, size).view(-1)
+        return total if width * size == count else total[:count].clone()
 
     def _gather(self, flat: Tensor, axes: tuple[str, ...], size: int) -> Tensor:
         out = flat.new_empty(size, flat.numel())
@@ -266,7 +269,7 @@ def _chunks(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _pack(xs: list[Tensor], *, copy: bool = False) -> Tensor:
-    """All elements in one flat tensor; with `copy` one that nobody else holds."""
+    """All elements in one flat tensor; with `copy` always a new one."""
     if len(xs) > 1:
         return torch.cat([x.reshape(-1) for x in xs])
     flat = xs[0].reshape(-1)
@@ -274,7 +277,7 @@ def _pack(xs: list[Tensor], *, copy: bool = False) -> Tensor:
 
 
 def _joined(rows: Tensor, dim: int) -> Tensor:
-    """`(n, *shape)` to the concatenation along `dim`, a tensor of its own."""
+    """The concatenation of `rows`, of shape (n, *shape), along `dim`; contiguous."""
     if dim == 0 and rows.is_contiguous():
         return rows.flatten(0, 1)
     return torch.cat(rows.unbind(0), dim)

@@ -1,4 +1,4 @@
-"""What generated code asks of the processes, or of a simulation of them."""
+"""The communication that generated code calls, between processes or in a simulation of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,11 @@ __all__ = ["ALONE", "Comm", "Posted"]
 
 @dataclass(frozen=True)
 class Posted:
-    """Messages on their way: what they will fill, what has to be waited for, and what must stay as it is until then."""
+    """A posted collective.
+
+    values: the results, which must not be read before `works` were waited for.
+    sent:   the tensors that are sent, which must not change before.
+    """
 
     values: tuple[Tensor, ...]
     works: Sequence[dist.Work | Post]
@@ -22,7 +26,7 @@ class Posted:
 
 
 class Comm(Protocol):
-    """What generated code asks for. Lists of tensors travel as one message; `dim` is then a list too."""
+    """The communication of one rank. A list of tensors is one collective; `dim` is then a list too."""
 
     def index(self, axes: tuple[str, ...]) -> int: ...
     def all_gather(
@@ -44,10 +48,10 @@ class Comm(Protocol):
 
 
 class _Alone:
-    """A mesh of one rank has nothing to say."""
+    """The communication of a mesh of one rank, of which only `index` is called."""
 
     def index(self, axes: tuple[str, ...]) -> int:
-        """The only position."""
+        """The only index."""
         return 0
 
 

@@ -1,6 +1,6 @@
-"""Memory that processes of one machine share: a file of each process without a name, mapped by the others, and semaphores in it.
+"""Memory that processes of one machine share: each has a file without a name, with semaphores in it, which the others map.
 
-The file (memfd) is opened by /proc/<pid>/fd, so nothing is left behind when a process dies.
+The others open the file (a memfd) by /proc/<pid>/fd, so nothing remains of it when the processes have ended.
 """
 
 import ctypes
@@ -30,17 +30,17 @@ __all__ = [
 ]
 
 ALIGN, SEMAPHORE, TOKEN = 64, 64, 32
-"""Bytes: a cache line, so that neighbours do not disturb each other; room for a semaphore; what tells a namesake from a rank."""
+"""Sizes in bytes: a cache line, to which tensors are aligned; the room of a semaphore; a token, by which a file is recognised."""
 
 _PATIENCE_S = 1800.0  # torch.distributed's own default
-_LOOK_S = 0.5  # how often a waiting rank looks whether its peer is alive
+_LOOK_S = 0.5  # how often a waiting rank checks whether the other process is alive
 
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_quick = ctypes.PyDLL(None)  # these calls return at once: letting other threads in would cost more than the call
+_quick = ctypes.PyDLL(None)  # PyDLL keeps the GIL: these calls return at once, and to release it would cost more
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -53,7 +53,7 @@ class Segment:
     bytes: Tensor
 
     def address(self, offset: int) -> int:
-        """Of a byte of the file, in this process."""
+        """The address in this process of the byte at `offset`."""
         return self.bytes.data_ptr() + offset
 
 
@@ -63,7 +63,9 @@ def aligned(count: int) -> int:
 
 
 def open_segment(host: str, place: tuple[str, int, int, bytes]) -> Segment | None:
-    """A rank's file, or None if it is not on this machine: the token tells a namesake from the rank."""
+    """The file of a rank, whose `place` is (host, pid, file number, token); None if it is not on this machine. Another machine or
+    container may have the same host name and pid, but not the same token.
+    """
     if place[0] != host or place[2] < 0:
         return None
     try:
@@ -80,12 +82,12 @@ def open_segment(host: str, place: tuple[str, int, int, bytes]) -> Segment | Non
 
 
 def available() -> bool:
-    """Whether this machine has what is needed."""
+    """Whether this machine has memfd files and semaphores."""
     return hasattr(os, "memfd_create") and hasattr(_quick, "sem_init")
 
 
 def make_semaphore(address: int) -> ctypes.c_void_p:
-    """A new semaphore of count 0 between processes."""
+    """A new semaphore with count 0, which several processes can use."""
     semaphore = ctypes.c_void_p(address)
     _quick.sem_init(semaphore, 1, 0)
     return semaphore
@@ -102,14 +104,14 @@ def take(semaphore: ctypes.c_void_p) -> bool:
 
 
 def wait_for(semaphore: ctypes.c_void_p, rank: int, other: int, process: int) -> None:
-    """Take what rank `other` will post.
+    """Count down by one, waiting until rank `other`, in the process `process`, has posted.
 
-    Raises ProgramError if its process is gone, or after the patience of torch.distributed.
+    Raises ProgramError if that process has ended, or after as long as torch.distributed waits by default.
     """
     begun = time.monotonic()
     while True:
-        until = time.time() + _LOOK_S
-        limit = _Timespec(int(until), int(until % 1 * 1e9))
+        deadline = time.time() + _LOOK_S
+        limit = _Timespec(int(deadline), int(deadline % 1 * 1e9))
         if _libc.sem_timedwait(semaphore, ctypes.byref(limit)) == 0:
             return
         who = f"rank {other} (process {process})"
@@ -120,7 +122,7 @@ def wait_for(semaphore: ctypes.c_void_p, rank: int, other: int, process: int) ->
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process runs; one that ended but was not collected by its parent does not."""
+    """Whether a process runs. A zombie, which ended but was not collected by its parent, does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:

@@ -1,6 +1,7 @@
-"""Messages between ranks of one machine: each has a place of its own in the sender's file, and two semaphores.
+"""Messages between ranks of one machine: each has its own place in the file of its sender, and two semaphores.
 
-Sending copies the tensor there, receiving copies it out. Sending waits only if the message of the step before is still there.
+To send copies the tensor to this place, to receive copies it from there. A send waits only if the same message of the previous
+step was not yet received.
 `python -m bench.schedules gloo` compares it with gloo's loopback connections (bench/results).
 """
 
@@ -16,12 +17,12 @@ from mpar.runtime.comm._shared_file import SEMAPHORE, Segment, aligned, post, ta
 __all__ = ["MAIL_BYTES", "Letter", "SharedMail", "letter_bytes", "letter_places"]
 
 MAIL_BYTES = 1 << 30
-"""What one rank may send in a step in this way: the memory is given back when the process ends."""
+"""The most bytes that one rank may send in a step in this way; the memory is freed when the process ends."""
 
 
 @dataclass(frozen=True)
 class Letter:
-    """A message that its ranks know of before they begin: its number, its size, from which rank to which."""
+    """A message that is known before the program runs: its number, its ranks and its size."""
 
     message: int
     source: int
@@ -30,12 +31,12 @@ class Letter:
 
 
 def letter_bytes(letters: Sequence[Letter], source: int) -> int:
-    """What the messages of `source` take in its file."""
+    """The bytes that the messages of `source` take in its file."""
     return sum(2 * SEMAPHORE + aligned(letter.bytes) for letter in letters if letter.source == source)
 
 
 def letter_places(letters: Sequence[Letter], source: int, base: int) -> dict[int, int]:
-    """Where each message of `source` begins in its file, from `base` on: "full", "taken", then its bytes."""
+    """The offset of each message of `source` in its file, from `base` on: semaphores "full" and "taken", then its bytes."""
     places = {}
     for letter in letters:
         if letter.source == source:
@@ -45,12 +46,12 @@ def letter_places(letters: Sequence[Letter], source: int, base: int) -> dict[int
 
 
 class SharedMail:
-    """The messages of one rank. All ranks that exchange any have the same `letters`, in the same order."""
+    """The messages that one rank sends and receives. All these ranks have the same `letters`, in the same order."""
 
     def __init__(self, rank: int, letters: Sequence[Letter], segments: Mapping[int, Segment], base: int) -> None:
         self._rank = rank
         self._letters: dict[int, tuple[Letter, Segment, ctypes.c_void_p, ctypes.c_void_p, Tensor]] = {}
-        self._sent: set[int] = set()  # in the step before, at least
+        self._sent: set[int] = set()  # messages that were sent at least once
         for source in {letter.source for letter in letters}:
             segment, places = segments[source], letter_places(letters, source, base)
             for letter in letters:
@@ -63,7 +64,7 @@ class SharedMail:
         self._buffers: dict[int, Tensor] = {}
 
     def send(self, x: Tensor, message: int) -> None:
-        """Leave `x` where its receiver finds it."""
+        """Copy `x` to the place of the message."""
         letter, other, full, taken, data = self._letters[message]
         if message in self._sent and not take(taken):
             wait_for(taken, self._rank, letter.target, other.pid)
@@ -72,11 +73,11 @@ class SharedMail:
         post(full)
 
     def receive(self, buffer: Tensor, message: int) -> None:
-        """Note where a message will go."""
+        """Note the tensor into which `wait` will copy the message."""
         self._buffers[message] = buffer
 
     def wait(self, message: int) -> None:
-        """Until the message is in its buffer; one that was sent is done already."""
+        """Wait until the message is in its buffer. A message that this rank sent is done already."""
         buffer = self._buffers.pop(message, None)
         if buffer is None:
             return

@@ -1,11 +1,11 @@
-"""Exchanges between the ranks of one machine through memory that they map: no sockets, no copies but those in and out.
+"""Collectives of the ranks of one machine through memory that they share: no sockets, and one copy in and one out.
 
-A sum of 0.25 MB over 4 ranks costs a tenth of the CPU time that gloo's loopback connections cost, a short message a fifteenth.
+A sum of 0.25 MB over 4 ranks takes a tenth of the CPU time that gloo's loopback connections take, a short message a fifteenth.
 
-Every rank owns one file (see `_shared_file.py`) that its peers map. For each group it holds semaphores and two buffers, used in
-turn. A rank writes its part into the buffer of the turn, posts to all peers, waits for all peers, reads theirs. Nobody overwrites
-a buffer before all have read it: to be two turns later, a rank must have had the posts of the turn between, which its peers give
-after they have read. Files are sparse: only what messages touch takes memory.
+Every rank has one file (see `_shared_file.py`) that the other ranks map. For each group the file has semaphores and two buffers,
+which are used in turn. A rank writes its part into its buffer of the turn, posts to all others, waits for all others and reads
+their buffers. It overwrites a buffer two turns later, when all others have read it: they post in the turn between only after they
+have read. Files are sparse: only bytes that were written take memory.
 """
 
 import ctypes
@@ -39,36 +39,36 @@ from mpar.runtime.comm._shared_posts import POSTED_BYTES, SharedPosts, make_post
 __all__ = ["SharedGroup", "connect"]
 
 CAPACITY = 1 << 21
-"""Bytes of a buffer. Longer messages go in rounds: what was just written is still in a cache when a peer reads it."""
+"""Bytes of a buffer. Longer tensors go in several rounds, so that what was just written is still in a cache when it is read."""
 
 DIRECT_BYTES = 1 << 16
-"""Up to here every rank adds up a whole all_reduce itself, which saves a turn; beyond, each rank adds up its part."""
+"""Up to this size every rank adds up all of an all_reduce itself, which saves a turn; above, each rank adds up one part."""
 
 
 def connect(
     groups: Sequence[Sequence[int]], letters: Sequence[Letter] = (), posted: Sequence[int] = ()
 ) -> "tuple[list[SharedGroup | None], SharedMail | None]":
-    """A SharedGroup for each of this rank's groups (ranks in order); None where a member is on another machine.
+    """A SharedGroup for each of `groups`, or None for those with a rank on another machine; and a SharedMail, or None.
 
-    posted: for each group the bytes of the longest message that is posted in it, 0 for none; none by default.
+    groups:  the groups of this rank, each with its ranks in order.
+    posted:  for each group the bytes of the longest message that is posted in it, 0 for none; by default none.
+    letters: all messages of a step between the stages of this rank's pipeline. The SharedMail carries them; it is None without
+             letters, or if one of these ranks is on another machine or sends more than MAIL_BYTES.
 
-    letters: all messages of a step between the ranks of which this is one. The second result carries them; it is None without
-    letters, or if one of these ranks is on another machine or sends more than MAIL_BYTES.
-
-    All ranks of the world call this at once, each with as many groups in the same order.
+    All ranks of the world must call this, with the same number of groups in the same order.
     """
     world, rank, token = dist.get_world_size(), dist.get_rank(), secrets.token_bytes(TOKEN)
     posted = [size if size <= POSTED_BYTES else 0 for size in posted or [0] * len(groups)]
     sizes = [post_bytes(len(group), size) for group, size in zip(groups, posted, strict=True)]
     *posts, mail = itertools.accumulate(sizes, initial=ALIGN + len(groups) * _group_bytes(world))
-    places_of_own = letter_places(letters, rank, mail)
-    own = os.memfd_create("mpar") if available() else -1
-    if own >= 0:
-        os.ftruncate(own, mail + letter_bytes(letters, rank))
-        os.pwrite(own, token, 0)
+    own_places = letter_places(letters, rank, mail)
+    file = os.memfd_create("mpar") if available() else -1
+    if file >= 0:
+        os.ftruncate(file, mail + letter_bytes(letters, rank))
+        os.pwrite(file, token, 0)
     try:
         places: list[Any] = [None] * world
-        dist.all_gather_object(places, (socket.gethostname(), os.getpid(), own, token))
+        dist.all_gather_object(places, (socket.gethostname(), os.getpid(), file, token))
         peers = {end for letter in letters for end in (letter.source, letter.target)}
         wanted = sorted({member for group in groups for member in group} | peers)
         segments = {m: segment for m in wanted if (segment := open_segment(places[rank][0], places[m])) is not None}
@@ -76,23 +76,23 @@ def connect(
             _make_semaphores(segments[rank], len(groups))
             for base, group, size in zip(posts, groups, posted, strict=True):
                 make_post_semaphores(segments[rank], base, len(group), size)
-            for offset in places_of_own.values():
+            for offset in own_places.values():
                 make_semaphore(segments[rank].address(offset))
                 make_semaphore(segments[rank].address(offset + SEMAPHORE))
         reached: list[Any] = [None] * world
         dist.all_gather_object(reached, sorted(segments))  # after this every semaphore exists, and no file is opened any more
     finally:
-        if own >= 0:
-            os.close(own)
-    found = [
+        if file >= 0:
+            os.close(file)
+    shared_groups = [
         SharedGroup(rank, group, [segments[member] for member in group], number, posts[number], posted[number])
         if all(set(group) <= set(reached[member]) for member in group)
         else None
         for number, group in enumerate(groups)
     ]
-    near = bool(letters) and all(peers <= set(reached[member]) for member in peers)
-    little = all(letter_bytes(letters, source) <= MAIL_BYTES for source in peers)
-    return found, SharedMail(rank, letters, segments, mail) if near and little else None
+    all_mapped = bool(letters) and all(peers <= set(reached[member]) for member in peers)
+    few_bytes = all(letter_bytes(letters, source) <= MAIL_BYTES for source in peers)
+    return shared_groups, SharedMail(rank, letters, segments, mail) if all_mapped and few_bytes else None
 
 
 def _group_bytes(world: int) -> int:
@@ -107,9 +107,9 @@ def _make_semaphores(segment: Segment, num_groups: int) -> None:
 
 
 class SharedGroup:
-    """What one group of ranks exchanges. All its ranks call the same methods with the same shapes in the same order.
+    """Collectives of one group of ranks, all of which call the same methods with the same shapes in the same order.
 
-    posts: the messages that are waited for later.
+    posts: the collectives that are posted now and waited for later.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class SharedGroup:
         return outs
 
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """`targets[k][i]` becomes the part for this rank, `[self.index]`, of rank i's `sources[k]`."""
+        """`targets[k][i]` becomes the part `[self.index]` of the `sources[k]` of rank i."""
         for pieces in _rounds(list(zip(sources, targets, strict=True))):
             self._publish(pieces)
             for offset, source, target in pieces:
@@ -201,13 +201,13 @@ class SharedGroup:
             self._turn ^= 1
 
     def _publish(self, pieces: Iterable[tuple[int, Tensor, Tensor]]) -> None:
-        """Write this rank's pieces into its buffer of the turn, and wait until all have done so."""
+        """Write this rank's pieces into its buffer of this turn, and wait until all ranks have done so."""
         for offset, source, _ in pieces:
             self._view(self.index, offset, source).copy_(source)
         self._meet()
 
     def _view(self, owner: int, offset: int, like: Tensor) -> Tensor:
-        """Where `owner` keeps a tensor like this one in the present turn."""
+        """A view of `owner`'s buffer of this turn, from `offset` on, with the shape and dtype of `like`."""
         key = (self._turn, owner, offset, like.shape, like.dtype)
         view = self._views.get(key)
         if view is None:
@@ -216,6 +216,7 @@ class SharedGroup:
         return view
 
     def _meet(self) -> None:
+        """Wait until all ranks of the group have called this."""
         for semaphore in self._post:
             post(semaphore)
         for i, semaphore in self._wait:
@@ -235,7 +236,7 @@ def _fold(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
 
 
 def _rounds(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
-    """(offset, source, target) of the pieces of each round; a pair too long for a buffer is cut along its dims but the first."""
+    """For each round its pieces, (offset, source, target). A pair too long for a buffer is cut, but not along its first dim."""
     pieces: list[tuple[int, Tensor, Tensor]] = []
     used = 0
     for pair in pairs:
@@ -250,7 +251,7 @@ def _rounds(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[int, 
 
 
 def _spans(sources: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """The elements of `sources` in order, in flat pieces, `limit` elements at a time; the last may be shorter."""
+    """The elements of `sources` in order: lists of flat pieces with `limit` elements together, the last with fewer."""
     pieces: list[Tensor] = []
     room = limit
     for source in sources:

@@ -1,8 +1,8 @@
 """Messages of a group that are posted now and waited for later, through memory that the ranks of one machine share.
 
-A message is left in a slot of the sender's file: its readers are told by a semaphore each, and tell in return when they have
-copied it. All ranks of a group post and wait in the same order, so that all of them give a message the same slot, and a slot is
-given again only after a wait that comes before in that order: no rank can wait for one that waits for it.
+A message is written into a slot of the sender's file. The sender posts one semaphore for each reader, and each reader posts
+another when it has copied the message. All ranks of a group post and wait in the same order, so all choose the same slot for a
+message. A slot is used again only after the wait for its previous message, so two ranks never wait for each other.
 `python -m bench.parallel context` compares it with gloo's loopback connections (bench/results).
 """
 
@@ -21,82 +21,82 @@ from mpar.runtime.comm._shared_file import SEMAPHORE, Segment, aligned, make_sem
 __all__ = ["POSTED_BYTES", "Post", "SharedPosts", "make_post_semaphores", "packed_bytes", "post_bytes"]
 
 SLOTS = 4
-"""Messages of a group that can be on their way at once: a ring has two, one of blocks and one of their gradients."""
+"""Messages of a group that can be on their way at one time: a ring needs two, one of blocks and one of their gradients."""
 
 POSTED_BYTES = 1 << 32
-"""Longer messages go another way. Files are sparse: only what messages touch takes memory."""
+"""Longer messages use the backend. Files are sparse: only bytes that were written take memory."""
 
 _OFFSET = torch.int64
 
 
 @dataclass(frozen=True)
 class Post:
-    """A message on its way."""
+    """A message on its way; `wait` returns when it has arrived."""
 
     wait: Callable[[], None]
 
 
 def _heads(size: int) -> tuple[int, int]:
-    """Bytes of a slot's semaphores, two for each reader: full, taken; of the offsets at which parts begin."""
+    """Bytes of what a slot has before its message: two semaphores for each rank, full and taken; the first row of each part."""
     return 2 * size * SEMAPHORE, aligned((size + 1) * _OFFSET.itemsize)
 
 
 def post_bytes(size: int, capacity: int) -> int:
-    """What the slots of a group of `size` ranks take in each file, for messages of up to `capacity` bytes."""
+    """The bytes that the slots of a group of `size` ranks take in each file, for messages of at most `capacity` bytes."""
     return SLOTS * (sum(_heads(size)) + aligned(capacity)) if capacity else 0
 
 
 def packed_bytes(tensors: Sequence[Tensor]) -> int:
-    """What a message of these tensors takes in a slot."""
+    """The bytes that a message of these tensors takes in a slot."""
     return sum(aligned(x.nbytes) for x in tensors)
 
 
 def make_post_semaphores(segment: Segment, base: int, size: int, capacity: int) -> None:
-    """Those of all slots, before any rank uses them."""
-    step = post_bytes(size, capacity) // SLOTS
+    """Make the semaphores of all slots; no rank may use them before."""
+    slot_bytes = post_bytes(size, capacity) // SLOTS
     for slot, i in itertools.product(range(SLOTS if capacity else 0), range(2 * size)):
-        make_semaphore(segment.address(base + slot * step + i * SEMAPHORE))
+        make_semaphore(segment.address(base + slot * slot_bytes + i * SEMAPHORE))
 
 
 class SharedPosts:
-    """What one rank of a group posts and what is posted to it."""
+    """The messages that one rank of a group posts, and those that are posted to it."""
 
     def __init__(self, members: Sequence[int], index: int, segments: Sequence[Segment], base: int, capacity: int) -> None:
         self._members, self._index, self._segments = members, index, segments
         self._base, self._capacity = base, capacity
-        self._step = post_bytes(len(members), capacity) // SLOTS
+        self._slot_bytes = post_bytes(len(members), capacity) // SLOTS
         self._free = list(range(SLOTS))
-        self._readers: list[Sequence[int]] = [()] * SLOTS  # of the message before
+        self._readers: list[Sequence[int]] = [()] * SLOTS  # by slot: the readers of its last message
 
     def fits(self, nbytes: int = 0) -> bool:
-        """Whether a message can go this way now; `nbytes` is what it has on every rank, 0 where ranks know their own alone.
+        """Whether a message can be posted here now. `nbytes` is its size, which is the same on every rank, or 0 if it may differ.
 
         The answer is the same on all ranks.
         """
         return bool(self._free) and 0 < self._capacity >= nbytes
 
     def shift(self, xs: Sequence[Tensor], values: Sequence[Tensor]) -> Post:
-        """`xs` to the next rank; `values` become those of the rank before."""
-        following, before = (self._index + 1) % len(self._members), (self._index - 1) % len(self._members)
+        """Post `xs` to the next rank; `values` become the `xs` of the previous rank."""
+        following, previous = (self._index + 1) % len(self._members), (self._index - 1) % len(self._members)
         slot = self._claim([following])
         for x, place in zip(xs, self._places(self._index, slot, xs), strict=True):
             place.copy_(x)
         post(self._semaphore(self._index, slot, following))
 
         def wait() -> None:
-            self._await(before, slot)
-            for value, place in zip(values, self._places(before, slot, values), strict=True):
+            self._await(previous, slot)
+            for value, place in zip(values, self._places(previous, slot, values), strict=True):
                 value.copy_(place)
-            self._release(before, slot)
+            self._release(previous, slot)
             heapq.heappush(self._free, slot)
 
         return Post(wait)
 
-    def exchange(self, rows: Tensor, leaving: Sequence[int], coming: Sequence[int], values: Sequence[Tensor]) -> Post:
-        """`rows`, `leaving[i]` of them to rank i, one after the other; `values[i]` become the `coming[i]` rows of rank i."""
+    def exchange(self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int], values: Sequence[Tensor]) -> Post:
+        """Post `num_sent[i]` of `rows` to rank i, in the order of ranks; `values[i]` becomes the `num_received[i]` from it."""
         assert rows.nbytes <= self._capacity, f"{rows.nbytes} bytes of rows, where at most {self._capacity} were expected"
         slot = self._claim(self._others())
-        starts = [0, *itertools.accumulate(leaving)]
+        starts = [0, *itertools.accumulate(num_sent)]
         self._offsets(self._index, slot).copy_(torch.tensor(starts, dtype=_OFFSET))
         self._rows(self._index, slot, 0, rows).copy_(rows)
         for i in self._others():
@@ -107,7 +107,8 @@ class SharedPosts:
             for i in self._others():
                 self._await(i, slot)
                 start, stop = self._offsets(i, slot)[self._index : self._index + 2].tolist()
-                assert stop - start == coming[i], f"{stop - start} rows came from rank {self._members[i]}, not {coming[i]}"
+                count, expected = stop - start, num_received[i]
+                assert count == expected, f"{count} rows came from rank {self._members[i]}, not {expected}"
                 values[i].copy_(self._rows(i, slot, start, values[i]))
                 self._release(i, slot)
             heapq.heappush(self._free, slot)
@@ -118,7 +119,7 @@ class SharedPosts:
         return [i for i in range(len(self._members)) if i != self._index]
 
     def _claim(self, readers: Sequence[int]) -> int:
-        """The first free slot, once all readers of what was in it are done."""
+        """Take the first free slot, after all readers of its last message have copied it."""
         slot = heapq.heappop(self._free)
         for i in self._readers[slot]:
             self._take(self._semaphore(self._index, slot, len(self._members) + i), i)
@@ -129,7 +130,7 @@ class SharedPosts:
         self._take(self._semaphore(owner, slot, self._index), owner)
 
     def _take(self, semaphore: ctypes.c_void_p, i: int) -> None:
-        """What rank i of the group posts."""
+        """Count a semaphore down, waiting for rank i of the group to post it."""
         if not take(semaphore):
             wait_for(semaphore, self._members[self._index], self._members[i], self._segments[i].pid)
 
@@ -137,17 +138,17 @@ class SharedPosts:
         post(self._semaphore(owner, slot, len(self._members) + self._index))
 
     def _semaphore(self, owner: int, slot: int, number: int) -> ctypes.c_void_p:
-        """Of a slot: full for reader `number`; behind these, taken by reader `number` less the size of the group."""
-        return ctypes.c_void_p(self._segments[owner].address(self._base + slot * self._step + number * SEMAPHORE))
+        """Semaphore `number` of a slot of `owner`: first "full" for each rank of the group, then "taken" for each."""
+        return ctypes.c_void_p(self._segments[owner].address(self._base + slot * self._slot_bytes + number * SEMAPHORE))
 
     def _offsets(self, owner: int, slot: int) -> Tensor:
         semaphores, length = _heads(len(self._members))
-        start = self._base + slot * self._step + semaphores
+        start = self._base + slot * self._slot_bytes + semaphores
         return self._segments[owner].bytes[start : start + length].view(_OFFSET)[: len(self._members) + 1]
 
     def _span(self, owner: int, slot: int, start: int, like: Tensor) -> Tensor:
-        """A tensor like this one that begins at byte `start` of a message."""
-        start += self._base + slot * self._step + sum(_heads(len(self._members)))
+        """A view of a message from byte `start` on, with the shape and dtype of `like`."""
+        start += self._base + slot * self._slot_bytes + sum(_heads(len(self._members)))
         return self._segments[owner].bytes[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
     def _places(self, owner: int, slot: int, tensors: Sequence[Tensor]) -> list[Tensor]:
