@@ -1,7 +1,7 @@
 """Searches the best order for a pipeline, given the costs of its actions and the memory of its ranks."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpar.errors import ConfigError
@@ -80,11 +80,7 @@ def auto(
     problem = _problem(costs, placement, num_microbatches, cap_bytes)
     bounds = bounds_of(problem)
     search = _Search(problem, bounds.makespan)
-    for name, table in (*_named(problem), *(also or {}).items()):
-        order = _as_order(problem, table)
-        if order is not None:
-            fitting = all(fits(problem, rank, codes) for rank, codes in enumerate(order))
-            search.offer(name, [order] if fitting else [], 1)
+    search.offer_tables((*_named(problem), *(also or {}).items()))
     steps = max(int(effort * _STEPS), 1)
     if not (search.done and search.without_bubble):  # this is cheap, and may lower the span bubble and the bytes
         search.offer("list scheduling", *search_rules(problem, first_rules(problem), steps, search.key, bounds.makespan))
@@ -127,6 +123,14 @@ class _Search:
         digits = 9 - math.ceil(math.log10(max(self.bound, 1e-300)))
         peak = max(_peaks(self.problem, order))
         return round(result.makespan, digits), round(result.span_bubble, digits), peak
+
+    def offer_tables(self, tables: Iterable[tuple[str, Actions]]) -> None:
+        """Note each table that is of this problem as a trial; above the cap it is a trial without an order."""
+        for name, table in tables:
+            order = _as_order(self.problem, table)
+            if order is not None:
+                fitting = all(fits(self.problem, rank, codes) for rank, codes in enumerate(order))
+                self.offer(name, [order] if fitting else [], 1)
 
     def offer(self, method: str, orders: Sequence[Order], looked_at: int) -> None:
         """Note a trial, and keep the best of its orders if it is the best so far."""

@@ -62,7 +62,7 @@ def lines_of(text: str) -> Iterator[str]:
 
 
 def printed(command: str) -> str:
-    """What a command of a `console` block prints, run in this folder, errors that it shows too. Raises PageError at a traceback."""
+    """What a command of a `console` block prints, and says on stderr, run in this folder. Raises PageError at a traceback."""
     words = shlex.split(command.replace("\\\n", " "), comments=True)
     if words[:2] == ["mpar", "plan"]:
         return _run_here(words[1:])[1]
