@@ -20,15 +20,27 @@ def differences(shown: str, printed: str) -> str:
 
 
 def renewed(shown: str, printed: str) -> str:
-    """What a page is to show now: what was printed, with the masks of lines that are otherwise as they were."""
+    """What a page is to show now: its lines and masks where they still fit, the nearest of what was printed elsewhere.
+
+    Where that would not be true, it is all that was printed.
+    """
     if same(shown, printed):
         return shown
-    masked = [line for line in _lines(shown) if ANY_WORDS in line]
-    out = []
-    for line in _lines(printed):
-        mask = next((mask for mask in masked if re.fullmatch(_pattern(mask), line + "\n")), None)
-        out.append(mask or line)
-    return "".join(f"{line}\n" for line in out)
+    remaining, kept = _lines(printed), []
+    for line in _lines(shown):
+        if line.strip() == ANY_LINES:
+            kept.append(line)
+            continue
+        at = next((i for i, now in enumerate(remaining) if re.fullmatch(_pattern(line), now + "\n")), None)
+        if at is None:
+            near = difflib.get_close_matches(line, remaining, n=1, cutoff=0.5)
+            at = remaining.index(near[0]) if near else None
+            line = near[0] if near else line
+        if at is not None:
+            kept.append(line)
+            remaining = remaining[at + 1 :]
+    text = "".join(f"{line}\n" for line in kept)
+    return text if same(text, printed) else "".join(f"{line}\n" for line in _lines(printed))
 
 
 def _lines(text: str) -> list[str]:
