@@ -60,7 +60,8 @@ def _update_code(
     """The code of the update of a unit.
 
     rules:     for parameters that are set from a metric, by their index in the unit: how. Their slots do not change.
-    overwrite: whether the new values may be written over the old ones.
+    overwrite: whether the new values may be written over the old ones. Where they may not, they are written over copies: the same
+               kernel updates a parameter at all positions that hold it, so that its copies keep the same bits.
     """
     decays = tuple(optimizer.decays(path, axes) for path, axes in zip(unit.paths, unit.axes, strict=True))
     num_slots = len(optimizer.slots)
@@ -69,6 +70,8 @@ def _update_code(
         values, results = dict(zip(rules, given, strict=True)), []
         for i, (p, g) in enumerate(zip(params, grads, strict=True)):
             of_leaf = tuple(slot[i] for slot in slots)
+            if not overwrite:
+                p, g, of_leaf = p.clone(), g.clone(), tuple(slot.clone() for slot in of_leaf)
             if i in rules:
                 results.append((rules[i][1](p, values[i]), of_leaf))
             else:
@@ -85,8 +88,7 @@ def _update_code(
     args = (leaves, values.globals(grads), [leaves] * num_slots, *scalars, values.globals(given))
     targets = [*unit.storage, *unit.opt * num_slots]
     variant = tuple((i, fn) for i, (_, fn) in rules.items())
-    passes = (join_updates,) if overwrite else ()
-    return writer.functions.compile(name, update, args, specs, targets, variant, passes)
+    return writer.functions.compile(name, update, args, specs, targets, (*variant, overwrite), (join_updates,))
 
 
 def _overwritable(writer: Writer, grads: Sequence[int], params: Sequence[int]) -> bool:
