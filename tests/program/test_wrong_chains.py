@@ -10,6 +10,7 @@ from mpar import Mesh, compile_step, models, ops
 from mpar.chain import Chain, Segment
 from mpar.errors import ConfigError
 from mpar.optim import AdamW
+from mpar.sharding import ReplicatedFallback
 
 B, S, V, D = 2, 4, 11, 8
 
@@ -158,3 +159,15 @@ SMALL = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e4,
 }
+
+
+def test_ops_without_a_rule_in_a_head_are_facts_of_the_program():
+    """The last segment's forward and backward are one code: what every rank computes as a whole there is told as elsewhere."""
+
+    def sorting_head(params, x, context, *, training):
+        return head(params, x.sort(0).values, context, training=training)
+
+    chain = Bigram(with_segment(1, fn=sorting_head)(Parts()))
+    with pytest.warns(ReplicatedFallback, match="sort"):
+        program = compile_step(chain, AdamW(lr=1e-3), Mesh(dp=2), "ddp", (B, S))
+    assert "aten.sort.default" in program.facts.fallbacks

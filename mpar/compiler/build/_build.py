@@ -15,6 +15,7 @@ from mpar.compiler.build._pipeline import make_pipeline
 from mpar.compiler.build._placement import place
 from mpar.compiler.build._values import Values
 from mpar.compiler.build._writer import Kinds, Writer
+from mpar.compiler.segment import check_names
 from mpar.ir import Facts, ProgramData
 from mpar.mesh import Mesh
 from mpar.optimizer import Optimizer
@@ -37,6 +38,7 @@ def build(
     """
     batch = piece_values(model, batch_shape, options.num_microbatches, options.num_slices)
     placement = place(model, strategy, mesh, batch, options)
+    check_names(options.recompute, (code.ranked.graph for slices in placement.segments.by_segment for code in slices))
     pipeline = make_pipeline(model, placement, options)
     blueprint = Blueprint(model, optimizer, options, placement, pipeline)
     values, kinds = Values(placement.mesh), Kinds()

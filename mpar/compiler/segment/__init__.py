@@ -4,7 +4,7 @@ from mpar.compiler.segment._code import Code, SegmentCode, SegmentSpecs, Slices,
 from mpar.compiler.segment._codegen import coordinates_of, generate
 from mpar.compiler.segment._compile import compile_function, compile_segment
 from mpar.compiler.segment._kernels import choose_kernels
-from mpar.compiler.segment._partition import RecomputePolicy, policy
+from mpar.compiler.segment._partition import RecomputePolicy, check_names, policy
 from mpar.compiler.segment._reuse import overwrite_operands
 from mpar.compiler.segment._split import SplitCode, split_segment
 from mpar.compiler.segment._trace import trace_segment
@@ -18,6 +18,7 @@ __all__ = [
     "SplitCode",
     "Target",
     "TracedSegment",
+    "check_names",
     "choose_kernels",
     "compile_function",
     "compile_segment",

@@ -62,7 +62,8 @@ def _joint_code(name: str, ranked: RankGraph, target: Target) -> Code:
     results = list(graph.output_node().args[0])
     joint = extract(graph, graph.find_nodes(op="placeholder"), results, set(graph.nodes))
     constants = ranked.logical.constants
-    return make_code(f"{name} whole", joint, constants, list(ranked.in_specs), list(ranked.out_specs), target.kernels)
+    code = make_code(f"{name} whole", joint, constants, list(ranked.in_specs), list(ranked.out_specs), target.kernels)
+    return replace(code, fallbacks=ranked.fallbacks)
 
 
 def cut(traced: TracedSegment, ranked: RankGraph, recompute: RecomputePolicy) -> Halves:

@@ -6,7 +6,7 @@ or from context alone are called free and never kept. Instead of a view, the val
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from mpar.errors import ConfigError, UnknownNameError
-from mpar.ops import primitive_of
+from mpar.ops import PRIMITIVES, primitive_of
 from mpar.sharding import collectives
 
 __all__ = [
@@ -75,6 +75,19 @@ def policy(kind: str | None, names: Sequence[str] | None = None, budget: int = 0
     if budget < 0:
         raise ConfigError(f"a recompute budget of {budget} bytes: it must not be negative")
     return RecomputePolicy(kind or "none", CHEAP if names is None else frozenset(names), budget, offload)
+
+
+def check_names(recompute: RecomputePolicy, graphs: Iterable[fx.Graph]) -> None:
+    """Raise UnknownNameError if the policy selects by names that stand for nothing: no operation, and no label in these graphs."""
+    operations = {*PRIMITIVES, *(op.__name__ for op in collectives.COLLECTIVES), "cast", "pointwise"}
+    unknown = recompute.names - operations - CHEAP if recompute.kind == "selective" else frozenset()
+    if unknown:
+        labels = {label for graph in graphs for node in graph.nodes for label in node.meta.get("labels", ())}
+        if unknown := unknown - labels:
+            raise UnknownNameError(
+                f"recompute=selective is to compute {', '.join(sorted(unknown))} again, but this model has nothing of that name.\n"
+                f"Its labels are {', '.join(sorted(labels))}; names of primitives and of collectives, pointwise and cast select too."
+            )
 
 
 @dataclass(frozen=True)
