@@ -277,7 +277,7 @@ def test_errors_say_what_disagrees(make_model):
     with pytest.raises(UnknownNameError, match="none, full, selective, budget"):
         compile_step(model, OPTIMIZER, Mesh(dp=1), "ddp", (8, 8), recompute="some")
     names = frozenset({"mlp_act", "all_gather", "swiglu", "mlp_atc"})
-    with pytest.raises(UnknownNameError, match=r"compute mlp_atc again(?s:.*)Its labels are .*mlp_act"):
+    with pytest.raises(UnknownNameError, match=r"compute mlp_atc again(?s:.*)The labels of this model are .*mlp_act"):
         compile_step(model, OPTIMIZER, Mesh(dp=1), "ddp", (8, 8), recompute=RecomputePolicy("selective", names))
     with pytest.raises(ConfigError, match="2 layers for 8 stages"):
         compile_step(model, OPTIMIZER, Mesh(pp=8), "ddp", (8, 8))

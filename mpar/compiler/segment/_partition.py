@@ -78,15 +78,16 @@ def policy(kind: str | None, names: Sequence[str] | None = None, budget: int = 0
 
 
 def check_names(recompute: RecomputePolicy, graphs: Iterable[fx.Graph]) -> None:
-    """Raise UnknownNameError if the policy selects by names that stand for nothing: no operation, and no label in these graphs."""
+    """Raise UnknownNameError if the policy selects by a name that is of no operation and no label in these graphs."""
     operations = {*PRIMITIVES, *(op.__name__ for op in collectives.COLLECTIVES), "cast", "pointwise"}
     unknown = recompute.names - operations - CHEAP if recompute.kind == "selective" else frozenset()
     if unknown:
         labels = {label for graph in graphs for node in graph.nodes for label in node.meta.get("labels", ())}
         if unknown := unknown - labels:
             raise UnknownNameError(
-                f"recompute=selective is to compute {', '.join(sorted(unknown))} again, but this model has nothing of that name.\n"
-                f"Its labels are {', '.join(sorted(labels))}; names of primitives and of collectives, pointwise and cast select too."
+                f"recompute=selective is to compute {', '.join(sorted(unknown))} again, but nothing here has that name.\n"
+                f"The labels of this model are {', '.join(sorted(labels))}.\n"
+                "Primitives and collectives are selected by their names, other operations by pointwise and cast."
             )
 
 
