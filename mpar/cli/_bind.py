@@ -61,14 +61,20 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 _ELSEWHERE = {  # names in other systems: the key in mpar
     "batch_size": "data.batch_size",
+    "context_parallel_size": "mesh.cp",
     "epochs": "steps",
+    "expert_model_parallel_size": "strategy.expert_parallel",
     "gradient_accumulation_steps": "schedule.num_microbatches",
     "learning_rate": "optimizer.lr",
     "max_grad_norm": "optimizer.clip_norm",
     "max_length": "data.seq_len",
     "max_steps": "steps",
+    "num_train_epochs": "steps",
     "output_dir": "run_dir",
+    "pipeline_model_parallel_size": "mesh.pp",
     "save_steps": "checkpoint.every",
+    "tensor_model_parallel_size": "mesh.tp",
+    "zero_stage": "strategy.name",
 }
 
 

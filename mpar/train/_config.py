@@ -195,6 +195,7 @@ class HardwareConfig:
     cross_bytes_per_s: float = key("one rank's bandwidth between nodes")
     cross_latency_s: float = key("time of an empty message between nodes")
     ranks_per_node: int = key("devices in a node")
+    host_bytes_per_s: float = key("bandwidth between a device and the memory of its host", default=5e10)
     launch_s: float = key("fixed time of one segment", default=0.0)
     peak_flops_per_s: float = key("data-sheet peak, for MFU", default=0.0)
     arch: str | None = key("the chip for which kernels are chosen, such as sm_90; null: a CPU", default=None)
