@@ -204,11 +204,11 @@ def _on_host(prediction: Prediction) -> str:
 
 def _at_most(prediction: Prediction) -> str:
     """The bytes that a rank needs if tokens are spread evenly over experts, and if all go to one rank, where the two differ."""
-    if prediction.most_bytes <= prediction.need_bytes:
+    if prediction.bytes_if_rows_meet <= prediction.need_bytes:
         return ""
     return (
         f";\n            together {format_bytes(prediction.need_bytes)} if tokens are spread evenly over experts, "
-        f"{format_bytes(prediction.most_bytes)} if all go to one rank"
+        f"{format_bytes(prediction.bytes_if_rows_meet)} if all go to one rank"
     )
 
 

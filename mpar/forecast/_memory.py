@@ -35,7 +35,7 @@ def timeline(program: ProgramData, part: Part, *, workspace: bool = False, all_r
     live = constants + sum(sizes[storage] for storage in users)
     for instruction in part.instructions:
         kind = program.kinds[instruction.kind]
-        memory = kind.most if all_rows and kind.most is not None else kind.memory
+        memory = kind.memory_if_rows_meet if all_rows and kind.memory_if_rows_meet is not None else kind.memory
         frees = set(instruction.frees)
         num_freed = {values[v].storage: 0 for v in frees}  # values of each storage
         for v in frees:
@@ -62,12 +62,12 @@ def timeline(program: ProgramData, part: Part, *, workspace: bool = False, all_r
 
 def host_bytes(program: ProgramData, part: Part) -> int:
     """The most bytes that are in the memory of the host at one time."""
-    held = most = 0
+    held = memory_if_rows_meet = 0
     offloaded: set[int] = set()
     for instruction in part.instructions:
         if instruction.op == "offload":
             offloaded.add(instruction.outputs[0])
             held += program.values[instruction.outputs[0]].bytes
-        most = max(most, held)
+        memory_if_rows_meet = max(memory_if_rows_meet, held)
         held -= sum(program.values[v].bytes for v in instruction.frees if v in offloaded)
-    return most
+    return memory_if_rows_meet

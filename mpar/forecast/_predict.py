@@ -17,7 +17,7 @@ class Prediction:
 
     peak_bytes:          the peak, exact except for the workspace inside ops. workspace_bytes: the largest workspace of an op.
     need_bytes:          the peak with the workspace of every op included while it runs.
-    most_bytes:          the same if a router sends all rows to one rank, which needs more only if rows travel between ranks.
+    bytes_if_rows_meet:  the same if a router sends all rows to one rank, which needs more only if rows travel between ranks.
     host_bytes:          the most that is in the memory of the host at one time. state_bytes: what is held between steps.
     flops:               FLOPs that are executed, recomputation included.
     communication_bytes: what a rank contributes to collectives and sends to other stages.
@@ -30,7 +30,7 @@ class Prediction:
     state_bytes: int
     workspace_bytes: int
     need_bytes: int
-    most_bytes: int
+    bytes_if_rows_meet: int
     host_bytes: int
     flops: int
     communication_bytes: int
@@ -97,7 +97,7 @@ _COUNTS = (
     "state_bytes",
     "workspace_bytes",
     "need_bytes",
-    "most_bytes",
+    "bytes_if_rows_meet",
     "host_bytes",
     "flops",
     "communication_bytes",

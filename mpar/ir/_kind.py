@@ -19,7 +19,7 @@ class CollectiveUse:
     line:         the line of the model that caused it.
     hidden_flops, hidden_bytes: the computation that runs while a posted collective is on its way.
     ragged:       only at run time is it known how many rows go to each rank, and so how many arrive.
-    most_bytes:   of a posted collective, the most bytes that a rank may contribute, which routing may decide; 0 if not posted.
+    bound_bytes:  of a posted collective, the most bytes that a rank may contribute, which routing may decide; 0 if not posted.
     """
 
     op: str
@@ -31,7 +31,7 @@ class CollectiveUse:
     hidden_flops: int = 0
     hidden_bytes: int = 0
     ragged: bool = False
-    most_bytes: int = 0
+    bound_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Kind:
     coordinates: tuples of mesh axes for which the code asks for its rank's coordinate.
     kernels:     which implementations run its calls of primitives.
     memory:      which storages its ops make and drop; the forecast of memory is computed from it.
-    most:        the same for the case that a router sends all rows to one rank; None if no number of rows depends on routing.
+    memory_if_rows_meet: the same if a router sends all rows to one rank; None if routing decides no number of rows.
     """
 
     name: str
@@ -72,4 +72,4 @@ class Kind:
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     coordinates: tuple[tuple[str, ...], ...]
     kernels: tuple[KernelUse, ...] = ()
-    most: SegmentMemory | None = None
+    memory_if_rows_meet: SegmentMemory | None = None

@@ -88,6 +88,6 @@ def posted_bytes(program: ProgramData) -> dict[tuple[str, ...], int]:
     """Bytes of the longest message that is posted over each tuple of axes, with the room between its tensors."""
     longest: dict[tuple[str, ...], int] = {}
     for use in (use for kind in program.kinds.values() for use in kind.collectives):
-        if use.most_bytes:
-            longest[use.axes] = max(longest.get(use.axes, 0), use.most_bytes + ALIGN * use.tensors)
+        if use.bound_bytes:
+            longest[use.axes] = max(longest.get(use.axes, 0), use.bound_bytes + ALIGN * use.tensors)
     return longest

@@ -23,7 +23,7 @@ class Trial:
 
     method: str
     makespan: float | None
-    looked_at: int
+    num_orders: int
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ def auto(
     bounds = bounds_of(problem)
     search = _Search(problem, bounds.makespan)
     search.offer_tables((*_named(problem), *(also or {}).items()))
-    steps = max(int(effort * _STEPS), 1)
+    num_actions = max(int(effort * _STEPS), 1)
     if not (search.done and search.without_bubble):  # this is cheap, and may lower the span bubble and the bytes
-        search.offer("list scheduling", *search_rules(problem, first_rules(problem), steps, search.key, bounds.makespan))
+        search.offer("list scheduling", *search_rules(problem, first_rules(problem), num_actions, search.key, bounds.makespan))
     if not search.done and problem.size <= _FEW:
         outcome = exact(problem, bounds, search.makespan, nodes=int(effort * _NODES))
         search.offer("exact", [outcome.order] if outcome.order else [], outcome.nodes)
@@ -132,7 +132,7 @@ class _Search:
                 fitting = all(fits(self.problem, rank, codes) for rank, codes in enumerate(order))
                 self.offer(name, [order] if fitting else [], 1)
 
-    def offer(self, method: str, orders: Sequence[Order], looked_at: int) -> None:
+    def offer(self, method: str, orders: Sequence[Order], num_orders: int) -> None:
         """Note a trial, and keep the best of its orders if it is the best so far."""
         makespan = None
         for order in orders:
@@ -142,7 +142,7 @@ class _Search:
             key = self.key(order, result)
             if self.best is None or key < self.best[0]:
                 self.best = key, order, method
-        self.trials.append(Trial(method, makespan, looked_at))
+        self.trials.append(Trial(method, makespan, num_orders))
 
     @property
     def order(self) -> Order:
@@ -182,8 +182,8 @@ def _peaks(problem: Problem, order: Order) -> list[int]:
         live = peak = 0
         for code in codes:
             stage, kind = code >> 2, code & 3
-            activation, rest = problem.activation[stage], problem.rest[stage]
-            live += (activation, -activation, rest - activation, -rest)[kind]
+            activation, deferred_bytes = problem.activation[stage], problem.deferred_bytes[stage]
+            live += (activation, -activation, deferred_bytes - activation, -deferred_bytes)[kind]
             peak = max(peak, live)
         peaks.append(peak)
     return peaks

@@ -49,7 +49,7 @@ def _data(picture: Picture) -> dict:
     return {
         "unit": picture.unit,
         "end": picture.end,
-        "most": picture.most_memory,
+        "most": picture.peak_memory,
         "lanes": picture.lanes,
         "memory": picture.memory,
         "colours": {f"{kind}{chunk}": _css(kind, chunk, chunks) for kind, chunk in used},

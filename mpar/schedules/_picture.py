@@ -27,7 +27,7 @@ BAR_KINDS = {
 
 LARGEST = 1e300  # the largest time or size: above it, the number of microseconds may be infinite
 
-Steps = Sequence[tuple[float, float]]
+Curve = Sequence[tuple[float, float]]
 
 
 class Bar(NamedTuple):
@@ -64,7 +64,7 @@ class Picture:
     title: str
     lanes: tuple[str, ...]
     bars: tuple[Bar, ...]
-    memory: tuple[Steps, ...] = ()
+    memory: tuple[Curve, ...] = ()
     unit: str = ""
     facts: dict[str, str] = field(default_factory=dict)
 
@@ -96,7 +96,7 @@ class Picture:
         return max((*(bar.end for bar in self.bars), *(step[0] for steps in self.memory for step in steps)), default=0.0)
 
     @property
-    def most_memory(self) -> float:
+    def peak_memory(self) -> float:
         """The highest of all memory curves."""
         return max((value for steps in self.memory for _, value in steps), default=0.0)
 
@@ -159,7 +159,7 @@ def show_memory(size: float, unit: str) -> str:
     return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def _memory(table: Actions, timeline: Timeline, costs: Costs) -> tuple[Steps, ...]:
+def _memory(table: Actions, timeline: Timeline, costs: Costs) -> tuple[Curve, ...]:
     """For every rank the bytes of its activations, after each action that changes them."""
     curves = []
     for actions, starts, ends in zip(table, timeline.start, timeline.end, strict=True):

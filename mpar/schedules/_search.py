@@ -66,7 +66,7 @@ class Problem:
     lean_weight: tuple[float, ...]
     links: Links
     activation: tuple[int, ...]
-    rest: tuple[int, ...]
+    deferred_bytes: tuple[int, ...]
     cap: tuple[float, ...]
 
     @property
@@ -82,9 +82,9 @@ class Problem:
         """
         stages, cap = self.rank_stages[self.place[stage]], self.cap[self.place[stage]]
         held_bytes = sum(self.activation[s] for s in stages if s <= stage)
-        activation, rest = self.activation[stage], self.rest[stage]
+        activation, deferred_bytes = self.activation[stage], self.deferred_bytes[stage]
         inputs = min(cap // held_bytes, self.count) if held_bytes else self.count
-        weights = min((cap - activation) // rest + 1, self.count) if rest else self.count
+        weights = min((cap - activation) // deferred_bytes + 1, self.count) if deferred_bytes else self.count
         return int(inputs), int(weights)
 
     def fusing_helps(self, stage: int) -> bool:
@@ -120,12 +120,12 @@ def problem_of(costs: Costs, placement: Sequence[int], count: int, cap: Sequence
     down = tuple(channel(s, s - 1) for s in range(stages))
     wire = tuple(float(costs.transfer[s]) if up[s] >= 0 and costs.transfer else 0.0 for s in range(stages))
     activation = tuple(costs.activation) or (0,) * stages
-    rest = activation if costs.weight_part is None or not costs.activation else tuple(costs.weight_part)
+    deferred_bytes = activation if costs.weight_part is None or not costs.activation else tuple(costs.weight_part)
     rank_stages = tuple(tuple(s for s in range(stages) if placement[s] == rank) for rank in range(ranks))
     all_bytes = [count * sum(activation[s] for s in stages_of) for stages_of in rank_stages]
     return Problem(
         costs, tuple(placement), rank_stages, count, tuple(times), tuple(lean_input), tuple(lean_weight),
-        Links(wire, up, down, len(channels)), activation, rest, tuple(map(min, cap, all_bytes)),
+        Links(wire, up, down, len(channels)), activation, deferred_bytes, tuple(map(min, cap, all_bytes)),
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def _result(problem: Problem, order: Order, start: list[list[float]], end: list[
 
 def fits(problem: Problem, rank: int, codes: Sequence[int]) -> bool:
     """Whether the bytes of a rank's order stay under its cap, at every moment."""
-    activation, rest, cap = problem.activation, problem.rest, problem.cap[rank]
+    activation, deferred_bytes, cap = problem.activation, problem.deferred_bytes, problem.cap[rank]
     live = 0
     for code in codes:
         stage, kind = code >> 2, code & 3
@@ -213,9 +213,9 @@ def fits(problem: Problem, rank: int, codes: Sequence[int]) -> bool:
         elif kind == B:
             live -= activation[stage]
         elif kind == I:
-            live -= activation[stage] - rest[stage]
+            live -= activation[stage] - deferred_bytes[stage]
         else:
-            live -= rest[stage]
+            live -= deferred_bytes[stage]
     return True
 
 

@@ -71,7 +71,7 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
 def _tails(problem: Problem) -> list[list[float]]:
     """Per code and microbatch: longest path after it, or its way to a rank and all that this rank has to do after it."""
     stages, count, wire = len(problem.place), problem.count, problem.links.wire
-    lean, rest, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
+    lean, deferred_bytes, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
     ahead = [problem.ahead(s) for s in range(stages)]
     loads = [_loads_after(problem, s) for s in range(stages)]
     tail = [[0.0] * count for _ in range(4 * stages)]
@@ -79,14 +79,14 @@ def _tails(problem: Problem) -> list[list[float]]:
         left, more = count - m, m + 1 < count
         for s in range(stages):
             room, room_weight = ahead[s]
-            of_weight = rest[s] + tail[4 * s + W][m + 1] if more else 0.0
+            of_weight = deferred_bytes[s] + tail[4 * s + W][m + 1] if more else 0.0
             if m + room_weight < count:
                 of_weight = max(of_weight, forward[s] + tail[4 * s + F][m + room_weight])
             down = wire[s - 1] + lean[s - 1] + tail[4 * s - 4 + I][m] if s else 0.0
             after = max(of_weight, down, lean[s] + tail[4 * s + I][m + 1] if more else 0.0)
             if m + room < count:
                 after = max(after, forward[s] + tail[4 * s + F][m + room])
-            of_input = max(after, rest[s] + of_weight)
+            of_input = max(after, deferred_bytes[s] + of_weight)
             for way, load in loads[s][I]:
                 of_input = max(of_input, way + left * load)
             for way, load in loads[s][B]:
@@ -107,7 +107,7 @@ def _tails(problem: Problem) -> list[list[float]]:
 def _heads(problem: Problem) -> list[list[float]]:
     """Per code and microbatch: longest path before it, or all that a rank has to do before it and the way from there."""
     stages, count, wire = len(problem.place), problem.count, problem.links.wire
-    lean, rest, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
+    lean, deferred_bytes, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
     ahead = [problem.ahead(s) for s in range(stages)]
     loads = [_loads_before(problem, s) for s in range(stages)]
     head = [[0.0] * count for _ in range(4 * stages)]
@@ -118,7 +118,7 @@ def _heads(problem: Problem) -> list[list[float]]:
             if m >= room:
                 before = max(before, head[4 * s + I][m - room] + lean[s])
             if m >= room_weight:
-                before = max(before, head[4 * s + W][m - room_weight] + rest[s])
+                before = max(before, head[4 * s + W][m - room_weight] + deferred_bytes[s])
             if s:
                 before = max(before, head[4 * s - 4 + F][m] + forward[s - 1] + wire[s - 1])
             for way, load in loads[s][F]:
@@ -133,7 +133,7 @@ def _heads(problem: Problem) -> list[list[float]]:
             for way, load in loads[s][I]:
                 before = max(before, way + (m + 1) * load)
             head[4 * s + I][m] = before
-            before = max(before + lean[s], head[4 * s + W][m - 1] + rest[s] if m else 0.0)
+            before = max(before + lean[s], head[4 * s + W][m - 1] + deferred_bytes[s] if m else 0.0)
             for way, load in loads[s][W]:
                 before = max(before, way + (m + 1) * load)
             head[4 * s + W][m] = before
@@ -149,17 +149,17 @@ def _loads_after(problem: Problem, s: int) -> Loads:
     a is the way to the first action there that depends on it, less the action itself; b what the rank does for a microbatch.
     """
     stages, wire = len(problem.place), problem.links.wire
-    lean, rest, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
+    lean, deferred_bytes, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
     loads: Loads = {F: [], I: [], B: []}
     for rank_stages in problem.rank_stages:
         below, above = [o for o in rank_stages if o <= s], [o for o in rank_stages if o >= s]
         if below:
             first = below[-1]
             way = wire[first] + sum(lean[o] + wire[o] for o in range(first + 1, s)) if first < s else 0.0
-            load = sum(lean[o] + rest[o] for o in below)
+            load = sum(lean[o] + deferred_bytes[o] for o in below)
             loads[I].append((way if first < s else -lean[s], load))
-            loads[B].append((way if first < s else -lean[s] - rest[s], load))
-        load = sum(lean[o] + rest[o] for o in rank_stages) + sum(forward[o] for o in above)
+            loads[B].append((way if first < s else -lean[s] - deferred_bytes[s], load))
+        load = sum(lean[o] + deferred_bytes[o] for o in rank_stages) + sum(forward[o] for o in above)
         if above:
             way = sum(wire[o - 1] + (forward[o - 1] if o - 1 > s else 0.0) for o in range(s + 1, above[0] + 1))
             loads[F].append((way if above[0] > s else -forward[s], load))
@@ -172,7 +172,7 @@ def _loads_after(problem: Problem, s: int) -> Loads:
 def _loads_before(problem: Problem, s: int) -> Loads:
     """As `_loads_after`, of what the rank has to do before an action of stage s; n microbatches are not after it."""
     stages, wire = len(problem.place), problem.links.wire
-    lean, rest, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
+    lean, deferred_bytes, forward = problem.lean_input, problem.lean_weight, problem.time[F::4]
     loads: Loads = {F: [], I: [], W: []}
     for rank_stages in problem.rank_stages:
         below, above = [o for o in rank_stages if o <= s], [o for o in rank_stages if o >= s]
@@ -188,5 +188,5 @@ def _loads_before(problem: Problem, s: int) -> Loads:
             way = sum(wire[o - 1] + forward[o] for o in range(rank_stages[-1] + 1, stages))
             loads[I].append((way + sum(lean[o] + wire[o - 1] for o in range(s + 1, stages)), load))
         if s in rank_stages:
-            loads[W].append((-rest[s], load + rest[s]))
+            loads[W].append((-deferred_bytes[s], load + deferred_bytes[s]))
     return loads

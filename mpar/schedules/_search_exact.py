@@ -159,10 +159,10 @@ def _child(
     if bound >= limit:
         return
     begun, live = list(state.begun), list(state.live)
-    activation, rest = problem.activation[stage], problem.rest[stage]
+    activation, deferred_bytes = problem.activation[stage], problem.deferred_bytes[stage]
     for part in ((0,), (1, 2), (1,), (2,))[kind]:
         begun[3 * stage + part] += 1
-    live[rank] += (activation, -activation, rest - activation, -rest)[kind]
+    live[rank] += (activation, -activation, deferred_bytes - activation, -deferred_bytes)[kind]
     waiting = tuple(tuple(max(time, begin) for time in times) for times in arrivals)
     yield _State(tuple(begun), tuple(live), tuple(work), tuple(now), waiting, begin, bound, code, state)
 

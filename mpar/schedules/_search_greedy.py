@@ -154,25 +154,25 @@ class _Rank:
 
     def _begin(self, stage: int, kind: int) -> int:
         problem = self.problem
-        activation, rest = problem.activation[stage], problem.rest[stage]
+        activation, deferred_bytes = problem.activation[stage], problem.deferred_bytes[stage]
         if kind == F:
             self.forwards[stage] += 1
             self.live += activation
             self.in_flight += 1
         elif kind == W:
             self.weights[stage] += 1
-            self.live -= rest
+            self.live -= deferred_bytes
             self.pending -= 1
         else:
             self.inputs[stage] += 1
             self.in_flight -= 1
-            self.live -= activation - rest
+            self.live -= activation - deferred_bytes
             self.pending += 1
             chosen = self.rule.fuse == "all" or (self.rule.fuse == "first" and stage == 0)
             if chosen and self.inputs[stage] == self.weights[stage] + 1 and problem.fusing_helps(stage):
                 kind = B
                 self.weights[stage] += 1
-                self.live -= rest
+                self.live -= deferred_bytes
                 self.pending -= 1
         self.order.append(4 * stage + kind)
         return self.order[-1]

@@ -35,15 +35,15 @@ def first_rules(problem: Problem) -> list[Rule]:
 def search_rules(
     problem: Problem,
     rules: Sequence[Rule],
-    steps: int,
+    num_actions: int,
     key: Callable[[Order, Run], tuple[float, float, int]],
     goal: float,
 ) -> tuple[list[Order], int]:
     """Orders of the best rules, best last, and how many were tried. Hill climbing from the best two, by one part at a time.
 
-    steps: how many actions may be scheduled, in all.
+    num_actions: how many actions may be scheduled, in all.
     """
-    num_rules = max(steps // problem.size, 4)
+    num_rules = max(num_actions // problem.size, 4)
     tried = 0
     known: set[Rule] = set()
     scores: list[tuple[tuple[float, float, int], int, Rule, Order]] = []

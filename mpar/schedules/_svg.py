@@ -8,7 +8,7 @@ from itertools import groupby
 from math import ceil, floor, log10
 from typing import NamedTuple
 
-from mpar.schedules._picture import BAR_KINDS, Bar, Picture, Row, Steps, rows, show_memory, show_time
+from mpar.schedules._picture import BAR_KINDS, Bar, Curve, Picture, Row, rows, show_memory, show_time
 
 __all__ = ["COLOURS", "clean", "shade", "svg"]
 
@@ -26,8 +26,8 @@ COLOURS = {
     "other": "#AAAAAA",
 }
 WIDTH, LEFT, RIGHT = 1200, 64, 56
-MOST_BARS = 6000  # each has a tooltip; of more bars only shares of time are drawn, in a bounded number of columns
-MOST_COLUMNS = 36_000
+MAX_BARS = 6000  # each has a tooltip; of more bars only shares of time are drawn, in a bounded number of columns
+MAX_COLUMNS = 36_000
 LEVELS = 12  # steps in height of a share
 DIGIT = 0.56  # width of a digit, in font sizes
 
@@ -69,7 +69,7 @@ def _ticks(end: float) -> list[float]:
     return [i * step for i in range(floor(end / step * 1.0000001) + 1)]
 
 
-def _envelope(steps: Steps, end: float, columns: int) -> Steps:
+def _envelope(steps: Curve, end: float, columns: int) -> Curve:
     """The curve with at most as many steps as there are columns, never below the original."""
     highest, value, at = [0.0] * columns, 0.0, 0
     for time, after in steps:
@@ -95,7 +95,7 @@ def _heights(picture: Picture) -> _Heights:
     """The heights for a number of lanes: the more lanes, the lower each one."""
     lanes = len(picture.lanes)
     row = 24 if lanes <= 8 else 18 if lanes <= 16 else 13 if lanes <= 64 else 9 if lanes <= 128 else 4
-    curve = round(row * 0.7, 1) if picture.most_memory else 0
+    curve = round(row * 0.7, 1) if picture.peak_memory else 0
     return _Heights(row, round(row * 0.45, 1), curve, max(2, row // 4), min(10, row))
 
 
@@ -130,7 +130,7 @@ class _Drawing:
     @property
     def many(self) -> bool:
         """Whether shares of time are drawn instead of bars."""
-        return len(self.picture.bars) > MOST_BARS
+        return len(self.picture.bars) > MAX_BARS
 
     def lines(self) -> Iterator[str]:
         """The file, line by line."""
@@ -178,7 +178,7 @@ class _Drawing:
         used = {bar.kind for bar in self.picture.bars}
         words = [(COLOURS[kind], name) for kind, name in BAR_KINDS.items() if kind in used]
         if self.heights.curve:
-            words.append(("#d5d9de", f"memory, up to {show_memory(self.picture.most_memory, self.picture.unit)}"))
+            words.append(("#d5d9de", f"memory, up to {show_memory(self.picture.peak_memory, self.picture.unit)}"))
         for colour, word in words:
             yield f'<rect x="{_number(x)}" y="{y}" width="10" height="10" fill="{colour}"/>'
             yield f'<text x="{_number(x + 14)}" y="{y + 9}" font-size="11">{word}</text>'
@@ -229,7 +229,7 @@ class _Drawing:
     def _shares(self, row: Row, y: float) -> Iterator[str]:
         """Columns of equal width; in each the kinds are stacked, as high as their share of its time. Idle time stays white."""
         works = sorted({(list(BAR_KINDS).index(bar.kind), bar.chunk, bar.kind) for bar in row.bars})
-        room = MOST_COLUMNS // (len(works) * sum(map(len, self.rows.values())))
+        room = MAX_COLUMNS // (len(works) * sum(map(len, self.rows.values())))
         mean = sum(bar.end - bar.start for bar in row.bars) / len(row.bars) * self.scale
         columns = max(20, min(room, int((WIDTH - LEFT - RIGHT) / max(1.0, 4 * mean))))
         width = self.end / columns
@@ -254,10 +254,10 @@ class _Drawing:
             below = above
         yield "</g>"
 
-    def _memory(self, steps: Steps, y: float) -> Iterator[str]:
+    def _memory(self, steps: Curve, y: float) -> Iterator[str]:
         """The area below the curve, its peak at the right."""
-        most = self.picture.most_memory
-        columns = max(20, min(WIDTH - LEFT - RIGHT, MOST_COLUMNS // len(self.picture.lanes)))
+        most = self.picture.peak_memory
+        columns = max(20, min(WIDTH - LEFT - RIGHT, MAX_COLUMNS // len(self.picture.lanes)))
         points = steps if len(steps) <= columns else _envelope(steps, self.end, columns)
         base, height = y + self.heights.curve - 1, self.heights.curve - 2
         path = [f"M{LEFT} {_number(base)}"]

@@ -18,7 +18,7 @@ from mpar.train._setup import (
     num_microbatches,
     num_threads,
 )
-from mpar.train._state import Position, fresh_state, load_params, load_state, resume_from, save_state
+from mpar.train._state import Progress, fresh_state, load_params, load_state, resume_from, save_state
 from mpar.train._watch import Place, Watch, describe_place, read_place
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "PlainConfig",
     "PlainValue",
     "PlanConfig",
-    "Position",
+    "Progress",
     "Rank",
     "RunData",
     "RunSetup",

@@ -18,7 +18,7 @@ from mpar.train._experts import expert_load, side_losses
 from mpar.train._local_batch import local_batch
 from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
 from mpar.train._setup import RunSetup
-from mpar.train._state import Position, check_data, fresh_state, load_state, save_state
+from mpar.train._state import Progress, check_data, fresh_state, load_state, save_state
 from mpar.train._watch import Watch
 
 __all__ = ["Rank", "run_steps", "start"]
@@ -43,7 +43,7 @@ class Rank:
     evaluation: Evaluation | None = None
 
 
-def start(rank: Rank, resume: Path | None) -> tuple[State, Position]:
+def start(rank: Rank, resume: Path | None) -> tuple[State, Progress]:
     """The state to begin with: that of the checkpoint `resume`, or a fresh one. Raises CheckpointError if the checkpoint was
     trained on other data.
     """
@@ -52,13 +52,13 @@ def start(rank: Rank, resume: Path | None) -> tuple[State, Position]:
         config, model = rank.setup.config, rank.setup.model
         path = None if config.model.random_init else config.model.path
         state = fresh_state(rank.program, model, rank.rank, seed=config.seed, hf_path=path, device=rank.device)
-        return state, Position(0, 0, data, config.seed)
-    state, position = load_state(rank.program, resume, rank.rank, rank.device)
-    check_data(resume, position.data, data)
-    return state, position
+        return state, Progress(0, 0, data, config.seed)
+    state, progress = load_state(rank.program, resume, rank.rank, rank.device)
+    check_data(resume, progress.data, data)
+    return state, progress
 
 
-def run_steps(rank: Rank, state: State, position: Position, on_step: Callable[[StepRecord], None]) -> tuple[State, Position]:
+def run_steps(rank: Rank, state: State, progress: Progress, on_step: Callable[[StepRecord], None]) -> tuple[State, Progress]:
     """Train until step `config.steps`. Checkpoints are written as configured, and at the end.
 
     Raises NumericsError when the loss or the gradient norm is not finite; no checkpoint is written then.
@@ -67,25 +67,25 @@ def run_steps(rank: Rank, state: State, position: Position, on_step: Callable[[S
     costs = [flops_per_token(rank.setup.model, rank.batches.shape.seq_len, causal=causal) for causal in (False, True)]
     predicted, further = rank.program.predict().peak_bytes, bool(rank.setup.model.next_keys)
     positions = rank.batches.shape.batch_size * rank.batches.shape.seq_len
-    while position.step < config.steps:
+    while progress.step < config.steps:
         began, sent = time.perf_counter(), watch.communication_bytes
-        batch = local_batch(rank.program, rank.batches, position.step, rank.rank, rank.device, next_tokens=further)
-        watch.begin_step(position.step + 1)
+        batch = local_batch(rank.program, rank.batches, progress.step, rank.rank, rank.device, next_tokens=further)
+        watch.begin_step(progress.step + 1)
         state, metrics = rank.run(state, batch)
-        watch.between_steps(position.step + 1)
+        watch.between_steps(progress.step + 1)
         loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        _check_finite(position.step + 1, loss, grad_norm, metrics["microbatch_losses"])
-        position = Position(position.step + 1, position.tokens + round(float(metrics["weight"])), position.data, position.seed)
+        _check_finite(progress.step + 1, loss, grad_norm, metrics["microbatch_losses"])
+        progress = Progress(progress.step + 1, progress.tokens + round(float(metrics["weight"])), progress.data, progress.seed)
         elapsed, communication = time.perf_counter() - began, watch.communication_bytes - sent
         rate = positions / elapsed
-        eval_loss = _evaluated(rank, state, position.step)
+        eval_loss = _evaluated(rank, state, progress.step)
         on_step(
             StepRecord(
-                step=position.step,
+                step=progress.step,
                 loss=loss,
                 grad_norm=grad_norm,
                 lr=float(metrics["lr"]),
-                tokens=position.tokens,
+                tokens=progress.tokens,
                 step_s=elapsed,
                 tokens_per_s=rate,
                 tokens_per_s_per_device=rate / rank.program.mesh.size,
@@ -101,10 +101,10 @@ def run_steps(rank: Rank, state: State, position: Position, on_step: Callable[[S
             )
         )
         every = config.checkpoint.every
-        if position.step == config.steps or (every is not None and position.step % every == 0):
+        if progress.step == config.steps or (every is not None and progress.step % every == 0):
             folder = Path(str(config.run_dir)) / "checkpoints"
-            save_state(folder, rank.program, state, position, rank.resolved, rank.rank, rank.barrier, config.checkpoint.keep)
-    return state, position
+            save_state(folder, rank.program, state, progress, rank.resolved, rank.rank, rank.barrier, config.checkpoint.keep)
+    return state, progress
 
 
 def _evaluated(rank: Rank, state: State, step: int) -> float | None:

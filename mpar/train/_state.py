@@ -16,11 +16,11 @@ from mpar.program import Program, State
 from mpar.spec import P, local_shape
 from mpar.train._config import PlainConfig
 
-__all__ = ["Position", "check_data", "fresh_state", "load_params", "load_state", "resume_from", "save_state"]
+__all__ = ["Progress", "check_data", "fresh_state", "load_params", "load_state", "resume_from", "save_state"]
 
 
 @dataclass(frozen=True)
-class Position:
+class Progress:
     """How far a run has come: step and tokens, and the fingerprint of its data and the seed, which decide what comes next."""
 
     step: int = 0
@@ -33,8 +33,8 @@ class Position:
         return {"step": self.step, "tokens": self.tokens, "data": self.data, "seed": self.seed, "config": config}
 
     @classmethod
-    def from_extras(cls, extras: Mapping[str, Json], path: Path) -> "Position":
-        """The position in the extras of the checkpoint at `path`. Raises CheckpointError if an entry is missing or wrong."""
+    def from_extras(cls, extras: Mapping[str, Json], path: Path) -> "Progress":
+        """What the checkpoint at `path` records besides tensors. Raises CheckpointError if an entry is missing or wrong."""
         match extras:
             case {"step": int(step), "tokens": int(tokens), "data": str(data), "seed": int(seed)}:
                 return cls(step, tokens, data, seed)
@@ -61,13 +61,13 @@ def fresh_state(program: Program, model: Model, rank: int, *, seed: int, hf_path
     return State(leaves)
 
 
-def load_state(program: Program, path: Path, rank: int, device: torch.device) -> tuple[State, Position]:
-    """This rank's shards and the position of the run, from the checkpoint at `path`, which any mesh may have saved."""
+def load_state(program: Program, path: Path, rank: int, device: torch.device) -> tuple[State, Progress]:
+    """This rank's shards and the progress of the run, from the checkpoint at `path`, which any mesh may have saved."""
     wanted = {leaf.path: (leaf.shape, leaf.spec, leaf.dtype) for leaf in program.part(rank).state_in}
     elsewhere = {leaf.path for leaf in program.state_in} - wanted.keys()
     leaves = checkpoint.load(path, wanted, program.mesh, rank, elsewhere=elsewhere)
-    position = Position.from_extras(checkpoint.read_extras(path), path)
-    return State({name: leaf.to(device) for name, leaf in leaves.items()}, position.step), position
+    progress = Progress.from_extras(checkpoint.read_extras(path), path)
+    return State({name: leaf.to(device) for name, leaf in leaves.items()}, progress.step), progress
 
 
 def load_params(model: Model, path: Path) -> DecoderParams[Tensor]:
@@ -83,7 +83,7 @@ def save_state(
     folder: Path,
     program: Program,
     state: State,
-    reached: Position,
+    reached: Progress,
     config: PlainConfig,
     rank: int,
     barrier: Callable[[], None],

@@ -17,7 +17,7 @@ from mpar.train._config import PlainConfig, TrainConfig
 from mpar.train._job import Job, write_job
 from mpar.train._run_data import RunData, load_data
 from mpar.train._setup import RunSetup, batch_shapes, check_device, make_optimizer, num_microbatches
-from mpar.train._state import Position, check_data, resume_from
+from mpar.train._state import Progress, check_data, resume_from
 
 __all__ = ["compile_evaluation", "compile_program", "make_schedule", "prepare"]
 
@@ -124,7 +124,7 @@ def _resume(config: TrainConfig, batches: Batches) -> Path | None:
     resume = resume_from(Path(str(config.run_dir)), config.resume)
     if resume is None:
         return None
-    reached = Position.from_extras(checkpoint.read_extras(resume), resume)
+    reached = Progress.from_extras(checkpoint.read_extras(resume), resume)
     check_data(resume, reached.data, batches.fingerprint)
     if reached.step >= config.steps:
         raise CheckpointError(

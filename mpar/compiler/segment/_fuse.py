@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mpar.compiler.segment._reuse import dies_here, owns_storage
+from mpar.compiler.segment._reuse import is_last_reader, is_sole_user
 from mpar.kernels import REFERENCE, Kernels, choose
 from mpar.ops import PRIMITIVES, Primitive
 from mpar.sharding import erase_dead_nodes
@@ -124,7 +124,7 @@ def _join_ropes(graph: fx.Graph, kernels: Kernels) -> int:
     """
     groups: dict[tuple, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target == rope_p.op and dies_here(node.args[0], node) and owns_storage(graph, node.args[0]):
+        if node.target == rope_p.op and is_last_reader(node.args[0], node) and is_sole_user(graph, node.args[0]):
             groups.setdefault((*node.args[1:], node.kwargs["interleaved"]), []).append(node)
     joined = 0
     for (cos, sin, interleaved), nodes in groups.items():

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from mpar.sharding import graph_pass
 from mpar.torch_private import storage_key
 
-__all__ = ["dies_here", "overwrite_operands", "owns_storage", "reuse_operands"]
+__all__ = ["is_last_reader", "is_sole_user", "overwrite_operands", "reuse_operands"]
 
 aten = torch.ops.aten
 IN_PLACE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
@@ -32,7 +32,7 @@ def reuse_operands(graph: fx.Graph) -> dict[str, int]:
         if node.target not in IN_PLACE or node.kwargs or len(node.args) != 2:
             continue
         for target, other in (node.args, node.args[::-1]):
-            if dies_here(target, node) and _fits(target, other, node) and holders[storage_key(target.meta["val"])] == 1:
+            if is_last_reader(target, node) and _fits(target, other, node) and holders[storage_key(target.meta["val"])] == 1:
                 node.target, node.args = IN_PLACE[node.target], (target, other)
                 holders[storage_key(target.meta["val"])] += 1
                 node.meta = node.meta | {"val": target.meta["val"]}
@@ -67,12 +67,12 @@ def overwrite_operands(graph: fx.Graph) -> dict[str, int]:
     return {"operands_overwritten": overwritten}
 
 
-def dies_here(operand: object, node: fx.Node) -> bool:
+def is_last_reader(operand: object, node: fx.Node) -> bool:
     """Whether `operand` is computed by an op of the graph, and only `node` reads it."""
     return isinstance(operand, fx.Node) and operand.op == "call_function" and list(operand.users) == [node]
 
 
-def owns_storage(graph: fx.Graph, node: fx.Node) -> bool:
+def is_sole_user(graph: fx.Graph, node: fx.Node) -> bool:
     """Whether the node's value fills its storage, and no value of another node lies in that storage."""
     value = node.meta["val"]
     alone = sum(storage_key(value) in _storages(other) for other in graph.nodes) == 1

@@ -29,7 +29,7 @@ class KeyPart(NamedTuple):
 
 def attention_parts(
     q_BSNH: Tensor,
-    own: KeyPart,
+    current: KeyPart,
     past: Sequence[KeyPart] = (),
     *,
     sinks_N: Tensor | None = None,
@@ -40,16 +40,16 @@ def attention_parts(
     """(B, S, N, H): causal attention to the keys of the queries' own positions, and attention to all keys of `past`, which come
     before these positions.
 
-    The order and the documents of the queries are those of `own`; if `own` has an order, all of `past` must have one. The other
-    arguments are those of `attention`, and the result is that of `attention` to the keys of `own` and `past` together. It cannot
-    be used within vmap. Raises ShapeError, DtypeError or ConfigError as `attention` does.
+    The order and the documents of the queries are those of `current`; if `current` has an order, all of `past` must have one. The
+    other arguments are those of `attention`, and the result is that of `attention` to the keys of `current` and `past` together.
+    It cannot be used within vmap. Raises ShapeError, DtypeError or ConfigError as `attention` does.
     """
     scale = q_BSNH.shape[-1] ** -0.5 if scale is None else scale
     settings = {"window": window, "scale": scale, "soft_cap": soft_cap}
     if not past:
-        masks = (own.order_M, own.order_M, own.documents_BM, own.documents_BM, sinks_N)
-        return attention_p.bind(q_BSNH, own.k_BMKH, own.v_BMKH, *masks, causal=True, **settings)[0]
-    return _Parts.apply(settings, q_BSNH, sinks_N, *own, *(x for part in past for x in part))[0]
+        masks = (current.order_M, current.order_M, current.documents_BM, current.documents_BM, sinks_N)
+        return attention_p.bind(q_BSNH, current.k_BMKH, current.v_BMKH, *masks, causal=True, **settings)[0]
+    return _Parts.apply(settings, q_BSNH, sinks_N, *current, *(x for part in past for x in part))[0]
 
 
 def _parts(flat: Sequence[Tensor | None]) -> list[KeyPart]:
@@ -58,8 +58,8 @@ def _parts(flat: Sequence[Tensor | None]) -> list[KeyPart]:
 
 def _operands(q: Tensor, parts: Sequence[KeyPart], i: int, sinks: Tensor | None) -> tuple[Tensor | None, ...]:
     """The operands of `attention` for set `i` of keys; only the first has sinks, which must count once."""
-    own, part = parts[0], parts[i]
-    orders_and_documents = (own.order_M, part.order_M, own.documents_BM, part.documents_BM)
+    current, part = parts[0], parts[i]
+    orders_and_documents = (current.order_M, part.order_M, current.documents_BM, part.documents_BM)
     return q, part.k_BMKH, part.v_BMKH, *orders_and_documents, sinks if i == 0 else None
 
 
