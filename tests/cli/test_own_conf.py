@@ -102,7 +102,7 @@ def test_an_empty_file_changes_nothing(own):
         (["--config-dir", "missing"], "there is no such folder"),
         (["--config-dir=a.yaml"], "it is a file"),
         (["--config-dir", "empty"], "no folder with the name of a group"),
-        (["--config-dir", "hides"], "mesh/dp2.yaml, model/gpt2.yaml, strategy/zero3_tp.yaml, train.yaml would hide"),
+        (["--config-dir", "hides"], "same name as mesh/dp2.yaml, model/gpt2.yaml, strategy/zero3_tp.yaml, train.yaml"),
         (["--config-dir"], "must be followed by a folder"),
         (["--config-dir", "steps=3"], "must be followed by a folder"),
         (["--config-dir", "empty", "--config-dir=empty"], "was given 2 times"),

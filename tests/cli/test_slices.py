@@ -39,7 +39,7 @@ REFUSED = {
     "losses of routers": (ROUTED, ["look at all tokens of a microbatch, because of aux_loss=0.001.", "(model.router)", WHOLE]),
     "capacities": (
         [*ROUTED, "model.router.aux_loss=0", "model.router.capacity_factor=1.5", "model.router.kind=sinkhorn"],
-        ["for kind=sinkhorn, capacity_factor=1.5."],
+        ["because of kind=sinkhorn, capacity_factor=1.5."],
     ),
 }
 LONG = ["experiment=llama3_8b_1m", "model.config.num_hidden_layers=2", "strategy.context_parallel=ring", "lines=1"]
@@ -70,7 +70,7 @@ def test_is_planned(how, capsys):
 def test_the_key_is_listed(capsys):
     """Help shows it with its default."""
     assert command_line.main(["train", "--help"]) == 0
-    assert re.search(r"schedule.num_slices=1 +equal parts of", capsys.readouterr().out)
+    assert re.search(r"schedule.num_slices=1 +slices into which the sequences", capsys.readouterr().out)
 
 
 def test_what_a_plan_says(capsys):

@@ -214,9 +214,9 @@ BAD = {
     "dispatcher": (Mesh(dp=4), spread(4, dispatcher="all"), "dispatcher is 'all'; there are all_to_all, all_gather"),
     "no ranks": (Mesh(dp=4), spread(0), "expert_parallel=0"),
     "unknown axis": (Mesh(dp=4), spread(4, expert_axes=("ep",)), r"\['ep'\]; each of \['cp', 'dp'"),
-    "stages": (Mesh(pp=2, dp=2), spread(2, expert_axes=("pp",)), r"are \['pp'\]; experts can"),
+    "stages": (Mesh(pp=2, dp=2), spread(2, expert_axes=("pp",)), r"are \['pp'\]; each of .* can be named once"),
     "axes of no ranks": (Mesh(dp=4), spread(1, expert_axes=("dp",)), r"\['dp'\] say where .* expert_parallel=1 .* divisor of 8"),
-    "an axis twice": (Mesh(dp=4, cp=2), spread(8, expert_axes=("dp", "dp")), r"\['dp', 'dp'\]; experts .* once"),
+    "an axis twice": (Mesh(dp=4, cp=2), spread(8, expert_axes=("dp", "dp")), r"\['dp', 'dp'\]; each of .* once"),
 }
 
 

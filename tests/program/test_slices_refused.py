@@ -78,7 +78,7 @@ def test_a_lost_gradient_of_what_was_left_is_refused(schedule, num_microbatches)
     for position, part in enumerate(program.parts):
         for reader, value, term in sums_of_carried(program, part):
             steps = [reading(step, {value: term}) if step is reader else step for step in part.instructions]
-            with pytest.raises(ProgramError, match=r"gradients of what it carried over|unlike that of the same segment"):
+            with pytest.raises(ProgramError, match=r"gradients of what it carried|unlike that of the same segment"):
                 spoiled(program, position, steps).verify()
             readers.add(reader.op)
     assert readers == ({"backward_input", "backward"} if schedule else {"backward"})  # the first stage's is whole

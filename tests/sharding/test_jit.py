@@ -82,7 +82,7 @@ def test_all_specs_that_do_not_fit_are_listed():
         r"0 \(3, 6\).*dim 0 has size 3, which dp=2 does not divide",
         r"0 \(3, 6\).*dim 1 has size 6, which tp=4 does not divide",
         r"1 \(8, 12\).*has no axis \['pp'\]",
-        r"2 \(8, 12\).*the spec has 3 dims, the tensor 2",
+        r"2 \(8, 12\).*the spec has 3 dims, the tensor has 2",
         r"3 \(8, 12\).*must name its axes in mesh order, \('dp', 'tp'\)",
         r"result 1 \(8, 12\).*dim 1 has size 12, which dp=2 x tp=4 does not divide",
         r"mesh: Mesh\(dp=2, tp=4\)",
