@@ -105,7 +105,10 @@ class _Lowering:
         self.current: fx.Node | None = None
 
     def take_hints(self, hints: Sequence[P | None]) -> None:
-        """Note each hint for the node that makes the result. An element-wise op passes its hint on to operands of its shape."""
+        """Note each hint for the node that makes the result.
+
+        An element-wise op passes its hint on to operands of its shape; so does an op for which `_may_grow` holds.
+        """
         todo = [(node, hint) for node, hint in zip(self.logical.results, hints, strict=False) if hint is not None]
         while todo:
             node, hint = todo.pop()
@@ -165,7 +168,7 @@ class _Lowering:
         return local
 
     def output(self, node: fx.Node, spec: P | None) -> tuple[fx.Node, P]:
-        """The local node of a result at the spec that was asked for, or at its own if None was; with that spec."""
+        """The local node of a result at `spec`, and that spec; None stands for the spec that the lowering gave, in mesh order."""
         self.current = node  # collectives that move the result get the source line of the op that made it
         spec = self.in_mesh_order(self.specs[node]) if spec is None else spec
         not_pending = self.mesh.ordered(set(spec.partial) - set().union(*(existing.partial for existing in self.placed[node])))
@@ -177,7 +180,7 @@ class _Lowering:
         return self.redistribute(node, spec), spec
 
     def in_mesh_order(self, spec: P) -> P:
-        """`spec` with every dim cut down to its first axes that are in mesh order.
+        """`spec` with every dim cut down to the longest run of its first axes that is in mesh order.
 
         Inside a graph a dim may be sharded by axes in another order, but not where graphs hand values to each other.
         """
@@ -270,7 +273,7 @@ class _Lowering:
         self.alias(node, source, local, spec)
 
     def named(self, source: fx.Node, axes: Marks) -> P:
-        """The spec that logical axes ask of `source`.
+        """The spec that `source` gets from `ops.constrain` with the logical axes `axes`.
 
         A dim with `...` keeps the mesh axes that shard it now, up to the first one that another dim asks for. If there is any
         such dim, pending sums stay pending, except over mesh axes that a dim asks for.
@@ -294,23 +297,22 @@ class _Lowering:
     def constrain_backward(self, node: fx.Node) -> None:
         """Move the cotangent of a constrained value towards the spec that the value had before it was constrained.
 
-        Mesh axes that sharded the value shard the same dims of the cotangent. Those over which the value was a pending sum have
-        the cotangent replicated. Over all other axes the cotangent stays as it is.
+        Mesh axes that sharded the value shard the same dims of the cotangent. Over axes over which the value was a pending sum,
+        the cotangent is replicated. Over all other axes it stays as it is.
         """
-        source, cotangent = self.marks[node.kwargs["mark"]], node.args[0]
+        earlier, cotangent = self.marks[node.kwargs["mark"]], node.args[0]
         now = self.specs[cotangent]
-        rank = len(shape_of(cotangent))
-        decided = source.axes
+        decided = earlier.axes
         dims = []
-        for dim in range(rank):
+        for dim in range(len(shape_of(cotangent))):
             free = tuple(axis for axis in now.dim(dim) if axis not in decided)
-            dims.append(self.mesh.ordered({*source.dim(dim), *free}) if free else source.dim(dim))
+            dims.append(self.mesh.ordered({*earlier.dim(dim), *free}) if free else earlier.dim(dim))
         spec = P(*dims, partial=tuple(axis for axis in now.partial if axis not in decided))
         local = self.redistribute(cotangent, spec)
         self.alias(node, cotangent, local, spec)
 
     def alias(self, node: fx.Node, source: fx.Node, local: fx.Node, spec: P) -> None:
-        """Note that `node` has the same value as `source`, with `local` at `spec`. What is moved for one then serves both."""
+        """Note that `node` has the value of `source`, which `local` holds at `spec`. Both then share their local nodes."""
         self.placed[node] = self.placed[source]
         self.specs[node] = spec
         local.meta["labels"] = (*local.meta["labels"], *labels_of(node))
@@ -332,10 +334,10 @@ class _Lowering:
                 target = P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(set(spec.partial) & passed))
             locals_.append(self.redistribute(operand, target))
         result_specs = []
-        for dims in rule.results:  # a result without a factor is summed over the axes of that factor
+        for dims in rule.results:  # a result whose dims lack a factor is a pending sum over the axes that shard this factor
             dim_axes = self.dims_of(dims, axes_of)
-            kept = {axis for axes in dim_axes for axis in axes}
-            summed = {axis for factor, axes in axes_of.items() if not _appears(factor, dims) for axis in axes} - kept
+            sharding = {axis for axes in dim_axes for axis in axes}
+            summed = {axis for factor, axes in axes_of.items() if not _appears(factor, dims) for axis in axes} - sharding
             result_specs.append(P(*dim_axes, partial=self.mesh.ordered(summed | passed)))
         self.finish(node, rule, locals_, axes_of, result_specs)
 
@@ -360,10 +362,10 @@ class _Lowering:
                 args, kwargs = rule.localise(args, kwargs, shapes)
             local = self.emit(node.target, args, kwargs)
             if isinstance(node.meta["val"], (tuple, list)):
-                parts = [self.emit(operator.getitem, (local, i), {}) for i in range(len(values))]
+                items = [self.emit(operator.getitem, (local, i), {}) for i in range(len(values))]
             else:
-                parts = [local]
-            placed_results = list(zip(parts, result_specs, strict=True))
+                items = [local]
+            placed_results = list(zip(items, result_specs, strict=True))
         if isinstance(node.meta["val"], (tuple, list)):
             self.tuples[node] = placed_results
         else:
@@ -378,8 +380,8 @@ class _Lowering:
         if isinstance(item, Placed):
             return item.value, item.spec
         pending = isinstance(item, Pending)
-        kept = set(spec.partial) - set(axes) | (set(axes) if pending else set())
-        return item.value if pending else item, P(*spec.dims, partial=self.mesh.ordered(kept))
+        pending_axes = set(spec.partial) - set(axes) | (set(axes) if pending else set())
+        return item.value if pending else item, P(*spec.dims, partial=self.mesh.ordered(pending_axes))
 
     def choose(self, rule: NodeRule, specs: list[P]) -> dict[str, tuple[str, ...]]:
         """Choose the mesh axes that shard each factor: those that shard it in an operand, if no other factor uses them yet.
@@ -424,9 +426,8 @@ class _Lowering:
         return self.contiguous(rule, axes_of)
 
     def followed(self, name: str, rule: NodeRule, specs: list[P]) -> tuple[str, ...]:
-        """The axes that shard `name`, a factor that follows another one: those of the first operand that has a dim of it alone.
-
-        Operands that the op takes as they are come first.
+        """The axes that shard `name`, a factor that follows another one: those of the first operand in which it
+        alone makes a dim. Operands that the op takes as they are come first.
         """
         order = sorted(range(len(specs)), key=lambda i: (i not in rule.as_is, i))
         return next((specs[i].dim(rule.factors[i].index((name,))) for i in order if (name,) in rule.factors[i]), ())
@@ -472,7 +473,7 @@ class _Lowering:
         return self.hints.get(node)
 
     def pass_partial(self, node: fx.Node, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]]) -> set[str]:
-        """The mesh axes over which operands are pending sums and the op leaves its results pending.
+        """The mesh axes over which operands are pending sums, and the op leaves them pending: so are its results then.
 
         An op that is linear in all operands together leaves those sums pending that all operands have. Any other op must be
         linear in the one operand that is a pending sum over an axis. Its results must not have more bytes than that operand,
@@ -507,7 +508,7 @@ class _Lowering:
         if gathered and primitive_of(node.target) is None and not rule.shardable and str(node.target) not in self.fallbacks:
             self.fallbacks.append(str(node.target))
             where = f" at {source_line(node)}" if source_line(node) else ""
-            why = "works across every dim" if has_rule(node) else "has no sharding rule"
+            why = "has a sharding rule that lets no dim be sharded" if has_rule(node) else "has no sharding rule"
             warnings.warn(f"{node.target}{where} {why}: it is computed whole on every rank", ReplicatedFallback, 2)
 
 

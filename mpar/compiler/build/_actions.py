@@ -1,4 +1,4 @@
-"""Actions: what the functions that write the actions of a part share: the writer, values that wait, parameters, gradients."""
+"""Actions: what is shared by the functions that write the actions of a part, such as the writer and the values that wait."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ class Actions:
     """What the functions that write the actions of one part share.
 
     edges:        the values that wait between actions.
-    cotangent:    the value that holds one over the weight of the batch: the cotangent of every loss.
-    joint_losses: by value, which loss it is, for losses of segments whose forward and backward are one instruction.
-    carried:      by value, which result it is, for all values that a slice hands to later slices.
+    cotangent:    the value that holds the reciprocal of the batch's weight, which is the cotangent of every loss.
+    joint_losses: which loss a value is, for every loss of a segment whose forward and backward are one instruction.
+    carried:      which result a value is, for every value that a slice hands to later slices.
     """
 
     position: Position

@@ -77,16 +77,19 @@ def _go_back(actions: Actions, stage: int, microbatch: int, write: WriteSegment)
 
 
 def _fetch_saved(actions: Actions, stage: int, segment: int, piece: Piece) -> Saved:
-    """What a slice's forward saved for its backward. What the next slice will need is fetched while this one computes."""
+    """What a slice's forward saved for its backward, brought to the device.
+
+    What the slice that comes next in the backward needs is fetched too, so that it travels while this one computes.
+    """
     m, c = piece
     saved, blueprint, writer = actions.edges.saved[stage, m], actions.blueprint, actions.writer
     following = (segment, c - 1) if c else (segment - 1, blueprint.options.num_slices - 1)
     for index, slice_number in ((segment, c), following):
         if (index, slice_number) not in saved:
             continue
-        name, slice_, saved_entry = blueprint.segments[index].name, Piece(m, slice_number), saved[index, slice_number]
-        saved_entry.x, saved_entry.kept = (waiting.fetched(writer, name, slice_) for waiting in (saved_entry.x, saved_entry.kept))
-        for earlier in blueprint.past(index, slice_):
+        name, fetched_piece, entry = blueprint.segments[index].name, Piece(m, slice_number), saved[index, slice_number]
+        entry.x, entry.kept = (waiting.fetched(writer, name, fetched_piece) for waiting in (entry.x, entry.kept))
+        for earlier in blueprint.past(index, fetched_piece):
             past = saved[index, earlier.slice]
             past.carried = past.carried.fetched(writer, name, earlier)
     return saved[segment, c]

@@ -52,10 +52,10 @@ def piece_values(model: Chain, batch_shape: BatchShape, num_microbatches: int, n
 
 
 def order_sequence(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor], num_slices: int) -> int:
-    """The number of parts into which sequences are cut before they are dealt out to the ranks that share them; 1: they are not.
+    """The number of parts into which sequences are cut to deal them out to the ranks that share them; 1 if they stay whole.
 
     If ranks share sequences, or rows are cut into slices, `batch` gets the entry "order": the place in the row of each position.
-    Without it a slice would not know where in the row it begins. A model whose batch has no such entry gets none.
+    Without it a slice would not know where in the row it begins. It is not added for a model that reads no such entry.
     """
     lengths = {x.shape[1] for x in batch.values()}
     for length in lengths:

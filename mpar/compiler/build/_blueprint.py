@@ -49,7 +49,7 @@ class Blueprint:
         return [Piece(piece.microbatch, c) for c in range(max(0, piece.slice - reach), piece.slice)]
 
     def num_entering(self, segment: int) -> int:
-        """The number of leaves of the x that enters a segment. `segment` may be one past the last: nothing leaves the chain."""
+        """The number of leaves of the x that enters a segment. One past the last: of the x that leaves the chain."""
         return len(self.placement.segments.entering[segment])
 
     def num_carried(self, segment: int) -> int:
@@ -68,5 +68,5 @@ class Blueprint:
         return self.options.num_slices * max(len(leaves) for leaves in self.placement.segments.entering) or 1
 
     def piece_name(self, piece: Piece) -> str:
-        """What names of values call a piece: `3`, or `3.0` if there are several slices."""
+        """How a piece is written in the names of values: `3`, or `3.0` if there are several slices."""
         return f"{piece.microbatch}.{piece.slice}" if self.options.num_slices > 1 else f"{piece.microbatch}"

@@ -14,7 +14,7 @@ __all__ = ["Contexts"]
 
 
 class Contexts:
-    """The contexts of all pieces. made: the values of the contexts for which the instruction is already written."""
+    """The contexts of all pieces. made: for each piece whose context is already written, the values of that context."""
 
     def __init__(self, writer: Writer, blueprint: Blueprint, boundary: Boundary) -> None:
         self.writer, self.blueprint, self.boundary = writer, blueprint, boundary
@@ -33,7 +33,7 @@ class Contexts:
         return self.made[piece]
 
     def read_by(self, segment: int, piece: Piece) -> list[int]:
-        """What a segment reads for a piece: its context, then the entries of past slices' contexts that belong to keys."""
+        """The context that a segment reads for a piece: the piece's, then the entries CONTEXT_OF_PAST of past slices."""
         read = list(self.of(piece))
         for earlier in self.blueprint.past(segment, piece):
             past = dict(zip(self._paths, self.of(earlier), strict=True))

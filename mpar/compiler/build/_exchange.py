@@ -23,7 +23,7 @@ def finished_gradients(position: Position, writer: Writer, gradients: Gradients)
     pipeline = position.blueprint.pipeline
     uses = {path: pipeline.uses(unit.users) for path, unit in position.units.items()}
     names = [
-        use_name(path, index, copy) for path, of_unit in uses.items() for index, copy, user in of_unit if user == position.number
+        use_name(path, index, copy) for path, of_unit in uses.items() for index, copy, at in of_unit if at == position.number
     ]
     by_use = {name: gradients.take_reduced(name) for name in names}
     by_use |= _exchange(position, writer, by_use)
@@ -38,7 +38,10 @@ def finished_gradients(position: Position, writer: Writer, gradients: Gradients)
 
 @dataclass(frozen=True)
 class _Gradient:
-    """One gradient that one position along pp sends to another: that of leaf `leaf` of a unit by one use, in message `number`."""
+    """A gradient that position `source` along pp sends to position `target` in message `number`.
+
+    It is the gradient of leaf `leaf` of a unit from one use of the unit, by segment `segment`.
+    """
 
     unit: Unit
     use: str

@@ -20,7 +20,7 @@ GraphPass = Callable[[fx.Graph], dict[str, int]]
 class Functions:
     """The code of the small functions of a program.
 
-    compiled: by name, variant, shapes, specs and passes.
+    compiled: the code of all functions, by name, variant, shapes, specs and passes.
     sums:     the code of additions, by the shapes, dtypes and specs of what is added.
     """
 

@@ -19,7 +19,8 @@ class Gathers:
     stored:   for each unit the values at which its parameters are stored.
     keep:     whether gathered parameters stay until the end of the step.
     present:  for each unit that is gathered now, its values.
-    next:     the number of the next use. wanted: for each use, the units that stay gathered after it.
+    next:     the number of the use whose parameters are asked for.
+    wanted:   for each use, the units that stay gathered after it.
     """
 
     def __init__(self, writer: Writer, position: Position, stored: dict[str, list[int]]) -> None:
@@ -31,22 +32,25 @@ class Gathers:
         self.wanted = self._wanted()
 
     def _wanted(self) -> list[frozenset[str]]:
-        """For each use, the units that stay gathered after it: those of groups that the next use reads, and, if the next use is
-        of the same action, those of groups that any later use of that action reads."""
+        """For each use, the units that stay gathered after it.
+
+        If the next use is of the same action, these are the units of all groups from which the remaining uses of that action
+        read; otherwise they are those of the groups from which the next use reads.
+        """
         out: list[frozenset[str]] = []
-        until_end: frozenset[str] = frozenset()  # what the uses from the next one to the end of its action read
+        until_end: frozenset[str] = frozenset()  # the units that the next use and all later ones of its action need
         following: Use | None = None
-        first: frozenset[str] = frozenset()  # what the next use reads
+        needed: frozenset[str] = frozenset()  # the units that the next use needs
         for use in reversed(self.uses):
             same = following is not None and following.action == use.action
-            out.append(until_end if same else first)
-            first = frozenset(unit.path for path in use.paths for unit in self.group_of[use.stage, path])
-            until_end, following = (first | until_end if same else first), use
+            out.append(until_end if same else needed)
+            needed = frozenset(unit.path for path in use.paths for unit in self.group_of[use.stage, path])
+            until_end, following = (needed | until_end if same else needed), use
         return out[::-1]
 
     def parameters(self, paths: Sequence[str], microbatch: int) -> list[int]:
-        """The values of the parameters at `paths`. Those that are not gathered yet are gathered with their group; for a path that
-        this use does not read, the values are -1."""
+        """The values of the parameters at `paths`. Those that are not gathered yet are gathered with their group. For a
+        path that this use does not read, as a backward need not read all parameters, the values are -1."""
         out: list[int] = []
         use = self.uses[self.next]
         for path in paths:

@@ -38,9 +38,9 @@ class Gradients:
         """Take the gradients that one backward of segment `index` gives, of all parameters that it reads."""
         blueprint, copy = self.position.blueprint, self.position.copies[stage]
         segment = blueprint.segments[index]
-        use = segment.name + "'" * copy
+        reader = segment.name + "'" * copy
         self.contributions |= {
-            v: Contribution(path, use, piece) for v, path in zip(grads, blueprint.leaf_paths(index), strict=True)
+            v: Contribution(path, reader, piece) for v, path in zip(grads, blueprint.leaf_paths(index), strict=True)
         }
         for path in segment.paths:
             unit = blueprint.placement.units[path]
@@ -48,7 +48,7 @@ class Gradients:
             grads = grads[len(unit.leaves) :]
 
     def _take_unit(self, stage: int, index: int, unit: Unit, grads: list[int], piece: Piece) -> None:
-        """Take the gradients of one unit. If no further ones come for its group before the reduction is due, reduce the group."""
+        """Take the gradients of one unit. If its group gets no more from this microbatch, and a reduction is due, write it."""
         use = use_name(unit.path, index, self.position.copies[stage])
         if use in self.raw:
             grads = self.writer.add(self.raw[use], grads, [f"g {path}" for path in unit.paths], use, piece)

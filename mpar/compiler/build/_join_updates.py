@@ -26,10 +26,10 @@ def join_updates(graph: fx.Graph) -> dict[str, int]:
         single = next((p for p in MANY if p.op == node.target), None)
         if single is None:
             continue
-        num_lists = MANY[single].operands.index("lr")  # then come the scalars
-        lists, scalars = node.args[:num_lists], node.args[num_lists:]
-        if all(n is not None and n.meta["val"].is_contiguous() for n in lists):
-            dtype = lists[0].meta["val"].dtype
+        num_tensors = MANY[single].operands.index("lr")  # the scalars follow them
+        tensors, scalars = node.args[:num_tensors], node.args[num_tensors:]
+        if all(n is not None and n.meta["val"].is_contiguous() for n in tensors):
+            dtype = tensors[0].meta["val"].dtype
             groups.setdefault((single.name, tuple(scalars), tuple(sorted(node.kwargs.items())), dtype), []).append(node)
     for (name, scalars, kwargs, _), nodes in groups.items():
         single = next(p for p in MANY if p.name == name)
@@ -38,7 +38,7 @@ def join_updates(graph: fx.Graph) -> dict[str, int]:
 
 
 def _join_update(graph: fx.Graph, many: Primitive, nodes: list[fx.Node], scalars: tuple, kwargs: dict) -> None:
-    """Replace `nodes` by one call of `many` behind the last of them, whose results are lists with an entry for each node."""
+    """Replace `nodes` by one call of `many`, behind the last of them. Its results are lists with an entry for each node."""
     num_lists = len(nodes[0].args) - len(scalars)
     order = {node: index for index, node in enumerate(graph.nodes)}
     last = max(nodes, key=order.__getitem__)
@@ -58,13 +58,13 @@ def _join_update(graph: fx.Graph, many: Primitive, nodes: list[fx.Node], scalars
             result_list = graph.call_function(operator.getitem, (joined, result))
         result_list.meta = {"val": joined.meta["val"][result], "spec": None, "line": "", "labels": ()}
         anchor = result_list
-        for position, node in enumerate(nodes):
+        for entry, node in enumerate(nodes):
             old = next((user for user in node.users if user.target is operator.getitem and user.args[1] == result), None)
             if old is None:
                 continue
             with graph.inserting_after(anchor):
-                part = graph.call_function(operator.getitem, (result_list, position))
-            part.meta = dict(old.meta) | {"val": joined.meta["val"][result][position]}
+                part = graph.call_function(operator.getitem, (result_list, entry))
+            part.meta = dict(old.meta) | {"val": joined.meta["val"][result][entry]}
             anchor = part
             old.replace_all_uses_with(part)
             graph.erase_node(old)

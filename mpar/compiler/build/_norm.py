@@ -60,6 +60,6 @@ def _square_code(writer: Writer, grads: list[int]) -> Code:
     sets = _square_sets(specs)
 
     def squares(values: list[Tensor]) -> list[Tensor]:
-        return [torch.stack([sum_squares(values[i]) for i in positions]) for positions in sets]
+        return [torch.stack([sum_squares(values[i]) for i in indices]) for indices in sets]
 
     return writer.functions.compile("squares", squares, (writer.values.globals(grads),), specs, None)

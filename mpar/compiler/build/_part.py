@@ -110,7 +110,7 @@ def _write_action(actions: Actions, action: Action) -> None:
     elif kind == "W":
         write_weight_half(actions, stage, microbatch)
     elif is_first:
-        actions.hand_back(stage, microbatch, actions.edges.nothing())  # stages before it may exist, without segments
+        actions.hand_back(stage, microbatch, actions.edges.nothing())  # there may be stages without segments before it
     else:
         write_input_half(actions, stage, microbatch)
 

@@ -135,7 +135,10 @@ def _table_as_given(schedule: Schedule, num_positions: int, num_microbatches: in
 
 
 def _auto_tables(request: _Request) -> list[list[list[Action]]]:
-    """The order that `auto` finds for each placement of stages that the schedule allows: one or two a rank, in a loop or a V."""
+    """The orders that `auto` finds, one for each way to place stages that the schedule allows.
+
+    A position has `num_chunks` stages, or one or two if the schedule leaves that open. They are placed in a loop or in a V.
+    """
     schedule = request.schedule
     unknown = sorted(set(schedule.options) - {"placement", "cap_bytes"})
     wanted, cap_bytes = schedule.options.get("placement"), schedule.options.get("cap_bytes")
@@ -145,7 +148,7 @@ def _auto_tables(request: _Request) -> list[list[list[Action]]]:
         )
     numbers = (1, 2) if schedule.num_chunks is None else (schedule.num_chunks,)
     placements = [(n, p) for n in numbers for p in ("loop", "v") if (n > 1 or p == "loop") and wanted in (None, p)]
-    tables, refused = [], [] if placements else [f"{numbers} stages a rank in placement {wanted}: a V needs two"]
+    tables, refused = [], [] if placements else [f"num_chunks={schedule.num_chunks} in placement v: a V needs two stages a rank"]
     for chunks, placement in placements:
         try:
             tables.append(

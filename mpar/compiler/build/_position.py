@@ -14,7 +14,7 @@ __all__ = ["Position", "Use"]
 
 @dataclass(frozen=True)
 class Use:
-    """One run of a segment: the number of its action in the schedule of the position, its stage, the paths of units it reads."""
+    """One run of a segment: the number of its action among those of the position, its stage, the paths of the units it reads."""
 
     action: int
     stage: int
@@ -107,9 +107,10 @@ class Position:
         return uses
 
     def _parameters_read(self, segment: int, action: Action, *, first: bool) -> Set[int] | None:
-        """The primals that a segment reads in an action of its stage, as indices into (parameters, x, context).
+        """Which parameters a segment reads in an action of its stage, as indices into its primals (parameters, x, context).
 
-        None means that the action does not run the segment. first: whether the stage is the first: its W does the whole backward.
+        Indices of x and of the context may be among them. None means that the action does not run the segment.
+        first: whether the stage is the first; its I does nothing then, and its W the whole backward.
         """
         codes: Sequence[SegmentCode] = self.blueprint.codes[segment]
         joint = self.is_joint(segment, action.stage, action.microbatch)

@@ -30,19 +30,19 @@ def write_losses(writer: Writer, blueprint: Blueprint, reported: Reported, cotan
     values = [reported.losses[piece, i][n] for piece, i, n in given]
     vector = writer.spread("all losses", values, [[entry] for entry in given], order, dtype, op="finish")
     columns = [codes[i].traced.losses[n] for i, n in entries] * num_slices
-    kinds = sorted(set(columns), key=lambda name: (name != "loss", name))
+    loss_names = sorted(set(columns), key=lambda name: (name != "loss", name))
 
     def finish(losses: Tensor, cotangent: Tensor) -> list[Tensor]:
-        # every rank first gets all losses, then adds them in one order: a sum of one sum for each position along pp would round
-        # differently if microbatches or stages were divided among positions in another way
+        # every rank gets all losses and adds them in the same order; if each position along pp added up its losses first, the
+        # rounding would depend on how microbatches and stages are divided among positions
         table, out = constrain(losses, P()).reshape(num_microbatches, -1), []
-        for kind in kinds:
-            of_kind = [i for i, name in enumerate(columns) if name == kind]
-            parts = (table if len(kinds) == 1 else torch.stack([table[:, i] for i in of_kind], 1)).sum(1) * cotangent
-            out += [parts.sum(), *([parts] if kind == "loss" else [])]
+        for loss_name in loss_names:
+            chosen = [i for i, name in enumerate(columns) if name == loss_name]
+            by_microbatch = (table if len(loss_names) == 1 else torch.stack([table[:, i] for i in chosen], 1)).sum(1) * cotangent
+            out += [by_microbatch.sum(), *([by_microbatch] if loss_name == "loss" else [])]
         return out
 
-    operands, names = [vector, cotangent], ["loss", "microbatch_losses", *kinds[1:]]
+    operands, names = [vector, cotangent], ["loss", "microbatch_losses", *loss_names[1:]]
     code = writer.functions.compile(
         "finish", finish, writer.values.globals(operands), writer.values.specs(operands), [P()] * len(names)
     )
@@ -68,8 +68,8 @@ def write_metrics(writer: Writer, blueprint: Blueprint, reported: Reported) -> d
     vector = writer.spread("all metrics", list(given.values()), places, order, torch.float64, op="metrics")
 
     def cut(vector: Tensor) -> list[Tensor]:
-        pieces = constrain(vector, P()).split([x.numel() for _, x in shapes.values()])
-        return [piece.reshape(x.shape).to(x.dtype) for piece, (_, x) in zip(pieces, shapes.values(), strict=True)]
+        flat_metrics = constrain(vector, P()).split([x.numel() for _, x in shapes.values()])
+        return [flat.reshape(x.shape).to(x.dtype) for flat, (_, x) in zip(flat_metrics, shapes.values(), strict=True)]
 
     names = [name for name, _ in shapes.values()]
     args, specs = tuple(writer.values.globals([vector])), writer.values.specs([vector])

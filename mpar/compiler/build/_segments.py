@@ -1,5 +1,5 @@
 """The code of every segment of a chain. Segments that are alike share a compilation, and so do slices of a segment that read
-equally many past slices."""
+equally many past slices, except the last slice, which carries nothing over."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -180,7 +180,8 @@ def reach_in_slices(segment: Segment, length: int) -> int:
     if segment.carry is None:
         return 0
     reach = segment.carry.reach
-    return sys.maxsize if reach is None else -(-(reach - 1) // length)  # its first position sees reach - 1 before it
+    # the first position of a slice reads reach - 1 positions before it
+    return sys.maxsize if reach is None else -(-(reach - 1) // length)
 
 
 def _in_use(model: Chain, unit: Unit) -> Any:

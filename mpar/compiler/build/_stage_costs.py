@@ -52,8 +52,8 @@ class StageCosts:
         """The costs of the stages with these ranges of segments.
 
         split: whether the schedule splits backwards into I and W. If it does not, I and W are not compiled, each counts as half
-        of the backward, and segments that return losses only run forward and backward as one. The backward of the first stage
-        is all W, because no stage waits for the gradient of its input.
+        of the backward, and a segment that returns losses but no x runs forward and backward as one. The backward of the first
+        stage is all W, because no stage waits for the gradient of its input.
         """
         stages = [self._stage(segments, split=split) for segments in ranges]
         return Costs(

@@ -1,4 +1,4 @@
-"""Transfers: what one stage sends to another is a message for each leaf of x, or of its gradient, of each slice."""
+"""Transfers: a stage sends every slice of every leaf of x, or of its gradient, to another stage as a message of its own."""
 
 from mpar.compiler.build._actions import Actions
 from mpar.compiler.build._waiting import Waiting

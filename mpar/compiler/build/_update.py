@@ -59,9 +59,10 @@ def _update_code(
 ) -> Code:
     """The code of the update of a unit.
 
-    rules:     for parameters that are set from a metric, by their index in the unit: how. Their slots do not change.
-    overwrite: whether the new values may be written over the old ones. Where they may not, they are written over copies: the same
-               kernel updates a parameter at all positions that hold it, so that its copies keep the same bits.
+    rules:     how parameters are set from a metric, by their index in the unit; the slots of these parameters do not change.
+    overwrite: whether the new values may be written over the old ones; if not, they are written over copies of these. One of
+               several positions that hold a parameter may have to do that; the same kernel then runs there as at the others,
+               so the parameter keeps the same bits everywhere.
     """
     decays = tuple(optimizer.decays(path, axes) for path, axes in zip(unit.paths, unit.axes, strict=True))
     num_slots = len(optimizer.slots)
@@ -92,7 +93,7 @@ def _update_code(
 
 
 def _overwritable(writer: Writer, grads: Sequence[int], params: Sequence[int]) -> bool:
-    """Whether an update may write over its operands without changing what another update reads.
+    """Whether every update may write over its operands without changing what another update reads.
 
     That is so if no two gradients overlap in memory, and none lies in the storage of a parameter.
     """

@@ -53,13 +53,15 @@ class Saved:
 
 @dataclass(frozen=True)
 class Edges:
-    """The values that wait between the actions of a part. Keys are (stage, microbatch); lists have an entry for each slice.
+    """The values that wait between the actions of a part.
+
+    Keys are (stage, microbatch), except in `messages`. Lists of `Waiting` have an entry for each slice.
 
     inputs, outputs: the x that enters a stage, and the x that leaves it.
     cotangents:      the gradients of what leaves a stage.
     input_gradients: the gradients of what enters it.
-    messages:        by the number of a transfer, the values that it carries.
-    saved:           by segment and slice, what is saved for its backward.
+    messages:        for each number of a transfer, the values that it carries.
+    saved:           for each (segment, slice), what is saved for its backward.
     """
 
     num_slices: int

@@ -94,7 +94,7 @@ class Writer:
         return value
 
     def wait(self, value: int, message: int, peer: int, segment: str, piece: Piece | None) -> None:
-        """Wait until a message is done that sends or receives `value`."""
+        """Wait until the message that sends or receives `value` is done."""
         self._message(Instruction("wait", "", (value,), (), segment=segment, message=message, peer=peer), value, piece)
 
     def _message(self, instruction: Instruction, value: int, piece: Piece | None) -> None:
@@ -139,8 +139,8 @@ class Writer:
     ) -> int:
         """Write one vector with an element for each entry of `order`, into which the elements of `values` are put.
 
-        places: for each value, the entries that its elements belong to. Elements whose entry is in no place are 0. Every position
-        along pp fills in its entries, so the vector is a pending sum over pp.
+        places: for each value, the entries that its elements belong to. All other elements of the vector are 0. Every
+        position along pp fills in its own entries, so the vector is a pending sum over pp.
         """
         by_spec: dict[P, list[int]] = {}
         for i, spec in enumerate(self.values.specs(values)):

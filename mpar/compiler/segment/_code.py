@@ -50,7 +50,7 @@ class Code:
     in_values, out_values: local tensors without data that look like the operands and results.
     in_specs, out_specs:   the specs of the operands and results.
     outputs:               the structure of what the function returns; None for a segment.
-    fallbacks:             ops that every rank computes on global tensors, because they have no sharding rule.
+    fallbacks:             ops that every rank computes on global tensors; see `ReplicatedFallback`.
     """
 
     kind: Kind

@@ -51,7 +51,7 @@ def coordinates_of(graph: fx.Graph) -> tuple[tuple[str, ...], ...]:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that no node after it reads. Values that the graph returns are in no list."""
+    """For each node, the values that it is the last to read. Values that the graph returns are in no list."""
     seen: set[fx.Node] = set()
     last_read_by: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

@@ -40,7 +40,7 @@ def compile_segment(name: str, traced: TracedSegment, specs: SegmentSpecs, targe
 def _fill_results(graph: fx.Graph) -> None:
     """Replace each result that is an `expand` by a tensor with memory for all its elements.
 
-    Later gradients are added in place to earlier ones, which an expanded tensor does not allow: all its elements share one. The
+    Later gradients are added in place to earlier ones, which an expanded tensor does not allow: its elements share memory. The
     gradient of a parameter that the segment does not read is such a tensor, an expanded zero.
     """
     expand, clone, full = (getattr(torch.ops.aten, name).default for name in ("expand", "clone", "full"))

@@ -90,8 +90,8 @@ def _fuse_norm_gradient(graph: fx.Graph, kernels: Kernels, gradient: fx.Node, fu
     before:  %dx, %dw = rms_norm_bwd(%t, %w, %dy); %d = add(%dt, %dx)
     after:   %d, %dw = add_rms_norm_bwd(%t, %w, %dy, %dt)
     """
-    parts = {user.args[1]: user for user in gradient.users}
-    dx = parts.get(0)
+    old_results = {user.args[1]: user for user in gradient.users}
+    dx = old_results.get(0)
     if dx is None or len(dx.users) != 1:
         return False
     (total,) = dx.users
@@ -103,15 +103,15 @@ def _fuse_norm_gradient(graph: fx.Graph, kernels: Kernels, gradient: fx.Node, fu
     if dtotal is dx or place[dtotal] > place[gradient] or not _has_kernel(kernels, fused, operands, gradient.kwargs):
         return False
     results = _call(
-        graph, gradient, fused, operands, gradient.kwargs, [total, *(parts.get(i) for i in range(1, len(fused.results)))]
+        graph, gradient, fused, operands, gradient.kwargs, [total, *(old_results.get(i) for i in range(1, len(fused.results)))]
     )
     total.replace_all_uses_with(results[0])
     graph.erase_node(total)
     for i, result in enumerate(results[1:], 1):
-        if i in parts:
-            parts[i].replace_all_uses_with(result)
-    for part in parts.values():
-        graph.erase_node(part)
+        if i in old_results:
+            old_results[i].replace_all_uses_with(result)
+    for old in old_results.values():
+        graph.erase_node(old)
     graph.erase_node(gradient)
     return True
 
@@ -156,10 +156,10 @@ def _join_loss(graph: fx.Graph, gradient: fx.Node) -> bool:
         return False
     if loss in _reaching(dloss):
         return False
-    before = {node.args[1]: node for node in loss.users} | {2 + node.args[1]: node for node in gradient.users}
-    like = [before.get(i) for i in range(4)]
+    old_results = {node.args[1]: node for node in loss.users} | {2 + node.args[1]: node for node in gradient.users}
+    like = [old_results.get(i) for i in range(4)]
     results = _call(graph, gradient, linear_cross_entropy_grad_p, (x, head, labels, dloss), gradient.kwargs, like)
-    for i, old in before.items():
+    for i, old in old_results.items():
         old.replace_all_uses_with(results[i])
         graph.erase_node(old)
     graph.erase_node(gradient)
@@ -181,7 +181,7 @@ def _reaching(node: fx.Node) -> set[fx.Node]:
 
 
 def _sink(graph: fx.Graph, call: fx.Node) -> None:
-    """Move the nodes that stand before `call` but read its results behind these results; they keep their order."""
+    """Move every node that stands before `call`, but reads its results, to behind these results; such nodes keep their order."""
     place = _order(graph)
     late, last = {call, *call.users}, max(call.users, key=place.__getitem__)
     for node in list(graph.nodes):

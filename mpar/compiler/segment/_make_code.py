@@ -49,7 +49,9 @@ def make_code(
         measure(graph, workspace_of, all_rows_come=True) if any("ragged" in node.meta for node in graph.nodes) else None,
     )
     if len(out_values) != len(out_specs) or len(in_values) != len(in_specs):
-        raise ProgramError(f"segment {name}: {len(out_values)} results for {len(out_specs)} specs")
+        raise ProgramError(
+            f"code {name!r}: {len(in_values)} operands for {len(in_specs)} specs, {len(out_values)} results for {len(out_specs)}"
+        )
     return Code(kind, in_values, tuple(in_specs), out_values, tuple(out_specs))
 
 

@@ -38,10 +38,10 @@ def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int], *, all_rows_co
             held[node] = _storages(node.meta["val"], number)
             inputs.append(held[node][0])
     constants = {node for node in order if node.op == "get_attr"}
-    last: dict[int, int] = {}
+    last_reader: dict[int, int] = {}  # storage -> the index of the last call that makes or reads it
     made: list[list[int]] = []
     calls = [node for node in order if node.op == "call_function"]
-    for position, node in enumerate(calls):
+    for index, node in enumerate(calls):
         num_known, ragged_factor = len(sizes), node.meta.get("ragged", 1) if all_rows_come else 1
         reused = _reused(node, held)
         if reused is not None:
@@ -50,15 +50,15 @@ def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int], *, all_rows_co
         made.append(list(range(num_known, len(sizes))))
         for used in (node, *node.all_input_nodes):
             for storage in held.get(used, ()) if used not in constants else ():
-                last[storage] = position
+                last_reader[storage] = index
     results = [
         held[node][0] if node not in constants else number(node, node.meta["val"].nbytes) for node in graph.output_node().args[0]
     ]
     drops: list[list[int]] = [[] for _ in calls]
-    for storage, position in last.items():
+    for storage, index in last_reader.items():
         if storage not in results:
-            drops[position].append(storage)
-    idle = [storage for storage in dict.fromkeys(inputs) if storage not in last and storage not in results]
+            drops[index].append(storage)
+    idle = [storage for storage in dict.fromkeys(inputs) if storage not in last_reader and storage not in results]
     events = tuple((tuple(m), tuple(sorted(d))) for m, d in zip(made, drops, strict=True))
     workspaces = tuple(map(workspace, calls))
     return SegmentMemory(tuple(inputs), tuple(results), tuple(sizes), events, workspaces, tuple(idle))

@@ -181,9 +181,10 @@ def _within_budget(
 ) -> list[fx.Node]:
     """The nodes to keep within `budget` bytes.
 
-    If all do not fit, nodes may be computed again up to a bound on the FLOPs per byte of their result. The bound is raised from
-    one node's cost to the next: for each, a minimum cut gives the fewest bytes that must be kept, and the first cut within the
-    budget is taken. So only the cheapest nodes are computed again, but the kept bytes may stay well below the budget.
+    If not all of them fit, the backward may compute a node again if that takes at most `bound` FLOPs per byte of its result. The
+    bound is raised from one node's cost to the next: for each, a minimum cut gives the fewest bytes that must be kept, and the
+    first cut within the budget is taken. So only the cheapest nodes are computed again, but the kept bytes may stay well below
+    the budget.
     """
     everything = _kept_under(graph, crossing, free, lambda node: False)
     if num_bytes(everything) <= budget:
@@ -206,7 +207,7 @@ def _within_budget(
 
 
 def _minimum_cut(graph: fx.Graph, crossing: list[fx.Node], free: set[fx.Node], banned: set[fx.Node]) -> list[fx.Node]:
-    """The nodes of fewest bytes from which every crossing node can be computed without computing a banned node."""
+    """The set of nodes with the fewest bytes from which every crossing node can be computed without computing a banned node."""
     flow = networkx.DiGraph()
     flow.add_nodes_from(("source", "sink"))
     todo, seen = list(crossing), set()
@@ -307,14 +308,14 @@ def _is_read_by_backward(node: fx.Node, backward_nodes: set[fx.Node], gradients:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the value of a node lies in the storage of its operand. For an op with several results, each of them is asked."""
+    """Whether the value of a node lies in the storage of its operand. For an op with several results, torch says if all do."""
     made_by = producer(node)
     several = made_by is not node or not isinstance(node.meta.get("val"), Tensor)
     return node.target in VIEWS or node.target is collectives.shard or (several and getattr(made_by.target, "is_view", False))
 
 
 def producer(node: fx.Node) -> fx.Node:
-    """The node of the op that makes a value: another node than its own if the op has several results."""
+    """The node of the op that makes the value of `node`: `node` itself, unless it takes one of several results from that op."""
     return node.args[0] if node.target is operator.getitem else node
 
 

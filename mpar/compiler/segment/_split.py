@@ -46,8 +46,8 @@ class SplitCode:
     weight: (primals and kept values that it reads, the values that cross, cotangents that it reads) -> gradients of all
             parameters, in the order of the backward.
     *_reads:      which primals a half reads, as indices into (parameters, x, context).
-    *_kept:       which values that the forward kept it reads, as indices.
-    *_cotangents: which cotangents it reads, as indices into those of (x, losses).
+    *_kept:       which of the values that the forward kept a half reads, as indices.
+    *_cotangents: which cotangents a half reads, as indices into those of (x, losses).
     num_crossing: how many values cross.
 
     The backward of the first segment, which has no x, is all W: the input half reads and gives nothing. The backward of a segment
@@ -91,7 +91,7 @@ def _split(code: SegmentCode) -> SplitCode:
     graphs = split_backward(backward, traced.num_params, num_cotangents, params, context)
 
     def by_sort(operands: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Operands of the backward, given as indices, as indices into primals, kept values and cotangents."""
+        """Sort indices of operands of the backward into indices of primals, of kept values and of cotangents."""
         return (
             tuple(code.reads[i] for i in operands if i < num_read),
             tuple(i - num_read for i in operands if num_read <= i < num_read + num_kept),
@@ -233,7 +233,7 @@ def _crossing(graph: fx.Graph, grads: Sequence[fx.Node], input_ops: set[fx.Node]
 
 
 def _values_needed(nodes: Iterable[fx.Node], in_both_halves: set[fx.Node]) -> set[fx.Node]:
-    """The values that `nodes` need. In place of a node that both halves may compute, these are the values that it needs."""
+    """`nodes`, but in place of each that both halves may compute, the values from which it is computed."""
     needed: set[fx.Node] = set()
     todo, seen = list(nodes), set()
     while todo:

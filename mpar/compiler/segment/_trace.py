@@ -95,11 +95,11 @@ def _trace_joint(
     metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in key]
     calls: list[_Results] = []  # what each call of the function returned while it was traced
 
-    def shapes(leaves: Sequence[Tensor]) -> list[Tensor]:
+    def all_results(leaves: Sequence[Tensor]) -> list[Tensor]:
         calls.append(function(leaves))
         return [*calls[-1].differentiable, *calls[-1].reported]
 
-    values = [torch.empty_like(node.meta["val"], device="meta") for node in trace(shapes, (metas,)).results]
+    values = [torch.empty_like(node.meta["val"], device="meta") for node in trace(all_results, (metas,)).results]
     losses, metrics, structure = tuple(sorted(calls[-1].losses)), tuple(sorted(calls[-1].metrics)), calls[-1].structure
     cotangents = [torch.empty_like(value) for value in values[: len(values) - len(metrics)]]
     inputs = (metas[:num_params], metas[num_params : num_params + num_x], metas[num_params + num_x :], cotangents)
