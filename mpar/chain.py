@@ -38,7 +38,7 @@ class Carry:
     axes:  logical axes of the leaves of `carried`.
     reach: how many positions, counting itself, a position reads of what was carried, like the window of windowed attention; None
            means all positions before it. Slices that are out of reach are not in `past`. The state of a scan, which every slice
-           replaces by a new one, needs a reach of 2: the position before.
+           replaces by a new one, needs a reach of 2: a position itself and the one before it.
     """
 
     fn: Callable[..., tuple]
@@ -151,7 +151,7 @@ _MEMBERS = (
 def check_chain(chain: Chain) -> None:
     """Raise ConfigError, listing every problem by segment and leaf, unless the members of a chain fit each other.
 
-    What only tracing its functions shows, such as the leaves that a segment returns, is checked when the chain is compiled.
+    Its functions are not traced here: what only that shows, such as the leaves that a segment returns, is checked at compilation.
     """
     problems = [f"it lacks `{name}`: {_meaning(name)}" for name in _MEMBERS if not hasattr(chain, name)]
     if not problems:

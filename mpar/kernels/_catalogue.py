@@ -1,6 +1,6 @@
 """Catalogue: which implementations a primitive has besides its reference, where each is, and what it supports.
 
-It needs no Triton: a program for any chip is compiled on any machine.
+It imports no Triton, so that any machine can compile a program for any chip.
 """
 
 import importlib
@@ -56,14 +56,14 @@ class Implementation:
 
 
 def floating(arch: str, *operands: Tensor | list[Tensor] | None, **_: object) -> str | None:
-    """All floating operands are float32, float16 or bfloat16."""
+    """None if all floating operands are float32, float16 or bfloat16; else why not."""
     tensors = [x for operand in operands for x in (operand if isinstance(operand, (list, tuple)) else [operand])]
     wrong = {x.dtype for x in tensors if x is not None and x.is_floating_point()} - {torch.float32, torch.float16, torch.bfloat16}
     return f"kernels compute in float32 and take no {', '.join(sorted(map(str, wrong)))}" if wrong else None
 
 
-def turning(arch: str, x: Tensor | list[Tensor], cos: Tensor, sin: Tensor, **params: object) -> str | None:
-    """At most 256 pairs of features of a head; dtypes as `floating`."""
+def rope_supports(arch: str, x: Tensor | list[Tensor], cos: Tensor, sin: Tensor, **params: object) -> str | None:
+    """None if at most 256 pairs of features of a head are turned, and dtypes are as in `floating`; else why not."""
     if cos.shape[-1] > 256:
         return f"{2 * cos.shape[-1]} features of a head are turned: kernels hold at most 512"
     return floating(arch, x, cos, sin, **params)
@@ -82,10 +82,11 @@ def updates(
     copies: list[Tensor],
     **_: object,
 ) -> str | None:
-    """Parameters and moments of float32; gradients and copies of float32, bfloat16 or float16, copies of one dtype."""
-    here = {x.device for x in (*params, *grads, *ms, *vs, *copies, lr, step, scale, skip) if x is not None}
-    if len(here) > 1:
-        return f"tensors are on {', '.join(sorted(map(str, here)))}: a kernel reads one device"
+    """None if all tensors are on one device, parameters and moments are float32, gradients and copies are float32, bfloat16 or
+    float16, and all copies have one dtype; else why not."""
+    devices = {x.device for x in (*params, *grads, *ms, *vs, *copies, lr, step, scale, skip) if x is not None}
+    if len(devices) > 1:
+        return f"tensors are on {', '.join(sorted(map(str, devices)))}: a kernel reads one device"
     wide = {x.dtype for x in (*params, *ms, *vs)} - {torch.float32}
     narrow = {x.dtype for x in (*grads, *copies)} - {torch.float32, torch.bfloat16, torch.float16}
     if wide or narrow or len({copy.dtype for copy in copies}) > 1:
@@ -96,12 +97,12 @@ def updates(
 
 
 def no_workspace(*_: object, **__: object) -> int:
-    """Nothing is allocated but the results."""
+    """For implementations that allocate only their results."""
     return 0
 
 
-def rows(arch: str, x: Tensor, *others: Tensor | None, **params: object) -> str | None:
-    """Rows of at most 32768 elements, which a program holds in registers; dtypes as `floating`."""
+def norm_supports(arch: str, x: Tensor, *others: Tensor | None, **params: object) -> str | None:
+    """None if a row has at most 32768 elements (a kernel holds it in registers) and dtypes are as in `floating`; else why not."""
     if x.ndim < 1 or x.shape[-1] > 32768:
         return f"rows of {x.shape[-1] if x.ndim else 'no dim'}: kernels hold rows of at most 32768 elements in registers"
     return floating(arch, x, *others, **params)
@@ -134,14 +135,14 @@ CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
         _triton("merge_attention", "_attention_merge", merge_supports),
         _triton("merge_attention_bwd", "_attention_merge", merge_supports),
         _triton("adamw_many", "_adamw", updates),
-        _triton("add_layer_norm", "_layer_norm", rows),
-        _triton("add_layer_norm_bwd", "_layer_norm", rows),
-        _triton("add_rms_norm", "_rms_norm", rows),
-        _triton("add_rms_norm_bwd", "_rms_norm", rows),
-        _triton("layer_norm", "_layer_norm", rows),
-        _triton("layer_norm_bwd", "_layer_norm", rows),
-        _triton("rms_norm", "_rms_norm", rows),
-        _triton("rms_norm_bwd", "_rms_norm", rows),
+        _triton("add_layer_norm", "_layer_norm", norm_supports),
+        _triton("add_layer_norm_bwd", "_layer_norm", norm_supports),
+        _triton("add_rms_norm", "_rms_norm", norm_supports),
+        _triton("add_rms_norm_bwd", "_rms_norm", norm_supports),
+        _triton("layer_norm", "_layer_norm", norm_supports),
+        _triton("layer_norm_bwd", "_layer_norm", norm_supports),
+        _triton("rms_norm", "_rms_norm", norm_supports),
+        _triton("rms_norm_bwd", "_rms_norm", norm_supports),
         _triton("quantise_fp8", "_quantise_fp8", quantise_supports, quantise_workspace),
         _triton("quantise_fp8_both", "_quantise_fp8", quantise_supports, quantise_both_workspace),
         _triton("dequantise_fp8", "_quantise_fp8", quantise_supports),
@@ -156,8 +157,8 @@ CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
         _triton("unpermute_bwd", "_permute", rows_support),
         _triton("geglu", "_geglu"),
         _triton("geglu_bwd", "_geglu"),
-        _triton("rope", "_rope", turning),
-        _triton("rope_many", "_rope", turning),
+        _triton("rope", "_rope", rope_supports),
+        _triton("rope_many", "_rope", rope_supports),
         _triton("swiglu", "_swiglu"),
         _triton("swiglu_bwd", "_swiglu"),
         _triton("cross_entropy", "_cross_entropy"),
@@ -175,4 +176,4 @@ REFERENCE_WORKSPACE: Mapping[str, Callable[..., int]] = {
     "attention": scores_workspace,
     "attention_bwd": scores_bwd_workspace,
 }
-"""What references need on a GPU where that is not what they need on a CPU."""
+"""The workspaces on a GPU of those references that need a different one there than on a CPU."""

@@ -20,9 +20,11 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class Kernels:
-    """The chip to choose for, or None for a CPU or a chip without kernels; and the rule.
+    """How to choose: by which rule, and for which chip.
 
-    auto: the first implementation that supports the call, else the reference. triton: Triton's, else an error. torch: never ours.
+    mode: "auto" takes the first implementation that supports the call, else the reference; "triton" takes the one called triton,
+          or raises an error; "torch" is like "auto", but without the one called triton.
+    arch: the chip; None for a CPU. On a chip for which there are no kernels, references run.
     """
 
     mode: Mode = "auto"
@@ -45,7 +47,8 @@ KERNELS = Kernels()
 def choose(kernels: Kernels, primitive: str, operands: Sequence[object], params: Mapping[str, object]) -> tuple[str, str]:
     """`(implementation, why)` for a call with these operands, which need no data.
 
-    Raises KernelError where the rule is `triton` and Triton has nothing for it.
+    why: for a reference, why no other implementation was taken. Raises KernelError if the mode is "triton" and no Triton kernel
+    supports the call.
     """
     if kernels.arch not in ARCHITECTURES or primitive not in CATALOGUE:
         return REFERENCE, ""
@@ -78,7 +81,7 @@ def implementation(primitive: str, name: str = REFERENCE) -> Callable[..., objec
 
 
 def kernels_for(mode: Mode, device: torch.device | str) -> Kernels:
-    """The rule for a device that is there."""
+    """The choice for a device of this machine, whose chip is looked up."""
     device = torch.device(device)
     if device.type != "cuda":
         return Kernels(mode)

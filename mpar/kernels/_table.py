@@ -40,7 +40,7 @@ def tuning(kernel: str, arch: str, size: str | None = None) -> Tuning:
 def classes(kernel: str, arch: str) -> tuple[str, ...]:
     """The size classes that `kernel` has entries for on this chip, in the order of the table."""
     keys = (key.split(" ", 1) for key in _entries()[kernel])
-    return tuple(dict.fromkeys(rest[0] for chip, *rest in keys if rest and chip in (arch, "any")))
+    return tuple(dict.fromkeys(size_class[0] for chip, *size_class in keys if size_class and chip in (arch, "any")))
 
 
 def kernels() -> tuple[str, ...]:
@@ -50,7 +50,7 @@ def kernels() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def replaced(kernel: str, key: str, entry: Tuning) -> Iterator[None]:
-    """Launch `kernel` by `entry` instead of the table's line `key`, "CHIP CLASS" or "CHIP", for a while: for tuning."""
+    """For tuning: in this context `kernel` is launched by `entry` instead of the table's line `key`, "CHIP CLASS" or "CHIP"."""
     entries = _entries()[kernel]
     before = dict(entries)
     entries[key] = entry

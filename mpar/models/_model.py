@@ -1,4 +1,4 @@
-"""Model: a decoder as a chain of segments over its parameter tree, and the whole-model functions folded from them."""
+"""Model: a decoder as a chain of segments over its parameter tree, and functions that run all its segments in turn."""
 
 import functools
 import json
@@ -137,8 +137,8 @@ class Model:
     def context(self, batch: Batch, row_length: int | None = None) -> dict[str, Tensor]:
         """What segments read: RoPE tables, and all entries of `batch` but positions.
 
-        Tables are (1, S, R/2); if `batch` has positions, they are (B, S, R/2). `order` (S,) gives, for each place along S, the
-        position of the row that stands there; a batch has it if its rows are permuted, or if it is a slice of rows of
+        Tables are (1, S, R/2); if `batch` has positions, they are (B, S, R/2). `order` (S,) gives for each index along S the
+        position in its row of the token there; a batch has it if its rows are permuted, or if it is a slice of rows of
         `row_length` positions. Only for models that learn positions does the context hold positions. If a layer has side losses
         and the batch has labels, it holds weight, which side losses are multiplied by.
         Raises DataError, ShapeError, DtypeError or ConfigError.
@@ -169,7 +169,7 @@ class Model:
     def apply(
         self, params: DecoderParams[Tensor], tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
-        """Logits (B, S, vocab_size) for each position's next token. `positions` are for RoPE or learned positions (0, 1, ...).
+        """Logits (B, S, vocab_size) for each position's next token. `positions` (B, S) are 0, 1, ... by default.
 
         `documents` (B, S): tokens see their own document only; -1 is padding.
         """

@@ -15,21 +15,22 @@ from mpar.proof._step_end import StepEnd
 
 __all__ = ["check_dataflow"]
 
-_MANY = ("weight", "context", "forward", "backward", "backward_input", "backward_weight")  # ops that are done for every piece
+_PER_PIECE = ("weight", "context", "forward", "backward", "backward_input", "backward_weight")  # ops done for every piece
 _BACKWARD = ("backward", "backward_input", "backward_weight")
 
 
 def check_dataflow(program: ProgramData) -> None:
     """Raise ProgramError, naming position and line, unless
 
-    - an instruction that is repeated for every microbatch reads the same values of each, and nothing of another microbatch. If
-      rows are cut into slices, a forward reads nothing of later slices, and a backward reads the gradients that they gave back;
-    - the weight of the batch is the sum of the weights of its microbatches, and the loss contains all losses;
-    - each gradient is the sum of the contributions of all microbatches, each once, reduced as the strategy says. Microbatches are
-      added in the order of the schedule, then uses of the parameter in the order of the chain;
+    - an instruction that is repeated for every microbatch reads the same values for each, and nothing of another microbatch. If
+      rows are cut into slices, a forward reads nothing of later slices, and a backward reads the gradients that later slices give
+      for what its slice carried;
+    - the weight of the batch is the sum of the weights of its microbatches, and the loss contains the losses of all of them;
+    - each gradient is the sum of the contributions of all microbatches, each once, reduced as the strategy says. For each use of
+      the parameter, microbatches are added in the order of the schedule; then these sums, in the order of the chain;
     - the norm contains each gradient once, and each parameter is updated with its own gradient and slots.
 
-    It must have been checked before that no message waits for ever (`mpar.schedules.check_order`).
+    Only for programs that `mpar.schedules.check_order` has accepted, so that no message is waited for without end.
     """
     flow = _Flow(program)
     for position, line, instruction in _in_order(program):
@@ -99,7 +100,7 @@ class _Flow:
             case "gather" | "reduce":  # each result comes from the operand with its index
                 for v, out in zip(instruction.inputs, instruction.outputs, strict=True):
                     labels[out] = Label(Moved(instruction.op, labels[v].meaning), labels[v].piece)
-            case "recv":
+            case "recv":  # `wait` labels what it receives
                 pass
             case _:
                 return self._compute(position, instruction)
@@ -108,17 +109,17 @@ class _Flow:
     def _compute(self, position: int, instruction: Instruction) -> str | None:
         """`follow` for an instruction that neither moves nor adds values."""
         operands = [self.labels[v] for v in instruction.inputs]
-        purpose, why = self._operands(position, instruction, operands)
+        purpose, why = self._purpose(position, instruction, operands)
         why = self._label_results(position, instruction, purpose) or why
         if instruction.op == "norm" and isinstance(purpose, Squares):
             self.end.squares[position] += [self.labels[v] for v in instruction.outputs]
         return why
 
-    def _operands(self, position: int, instruction: Instruction, operands: Sequence[Label]) -> tuple[str | Squares, str | None]:
+    def _purpose(self, position: int, instruction: Instruction, operands: Sequence[Label]) -> tuple[str | Squares, str | None]:
         """The purpose of an instruction, and what is wrong with its operands, or None. The purpose is the op, except at the end
-        of a step, where one op has several purposes."""
+        of a step, where one op has several purposes: that of a norm of gradients is what its first result means."""
         piece, op = instruction.piece, instruction.op
-        if piece is not None and op in _MANY:
+        if piece is not None and op in _PER_PIECE:
             return op, self.pieces.problem(instruction, piece, operands)
         match op:
             case "weight":
@@ -153,7 +154,7 @@ class _Flow:
             return Squares(purpose.first, index)
         if instruction.op in _BACKWARD:  # what it makes besides losses and contributions are gradients of inputs
             return InputGradient(instruction.segment, index)
-        return Result(purpose, instruction.segment if instruction.op in _MANY else "", index)
+        return Result(purpose, instruction.segment if instruction.op in _PER_PIECE else "", index)
 
 
 def _listed_label(part: Part, value: int) -> tuple[Label | None, tuple[str, ...], str]:
@@ -174,11 +175,11 @@ def _listed_in_words(part: Part, value: int) -> str:
     """What the part says that a listed value is."""
     if value in part.contributions:
         contribution = part.contributions[value]
-        return f"a value that the part lists as a contribution of {contribution.use} for piece {_number(contribution.piece)}"
+        return f"a value that the part lists as a contribution of {contribution.use} for piece {_piece_name(contribution.piece)}"
     result = part.losses.get(value) or part.carried[value]
     maker = "backward" if value in part.losses else "forward"
-    return f"a value that the part lists as made by the {maker} of {result.segment} for piece {_number(result.piece)}"
+    return f"a value that the part lists as made by the {maker} of {result.segment} for piece {_piece_name(result.piece)}"
 
 
-def _number(piece: Piece) -> str:
+def _piece_name(piece: Piece) -> str:
     return f"{piece.microbatch}.{piece.slice}"

@@ -27,7 +27,7 @@ def check_gradients(program: ProgramData, terms: Terms, labels: Mapping[int, Lab
 
 
 def _uses(program: ProgramData) -> dict[str, dict[str, int]]:
-    """By the path of a parameter: the uses of it, and the position along pp of each."""
+    """For the path of each parameter: its uses, and the position along pp of each use."""
     uses: dict[str, dict[str, int]] = {}
     for position, part in enumerate(program.parts):
         for contribution in part.contributions.values():
@@ -36,15 +36,15 @@ def _uses(program: ProgramData) -> dict[str, dict[str, int]]:
 
 
 def _expected(program: ProgramData, terms: Terms, uses: Mapping[str, Mapping[str, int]]) -> dict[str, Label]:
-    """By path, the term that each gradient should be: it adds microbatches in the order of the schedule, then uses in that of the
-    chain."""
+    """For each path, the label that its gradient should have. It adds, for each use, microbatches in the order of the schedule,
+    and then the sums of all uses in the order of the chain."""
     facts, orders = program.facts, _backwards(program)
-    chain = {name: index for index, name in enumerate(facts.stage_of)}
+    place_in_chain = {name: index for index, name in enumerate(facts.stage_of)}
     expected = {}
     for path, positions in uses.items():
         sums: list[Label] = []
         items: Items = Counter()
-        for use in sorted(positions, key=lambda use: (chain[use.rstrip("'")], len(use))):
+        for use in sorted(positions, key=lambda use: (place_in_chain[use.rstrip("'")], len(use))):
             segment = use.rstrip("'")
             order = orders.get((positions[use], facts.stage_of[segment]), [])
             microbatches = [[Piece(m, c) for c in reversed(range(program.num_slices))] for m in order]  # the last slice first
@@ -60,7 +60,7 @@ def _expected(program: ProgramData, terms: Terms, uses: Mapping[str, Mapping[str
 
 
 def _backwards(program: ProgramData) -> dict[tuple[int, int], list[int]]:
-    """By (position, stage): the microbatches in the order in which their backwards run."""
+    """By (position, stage): the microbatches in the order in which B or W gives their contributions."""
     orders: dict[tuple[int, int], list[int]] = {}
     for position, actions in enumerate(program.schedule):
         for action in actions:
@@ -70,10 +70,10 @@ def _backwards(program: ProgramData) -> dict[tuple[int, int], list[int]]:
 
 
 def _items(terms: Terms, path: str, label: Label) -> Items:
-    """What a term adds up, for messages, with counts: (segment, piece) of contributions to `path`; anything else in words."""
+    """What a label adds up, with counts, for messages: (segment, piece) for a contribution to `path`, else (text, piece)."""
     counts = Counter({before_reduction(label): 1})
     items: Items = Counter()
-    for number in reversed(range(len(terms))):
+    for number in reversed(range(len(terms))):  # a sum has a higher number than the sums that it adds
         count = counts.pop(Label(Sum(number)), 0)
         for operand in terms.operands(Sum(number)) if count else ():
             counts[before_reduction(operand)] += count

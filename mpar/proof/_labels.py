@@ -46,7 +46,8 @@ class OfSlice:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result number `index` of an op of a segment. A loss is labelled as a result of the forward even if a backward makes it."""
+    """Result number `index` of an op of a segment, or of a purpose at the end of a step, which has no segment. A loss is labelled
+    as a result of the forward even if a backward makes it."""
 
     op: str
     segment: str
@@ -79,7 +80,8 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Squares:
-    """Sums of squares of the gradients of a unit; the first of these is gradient number `first` of its part."""
+    """Result number `index` of the norm that reads the gradients of a unit; the first of these is gradient number `first` of its
+    part."""
 
     first: int
     index: int
@@ -104,7 +106,7 @@ Meaning = Given | OfSlice | Result | Contributed | InputGradient | Carried | Squ
 
 
 class Label(NamedTuple):
-    """What a value means, and the piece of the batch that it belongs to; None if it belongs to none, or to all."""
+    """What a value means, and the piece of the batch that it belongs to; None if it belongs to no single piece."""
 
     meaning: Meaning
     piece: Piece | None = None

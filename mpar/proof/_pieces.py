@@ -13,20 +13,20 @@ class Pieces:
 
     first:     by (op, segment, slice): what was read for the first microbatch, without the number of the microbatch.
     forwards:  by (segment, piece): what the forward read.
-    each:      by (op, segment): what was read of the slice itself, which is the same for every slice.
-    readers:   by (segment, piece): for each value that it carried, by its index, the pieces that read it.
+    own_slice: by (op, segment): what was read of the slice itself, which is the same for every slice.
+    readers:   by (segment, piece), and then by the index of a value that it carried: the pieces that read this value.
     """
 
     def __init__(self, terms: Terms, num_slices: int) -> None:
         self.terms, self.num_slices = terms, num_slices
         self.first: dict[tuple[str, str, int], tuple[Hashable, ...]] = {}
         self.forwards: dict[tuple[str, Piece], Sequence[Label]] = {}
-        self.each: dict[tuple[str, str], list[Meaning]] = {}
+        self.own_slice: dict[tuple[str, str], list[Meaning]] = {}
         self.readers: dict[tuple[str, Piece], dict[int, list[Piece]]] = {}
 
     def problem(self, instruction: Instruction, piece: Piece, operands: Sequence[Label]) -> str | None:
-        """What is wrong with the operands of an instruction, or None. It must read the same for each microbatch, and the same of
-        its own slice for each slice, and a backward must read what its forward read."""
+        """What is wrong with the operands of an instruction, or None. It must read the same for each microbatch; what it
+        reads of its own slice must be the same for each slice; and a backward must read what its forward read."""
         why = self._foreign(instruction, piece, operands)
         if why is None and self.num_slices > 1:
             why = self._slices_problem(instruction, piece, operands)
@@ -43,7 +43,8 @@ class Pieces:
         return f"operand {index} is {operand}, unlike that of the same segment for another microbatch"
 
     def _foreign(self, instruction: Instruction, piece: Piece, operands: Sequence[Label]) -> str | None:
-        """What is wrong if an operand is of another microbatch, of a later slice, or of another slice that does not carry it."""
+        """What is wrong if an operand belongs to another microbatch, to a later slice without being a gradient from it, or to
+        another slice that does not hand it over; else None."""
         for label in operands:
             for term in self.terms.within(label):
                 term_piece = term.piece
@@ -60,8 +61,8 @@ class Pieces:
     def _own_slice_problem(self, instruction: Instruction, piece: Piece, operands: Sequence[Label]) -> str | None:
         """What is wrong with the operands that belong to the slice itself, or None.
 
-        A forward reads the same of its own slice for every slice. A backward reads what its forward read, in the same order, and
-        otherwise only what was made since then (`_made_since_forward`).
+        What a forward reads of its own slice is the same for every slice. A backward reads what its forward read, in the same
+        order, and otherwise only what was made since then (`_made_since_forward`).
         """
         segment = instruction.segment
         if instruction.op == "forward":
@@ -72,7 +73,7 @@ class Pieces:
                 for label in operands
                 if label.piece in (None, piece) and not isinstance(label.meaning, Sum)
             ]
-            if self.each.setdefault((instruction.op, segment), own_operands) != own_operands:
+            if self.own_slice.setdefault((instruction.op, segment), own_operands) != own_operands:
                 return "does not read the same of its own slice as another slice of the same segment"
             return None
         read_again = [label for label in operands if not _made_since_forward(label.meaning, segment)]
@@ -84,8 +85,8 @@ class Pieces:
     def _slices_problem(self, instruction: Instruction, piece: Piece, operands: Sequence[Label]) -> str | None:
         """What is wrong with the operands that belong to other slices, or None.
 
-        Earlier slices are read in order. When the backward of a slice runs, each value that it carried has the gradients of all
-        slices that read it.
+        What earlier slices carried is read in the order of the slices. For each value that its slice carried, a backward reads
+        the sum of the gradients from all slices that read the value.
         """
         segment = instruction.segment
         read = [
@@ -124,8 +125,8 @@ class Pieces:
 
 
 def _crosses_slices(meaning: Meaning, segment: str) -> bool:
-    """Whether a segment may read it from another slice: what that slice carried, a gradient of what this one carried, or the
-    context of earlier keys."""
+    """Whether a segment may read this from another slice: what that slice carried, a gradient of what this one carried, an entry
+    of the batch, or the context of earlier keys."""
     carried = isinstance(meaning, (Carried, InputGradient)) and meaning.segment == segment
     return carried or isinstance(meaning, Given) or _is_context(meaning)
 
@@ -135,12 +136,12 @@ def _is_context(meaning: Meaning) -> bool:
 
 
 def _without_slice(meaning: Meaning, slice_number: int) -> Meaning:
-    """A batch entry that all microbatches share without its slice number, if that is `slice_number`; anything else unchanged."""
+    """`meaning`, without its slice number if it is an entry of slice `slice_number` that all microbatches share."""
     return Given(meaning.key) if isinstance(meaning, OfSlice) and meaning.slice == slice_number else meaning
 
 
 def _made_since_forward(meaning: Meaning, segment: str) -> bool:
-    """Whether a backward may read it although its forward did not: results of its own segment, gradients, sums, the weight."""
+    """Whether a backward may read this although its forward did not: results of its own segment, gradients, sums, the weight."""
     if isinstance(meaning, (Sum, InputGradient)):
         return True
     made = (("forward", segment), ("backward_input", segment), ("weight", ""))

@@ -10,14 +10,15 @@ from mpar.proof._labels import Given, Label, Meaning, Result, Squares, Terms, as
 
 __all__ = ["NUM_SCALARS", "StepEnd"]
 
-NUM_SCALARS = 3  # the last operands of an update: lr, step and the clip factor
+NUM_SCALARS = 3  # operands of an update behind the slots: lr, step and the clip factor
 
 
 class StepEnd:
     """Remembers what the instructions at the end of the step read, over all parts.
 
     losses, metrics: how often each label was read. squared: how often each gradient was read for the norm, by path.
-    squares: per part, the labels of its sums of squares.
+    squares: per part, the labels of its sums of squares. order: the number of each segment in the chain. numbers: per part, the
+    number of each gradient, by value. results: per part, the path of each new parameter and slot, by value.
     """
 
     def __init__(self, program: ProgramData, terms: Terms) -> None:
@@ -31,15 +32,15 @@ class StepEnd:
         self.results = [{leaf.value: leaf.path for leaf in part.state_out} for part in program.parts]
 
     def weight_problem(self, operands: Sequence[Label]) -> str | None:
-        """What is wrong unless the operand is the sum of the weights of all pieces."""
+        """What is wrong if the operand is not the sum of the weights of all pieces; else None."""
         pieces = [Label(Result("weight", "", 0), piece) for piece in self.program.pieces]
         return None if operands == [self.terms.fold(pieces)] else "does not read the sum of the weights of all microbatches"
 
     def finish(self, operands: Sequence[Label]) -> tuple[str, str | None]:
         """The purpose of a `finish`, and what is wrong with its operands, or None.
 
-        It reads the losses of a part, in the order of microbatches and segments, or the vector of all losses and the reciprocal
-        of the weight.
+        For the purpose "losses" it reads the losses of a part, in the order of microbatches and segments; for "finish", the
+        vector of all losses and the reciprocal of the weight.
         """
         losses = [(label, label.meaning, label.piece) for label in operands]
         if all(isinstance(meaning, Result) and meaning.op == "forward" and piece is not None for _, meaning, piece in losses):
@@ -55,7 +56,8 @@ class StepEnd:
     def report(self, operands: Sequence[Label]) -> tuple[str, str | None]:
         """The purpose of a `metrics`, and what is wrong with its operands, or None.
 
-        It reads the metrics of a part, each added over its microbatches, or the vector of all metrics.
+        For the purpose "all metrics" it reads the metrics of a part, each added over its microbatches; for "metrics", the vector
+        of all metrics.
         """
         if operands == [Label(Result("all metrics", "", 0))]:
             return "metrics", None
@@ -69,7 +71,8 @@ class StepEnd:
     def norm(self, position: int, values: Sequence[int], operands: Sequence[Label]) -> tuple[str | Squares, str | None]:
         """The purpose of a `norm`, and what is wrong with its operands, or None.
 
-        It reads the gradients of a unit, or all sums of squares of a part, in order, or the vector of all sums of squares.
+        For the purpose `Squares` it reads the gradients of a unit; for "all squares", all sums of squares of a part, in order;
+        for "norm", the vector of all sums of squares.
         """
         numbers, paths = self.numbers[position], list(self.program.parts[position].gradients)
         if values and all(v in numbers for v in values):
@@ -84,12 +87,12 @@ class StepEnd:
         return "norm", None if right else f"reads {_all_as_text(operands)}, which are not gradients"
 
     def update_problem(self, position: int, instruction: Instruction, operands: Sequence[Label]) -> str | None:
-        """What is wrong with the operands of an update, or None. It reads parameters, their gradients, slots, scalars, then
-        metrics, and makes parameters and slots."""
+        """What is wrong with the operands of an update, or None. It reads parameters, their gradients, slots, scalars and
+        metrics, in this order, and makes new parameters and slots."""
         operands = [label for label in operands if not (isinstance(label.meaning, Result) and label.meaning.op == "metrics")]
         results, gradients = self.results[position], self.program.parts[position].gradients
         made = [results.get(v, "") for v in instruction.outputs]
-        num = len(operands) - NUM_SCALARS - len(made)  # of parameters, and so of gradients
+        num = len(operands) - NUM_SCALARS - len(made)  # how many parameters, and as many gradients
         if num < 1 or not all(made):
             return "does not make new parameters and slots"
         paths, slots = [path.removeprefix("params.") for path in made[:num]], made[num:]

@@ -15,10 +15,10 @@ __all__ = ["events", "verify"]
 def verify(program: ProgramData, queues: str = "direction") -> None:
     """Raise ProgramError, naming position and line, unless
 
-    - every value is made once, is read only between its making or arrival and its freeing, and is freed once, so that at the end
-      only the batch, the scalars and the results exist;
-    - every instruction passes its segment values of the shapes and dtypes for which the segment was compiled;
-    - every collective runs over axes of the mesh and has the size of the group over them;
+    - every value is made once, is read only after it was made or has arrived and before it is freed, and is freed once, so that
+      at the end only the batch, the scalars and the results exist;
+    - the values of every instruction have the shapes and dtypes for which its kind was compiled;
+    - every collective runs over axes of the mesh, and its size is the number of ranks along these axes;
     - the two ends of every message agree on shape and dtype and meet in order, and no rank waits for ever, under the model of
       queues called `queues` (see `mpar.schedules.check_order`);
     - the contribution of every microbatch enters each stored gradient exactly once, in the order of the schedule, and every other
@@ -42,8 +42,8 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
     made = set(live)
     freed: set[int] = set()
     posted: dict[int, tuple[int, int]] = {}  # message on its way -> its value, position of the other end
-    arriving: set[int] = set()
-    leaving: Counter[int] = Counter()
+    arriving: set[int] = set()  # values that messages on their way bring
+    leaving: Counter[int] = Counter()  # how many messages on their way send each value
     for line, instruction in enumerate(part.instructions):
         for v in instruction.inputs:
             if v not in live:
@@ -132,7 +132,7 @@ def _check_messages(program: ProgramData) -> None:
 
 
 def events(program: ProgramData) -> list[list[Event]]:
-    """Per position along pp, everything for which it may have to wait for another: messages, and collectives that cross pp."""
+    """For each position along pp, where it may have to wait for another position: messages, and collectives that cross pp."""
     everybody = tuple(range(len(program.parts)))
     crossing = {
         name: tuple(use for use in kind.collectives if "pp" in use.axes)

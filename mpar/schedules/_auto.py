@@ -70,7 +70,7 @@ def auto(
     cap_bytes: bytes for activations, as `Costs.activation` counts them, of each rank, or one number for every rank.
     also:      more tables, by name, that compete with those of SCHEDULES. Tables with another placement or above the cap are
                ignored; microbatches are renumbered to ascend.
-    effort:    the search does more or less work than usual, by this factor.
+    effort:    by what factor the search does more or less work than usual.
 
     Raises ConfigError if costs, placement and sizes disagree, or if no order can fit the cap: even a single microbatch holds, on
     every rank, the activations of all stages there.
@@ -81,8 +81,8 @@ def auto(
     bounds = bounds_of(problem)
     search = _Search(problem, bounds.makespan)
     search.offer_tables((*_named(problem), *(also or {}).items()))
-    num_actions = max(int(effort * _STEPS), 1)
-    if not (search.done and search.without_bubble):  # this is cheap, and may lower the span bubble and the bytes
+    num_actions = max(int(effort * _ACTIONS), 1)
+    if not (search.done and search.without_bubble):  # even at the bound: it is cheap, and may lower span bubble and bytes
         search.offer("list scheduling", *search_rules(problem, first_rules(problem), num_actions, search.key, bounds.makespan))
     if not search.done and problem.size <= _FEW:
         outcome = exact(problem, bounds, search.makespan, nodes=int(effort * _NODES))
@@ -102,7 +102,7 @@ def auto(
 _OPTIONS: dict[str, list[dict[str, object]]] = {
     "one_f_one_b": [{}, {"extra_warmup": 1}],
 }
-_STEPS = 330_000  # how many actions list scheduling may place, over all orders that it tries
+_ACTIONS = 330_000  # how many actions list scheduling may place, over all orders that it tries
 _MOVES = 8_000_000  # how many actions local search may run, over all orders that it tries
 _NODES = 40_000  # how many states exact search or beam search may open
 _FEW = 100  # with more actions than this, an exact search has no chance within _NODES
@@ -125,7 +125,7 @@ class _Search:
         return round(result.makespan, digits), round(result.span_bubble, digits), peak
 
     def offer_tables(self, tables: Iterable[tuple[str, Actions]]) -> None:
-        """Note each table that is of this problem as a trial; above the cap it is a trial without an order."""
+        """Note each table of this problem as a trial; the trial of a table above the cap has no order."""
         for name, table in tables:
             order = _as_order(self.problem, table)
             if order is not None:
@@ -224,8 +224,8 @@ def auto_actions(
     if isinstance(placement, str):
         if placement not in ("loop", "v"):
             raise ConfigError(f"schedule auto: placement {placement!r} is not 'loop', 'v', or a list of the ranks of all stages")
-        turns = [placement == "v" and s // num_ranks % 2 == 1 for s in range(stages)]
-        places = [num_ranks - 1 - s % num_ranks if turn else s % num_ranks for s, turn in enumerate(turns)]
+        is_reversed = [placement == "v" and s // num_ranks % 2 == 1 for s in range(stages)]
+        places = [num_ranks - 1 - s % num_ranks if reverse else s % num_ranks for s, reverse in enumerate(is_reversed)]
     else:
         places = list(placement)
         if len(places) != stages or not set(places) <= set(range(num_ranks)):
@@ -276,7 +276,7 @@ def _problem(costs: Costs, placement: Sequence[int], num_microbatches: int, cap_
         raise ConfigError(
             f"no order for {stages} stages on {ranks} ranks with {num_microbatches} microbatches:\n"
             + "\n".join(f"  {line}" for line in wrong)
-            + "\nRaise cap_bytes, cut microbatches smaller, or recompute activations, where bytes are short."
+            + "\nIf bytes are short, raise cap_bytes, cut microbatches smaller, or recompute activations."
         )
     return problem_of(costs, placement, num_microbatches, caps)
 

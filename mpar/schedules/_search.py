@@ -36,8 +36,8 @@ class Links(NamedTuple):
     """The channels between stages.
 
     wire:     for each stage the time to send its activation to the next stage, or to get the gradient back.
-    up, down: for each stage the channel of its activation to the next stage, and of its gradient to the previous one; -1 if both
-              stages are on one rank.
+    up, down: for each stage the channel of its activation to the next stage, and of its gradient to the previous one; -1 if there
+              is no such stage, or if it is on the same rank.
     """
 
     wire: tuple[float, ...]
@@ -52,8 +52,9 @@ class Problem:
 
     place:       for each stage its rank. rank_stages: for each rank its stages. count: the number of microbatches.
     time:        for each code its time.
-    lean_input, lean_weight: for each stage, times of I and W that no order can beat, whether it uses B, or I and W.
-    activation:  for each stage, bytes held between F and I. rest: bytes held between I and W.
+    lean_input, lean_weight: for each stage, the least time for I, and the least time that W adds to it, whether an order uses B
+                 or I and W.
+    activation:  for each stage, bytes held between F and I. deferred_bytes: bytes held between I and W.
     cap:         for each rank the bytes that it has, but no more than all microbatches together hold.
     """
 
@@ -71,7 +72,7 @@ class Problem:
 
     @property
     def size(self) -> int:
-        """Actions in all, B as two."""
+        """The number of actions; a B counts as two."""
         return 3 * self.count * len(self.place)
 
     def ahead(self, stage: int) -> tuple[int, int]:
@@ -93,7 +94,7 @@ class Problem:
 
 
 class Run(NamedTuple):
-    """start, end: per rank, of each action."""
+    """start, end: for each rank, when its actions begin and end. makespan, span_bubble: see `Timeline`."""
 
     start: list[list[float]]
     end: list[list[float]]
@@ -182,7 +183,8 @@ def run(problem: Problem, order: Order) -> Run | None:
 
 
 def _arrivals(problem: Problem) -> tuple[list[list[float]], list[list[float]]]:
-    """For each stage, when its activations and gradients arrive. Only those at the ends of the pipeline are known: at time 0."""
+    """For each stage, when its activations and its gradients arrive, as known before anything runs: the activations of the first
+    stage and the gradients of the last are there at time 0."""
     forward_in: list[list[float]] = [[] for _ in problem.place]
     input_in: list[list[float]] = [[] for _ in problem.place]
     forward_in[0], input_in[-1] = [0.0] * problem.count, [0.0] * problem.count
@@ -222,11 +224,12 @@ def fits(problem: Problem, rank: int, codes: Sequence[int]) -> bool:
 def leaves_room(stages: Sequence[int], stage: int, begun: Sequence[int], sizes: Sequence[int], cap: float, count: int) -> bool:
     """Whether a rank with these `stages` can still finish after one more F of `stage`.
 
-    begun: for each stage of the model, how many F have begun.
+    begun: for each stage of the model, how many F have begun. sizes: for each stage, what one activation takes from the `cap`.
 
     A microbatch that has begun on an earlier stage of the rank, and has not reached a later stage s, holds its memory until F on
     s has run. So all of these together with one F on s must fit. This is also enough: of all F that wait for memory, take the one
-    on the last stage. The microbatches before it need no more memory to finish, and what is held then is what is checked here.
+    on the last stage, s. Microbatches that have begun on s finish without more memory and free theirs; what is then still held is
+    what is checked here.
     """
     for later in stages:
         if later > stage and begun[later] < count:
@@ -240,7 +243,7 @@ def leaves_room(stages: Sequence[int], stage: int, begun: Sequence[int], sizes: 
 
 
 def from_table(table: Actions) -> Order:
-    """The codes of a table of actions. Microbatches are thereby renumbered to ascend."""
+    """The codes of a table of actions. They name no microbatches, so that every stage now takes these in ascending order."""
     return [[4 * stage + KINDS.index(kind) for stage, kind, _ in actions] for actions in table]
 
 
@@ -261,10 +264,10 @@ def to_table(order: Order) -> list[list[Action]]:
 
 
 def fused(problem: Problem, order: Order) -> Order:
-    """Replace I and W that follow each other by B wherever the pipeline does not end later for it."""
-    now = run(problem, order)
-    assert now is not None
-    best = now.makespan
+    """Replace each I and the W of its microbatch right behind it by one B, unless the pipeline then ends later."""
+    current = run(problem, order)
+    assert current is not None
+    best = current.makespan
     for rank, codes in enumerate(order):
         position = 0
         while position + 1 < len(codes):

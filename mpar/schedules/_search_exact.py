@@ -1,9 +1,10 @@
-"""Exact search for small pipelines: tries all orders, built in order of time, but for those that another one dominates.
+"""Exact search for small pipelines: tries all orders, except those that cannot be better than another one.
 
-A state is what has begun, the time T of the last beginning, and all times that later actions can see: when ranks and channels are
-free and when operands arrive. Actions are appended with beginnings that never decrease (an action may be held back until T): this
-reaches every order. Of two states with the same actions the one whose times are all no later is as good as the other, whatever
-follows. A state also ends if its lower bound reaches the best makespan known. Layer n holds the states with n actions begun.
+A state is the beginning of an order: which actions have begun, the time T at which the last of them began, and all times on which
+later actions depend: when ranks and channels are free and when operands arrive. Each new action begins at T or later, if need be
+after waiting for T: every order can be built in this way. If two states have begun the same actions and no time of the first is
+later than that of the second, the second is dropped, because whatever follows it can also follow the first. A state is also
+dropped if its lower bound reaches the best makespan known. Layer n holds the states with n actions begun; a B counts as two.
 """
 
 from collections.abc import Iterator
@@ -24,10 +25,13 @@ class Outcome(NamedTuple):
 
 
 class _State(NamedTuple):
+    """time: when the last action began. bound: a time before which no order that goes on from here ends. code: the last action.
+    before: the state before it."""
+
     begun: tuple[int, ...]  # for each stage, how many F, I and W
     live: tuple[int, ...]  # bytes held by each rank
     work: tuple[float, ...]  # the least time of what each rank still has to do
-    now: tuple[float, ...]  # when each rank, and then each channel, is free
+    free: tuple[float, ...]  # when each rank, and then each channel, is free
     arrivals: tuple[tuple[float, ...], ...]  # when waiting activations arrive at each stage, then when waiting gradients do
     time: float
     bound: float
@@ -50,7 +54,7 @@ def exact(problem: Problem, bounds: Bounds, known: float, *, nodes: int, width: 
         states = [state for states in layers[size].values() for state in states]
         layers[size].clear()
         if width is not None and len(states) > width:
-            states.sort(key=lambda state: (state.bound, sum(state.now)))
+            states.sort(key=lambda state: (state.bound, sum(state.free)))
             states, dropped = states[:width], True
         for state in states:
             if state.bound >= known - epsilon:
@@ -68,7 +72,7 @@ def exact(problem: Problem, bounds: Bounds, known: float, *, nodes: int, width: 
 
 
 def _keep(layer: dict[tuple[int, ...], list[_State]], child: _State) -> None:
-    """Add a state to its layer unless another one is as good; drop those that it is as good as."""
+    """Add a state to its layer unless one that is as good is there already; drop the states that the new one is as good as."""
     others = layer.setdefault(child.begun, [])
     times = _times(child)
     kept = []
@@ -83,7 +87,7 @@ def _keep(layer: dict[tuple[int, ...], list[_State]], child: _State) -> None:
 
 
 def _times(state: _State) -> list[float]:
-    return [state.time, *state.now, *(time for waiting in state.arrivals for time in waiting)]
+    return [state.time, *state.free, *(time for waiting in state.arrivals for time in waiting)]
 
 
 def _first(problem: Problem) -> _State:
@@ -92,15 +96,15 @@ def _first(problem: Problem) -> _State:
         count * sum(problem.time[4 * s + F] + problem.lean_input[s] + problem.lean_weight[s] for s in stages_of)
         for stages_of in problem.rank_stages
     )
-    now = (0.0,) * (len(problem.rank_stages) + problem.links.num_channels)
+    free = (0.0,) * (len(problem.rank_stages) + problem.links.num_channels)
     arrivals: list[tuple[float, ...]] = [()] * (2 * stages)
     arrivals[0] = (0.0,) * count
     arrivals[2 * stages - 1] = (0.0,) * count
-    return _State((0,) * (3 * stages), (0,) * len(problem.rank_stages), work, now, tuple(arrivals), 0.0, 0.0, -1, None)
+    return _State((0,) * (3 * stages), (0,) * len(problem.rank_stages), work, free, tuple(arrivals), 0.0, 0.0, -1, None)
 
 
 def _children(problem: Problem, bounds: Bounds, state: _State, limit: float) -> Iterator[_State]:
-    """All states one action further whose bound is below `limit`."""
+    """The states after one more action, of which each has a bound below `limit`."""
     stages, begun = len(problem.place), state.begun
     for stage, rank in enumerate(problem.place):
         forwards, inputs, weights = begun[3 * stage : 3 * stage + 3]
@@ -125,7 +129,7 @@ def _child(
 ) -> Iterator[_State]:
     """The state after one more action; none if its bound is not below the limit."""
     code, rank, stages, ranks = 4 * stage + kind, problem.place[stage], len(problem.place), len(problem.rank_stages)
-    begin = max(state.now[rank], arrival, state.time)
+    begin = max(state.free[rank], arrival, state.time)
     end = begin + problem.time[code]
     microbatch = state.begun[3 * stage + (0, 1, 1, 2)[kind]]
     bound = max(state.bound, end + bounds.tail[code][microbatch])
@@ -137,8 +141,8 @@ def _child(
         problem.lean_input[stage] + problem.lean_weight[stage] if kind == B else
         problem.lean_input[stage] if kind == I else problem.lean_weight[stage]
     )  # fmt: skip
-    now = list(state.now)
-    now[rank] = end
+    free = list(state.free)
+    free[rank] = end
     arrivals = list(state.arrivals)
     if kind != W:
         source = stage if kind == F else stages + stage
@@ -148,14 +152,14 @@ def _child(
             channel = problem.links.up[stage] if kind == F else problem.links.down[stage]
             reached = end
             if channel >= 0:
-                reached = now[ranks + channel] = max(end, now[ranks + channel]) + problem.links.wire[min(stage, other)]
+                reached = free[ranks + channel] = max(end, free[ranks + channel]) + problem.links.wire[min(stage, other)]
             target = other if kind == F else stages + other
             arrivals[target] = (*arrivals[target], reached)
-    for index, free in enumerate(now):
-        if free < begin:
-            now[index] = begin  # nothing begins before: the same for all that follows
+    for index, free_at in enumerate(free):
+        if free_at < begin:
+            free[index] = begin  # nothing later begins before `begin`, so that states with earlier times are equal to this one
         if index < ranks:
-            bound = max(bound, now[index] + work[index])
+            bound = max(bound, free[index] + work[index])
     if bound >= limit:
         return
     begun, live = list(state.begun), list(state.live)
@@ -164,7 +168,7 @@ def _child(
         begun[3 * stage + part] += 1
     live[rank] += (activation, -activation, deferred_bytes - activation, -deferred_bytes)[kind]
     waiting = tuple(tuple(max(time, begin) for time in times) for times in arrivals)
-    yield _State(tuple(begun), tuple(live), tuple(work), tuple(now), waiting, begin, bound, code, state)
+    yield _State(tuple(begun), tuple(live), tuple(work), tuple(free), waiting, begin, bound, code, state)
 
 
 def _order(problem: Problem, state: _State | None) -> Order | None:

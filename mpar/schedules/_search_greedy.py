@@ -1,6 +1,6 @@
 """List scheduling: a rank that becomes idle takes, of the actions that are ready, the one that a rule prefers.
 
-A rule decides what also distinguishes the named schedules: how many microbatches a rank may have in flight, whether forward or
+A rule decides the things in which the named schedules differ: how many microbatches a rank may have in flight, whether forward or
 backward goes first, which chunk goes first, how long weight gradients wait (Qi et al. 2023, arXiv:2401.10241, section 3.1).
 """
 
@@ -15,12 +15,16 @@ __all__ = ["Rule", "greedy"]
 
 @dataclass(frozen=True)
 class Rule:
-    """limit: per rank, chunks in flight: F begun, I not. delay: per rank, weight gradients that may wait before one goes first.
+    """What a rank prefers.
 
-    backward_first: whether I precedes F when both are ready. forward, backward: which stage of several: "deep" the last,
-    "shallow" the first, "old" that of the lowest microbatch, "group" of groups of microbatches the first, in it the first stage.
-    patience: W begins only if the next arrival known is later than this share of its time.
-    fuse: on which stages B takes the place of I where B takes less than both: "none", "first" or "all".
+    limit: for each rank, how many chunks may be in flight, which means that their F has begun and their I has not.
+    delay: for each rank, how many W may wait; if more do, one of them goes first.
+    backward_first: whether I goes before F when both are ready.
+    forward, backward: which stage goes first if several are ready for F, or for I: "deep" the last, "shallow" the first, "old"
+        the one with the lowest microbatch, "group" the first stage of those in the earliest group of `group` microbatches.
+    patience: if only W is ready and cap and limit hold back no F, W begins only if the next arrival is at least `patience` times
+        the duration of W away.
+    fuse: on which stages B takes the place of I, if it is shorter than I and W: "none", "first" (stage 0) or "all".
     """
 
     limit: tuple[int, ...]
@@ -34,9 +38,9 @@ class Rule:
 
 
 def greedy(problem: Problem, rule: Rule) -> Order:
-    """An order by the rule. Never stuck: see `leaves_room`.
+    """The order that the rule gives. It never gets stuck: see `leaves_room`.
 
-    Rank by rank in the order of time; a rank that has nothing to do is looked at again when something arrives.
+    In the order of time, each rank that is free chooses an action; if it has none, it chooses again when something arrives.
     """
     stages, last = len(problem.place), len(problem.place) - 1
     place, time, (wire, up, down, num_channels) = problem.place, problem.time, problem.links
@@ -71,7 +75,7 @@ def greedy(problem: Problem, rule: Rule) -> Order:
     return [rank.order for rank in ranks]
 
 
-class _Bounds(NamedTuple):
+class _Limits(NamedTuple):
     """The limits of a rank: its stages, its bytes, how many chunks may be in flight, how many weight gradients may wait."""
 
     stages: tuple[int, ...]
@@ -81,20 +85,20 @@ class _Bounds(NamedTuple):
 
 
 class _Rank:
-    """One rank's counts of begun actions, and its choice."""
+    """Counts the actions that one rank has begun, and chooses its next one."""
 
     def __init__(self, problem: Problem, rule: Rule, rank: int, arrivals: list[list[float]]) -> None:
         self.problem, self.rule, self.arrivals = problem, rule, arrivals
         rank_stages = problem.rank_stages[rank]
-        self.bounds = _Bounds(rank_stages, problem.cap[rank], max(rule.limit[rank], len(rank_stages)), rule.delay[rank])
+        self.limits = _Limits(rank_stages, problem.cap[rank], max(rule.limit[rank], len(rank_stages)), rule.delay[rank])
         stages = len(problem.place)
         self.forwards, self.inputs, self.weights = [0] * stages, [0] * stages, [0] * stages  # begun
-        self.live, self.in_flight, self.pending = 0, 0, 0
+        self.live, self.in_flight, self.pending = 0, 0, 0  # bytes; chunks in flight; W that wait
         self.order: list[int] = []
 
     def may_begin(self, stage: int) -> bool:
-        """Whether F of a stage is within cap and limit, now and for the stages behind it on this rank."""
-        stages, cap, limit, _ = self.bounds
+        """Whether F of a stage stays within cap and limit, and leaves room for the later stages of this rank."""
+        stages, cap, limit, _ = self.limits
         activation, count = self.problem.activation, self.problem.count
         if self.live + activation[stage] > cap or self.in_flight + 1 > limit:
             return False
@@ -106,12 +110,12 @@ class _Rank:
         )
 
     def next_code(self, now: float) -> int:
-        """The action to begin, noted as begun; -1: none."""
+        """The code of the action that begins now, which is counted as begun; -1: none."""
         stages, count, rule = len(self.problem.place), self.problem.count, self.rule
         forwards: list[tuple[float, int]] = []
         backwards: list[tuple[float, int]] = []
         blocked, soon = False, float("inf")
-        for s in self.bounds.stages:
+        for s in self.limits.stages:
             begun, inputs = self.forwards[s], self.inputs[s]
             if inputs < begun and inputs < len(self.arrivals[stages + s]):
                 arrival = self.arrivals[stages + s][inputs]
@@ -127,7 +131,7 @@ class _Rank:
                     forwards.append((self._preference(rule.forward, s, begun), s))
                 else:
                     soon = min(soon, arrival)
-        if self.pending > self.bounds.delay or (self.pending and not forwards and not backwards):
+        if self.pending > self.limits.delay or (self.pending and not forwards and not backwards):
             weight = self._oldest_weight()
             if forwards or backwards or blocked or soon - now >= rule.patience * self.problem.time[4 * weight + W]:
                 return self._begin(weight, W)
@@ -150,7 +154,7 @@ class _Rank:
 
     def _oldest_weight(self) -> int:
         """The stage with the lowest microbatch whose W waits; of these the deepest."""
-        return min((self.weights[s], -s, s) for s in self.bounds.stages if self.weights[s] < self.inputs[s])[2]
+        return min((self.weights[s], -s, s) for s in self.limits.stages if self.weights[s] < self.inputs[s])[2]
 
     def _begin(self, stage: int, kind: int) -> int:
         problem = self.problem

@@ -16,33 +16,33 @@ class _Spot(NamedTuple):
 def improve(problem: Problem, order: Order, *, runs: int, seed: int, goal: float) -> Order:
     """The best order that `runs` moves find from this one; stops at a makespan of `goal` without span bubble.
 
-    A move takes an action of the longest path to another place in its block (what the path passes on one rank without a wait), or
-    past it. A move is kept if it is no worse than the order some moves ago (late acceptance; Burke & Bykov 2017): this crosses
-    plateaus, which are wide.
+    A block is a run of actions of the longest path that follow each other on one rank without a wait. A move takes an action of a
+    block to another place in it, or to a place near it. A move is kept if the order is then no worse than the current one or than
+    the one some moves ago (late acceptance; Burke & Bykov 2017), so that the search crosses plateaus, which are wide.
     """
-    chance = random.Random(seed)
-    now = run(problem, order)
-    assert now is not None
-    best, best_run = order, now
-    memory = [_price(now)] * 24
-    path = _longest_path(problem, order, now)
+    rng = random.Random(seed)
+    current = run(problem, order)
+    assert current is not None
+    best, best_run = order, current
+    recent_prices = [_price(current)] * 24
+    path = _longest_path(problem, order, current)
     for attempt in range(runs):
         if best_run.makespan <= goal * (1 + 1e-9) and best_run.span_bubble <= 1e-9 * goal:
             break
-        moved = _move(problem, order, path, chance)
+        moved = _move(problem, order, path, rng)
         if moved is None:
             continue
         result = run(problem, moved)
         if result is None:
             continue
         price = _price(result)
-        slot = attempt % len(memory)
-        if price <= memory[slot] or price <= _price(now):
-            order, now = moved, result
-            path = _longest_path(problem, order, now)
-            if (now.makespan, now.span_bubble) < (best_run.makespan, best_run.span_bubble):
-                best, best_run = order, now
-        memory[slot] = _price(now)
+        slot = attempt % len(recent_prices)
+        if price <= recent_prices[slot] or price <= _price(current):
+            order, current = moved, result
+            path = _longest_path(problem, order, current)
+            if (current.makespan, current.span_bubble) < (best_run.makespan, best_run.span_bubble):
+                best, best_run = order, current
+        recent_prices[slot] = _price(current)
     return best
 
 
@@ -89,18 +89,18 @@ def _longest_path(problem: Problem, order: Order, result: Run) -> list[tuple[int
             rank, position = spots[stage + 1, I, index]
 
 
-def _move(problem: Problem, order: Order, path: list[tuple[int, int, int]], chance: random.Random) -> Order | None:
+def _move(problem: Problem, order: Order, path: list[tuple[int, int, int]], rng: random.Random) -> Order | None:
     """The order with one action in another place; None if the action drawn cannot go to the place drawn."""
-    rank, first, last = path[chance.randrange(len(path))]
+    rank, first, last = path[rng.randrange(len(path))]
     codes = order[rank]
-    draw = chance.random()
-    if draw < 0.35:  # the block's first action and what it waits behind: let something else begin the block
-        source, target = chance.randint(first, min(last, first + 6)), first
-    elif draw < 0.7:  # the block's last: let it be reached sooner
-        source, target = last, chance.randint(max(first, last - 6), last)
+    draw = rng.random()
+    if draw < 0.35:  # let another one of the block's first actions begin it
+        source, target = rng.randint(first, min(last, first + 6)), first
+    elif draw < 0.7:  # let the block's last action run sooner
+        source, target = last, rng.randint(max(first, last - 6), last)
     else:
-        source = chance.randint(first, last)
-        target = source + chance.choice((-8, -4, -3, -2, -1, 1, 2, 3, 4, 8, 16))
+        source = rng.randint(first, last)
+        target = source + rng.choice((-8, -4, -3, -2, -1, 1, 2, 3, 4, 8, 16))
     target = min(max(target, 0), len(codes) - 1)
     if source == target or codes[source] == codes[target]:
         return None

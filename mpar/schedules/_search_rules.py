@@ -13,7 +13,7 @@ _NO_LIMIT = 1_000_000
 
 
 def first_rules(problem: Problem) -> list[Rule]:
-    """The first rules to try: all combinations of some limits, delays and preferences."""
+    """The first rules to try: all combinations of some limits, delays, preferences and ways to fuse."""
     ranks = len(problem.rank_stages)
     chunks = max(map(len, problem.rank_stages))
     limits = [
@@ -25,10 +25,12 @@ def first_rules(problem: Problem) -> list[Rule]:
     ]
     delays = [(_NO_LIMIT,) * ranks, (0,) * ranks, tuple(range(ranks))]
     fuses = ["none", "first", "all"] if any(map(problem.fusing_helps, range(len(problem.place)))) else ["none"]
-    stages = [("deep", "deep"), ("group", "old")] if chunks > 1 else [("deep", "deep")]
+    preferences = [("deep", "deep"), ("group", "old")] if chunks > 1 else [("deep", "deep")]
     return [
-        Rule(limit, delay, first, forward, backward, fuse=fuse, group=ranks)
-        for (forward, backward), first, delay, fuse, limit in itertools.product(stages, (True, False), delays, fuses, limits)
+        Rule(limit, delay, backward_first, forward, backward, fuse=fuse, group=ranks)
+        for (forward, backward), backward_first, delay, fuse, limit in itertools.product(
+            preferences, (True, False), delays, fuses, limits
+        )
     ]
 
 
@@ -39,9 +41,10 @@ def search_rules(
     key: Callable[[Order, Run], tuple[float, float, int]],
     goal: float,
 ) -> tuple[list[Order], int]:
-    """Orders of the best rules, best last, and how many were tried. Hill climbing from the best two, by one part at a time.
+    """The orders of the best three rules, the best one last, and how many rules were tried.
 
-    num_actions: how many actions may be scheduled, in all.
+    Tries the first of `rules`, then goes on from one of the best three to rules that differ from it in one part (hill climbing).
+    num_actions: how many actions may be scheduled, over all orders that are tried.
     """
     num_rules = max(num_actions // problem.size, 4)
     tried = 0
@@ -68,11 +71,11 @@ def search_rules(
         open_rules = [score for score in scores[:3] if score[2] not in exhausted]
         if not open_rules:
             break
-        best_key, _, rule, _ = open_rules[0]
+        start_key, _, rule, _ = open_rules[0]
         for near in _near(problem, rule):
             if near not in known and tried < num_rules:
                 attempt(near)
-                if scores[-1][0] < best_key:
+                if scores[-1][0] < start_key:
                     break
         else:
             exhausted.add(rule)
@@ -90,9 +93,9 @@ def _near(problem: Problem, rule: Rule) -> Iterator[Rule]:
         for fuse in ("none", "first", "all"):
             yield replace(rule, fuse=fuse)
     if chunks > 1:
-        for stage in ("deep", "old", "shallow", "group"):
-            yield replace(rule, forward=stage)
-            yield replace(rule, backward=stage)
+        for preference in ("deep", "old", "shallow", "group"):
+            yield replace(rule, forward=preference)
+            yield replace(rule, backward=preference)
         for group in (ranks, 2 * ranks, max(ranks // 2, 1), ranks + 1):
             yield replace(rule, group=group)
     chunks_in_all = chunks * problem.count

@@ -44,7 +44,7 @@ class LayerConfig:
 
     @property
     def of_all_tokens(self) -> tuple[str, ...]:
-        """Those options, as `name=value`, because of which a part looks at all tokens of a microbatch or has a loss over them."""
+        """The options, as `name=value`, because of which a part looks at all tokens of a microbatch or has a loss over them."""
         return tuple(option for part in self.parts for option in part_of(part).of_all_tokens(part))
 
 

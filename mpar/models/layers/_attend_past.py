@@ -24,8 +24,8 @@ def attend_past(
 ) -> Tensor:
     """(B, S, N, H): causal attention within a document to the keys and values of this slice, and to those of each in `past`.
 
-    `context` may have order (S,) and documents (B, S); for slices in `past` it has the same under the keys of `of_past`, order
-    always. The other arguments are those of `ops.attention_parts`.
+    `context` may have order (S,) and documents (B, S). For each slice in `past` it has the order, and may have the documents,
+    under the keys that `of_past` gives. The other arguments are those of `ops.attention_parts`.
     """
     past_parts = [
         ops.KeyPart(k, v, context[of_past("order", i)], context.get(of_past("documents", i))) for i, (k, v) in enumerate(past)

@@ -223,7 +223,7 @@ def decode_latent_attention(
 def _queries(
     params: LatentAttention[Tensor], config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The parts of queries without RoPE, and the parts with RoPE, after it."""
+    """The parts of queries without RoPE, and the parts with RoPE, which are already turned."""
     if params.q_DNH is not None:
         q_BSNH = ops.einsum("bsd,dnh->bsnh", x_BSD, params.q_DNH)
     else:
@@ -238,7 +238,7 @@ def _queries(
 def _latents(
     params: LatentAttention[Tensor], config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The normed latent of keys and values, and the part of the key with RoPE, after it, which all heads share."""
+    """The normed latent of keys and values, and the part of the key with RoPE, already turned, which all heads share."""
     latent_and_key_BSC = ops.name(_plus(ops.einsum("bsd,dc->bsc", x_BSD, params.kv_a_DC), params.kv_a_bias_C), "kv_latent")
     latent_BSC, rope_BSH = latent_and_key_BSC.split([config.kv_rank, config.rope_size], -1)
     latent_BSC = ops.name(ops.rms_norm(latent_BSC, params.kv_a_norm_C, eps=config.norm_eps), "kv_norm")

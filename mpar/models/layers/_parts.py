@@ -5,7 +5,7 @@ To add a part, write a module with
 - a struct of its parameters that is generic in its leaf;
 - `*_shapes(config, hidden_size)`, which gives this struct with the sizes of each leaf (None if the config has no such leaf);
 - `*_AXES`, this struct with the logical axes of every leaf;
-- `fn(params, config, x_BSD, context)`, which gives what is added to the residual stream, or `(that, losses, metrics)`;
+- `fn(params, config, x_BSD, context)`, which gives what is added to the residual stream, or a tuple of that, losses and metrics;
 and enter it in PARTS. The name of a leaf decides how it starts: one with "bias" at zero, one with "norm" at a gain of one, all
 others normal. A part that needs something else has `Part.init`.
 """
@@ -132,13 +132,14 @@ class Part:
     field:    the field of a layer's parameters that holds those of the part.
     pairs:    `fn(config)`: multiplications per pair of tokens: of query with key, and of attention weight with value.
     updates:  `fn(config)`: how each leaf without gradient is updated, by the name of the leaf.
-    of_all_tokens: `fn(config)`: those options, as `name=value`, because of which the part looks at all tokens of a microbatch or
-              has a loss over them. If there are any, the context of a batch with labels has its total token weight as "weight".
+    of_all_tokens: `fn(config)`: the options, as `name=value`, because of which the part looks at all tokens of a microbatch or
+              has a loss over them. If there are any, the context of a batch with labels has as "weight" the total token weight of
+              the batch.
     forbids_microbatches: `fn(config)`: why the batch of a step cannot be cut into microbatches, and what to do instead; None if
               it can.
     decode:   `fn(params, config, x_BSD, context, state)` -> `(y_BSD, state)` for tokens that follow those of `state` (None: they
               are the first). The context has order (S,), the positions of the tokens, and RoPE tables at these positions. None
-              for mixers that need the whole row.
+              for mixers that need the whole row, and for parts in which positions do not see each other.
     slice:    `fn(params, config, x_BSD, context, past)` -> `(y_BSD, carried)`: apply for a slice of rows, see
               `mpar.chain.Carry`. None for mixers that need the whole row, and for parts in which positions do not see each other.
     carried_axes: the logical axes of what slice carries.
@@ -193,7 +194,7 @@ PARTS: dict[type[PartConfig], Part] = {
         decode=_decode_mamba,
         slice=mamba_slice,
         carried_axes=MAMBA_CARRIED_AXES,
-        reach=lambda config: 2,  # its own slice, and the state that the slice before it carried
+        reach=lambda config: 2,  # a position itself, and the one before it, whose slice carried the state
         init=init_mamba_leaf,
     ),
     MoeConfig: Part(

@@ -33,12 +33,12 @@ MAIN = "main"
 
 @dataclass(frozen=True)
 class Rope:
-    """Pair i of `size` // 2 turns by `theta` ** (-2 i / size) per position."""
+    """Of the `size` // 2 pairs of features, pair i turns by `theta` ** (-2 i / size) per position."""
 
     theta: float
     size: int
 
-    attention_factor = 1.0  # no field of Rope: only YarnRope and LongRope have it as one
+    attention_factor = 1.0  # an attribute of the class here; only YarnRope and LongRope have a field of this name
 
     def frequencies(self, num_positions: int) -> list[float]:
         """Radians per position of each pair, for rows of `num_positions`."""
@@ -185,7 +185,7 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """`(cos, sin)`, each (1, S, R/2) for rows that start at position 0, or (B, S, R/2) at given positions (B, S).
 
-    Without `positions_BS`, `order_S` gives, for each place along S, the position of the row that stands there (None: 0, 1, ...).
+    Without `positions_BS`, `order_S` gives for each index along S the position in its row of the token there (None: 0, 1, ...).
     `row_length` is given if the tokens are a slice of rows of that length. `dtype`, float32 or wider, is that of the angles and
     of the tables. Raises ConfigError for a slice of rows with given positions if the rotation depends on the length of rows: a
     slice does not know the last position of its row.

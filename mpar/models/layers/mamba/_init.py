@@ -15,8 +15,8 @@ def init_mamba_leaf(config: MambaConfig, field: str, key: ops.Key, bounds: list[
     """The elements within `bounds` of a fresh leaf, or None if the name of the leaf decides how it starts.
 
     Head n = 1, 2, ... starts with the decay exp(-dt n), and with a time step dt as `dt_range` says. The taps of the convolution
-    and the output projection are uniform within the inverse root of the number of terms of their sums, as torch initialises such
-    layers; the output projection is also multiplied by `out_scale`.
+    and the output projection are uniform in [-r, r], as torch initialises such layers: r is 1 / sqrt(n) if each result is a sum
+    of n products. The output projection is also multiplied by `out_scale`.
     """
     sizes, starts = [len(bound) for bound in bounds], [bound.start for bound in bounds]
     if field == "a_log_N":

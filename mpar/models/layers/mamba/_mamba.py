@@ -70,7 +70,7 @@ def _of_last_document(state: MambaState[Tensor], documents_BS: Tensor) -> MambaS
     num_tokens, num_kept = documents_BS.shape[1], state.conv_x_BTNH.shape[1]
     ends_BS = torch.nn.functional.pad((documents_BS[:, 1:] != documents_BS[:, :-1]).long(), (0, 1))
     same_BS = ends_BS.flip(1).cumsum(1).flip(1) == 0
-    older_BT = same_BS[:, :1].expand(-1, max(0, num_kept - num_tokens))  # inputs of earlier slices: kept if no document ended
+    older_BT = same_BS[:, :1].expand(-1, max(0, num_kept - num_tokens))  # inputs of earlier slices: kept if no document ends here
     same_BT = torch.cat([older_BT, same_BS[:, max(0, num_tokens - num_kept) :]], 1)
     conv_x_BTNH, conv_b_BTGK, conv_c_BTGK = (torch.where(same_BT[..., None, None], x, 0.0) for x in inputs)
     return MambaState(conv_x_BTNH, conv_b_BTGK, conv_c_BTGK, state.scan_BNHK)
@@ -106,7 +106,7 @@ def _tensors(state: MambaState[Tensor] | None) -> tuple[Tensor | None, Tensor | 
 
 
 def _last(x: Tensor, before: Tensor | None, count: int) -> Tensor:
-    """The last `count` values of `before` followed by `x`, as a tensor with memory of its own. Missing values are zeros."""
+    """The last `count` tokens of `before` with `x` behind it, in memory of its own. None for `before` stands for zeros."""
     if x.shape[1] >= count:
         return x[:, x.shape[1] - count :].clone(memory_format=torch.contiguous_format)
     before = x.new_zeros((x.shape[0], count, *x.shape[2:])) if before is None else before
@@ -117,7 +117,8 @@ def _run(
     params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor, documents_BS: Tensor | None, state: MambaState[Tensor] | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
     """The output, the inputs of the convolution, and the final state of the scan."""
-    # b and c first: backward, the gradients of x_BSD through heads are pending sums, and are then added before they are reduced
+    # b and c are made first, so that in the backward they come last: until then the gradients of x_BSD through z, x and dt, which
+    # are pending sums, are added up, and then reduced together
     b_BSGK = ops.constrain(_project(x_BSD, params.b_DGK, params.b_bias_GK, "b"), GROUPS)
     c_BSGK = ops.constrain(_project(x_BSD, params.c_DGK, params.c_bias_GK, "c"), GROUPS)
     z_BSNH = _project(x_BSD, params.z_DNH, params.z_bias_NH, "z")

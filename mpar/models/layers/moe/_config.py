@@ -38,7 +38,7 @@ class MoeConfig:
                      the largest weights. Capacity and the kinds "sinkhorn" and "balanced" make a token depend on the other
                      tokens, so only training uses them; in evaluation and generation the kind is "topk" and no slot is dropped.
     token_groups:    (g, h) divides a microbatch into g * h groups of tokens: its rows, as they are stored, into g equal parts and
-                     their positions into h. A capacity is then that of a group, "sinkhorn" balances within each group, and
+                     their positions into h. The capacity is then counted for each group, "sinkhorn" balances within it, and
                      aux_loss is the mean over groups.
     padded:          an expert computes as many rows as its capacity allows, with zeros for missing tokens. The result is the
                      same, but no shape depends on data, so the host need not wait for a number from the device.
@@ -85,7 +85,7 @@ class MoeConfig:
 
     @property
     def of_all_tokens(self) -> tuple[str, ...]:
-        """Those options, as `name=value`, because of which the layer looks at all tokens of a microbatch or has a loss over them.
+        """The options, as `name=value`, because of which the layer looks at all tokens of a microbatch or has a loss over them.
 
         If there are any, the layer needs context["weight"] in training.
         """
@@ -166,7 +166,7 @@ def _wrong_options(config: MoeConfig) -> list[str]:
         problems.append("padded=True computes all experts at once: it needs grouped=True")
     groups = config.token_groups
     if not isinstance(groups, tuple) or len(groups) != 2 or any(type(n) is not int or n < 1 for n in groups):
-        problems.append(f"token_groups={groups!r}: must be two positive ints, parts of the sequences and of the positions")
+        problems.append(f"token_groups={groups!r}: must be two positive ints, numbers of parts of rows and of positions")
     elif groups != (1, 1) and config.capacity_factor is None and not config.aux_loss and config.kind != "sinkhorn":
         problems.append(f"token_groups={groups} changes nothing: it is for capacity_factor, aux_loss and kind='sinkhorn'")
     if config.shared_gate and config.shared is None:

@@ -60,7 +60,7 @@ def _grouped_linear(rows_RD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None,
     y_RF = ops.grouped_matmul(rows_RD, weight_EDF, offsets_E)
     if bias_EF is None:
         return y_RF
-    # the bias of each row as a product with ones, so that it is placed as the rows and the experts are
+    # a grouped product with ones gives each row the bias of its expert, sharded like the product of the rows
     first_R1 = rows_RD[:, :1]
     ones_R1 = (first_R1 == first_R1).to(rows_RD.dtype)
     return y_RF + ops.grouped_matmul(ones_R1, bias_EF[:, None], offsets_E)
@@ -75,19 +75,21 @@ def padded_experts(
     weights_BSK: Tensor,
     context: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor | None]:
-    """Like `grouped_experts`, but each expert has C rows, its capacity, per group of tokens, so that products are plain."""
+    """Like `grouped_experts`, but each expert has C rows, its capacity, per group of tokens, so that no product is grouped."""
     capacity = capacity_of(config, x_BSD)
     slots_BSK = ops.expert_slots(experts_BSK, num_experts=config.num_experts, capacity=capacity, groups=config.token_groups)
     rows_EGHCD = ops.fill_slots(
         tokens_BSD, slots_BSK, num_experts=config.num_experts, capacity=capacity, groups=config.token_groups
     )
-    rows_EGHCD = ops.constrain(rows_EGHCD, ("expert", ..., ..., None, "embed"))  # groups may keep axes that experts leave
+    # the dims of groups stay sharded along mesh axes that experts do not need
+    rows_EGHCD = ops.constrain(rows_EGHCD, ("expert", ..., ..., None, "embed"))
     shared_BSD = _shared(params, config, x_BSD, context)  # computed at this point so that it runs while rows are sent
     gate_EGHCF = ops.name(_padded_linear(rows_EGHCD, params.gate_EDF, params.gate_bias_EF), "gate")
     up_EGHCF = ops.name(_padded_linear(rows_EGHCD, params.up_EDF, params.up_bias_EF), "up")
     hidden_EGHCF = ops.name(_activated(config, gate_EGHCF, up_EGHCF), "mlp_act")
     rows_EGHCD = ops.einsum("eghcf,efd->eghcd", hidden_EGHCF, params.down_EFD)
-    rows_EGHCD = ops.constrain(rows_EGHCD, (..., ..., ..., ..., ...))  # backward, rows move to the experts, not the reverse
+    # this changes nothing here; in the backward, rows are sent to the experts, not experts to the rows
+    rows_EGHCD = ops.constrain(rows_EGHCD, (..., ..., ..., ..., ...))
     y_BSD = ops.constrain(ops.take_slots(rows_EGHCD, slots_BSK, weights_BSK), RESIDUAL)
     return _with_down_bias(params, config, y_BSD, experts_BSK, weights_BSK), shared_BSD
 
