@@ -1,18 +1,14 @@
 """What every test may ask for."""
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 
 import pytest
 
+from tests.cpu import cpu_variables
+
 os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported, and so do the processes that tests start
-CAPABILITY = os.environ.get("ATEN_CPU_CAPABILITY")
-if CAPABILITY is not None:  # Inductor does not tell cached code by it, and would load what was compiled for another one
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{CAPABILITY}")
-if CAPABILITY in ("default", "avx2"):
-    # Torch packs bfloat16 as oneDNN finds the CPU, and refuses then what ATen was told not to use: both are told the same.
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+os.environ.update(cpu_variables(os.environ.get("ATEN_CPU_CAPABILITY")))
 import torch
 from torch import Tensor
 

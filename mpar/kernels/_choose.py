@@ -14,6 +14,8 @@ from mpar.ops import PRIMITIVES
 __all__ = ["KERNELS", "REFERENCE", "Kernels", "choose", "implementation", "kernels_for"]
 
 Mode = Literal["auto", "triton", "torch"]
+OURS = ("triton", "gluon")
+"""Implementations that are mpar's own kernels; others are of libraries."""
 REFERENCE = "reference"
 """The primitive's own implementation, made of torch's ops."""
 
@@ -23,7 +25,7 @@ class Kernels:
     """How to choose: by which rule, and for which chip.
 
     mode: "auto" takes the first implementation that supports the call, else the reference; "triton" takes the one called triton,
-          or raises an error; "torch" is like "auto", but without the one called triton.
+          or raises an error; "torch" is like "auto", but takes none of mpar's own kernels.
     arch: the chip; None for a CPU. On a chip for which there are no kernels, references run.
     """
 
@@ -54,7 +56,7 @@ def choose(kernels: Kernels, primitive: str, operands: Sequence[object], params:
         return REFERENCE, ""
     reasons = []
     for candidate in CATALOGUE[primitive]:
-        if kernels.mode != "auto" and (kernels.mode == "triton") != (candidate.name == "triton"):
+        if kernels.mode == "triton" and candidate.name != "triton" or kernels.mode == "torch" and candidate.name in OURS:
             continue
         reason = candidate.supports(kernels.arch, *operands, **params)
         if reason is None:

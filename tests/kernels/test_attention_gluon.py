@@ -165,6 +165,7 @@ def test_triton_comes_first():
     operands, params, reason = support()
     assert reason is None
     assert choose(Kernels("auto", "sm_90"), "attention", operands, params) == ("triton", "")
+    assert choose(Kernels("torch", "sm_90"), "attention", operands, params) == ("reference", "")  # nor is it torch's
 
 
 def test_refuses_when_called(make_tensor):
