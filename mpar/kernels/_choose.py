@@ -56,7 +56,7 @@ def choose(kernels: Kernels, primitive: str, operands: Sequence[object], params:
         return REFERENCE, ""
     reasons = []
     for candidate in CATALOGUE[primitive]:
-        if kernels.mode == "triton" and candidate.name != "triton" or kernels.mode == "torch" and candidate.name in OURS:
+        if (kernels.mode == "triton" and candidate.name != "triton") or (kernels.mode == "torch" and candidate.name in OURS):
             continue
         reason = candidate.supports(kernels.arch, *operands, **params)
         if reason is None:
