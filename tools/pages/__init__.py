@@ -9,6 +9,6 @@ Each page has an empty folder, in which its blocks run from top to bottom:
     python                      runs; all such blocks of a page share their names. A `text` block that follows is what it prints
     python, yaml title="FILE"   is written to FILE in the folder, for the blocks that follow
     console                     `$ command` and what it prints. A line `...` stands for any lines, `[...]` for any text in a line
-    console                     `$ command` and what it prints; a line `...` stands for any lines, `[...]` for any text in a line
+    sh                          commands: `mpar plan` runs, `mpar train` is planned instead, arguments of others are checked
     mermaid                     a picture
 """
