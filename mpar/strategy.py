@@ -16,6 +16,8 @@ from mpar.tree import Tree
 __all__ = ["PRESETS", "AxisTable", "Strategy", "dim_sizes", "preset", "spec_from_axes"]
 
 AxisTable = Mapping[str, tuple[str, ...]]
+MESH_AXES = ("pp", "dp", "fsdp", "cp", "tp")
+"""The mesh axes that mpar's own strategies name. A mesh need not have all of them: those that it has not are of size 1."""
 
 _COMPUTE: dict[str, tuple[str, ...]] = {
     "batch": ("dp", "fsdp"),
@@ -99,6 +101,14 @@ class Strategy:
         tables = (self.compute, self.param_storage, self.grad_storage, self.opt_storage)
         words = (self.name, self.reduce, self.gather, self.context_parallel, self.sequence, self.expert_parallel, self.dispatcher)
         return hash((*words, *(tuple(sorted(table.items())) for table in tables)))
+
+    def check_axes(self, mesh: Mesh) -> None:
+        """Raise UnknownNameError if a table names a mesh axis that neither this mesh nor any strategy of mpar has."""
+        known = {*mesh.axes, *MESH_AXES}
+        tables = (self.compute, self.param_storage, self.grad_storage, self.opt_storage)
+        unknown = sorted({axis for table in tables for axes in table.values() for axis in axes} - known)
+        if unknown:
+            raise UnknownNameError(f"strategy {self.name!r}: no mesh axis is called {unknown}; {mesh} has {sorted(known)}")
 
     @property
     def reduces_each(self) -> bool:

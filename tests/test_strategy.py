@@ -5,10 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mpar import models
 from mpar.errors import ShardingError, UnknownNameError
 from mpar.mesh import Mesh
+from mpar.optim import SGD
+from mpar.program.compile import compile_step
 from mpar.spec import P
 from mpar.strategy import dim_sizes, preset
+from tests.small_llama import CONFIG
 
 MESH = Mesh(dp=2, fsdp=4, tp=2)
 GATE = ("embed", "mlp")
@@ -85,3 +89,13 @@ def test_strategies_are_keys_of_dicts():
     for table in ("param_storage", "grad_storage", "opt_storage"):
         other = replace(zero3, **{table: {}})
         assert other != zero3 and hash(other) != hash(zero3), table
+
+
+@pytest.mark.parametrize("table", ["compute", "param_storage", "grad_storage", "opt_storage"])
+def test_axes_that_no_mesh_has_are_refused(table):
+    """A misspelt mesh axis in any table, which would else count as one of size 1; an axis of this mesh alone is one."""
+    zero3 = preset("zero3")
+    wrong = replace(zero3, **{table: {**getattr(zero3, table), "mlp": ("tpp",)}})
+    with pytest.raises(UnknownNameError, match=r"no mesh axis is called \['tpp'\]; Mesh\(dp=2\) has"):
+        compile_step(models.from_config(CONFIG), SGD(lr=1.0), Mesh(dp=2), wrong, (8, 8))
+    replace(zero3, **{table: {**getattr(zero3, table), "mlp": ("other",)}}).check_axes(Mesh(other=2))

@@ -61,6 +61,7 @@ def place(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor]
     If `context_parallel` is "auto" and ranks share sequences, each way to divide attention is tried, and the one with the least
     predicted time is taken.
     """
+    strategy.check_axes(mesh)
     shares_sequences = mesh.axis_size(strategy.compute.get("seq", ())) > 1
     if strategy.context_parallel != "auto" or not shares_sequences:
         return _place(model, strategy, mesh, batch, options)

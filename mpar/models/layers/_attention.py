@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mpar import ops
 from mpar.chain import Axes
+from mpar.errors import ConfigError
 from mpar.models.layers._attend_past import attend_past
 from mpar.models.layers._norm import NormConfig, normalise
 from mpar.models.layers._rope import MAIN, table_keys
@@ -39,6 +40,8 @@ class AttentionConfig:
     sinks:    each head has one more score, a parameter, which takes part in the softmax but has no value.
     scale:    what q @ k is multiplied by, None for 1 / sqrt(head_size).
     rope:     name of the rotation of queries and keys, one of the model's; None for no rotation.
+
+    Raises ConfigError for another qk_norm, or for heads that do not share keys evenly.
     """
 
     num_heads: int
@@ -53,6 +56,16 @@ class AttentionConfig:
     sinks: bool = False
     scale: float | None = None
     rope: str | None = MAIN
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.qk_norm not in ("head", "width", None):
+            problems.append(f"qk_norm={self.qk_norm!r}: must be 'head', 'width' or None")
+        if min(self.num_heads, self.num_kv_heads, self.head_size) < 1 or self.num_heads % self.num_kv_heads:
+            sizes = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_size={self.head_size}"
+            problems.append(f"{sizes}: must be positive, and num_kv_heads must divide num_heads")
+        if problems:
+            raise ConfigError("cannot make an AttentionConfig:\n  " + "\n  ".join(problems))
 
 
 @struct
