@@ -1,4 +1,4 @@
-"""Kernels: Triton implementations of primitives, chosen by a static table. Only running a kernel needs Triton."""
+"""Kernels: implementations of primitives in Triton, and the choice among implementations. Only running a kernel needs Triton."""
 
 from mpar.kernels._arch import ARCHITECTURES, Architecture
 from mpar.kernels._catalogue import CATALOGUE, REFERENCE_WORKSPACE, Implementation

@@ -1,10 +1,10 @@
-"""AdamW of many tensors in one launch, or two if there are odd sizes or addresses, which do not hinder the others.
+"""AdamW of many tensors in one launch, and in a second one those whose sizes or addresses are no multiples of 16.
 
 Bandwidth-bound: each element is read and written once, 26 bytes with a bfloat16 gradient.
 
-A table on the device says where the tensors are, a second which block of which tensor a program has. Both are made when these
-tensors come for the first time and then kept, so that a steady state copies nothing from the host. While a CUDA graph is recorded
-nothing can be copied from the host: kernels then write the addresses.
+A table on the device says where the tensors are; a second one says which block of which tensor each Triton program updates. Both
+are made when the kernel is first called with these tensors, and then kept, so that later calls copy nothing from the host. While
+a CUDA graph is recorded nothing can be copied from the host: a small kernel then writes the addresses into the first table.
 """
 
 import functools
@@ -25,7 +25,7 @@ __all__ = ["adamw_many"]
 
 NOTE = Tuning({}, num_warps=1)
 COLUMNS = 6
-"""Of the table of tensors: addresses of param, gradient, m, v, copy (or 0), and the number of elements."""
+"""Columns of the table of tensors: addresses of param, gradient, m, v and copy (or 0), and the number of elements."""
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def adamw_many(
     eps: float,
     weight_decay: float,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """See `mpar.ops.adamw_many`; gradients stay as they are."""
+    """See `mpar.ops.adamw_many`; gradients are not changed."""
     reason = updates("", params, grads, ms, vs, lr, step, scale, skip, copies)
     if reason is not None:
         raise KernelError(f"adamw_many: {reason}")
@@ -141,7 +141,7 @@ def adamw_many(
 def _launch(
     columns: list[tuple[Tensor, ...]], aligned: bool, scalars: tuple[Tensor | None, ...], hyper: tuple[float, ...]
 ) -> None:
-    """One launch for tensors of one alignment and dtype of gradients: params, grads, ms, vs and perhaps copies."""
+    """Update tensors of one alignment and dtype of gradients in one launch. `columns`: params, grads, ms, vs, perhaps copies."""
     on = columns[0][0]
     entry = tuned("adamw", on)
     sizes = tuple(x.numel() for x in columns[0])
@@ -166,22 +166,22 @@ def _launch(
 
 @functools.lru_cache(maxsize=1024)
 def _addresses(device: torch.device, addresses: Sequence[Sequence[int]], sizes: Sequence[int]) -> Tensor:
-    """The table of tensors."""
+    """The table of tensors: a row for each tensor, with the addresses and the size that COLUMNS lists."""
     columns = [*addresses, *([(0,) * len(sizes)] * (COLUMNS - 1 - len(addresses))), sizes]
     return torch.tensor(columns, dtype=torch.int64).T.contiguous().to(device)
 
 
 @functools.cache
 def _load_note(device: torch.device, grad: torch.dtype, copy: torch.dtype | None) -> None:
-    """Compile and load what writes addresses, before a graph is recorded that will need it."""
+    """Compile and load the kernel that writes addresses, before a CUDA graph is recorded that needs it."""
     table, wide = torch.empty(1, COLUMNS, dtype=torch.int64, device=device), torch.empty(1, device=device)
     copied = None if copy is None else wide.to(copy)
     launch(_note, (1,), table, 0, wide, wide.to(grad), wide, wide, copied, 1, on=wide, tuning=NOTE)
 
 
-@functools.cache  # never forgotten: recorded graphs read these tables
+@functools.cache  # without a limit, since recorded graphs go on reading these tables
 def _chunks(device: torch.device, sizes: Sequence[int], block: int) -> Tensor:
-    """The table of programs: which tensor, and which block of it."""
+    """The table of Triton programs: which tensor each one updates, and which block of it."""
     counts = torch.tensor([triton.cdiv(size, block) for size in sizes])
     tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     within = torch.arange(len(tensor)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)

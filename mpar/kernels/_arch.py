@@ -7,8 +7,8 @@ __all__ = ["ARCHITECTURES", "Architecture"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """A generation of NVIDIA GPUs. `shared_bytes`: what one block may use of shared memory (CUDA C programming guide, table of
-    technical specifications per compute capability). `matrix`: the name of its matrix instruction in SASS."""
+    """A generation of NVIDIA GPUs. `shared_bytes`: how much shared memory one block may use (CUDA C programming guide, table of
+    technical specifications per compute capability). `matrix`: the name of the chip's matrix instruction in SASS."""
 
     name: str
     capability: tuple[int, int]
@@ -24,4 +24,4 @@ ARCHITECTURES = {
         Architecture("sm_100", (10, 0), 232_448, "UTCHMMA"),
     )
 }
-"""The chips that the table of launches has entries for; on others the reference implementations run."""
+"""The chips that table.yaml has entries for; on others the reference implementations run."""

@@ -1,4 +1,4 @@
-"""Attention: the functions that launch the kernels. Tiles are loaded by descriptors of (B, N, S, H) views of any strides."""
+"""Attention: the functions that launch the kernels. Kernels load tiles by descriptors of (B, N, S, H) views, of any strides."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,14 +40,14 @@ class _Call:
         return str(size) if size == size_v else f"{size},{size_v}"
 
     def entry(self, kernel: str) -> Tuning:
-        """How to launch `kernel`. Documents and soft caps take registers: where too many, calls with them have a class."""
+        """How to launch `kernel`. Documents and soft caps take registers; where too many, the table has a class for such calls."""
         heavy = f"{self.size_class} documents or cap"
         masked = self.q_documents is not None or self.soft_cap is not None
         return tuned(kernel, self.q, heavy if masked and heavy in classes(kernel, arch_of(self.q)) else self.size_class)
 
     @property
     def tma(self) -> bool:
-        """Whether the chip loads tiles by descriptors. Triton would make unaligned pointers of them elsewhere."""
+        """Whether kernels load tiles by descriptors. On sm_80 Triton would replace descriptors by unaligned pointers."""
         return arch_of(self.q) != "sm_80"
 
     @property
@@ -73,7 +73,7 @@ class _Call:
         }
 
     def masks(self, entry: Tuning, *, from_keys: bool = False) -> tuple[object, ...]:
-        """Ranges, orders and documents, and how far apart the ranges of two batch rows are."""
+        """Arguments of kernels: ranges, orders, documents, and how many ranges a batch row has (0: all batch rows share them)."""
         queries = self.q_order, self.q_documents, self.q.shape[1], entry.blocks["BLOCK_M"]
         keys = self.k_order, self.k_documents, self.k.shape[1], entry.blocks["BLOCK_N"]
         ranges = tile_ranges(
@@ -91,13 +91,13 @@ class _Call:
         return self.window_size, self.scale, 0.0 if self.soft_cap is None else self.soft_cap
 
     def tiles_of(self, x: Tensor, rows: int) -> tuple[object, object]:
-        """Descriptors of the two parts of the heads of q or k; without a second part the first stands in."""
+        """What kernels load the two parts of heads of q or k from; without a second part, the first is given in its place."""
         head, rest = self.parts
         main = self.tile_of(x, rows, head)
         return main, self.tile_of(x, rows, rest) if rest else main
 
     def tile_of(self, x: Tensor, rows: int, width: int) -> object:
-        """What kernels load tiles of `x` (B, S, N, H) from: a descriptor, or contiguous memory."""
+        """What kernels load tiles of `x` (B, S, N, H) from: a descriptor of it, or on sm_80 `x` itself, which is contiguous."""
         return describe(x.transpose(1, 2), [1, 1, rows, width]) if self.tma else x
 
 
@@ -245,7 +245,10 @@ def _prepare(q, k, v, q_order, k_order, q_documents, k_documents, causal, window
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """`x`, or a copy of it where descriptors could not load it: rows begin at multiples of 16 bytes, features are contiguous."""
+    """`x` if descriptors can load it (rows begin at multiples of 16 bytes, features are contiguous), else a contiguous copy.
+
+    On sm_80, which loads by pointers, it is contiguous in any case.
+    """
     if arch_of(x) == "sm_80":
         return x.contiguous()
     unit = 16 // x.element_size()

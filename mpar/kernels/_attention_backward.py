@@ -1,7 +1,8 @@
-"""Attention backward without atomics: the gradients of k and v per tile of keys, that of q per tile of queries.
+"""Attention backward without atomics: one kernel sums dk and dv for each tile of keys, another sums dq for each tile of queries.
 
-Both compute the probabilities again from lse (Dao 2023, arXiv:2307.08691, algorithm 2). Transposed products are computed as such,
-K Q^T and V dO^T: Triton 3.4 to 3.7.0 miscompiles a transposed result of a product as an operand of the next one on Hopper.
+Both compute the probabilities again from lse (Dao 2023, arXiv:2307.08691, algorithm 2). The first kernel needs transposed
+products and computes them directly, as K Q^T and V dO^T, because on Hopper Triton 3.4 to 3.7.0 miscompiles the transposed result
+of one product as an operand of the next.
 """
 
 import triton

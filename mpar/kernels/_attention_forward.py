@@ -1,6 +1,7 @@
-"""Attention forward: one program per tile of queries and head, over the keys that the tile sees, with a running maximum.
+"""Attention forward: each Triton program has one tile of queries of one head, and goes through the keys that the tile sees.
 
-Dao 2023, arXiv:2307.08691, algorithm 1. Bound by matrix products: 2 N H flops per pair and operand. Scores are kept in base 2.
+It keeps a running maximum (Dao 2023, arXiv:2307.08691, algorithm 1). Bound by matrix products: for every pair of a query and a
+key, 2 N H FLOPs in the product with k and as many in the product with v. Scores are kept in base 2.
 """
 
 import triton

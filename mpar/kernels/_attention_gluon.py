@@ -1,11 +1,12 @@
-"""Attention forward for Hopper in Gluon, which says which warps do what: one warp loads, two groups of four compute in turns.
+"""Attention forward for Hopper in Gluon, where the kernel itself says which warps do what: one loads, two groups of four compute.
 
-Shah et al. 2024, arXiv:2407.08608, algorithms 1 and 2. A program has a tile of queries of one head, half of it for each group of
-four warps, which share the keys and values that the loading warp brings into two rings of tiles. Scores of a tile are begun
-before the probabilities of the tile before meet its values, so that a group's exponentials run beside its products; and the
-groups begin products in turns, so that one's exponentials run beside the other's. Scores are kept in base 2.
+Shah et al. 2024, arXiv:2407.08608, algorithms 1 and 2. Each program has one tile of queries of one head, half of it for each
+group of four warps. Both groups read the keys and values that the loading warp brings into two rings of tiles. A group starts the
+scores of one tile before it multiplies the probabilities of the previous tile with their values, so that its exponentials run
+beside its products. The groups take turns to start products, so that the exponentials of one run beside the products of the
+other. Scores are kept in base 2.
 
-Listed after Triton's kernel, so that `auto` does not choose it: it has been compiled, not measured on a GPU.
+The catalogue lists it after Triton's kernel, so that `auto` does not choose it: it has been compiled, but not measured on a GPU.
 """
 
 import torch
@@ -27,9 +28,9 @@ __all__ = ["attention", "attention_fwd_gluon", "key_tile"]
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOADING_REGISTERS = gl.constexpr(24)
 COMPUTING_REGISTERS = gl.constexpr(240)
-"""Of each thread; what the loading warps' group gives up the first computing group gets: (504 - 24) / 2 = 240."""
+"""Registers of each computing thread. The first computing group gets those that the loading group gives up: (504 - 24) / 2."""
 
-load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # the name of Triton 3.6
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # else its name in Triton 3.6
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
@@ -247,6 +248,6 @@ def attention(
 
 
 def _describe(x: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of tiles (1, 1, rows, H) of the (B, N, S, H) view of `x`, in the byte order of matrix instructions."""
+    """A descriptor of tiles (1, 1, rows, H) of the (B, N, S, H) view of `x`, in the layout that matrix instructions read."""
     x = x.transpose(1, 2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[3]], gl.NVMMASharedLayout(128, 16, 4))

@@ -1,4 +1,4 @@
-"""What attention's kernel in Gluon supports, in words; needs no Triton."""
+"""Which calls attention's kernel in Gluon supports, and in words why not the others. This module needs no Triton."""
 
 import functools
 import importlib.metadata
@@ -12,7 +12,7 @@ __all__ = ["attention_gluon_supports"]
 
 HEADS = (64, 128)
 FIRST, LAST = (3, 6), (3, 9)
-"""Versions of Triton whose Gluon it was compiled with; Gluon is experimental, and its names change with every version."""
+"""The first and last version of Triton with which it was compiled. Gluon is experimental: its names change with every version."""
 
 
 def attention_gluon_supports(
@@ -31,7 +31,7 @@ def attention_gluon_supports(
     scale: float,
     soft_cap: float | None,
 ) -> str | None:
-    """Why the kernel cannot do this, or None."""
+    """Why the kernel cannot carry out this call; None if it can."""
     if arch != "sm_90":
         return f"chip {arch}: its warps and matrix instructions are those of sm_90"
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -52,7 +52,10 @@ def attention_gluon_supports(
 
 @functools.cache
 def _version_lacks() -> str | None:
-    """None also where there is no Triton: a program for another machine can be compiled there."""
+    """Why the Gluon of the Triton installed here is the wrong one, or None.
+
+    None also where no Triton is installed, so that a program for another machine can be compiled there.
+    """
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,7 @@
-"""Merge of attention over two sets of keys, and its gradient, one pass each. Bandwidth-bound: 3 and 5 elements per element."""
+"""Merge of attention over two sets of keys, and its gradient, each in one kernel.
+
+Bandwidth-bound: for each element of the result the forward moves 3 elements to or from memory, the backward 5.
+"""
 
 import torch
 import triton
@@ -71,7 +74,7 @@ def _merge_bwd(
 
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both parts; see `mpar.ops.merge_attention`."""
+    """Attention over the keys of both partial results; see `mpar.ops.merge_attention`."""
     _check(out_a, lse_a, out_b)
     operands = [x.contiguous() for x in (out_a, lse_a, out_b, lse_b)]
     out = torch.empty(out_a.shape, dtype=torch.promote_types(out_a.dtype, out_b.dtype), device=out_a.device)
@@ -83,7 +86,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 def merge_attention_bwd(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of both parts and of their log-sum-exps."""
+    """Gradients of both partial results and of their log-sum-exps."""
     _check(out_a, lse_a, out_b)
     dout = torch.zeros_like(out_a) if dout is None else dout
     operands = [x.contiguous() for x in (out_a, lse_a, out_b, lse_b, dout)]

@@ -1,9 +1,9 @@
-"""Which tiles of attention's pairs are worked on: for a tile of one side, the range of the other side that it sees.
+"""Which pairs of tiles attention works on: for a tile of queries the range of keys that it sees, and the same from the keys.
 
-A range is (first, full_first, full_last, last): nothing outside [first, last) is seen by any row of the tile, everything inside
-[full_first, full_last) by all its rows. All four are multiples of the other side's tile. Where orders are 0, 1, 2, ... and there
-are no documents they follow from the position of the tile; else a small kernel finds them from orders and documents, on the
-device. Distances are antisymmetric: seen from the keys, orders count backwards.
+A range is (first, full_first, full_last, last): no row of the tile sees anything outside [first, last), and every row sees all of
+[full_first, full_last). All four are multiples of the other side's size of tiles. Where orders are 0, 1, 2, ... and there are no
+documents, ranges follow from the position of the tile; otherwise a small kernel finds them on the device from orders and
+documents. The same kernel serves both sides: seen from the keys, orders are negated, which turns their distances around.
 """
 
 import torch
@@ -162,14 +162,14 @@ def _attention_ranges(
 
 
 Side = tuple[Tensor | None, Tensor | None, int, int]
-"""Orders, documents, number of rows and size of tiles, of the queries or of the keys."""
+"""The queries or the keys: their orders, their documents, the number of rows, and the size of a tile."""
 
 
 def tile_ranges(
     near: Side, far: Side, *, from_keys: bool, causal: bool, window: int | None, on: Tensor, tuning: Tuning
 ) -> Tensor | None:
-    """Ranges of the far side for all tiles of the near one, (B or 1, number of tiles, 4) int32; None where they follow from the
-    position of the tile. The near side has the queries, or with `from_keys` the keys."""
+    """For all tiles of the near side their ranges of the far side, (B or 1, number of tiles, 4) int32; None where ranges follow
+    from the position of the tile. The near side is that of the queries, or with `from_keys` that of the keys."""
     (order, documents, size, tile), (far_order, far_documents, far_size, far_tile) = near, far
     if order is None and far_order is None and documents is None:
         return None

@@ -1,6 +1,6 @@
-"""Catalogue: which implementations a primitive has besides its reference, where each is, and what it supports.
+"""Catalogue: which implementations a primitive has besides its reference, where each is found, and which calls it supports.
 
-It imports no Triton, so that any machine can compile a program for any chip.
+It does not import Triton, so that any machine can compile a program for any chip.
 """
 
 import importlib
@@ -34,14 +34,14 @@ from mpar.kernels._moe_support import (
 __all__ = ["CATALOGUE", "REFERENCE_WORKSPACE", "Implementation"]
 
 Supports = Callable[..., str | None]
-"""`supports(arch, *operands, **params)`, with operands without data: why the kernel cannot do this, or None if it can."""
+"""`supports(arch, *operands, **params)`: why the kernel cannot carry out this call; None if it can. Operands need no data."""
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """`function` of `module` carries out a primitive: same operands, parameters and results as its `def_impl`.
+    """`function` of `module` carries out a primitive, with the operands, parameters and results of its `def_impl`.
 
-    `workspace(*operands, **params)`: bytes that it allocates and frees within a call.
+    `workspace(*operands, **params)`: bytes that the function allocates and frees within a call.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Implementation:
     workspace: Callable[..., int] = lambda *operands, **params: 0
 
     def load(self) -> Callable[..., object]:
-        """The function; imports Triton."""
+        """Import the module, which imports Triton, and return the function."""
         return getattr(importlib.import_module(self.module), self.function)
 
 
@@ -97,7 +97,7 @@ def updates(
 
 
 def no_workspace(*_: object, **__: object) -> int:
-    """For implementations that allocate only their results."""
+    """The workspace of implementations that allocate only their results."""
     return 0
 
 
@@ -176,4 +176,4 @@ REFERENCE_WORKSPACE: Mapping[str, Callable[..., int]] = {
     "attention": scores_workspace,
     "attention_bwd": scores_bwd_workspace,
 }
-"""The workspaces on a GPU of those references that need a different one there than on a CPU."""
+"""Workspaces of references on a GPU, for those primitives whose reference needs another one there than on a CPU."""

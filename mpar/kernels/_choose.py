@@ -1,4 +1,4 @@
-"""Choose: which implementation carries out a call, decided once, when a program is compiled, from shapes, dtypes and chip."""
+"""Choose: which implementation carries out a call. It is decided once, when a program is compiled, by shapes, dtypes and chip."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ __all__ = ["KERNELS", "REFERENCE", "Kernels", "choose", "implementation", "kerne
 
 Mode = Literal["auto", "triton", "torch"]
 OURS = ("triton", "gluon")
-"""Implementations that are mpar's own kernels; others are of libraries."""
+"""Names of implementations that are mpar's own kernels; the others are functions of libraries."""
 REFERENCE = "reference"
-"""The primitive's own implementation, made of torch's ops."""
+"""The name of the primitive's own implementation, which is made of torch's ops."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Kernels:
 
 
 KERNELS = Kernels()
-"""No chip: references everywhere."""
+"""The choice where no chip is given: references everywhere."""
 
 
 def choose(kernels: Kernels, primitive: str, operands: Sequence[object], params: Mapping[str, object]) -> tuple[str, str]:
@@ -83,7 +83,7 @@ def implementation(primitive: str, name: str = REFERENCE) -> Callable[..., objec
 
 
 def kernels_for(mode: Mode, device: torch.device | str) -> Kernels:
-    """The choice for a device of this machine, whose chip is looked up."""
+    """How to choose for `device`, a device of this machine: its chip is looked up."""
     device = torch.device(device)
     if device.type != "cuda":
         return Kernels(mode)

@@ -1,8 +1,9 @@
-"""Cross-entropy: a program per row, which is read once for the loss, and read and written once for the gradient. Bandwidth-bound.
+"""Cross-entropy: one Triton program for each row of logits. Bandwidth-bound.
 
-A row is read in groups of 16 bytes that are aligned in memory, whatever its width is: where rows do not start at such groups, the
-columns before the first and behind the last whole group are read on their own. Each place in a block keeps its own maximum and
-sum, so that no thread waits for another before the end of the row.
+A row is read once for the loss, and read and written once for the gradient. It is read in groups of 16 bytes that are aligned in
+memory, whatever its width: where rows do not begin at such a group, the columns before the first whole group and behind the last
+one are read separately. Each group of a block keeps a maximum and a sum of its own, so that no thread waits for another before
+the end of the row.
 """
 
 from typing import TypedDict, Unpack
@@ -30,7 +31,7 @@ __all__ = [
 ]
 
 class RowParams(TypedDict):
-    """What a loss is of a row, besides logits and label: see `mpar.ops.cross_entropy`."""
+    """The parameters on which the loss of a row depends besides its logits and label; see `mpar.ops.cross_entropy`."""
 
     ignore_index: int
     vocab_size: int
@@ -38,13 +39,13 @@ class RowParams(TypedDict):
 
 
 class LossParams(RowParams):
-    """The same where a row has the columns from `start` on."""
+    """The same for rows that hold a shard of the vocabulary, whose first column is `start`."""
 
     start: int
 
 
 NUMBERS = ["num_columns", "width", "start", "vocab_size", "ignore_index"]
-"""Not specialised on: one binary serves every shard and every vocabulary."""
+"""Arguments that kernels are not specialised on: one binary serves every shard and every vocabulary."""
 
 
 @triton.jit
@@ -310,7 +311,7 @@ def cross_entropy_bwd(
 
 
 def check_dtypes(name: str, *operands: Tensor | None) -> None:
-    """Raise KernelError for dtypes that kernels do not take."""
+    """Raise KernelError if an operand has a dtype that kernels do not take."""
     reason = floating(arch_of(next(x for x in operands if x is not None)), *operands)
     if reason is not None:
         raise KernelError(f"{name}: {reason}")
@@ -319,7 +320,7 @@ def check_dtypes(name: str, *operands: Tensor | None) -> None:
 def loss_rows(
     logits_TV: Tensor, labels_T: Tensor, lse_T: Tensor, second_T: Tensor, *, loss: bool, **params: Unpack[LossParams]
 ) -> None:
-    """Write log-sum-exp of each row to `lse_T`, and its loss or its target to `second_T`."""
+    """Write the log-sum-exp of each row to `lse_T`, and its loss, or without `loss` its target, to `second_T`."""
     if labels_T.numel():
         entry, constants = _tuned("cross_entropy_fwd", logits_TV), _constants(logits_TV, params)
         args = (logits_TV, labels_T.contiguous(), lse_T, second_T, *_numbers(logits_TV, **params))
@@ -346,7 +347,7 @@ def gradient_rows(
 def fused_rows(
     logits_TV: Tensor, labels_T: Tensor, dloss_T: Tensor, lse_T: Tensor, loss_T: Tensor, **params: Unpack[LossParams]
 ) -> None:
-    """Write losses and log-sum-exps, and each row's gradient over the row, while the row is still in the cache."""
+    """Write losses and log-sum-exps, and overwrite each row of logits with its gradient while it is still in the cache."""
     if labels_T.numel():
         entry, constants = _tuned("cross_entropy_both", logits_TV), _constants(logits_TV, params)
         args = (logits_TV, labels_T.contiguous(), dloss_T.contiguous(), lse_T, loss_T, *_numbers(logits_TV, **params))

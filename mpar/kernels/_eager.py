@@ -29,7 +29,7 @@ def _kernels(device: torch.device) -> Kernels:
 
 
 def _device(operands: Sequence[object]) -> torch.device:
-    """Where the first tensor is."""
+    """The device of the first tensor among the operands."""
     for operand in operands:
         if isinstance(operand, Tensor):
             return operand.device
@@ -39,6 +39,6 @@ def _device(operands: Sequence[object]) -> torch.device:
 
 
 def install() -> None:
-    """Make it so, for every primitive that has kernels."""
+    """Let every primitive of the catalogue choose an implementation when it is called with CUDA tensors outside a program."""
     for name in CATALOGUE:
         PRIMITIVES[name].def_impl_on("CUDA", eager(name))

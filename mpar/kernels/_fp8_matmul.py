@@ -1,7 +1,7 @@
-"""FP8 product: a @ b^T, both stored along K. Tensor cores add up 128 of K, float32 registers the rest.
+"""FP8 product: a @ b^T, both contiguous along K. Tensor cores sum 128 products along K; float32 registers add up these sums.
 
-The matrix units of Hopper keep about 14 bits of a sum in FP8 (DeepSeek-AI 2024, arXiv:2412.19437, sec. 3.3.2), so no sum there
-is longer than a block of scales, which is where it is multiplied by them as well.
+The matrix units of Hopper keep about 14 bits of a sum in FP8 (DeepSeek-AI 2024, arXiv:2412.19437, sec. 3.3.2), so they make no
+sum that is longer than one block of scales. Where blocks have scales of their own, each such sum is multiplied by them.
 """
 
 import torch
@@ -54,7 +54,7 @@ def _fp8_matmul(
 def fp8_matmul(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, a_block: str, b_block: str, dtype: torch.dtype
 ) -> Tensor:
-    """The product of what two quantised matrices stand for; see `mpar.ops.fp8_matmul`."""
+    """The product of the two matrices that the quantised operands stand for; see `mpar.ops.fp8_matmul`."""
     reason = fp8_matmul_supports(arch_of(a), a, a_scale, b, b_scale, a_block=a_block, b_block=b_block, dtype=dtype)
     if reason is not None:
         raise KernelError(f"fp8_matmul: {reason}")

@@ -1,4 +1,4 @@
-"""What the kernels of FP8 support, in words. Needs no Triton."""
+"""Which calls the kernels of FP8 support, and in words why not the others. This module needs no Triton."""
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ def _chip(arch: str) -> str | None:
 
 
 def quantise_supports(arch: str, x: Tensor, *others: Tensor, block: str, dtype: torch.dtype = torch.float32) -> str | None:
-    """Of quantising, which takes wide numbers, and of dequantising, which gives `dtype`."""
+    """Why the kernels cannot quantise `x`, or dequantise it to `dtype` if it is in FP8; None if they can."""
     wide = x.dtype if x.dtype.itemsize > 1 else dtype
     return _chip(arch) or (None if wide in FLOATS else f"{wide}: kernels compute in float32")
 
 
 def fp8_matmul_supports(arch: str, a: Tensor, *others: Tensor, a_block: str, b_block: str, dtype: torch.dtype) -> str | None:
-    """Of `fp8_matmul`."""
+    """Why the kernel of `fp8_matmul` cannot carry out this call; None if it can."""
     if (a_block, b_block) not in PAIRS:
         return f"blocks {a_block} by {b_block}: kernels have {', '.join(f'{x} by {y}' for x, y in PAIRS)}"
     if dtype not in FLOATS:
@@ -29,10 +29,10 @@ def fp8_matmul_supports(arch: str, a: Tensor, *others: Tensor, a_block: str, b_b
 
 
 def quantise_workspace(x: Tensor, *, block: str) -> int:
-    """Largest magnitudes of pieces of rows, of 512 elements, where scales are of more than a tile."""
+    """Bytes of the largest magnitudes of every 512 elements of a row, needed where a scale is that of a row or of the tensor."""
     return 4 * x.shape[0] * -(-x.shape[1] // 512) if block in ("row", "tensor") else 0
 
 
 def quantise_both_workspace(x: Tensor, *, block: str) -> int:
-    """The same, and of pieces of columns, of 16 elements."""
+    """The same, and where scales are those of rows, the largest magnitudes of every 16 elements of a column."""
     return quantise_workspace(x, block=block) + (4 * x.shape[1] * -(-x.shape[0] // 16) if block == "row" else 0)

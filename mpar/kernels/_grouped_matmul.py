@@ -1,7 +1,8 @@
-"""Grouped matrix product: a list of tiles made on the device from the ends of groups, then one product per tile.
+"""Grouped matrix product: one kernel lists tiles of rows on the device, from the ends of groups; a second one multiplies them.
 
-No program waits for the host, and no group has a fixed size: R rows in E groups need at most R / BLOCK_M + E tiles. The gradient
-of the weights has one program per tile of an expert's weights, which walks through the rows of that expert: no atomics.
+The host need not know how large groups are: R rows in E groups, and rows after all groups, have less than R / BLOCK_M + E + 1
+tiles. For the gradient of the weights, each Triton program has one tile of an expert's weights and goes through all rows of that
+expert, so that no atomics are needed.
 """
 
 import torch
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 INTERPRETED_PROGRAMS = 3
-"""Programs of a grid that walks through tiles, where there is no GPU to ask for its number of processors."""
+"""How many Triton programs share the tiles where there is no GPU, whose number of multiprocessors it would otherwise be."""
 
 
 @triton.jit
@@ -150,7 +151,7 @@ def zero_rest(y_ptr, offsets_ptr, num_rows, F, LAST: tl.constexpr, BLOCK: tl.con
 
 
 def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """Rows of each group times the weights of its expert; see `mpar.ops.grouped_matmul`."""
+    """The rows of each group times the weights of its expert; see `mpar.ops.grouped_matmul`."""
     _refuse("grouped_matmul", grouped_matmul_supports(arch_of(x), x, w, offsets))
     num_rows, (num_experts, size, width) = x.shape[0], w.shape
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
@@ -184,7 +185,7 @@ def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_matmul_dw(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
-    """The gradient of the weights: a product per expert, zeros for one without rows."""
+    """The gradient of the weights: one product for each expert, and zeros for an expert without rows."""
     _refuse("grouped_matmul_dw", grouped_matmul_supports(arch_of(x), x, dy, offsets))
     num_experts, num_rows, size, width = offsets.shape[0], *x.shape, dy.shape[1]
     dw = torch.empty((num_experts, size, width), dtype=x.dtype, device=x.device)
@@ -204,7 +205,7 @@ def grouped_matmul_dw(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_matmul_by_torch(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """The same by torch's own grouped product, which leaves rows after all groups as they are: they are zeroed here."""
+    """`grouped_matmul` by torch's own grouped product, which does not write rows after all groups: they are zeroed here."""
     _refuse("grouped_matmul", grouped_mm_supports(arch_of(x), x, w, offsets))
     if not x.shape[0]:
         return torch.empty((0, w.shape[2]), dtype=x.dtype, device=x.device)
@@ -217,7 +218,7 @@ def grouped_matmul_by_torch(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_matmul_dw_by_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
-    """The same by torch's own grouped product; rows after all groups are in no group of it either."""
+    """`grouped_matmul_dw` by torch's own grouped product, which also leaves out rows after all groups."""
     _refuse("grouped_matmul_dw", grouped_mm_supports(arch_of(x), x, dy, offsets))
     if not x.shape[0]:
         return torch.zeros((offsets.shape[0], x.shape[1], dy.shape[1]), dtype=x.dtype, device=x.device)

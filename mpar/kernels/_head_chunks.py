@@ -1,8 +1,9 @@
-"""Chunks of x @ head: how much of the logits is made at once, and what memory that takes. It needs no Triton.
+"""Chunks of x @ head: how many logits are made at once, and how much memory that takes. This module needs no Triton.
 
-A chunk is at most BUDGET bytes of logits, or MIN_TOKENS tokens' where these are more, but never more than `chunk` tokens'.
-Going back with log-sum-exps that are known, a chunk is all tokens' logits of a part of the vocabulary, if tokens are fewer than
-columns: what then adds up over chunks is the gradient of x, which is smaller than that of the head by the same ratio.
+A chunk is the logits of as many tokens as fit into BUDGET bytes; of MIN_TOKENS tokens, if those are more; but never of more than
+`chunk` tokens. In a backward whose log-sum-exps are known, and with no more tokens than columns, a chunk is instead the logits of
+all tokens in a part of the vocabulary. The sum over chunks is then the gradient of x, which is smaller than that of the head by
+the ratio of tokens to columns.
 """
 
 
@@ -20,23 +21,23 @@ __all__ = [
 ]
 
 BUDGET = 1 << 29
-"""Bytes of logits: enough tokens for matrix products to be fast, few enough to be small beside a model."""
+"""Bytes of the logits of a chunk: enough tokens for matrix products to be fast, but little memory beside that of a model."""
 MIN_TOKENS = 1024
-"""With fewer, products wait for memory."""
+"""With fewer tokens, matrix products would wait for memory."""
 TILE = 128
-"""Rows and columns of a chunk are whole tiles of a matrix product, where it is not smaller than one."""
+"""Chunks of at least so many rows or columns are cut at multiples of it, so that they are whole tiles of a matrix product."""
 
 Chunks = tuple[list[slice], list[slice]]
-"""Slices of tokens and of columns; each pair of them is a chunk, and one of the two lists has at most one slice."""
+"""Slices of tokens, and slices of columns. Every pair of them is a chunk. One of the two lists has at most one slice."""
 
 
 def forward_chunks(x: Tensor, head: Tensor, chunk: int) -> Chunks:
-    """Chunks with all columns, of which each row's statistics are made."""
+    """Chunks with all columns, from which the statistics of each row are computed."""
     return _parts(_num_tokens(x), _tokens_at_once(x, head, chunk)), [slice(0, head.shape[1])]
 
 
 def backward_chunks(x: Tensor, head: Tensor, chunk: int) -> Chunks:
-    """Chunks whose log-sum-exps are known."""
+    """Chunks for gradients of a loss whose log-sum-exps are known."""
     num_tokens, num_columns = _num_tokens(x), head.shape[1]
     tokens_at_once = _tokens_at_once(x, head, chunk)
     if num_tokens > num_columns or tokens_at_once * num_columns < num_tokens:
@@ -45,7 +46,7 @@ def backward_chunks(x: Tensor, head: Tensor, chunk: int) -> Chunks:
 
 
 def grad_chunks(x: Tensor, head: Tensor, chunk: int) -> Chunks:
-    """Chunks with all columns; one, where that takes no more memory than the float32 sum which several would need."""
+    """Chunks with all columns. A single one, if it takes at most BUDGET bytes besides the float32 sum that several would need."""
     num_tokens, wide = _num_tokens(x), _sum_bytes(head)
     if chunk >= num_tokens and num_tokens * head.shape[1] * x.element_size() <= BUDGET + wide:
         return [slice(0, num_tokens)][:num_tokens], [slice(0, head.shape[1])]
@@ -53,17 +54,17 @@ def grad_chunks(x: Tensor, head: Tensor, chunk: int) -> Chunks:
 
 
 def forward_workspace(x: Tensor, head: Tensor, *_: object, chunk: int, **__: object) -> int:
-    """Bytes of a chunk's logits going forward."""
+    """Bytes of the logits of one chunk in the forward."""
     return _logits_bytes(x, forward_chunks(x, head, chunk))
 
 
 def backward_workspace(x: Tensor, head: Tensor, *_: object, chunk: int, **__: object) -> int:
-    """Bytes of a chunk's logits and of sums over chunks going back."""
+    """Bytes of the logits of one chunk, and of sums over chunks, in the backward."""
     return _workspace(x, head, backward_chunks(x, head, chunk))
 
 
 def grad_workspace(x: Tensor, head: Tensor, *_: object, chunk: int, **__: object) -> int:
-    """The same for loss and gradients at once."""
+    """The same where loss and gradients are computed together."""
     return _workspace(x, head, grad_chunks(x, head, chunk))
 
 
@@ -79,7 +80,7 @@ def _logits_bytes(x: Tensor, chunks: Chunks) -> int:
 
 
 def _sum_bytes(operand: Tensor) -> int:
-    """Bytes of a float32 sum beside the gradient itself."""
+    """Bytes of a float32 sum beside the gradient of `operand`; 0 if that gradient is in float32 itself."""
     return 0 if operand.dtype == torch.float32 else 4 * operand.numel()
 
 
@@ -88,7 +89,7 @@ def _num_tokens(x: Tensor) -> int:
 
 
 def _tokens_at_once(x: Tensor, head: Tensor, chunk: int) -> int:
-    """Tokens whose logits are the memory of a chunk."""
+    """The number of tokens whose logits, over all columns, fill the memory of a chunk."""
     return min(chunk, max(BUDGET // (head.shape[1] * x.element_size()), MIN_TOKENS))
 
 

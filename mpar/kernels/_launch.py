@@ -19,11 +19,11 @@ from mpar.kernels._table import Tuning, tuning
 __all__ = ["Kernel", "Launch", "Recording", "arch_of", "capturing", "describe", "interpreting", "launch", "recording", "tuned"]
 
 INTERPRETED_ARCH = "sm_90"
-"""The chip whose entries the interpreter runs, unless a recording says otherwise."""
+"""The chip whose entries of the table kernels get in the interpreter, unless a recording names another chip."""
 
 
 Grid: TypeAlias = Sequence[int] | Callable[..., Sequence[int]]
-"""How many programs a kernel is run as, or a function that says so given its compile-time parameters."""
+"""How many Triton programs a kernel is run as, or a function that computes this from its compile-time parameters."""
 
 
 class Kernel(Protocol):
@@ -44,7 +44,7 @@ class Launch:
 
 @dataclass
 class Recording:
-    """Launches on `arch`, in order."""
+    """The launches that were recorded for `arch`, in order."""
 
     arch: str
     launches: list[Launch] = field(default_factory=list)
@@ -55,7 +55,7 @@ _RECORDING: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 @contextlib.contextmanager
 def recording(arch: str) -> Iterator[Recording]:
-    """Record what kernels on meta tensors would launch on `arch`: what is compiled offline is what production launches."""
+    """Record what kernels called with meta tensors would launch on `arch`, so that exactly that can be compiled offline."""
     record = Recording(arch)
     token = _RECORDING.set(record)
     try:
@@ -102,9 +102,9 @@ def tuned(kernel: str, x: Tensor, size: str | None = None) -> Tuning:
 def launch(
     kernel: Kernel, grid: Grid, *args: object, on: Tensor, tuning: Tuning, **constants: object
 ) -> None:
-    """Start `kernel` on the device of `on` with its arguments in order; `constants` are its other compile-time parameters.
+    """Start `kernel` on the device of `on` with its arguments in order; `constants`: its compile-time parameters besides blocks.
 
-    Products and sums may be fused everywhere, so that bits do not depend on Triton's default, which changes with its version.
+    Products and sums may always be fused, so that bits do not depend on Triton's default, which changes with its version.
     """
     record = _RECORDING.get()
     if record is not None:
@@ -119,5 +119,5 @@ def launch(
 
 
 def describe(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """A descriptor by which tiles of shape `block` of `x` are loaded (TMA). Its last dim is contiguous, rows are aligned."""
+    """A descriptor by which kernels load tiles of shape `block` from `x` (TMA), whose last dim is contiguous and rows aligned."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))

@@ -1,6 +1,7 @@
-"""Layer norm, also of a sum: rows in registers, one pass. Bandwidth-bound: 2 elements moved per element (of a sum 4), back 3 (4).
+"""Layer norm, also of a sum. A row is held in registers and read once; only the backward of very wide rows reads them twice.
 
-The gradients of weight and bias are summed as in `_rms_norm.py`: a fixed number of programs, then a second kernel.
+Bandwidth-bound: for each element the forward moves 2 elements to or from memory (4 with a sum), the backward 3 (4 with a sum).
+The gradients of weight and bias are summed as in `_rms_norm.py`: by a fixed number of Triton programs, then by a second kernel.
 """
 
 import torch
@@ -208,7 +209,7 @@ def layer_norm_bwd(
 def add_layer_norm_bwd(
     total: Tensor, weight: Tensor | None, bias: Tensor | None, dy: Tensor, dtotal: Tensor | None, *, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of either operand of the sum, of `weight` and of `bias`."""
+    """The gradient that both operands of the sum have, and those of `weight` and `bias`."""
     return _backward("add_layer_norm_bwd", total, weight, bias, dy, dtotal, eps)
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of x @ head by chunks: cuBLAS makes the logits of one, our kernels turn them in place into their gradient."""
+"""Cross-entropy of x @ head by chunks: cuBLAS makes the logits of a chunk, our kernels turn them in place into their gradient."""
 
 from collections.abc import Callable
 from typing import Unpack
@@ -60,7 +60,7 @@ def linear_cross_entropy_bwd(
 def linear_cross_entropy_grad(
     x: Tensor, head: Tensor, labels: Tensor, dloss: Tensor, *, chunk: int, **params: Unpack[LossParams]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`(loss, lse, dx, dhead)`, for which the logits are made once."""
+    """`(loss, lse, dx, dhead)`: the logits are computed only once for all four."""
     check_dtypes("linear_cross_entropy_grad", x, head, dloss)
     labels_T, dloss_T = labels.reshape(-1), dloss.reshape(-1)
     loss, lse = (torch.empty(labels.shape, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -75,7 +75,7 @@ def linear_cross_entropy_grad(
 def _per_token(
     x: Tensor, head: Tensor, labels: Tensor, chunk: int, params: LossParams, *, loss: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-sum-exps, and losses or targets."""
+    """The log-sum-exp of each token, and its loss, or without `loss` its target."""
     check_dtypes("linear_cross_entropy", x, head)
     x_TD, labels_T = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     lse, second = (torch.empty(labels.shape, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -92,7 +92,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor]:
     """`(dx, dhead)`, where `pull_back(logits, tokens, columns)` turns the logits of a chunk into their gradient.
 
-    Along the dim that chunks divide one gradient is written part by part; the other adds up.
+    Chunks divide the tokens or the columns, so one gradient is written part by part, and the other is a sum over chunks.
     """
     x_TD = x.reshape(-1, x.shape[-1])
     dx, dhead = (torch.empty(operand.shape, dtype=operand.dtype, device=operand.device) for operand in (x_TD, head))
@@ -113,27 +113,27 @@ def _gradients(
 
 
 def _memory(x: Tensor, chunks: Chunks) -> Tensor:
-    """Room for the logits of any chunk."""
+    """Memory that can hold the logits of any chunk."""
     tokens, columns = (max((part.stop - part.start for part in parts), default=0) for parts in chunks)
     return torch.empty(tokens * columns, dtype=x.dtype, device=x.device)
 
 
 def _product(a: Tensor, b: Tensor, memory: Tensor) -> Tensor:
-    """`a @ b` in `memory`."""
+    """`a @ b`, written into `memory`."""
     return torch.mm(a, b, out=memory[: a.shape[0] * b.shape[1]].view(a.shape[0], b.shape[1]))
 
 
 def _sum_of(x: Tensor, num_terms: int) -> Tensor:
-    """Where the terms of `x` add up: `x` itself, or a float32 sum beside it if they are several and `x` is narrow."""
+    """Where the terms of `x` are summed: in `x` itself, or in a float32 tensor if there are several terms and `x` is narrow."""
     if num_terms <= 1 or x.dtype == torch.float32:
         return x
     return torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """`total += a @ b`, or `total = a @ b`. Into a float32 sum, products of narrow factors are not rounded on the way."""
+    """`total += a @ b`, or if `first` `total = a @ b`. Into a float32 `total` the product goes without being rounded to less."""
     wide = total.dtype
-    if wide == a.dtype or total.device.type != "cuda":  # torch has products with another dtype on CUDA alone
+    if wide == a.dtype or total.device.type != "cuda":  # `out_dtype` exists on CUDA alone
         a, b = a.to(wide), b.to(wide)
         if first:
             torch.mm(a, b, out=total)

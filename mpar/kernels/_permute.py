@@ -1,8 +1,9 @@
-"""Permute: a stable counting sort of slots by expert, and rows of tokens to the order of experts and back.
+"""Permute: a stable counting sort of slots by expert, and the moves of rows of tokens into the order of experts and back.
 
-Sort: how often each expert occurs in every chunk of slots; where each chunk's slots of an expert begin; then every slot counts
-the equal ones before it in its chunk. No atomics, so the order is that of the slots. Bound by bandwidth: `permute` reads a token
-once and writes it K times, `unpermute` reads K rows and writes one.
+The sort has three kernels. The first counts how often each expert occurs in every chunk of slots. The second finds where each
+chunk's slots of an expert begin. The third counts for every slot the slots of the same expert before it in its chunk. There are
+no atomics, so slots of an expert stay in their order. Bandwidth-bound: `permute` reads a token once and writes it K times,
+`unpermute` reads K rows and writes one.
 """
 
 import torch
@@ -17,7 +18,7 @@ from mpar.kernels._moe_support import expert_order_supports, rows_support
 __all__ = ["expert_order", "permute", "unpermute", "unpermute_bwd"]
 
 CHUNK = 1024
-"""Slots of a chunk."""
+"""The number of slots of a chunk."""
 
 
 @triton.jit
@@ -155,7 +156,7 @@ def expert_order(experts: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, 
 
 
 def permute(x: Tensor, inverse: Tensor) -> Tensor:
-    """Rows in the order of experts; see `mpar.ops.permute`."""
+    """The rows of tokens in the order of experts; see `mpar.ops.permute`."""
     _refuse("permute", rows_support(arch_of(x), x, inverse))
     x, inverse, size = x.contiguous(), inverse.contiguous(), x.shape[1]
     rows = torch.empty((inverse.numel(), size), dtype=x.dtype, device=x.device)

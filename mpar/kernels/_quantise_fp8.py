@@ -1,5 +1,6 @@
-"""FP8 quantisation: tiles of 128x128 in registers, each element read once, and with the transpose still once; the scales of whole
-rows, columns and tensors need a pass before. Maxima do not depend on the order in which they are taken.
+"""FP8 quantisation. Where scales are those of blocks, a tile is held in registers, so that each element is read once, also if the
+transpose is quantised with it. Scales of whole rows, columns and tensors are found first, for which the elements are read once
+more. Maxima do not depend on the order in which they are taken.
 """
 
 import torch
@@ -153,14 +154,14 @@ def _dequantise(
 
 
 def quantise_fp8(x: Tensor, *, block: str) -> tuple[Tensor, Tensor]:
-    """e4m3 and scales; see `mpar.ops.quantise_fp8`."""
+    """`x` in e4m3, and its scales; see `mpar.ops.quantise_fp8`."""
     _refuse("quantise_fp8", quantise_supports(arch_of(x), x, block=block))
     q, scale, _, _ = _quantise(x, block, False)
     return q, scale
 
 
 def quantise_fp8_both(x: Tensor, *, block: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same of `x` and of its transpose."""
+    """`quantise_fp8` of `x`, and of its transpose."""
     _refuse("quantise_fp8_both", quantise_supports(arch_of(x), x, block=block))
     q, scale, qt, scale_t = _quantise(x, block, True)
     assert qt is not None and scale_t is not None
@@ -187,7 +188,7 @@ def _quantise(x: Tensor, block: str, both: bool) -> tuple[Tensor, Tensor, Tensor
 
 
 def _by_rows(x: Tensor, q: Tensor, scale: Tensor, qt: Tensor | None, scale_t: Tensor | None, block: str) -> None:
-    """Maxima of rows (and columns) tile by tile, then over tiles; then all elements by their scales."""
+    """Find the maxima of rows (and columns) of each tile, then scales from the maxima over tiles, then scale all elements."""
     (R, C), entry, last = x.shape, tuned("quantise_fp8_maxima", x), tuned("quantise_fp8_scales", x)
     grid = (triton.cdiv(R, entry.blocks["ROWS"]), triton.cdiv(C, entry.blocks["COLUMNS"]))
     of_rows = _empty(x, grid[1], R)
@@ -208,7 +209,7 @@ def _by_rows(x: Tensor, q: Tensor, scale: Tensor, qt: Tensor | None, scale_t: Te
 
 
 def dequantise_fp8(q: Tensor, scale: Tensor, *, block: str, dtype: torch.dtype) -> Tensor:
-    """Numbers again; see `mpar.ops.dequantise_fp8`."""
+    """The numbers that `q` and `scale` stand for; see `mpar.ops.dequantise_fp8`."""
     _refuse("dequantise_fp8", quantise_supports(arch_of(q), q, block=block, dtype=dtype))
     q, scale = q.contiguous(), scale.contiguous()
     x = torch.empty(q.shape, dtype=dtype, device=q.device)

@@ -1,7 +1,8 @@
-"""RMS norm, also of a sum: rows in registers, one pass. Bandwidth-bound: 2 elements moved per element (of a sum 4), back 3 (4).
+"""RMS norm, also of a sum. A row is held in registers and read once; only the backward of very wide rows reads them twice.
 
-The backward walks over rows with a fixed number of programs, each of which adds up its part of the weight's gradient; a second
-kernel adds the parts. No atomics: equal operands give equal bits.
+Bandwidth-bound: for each element the forward moves 2 elements to or from memory (4 with a sum), the backward 3 (4 with a sum). In
+the backward a fixed number of Triton programs share the rows. Each adds up the weight's gradient over its own rows, and a second
+kernel adds up these partial sums. There are no atomics, so equal operands give equal bits.
 """
 
 import torch
@@ -167,7 +168,7 @@ def rms_norm_bwd(x: Tensor, weight: Tensor | None, dy: Tensor, *, eps: float) ->
 def add_rms_norm_bwd(
     total: Tensor, weight: Tensor | None, dy: Tensor, dtotal: Tensor | None, *, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of either operand of the sum and of `weight`."""
+    """The gradient that both operands of the sum have, and that of `weight`."""
     return _backward("add_rms_norm_bwd", total, weight, dy, dtotal, eps)
 
 

@@ -1,6 +1,6 @@
-"""RoPE: a program turns all heads of one token, of one tensor or of queries and keys at once.
+"""RoPE: a Triton program turns all heads of one token, of one tensor or of two, such as queries and keys.
 
-Bandwidth-bound: 2 elements moved per element; the tables are read once per token.
+Bandwidth-bound: each element is read and written once; the tables are read once for each token.
 """
 
 import torch
@@ -122,7 +122,7 @@ def rope_many(xs: list[Tensor], cos: Tensor, sin: Tensor, *, interleaved: bool) 
 
 
 def _launch(pairs: tuple[tuple[Tensor, Tensor], ...], cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    """Turn one or two tensors of the same batch and sequence: operand and result of each."""
+    """Turn one or two tensors of the same batch and sequence; `pairs` has the operand and the result of each."""
     pairs = tuple(pair for pair in pairs if pair[0].numel())
     if not pairs:
         return
@@ -150,5 +150,5 @@ def _launch(pairs: tuple[tuple[Tensor, Tensor], ...], cos: Tensor, sin: Tensor, 
 
 
 def _rest(x: Tensor, y: Tensor, half: int) -> int:
-    """The block that holds the features which are not turned; 0 if there are none or they are in their place already."""
+    """The size of the block by which features that are not turned are copied; 0 if there are none, or `y` is `x`."""
     return 0 if x is y or x.shape[3] == 2 * half else triton.next_power_of_2(x.shape[3] - 2 * half)

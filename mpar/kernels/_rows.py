@@ -1,4 +1,4 @@
-"""Rows: operands as matrices of rows, whatever their leading dims; and column sums of what programs have summed up each."""
+"""Rows: operands as matrices of rows, whatever their leading dims; and the sum over rows of partial sums, one of each program."""
 
 import torch
 import triton
@@ -27,7 +27,7 @@ def _add_rows(partial_ptr, total_ptr, num_rows, D, ROWS: tl.constexpr, COLUMNS: 
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`x` (..., D) as (M, D) with adjacent columns, any distance from row to row; copied only where there is no such view."""
+    """`x` (..., D) as (M, D) with adjacent columns and any stride of rows; a copy only where there is no such view."""
     size = x.shape[-1]
     if size > 1 and x.stride(-1) != 1:
         x = x.contiguous()
@@ -42,7 +42,7 @@ def width_class(primitive: str, size: int) -> str:
 
 
 def add_rows(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over dim 0 of a contiguous float32 matrix, rounded to `dtype`; equal bits whenever the matrix is equal."""
+    """The sum over dim 0 of a contiguous float32 matrix, rounded to `dtype`; equal matrices give equal bits."""
     num_rows, size = partial.shape
     total = torch.empty(size, dtype=dtype, device=partial.device)
     entry = tuned("add_rows", partial)

@@ -1,4 +1,4 @@
-"""Table: tile sizes, warps and stages of every kernel, by chip and size class, from `table.yaml`."""
+"""Table: block sizes, warps and pipeline stages of every kernel, by chip and size class, read from `table.yaml`."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ TABLE = Path(__file__).parent / "table.yaml"
 
 @dataclass(frozen=True)
 class Tuning:
-    """How one kernel is launched: compile-time block sizes by the names of its parameters, warps, pipeline stages."""
+    """How one kernel is launched: block sizes by the names of its compile-time parameters, warps, pipeline stages."""
 
     blocks: Mapping[str, int]
     num_warps: int
@@ -27,7 +27,7 @@ class Tuning:
 
 @functools.cache
 def tuning(kernel: str, arch: str, size: str | None = None) -> Tuning:
-    """The entry of `kernel` for a chip and a size class. Raises KernelError, listing the classes that there are."""
+    """The entry of `kernel` for a chip and a size class. Raises KernelError, which lists its entries, if there is none."""
     entries = _entries()[kernel]
     wanted = [f"{arch} {size}", f"any {size}"] if size is not None else []
     for key in (*wanted, arch, "any"):

@@ -1,6 +1,7 @@
-"""Top-k router: scores, choice and weights of a few tokens per program, their rows of experts in registers.
+"""Top-k router: each Triton program computes scores, choice and weights of a few tokens, whose scores it holds in registers.
 
-The choice takes the maximum K times: for small K that is less than a sort, and equal values go to the lowest index.
+Experts are chosen by taking the maximum K times: for small K that is less work than a sort, and of equal values the one with the
+lowest index is taken first.
 """
 
 import torch
@@ -221,7 +222,7 @@ def topk_router_bwd(
 
 
 def _blocks(num_experts: int, k: int, score: str, normalise: bool, order: str) -> dict[str, object]:
-    """Compile-time parameters that both kernels have."""
+    """The compile-time parameters that both kernels have."""
     return {
         "NUM_EXPERTS": num_experts,
         "K": k,

@@ -1,4 +1,4 @@
-"""Offline: what kernels would launch on a chip that is not here. Importing it needs Triton."""
+"""Offline: what kernels would launch on a chip that this machine does not have. Importing this module needs Triton."""
 
 from mpar.kernels._launch import Launch, Recording, recording
 from mpar.kernels._table import TABLE, Tuning, classes, kernels, replaced, tuning
