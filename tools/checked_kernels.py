@@ -13,18 +13,18 @@ __all__ = ["checked", "make_on"]
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLIPPED = 2e-3
-"""A quotient in the middle between two numbers of FP8 may round to either, by a step of 1/8, now and then."""
+"""Tolerance for FP8: a quotient in the middle between two numbers may now and then round to either, which differ by 1/8."""
 LOGITS = ("linear_cross_entropy", "linear_cross_entropy_stats", "linear_cross_entropy_grad")
-"""Their logits are rounded to the dtype of x and of the head, which shows in results per token, although these are float32."""
+"""Primitives whose logits are rounded to the dtype of x and the head, which shows in results per token, although in float32."""
 ATTENTION = {
     "attention": ("q", "k", "v", "_", "_", "b", "b", "n"),
     "attention_bwd": ("q", "k", "v", "_", "_", "b", "b", "n", "q", "q", "q", "q"),
 }
-"""Scores in float64 of all heads would not fit: the first sequence and the first kv head stand for all of them."""
+"""How the operands are cut to the first sequence and the first kv head: scores of all heads in float64 would not fit."""
 
 
 def make_on(device: str) -> Callable[..., Tensor]:
-    """`make(shape, dtype)` of cases: normal numbers, or whole ones from 0 to 99."""
+    """`make(shape, dtype)` as cases need it: random normal numbers, or for integer dtypes whole numbers from 0 to 99."""
     generator = torch.Generator(device).manual_seed(20260101)
 
     def make(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -37,7 +37,7 @@ def make_on(device: str) -> Callable[..., Tensor]:
 
 
 def checked(primitive: str, name: str = "triton") -> Callable[..., Any]:
-    """The implementation, which raises AssertionError where it differs from float64, or its second run from its first."""
+    """The implementation with checks: it raises AssertionError if results differ from float64, or a second run from the first."""
     kernel = implementation(primitive, name)
 
     def call(*operands: Any, **params: Any) -> Any:
@@ -67,7 +67,7 @@ def _compare(name: str, actual: Tensor | None, expected: Tensor, rtol: float | N
 
 
 def _first_head(primitive: str, operands: Sequence[Any]) -> tuple[Sequence[Any], Callable[[int, Tensor], Tensor | None]]:
-    """Operands of the part that is compared, and how it is cut out of a result."""
+    """The operands that the float64 reference gets, and a function that cuts the part that it computes out of a result."""
     if primitive not in ATTENTION:
         return operands, lambda index, x: x
     groups = operands[0].shape[2] // operands[1].shape[2]
@@ -85,12 +85,12 @@ def _first_head(primitive: str, operands: Sequence[Any]) -> tuple[Sequence[Any],
 
 
 def _copies(operands: Sequence[Any]) -> list[Any]:
-    """Kernels may overwrite their operands. Strides stay."""
+    """Copies with the same strides, because kernels may overwrite their operands."""
     return [_each(operand, lambda x: x.clone()) for operand in operands]
 
 
 def _wide(operands: Sequence[Any]) -> list[Any]:
-    """In float64, if nothing is quantised: numbers of FP8 and their scales are what they are."""
+    """The operands in float64. If some of them are quantised, as they are: numbers in FP8 and their scales are exact."""
     tensors = [x for operand in operands for x in _listed(operand)]
     if any(x is not None and x.dtype in FP8 for x in tensors):
         return list(operands)

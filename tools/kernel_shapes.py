@@ -1,7 +1,7 @@
-"""Shapes: sizes of the calls of kernels that production makes, one declaration each.
+"""Shapes: the sizes of the kernel calls that production makes, one declaration each.
 
-`tools/kernel_gate` compiles these calls and `bench/kernels` times them, so both take their sizes from here. The table is in tools
-since bench may import tools and tools import nothing of bench.
+`tools/kernel_gate` compiles these calls and `bench/kernels` times them, so both take their sizes from here. This module is in
+tools because bench may import from tools, and tools import nothing from bench.
 """
 
 from collections.abc import Mapping
@@ -42,8 +42,8 @@ __all__ = [
 class Shape:
     """The sizes of a call by the names of its dims.
 
-    tiny: where the benchmark times the call, sizes of it that Triton's interpreter can carry out on a CPU; {} where the call is
-    compiled only.
+    tiny: if the benchmark times the call, smaller sizes that Triton's interpreter can carry out on a CPU; {} if the call is only
+    compiled.
     """
 
     sizes: Mapping[str, int]
@@ -56,7 +56,7 @@ class Shape:
 
 _BLOCK = ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096), (4096,), (4096,))
 ADAMW_TENSORS = 2 * _BLOCK
-"""The parameters of two Llama blocks."""
+"""The sizes of the parameters of two Llama blocks."""
 ADAMW = Shape({"elements": 1_000_000_000, "tensors": 4}, {"elements": 96, "tensors": 2})
 
 _ATTENTION_TINY = {"B": 1, "S": 40, "N": 2, "K": 1, "H": 64}
@@ -67,7 +67,7 @@ _HEADS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "192,128": ({"H": 192, "V": 128}, {}),
 }
 ATTENTION = {name: Shape({"B": 2, "S": 8192, "N": 32, "K": 8} | head, tiny) for name, (head, tiny) in _HEADS.items()}
-"""Grouped heads of every size. H: head size; V: that of values, where it is another."""
+"""Grouped heads of every size. H: the head size; V: the head size of values, where it differs."""
 ATTENTION_LONG = Shape({"B": 1, "S": 16384, "N": 16, "K": 16, "H": 128}, _ATTENTION_TINY)
 ATTENTION_SMALL_HEADS = Shape({"B": 4, "S": 4096, "N": 32, "K": 32, "H": 64}, _ATTENTION_TINY)
 ATTENTION_PACKED = Shape({"B": 1, "S": 32768, "N": 32, "K": 8, "H": 128, "documents": 24}, _ATTENTION_TINY | {"documents": 3})
@@ -91,10 +91,10 @@ NORMS = {
     N: Shape({"M": 16384, "N": N}, {"M": 5, "N": 48} if N in (4096, 8192) else {})
     for N in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 }
-"""By width, those of every class of the table of launches."""
+"""Shapes by width, one for every width class of the table of launches."""
 
 ROPE = Shape({"B": 2, "S": 8192, "N": 32, "K": 8})
-"""Of any head size."""
+"""Without a head size: cases add several."""
 ROPE_LONG = Shape({"S": 16384, "N": 32, "K": 8, "H": 128}, {"S": 5, "N": 4, "K": 2, "H": 16})
 
 CROSS_ENTROPY = Shape({"T": 8192, "V": 128256}, {"T": 5, "V": 72})

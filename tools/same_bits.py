@@ -1,7 +1,7 @@
 """Whether two states of the source train to the same bits: twelve short runs, half of them simulated, half on real processes.
 
     python -m tools.same_bits record before.json     # on one commit
-    python -m tools.same_bits compare before.json    # on another, on the same machine: exits with 1 if a bit differs
+    python -m tools.same_bits compare before.json    # on another commit, on the same machine: exits with 1 if a bit differs
 
 A change that only moves or renames code must leave every loss and every parameter as it was. Bits depend on the processor and on
 torch, so a record is made and compared on one machine, and is not part of the repository.
@@ -114,7 +114,7 @@ LAUNCHED: dict[str, list[str]] = {
 
 
 def simulated(case: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Losses and hashes of a few steps of all ranks in this process."""
+    """Losses of a few steps, and hashes of the parameters after them, with all ranks simulated in this process."""
     case = dict(case)
     model = models.from_config(CONFIGS[case.pop("model")]).with_dtype(case.pop("dtype", torch.float64))
     optimizer = case.pop("optimizer", AdamW(lr=1e-2))
@@ -151,7 +151,7 @@ def digest(x: Tensor) -> str:
 
 
 def measure() -> dict[str, dict[str, list[str]]]:
-    """What every run gives, by its name."""
+    """The losses and hashes of every run, by its name."""
     torch.set_num_threads(1)
     found = {name: simulated(case) for name, case in track(SIMULATED.items(), "simulated")}
     with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +161,7 @@ def measure() -> dict[str, dict[str, list[str]]]:
 
 
 def main() -> int:
-    """Record or compare."""
+    """Record, or compare with a record. Returns 1 if a bit differs, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("file", type=Path)

@@ -1,8 +1,9 @@
-"""Triton's interpreter with the arithmetic of a GPU: bfloat16 and float8 as it leaves them are wrong, silently.
+"""Triton's interpreter, corrected to the arithmetic of a GPU. Uncorrected, its results in bfloat16 and float8 are silently wrong.
 
-It keeps bfloat16 as the bits of uint16. Products of matrices then multiply bits, additions add bits, and a cast from float32
-cuts off instead of rounding to nearest even. Here products widen, casts round, and other arithmetic on narrow floats is refused:
-kernels widen first. Tensors of the CPU are used in place, where the interpreter would copy whole storages onto themselves.
+It keeps a bfloat16 number as its bits, in a uint16. Products of matrices then multiply bits, additions add bits, and a cast from
+float32 cuts off instead of rounding to nearest even. With the corrections products widen their operands, casts round, and other
+arithmetic on narrow floats is refused, since kernels widen first. Tensors on the CPU are used in place; uncorrected, the
+interpreter copies whole storages onto themselves.
 """
 
 from typing import Any
@@ -21,11 +22,11 @@ Handle, Builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
 
 
 def install() -> None:
-    """Correct the interpreter of this process; once is enough, more do no harm."""
+    """Correct the interpreter of this process. Calling it again does no harm."""
     if getattr(Builder, "corrected", False):
         return
     Builder.corrected = True
-    np.seterr(all="ignore")  # a GPU warns of no overflow: what comes of infinities is what tests look at
+    np.seterr(all="ignore")  # as on a GPU, no warnings of overflow: tests look at the results of infinities
     cast, dot, binary, constant = Builder.cast_impl, Builder.create_dot, Builder.binary_op, Builder.get_fp32
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
@@ -59,7 +60,7 @@ def install() -> None:
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
-        tensor.__index__ = lambda x: int(x.handle.data.item())  # bounds of loops; NumPy warns of Triton's way
+        tensor.__index__ = lambda x: int(x.handle.data.item())  # for bounds of loops; NumPy warns of how Triton does it
 
     interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter.GridExecutor._restore_args_dev = lambda self, *_: None  # the kernel wrote into the tensors themselves

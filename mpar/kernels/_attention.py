@@ -40,7 +40,7 @@ class _Call:
         return str(size) if size == size_v else f"{size},{size_v}"
 
     def entry(self, kernel: str) -> Tuning:
-        """How to launch `kernel`. Documents and soft caps take registers; where too many, the table has a class for such calls."""
+        """How to launch `kernel`. Documents and soft caps take registers; if too many, the table has a class for such calls."""
         heavy = f"{self.size_class} documents or cap"
         masked = self.q_documents is not None or self.soft_cap is not None
         return tuned(kernel, self.q, heavy if masked and heavy in classes(kernel, arch_of(self.q)) else self.size_class)

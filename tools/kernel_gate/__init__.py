@@ -1,4 +1,4 @@
-"""The gate of kernels: calls that production makes, compiled for every chip without a GPU, or checked on the GPU that is here."""
+"""The gate of kernels: it compiles the calls that production makes for every chip, without a GPU, or checks them on a GPU."""
 
 from tools.kernel_gate._case import Case, all_cases, calling
 from tools.kernel_gate._checks import failures

@@ -13,7 +13,7 @@ from tools.kernel_gate._versions import CACHE, VERSIONS, all_versions
 
 
 def main() -> int:
-    """Run what the command line asks for; 1 if something is over its limit or wrong."""
+    """Do what the command line asks for. Returns 1 if something is over its limit or wrong, else 0."""
     args = _parser().parse_args()
     if args.command == "check":
         return 1 if check_cases(sys.stdout) else 0

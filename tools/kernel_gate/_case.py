@@ -14,16 +14,16 @@ from tools.kernel_gate import cases
 __all__ = ["Case", "Make", "all_cases", "calling"]
 
 Make = Callable[..., Tensor]
-"""`make(shape, dtype)`: an operand, without data where it is only to be compiled, of normal numbers on a GPU."""
+"""`make(shape, dtype)`: an operand; without data where the call is only to be compiled, of random normal numbers on a GPU."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """`run(make)` makes operands and calls the Python function of a kernel; what it launches is recorded and compiled.
+    """`run(make)` makes operands and calls the Python function of a kernel. What this launches is recorded and compiled.
 
-    kernels: entries of table.yaml that it launches. matrix: there are kernels with tl.dot among them, whose SASS must have the
-    chip's matrix instruction. tma: tiles are loaded by descriptors on Hopper. archs: chips that it is for; empty: all.
-    spill_bytes: what may be spilled, by "arch triton-version" such as "sm_90 3.6", each with a reason in a comment.
+    kernels: entries of table.yaml that it launches. matrix: some of these kernels have tl.dot, and their SASS must have the
+    chip's matrix instruction. tma: tiles are loaded by descriptors on Hopper. archs: the chips that it is for; empty: all.
+    spill_bytes: how much may be spilled, by "arch triton-version" such as "sm_90 3.6", each with a reason in a comment.
     scalar_loads, linear_layouts, atomics: why a kernel may access memory in less than 128 bits beyond its scalars, keep `#linear`
     layouts beside matrix instructions on sm_90, or use atomics; "" where it may not.
     """
@@ -51,7 +51,7 @@ def all_cases() -> tuple[Case, ...]:
 
 @contextlib.contextmanager
 def calling(implementation: Callable[..., Callable[..., object]]) -> Iterator[None]:
-    """Cases find what they call by `implementation(primitive, name)` instead of by that of `mpar.kernels`."""
+    """Let cases look up what they call by this `implementation(primitive, name)` instead of by that of `mpar.kernels`."""
     scopes = [vars(module) for name, module in list(sys.modules.items()) if name.startswith(f"{cases.__name__}.")]
     before = [(scope, scope["implementation"]) for scope in scopes if "implementation" in scope]
     for scope, _ in before:

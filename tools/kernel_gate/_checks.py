@@ -1,4 +1,4 @@
-"""Checks: bars that a compiled kernel holds on every chip and with every version of Triton."""
+"""Checks: bars that a compiled kernel must hold on every chip and with every version of Triton."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +10,13 @@ from tools.kernel_gate._facts import Facts
 __all__ = ["MORE_REGISTERS", "failures", "ledger_failures"]
 
 MORE_REGISTERS = 16
-"""A kernel that needs so many registers more than the ledger says has changed in a way that somebody must look at."""
+"""A kernel that needs this many more registers than the ledger says has changed in a way that somebody must look at."""
 
 MATRIX = {"sm_80": ("HMMA", "IMMA"), "sm_90": ("HGMMA", "QGMMA"), "sm_100": ("UTCHMMA", "UTCQMMA", "UTCMMA", "UTCOMMA")}
 
 
 def failures(facts: Facts, case: Case, arch: str, version: str) -> list[str]:
-    """What is wrong with a kernel of `case`, one line each with the figure and its limit."""
+    """What is wrong with a compiled kernel of `case`: one line for each finding, with the figure and its limit."""
     found = []
     short = ".".join(version.split(".")[:2])
     spill_limit = case.spill_bytes.get(f"{arch} {short}", 0)
@@ -57,7 +57,7 @@ def _bandwidth_failures(facts: Facts, case: Case) -> list[str]:
 
 
 def ledger_failures(facts: Facts, recorded: Mapping[str, Any] | None) -> list[str]:
-    """Growth over what the ledger has for the same kernel, chip and version."""
+    """A line if the kernel needs many more registers than the ledger has for the same kernel, chip and version of Triton."""
     if recorded is None or facts.registers < recorded["registers"] + MORE_REGISTERS:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Compile: every case for every chip, in processes side by side; a table of what came out, and what is over its limit."""
+"""Compile: every case for every chip, in several processes; then a table of the results, and what is over its limit."""
 
 import concurrent.futures
 import contextlib
@@ -19,7 +19,7 @@ __all__ = ["compile_all", "table"]
 
 Finished = Callable[[dict[str, Any]], None]
 Unit = dict[str, Any]
-"""A compilation by names: "case", "arch", "key", and its "hash"."""
+"""A compilation, named by its "case", "arch" and "key", with its "hash"."""
 
 
 def compile_all(
@@ -27,9 +27,9 @@ def compile_all(
 ) -> tuple[str, list[dict[str, Any]], list[str]]:
     """Compile and check. Returns the version of Triton, the results, and every failure in one line.
 
-    changed: leave out kernels whose hash is the ledger's. update: write what passes to the ledger.
+    changed: leave out kernels whose hash is that of the ledger. update: write results that pass to the ledger.
     """
-    os.environ.pop("TRITON_INTERPRET", None)  # it turns kernels into Python functions when they are imported, in the workers too
+    os.environ.pop("TRITON_INTERPRET", None)  # with it, kernels would be imported as Python functions, in workers too
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
         plans = list(pool.map(_worker.plan, archs, [only] * len(archs)))
@@ -93,7 +93,7 @@ def table(results: Sequence[dict[str, Any]], recorded: dict[str, Any]) -> str:
 
 
 def _compile_side_by_side(pool: Any, todo: Sequence[Unit], out: Path | None, finished: Finished) -> list[dict[str, Any]]:
-    """The results of all units. Should a compiler kill its process, which ends the pool, what is left is done one by one."""
+    """The results of all units. If a compiler kills its process, which ends the pool, what remains is compiled one by one."""
     folder = str(out) if out else ""
     groups: dict[tuple[str, str], list[Unit]] = {}
     for unit in todo:
@@ -127,7 +127,7 @@ def _alone(units: Sequence[Unit], folder: str) -> list[dict[str, Any]]:
 
 
 def _without_dots(results: Sequence[dict[str, Any]], plans: Sequence[dict[str, Any]]) -> list[str]:
-    """Cases that say `matrix`, all of whose kernels were compiled, and none has a product of matrices."""
+    """Cases that say `matrix` although none of their kernels has a product of matrices; all of them must have been compiled."""
     said = {name for plan in plans for name in plan["matrix"]}
     by_case: dict[tuple[str, str], list[int]] = {}
     for result in results:
@@ -141,7 +141,7 @@ def _without_dots(results: Sequence[dict[str, Any]], plans: Sequence[dict[str, A
 
 
 def _keep(ledger: Path, version: str, result: dict[str, Any]) -> None:
-    """Write a result that passes to the ledger at once: a run that is broken off goes on with `--changed --update`."""
+    """Write a result that passes to the ledger at once, so that a run that was broken off can go on with `--changed --update`."""
     if not result["failures"]:
         recorded = _ledger.read(ledger, version)
         _ledger.write(ledger, version, [result], [(arch, key) for arch in recorded for key in recorded[arch]])

@@ -1,4 +1,4 @@
-"""Facts: what the compiler's own texts say about a kernel; registers, spills, shared memory, instructions."""
+"""Facts: what the compiler's own texts say about a kernel: registers, spills, shared memory, instructions."""
 
 import math
 import re
@@ -18,8 +18,8 @@ BITS = re.compile(r"\d+")
 
 @dataclass
 class Facts:
-    """Counts of one compiled kernel. `narrow`: instructions that access global memory in less than 128 bits, by mnemonic;
-    `scalars`: how many such the kernel needs for values that are too small to be wider."""
+    """Counts of one compiled kernel. `narrow`: instructions that access global memory in less than 128 bits, by mnemonic.
+    `scalars`: how many such instructions the kernel needs for values that are too small for wider ones."""
 
     registers: int = 0
     spill_bytes: int = 0
@@ -33,19 +33,19 @@ class Facts:
     scalars: int = 0
     linear: int = 0
     dots: int = 0
-    narrow_dots: int = 0  # those that a matrix unit can do: all but float32 with full precision
+    narrow_dots: int = 0  # products that a matrix unit can compute: all but float32 with full precision
     descriptors: int = 0
 
 
 def read_ptxas(log: str, facts: Facts) -> None:
-    """What `ptxas -v` prints."""
+    """Read what `ptxas -v` prints: registers, spills, and warnings that products are serialised."""
     facts.registers = max((int(count) for count in REGISTERS.findall(log)), default=0)
     facts.spill_bytes = max((max(int(store), int(load)) for store, load in SPILLS.findall(log)), default=0)
     facts.serialized = [line.strip() for line in log.splitlines() if SERIALIZED.search(line)]
 
 
 def read_sass(sass: str, facts: Facts) -> None:
-    """What `cuobjdump -sass` prints."""
+    """Count the instructions that `cuobjdump -sass` prints."""
     for opcode, count in Counter(INSTRUCTION.findall(sass)).items():
         name, *parts = opcode.split(".")
         if name.endswith("MMA"):
@@ -61,7 +61,7 @@ def read_sass(sass: str, facts: Facts) -> None:
 
 
 def read_ttgir(ttgir: str, num_warps: int, facts: Facts) -> None:
-    """Layouts and accesses of Triton's GPU dialect."""
+    """Count linear layouts and narrow accesses in Triton's GPU dialect."""
     facts.linear = ttgir.count("= #ttg.linear<")
     threads = 32 * num_warps
     for sizes, element in ACCESS.findall(ttgir):
@@ -76,7 +76,7 @@ def read_ttgir(ttgir: str, num_warps: int, facts: Facts) -> None:
 
 
 def read_ttir(ttir: str, facts: Facts) -> None:
-    """Products of matrices in Triton's dialect, or as Gluon writes them in that of the GPU."""
+    """Count products of matrices in Triton's dialect, or for Gluon in the GPU dialect."""
     for line in DOT.findall(ttir):
         facts.dots += 1
         operands = line.rsplit(" : ", 1)[-1].split(" -> ")[0]

@@ -1,4 +1,4 @@
-"""Ledger: registers, spills and shared memory of every kernel, by Triton version and chip, as they were when last looked at."""
+"""Ledger: registers, spills and shared memory of every kernel, by version of Triton and chip, as they were last accepted."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -11,18 +11,18 @@ LEDGER = Path(__file__).resolve().parent / "registers.json"
 
 
 def read(path: Path, version: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """By chip and kernel; empty where nothing was recorded with this version of Triton."""
+    """The lines of the ledger by chip and kernel; empty where nothing was recorded with this version of Triton."""
     return json.loads(path.read_text(encoding="utf-8")).get(version, {}) if path.exists() else {}
 
 
 def line(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What the ledger keeps of a compiled kernel."""
+    """What the ledger says of a compiled kernel."""
     facts = result["facts"]
     return {key: facts[key] for key in ("registers", "spill_bytes", "shared_bytes")} | {"hash": result["hash"]}
 
 
 def write(path: Path, version: str, results: Iterable[Mapping[str, Any]], keep: Iterable[tuple[str, str]]) -> None:
-    """Put `results` in, and drop what is neither among them nor in `keep`, which has (chip, kernel)."""
+    """Write `results` into the ledger, and drop lines that are neither among them nor in `keep`, pairs of (chip, kernel)."""
     everything = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     old, new = everything.get(version, {}), {}
     for arch, key in keep:
@@ -36,7 +36,7 @@ def write(path: Path, version: str, results: Iterable[Mapping[str, Any]], keep: 
 
 
 def _text(everything: Mapping[str, Any]) -> str:
-    """One line for each kernel, so that differences read well."""
+    """The ledger as text, with one line for each kernel, so that diffs are easy to read."""
     versions = []
     for version in sorted(everything):
         archs = []

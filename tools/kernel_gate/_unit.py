@@ -1,4 +1,4 @@
-"""Unit: one compilation; a kernel with the types of its arguments, its constants and options, as Triton's JIT makes them."""
+"""Unit: one compilation: a kernel with the types of its arguments, its constants and options, as Triton's JIT makes them."""
 
 import ast
 import hashlib
@@ -25,7 +25,7 @@ __all__ = ["Unit", "entry_names", "record", "specialise", "target"]
 class Unit:
     """What `triton.compile` takes for one kernel of a case on a chip.
 
-    key: its name in the ledger. hash: of all that it is made of.
+    key: its name in the ledger. hash: a hash of everything that the compilation depends on.
     """
 
     key: str
@@ -68,7 +68,7 @@ def record(case: Case, arch: str) -> list[Unit]:
 
 
 def specialise(launch: Launch, arch: str, key: str) -> Unit:
-    """Bind the arguments of a launch by the JIT's own binder, which looks at tensors without data as if they were aligned."""
+    """Bind the arguments of a launch by the JIT's own binder, which takes tensors without data to be aligned."""
     kernel, backend = launch.kernel, make_backend(target(arch))
     options = {"num_warps": launch.tuning.num_warps, "num_stages": launch.tuning.num_stages, "enable_fp_fusion": True}
     keywords = {**launch.constants, **launch.tuning.blocks}
@@ -86,7 +86,7 @@ def entry_names(units: list[Unit], table: Mapping[tuple[str, str | None], Tuning
 
 
 def _source(kernel: Any) -> str:
-    """The program text of a kernel, of functions that it calls and of constants that it reads, without comments and lines."""
+    """The code of a kernel, of functions that it calls and constants that it reads, without comments and line numbers."""
     seen: dict[str, str] = {}
     _collect(kernel, seen)
     return f"{triton.__version__}\n" + "\n".join(f"{name}:\n{seen[name]}" for name in sorted(seen))

@@ -1,4 +1,4 @@
-"""Versions: kernels compiled and tested with every Triton that we support, each in a folder of its own."""
+"""Versions: kernels compiled and tested with every version of Triton that mpar supports, each installed in its own folder."""
 
 import os
 import subprocess
@@ -12,13 +12,13 @@ __all__ = ["CACHE", "VERSIONS", "all_versions"]
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = {"3.6.0": ("numpy<2.4",), "3.9.0": ()}
-"""Triton, and what it needs besides: the interpreter of 3.6 uses arrays of one element as indices, which numpy 2.4 refuses."""
+"""Versions of Triton with what else they need: the interpreter of 3.6 uses arrays as indices in a way that numpy 2.4 refuses."""
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mpar" / "triton"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command with one version, and how it ended."""
+    """A command that was run with one version of Triton, and how it ended."""
 
     version: str
     name: str
@@ -27,7 +27,7 @@ class Step:
 
 
 def all_versions(versions: Sequence[str], *, cache: Path, jobs: int, compile_words: Sequence[str]) -> int:
-    """Compile and test with each version; prints a summary. Returns how many steps failed."""
+    """Install, compile and test each version, and print a summary. Returns how many of these commands failed."""
     steps: list[Step] = []
     for version in versions:
         folder = cache / version

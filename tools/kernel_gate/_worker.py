@@ -1,4 +1,4 @@
-"""Worker: records and compiles in a process of its own, which was started without TRITON_INTERPRET."""
+"""Worker: records launches and compiles kernels, in a process of its own that was started without TRITON_INTERPRET."""
 
 import contextlib
 import dataclasses
@@ -28,13 +28,13 @@ CASES = functools.cache(all_cases)
 
 
 def plan(arch: str, only: str) -> dict[str, Any]:
-    """What there is to compile for a chip: units, entries of the table that none of them uses, cases that cannot be recorded."""
+    """What is to be compiled for a chip: units, entries of the table that no unit uses, and cases that cannot be recorded."""
     units, broken, used = [], [], set()
     table = launch_table(arch)
     for case in _wanted(arch, only):
         try:
             recorded = _units(case.name, arch)
-        except Exception as error:  # of the kernel's launch function: reported, and the other cases go on
+        except Exception as error:  # raised by the function that launches: it is reported, and the other cases go on
             broken.append(f"{case.name} on {arch}: {type(error).__name__}: {error}")
             continue
         names = entry_names(recorded, table)
@@ -47,9 +47,9 @@ def plan(arch: str, only: str) -> dict[str, Any]:
 
 
 def compile_units(units: Sequence[Mapping[str, str]], out: str) -> list[dict[str, Any]]:
-    """Compile units of one hash, which are one kernel in several cases, and hold it to each case's bars.
+    """Compile units that have one hash, so are one kernel in several cases, and hold the kernel to the bars of each case.
 
-    Texts of the compiler go to the folder `out`, unless it is "".
+    The texts that the compiler writes go to the folder `out`, unless that is "".
     """
     started = time.perf_counter()
     results = [dict(unit) | {"facts": None, "seconds": 0.0} for unit in units]
@@ -68,12 +68,12 @@ def compile_units(units: Sequence[Mapping[str, str]], out: str) -> list[dict[str
 
 
 def compiled_facts(unit: Unit, out: Path | None = None) -> Facts:
-    """Compile, and read what the compiler says."""
+    """Compile a unit, and read what the compiler says about it."""
     log = io.StringIO()
     language = GluonASTSource if unit.kernel.is_gluon() else ASTSource
     source = language(unit.kernel, dict(unit.signature), dict(unit.constants), dict(unit.attributes))
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
-        triton.knobs.compilation.always_compile = True  # the log of ptxas is not among what the cache keeps
+        triton.knobs.compilation.always_compile = True  # Triton's cache does not keep the log of ptxas
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=target(unit.arch), options=dict(unit.options))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -86,7 +86,7 @@ def compiled_facts(unit: Unit, out: Path | None = None) -> Facts:
     read_ptxas(log.getvalue(), facts)
     read_sass(sass, facts)
     read_ttgir(compiled.asm["ttgir"], compiled.metadata.num_warps, facts)
-    read_ttir(compiled.asm["ttgir" if unit.kernel.is_gluon() else "ttir"], facts)  # Gluon begins with Triton's GPU dialect
+    read_ttir(compiled.asm["ttgir" if unit.kernel.is_gluon() else "ttir"], facts)  # Gluon starts with the GPU dialect
     if out is not None:
         stem = "".join(c if c.isalnum() or c in "._#" else "_" for c in f"{unit.key}_{unit.arch}_{triton.__version__}")
         out.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def compiled_facts(unit: Unit, out: Path | None = None) -> Facts:
 
 
 def _words(error: BaseException) -> str:
-    """The error at the bottom, in the last line that says something: Triton's errors end with the place in the source."""
+    """The last line of the innermost error's message that has words, not only the mark of a place in the source."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^\t")]
@@ -109,7 +109,7 @@ def _words(error: BaseException) -> str:
 
 
 def _promises(case: Case, arch: str, units: list[Unit], kernels: set[str]) -> list[str]:
-    """What a case says of itself and what it launches."""
+    """Where a case says something of itself that its launches do not confirm: entries of the table, or descriptors."""
     found = []
     if not units:
         found.append(f"{case.name} on {arch}: launches nothing")
@@ -121,7 +121,7 @@ def _promises(case: Case, arch: str, units: list[Unit], kernels: set[str]) -> li
 
 
 def launch_table(arch: str) -> dict[tuple[str, str | None], Tuning]:
-    """The entries that a launch on this chip can get."""
+    """The entries of the table that a launch on this chip can get, by kernel and size class."""
     found = {}
     for kernel in kernels():
         for size in (*classes(kernel, arch), None):

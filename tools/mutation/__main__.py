@@ -24,14 +24,14 @@ from tools.mutation._tree import find_sources, key_of, source_at
 KEPT = Path(".mutation")
 MAP_TIMEOUT_S = 24 * 3600.0
 BUDGET = 1 / 3
-"""Of the time limit of a mutant: what its tests took for the map. Starting pytest and importing the package take the rest."""
+"""The share of a mutant's time limit that its tests may have taken for the map; starting pytest and imports take the rest."""
 
 
 def main() -> None:
     """Parse the command line, and run."""
     options = _parser().parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started this with Ctrl-C ignored
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ending the run is as Ctrl-C: copies go, what is known is printed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: copies are deleted, results so far printed
     console = Console()
     try:
         _run(options, console)
@@ -46,21 +46,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--mutants", type=int, default=60, metavar="N", help="how many mutants to draw (60)")
-    add("--seed", type=int, default=0, help="of the draw (0): the same files and seed give the same mutants")
+    add("--seed", type=int, default=0, help="seed of the draw (0): the same files and seed give the same mutants")
     add("--files", default="mpar/**/*.py", metavar="GLOB", help="which files to change (mpar/**/*.py); quote it")
-    add("--timeout", type=float, default=60.0, metavar="SECONDS", help="for the tests of one mutant (60)")
+    add("--timeout", type=float, default=60.0, metavar="SECONDS", help="time limit for the tests of one mutant (60)")
     add("--jobs", type=int, default=2, metavar="N", help="how many mutants to try at once, each in its own copy (2)")
     add("--out", type=Path, default=KEPT / "report.json", metavar="FILE", help="the report, as JSON (.mutation/report.json)")
-    add("--resume", action="store_true", help="go on from the report: mutants that it has are not tried again")
-    add("--map", type=Path, metavar="FILE", help="use this coverage map; it may be of an older commit: lines are followed")
+    add("--resume", action="store_true", help="go on from the report: mutants that are in it are not tried again")
+    add("--map", type=Path, metavar="FILE", help="use this coverage map; it may be of an older commit: unchanged lines are found")
     add(
         "--map-tests",
         default="",
         metavar="WORDS",
-        help="what pytest is told when the map is made, such as \"--full -n 2 -m 'not gloo'\"; write --map-tests=\"...\"",
+        help="arguments that pytest gets when the map is made, such as \"--full -n 2 -m 'not gloo'\"; write --map-tests=\"...\"",
     )
     add("--list", action="store_true", help="print the mutants and the number of tests for each, and try none")
-    add("--root", type=Path, default=Path(), metavar="FOLDER", help="of the repository (this folder)")
+    add("--root", type=Path, default=Path(), metavar="FOLDER", help="the repository (default: this folder)")
     return parser
 
 
@@ -121,7 +121,7 @@ def _counts(report: Report) -> str:
 
 
 def _known(path: Path, key: str, mutants: list[Mutant]) -> list[Outcome]:
-    """What a report of the same tree says of these mutants."""
+    """The outcomes that a report of the same tree has for these mutants."""
     if not path.exists():
         return []
     report = read_report(path)
@@ -131,7 +131,7 @@ def _known(path: Path, key: str, mutants: list[Mutant]) -> list[Outcome]:
 
 
 def _map(options: argparse.Namespace, root: Path, key: str, sources: dict[str, str], console: Console) -> CoverageMap:
-    """The coverage map of a tree: the one that is asked for, the one that is kept, or a new one."""
+    """The coverage map of a tree: the one that the command line names, else one that an earlier run kept, else a new one."""
     path = options.map or root / KEPT / f"map-{key}.json.gz"
     if options.map is None and not path.exists():
         console.print(f"making the coverage map {path.relative_to(root)}: one run of the tests")
@@ -146,7 +146,7 @@ def _map(options: argparse.Namespace, root: Path, key: str, sources: dict[str, s
 
 
 def _make_map(options: argparse.Namespace, root: Path, key: str) -> CoverageMap:
-    """Run the tests in a copy, with coverage by test. Tests that fail leave the map without them."""
+    """Run the tests in a copy, and make a map of the lines that each test runs. Tests that fail are not in the map."""
     folder = Path(tempfile.mkdtemp(prefix="mutation-map-"))
     try:
         copy = Copy(root, folder / "copy")

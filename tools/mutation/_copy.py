@@ -1,4 +1,4 @@
-"""A copy of the tree in which tests run: spoiled for one mutant, then as it was again."""
+"""A copy of the tree in which tests run: it is changed for one mutant, and then restored."""
 
 import json
 import os
@@ -21,9 +21,9 @@ __all__ = ["Copy", "Ended"]
 
 PLUGIN = Path(_pytest_plugin.__file__)
 NO_WORKERS = ("-n0",) if find_spec("xdist") else ()
-"""Several copies are at work already, and a worker takes longer to start than the tests of most mutants."""
+"""No workers of pytest-xdist: several copies run at once already, and a worker starts slower than most mutants' tests run."""
 PATIENCE_S = 3.0
-"""Seconds that tests get to end the processes that they started, once they are asked to stop."""
+"""Seconds that tests have, once they are asked to stop, to end the processes that they started."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Copy:
 
     @contextmanager
     def spoiled(self, mutant: Mutant) -> Iterator[None]:
-        """The copy with a mutant in it."""
+        """While this lasts, the copy has the mutant in it."""
         path = self.root / mutant.path
         source = path.read_text(encoding="utf-8")
         try:
@@ -59,13 +59,13 @@ class Copy:
             self._write(path, source)
 
     def _write(self, path: Path, text: str) -> None:
-        """Write a file, with a time of its own: compiled modules are told from their sources by size and whole seconds."""
+        """Write a file with a new time of change: Python compiles a module again if its size or time (in seconds) differs."""
         path.write_text(text, encoding="utf-8")
         self.num_writes += 1
         os.utime(path, (self.num_writes, self.num_writes))
 
     def run_tests(self, tests: Sequence[str], timeout_s: float, stop: Event) -> Ended:
-        """Run these tests, in this order, up to the first that fails."""
+        """Run these tests in this order, and stop at the first that fails."""
         chosen, noted = self.folder / "chosen.json", self.folder / "noted.json"
         chosen.write_text(json.dumps(tests), encoding="utf-8")
         noted.unlink(missing_ok=True)
@@ -80,9 +80,9 @@ class Copy:
     def pytest(
         self, words: Sequence[str], timeout_s: float, stop: Event, *, show: bool = False, also: dict[str, str] | None = None
     ) -> tuple[int | None, str]:
-        """What pytest returns for these words, None if it took too long or `stop` was set; and the end of its output.
+        """What pytest returns for these arguments (None if it took too long or `stop` was set), and the end of its output.
 
-        show: the output goes to the terminal instead. also: variables of its environment.
+        show: the output goes to the terminal instead. also: variables that are added to its environment.
         """
         command = [sys.executable, "-m", "pytest", "-p", PLUGIN.stem, "-p", "no:cacheprovider", "--no-header", *words]
         log = self.folder / "output.txt"
@@ -94,7 +94,7 @@ class Copy:
                 stdin=subprocess.DEVNULL,
                 stdout=None if show else output,
                 stderr=None if show else subprocess.STDOUT,
-                start_new_session=True,  # what tests start can be ended with them, and Ctrl-C is ours alone to handle
+                start_new_session=True,  # so that processes of tests can be ended with them, and Ctrl-C reaches only us
             )
             try:
                 code = _wait(process, timeout_s, stop)
@@ -118,7 +118,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float, stop: Event) -> in
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started: asked first, so that it can clean up."""
+    """End a process and those that it started. They are asked to stop first, so that they can clean up."""
     for number in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

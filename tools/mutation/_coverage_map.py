@@ -17,7 +17,7 @@ __all__ = ["Choice", "CoverageMap", "read_coverage"]
 
 @dataclass(frozen=True)
 class Choice:
-    """The tests that judge a mutant, in order, the seconds that they took, and how many more run its line."""
+    """The tests that judge a mutant, in order, the seconds that they took, and how many more tests run its line."""
 
     tests: tuple[str, ...]
     seconds: float
@@ -28,7 +28,7 @@ class Choice:
 class CoverageMap:
     """Seconds of each test that passed, and the tests that run each line of each file.
 
-    key: of the tree that the map was made from, see `key_of`.
+    key: names the tree that the map was made from, see `key_of`.
     """
 
     key: str
@@ -37,7 +37,7 @@ class CoverageMap:
     moved: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def follow(self, path: str, then: str, now: str) -> None:
-        """Note that a file has changed since the map was made: lines that are the same as then count as their old selves."""
+        """Note that a file has changed from `then` to `now` since the map was made; lines that are unchanged keep their tests."""
         matcher = difflib.SequenceMatcher(a=then.split("\n"), b=now.split("\n"), autojunk=False)
         self.moved[path] = {
             block.b + offset + 1: block.a + offset + 1 for block in matcher.get_matching_blocks() for offset in range(block.size)
@@ -46,8 +46,8 @@ class CoverageMap:
     def tests_of(self, mutant: Mutant) -> frozenset[str]:
         """The tests that run the line of a mutant.
 
-        A line that runs on import was run by the first test alone that imported the file: every test that runs some line of the
-        file counts, or, for a file without functions, every test of a line in its folder.
+        Of a line that runs on import the map knows only the first test that imported the file. So every test that runs some line
+        of the file counts, or, if there is none, every test that runs some line of a file in the same folder.
         """
         of_file = self.lines.get(mutant.path, {})
         line = self.moved[mutant.path].get(mutant.line, 0) if mutant.path in self.moved else mutant.line
@@ -56,10 +56,10 @@ class CoverageMap:
         return _union([of_file]) or _union(lines for path, lines in self.lines.items() if _folder(path) == _folder(mutant.path))
 
     def choose(self, mutant: Mutant, budget_s: float) -> Choice:
-        """The tests that judge a mutant, the fastest first, as many as take `budget_s` seconds together.
+        """The tests that judge a mutant, the fastest first, as many as take at most `budget_s` seconds together.
 
-        After the tests that run its line come the others of their files: where tests share what one of them made, a program that
-        was compiled for all of them, say, the line was run for that one alone.
+        After the tests that run its line come the other tests of their files: where tests share what the first of them made, such
+        as a compiled program, the map knows only that first test.
         """
         direct = self.tests_of(mutant)
         files = {_file_of(test) for test in direct}
@@ -115,9 +115,9 @@ def _file_of(test: str) -> str:
 
 
 def read_coverage(key: str, data: Path, durations: Path, root: Path) -> CoverageMap:
-    """The map that a run of the tests in the folder `root` left behind: what pytest-cov wrote, and how long each test took.
+    """The map made from a run of the tests in the folder `root`: from what pytest-cov wrote, and how long each test took.
 
-    Tests that did not pass judge nothing, and are left out.
+    Tests that did not pass cannot judge a mutant, and are left out.
     """
     noted = json.loads(durations.read_text(encoding="utf-8"))
     seconds = {test: took for test, (took, passed) in noted.items() if passed}
@@ -132,6 +132,6 @@ def read_coverage(key: str, data: Path, durations: Path, root: Path) -> Coverage
 
 
 def _tests_among(known: Container[str], contexts: Iterable[str]) -> frozenset[str]:
-    """The tests of contexts such as `tests/test_x.py::test_y|run`; what runs outside of tests has an empty one."""
+    """The tests of contexts such as `tests/test_x.py::test_y|run`. What runs outside of tests has an empty context."""
     names = (re.sub(r"\|(setup|run|teardown)$", "", context) for context in contexts)
     return frozenset(name for name in names if name in known)

@@ -9,10 +9,10 @@ __all__ = ["draw"]
 
 
 def draw(sources: Mapping[str, str], count: int, seed: int) -> list[Mutant]:
-    """Up to `count` mutants of these files, by path; the same ones for the same files and seed.
+    """Up to `count` mutants of these files, which are given by path. The same files and seed give the same mutants.
 
-    Folders take turns, so that a large one does not take all. No two mutants are on the same line, and every sort of change that
-    a line allows is as likely, so that tables of numbers do not take all either.
+    Folders take turns, so that mutants are not all from a large folder. No two mutants are on the same line, and all sorts of
+    change that a line allows are equally likely, so that they are not all from tables of numbers either.
     """
     rng = random.Random(seed)
     lines: dict[str, list[list[Mutant]]] = {}
@@ -33,7 +33,7 @@ def draw(sources: Mapping[str, str], count: int, seed: int) -> list[Mutant]:
 
 
 def _next(lines: list[list[Mutant]], sources: Mapping[str, str], rng: random.Random) -> Mutant | None:
-    """A mutant of the last of these lines that has a valid one; the lines that were looked at are gone."""
+    """A mutant of the last line that has a valid one, or None. The lines that were looked at are removed from `lines`."""
     while lines:
         kinds: dict[str, list[Mutant]] = {}
         for mutant in lines.pop():
@@ -46,5 +46,5 @@ def _next(lines: list[list[Mutant]], sources: Mapping[str, str], rng: random.Ran
 
 
 def _sort_of(mutant: Mutant) -> str:
-    """The kind of a mutant, numbers and operators left out."""
+    """The kind of a mutant without numbers and operators."""
     return "".join(letter for letter in mutant.kind if letter.isalpha())

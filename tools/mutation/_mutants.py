@@ -1,4 +1,4 @@
-"""The mutants of a file: every small change to one of its lines that might leave it valid Python of another meaning."""
+"""The mutants of a file: every small change to one of its lines that is likely to give valid Python with another meaning."""
 
 import ast
 import io
@@ -23,7 +23,7 @@ COMPARISONS = {
 }
 ARITHMETIC = {"+": "-", "-": "+", "*": "//", "/": "*", "%": "//", "&": "|", "|": "&"}
 COMPILED_BY = re.compile(r"(^|\.)(jit|autotune|heuristics)\b")
-"""Decorators of functions that another compiler reads: their source is no Python that a test of ours runs."""
+"""Decorators of functions that another compiler reads: tests do not run their source as Python."""
 UNSEEN_METHODS = ("__repr__", "__str__")
 UNSEEN_NAMES = ("__all__", "__slots__", "__match_args__")
 UNSEEN_CALLS = ("warn", "TypeVar", "cast")
@@ -77,10 +77,10 @@ class _Edit:
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
-    """Every mutant of a file, in the order of its lines; few are no valid Python, which `changes_meaning` tells.
+    """Every mutant of a file, in the order of its lines. A few are not valid Python; `changes_meaning` finds these.
 
-    Docstrings, annotations, decorators, assertions, what is raised, warned of or put into an f-string, `__repr__`, and code
-    that another compiler reads have none.
+    There are no mutants of docstrings, annotations, decorators, assertions, f-strings, what is raised or warned of, `__repr__`,
+    and code that another compiler reads.
     """
     text = _Text(source)
     found: dict[tuple[int, str], Mutant] = {}
@@ -94,7 +94,7 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
 
 
 def changes_meaning(mutant: Mutant, source: str) -> bool:
-    """Whether the mutant of a file is valid Python, and another program than the file by its syntax tree."""
+    """Whether the file with the mutant is valid Python, and has another syntax tree than without it."""
     try:
         tree = ast.parse(mutant.applied(source))
     except SyntaxError:
@@ -103,7 +103,7 @@ def changes_meaning(mutant: Mutant, source: str) -> bool:
 
 
 def _changeable(node: ast.AST, scope: tuple[str, ...], in_function: bool) -> Iterator[tuple[ast.AST, tuple[str, ...], bool]]:
-    """Every node that may be changed, with its scope and whether that is in a function."""
+    """Every node that may be changed, with its scope and whether it is in a function."""
     if _is_unseen(node):
         return
     yield node, scope, in_function
@@ -120,13 +120,13 @@ def _changeable(node: ast.AST, scope: tuple[str, ...], in_function: bool) -> Ite
             continue
         children = [child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)]
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
-            children = [*node.value.elts]  # `a, b = c, d` needs all of its items
+            children = [*node.value.elts]  # in `a, b = c, d` no item may be left out
         for child in children:
             yield from _changeable(child, scope, in_function)
 
 
 def _is_unseen(node: ast.AST) -> bool:
-    """Whether a change in the node, or below it, is none of the program's behaviour."""
+    """Whether changes of the node, or of nodes below it, do not count as changes of the program's behaviour."""
     match node:
         case ast.Import() | ast.ImportFrom() | ast.Raise() | ast.Assert() | ast.JoinedStr():
             return True
@@ -140,7 +140,7 @@ def _is_unseen(node: ast.AST) -> bool:
             return name in UNSEEN_NAMES or (isinstance(node, ast.AnnAssign) and "TypeAlias" in ast.unparse(node.annotation))
         case ast.Call(func=function):
             return ast.unparse(function).split(".")[-1] in UNSEEN_CALLS
-        case ast.Subscript(value=ast.Name(id=name)):  # a type that has a name of its own
+        case ast.Subscript(value=ast.Name(id=name)):  # such as a type alias
             return name in GENERICS
         case ast.keyword(arg=name):
             return name in UNSEEN_ARGUMENTS
@@ -148,7 +148,7 @@ def _is_unseen(node: ast.AST) -> bool:
 
 
 class _Text:
-    """The characters of a file by the positions of its syntax tree, which count bytes."""
+    """The text of a file. It turns positions of the syntax tree, which count bytes, into characters of a line."""
 
     def __init__(self, source: str) -> None:
         self.lines = source.split("\n")
@@ -167,18 +167,18 @@ class _Text:
         return len(self.lines[line - 1].encode()[:offset].decode())
 
     def of(self, node: ast.expr) -> str | None:
-        """The source of a node that is on one line."""
+        """The source of a node; None if it is not on one line."""
         (line, start), (last, stop) = self.start(node), self.end(node)
         return self.lines[line - 1][start:stop] if line == last else None
 
     def whole(self, node: ast.expr, text: str, kind: str) -> Iterator[_Edit]:
-        """Write `text` for a node that is on one line."""
+        """Replace a node that is on one line by `text`."""
         (line, start), (last, stop) = self.start(node), self.end(node)
         if line == last:
             yield _Edit(line, start, stop, text, kind)
 
     def between(self, left: ast.expr, right: ast.expr) -> tuple[int, int, int, str] | None:
-        """Line, start, stop and words of the operator between two operands, parentheses left out."""
+        """Line, start, stop and words of the operator between two operands, without parentheses; None if not on one line."""
         first, last = self.end(left), self.start(right)
         inside = [t for t in self.tokens if first <= t[0] and t[1] <= last and t[2] not in "()"]
         if not inside or len({t[0][0] for t in inside}) > 1:
@@ -225,7 +225,7 @@ def _operator(node: ast.AST, text: _Text) -> Iterator[_Edit]:
 
 
 def _is_display(node: ast.expr) -> bool:
-    """Whether a string, a list or a tuple is written out here: most operators on it raise TypeError at once."""
+    """Whether the node is a literal string, list or tuple, on which most operators raise TypeError at once."""
     return isinstance(node, (ast.JoinedStr, ast.List, ast.Tuple)) or (
         isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
@@ -282,7 +282,7 @@ def _call(node: ast.AST, text: _Text) -> Iterator[_Edit]:
 
 
 def _items(node: ast.AST, text: _Text) -> Iterator[_Edit]:
-    """Tuples and lists without their last item, or without their first."""
+    """Edits that leave out the last item of a tuple or list, or its first."""
     if isinstance(node, (ast.Tuple, ast.List)) and isinstance(node.ctx, ast.Load) and len(node.elts) >= 2:
         sources = [text.of(item) for item in node.elts]
         if text.of(node) is not None and None not in sources:

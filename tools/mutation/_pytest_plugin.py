@@ -12,21 +12,21 @@ __all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configur
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Two options, of which a run uses one."""
+    """Add two options: where to note how long tests take, and which tests to run."""
     group = parser.getgroup("mutation")
     group.addoption("--note-durations", metavar="FILE", help="write {test: [seconds, whether it passed]} as JSON")
     group.addoption("--chosen-tests", metavar="FILE", help="run the tests listed in this JSON file, in its order")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Only the process that hears of every test writes: with pytest-xdist, the workers don't."""
+    """Note durations in the one process that hears of every test; with pytest-xdist, the workers do not write."""
     path = config.getoption("--note-durations")
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Durations(Path(path)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the chosen tests, in their order; one that is not there any more is left out."""
+    """Keep only the chosen tests, in the given order. A chosen test that no longer exists is left out."""
     path = config.getoption("--chosen-tests")
     if path:
         found = {item.nodeid: item for item in items}

@@ -1,4 +1,4 @@
-"""What a run found: kept as JSON, from which it can go on, and printed by file."""
+"""What a run found: written as JSON, from which a later run can go on, and printed by file."""
 
 import json
 from collections import Counter
@@ -19,14 +19,14 @@ __all__ = ["Report", "print_report", "read_equivalents", "read_report"]
 
 @dataclass
 class Report:
-    """The outcomes of a run over the tree `key`."""
+    """The outcomes of a run over the tree that `key` names."""
 
     key: str
     seed: int
     outcomes: list[Outcome] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write the report, all of it or nothing."""
+        """Write the report. If writing fails, the old file stays as it was."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + ".draft")
         draft.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -44,10 +44,9 @@ def read_report(path: Path) -> Report:
 
 
 def read_equivalents(path: Path, mutants: Iterable[Mutant]) -> dict[Mutant, str]:
-    """Those of the mutants that a file lists as equivalent, and the reason that it gives.
+    """The mutants that a file lists as equivalent, each with the reason that the file gives.
 
-    An entry has the function that the line is in, the line before and after, and the reason. It has neither path nor number, so
-    that it still holds when code moves.
+    An entry names a line by its function and its text, not by its number, so that it still holds when code moves.
     """
     entries = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else []
     reasons = {(e["scope"], e["before"].strip(), e["after"].strip()): e["reason"] for e in entries or ()}
@@ -56,7 +55,7 @@ def read_equivalents(path: Path, mutants: Iterable[Mutant]) -> dict[Mutant, str]
 
 
 def print_report(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """Counts by folder, then every mutant that no test noticed, by file, as a diff."""
+    """Print counts by folder, then, file by file, every mutant that no test noticed, as a diff."""
     verdicts = [*Verdict]
     table = Table("folder", *(str(verdict) for verdict in verdicts))
     folders = sorted({_folder(outcome) for outcome in outcomes})

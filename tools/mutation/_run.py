@@ -1,4 +1,4 @@
-"""Try mutants, several at once, each in a copy of the tree of its own."""
+"""Try mutants, several at once, each in its own copy of the tree."""
 
 import queue
 import threading
@@ -31,7 +31,8 @@ class Outcome:
     """What became of a mutant, and why.
 
     because:      the test that failed, the reason why a mutant is equivalent, or how the run ended otherwise.
-    num_tests:    that were to judge it. num_left_out: that run its line, and would have taken too long together.
+    num_tests:    how many tests were chosen to judge it.
+    num_left_out: how many tests that run its line were left out, because together they would have taken too long.
     """
 
     mutant: Mutant
@@ -43,7 +44,7 @@ class Outcome:
 
 
 def control(copy: Copy, choices: Sequence[Choice], timeout_s: float, stop: threading.Event) -> str | None:
-    """Run some of the tests in a copy that no mutant spoils: what they say if they fail there, which would kill every mutant."""
+    """Run some of the tests in a copy without a mutant. Returns their output if they fail: they would then kill every mutant."""
     first = dict.fromkeys(test for choice in choices for test in choice.tests[:1])
     ended = copy.run_tests([*first][:NUM_CONTROLS], 3 * timeout_s, stop)
     return None if ended.code in (0, NO_TESTS) or stop.is_set() else ended.output
@@ -56,9 +57,9 @@ def try_mutants(
     report: Callable[[Outcome], None],
     stop: threading.Event,
 ) -> None:
-    """Try every mutant with the tests chosen for it; `report` hears of each, from the thread that called this.
+    """Try every mutant with the tests chosen for it. `report` is called with each outcome, in the thread of the caller.
 
-    Once `stop` is set, or this is interrupted, the mutants in hand are given up.
+    Once `stop` is set, or this is interrupted, the mutants that are being tried are given up.
     """
     todo: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     done: queue.SimpleQueue[Outcome | Exception | None] = queue.SimpleQueue()

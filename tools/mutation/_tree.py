@@ -1,4 +1,4 @@
-"""The tree of a repository: which files it has, what names its present state, and copies of it to spoil."""
+"""The tree of a repository: which files it has, a key that names its present state, and copies of it."""
 
 import hashlib
 import shutil
@@ -22,7 +22,7 @@ def find_sources(root: Path, pattern: str) -> dict[str, str]:
 
 
 def key_of(root: Path) -> str:
-    """The commit of a tree, and a digest of what differs from it, if anything does."""
+    """A name for the present state of a tree: its commit, and if files differ from that, a digest of the differences."""
     commit = _git(root, "rev-parse", "HEAD").strip()[:12]
     changes = _git(root, "status", "--porcelain", "-z")
     if not changes:

@@ -22,7 +22,7 @@ DONE = {
 
 
 def main() -> int:
-    """Parse the command line, and do it; the exit code."""
+    """Do what the command line asks for. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.pages", description=pages.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -15,7 +15,7 @@ INFO = re.compile(r'(?P<language>[\w+-]*)(?:[ \t]+title="(?P<title>[^"]+)")?[ \t
 
 
 class PageError(Exception):
-    """A block that is of no known kind, that fails, or that shows what is not so."""
+    """A block is of no known kind, or fails, or what it shows is not true."""
 
 
 class Kind(StrEnum):
@@ -31,7 +31,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. line: of its fence, from 1. start, end: of `text` in the page, in characters."""
+    """A fenced block. line: the number of its fence's line, from 1. start, end: where `text` is in the page, in characters."""
 
     kind: Kind
     text: str
@@ -42,7 +42,7 @@ class Block:
 
 
 def read_blocks(page: Path) -> list[Block]:
-    """The blocks of a page, in order. Raises PageError for one of another kind than those above."""
+    """The blocks of a page, in order. Raises PageError for a block that is of none of the kinds of `Kind`."""
     document = Document.parse(str(page), _fences)
     return list(_blocks(document, [region for _, region in sorted(document.regions, key=lambda item: item[0])]))
 
@@ -52,7 +52,7 @@ def _fences(document: Document) -> Iterable[Region]:
 
 
 def _blocks(document: Document, regions: list[Region]) -> Iterator[Block]:
-    shown_by = -1  # where the block ends whose output may follow
+    shown_by = -1  # where the Python block ends whose output the next block may show
     for region in regions:
         source, language, title = (region.lexemes[name] for name in ("source", "language", "title"))
         line = document.text.count("\n", 0, region.start) + 1

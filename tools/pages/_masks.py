@@ -1,4 +1,4 @@
-"""What a page shows beside what was printed: lines `...` and words `[...]` stand for anything."""
+"""Comparing what a page shows with what was printed: lines `...` and words `[...]` of the page stand for anything."""
 
 import difflib
 import re
@@ -9,20 +9,20 @@ ANY_LINES, ANY_WORDS = "...", "[...]"
 
 
 def same(shown: str, printed: str) -> bool:
-    """Whether `printed` is what a page shows, spaces at the ends of lines apart."""
+    """Whether `printed` is what a page shows. Spaces at the ends of lines do not count."""
     pattern = "".join(_pattern(line) for line in _lines(shown))
     return re.fullmatch(pattern, "".join(f"{line}\n" for line in _lines(printed))) is not None
 
 
 def differences(shown: str, printed: str) -> str:
-    """The lines that are shown and those that were printed, as a diff without those that agree."""
+    """A diff of the lines that are shown and those that were printed, with one line of context."""
     return "\n".join(difflib.unified_diff(_lines(shown), _lines(printed), "shown", "printed", lineterm="", n=1))
 
 
 def renewed(shown: str, printed: str) -> str:
-    """What a page is to show now: its lines and masks where they still fit, the nearest of what was printed elsewhere.
+    """What a page should show now: its own lines and masks where they still fit, and elsewhere the most similar printed lines.
 
-    Where that would not be true, it is all that was printed.
+    If that would not match what was printed, it is all that was printed.
     """
     if same(shown, printed):
         return shown

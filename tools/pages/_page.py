@@ -16,11 +16,11 @@ from tools.pages._shell import PROMPT, check_line, commands, lines_of, printed
 __all__ = ["check_page", "renew_page"]
 
 Show = Callable[[str, str], str]
-"""What a page is to show, of what it shows and what was printed."""
+"""`show(shown, printed)`: what a page should show, where it shows `shown` and its block printed `printed`."""
 
 
 def check_page(page: Path) -> None:
-    """Run the blocks of a page. Raises PageError, with file and line, at the first that fails or shows what is not so."""
+    """Run the blocks of a page. Raises PageError, with file and line, at the first that fails or shows something untrue."""
 
     def compare(shown: str, now: str) -> str:
         if not same(shown, now):
@@ -31,7 +31,7 @@ def check_page(page: Path) -> None:
 
 
 def renew_page(page: Path) -> bool:
-    """Write what the blocks of a page print today into it; whether anything has changed."""
+    """Write into a page what its blocks print today. Returns whether anything has changed."""
     old = page.read_text(encoding="utf-8")
     new = old
     for block, text in reversed(_run(page, renewed)):
@@ -42,7 +42,7 @@ def renew_page(page: Path) -> bool:
 
 
 def _run(page: Path, show: Show) -> list[tuple[Block, str]]:
-    """Every block of a page, and what it is to show."""
+    """Run every block of a page. Returns each block with what it should show."""
     blocks = read_blocks(page.resolve())
     names: dict[str, Any] = {"__name__": "__page__"}
     results, output = [], ""
@@ -59,7 +59,7 @@ def _run(page: Path, show: Show) -> list[tuple[Block, str]]:
 
 
 def _do(block: Block, names: dict[str, Any], output: str, show: Show) -> tuple[str, str]:
-    """What a block is to show, and what it printed."""
+    """Run one block. Returns what it should show, and what it printed. `output` is what the block before it printed."""
     match block.kind:
         case Kind.FILE:
             path = Path(block.title)
@@ -84,7 +84,7 @@ def _do(block: Block, names: dict[str, Any], output: str, show: Show) -> tuple[s
 
 @contextlib.contextmanager
 def _empty_folder() -> Iterator[None]:
-    """In an empty folder, from which files can be imported."""
+    """While this lasts, an empty folder is the current one, and modules can be imported from it."""
     with tempfile.TemporaryDirectory(prefix="page-") as folder, contextlib.chdir(folder):
         sys.path.insert(0, folder)
         os.environ["COLUMNS"] = "120"

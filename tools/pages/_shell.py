@@ -1,10 +1,10 @@
 """Commands of pages: run, planned in place of run, or checked.
 
-A line of a `sh` block is not always to be run as it stands: it trains for minutes, or needs a second machine. So
+Some lines of `sh` blocks cannot be run as they stand, because they train for minutes, or need a second machine. So
 - `mpar plan` runs;
 - `mpar train`, under torchrun too, is planned with the same overrides: it is compiled, verified and predicted;
 - a line with a name in capitals (DIR, HOST), a sweep, `mpar generate` and `mpar export` have their overrides checked;
-- `pip install` must name extras that there are, `python -m` a module of this repository, anything else a known program.
+- `pip install` must name extras that exist, `python -m` a module that exists, and any other line a known program.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def lines_of(text: str) -> Iterator[str]:
 
 
 def printed(command: str) -> str:
-    """What a command of a `console` block prints, and says on stderr, run in this folder. Raises PageError at a traceback."""
+    """What a command of a `console` block prints when it is run here, with stderr. Raises PageError if that has a traceback."""
     words = shlex.split(command.replace("\\\n", " "), comments=True)
     if words[:2] == ["mpar", "plan"]:
         return _run_here(words[1:])[1]
@@ -109,7 +109,7 @@ def check_line(line: str) -> None:
 
 
 def _module_words(words: Sequence[str]) -> list[str]:
-    """The words behind `-m`, if it names mpar; otherwise a known program, once the module is found."""
+    """The words of `mpar` if `-m` names it. For any other module that exists, a known program stands in for it."""
     at = words.index("-m", 1) + 1
     if words[at] == "mpar":
         return ["mpar", *words[at + 1 :]]
@@ -127,7 +127,7 @@ def _run_here(args: Sequence[str]) -> tuple[int, str]:
 
 
 def _check_overrides(name: str, args: Sequence[str]) -> None:
-    """Refuse keys and choices that there are not; folders that a line names in capitals are made, with an experiment `mine`."""
+    """Refuse keys and choices that do not exist. Folders that `--config-dir` names are made, with an experiment `mine`."""
     for place in re.findall(r"--config-dir[= ](\S+)", " ".join(args)):
         (Path(place) / "experiment").mkdir(parents=True, exist_ok=True)
         (Path(place) / "experiment" / "mine.yaml").touch()

@@ -1,4 +1,4 @@
-"""How docstrings are shown on the site: lists of fields, `name:  meaning`, become lists; what is indented for show stays."""
+"""How docstrings are shown on the site: fields, `name:  meaning`, become items of a list; other indented text stays as it is."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ FIELD = re.compile(r"^(?P<names>`?\w[\w.]*`?(?:(?:, | / )`?\w[\w.]*`?)*):\s+(?P<
 
 
 class FieldLists(Extension):
-    """Changes every docstring as it is read."""
+    """An extension of griffe that changes every docstring when it is read."""
 
     def on_instance(self, *, obj: Object, **kwargs: object) -> None:
         """Called for each module, class, function and attribute."""

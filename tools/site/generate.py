@@ -79,7 +79,7 @@ def api_page(title: str, modules: tuple[str, ...]) -> str:
 
 
 def of_root(name: str) -> str:
-    """A file of the root as a page: links into docs/ lose the folder, links to other files become plain text."""
+    """A file of the repository's root as a page: `docs/` is cut from links into that folder, other relative links become text."""
     text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text(encoding="utf-8"))
     return re.sub(r"\[([^\]]+)\]\((?!https?:|#)(?![\w/]+\.(?:md|svg)(?:#|\)))[^)]+\)", r"\1", text)
 

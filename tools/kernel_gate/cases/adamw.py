@@ -1,4 +1,4 @@
-"""AdamW over the parameters of two Llama blocks: gradients of either dtype, a step that may be skipped, copies."""
+"""AdamW over the parameters of two Llama blocks: with gradients of each dtype, a step that may be skipped, and copies."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Attention as models call it: every entry of the table, and what changes the code: documents, orders, windows, caps, sinks."""
+"""Attention as models call it: every entry of the table, and all that changes code: documents, orders, windows, caps, sinks."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ ONE_LSE = "a row has one number of each lse; every element of out and dout is lo
 
 
 def _masks(make: Make, shape: Shape, documents: bool, orders: bool, sinks: bool) -> tuple[Tensor | None, ...]:
-    """Operands after q, k and v; ids and orders of the right shapes, in order."""
+    """The operands after q, k and v: orders and document ids of the right shapes and in the right order, and sinks."""
     B, S, N = shape.dims("BSN")
     ids = make((B, S), torch.float32).abs().mul(8).to(torch.int32).sort(1).values if documents else None
     order = make((S,), torch.float32).argsort().to(torch.int32) if orders else None
@@ -40,7 +40,7 @@ def _backward(make: Make, shape: Shape, dtype: torch.dtype, *masks: bool, **para
     value = v.shape[3]
     if q.is_meta:
         out, lse = make((B, S, N, value), dtype), make((B, S, N), torch.float32)
-    else:  # of other results the gradients would be infinite in float16; this call is neither checked nor timed
+    else:  # random results would make gradients infinite in float16; this call itself is neither checked nor timed
         out, lse = kernels.implementation("attention", "triton")(*operands, **params)
     dout, dlse = make((B, S, N, value), dtype), make((B, S, N), torch.float32)
     return implementation("attention_bwd", "triton")(*operands, out, lse, dout, dlse, **params)
@@ -50,7 +50,7 @@ def _pair(
     size: str, what: str, dtype: torch.dtype = torch.bfloat16, documents: bool = False, orders: bool = False, sinks: bool = False,
     **params: object,
 ) -> list[Case]:  # fmt: skip
-    """Forward and backward."""
+    """The cases of the forward and of the backward."""
     ranges = ("attention_ranges",) if documents or orders else ()
     arguments = ATTENTION[size], dtype, documents, orders, sinks
     return [

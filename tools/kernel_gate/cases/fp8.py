@@ -19,7 +19,7 @@ def _call(primitive: str, *operands: Any, **params: Any) -> object:
 
 
 def _entries(block: str) -> tuple[str, ...]:
-    """What is launched to quantise by this block."""
+    """The entries of the table that are launched to quantise with blocks of this kind."""
     if block in ("1x128", "128x128"):
         return ("quantise_fp8_tiles",)
     return "quantise_fp8_maxima", "quantise_fp8_scales", "quantise_fp8_apply"

@@ -18,12 +18,12 @@ def _params(shape: Shape, smoothing: float) -> dict[str, float]:
 
 
 def _start(shape: Shape) -> int:
-    """The first column of the shard, which is the second of eight."""
+    """The first column of the shard, which is the second one; 0 where the columns are the whole vocabulary."""
     return shape.sizes["V"] if "shards" in shape.sizes else 0
 
 
 def _labels(make: Make, shape: Shape) -> Tensor:
-    """Labels of which, where the columns are a shard, half are in it."""
+    """Random labels. Where the columns are a shard, half of the labels are in it."""
     return make(shape.dims("T"), torch.int64) + max(_start(shape) - 50, 0)
 
 
@@ -42,7 +42,7 @@ def _backward(make: Make, shape: Shape, dtype: torch.dtype, smoothing: float) ->
 
 
 def _log_sum_exp(make: Make, logits: Tensor, num_shards: int) -> Tensor:
-    """Of the whole vocabulary, as if its other shards summed to as much; references of whole rows take it from the logits."""
+    """The log-sum-exp over the whole vocabulary, as if each of its other shards had the same sum of exponentials as this one."""
     if logits.is_meta:
         return make(logits.shape[:1], torch.float32)
     return logits.float().logsumexp(1) + math.log(num_shards)
@@ -51,7 +51,7 @@ def _log_sum_exp(make: Make, logits: Tensor, num_shards: int) -> Tensor:
 def _fused(make: Make, shape: Shape, dtype: torch.dtype, smoothing: float) -> object:
     (T, V), D = shape.dims("TV"), HEAD_LOSS.sizes["D"]
     x, head = make((T, D), dtype), make((D, V), dtype)
-    head.mul_(D**-0.5)  # logits are of size 1
+    head.mul_(D**-0.5)  # so that logits have a standard deviation of 1
     labels, dloss = _labels(make, shape), make((T,), torch.float32)
     params = _params(shape, smoothing) | {"chunk": T}
     return implementation("linear_cross_entropy_grad", "triton")(x, head, labels, dloss, **params)

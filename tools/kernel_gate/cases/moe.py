@@ -23,12 +23,12 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def _integers(make: Make, *shape: int) -> Tensor:
-    """Whole numbers without data, or zeros on a GPU, where what a kernel does does not depend on them."""
+    """Integers for operands on whose values the work of a kernel does not depend: without data, or on a GPU zeros."""
     return make(shape, FP32).zero_().to(torch.int32)
 
 
 def _places(make: Make) -> Tensor:
-    """The row of each of the K copies of a token, (T, K): every row once."""
+    """The row of each of the K copies of every token, (T, K); each row occurs once."""
     return make((R,), FP32).argsort().to(torch.int32).view(T, K)
 
 
@@ -47,7 +47,7 @@ def _router_bwd(make: Make, num_experts: int, **params: Any) -> object:
 
 
 def _ends(make: Make) -> Tensor:
-    """Ends of 128 groups of 1024 rows."""
+    """The ends of the groups: 128 of 1024 rows each."""
     return _integers(make, E).add_(R // E).cumsum(0).to(torch.int32)
 
 

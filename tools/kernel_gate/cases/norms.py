@@ -1,4 +1,4 @@
-"""Norms of a residual stream of 16384 tokens, and of heads; the entries of every width class."""
+"""Norms of a residual stream of 16384 tokens, and of heads: every width class of the table."""
 
 import torch
 
