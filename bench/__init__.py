@@ -1,1 +1,1 @@
-"""Benchmarks: mpar beside what a user would run instead, in the same processes, step by step in turn."""
+"""Benchmarks: mpar beside what a user would run instead, where possible in the same processes, taking steps in turn."""

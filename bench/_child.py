@@ -1,4 +1,4 @@
-"""Child: a process that answers questions; one that hangs or dies costs its caller an exception and no more."""
+"""Child: a process that answers questions. If it hangs or dies, its caller gets an exception."""
 
 import multiprocessing
 import time
@@ -9,7 +9,7 @@ __all__ = ["Child", "ChildFailed"]
 
 
 class ChildFailed(Exception):
-    """No answer. `partial`: what the child said before it, {} if nothing."""
+    """The child did not answer. `partial`: what it had sent before that, {} if nothing."""
 
     def __init__(self, problem: str, partial: Any) -> None:
         super().__init__(problem)
@@ -17,7 +17,7 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """`target(connection, *args)` in a process of its own. It sends `(whole, answer)`: not whole is what it knows so far."""
+    """`target(connection, *args)` in a process of its own. It sends `(whole, answer)`; if not `whole`, the answer is a part."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -27,7 +27,7 @@ class Child:
         theirs.close()
 
     def ask(self, question: tuple[Any, ...], timeout_s: float) -> Any:
-        """The whole answer. Raises ChildFailed, after which the child is of no use."""
+        """The whole answer. Raises ChildFailed, after which the child cannot be used any more."""
         ends, partial = time.perf_counter() + timeout_s, {}
         try:
             self._connection.send(question)

@@ -1,4 +1,4 @@
-"""What a number from a GPU needs besides: the chip, its driver, its clocks."""
+"""What is noted besides with a number that was measured on a GPU: the chip, its driver, its clocks."""
 
 import subprocess
 from dataclasses import replace
@@ -15,7 +15,7 @@ SHOWN = ("date", "commit", "gpu", "driver", "clocks", "torch", "triton", "cuda",
 
 
 def this_gpu_run(commit: str) -> Origin:
-    """`this_run` with the GPU that is here. `commit`: what is measured, where there is no git; "": as the file COMMIT says."""
+    """`this_run`, and facts of this machine's GPU. `commit`: the commit, for where there is no git; "": read it from COMMIT."""
     query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     try:
@@ -38,6 +38,6 @@ def this_gpu_run(commit: str) -> Origin:
 
 
 def describe(origin: Origin) -> str:
-    """The facts that it states, in one sentence."""
+    """The facts that `origin` states, in one sentence."""
     stated = origin.stated()
     return ", ".join(f"{key} {stated[key]}" for key in SHOWN if key in stated)

@@ -1,4 +1,4 @@
-"""Start N local ranks of one module and collect what rank 0 printed; one failing rank stops all."""
+"""Start N local ranks of one module, and collect what rank 0 prints. If a rank fails, all are stopped."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ class RankFailed(Exception):
 
 
 def launch(num_ranks: int, module: str, args: Sequence[str], *, timeout_s: float = 1800.0) -> str:
-    """Run `python -m module args` as `num_ranks` ranks with one thread each. Raises RankFailed with the rank's own words."""
+    """Run `python -m module args` as `num_ranks` ranks with one thread each. Raises RankFailed with what the rank printed."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

@@ -10,10 +10,10 @@ NOT_INSTALLED = "not installed"
 
 
 def liger(module: str, name: str) -> Any | None:
-    """An attribute of a module of `liger_kernel`; None where that is not installed, incomplete, or has none."""
+    """An attribute of a module of `liger_kernel`; None where that is not installed or incomplete, or has no such attribute."""
     if importlib.util.find_spec("liger_kernel") is None:
         return None
     try:
         return getattr(importlib.import_module(f"liger_kernel.{module}"), name, None)
-    except ImportError:  # of something that this part of it needs
+    except ImportError:  # raised for something that this module needs
         return None

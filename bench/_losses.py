@@ -1,4 +1,4 @@
-"""Losses that must agree: variants that are compared train the same model."""
+"""Losses of variants must agree, because variants that are compared train the same model."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""The machine: what a number that is measured here needs to be reproduced, and how busy others keep it."""
+"""The machine: what must be known to reproduce a number that is measured on it, and how busy other processes keep it."""
 
 import datetime
 import os
@@ -31,7 +31,7 @@ def this_run() -> Origin:
 
 
 def foreign_cpu_s() -> float:
-    """CPU seconds that all processes of the machine have used since it started; differences are read."""
+    """CPU seconds that all processes of the machine have used since it started. Callers take differences of it."""
     with open("/proc/stat") as file:
         fields = [int(x) for x in file.readline().split()[1:]]
     idle = fields[3] + fields[4]

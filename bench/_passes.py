@@ -1,4 +1,4 @@
-"""Passes: steps that variants take in turn on several ranks; how many of them, their processes, and what rank 0 printed."""
+"""Passes: sets of steps that variants take in turn on several ranks: how many there are, their launch, and their figures."""
 
 import argparse
 import json
@@ -15,12 +15,12 @@ from bench._launch import launch
 __all__ = ["Measured", "Passes", "columns", "launched", "median_ms"]
 
 Measured = Mapping[str, Any]
-"""A pass as rank 0 prints it: "foreign_cores", and for each of the "ranks" by variant and clock a figure for each step."""
+"""A pass as rank 0 prints it: "foreign_cores", and in "ranks" for each rank, by variant and clock, a figure for each step."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How often variants are measured: passes, spread over sets of fresh processes; steps of each; steps that warm up before."""
+    """How often variants are measured: passes, launches of fresh processes that share them, steps of a pass, warm-up steps."""
 
     passes: int
     launches: int
@@ -38,16 +38,16 @@ class Passes:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Passes":
-        """What the command line says."""
+        """The numbers that the command line gives."""
         return cls(args.passes, args.launches, args.steps, args.warmup)
 
 
 def launched(
     ranks: int, module: str, save: Callable[[Path], object], arguments: Mapping[str, object], passes: Passes
 ) -> list[Measured]:
-    """What rank 0 of `module` measured, one for each pass.
+    """Launch `module` on ranks. Returns what its rank 0 printed, one item for each pass.
 
-    `save` leaves in a folder what the ranks load. `arguments` that are None are left out.
+    `save` writes into a folder what the ranks load. `arguments` that are None are left out.
     """
     with tempfile.TemporaryDirectory() as work:
         save(Path(work))
@@ -61,7 +61,7 @@ def launched(
 def columns(
     measured: Sequence[Measured], names: Iterable[str], key: str, over_ranks: Callable[[Sequence[float]], float]
 ) -> dict[str, list[list[float]]]:
-    """By variant, by pass, by step: what `over_ranks` makes of the ranks' figures called `key`."""
+    """By variant, by pass, by step: `over_ranks` of the figures called `key` that the ranks have."""
     return {
         name: [[over_ranks(values) for values in zip(*(rank[name][key] for rank in p["ranks"]), strict=True)] for p in measured]
         for name in names

@@ -15,11 +15,11 @@ _NEEDED = ("workload.py", "torch_spmd.py", "floor.py", "hf_eager.py", "ranks.py"
 
 
 class PeersMissing(Exception):
-    """The peers' folder is not where it was looked for."""
+    """The folder of the peers is not where it was looked for."""
 
 
 def find_peers(folder: str | Path | None) -> Path:
-    """The peers' folder, checked. Raises PeersMissing that says what is missing and how to name another place."""
+    """The peers' folder, checked. Raises PeersMissing, which says what is missing and how to name another folder."""
     path = Path(folder) if folder else DEFAULT_FOLDER
     missing = [name for name in _NEEDED if not (path / name).is_file()]
     if missing:

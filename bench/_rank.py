@@ -36,7 +36,7 @@ def local_state(program: Program, params: dict[str, torch.Tensor], rank: int) ->
 def make_step(
     program: Program, params: dict[str, torch.Tensor], workload: ModuleType, cfg: Any, rank: int, transport: str | None
 ) -> Callable[[], torch.Tensor]:
-    """`step() -> loss` in the peers' manner, each on the next batch."""
+    """`step() -> loss` as the peers have it: each call takes a step on the next batch."""
     run, state, data = program.bind(transport=transport), [local_state(program, params, rank)], workload.batches(cfg)
 
     def step() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Result: one line of a file of results; what was measured, what came out, and where. Every benchmark writes and reads these."""
+"""Result: one line of a file of results: what was measured, where, and the figures. Every benchmark writes and reads these."""
 
 import dataclasses
 import json
@@ -21,19 +21,21 @@ CASE = frozenset(
         *("row", "number", "name", "dtype", "shape"),  # of the table of kernels
     }
 )
-"""Keys of a line that say what was measured. Every other key that is no fact of `Origin` is a figure, unknown keys too."""
+"""Keys of a line that say what was measured. Every other key, unless it is a fact of `Origin`, is a figure."""
 
 
 class ResultError(Exception):
-    """A line has not what its reader needs."""
+    """A line lacks something that its reader needs."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a number needs to be reproduced; None is a fact that a line does not state.
+    """Facts that are needed to reproduce a number. A fact that a line does not state is None.
 
-    command, date, commit: of the run. cpu, torch, python, and on a GPU the others: hardware and versions. copy, product: the
-    speeds of a copy and of a product of matrices on this machine. run: when it began, where lines of one run belong together.
+    command, date, commit: those of the run.
+    copy, product: the speeds of a copy and of a product of matrices on this machine.
+    run: when the run began, for runs whose lines belong together.
+    All others, such as cpu, torch and python, are hardware and versions; some are only stated on a GPU.
     """
 
     date: str | None = None
@@ -63,7 +65,7 @@ FACTS = frozenset(each.name for each in dataclasses.fields(Origin))
 
 @dataclass(frozen=True)
 class Result:
-    """A line: `case` has keys of CASE, `figures` the others. In a file they and the facts of `origin` stand side by side."""
+    """A line: `case` has the keys of CASE, `figures` the others. In a file they and the facts of `origin` stand side by side."""
 
     case: Mapping[str, Json]
     figures: Mapping[str, Json]
@@ -76,7 +78,7 @@ class Result:
 
     @classmethod
     def of(cls, values: Mapping[str, Json], origin: Origin | None = None) -> "Result":
-        """Of all values of a line, by their keys; facts that `origin` states go before those among the values."""
+        """The result that has all these values of a line. Facts that `origin` states take precedence over those in `values`."""
         stated = {key: str(value) for key, value in values.items() if key in FACTS and value is not None}
         case = {key: value for key, value in values.items() if key in CASE}
         figures = {key: value for key, value in values.items() if key not in CASE | FACTS}
@@ -87,7 +89,7 @@ class Result:
         return {**self.case, **self.figures, **self.origin.stated()}
 
     def has(self, key: str) -> bool:
-        """Whether the case or the figures have `key`. Lines of other benchmarks, and older ones, may not."""
+        """Whether the case or the figures have `key`. Lines of other benchmarks, and older lines, may lack it."""
         return key in self.case or key in self.figures
 
     def text(self, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Ratios of steps taken in turn: their median, and how sure we are of it."""
+"""Ratios of steps that were taken in turn: their median, and its confidence interval."""
 
 import random
 import statistics
@@ -29,7 +29,7 @@ def paired_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[floa
     """Median of `ours / theirs` over steps that were taken in turn; both are lists of passes, each a list of steps.
 
     The interval is the percentile bootstrap in two stages: passes are drawn with replacement, then steps within each, because
-    the steps of one pass share its processes and the machine's mood (Davison & Hinkley 1997, Bootstrap Methods, sec. 3.8).
+    the steps of a pass share processes and the load of the machine (Davison & Hinkley 1997, Bootstrap Methods, sec. 3.8).
     """
     ratios = [[a / b for a, b in zip(x, y, strict=True)] for x, y in zip(ours, theirs, strict=True)]
     draw = random.Random(seed)
@@ -43,11 +43,11 @@ def paired_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[floa
 
 
 def interval_text(values: Sequence[float] | None) -> str:
-    """A rounded ratio for a table; "" for none."""
+    """A rounded ratio and its interval, for a table; "" for None."""
     return "" if values is None else f"{values[0]:.3f} ({values[1]:.3f} to {values[2]:.3f})"
 
 
 def verdict(values: Sequence[float], bar: float) -> str:
-    """Whether the whole interval of a rounded ratio is under the bar, its lower end, or nothing of it."""
+    """Whether the whole interval of a rounded ratio is under the bar (met), only its lower end (straddled), or neither."""
     _, low, high = values
     return "met" if high <= bar else "straddled" if low <= bar else "**missed**"

@@ -12,11 +12,11 @@ __all__ = ["Times", "ceilings", "free", "graph_ms", "peak_bytes", "time_in_turn"
 
 DEVICE = "cuda"
 FLUSH_BYTES = 256 << 20
-"""More than any cache of a GPU: what a kernel reads is not left there by its last call."""
+"""More than any cache of a GPU holds, so that a kernel does not find there what its last call has read."""
 WARMUP_MS, REPEAT_MS, ROUNDS = 50.0, 200.0, 2
 FEWEST, MOST = 5, 400
 SHORT_MS = 0.1
-"""Below this a call is timed in a graph too: launching it takes as long as running it."""
+"""A shorter call is timed in a CUDA graph too, because launching it takes as long as running it."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Times:
 
 
 def time_in_turn(variants: Mapping[str, Callable[[], Any]], *, share: float = 1.0) -> dict[str, Times]:
-    """Rounds over all variants, A B A B, so that a machine that gets slower does so for all. `share` shortens the rounds."""
+    """Time variants in rounds, A B A B, so that a machine that gets slower does so for all. `share` shortens the rounds."""
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=DEVICE)
     found = {name: Times() for name in variants}
     for _ in range(ROUNDS):
@@ -63,7 +63,7 @@ def _timed(runs: Sequence[Callable[[], Any]], flush: torch.Tensor) -> list[float
 
 
 def graph_ms(run: Callable[[], Any], calls: int = 20) -> float:
-    """Milliseconds of one of `calls` calls that are replayed from a CUDA graph, without flushing: the median of ten replays."""
+    """Milliseconds of one call, where `calls` are replayed from a CUDA graph without flushing: the median of ten replays."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -86,7 +86,7 @@ def graph_ms(run: Callable[[], Any], calls: int = 20) -> float:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """How many bytes more than before its call are in use at the most."""
+    """The peak of allocated memory during a call, in bytes more than before it."""
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
@@ -97,7 +97,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 
 
 def ceilings(size: int = 8192, copy_bytes: int = 8 << 30) -> dict[str, float]:
-    """What this machine reaches: bytes per second of a copy, read and written; FLOP/s of a bfloat16 product of random numbers."""
+    """What this machine reaches: bytes read and written per second by a copy; FLOP/s of a bfloat16 product of random numbers."""
     source = torch.empty(copy_bytes // 8, dtype=torch.int32, device=DEVICE).random_()
     target = torch.empty_like(source)
     a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
@@ -108,7 +108,7 @@ def ceilings(size: int = 8192, copy_bytes: int = 8 << 30) -> dict[str, float]:
 
 
 def free() -> None:
-    """Give back what the last row held."""
+    """Give memory that is no longer used back to the device."""
     gc.collect()
     torch.compiler.reset()
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Turns: what one rank of a launch measures; in each pass every variant takes one step in turn, in a rotating order."""
+"""Turns: how one rank of a launch measures its variants, which take one step each in turn, in a rotating order."""
 
 import argparse
 import gc
@@ -21,12 +21,12 @@ from bench._peers import find_peers, peer
 __all__ = ["Rank", "joined", "run_passes"]
 
 Steps = Mapping[str, Callable[[], torch.Tensor]]
-"""By variant, what takes its next step and gives the loss."""
+"""For each variant, the function that takes its next step and gives the loss."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank that has joined the others. `work`: the folder that the launcher filled; `peers`: that of the peers' programs."""
+    """One rank that has joined the others. `work`: the folder that the launcher filled; `peers`: the folder of the peers."""
 
     args: argparse.Namespace
     work: Path
@@ -37,7 +37,7 @@ class Rank:
 
     @property
     def variants(self) -> list[str]:
-        """Whose steps are measured, in order. All ranks make them in this order, because making them makes process groups."""
+        """The variants that are measured, in order. All ranks make them in this order, because that makes process groups."""
         return self.args.variants.split(",")
 
     def peer(self, name: str) -> ModuleType:
@@ -46,7 +46,7 @@ class Rank:
 
 
 def joined(*, texts: Sequence[str] = (), numbers: Sequence[str] = (), optional: Sequence[str] = ()) -> Rank:
-    """Read what `launched` says to a rank, and join the other ranks. The names are of arguments that a benchmark adds."""
+    """Read the arguments that `launched` gives a rank, and join the other ranks. The names are those a benchmark adds."""
     parser = argparse.ArgumentParser()
     for name in ("work", "peers", "config", "variants", *texts):
         parser.add_argument(f"--{name}", required=True)
@@ -76,7 +76,7 @@ def run_passes(steps: Steps, rank: Rank) -> None:
             sys.stdout.write(json.dumps({"foreign_cores": round(max(0.0, foreign), 3), "ranks": results}) + "\n")
             sys.stdout.flush()
     dist.barrier()
-    os._exit(0)  # tearing down some peers waits for their process groups
+    os._exit(0)  # an ordinary exit would wait for process groups of some peers
 
 
 def _measure(steps: Steps, count: int, warmup: int) -> dict[str, dict[str, list[float]]]:

@@ -29,7 +29,7 @@ MESHES: dict[str, tuple[Mesh, str]] = {
     "tp4+sp": (Mesh(tp=4), "tp_sp"),
     "fsdp2xtp2+sp": (Mesh(fsdp=2, tp=2), "zero3_tp_sp"),
 }
-"""The peers' names of meshes, and what mpar calls them."""
+"""The peers' names of meshes, with the mesh and strategy that each stands for in mpar."""
 
 
 def hf_config(cfg: Any, workload: ModuleType) -> dict[str, Any]:
@@ -52,12 +52,12 @@ def hf_config(cfg: Any, workload: ModuleType) -> dict[str, Any]:
 
 
 def build_model(cfg: Any, workload: ModuleType) -> models.Model:
-    """mpar's model of the peers' shapes."""
+    """mpar's model with the shapes of the peers' config."""
     return models.from_config(hf_config(cfg, workload))
 
 
 def peers_optimizer(workload: ModuleType) -> AdamW:
-    """AdamW as the peers have it, with their clipping."""
+    """AdamW with the peers' parameters and clipping."""
     return AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, decay="all", clip_norm=workload.CLIP)
 
 
@@ -68,7 +68,7 @@ def compile_workload(cfg: Any, workload: ModuleType, mesh: str) -> Program:
 
 
 def initial_params(cfg: Any, workload: ModuleType) -> dict[str, torch.Tensor]:
-    """The peers' initial weights by mpar's paths, whole; they go through the files of a Hugging Face folder."""
+    """The peers' initial weights by mpar's paths, as global tensors; they are read from files of a Hugging Face folder."""
     peer = workload.init_(workload.Llama(cfg))
     with tempfile.TemporaryDirectory() as folder:
         tensors = {n if n.startswith("lm_head") else f"model.{n}": p.detach() for n, p in peer.named_parameters()}
@@ -79,7 +79,7 @@ def initial_params(cfg: Any, workload: ModuleType) -> dict[str, torch.Tensor]:
 
 
 def save_workload(folder: Path, cfg: Any, workload: ModuleType, mesh: str) -> Program:
-    """Compile, and leave `program.pickle` and `params.pt` for ranks that load no compiler."""
+    """Compile, and write `program.pickle` and `params.pt` for ranks, which do not load the compiler."""
     program = compile_workload(cfg, workload, mesh)
     (folder / "program.pickle").write_bytes(pickle.dumps(program))
     torch.save(initial_params(cfg, workload), folder / "params.pt")

@@ -1,10 +1,10 @@
 """`python -m bench.gpu --out FOLDER`: everything worth running on one GPU, unattended, in ten minutes.
 
-Numerics first: every entry of the table of kernels against float64 and against itself, by `pytest -m gpu` where pytest is
-installed, which also runs programs, and by `tools.kernel_gate check` where it is not. Then the table of kernels beside peers,
-then training steps beside peers. A part that fails or runs out of time costs the others nothing; one that runs out of time is
-interrupted, so that it can say what it has found. Each leaves its files in the folder, and its output, as it comes, in
-<part>.txt.
+Numerics come first: every entry of the table of kernels is checked against float64 and against itself. Where pytest is installed,
+`pytest -m gpu` does this and also runs programs; otherwise `tools.kernel_gate check` does it. Then kernels are timed beside their
+peers, and training steps beside theirs. If a part fails or runs out of time, the others still run. A part that is out of time is
+interrupted, so that it can print what it has found. Each part writes its files into the folder, and its output, as it comes, to
+<part>.txt there.
 """
 
 import argparse
@@ -19,23 +19,23 @@ from pathlib import Path
 from bench._machine import ROOT
 
 SHARES = {"numerics": 0.45, "kernels": 0.55, "step": 0.85, "gluon": 1.0}
-"""What a part may take of the time that is then left, in order. Kernels in Gluon wait at barriers, and can hang: last."""
+"""The parts in order, and the share of the remaining time that each may take. Gluon is last: its kernels can hang at barriers."""
 PYTEST = ("pytest", "-m", "gpu", "-vv", "--tb=short", "--maxfail=20")
-"""A line for each test, at once."""
+"""With these options every test has a line, which is written at once."""
 GRACE_S, GOODBYE_S = 10.0, 10.0
-"""What a part may take beyond its time, before it is interrupted; and then, to print what it has found before it is killed."""
+"""Seconds that a part may take beyond its time before it is interrupted, and then to print what it found before it is killed."""
 
 
 def main() -> int:
-    """Run all parts; 1 if one of them reported a failure."""
+    """Run all parts. Returns 1 if one of them failed or ran out of time."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for results and logs")
-    parser.add_argument("--seconds", type=float, default=570.0, help="for all parts together")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git")
+    parser.add_argument("--seconds", type=float, default=570.0, help="time for all parts together")
+    parser.add_argument("--commit", default="", help="the commit that is measured, for where there is no git")
     parser.add_argument("--parts", nargs="+", default=list(SHARES), choices=list(SHARES))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would the parts
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started this with it ignored, also for parts
     ends = time.perf_counter() + args.seconds
     failed = [part for part in args.parts if not _run(part, args.out, args.commit, SHARES[part] * (ends - time.perf_counter()))]
     sys.stdout.write(f"failed: {', '.join(failed)}\n" if failed else "all parts passed\n")
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def _run(part: str, out: Path, commit: str, seconds: float) -> bool:
-    """Whether the part ended well, within its time."""
+    """Run a part. Returns whether it passed within its time."""
     command, began = _command(part, out, commit, seconds), time.perf_counter()
     log = out / f"{part}.txt"
     with log.open("w", encoding="utf-8") as file:
@@ -59,7 +59,7 @@ def _run(part: str, out: Path, commit: str, seconds: float) -> bool:
 
 
 def _wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Its exit code; None if it had to be stopped."""
+    """Wait for a part. Returns its exit code, or None if it had to be stopped."""
     try:
         return child.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -71,7 +71,7 @@ def measure(name: str) -> dict[str, Json]:
 
 
 def main() -> int:
-    """Every case in a process of its own."""
+    """Measure every case in a process of its own."""
     parser = argparse.ArgumentParser(prog="python -m bench.compile_time")
     parser.add_argument("--case", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--here", action="store_true", help="measure one case in this process")

@@ -1,4 +1,4 @@
-"""`python -m bench.kernels run`: every kernel beside its peers, on a GPU; `table`: what is known, as Markdown; `tune`: blocks."""
+"""`python -m bench.kernels run`: every kernel beside its peers, on a GPU; `table`: results as Markdown; `tune`: other blocks."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from bench.kernels._tune import tune
 
 
 def main() -> int:
-    """Run what the command line asks for; 1 if a row is wrong, or was not reached."""
+    """Run what the command line asks for. Returns 1 if a row is wrong, or was not reached."""
     args = _parser().parse_args()
     if args.command == "table":
         write_table(args.out)
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     timed.add_argument("--seconds", type=float, default=540.0, help="begin no row after this time")
     timed.add_argument("--share", type=float, default=1.0, help="how much of the usual 200 ms every variant is timed for")
     timed.add_argument("--out", type=Path, default=RESULTS, help="folder of kernels.jsonl, which grows, and kernels.md")
-    timed.add_argument("--commit", default="", help="what is measured, where there is no git; else the file COMMIT says it")
+    timed.add_argument("--commit", default="", help="the commit, where there is no git; else the file COMMIT says it")
     tuned = commands.add_parser("tune", help="time other blocks, warps and stages of a kernel on the GPU that is here")
     tuned.add_argument("kernel", help="as in mpar/kernels/table.yaml")
     tuned.add_argument("--only", default="", metavar="NAME", help="cases whose name has this in it")

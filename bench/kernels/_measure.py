@@ -1,4 +1,4 @@
-"""Measure: one row, checked against float64 and then timed; what goes wrong is reported and stops nothing else."""
+"""Measure: one row is checked against float64 and then timed. What goes wrong is reported, and does not stop the rest."""
 
 import contextlib
 import math
@@ -19,11 +19,11 @@ __all__ = ["STICKY", "measure"]
 
 SEED = 20260101
 STICKY = ("CUDA error", "illegal memory access", "unspecified launch failure", "device-side assert")
-"""After such an error a process can do no more on its GPU."""
+"""Words of errors after which a process can no longer use its GPU."""
 
 
 class WrongNumbers(Exception):
-    """Results are not the reference's."""
+    """Results differ from the reference."""
 
 
 def measure(
@@ -35,7 +35,7 @@ def measure(
 ) -> dict[str, Any]:
     """One line of results. Without `ceilings` the operands are tiny, and nothing is timed.
 
-    `partial` gets the line as far as it is once ours is timed: peers may take long to compile.
+    `partial` is called with the unfinished line as soon as our kernel is timed, because peers may take long to compile.
     """
     started = time.perf_counter()
     line = row.about() | {"status": "ok", "variants": {}, "bars": {bar.text: "not measured" for bar in row.bars}}
@@ -84,7 +84,7 @@ def _time(
     ceilings: Mapping[str, float],
     share: float,
 ) -> None:
-    """Fill in times, memory and what follows from them."""
+    """Add times, memory and what follows from them to `line`."""
     for name, times in _timing.time_in_turn(good, share=share).items():
         line["variants"][name] |= times.summary()
     for name, run in good.items():
@@ -161,7 +161,7 @@ def _try(peer: Variant | str, expected: Sequence[Tensor], tolerance: float | Non
 def _in_graph(run: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"graph_ms": _timing.graph_ms(run)}
-    except Exception as error:  # what reads data on the host cannot be captured
+    except Exception as error:  # a call that reads data on the host cannot be captured
         if any(words in str(error) for words in STICKY[1:]):
             raise
         return {"graph_failed": _words(error)}
@@ -169,9 +169,9 @@ def _in_graph(run: Callable[[], Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _poisoned() -> Iterator[None]:
-    """Memory that is allocated in here is filled with NaN, or with the largest integer, so that what is not written shows."""
+    """While this lasts, new memory is filled with NaN or the largest integer, so that results that are not written show."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of ops that have no deterministic form
+        warnings.simplefilter("ignore")  # warnings of ops that have no deterministic form
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Report: the table of kernels as Markdown, from lines of results; what no line is about is not yet measured."""
+"""Report: the table of kernels as Markdown, from lines of results. Rows without a line are shown as not yet measured."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ COLUMNS = (
 
 
 def markdown(rows: Sequence[Row], results: Sequence[Result]) -> str:
-    """The table; of several lines about a row the last counts."""
+    """The table. Of several lines about one row, the last counts."""
     newest = {result.text("row"): result for result in results}
     text = ["# Kernels on a GPU", "", "Made by `python -m bench.kernels run`; all runs are in `kernels.jsonl`.", ""]
     facts = dict.fromkeys(describe(newest[row.key].origin) for row in rows if row.key in newest)
@@ -110,7 +110,7 @@ def _bold(verdict: str) -> str:
 
 
 def _variants(result: Result) -> dict[str, Mapping[str, Any]]:
-    """What is known of ours and of each peer: figures, or why there are none."""
+    """What a result says of our kernel and of each peer: figures, or why there are none."""
     return {name: cell for name, cell in result.table("variants").items() if isinstance(cell, Mapping)}
 
 

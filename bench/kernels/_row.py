@@ -1,4 +1,4 @@
-"""Row: one line of the table of kernels; how to make its operands, ours and its peers, what it must reach."""
+"""Row: one line of the table of kernels: how to make operands, our kernel and its peers, and which bars it must reach."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,12 +37,12 @@ class Setting:
     generator: torch.Generator
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
-        """Normal numbers, never zeros: data without noise runs faster than data with it."""
+        """Random normal numbers, not zeros: kernels run faster on constant data than on random data."""
         numbers = torch.empty(shape, dtype=torch.float32 if dtype.itemsize < 2 else dtype, device=self.device)
         return numbers.normal_(0.0, scale, generator=self.generator).to(dtype)
 
     def integers(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Uniform in [0, high)."""
+        """Random integers, uniform in [0, high)."""
         return torch.randint(high, shape, dtype=dtype, device=self.device, generator=self.generator)
 
     def compiled(self, fn: Callable) -> Callable:
@@ -52,7 +52,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute the row's results. `select` picks from them what the reference has; None: they are that."""
+    """One way to compute the row's results. `select` picks those that the reference has; None: they are just these."""
 
     run: Callable[[], Any]
     select: Select | None = None
@@ -60,11 +60,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Built:
-    """A row with operands. `peers` that cannot run here are the reason in words instead.
+    """A row with operands. In place of a peer that cannot run here, `peers` has the reason in words.
 
-    reference: in float64, the whole results or slices of them; it is asked before anything else runs. bytes and flops: the fewest
-    that the work needs. rate: how much faster than bfloat16 the chip multiplies its operands. tolerance: the relative error that
-    results may have; None: by their dtype.
+    reference: computes the expected results in float64, or parts of them; it is called before anything else runs.
+    bytes, flops: the fewest that the work needs.
+    rate: how many times faster than bfloat16 the chip multiplies operands of this row's dtype.
+    tolerance: the relative error that results may have; None: that of their dtype.
     """
 
     ours: Variant
@@ -90,7 +91,7 @@ class Measured:
 
     @property
     def floor_ms(self) -> float:
-        """What the slower of memory and arithmetic needs at the machine's measured ceilings."""
+        """The shortest possible time: that of memory or of arithmetic, whichever is longer, at the machine's ceilings."""
         return 1e3 * max(self.bytes / self.copy_bytes_per_s, self.flops / self.flops_per_s)
 
     def best_peer(self) -> str | None:
@@ -100,7 +101,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Bar:
-    """A demand on a row. `reached` gives the figure, or None where it was not measured."""
+    """A demand on a row. `reached` computes the figure that is compared, or None where it was not measured."""
 
     text: str
     reached: Callable[[Measured], float | None]
@@ -109,7 +110,7 @@ class Bar:
     alternatives: Sequence["Bar"] = field(default_factory=tuple)
 
     def verdict(self, measured: Measured) -> str:
-        """met, missed (with the figure), or not measured."""
+        """Met or missed, with the figure, or not measured."""
         if self.alternatives:
             verdicts = [bar.verdict(measured) for bar in self.alternatives]
             found = next((verdict for verdict in verdicts if verdict.startswith("met")), None)
@@ -123,9 +124,9 @@ class Bar:
 
 @dataclass(frozen=True)
 class Row:
-    """`build(setting, **sizes)` makes the operands, with the shape's sizes or, for the interpreter, with its tiny ones.
+    """`build(setting, **sizes)` makes the operands, with the sizes of `shape` or, for the interpreter, with its tiny ones.
 
-    number: its line in the table; several rows may share one. missing: why it cannot be measured at all.
+    number: its number in the table, which several rows may share. missing: why it cannot be measured at all.
     """
 
     number: int
@@ -138,16 +139,16 @@ class Row:
 
     @property
     def key(self) -> str:
-        """Names the row among all."""
+        """A name that no other row has."""
         return f"{self.number} {self.name}, {', '.join(f'{k} {v}' for k, v in self.shape.sizes.items())}, {self.dtype}"
 
     def about(self) -> dict[str, Any]:
-        """What a line of results says of the row itself."""
+        """The part of a line of results that says which row it is about."""
         return {"row": self.key, "number": self.number, "name": self.name, "dtype": self.dtype, "shape": dict(self.shape.sizes)}
 
 
 def attempt(make: Callable[[], Variant | str]) -> Variant | str:
-    """A peer, or why it cannot be made: that costs its own column alone."""
+    """A peer, or in words why it cannot be made, so that only its own column is missing."""
     try:
         return make()
     except Exception as error:  # of software that is not ours
@@ -155,7 +156,7 @@ def attempt(make: Callable[[], Variant | str]) -> Variant | str:
 
 
 def times(peer: str, limit: float) -> Bar:
-    """Our speed is at least `limit` times that of a peer, or of the fastest of those measured whose name starts with `peer`."""
+    """Our speed is at least `limit` times that of the fastest measured peer whose name starts with `peer`."""
 
     def reached(measured: Measured) -> float | None:
         found = [ms for name, ms in measured.ms.items() if name != "ours" and name.startswith(peer)]
@@ -165,12 +166,12 @@ def times(peer: str, limit: float) -> Bar:
 
 
 def of_copy(limit: float) -> Bar:
-    """The fewest bytes over our time are at least `limit` of what a copy reaches."""
+    """The fewest bytes that are needed, divided by our time, are at least `limit` of the bandwidth of a copy."""
     return Bar(f">= {limit:.2f} of copy", lambda m: _share(m.bytes / m.copy_bytes_per_s, m), limit)
 
 
 def of_floor(limit: float) -> Bar:
-    """The floor over our time is at least `limit`."""
+    """The shortest possible time (`floor_ms`), divided by ours, is at least `limit`."""
     return Bar(f">= {limit:.2f} of the floor", lambda m: _share(1e-3 * m.floor_ms, m), limit)
 
 
@@ -180,7 +181,7 @@ def tflops(limit: float) -> Bar:
 
 
 def at_most_ms(limit: float) -> Bar:
-    """Replayed from a CUDA graph we need at most `limit` milliseconds."""
+    """Replayed from a CUDA graph, our call takes at most `limit` milliseconds."""
     return Bar(f"<= {limit:g} ms in a graph", lambda m: m.graph_ms.get("ours"), limit, at_most=True)
 
 
@@ -195,7 +196,7 @@ def extra_memory(peer: str, limit: float) -> Bar:
 
 
 def either(*bars: Bar) -> Bar:
-    """One of them is met."""
+    """At least one of these bars is met."""
     return Bar(" or ".join(bar.text for bar in bars), lambda _: None, 0.0, alternatives=bars)
 
 

@@ -1,4 +1,4 @@
-"""Run: the rows of the table in order of importance while there is time, each in a process that may fail."""
+"""Run: the rows of the table, in order of importance while there is time, in another process, which may fail."""
 
 import dataclasses
 import importlib.util
@@ -19,25 +19,25 @@ from bench.kernels.rows import all_rows, long_rows
 __all__ = ["run", "write_table"]
 
 ROW_S = 150.0
-"""What a row may take, with what is compiled for it."""
+"""Seconds that a row may take, compilation included."""
 NOT_INTERPRETED = ("InterpreterError", "0 active drivers")
-"""What kernels of others say that do arithmetic on narrow floats, or tune themselves."""
+"""Words in errors of kernels of others that the interpreter cannot run: they compute in narrow floats, or tune themselves."""
 SPARE_S = 10.0
-"""What ending takes."""
+"""Seconds that are kept for ending."""
 
 
 def run(numbers: Sequence[int], *, long: bool = False, tiny: bool, seconds: float, out: Path, commit: str, share: float) -> int:
-    """Measure rows of the table, or of its long form; with `tiny` only check them on the CPU.
+    """Measure rows of the table, or of its long form; with `tiny` only check them, on the CPU.
 
-    Returns how many went wrong, or were not reached.
+    Returns how many rows went wrong or were not reached.
     """
     started = time.perf_counter()
     rows = [row for row in (long_rows() if long else all_rows()) if not numbers or row.number in numbers]
     if tiny:
         rows = list(
             {(row.name, row.dtype, *row.shape.tiny.items()): row for row in rows}.values()
-        )  # one of those that differ in size alone
-        os.environ["TRITON_INTERPRET"] = "1"  # read where Triton is imported, in the process that measures
+        )  # one of each set of rows that have the same tiny sizes
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, in the process that measures
     server = Server("cpu" if tiny else "cuda")
     wrong = 0
     try:
@@ -72,7 +72,7 @@ def _not_reached(row: Row) -> dict[str, Json]:
 
 
 def _peers_disagree(line: Mapping[str, Any], tiny: bool) -> bool:
-    """Whether a peer failed on the CPU, where it is enough that kernels of others are called as they want to be."""
+    """Whether a peer failed on the CPU for another reason than that the interpreter cannot run its kernels."""
     failed = [cell["failed"] for cell in line["variants"].values() if "failed" in cell]
     return tiny and any(not any(words in text for words in NOT_INTERPRETED) for text in failed)
 

@@ -1,4 +1,4 @@
-"""Server: a process that measures rows one after the other; a row that hangs or kills it costs that row alone."""
+"""Server: a process that measures rows one after the other. If a row hangs or kills it, only that row is lost."""
 
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -15,7 +15,7 @@ __all__ = ["Server"]
 
 
 class Server:
-    """Measures rows in a process of its own, and starts another one where that does not answer in time."""
+    """Measures rows in another process, and starts a new one if that dies or does not answer in time."""
 
     def __init__(self, device: str, target: Callable[[Connection, str], None] | None = None) -> None:
         self.target = target or serve
@@ -24,14 +24,14 @@ class Server:
         self._partial: dict[str, Any] = {}
 
     def ceilings(self, timeout_s: float) -> dict[str, float]:
-        """What the machine reaches. Raises RuntimeError."""
+        """The ceilings of this machine. Raises RuntimeError if they could not be measured."""
         answer = self._ask(("ceilings",), timeout_s)
         if isinstance(answer, str):
             raise RuntimeError(f"the ceilings of this machine could not be measured: {answer}")
         return answer
 
     def measure(self, row: Row, ceilings: Mapping[str, float] | None, share: float, timeout_s: float) -> dict[str, Any]:
-        """The line of a row."""
+        """The line of results of a row. If the row is not done in time, it has what was known by then, or says that it failed."""
         answer = self._ask(("measure", row.key, ceilings, share), timeout_s)
         if isinstance(answer, str) and self._partial:
             return self._partial | {"cut": answer, "seconds": timeout_s}
@@ -60,7 +60,7 @@ class Server:
 
 
 def serve(connection: Connection, device: str) -> None:
-    """Answer until nobody asks."""
+    """Answer questions until the connection is closed."""
     if device == "cpu":
         triton_interpreter.install()
     rows = {row.key: row for row in (*all_rows(), *long_rows())}

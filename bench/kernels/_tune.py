@@ -1,4 +1,4 @@
-"""Tune: other blocks, warps and stages for one kernel, compiled and held to the bars, checked, then timed on a GPU."""
+"""Tune: other blocks, warps and stages for one kernel are compiled, held to the bars, checked, and then timed on a GPU."""
 
 import itertools
 import re
@@ -40,7 +40,7 @@ def candidates(entry: Tuning) -> Iterator[Tuning]:
 
 
 def rewritten(text: str, kernel: str, key: str, entry: Tuning) -> str:
-    """`table.yaml` with another line for `key` of `kernel`, after the kernel's name if there was none; comments stay."""
+    """The text of `table.yaml` with a new line for `key` of `kernel`, below the kernel's name if it had none; comments stay."""
     fields = {**entry.blocks, "num_warps": entry.num_warps, **({"num_stages": entry.num_stages} if entry.num_stages > 1 else {})}
     values = "{" + ", ".join(f"{name}: {value}" for name, value in fields.items()) + "}"
     lines = text.splitlines(keepends=True)
@@ -97,18 +97,18 @@ def _rank(case: Case, kernel: str, arch: str, size: str | None, device: str) -> 
 
 
 def _problem(case: Case, arch: str) -> str:
-    """What keeps a candidate from being shipped, as the compiler sees it."""
+    """Why a candidate may not be used, by what the compiler says; "" if it may."""
     try:
         found = [
             message for unit in record(case, arch) for message in failures(compiled_facts(unit), case, arch, triton.__version__)
         ]
-    except Exception as error:  # of the compiler or the launch function: this candidate is none
+    except Exception as error:  # raised by the compiler or the function that launches: the candidate is rejected
         return f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"
     return "; ".join(found)
 
 
 def _difference(calls: Callable[[], list[Tensor]], expected: list[Tensor]) -> str:
-    """How the results are other than the table's entry gives."""
+    """How the results differ from those of the table's entry; "" if they do not."""
     try:
         results = calls()
     except (RuntimeError, KernelError) as error:
@@ -126,7 +126,7 @@ def _sizes(case: Case, kernel: str, arch: str) -> set[str | None]:
 
 
 def _calls(case: Case, device: str) -> Callable[[], list[Tensor]]:
-    """The calls of a case, with operands that are made once."""
+    """A function that repeats the calls of a case, on operands that are made only once."""
     generator = torch.Generator(device).manual_seed(20260101)
     made: list[Tensor] = []
 

@@ -10,7 +10,7 @@ from bench.moe._variants import Case
 
 
 def main() -> int:
-    """Run what the command line asks for; 1 if results differ."""
+    """Run what the command line asks for. Returns 1 if results differ."""
     parser = argparse.ArgumentParser(prog="python -m bench.moe")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("layer", help="the layer's forward and backward beside a dense one and transformers' experts")

@@ -1,4 +1,4 @@
-"""The layer in every way, in turn, in one process: results that agree, then medians of paired ratios with intervals."""
+"""All variants of the layer, in turn, in one process: their results must agree; then medians of paired ratios with intervals."""
 
 import gc
 import time
@@ -19,18 +19,18 @@ __all__ = ["BARS", "ResultsDiffer", "check_results", "layer", "table"]
 
 TOLERANCE = 1e-5
 BARS = {"dense": 1.3, "transformers": 1 / 3}
-"""Largest allowed mpar / peer, at the sizes of `Case()`; they are judged by wall time."""
+"""The largest allowed ratio of wall times, mpar / peer, at the sizes of `Case()`."""
 
 Times = dict[str, dict[str, list[list[float]]]]
 """Seconds by variant, by clock, by pass, by step."""
 
 
 class ResultsDiffer(Exception):
-    """Two variants did not compute the same."""
+    """Two variants did not compute the same results."""
 
 
 def check_results(results: Mapping[str, Mapping[str, Tensor]]) -> float:
-    """The largest relative difference from the first variant. Raises ResultsDiffer beyond TOLERANCE, with all offenders."""
+    """The largest relative difference from the first variant. Raises ResultsDiffer, which lists all that are beyond TOLERANCE."""
     first, *others = results
     worst, problems = 0.0, []
     for name in others:
@@ -65,7 +65,7 @@ def layer(case: Case, threads: int, *, passes: int, steps: int) -> list[Result]:
 
 
 def _measure(runs: Mapping[str, Any], passes: int, steps: int) -> tuple[Times, list[float]]:
-    """Each step every variant runs once, in an order that rotates; and the cores that other processes used, by pass."""
+    """In each step every variant runs once, in a rotating order. Returns the times, and by pass the cores that others used."""
     names = list(runs)
     times: Times = {name: {"wall": [], "cpu": []} for name in names}
     foreign = []
@@ -102,7 +102,7 @@ def _line(name: str, times: Times, case: Case) -> dict[str, Json]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown: one row for each variant. The last column bounds what any program with these products can gain over the row."""
+    """Markdown: one row for each variant. The last column bounds what a program with the same products can gain over the row."""
     rows = [
         "| experts, top-k, d, mlp, tokens | threads | variant | ms | CPU ms | GFLOP/s | mpar / this, wall (95 %) "
         "| eager mpar / this | bar | mpar / this, CPU | products alone / this, CPU | foreign cores |",

@@ -1,4 +1,4 @@
-"""Forward and backward of one layer in every way that is compared: the same weights, tokens and cotangent, the same gradients."""
+"""The variants: ways to compute forward and backward of one layer from the same weights, tokens and cotangent."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ VARIANTS = ("mpar", "mpar_eager", "dense", "dense_wide", "transformers", "transf
 """`mpar` is a compiled program of one rank, `mpar_eager` the same function under autograd."""
 
 Pass = Callable[[], Mapping[str, Tensor]]
-"""One forward and backward: what came out, by name."""
+"""Computes one forward and backward; gives the results by name."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes: tokens, model dim, each expert's hidden dim, experts, experts of a token."""
+    """Sizes: tokens, model dim, hidden dim of an expert, experts, and how many experts a token has."""
 
     tokens: int = 4096
     d: int = 512
@@ -36,14 +36,15 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of the experts' products, forward and backward: three matrices, each in three products."""
+        """FLOPs of the experts' products, forward and backward: three matrices, each in three products."""
         return 9 * 2 * self.tokens * self.top_k * self.d * self.mlp
 
     @property
     def moved_bytes(self) -> int:
-        """What carrying rows to and from experts has to read and write, in float32: forward and backward.
+        """Bytes that moving rows to experts and back must read and write, in float32, in forward and backward.
 
-        There: tokens once, rows once; back: rows once, tokens once; their gradients the same, and rows once more for the weights.
+        To the experts tokens are read and rows written; back rows are read and tokens written. Gradients move as much, and rows
+        are read once more for the gradients of the weights.
         """
         return 4 * self.d * (4 * self.tokens + 5 * self.tokens * self.top_k)
 
@@ -58,7 +59,7 @@ class Data:
 
     @classmethod
     def draw(cls, case: Case) -> "Data":
-        """From one seed."""
+        """Random data, always from the same seed."""
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -123,7 +124,7 @@ def _mpar_eager(case: Case, data: Data) -> Pass:
 
 
 def _dense(case: Case, data: Data, *, rows: int, mlp: int) -> Pass:
-    """SwiGLU as anyone writes it; its matrices are those of the first experts."""
+    """SwiGLU as it is commonly written; its matrices are those of the first experts."""
     wide = mlp // case.mlp
     gate, up = (
         w[:wide].transpose(0, 1).flatten(1).contiguous().requires_grad_() for w in (data.params.gate_EDF, data.params.up_EDF)
@@ -168,7 +169,7 @@ def _transformers(case: Case, data: Data, implementation: str) -> Pass:
 
 
 def _products(case: Case, data: Data) -> Pass:
-    """A floor: the experts' nine products alone, on rows that are already where they should be, into memory that is there."""
+    """A floor: only the experts' nine products, on rows that are already sorted by expert, into memory that is allocated."""
     with torch.no_grad():
         logits = data.x[0] @ data.params.router_DE
         experts = ops.topk_router(logits, k=case.top_k)[1]

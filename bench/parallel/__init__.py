@@ -1,1 +1,1 @@
-"""Training steps with one thing spread over ranks, beside torch: `python -m bench.parallel context`, or `experts`."""
+"""Training steps with the sequence or the experts spread over ranks, beside torch: `python -m bench.parallel context|experts`."""

@@ -15,7 +15,7 @@ from bench.parallel._table import table
 
 
 def main() -> int:
-    """Run what the command line asks for; 1 if the peers are missing, a rank failed or losses differ."""
+    """Run what the command line asks for. Returns 1 if the peers are missing, a rank failed or losses differ."""
     args = _parser().parse_args()
     subject = SUBJECTS[args.subject]
     sizes = {name: vars(args)[name] for name in subject.sizes}

@@ -15,14 +15,14 @@ PEERS = {
     "all_gather": ("torch:all_gather", "torch:dtensor_all_gather"),
     "all_to_all": ("torch:all_to_all", "torch:dtensor_all_to_all"),
 }
-"""By a method of mpar the peers that it is compared with."""
+"""For each method of mpar the peers that it is compared with."""
 PAIRS = {f"{ours}:{method}": peers for ours in OURS for method, peers in PEERS.items()}
 SLICED = {f"mpar:{method}/{slices}": (f"mpar:{method}",) for method in PEERS for slices in (2, 4, 8)}
-"""`ring/4` is the ring with rows in 4 slices, beside the same without."""
+"""Variants with rows cut into slices, compared with the same method without: `ring/4` is the ring with 4 slices."""
 
 
 def _sized(cfg: Config, sizes: Sizes) -> Config:
-    """The config at this length. As many key heads as query heads, since torch's ring has no groups of heads."""
+    """The config at these sizes, with as many key heads as query heads, since torch's ring has no groups of heads."""
     return replace(cfg, seq=sizes["seq"], batch=sizes["batch"], kv_heads=cfg.heads)
 
 

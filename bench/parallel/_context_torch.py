@@ -1,11 +1,11 @@
 """The peers' Llama with its sequence spread over ranks, by torch.
 
 `ring` and `all_gather` are torch's context parallelism (torch.distributed.tensor.experimental): its ring, its load balance, its
-two ways of carrying keys and values. torch 2.13 enters it from attention ops of GPUs only: its table of ops has none of the
-CPU's (`aten._scaled_dot_product_flash_attention_for_cpu`), so that `context_parallel(...)` fails here. The CPU's op is therefore
-given to the functions that the table leads to. `all_to_all` exchanges heads for positions by torch's functional collective;
-`dtensor_all_gather` and `dtensor_all_to_all` are DTensor, eager, as one writes them by hand (on CPU DTensor has no all-to-all:
-it gathers, and keeps a part).
+two ways of exchanging keys and values. torch 2.13 enters it only from attention ops of GPUs: its table of ops lacks that of the
+CPU (`aten._scaled_dot_product_flash_attention_for_cpu`), so that `context_parallel(...)` fails here. The functions that the table
+leads to are therefore called directly, with the CPU's op. `all_to_all` exchanges heads for positions by torch's functional
+collective; `dtensor_all_gather` and `dtensor_all_to_all` are eager DTensor, as one writes them by hand (on CPU DTensor has no
+all-to-all: it gathers, and keeps a part).
 """
 
 from collections.abc import Callable
@@ -95,7 +95,7 @@ def _attend(method: str, mesh: DeviceMesh, order: Tensor) -> Attend:
 
 
 def _exchange(x: Tensor, split: int, joined: int, mesh: DeviceMesh) -> Tensor:
-    """Rank i gets part i of dim `split` of every rank, put together along dim `joined`."""
+    """An all-to-all: rank i gets part i of dim `split` from every rank, and joins these parts along dim `joined`."""
     parts = torch.stack(x.chunk(mesh.size(), split))
     return torch.cat(all_to_all_single_autograd(parts, None, None, mesh.get_group()).unbind(), joined)
 
@@ -111,7 +111,7 @@ def make_step(workload: ModuleType, cfg: Any, method: str, ranks: int) -> Callab
         block.self_attn.forward = _forward(block.self_attn, workload, attend)
     parallel = nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=True, broadcast_buffers=False
-    )  # cos, sin differ
+    )  # ranks have different cos and sin
     optimizer, data = workload.adamw(model.parameters()), workload.batches(cfg)
 
     def step() -> Tensor:
@@ -127,7 +127,7 @@ def make_step(workload: ModuleType, cfg: Any, method: str, ranks: int) -> Callab
 
 
 def _forward(layer: Any, workload: ModuleType, attend: Attend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The peers' attention layer, with another attention in it."""
+    """The forward of the peers' attention layer, with `attend` as its attention."""
 
     def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         made = (p(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))

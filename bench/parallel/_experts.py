@@ -1,4 +1,4 @@
-"""Experts: a model with experts in place of each feed-forward layer, which are spread over ranks."""
+"""Experts: a model with experts in place of each feed-forward layer; the experts are spread over ranks."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -28,7 +28,7 @@ def _plan(dispatcher: str, ranks: int) -> Plan:
 
 
 def _initial_params(workload: ModuleType, cfg: ExpertsConfig) -> dict[str, Tensor]:
-    """The peer's first weights by mpar's paths."""
+    """The peer's initial weights, by mpar's paths."""
     theirs = {name: p.detach() for name, p in build(workload, cfg).named_parameters()}
     heads = (-1, cfg.head_dim)
     ours = {"embed.table_VD": theirs["embed_tokens.weight"], "head.norm_D": theirs["norm.weight"]}

@@ -8,7 +8,7 @@ __all__ = ["ExpertsConfig", "with_experts"]
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The peers' config, and experts."""
+    """The peers' config, and how many experts of which size there are."""
 
     d: int
     layers: int

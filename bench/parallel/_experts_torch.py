@@ -22,7 +22,7 @@ __all__ = ["Experts", "build", "make_step"]
 
 
 class Experts(nn.Module):
-    """The feed-forward layers of one block, all of them here; `spread` leaves those of this rank."""
+    """The experts of one block. At first a rank has all of them; `spread` keeps only its own."""
 
     def __init__(self, cfg: ExpertsConfig) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def build(workload: ModuleType, cfg: ExpertsConfig) -> nn.Module:
 
 
 def make_step(workload: ModuleType, cfg: ExpertsConfig, dispatcher: str, ranks: int) -> Callable[[], Tensor]:
-    """`step() -> loss` of this rank's rows. DDP reduces all gradients but those of experts, whose rank has seen all tokens."""
+    """`step() -> loss` of this rank's rows. DDP reduces all gradients but those of experts, which saw the tokens of all ranks."""
     mesh, model = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)), build(workload, cfg)
     for block in model.layers.values():
         block.mlp.spread(mesh, dispatcher)

@@ -24,7 +24,7 @@ __all__ = ["run", "summarise"]
 def run(
     subject: Subject, config: str, sizes: Sizes, ranks: int, variants: Sequence[str], *, folder: Path, passes: Passes
 ) -> list[Result]:
-    """One line for each variant, of the peers' `config` at these sizes. Raises LossesDiffer or RankFailed."""
+    """Measure the peers' `config` at these sizes: a result for each variant. Raises LossesDiffer or RankFailed."""
     workload = peer(folder, "workload")
     cfg = subject.config(workload.CONFIGS[config], sizes)
 
@@ -44,7 +44,7 @@ def run(
 
 
 def summarise(measured: Sequence[Measured], pairs: Mapping[str, Sequence[str]], facts: Mapping[str, Json]) -> list[Result]:
-    """One line a variant; `pairs` maps ours to the peers that it is compared with. Raises LossesDiffer."""
+    """A result for each variant; `pairs` maps ours to the peers that they are compared with. Raises LossesDiffer."""
     names = list(measured[0]["ranks"][0])
     losses = columns(measured, names, "loss", statistics.fmean)
     clocks = {"wall": columns(measured, names, "wall", max), "cpu": columns(measured, names, "cpu", sum)}

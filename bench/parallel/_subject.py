@@ -1,4 +1,4 @@
-"""Subject: one thing that is spread over ranks, in our programs and in those of torch; all else of the benchmark is shared."""
+"""Subject: what a benchmark spreads over ranks, in our programs and in torch's. Subjects share the rest of the benchmark."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from mpar.strategy import Strategy
 __all__ = ["OURS", "Config", "Plan", "Sizes", "Step", "Subject"]
 
 OURS = {"mpar": None, "mpar_gloo": "backend"}
-"""Names of our programs, and the transport they are bound with: shared memory where there is one, or gloo's collectives."""
+"""Names of our programs, and the transport that they are bound with. None: the program's choice; "backend": gloo."""
 
 Sizes = Mapping[str, int]
-"""What the command line says besides the config, by name."""
+"""Options of the command line besides the config, by name."""
 Config = Any
-"""A config of the peers, whose class is in their folder, or one that has its fields."""
+"""A config of the peers, whose class is defined in their folder, or an object with the same fields."""
 Step = Callable[[], Tensor]
 """Takes the next step and gives its loss."""
 
@@ -35,12 +35,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Subject:
-    """One thing that is spread, in several ways.
+    """What is spread over ranks, and the methods that do so.
 
-    sizes: options of the command line and their defaults. variants: what runs if nothing else is asked for, as `program:method`.
-    pairs: for ours the peers that they are compared with. config: the peers' config at given sizes; label: how lines of results
-    call it. model, params: ours, and the peers' first weights by our paths. plan: of a method on a number of ranks. torch_step:
-    the step of a peer (by the name of its variant) on this rank.
+    sizes: options of the command line, and their defaults.
+    variants: those that run by default, each as `program:method`.
+    pairs: for variants of ours, the peers that they are compared with.
+    config: gives the peers' config at these sizes.
+    label: gives its name in lines of results.
+    model: gives our model.
+    params: gives the peers' initial weights, by our paths.
+    plan: gives the plan of a method on a number of ranks.
+    torch_step: gives the step of a peer's variant on this rank.
     """
 
     name: str

@@ -9,7 +9,7 @@ __all__ = ["table"]
 
 
 def table(results: Sequence[Result]) -> str:
-    """One row for each variant, and one more for each further peer that it is compared with."""
+    """A row for each variant; a variant that is compared with several peers has a row for each of them."""
     rows = [
         "| ranks | config | variant | ms | CPU ms, all ranks | peer | this / peer, wall (95 %) | this / peer, CPU (95 %) "
         "| pairs, passes | foreign cores |",

@@ -1,4 +1,4 @@
-"""One rank of a launch: every way of spreading a subject takes one step in turn; rank 0 prints the times."""
+"""One rank of a launch: all ways of spreading a subject take one step each in turn. Rank 0 prints the times."""
 
 import pickle
 
@@ -14,7 +14,7 @@ __all__ = ["main", "program_file"]
 
 
 def program_file(method: str) -> str:
-    """Where the launcher leaves the program of a method."""
+    """The name of the file in which the launcher leaves the program of a method."""
     return f"{method.replace('/', ' ')}.pickle"
 
 

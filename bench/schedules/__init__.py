@@ -1,1 +1,1 @@
-"""Pipelines: generation, run-time overhead, steps on gloo beside torch.distributed.pipelining, predicted times measured."""
+"""Pipelines: generation, run-time overhead, steps on gloo beside torch.distributed.pipelining, predicted and measured time."""

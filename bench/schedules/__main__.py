@@ -18,7 +18,7 @@ ALL = ["gpipe", "one_f_one_b", "interleaved", "zb1p", "zbv", "dual_pipe_v"]
 
 
 def main() -> int:
-    """Run what the command line asks for; 1 if the peers are missing, a rank failed or losses differ."""
+    """Run what the command line asks for. Returns 1 if the peers are missing, a rank failed or losses differ."""
     args = _parser().parse_args()
     try:
         results, text = _measured(args)
@@ -31,7 +31,7 @@ def main() -> int:
 
 
 def _measured(args: argparse.Namespace) -> tuple[list[Result], str]:
-    """The lines of results that a command makes, and what it says of them."""
+    """The results of a command, and the text that it prints about them."""
     if args.command == "overhead":
         results = overhead(args.chunks, args.microbatches, args.repeats)
         said = [f"{one.text('variant')}: {one.number('us_per_action'):.1f} us an action" for one in results]
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     cost.add_argument("--repeats", type=int, default=15)
     made = commands.add_parser("generation", help="seconds to make, lower and verify the programs of all ranks")
     made.add_argument("--torch", action="store_true", help="time torch too, for one rank, at the smaller size")
-    made.add_argument("--torch-full", action="store_true", help="and at the larger one: 10 to 30 s a schedule")
+    made.add_argument("--torch-full", action="store_true", help="time torch at the larger size too: 10 to 30 s a schedule")
     slept = commands.add_parser("sleep", help="predicted against measured makespan, with stages that sleep")
     for command in (gloo, cost, made, slept):
         command.add_argument("--out", type=Path, default=RESULTS / "schedules.jsonl")

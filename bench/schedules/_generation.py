@@ -1,6 +1,7 @@
 """CPU seconds to make, lower and verify the programs of all ranks: `python -m bench.schedules generation --torch-full`.
 
-Beside them those of torch.distributed.pipelining for the instructions of one rank, without verification; all its ranks do it.
+Beside them are those of torch.distributed.pipelining for the instructions of one rank, which every rank makes for itself, without
+verification.
 """
 
 import gc
@@ -27,7 +28,7 @@ PEERS = {
 
 
 class _Stage:
-    """What torch asks of a stage to make an order."""
+    """What torch needs to know of a stage to make an order."""
 
     submod = group = device = None
     has_backward = True
@@ -40,7 +41,7 @@ class _Stage:
 def generation(
     schedule: str, size: tuple[int, int, int], *, queues: str = "direction", repeats: int = 3, torch: bool = False
 ) -> Result:
-    """A line of the least CPU seconds of some repetitions. Torch is timed once."""
+    """A result with the fewest CPU seconds of `repeats` repetitions. Torch is timed once."""
     ranks, chunks, microbatches = size
     made, verified, instructions = [], [], 0
     for _ in range(repeats):

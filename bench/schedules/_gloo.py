@@ -1,4 +1,4 @@
-"""Steps of pipelines on gloo: every schedule beside torch's and the floor, in the same processes; ratios with intervals."""
+"""Steps of pipelines on gloo: mpar's schedules beside torch's and the floor, in the same processes; ratios with intervals."""
 
 import pickle
 import statistics
@@ -26,7 +26,7 @@ __all__ = ["Case", "run", "table"]
 
 @dataclass(frozen=True)
 class Case:
-    """A config of the peers on one rank for each stage. transport: how our messages go; None: as the program finds best."""
+    """A config of the peers on `ranks` ranks. transport: how our messages are sent; None: as the program chooses."""
 
     config: str
     ranks: int
@@ -92,7 +92,7 @@ def _summarise(case: Case, launches: int, measured: Sequence[Measured]) -> list[
 
 
 def _of_those_that_have_it(values: Sequence[float]) -> float:
-    """The mean loss; torch has it on the last stage only, NaN elsewhere."""
+    """The mean loss over ranks that have one; torch has it on the last stage only, and NaN elsewhere."""
     return statistics.fmean(value for value in values if value == value)
 
 

@@ -1,4 +1,4 @@
-"""What torch and the peers call schedules, and the bars of ratios on gloo."""
+"""The names that torch and the peers have for schedules, and the bars for ratios on gloo."""
 
 __all__ = ["FLOOR_BAR", "TORCH", "ZBV_BAR", "wall_bar"]
 
@@ -10,12 +10,12 @@ TORCH = {
     "zbv": "ZBV",
     "dual_pipe_v": "DualPipeV",
 }
-FLOOR_BAR = 1.05  # CPU seconds over the floor, every schedule
-ZBV_BAR = 0.95  # wall of zbv over our own 1F1B on 2 ranks with 8 microbatches
+FLOOR_BAR = 1.05  # CPU seconds over those of the floor, for every schedule
+ZBV_BAR = 0.95  # wall time of zbv over that of our 1F1B, on 2 ranks with 8 microbatches
 
 
 def wall_bar(schedule: str, ranks: int) -> float | None:
-    """mpar's wall over torch's of the same schedule, on 4 ranks."""
+    """The bar for mpar's wall time over torch's with the same schedule; None unless on 4 ranks."""
     if ranks != 4:
         return None
     return {"one_f_one_b": 0.97, "zb1p": 0.90, "zbv": 0.90, "dual_pipe_v": 0.90}.get(schedule)

@@ -1,6 +1,6 @@
-"""Overhead: what the interpreter of a program costs per action, over a loop by hand that calls the same segments' code.
+"""Overhead: the time per action that running a program takes beyond a loop written by hand that calls the same segments' code.
 
-One rank, no messages, a model so small that nothing else counts.
+There is one rank, no messages, and a model so small that nothing else counts.
 """
 
 import statistics
@@ -38,7 +38,7 @@ MODEL = {
 
 
 def overhead(chunks: int, microbatches: int, repeats: int) -> list[Result]:
-    """A line for each schedule: microseconds per action of the program's run, of the loop by hand, and their difference."""
+    """A result for each schedule: microseconds per action of the program's run, of the loop by hand, and their difference."""
     model = models.from_config(MODEL, vocab_multiple=1)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 16, (microbatches, 9), generator=generator)
@@ -78,7 +78,7 @@ def overhead(chunks: int, microbatches: int, repeats: int) -> list[Result]:
 
 
 def _loop(run: RankRun, program: Program, batch: dict[str, torch.Tensor], state: Any) -> Callable[[], None]:
-    """The same calls of the same code on the same values, written out: no dictionaries, no frees, no checks."""
+    """A loop with the same calls of the same code on the same values, but without dictionaries, frees and checks."""
     source, names = ["def loop(v, f, comm):"], program.values
     for line, step in enumerate(program.instructions):
         inputs = ", ".join(f"v[{i}]" for i in step.inputs)

@@ -1,6 +1,6 @@
 """Predicted against measured time: four ranks on gloo whose stages sleep for given times, one of them twice as long.
 
-Sleeping needs no CPU, so that what is measured is the order of the program, its messages and waits, on any machine.
+Sleeping needs no CPU, so on any machine it is the order of the program, its messages and its waits that are measured.
 `python -m bench.schedules sleep` prints a line for each schedule: predicted and measured seconds and their ratio.
 """
 
@@ -39,7 +39,7 @@ CONFIG = {
 
 
 def durations(program: Program) -> list[list[float]]:
-    """Seconds that each instruction sleeps: layers share what their stage sleeps, embedding and head sleep for nothing."""
+    """Seconds that each instruction sleeps. The layers of a stage share its seconds equally; embedding and head do not sleep."""
     stage_of = program.facts.stage_of
     layers = {stage: sum(s == stage and name.startswith("layer") for name, s in stage_of.items()) for stage in stage_of.values()}
 
@@ -64,7 +64,7 @@ class Stopwatch:
             time.sleep(self.sleeps[line])
 
     def took(self, program: Program, position: int) -> list[float]:
-        """Seconds of each instruction of the last step; 0 of those that wait for other ranks."""
+        """Seconds that each instruction of the last step took; 0 for those that wait for other ranks."""
         meets = {name for name, kind in program.kinds.items() if kind.collectives}
         steps = program.parts[position].instructions
         spans = zip(self.began[:-1], self.began[1:], strict=True)
@@ -83,7 +83,7 @@ def measure(folder: Path) -> None:
         position = program.position(rank)
         watch = Stopwatch(durations(program)[position])
         run, state, awake, taken = program.bind(progress=watch), program.init_state(params, rank), [], []
-        for number in range(2 * STEPS + 1):  # the first warms up, the next ones do not sleep: what is left is computation
+        for number in range(2 * STEPS + 1):  # the first warms up; the next ones only compute, without sleep
             watch.asleep = number > STEPS
             dist.barrier()
             start = time.perf_counter()
@@ -103,7 +103,7 @@ def measure(folder: Path) -> None:
 
 
 def _line(name: str, program: Program, every: Sequence[tuple[list[float], list[float]]]) -> dict[str, float | str]:
-    """Predicted, by sleeps and computation, and measured."""
+    """A schedule's time as predicted from sleeps and computation, its measured time, and their ratio."""
     both = zip(durations(program), (computation for computation, _ in every), strict=True)
     seconds = [[a + b for a, b in zip(*own, strict=True)] for own in both]
     messages = {step.message: MESSAGE_S for step in program.instructions if step.op == "send"}

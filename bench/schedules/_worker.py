@@ -1,4 +1,4 @@
-"""One rank of a launch: every schedule of mpar and of torch, and the floor, take one step in turn; rank 0 prints the times."""
+"""One rank of a launch: the schedules of mpar and torch, and the floor, take one step each in turn. Rank 0 prints the times."""
 
 import pickle
 from collections.abc import Callable
@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def make_variants(rank: Rank) -> dict[str, Callable[[], torch.Tensor]]:
-    """By name what takes a step."""
+    """For each variant, by name, the function that takes its next step."""
     microbatches, cfg = rank.args.microbatches, rank.workload.CONFIGS[rank.args.config]
     cfg = replace(cfg, batch=max(cfg.batch, microbatches))
     params = torch.load(rank.work / "params.pt", mmap=True)

@@ -15,7 +15,7 @@ from bench.spmd._table import table
 
 
 def main() -> int:
-    """Run what the command line asks for; 1 if the peers are missing, a rank failed or losses differ."""
+    """Run what the command line asks for. Returns 1 if the peers are missing, a rank failed or losses differ."""
     parser = _parser()
     args = parser.parse_args()
     if args.command == "table":

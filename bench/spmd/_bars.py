@@ -1,4 +1,4 @@
-"""The bars: the lower end of a ratio's interval must be under them."""
+"""The bars: the lower end of a ratio's interval must be under its bar."""
 
 __all__ = ["BARS"]
 
@@ -20,4 +20,4 @@ BARS: dict[tuple[str, str, str], float] = {
     ("tiny", "tp4+sp", "titan_spmd_types"): 0.82,
     ("tiny", "one", "transformers"): 0.95,
 }
-"""(config, mesh, peer) to the largest allowed mpar / peer."""
+"""For each (config, mesh, peer) the largest allowed ratio mpar / peer."""

@@ -1,4 +1,4 @@
-"""Passes of one config on one mesh, over one or more launches: the same losses demanded, ratios with intervals."""
+"""Passes of one config on one mesh, over one or more launches: losses must be the same; ratios have intervals."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ __all__ = ["default_variants", "run", "summarise"]
 
 
 def default_variants(mesh: str, *, titan: bool) -> list[str]:
-    """mpar, mpar on gloo, torch, the floors, and torchtitan's spmd_types where it runs; of one rank transformers."""
+    """mpar, mpar on gloo, torch, the floors, and torchtitan's spmd_types where it runs; on one rank mpar and transformers."""
     shape, _ = MESHES[mesh]
     if shape.size == 1:
         return ["mpar", "transformers"]
@@ -26,7 +26,7 @@ def default_variants(mesh: str, *, titan: bool) -> list[str]:
 
 
 def run(config: str, mesh: str, *, folder: Path, variants: Sequence[str], passes: Passes) -> list[Result]:
-    """The lines of one config and mesh, one for each variant. Raises LossesDiffer or RankFailed."""
+    """The results of one config and mesh, one for each variant. Raises LossesDiffer or RankFailed."""
     workload, ranks = peer(folder, "workload"), MESHES[mesh][0].size
     measured = launched(
         ranks,
@@ -39,9 +39,9 @@ def run(config: str, mesh: str, *, folder: Path, variants: Sequence[str], passes
 
 
 def summarise(facts: Mapping[str, Json], measured: Sequence[Measured]) -> list[Result]:
-    """One line a variant: seconds, CPU seconds, and mpar's ratio to it. A step lasts as long as its slowest rank.
+    """A result for each variant: seconds, CPU seconds, and mpar's ratio to it. A step lasts as long as its slowest rank.
 
-    `facts` are in every line; "config" and "mesh" among them say which bars there are.
+    `facts` are in every result; "config" and "mesh" among them say which bars there are.
     """
     names = list(measured[0]["ranks"][0])
     losses = columns(measured, names, "loss", statistics.fmean)

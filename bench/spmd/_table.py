@@ -9,7 +9,7 @@ __all__ = ["table"]
 
 
 def table(results: Sequence[Result]) -> str:
-    """One row for each (config, mesh, variant), newest last."""
+    """One row for each config, mesh and variant, the newest last."""
     newest = {tuple(result.text(key) for key in ("config", "mesh", "variant")): result for result in results}
     rows = [
         "| config | mesh | peer | ms | CPU ms, all ranks | mpar / peer, wall (95 %) | mpar / peer, CPU (95 %) | bar "
@@ -29,5 +29,5 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _verdict(result: Result) -> str:
-    """The bar asks only for the interval's lower end; one that reaches over the bar decides little, and the table says so."""
+    """The bar is met if the interval's lower end is under it. The table says where the interval reaches over the bar."""
     return verdict(result.numbers("mpar_over_this_wall"), result.number("bar")) if result.figures["under_bar"] else "**missed**"

@@ -1,4 +1,4 @@
-"""One rank of a launch: the variants of one config and mesh; rank 0 prints the times."""
+"""One rank of a launch: the variants of one config and mesh take one step each in turn. Rank 0 prints the times."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 
 def make_variants(rank: Rank) -> dict[str, Callable[[], torch.Tensor]]:
-    """By name what takes a step."""
+    """For each variant, by name, the function that takes its next step."""
     workload, mesh = rank.workload, rank.args.mesh
     cfg = workload.CONFIGS[rank.args.config]
     steps = {}

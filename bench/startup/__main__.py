@@ -22,7 +22,7 @@ TIME_BAR, MEMORY_BAR_MB = 1.2, 100.0
 
 
 def torch_line(folder: Path, config: str, mesh: str, num_ranks: int) -> dict[str, float]:
-    """What the peer reports of itself."""
+    """What the peer's launch reports of itself."""
     args = ["torch_spmd.py", "--config", config, "--mesh", mesh, "--steps", str(STEPS - 1), "--warmup", "1"]
     command = [sys.executable, "launch.py", str(num_ranks), *args]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -37,7 +37,7 @@ def torch_line(folder: Path, config: str, mesh: str, num_ranks: int) -> dict[str
 
 
 def main() -> int:
-    """Measure and print one line; 1 if the peers are missing or a rank failed."""
+    """Measure and print one result. Returns 1 if the peers are missing or a rank failed."""
     parser = argparse.ArgumentParser(prog="python -m bench.startup")
     parser.add_argument("--config", default="tiny")
     parser.add_argument("--mesh", default="tp2_sp")
@@ -58,11 +58,11 @@ def main() -> int:
 
 
 Lines = list[dict[str, float]]
-"""What each launch reports of itself: "first_step_done_s", "base_mb", "peak_mb"; ours "compiler_loaded" too."""
+"""What each launch reports of itself: "first_step_done_s", "base_mb", "peak_mb"; launches of ours also "compiler_loaded"."""
 
 
 def measure(folder: Path, config: str, mesh: str, passes: int) -> tuple[Lines, Lines]:
-    """Ours and the peer's, in turn. Raises RankFailed."""
+    """What launches of ours and of the peer report, which take turns. Raises RankFailed."""
     workload = peer(folder, "workload")
     ours, theirs = [], []
     with tempfile.TemporaryDirectory() as work:

@@ -1,4 +1,4 @@
-"""One rank that loads a compiled program and takes a few steps; rank 0 prints when the first was done, and everybody's memory."""
+"""One rank that loads a compiled program and takes a few steps. Rank 0 prints when the first was done, and all ranks' memory."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def status_mb(field: str) -> float:
 
 
 def main() -> None:
-    """Entry of one rank: worker.py WORK PEERS CONFIG."""
+    """The entry of one rank, with the arguments WORK PEERS CONFIG."""
     work, peers, config = sys.argv[1:]
     workload = peer(find_peers(peers), "workload")
     torch.set_num_threads(1)

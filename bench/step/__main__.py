@@ -1,4 +1,4 @@
-"""`python -m bench.step run`: training steps on one GPU beside transformers; `table`: what is known of them, as Markdown."""
+"""`python -m bench.step run`: training steps on one GPU beside transformers; `table`: the results as Markdown."""
 
 import argparse
 import sys
@@ -11,16 +11,16 @@ from bench.step._run import run
 
 
 def main() -> int:
-    """Run what the command line asks for; 1 if a row failed or was not reached, or a bar was missed."""
+    """Run what the command line asks for. Returns 1 if a row failed or was not reached, or a bar was missed."""
     parser = argparse.ArgumentParser(prog="python -m bench.step")
     commands = parser.add_subparsers(dest="command", required=True)
     timed = commands.add_parser("run", help="time steps of every case and variant on the GPU that is here")
     timed.add_argument("--cases", type=_names, default=[], metavar="A,B", help=", ".join(case.key for case in CASES))
     timed.add_argument("--variants", type=_names, default=[], metavar="A,B", help=", ".join(v.name for v in VARIANTS))
     timed.add_argument("--tiny", action="store_true", help="toy sizes on the CPU: everything but the figures")
-    timed.add_argument("--seconds", type=float, default=540.0, help="end after this time; rows that are left are not reached")
+    timed.add_argument("--seconds", type=float, default=540.0, help="end after this time; remaining rows are not reached")
     timed.add_argument("--profile", action="store_true", help="step_kernels.md, and traces of ours as step_*.json.gz")
-    timed.add_argument("--commit", default="", help="what is measured, where there is no git; else the file COMMIT says it")
+    timed.add_argument("--commit", default="", help="the commit, where there is no git; else the file COMMIT says it")
     shown = commands.add_parser("table", help="write step.md from step.jsonl")
     for command in (timed, shown):
         command.add_argument("--out", type=Path, default=RESULTS, help="folder of step.jsonl, which grows, and step.md")

@@ -11,9 +11,9 @@ from mpar.conf_dir import conf_dir
 __all__ = ["CASES", "MEMORY_RATIO", "PEAK_FLOPS_PER_S", "SPEED_RATIO", "VARIANTS", "Case", "Variant", "main_peer"]
 
 PEAK_FLOPS_PER_S = 989e12
-"""Dense bfloat16 of an H100 or H200 (data sheet, SXM): what MFU is counted against."""
+"""The peak of an H100 or H200 in dense bfloat16 (data sheet, SXM), to which MFU refers."""
 SPEED_RATIO, MEMORY_RATIO = 1.15, 0.85
-"""Tokens per second of ours over the peer's, at least; peak memory of ours over the peer's, at most."""
+"""Bars: the least ratio of our tokens per second to the peer's, and the largest ratio of our peak memory to the peer's."""
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -27,9 +27,10 @@ TINY_HEAD = {"head_dim": 8}
 
 @dataclass(frozen=True)
 class Case:
-    """`sequences` of `seq_len` tokens through the model of `conf/model/<model>.yaml`; share: of the time, if all cases run.
+    """`sequences` of `seq_len` tokens through the model of `conf/model/<model>.yaml`.
 
-    tokens_per_s: a bar, where a speed of others on such a chip is known.
+    share: the share of the time that the case gets if all cases run.
+    tokens_per_s: a bar, where others have published a speed on such a chip.
     """
 
     model: str
@@ -64,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Variant:
-    """Ours by `execution`; or transformers, with parameters of dtype `weights`, and kernels of Liger."""
+    """mpar by `execution`; or transformers, with parameters of dtype `weights`, and with Liger's kernels if `liger`."""
 
     name: str
     execution: str = ""
@@ -83,7 +84,7 @@ CASES = (
     Case("megatron_1b7", 2, 4096, 0.05, 36_200.0),
     Case("megatron_1b7", 1, 4096, 0.05, 36_200.0),
 )
-"""In order of importance. 36.2 k tokens/s: 408.8 TFLOP/s of an H100 by all pairs, in the README of Megatron-LM (core 0.8)."""
+"""In order of importance. 36.2 k tokens/s are the 408.8 TFLOP/s of an H100, counting all pairs, of Megatron-LM's README (0.8)."""
 
 VARIANTS = (
     Variant("mpar eager", execution="eager"),
@@ -94,9 +95,9 @@ VARIANTS = (
     Variant("transformers bf16", weights="bfloat16"),
     Variant("transformers bf16 liger", weights="bfloat16", liger=True),
 )
-"""In order of importance. Only float32 masters train as ours do: those of bf16 are shown, and no bar is about them."""
+"""In order of importance. Only peers with float32 masters train as ours do; those in bf16 are shown, but bars leave them out."""
 
 
 def main_peer(names: Sequence[str]) -> list[str]:
-    """The peers among `names` that ours is held against."""
+    """The peers among `names` that ours are compared with by bars."""
     return [variant.name for variant in VARIANTS if variant.name in names and variant.weights == "float32"]

@@ -11,11 +11,11 @@ from bench.step._case import Case
 __all__ = ["NUM_BATCHES", "first_weights", "token_batches"]
 
 NUM_BATCHES = 8
-"""Batches, which come again and again."""
+"""How many batches there are; after the last comes the first again."""
 
 
 def token_batches(case: Case, device: torch.device) -> list[dict[str, Tensor]]:
-    """Random tokens, and as labels those that follow; the last has none."""
+    """Random tokens, and as labels the tokens that follow them; the last token has no label."""
     generator = torch.Generator(device).manual_seed(0)
     vocab_size, shape = case.config()["vocab_size"], (case.sequences, case.seq_len)
     batches = []
@@ -27,7 +27,7 @@ def token_batches(case: Case, device: torch.device) -> list[dict[str, Tensor]]:
 
 
 def first_weights(name: str, shape: Sequence[int], deviation: float, device: torch.device) -> Tensor:
-    """The tensor that a Hugging Face folder would hold under `name`: gains one, biases zero, the rest by the name alone."""
+    """The tensor that a Hugging Face folder has under `name`: ones for gains, zeros for biases, else random by the name alone."""
     if name.endswith("bias"):
         return torch.zeros(tuple(shape), device=device)
     if name.endswith("norm.weight"):

@@ -22,14 +22,14 @@ __all__ = ["OPTIMIZER", "Ours", "initial_state"]
 OPTIMIZER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CLIP_NORM = 1.0
 LOGITS_CHUNK = 4096
-"""Tokens whose logits are made at once, at the most: kernels take fewer where that is as fast."""
+"""The most tokens whose logits are made at once; kernels take fewer where that is as fast."""
 RECOMPUTE = ("none", "selective", "full")
 FULL = 0.95
-"""The share of a device's memory that a program may be predicted to need."""
+"""The largest share of a device's memory that a program may be predicted to need."""
 
 
 class Ours:
-    """Steps of mpar. `about` says how; `predicted` is what the program predicts."""
+    """Steps of mpar. `about` says how they are run; `predicted` is what the program predicts."""
 
     def __init__(self, case: Case, variant: Variant, device: torch.device) -> None:
         model = models.from_config(case.config(), logits_chunk=LOGITS_CHUNK)

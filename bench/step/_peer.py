@@ -30,7 +30,7 @@ def missing(variant: Variant, *, cpu: bool) -> str:
 
 
 class Peer:
-    """Steps of transformers. In bfloat16 under autocast with float32 parameters, or with bfloat16 parameters alone."""
+    """Steps of transformers, in bfloat16: under autocast with float32 parameters, or with bfloat16 parameters only."""
 
     predicted: ClassVar[dict[str, Any]] = {}
 
@@ -47,7 +47,7 @@ class Peer:
             for name, parameter in model.named_parameters():
                 parameter.copy_(first_weights(name, parameter.shape, deviation, device))
         if not self._autocast:
-            for parameter in model.parameters():  # tables of RoPE stay float32, as when transformers loads weights
+            for parameter in model.parameters():  # only these: tables of RoPE stay float32, as when transformers loads weights
                 parameter.data = parameter.data.to(torch.bfloat16)
         loss = self._fused_loss() if variant.liger else self._loss
         cuda = device.type == "cuda"
@@ -96,7 +96,7 @@ def _model(config: dict[str, Any], device: torch.device) -> Any:
 
 
 def _patch(kind: str) -> list[str]:
-    """Put Liger's parts into transformers before a model is made; what they are called."""
+    """Put Liger's parts into transformers before a model is made. Returns the names of these parts."""
     if kind != "llama":
         return ["fused loss"]
     _of_liger("transformers", "apply_liger_kernel_to_llama")(fused_linear_cross_entropy=False)
@@ -104,7 +104,7 @@ def _patch(kind: str) -> list[str]:
 
 
 def _replace_layer_norms(model: torch.nn.Module) -> list[str]:
-    """Liger has no function that patches Starcoder2, but a layer norm."""
+    """Replace layer norms by Liger's, by hand: Liger has no function that patches Starcoder2."""
     found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     norms = [(parent, name, child) for parent, name, child in found if isinstance(child, torch.nn.LayerNorm)]
     for parent, name, child in norms:

@@ -1,4 +1,4 @@
-"""Report: steps as Markdown, from lines of results, and what they must reach; what no line is about is not yet measured."""
+"""Report: steps as Markdown, from lines of results, with the bars. Variants without a line are shown as not yet measured."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,8 @@ from bench.step._case import CASES, MEMORY_RATIO, SPEED_RATIO, VARIANTS, Case, V
 __all__ = ["PREDICTED_WITHIN", "bars", "markdown", "newest", "sentence", "write_table"]
 
 PREDICTED_WITHIN, FIRST_LOSS_WITHIN, LOSSES_WITHIN = 0.03, 1.0, 0.02
-"""Predicted over measured peak, from 1. In nats: a first loss, from that of a guess; first losses of ours and the peer."""
+"""Largest allowed distances: of predicted over measured peak from 1; in nats, of a first loss from that of a guess, and of our
+first loss from the peer's."""
 GIGA, TERA = 1e9, 1e12
 COLUMNS = (
     "case",
@@ -27,7 +28,7 @@ COLUMNS = (
     "run",
 )
 Newest = Mapping[tuple[str, str], Result]
-"""By case and variant the line that counts."""
+"""The result that counts for each case and variant."""
 
 
 def write_table(out: Path) -> None:
@@ -38,7 +39,7 @@ def write_table(out: Path) -> None:
 
 
 def newest(results: Sequence[Result]) -> dict[tuple[str, str], Result]:
-    """By case and variant the last line, but one that was not reached does not displace one that was measured."""
+    """For each case and variant the last line; but a line that was not reached does not replace one that was measured."""
     found: dict[tuple[str, str], Result] = {}
     for result in results:
         key = result.text("case"), result.text("variant")
@@ -48,7 +49,7 @@ def newest(results: Sequence[Result]) -> dict[tuple[str, str], Result]:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Facts, the table of all cases and variants, bars, what did not run, how each was set up."""
+    """Facts of the runs, the table of all cases and variants, bars, what did not run, and how each variant was set up."""
     last = newest(results)
     runs = list(dict.fromkeys(result.origin.run for result in last.values()))
     text = ["# A training step on one GPU", "", "Made by `python -m bench.step run`; all runs are in `step.jsonl`.", ""]
@@ -83,7 +84,7 @@ EXPLANATION = (
 
 
 def bars(case: Case, results: Newest) -> list[tuple[str, str, str]]:
-    """(what must hold, what we have, met | missed | not measured) for a case."""
+    """For a case its bars: (what must hold, the figure, "met", "missed" or "not measured")."""
     timed = {name: result for (key, name), result in results.items() if key == case.key and result.text("status") == "ok"}
     ours, peer = _fastest([v.name for v in VARIANTS if v.ours], timed), _fastest(main_peer(list(timed)), timed)
     own, other = (None if name is None else timed[name] for name in (ours, peer))
@@ -154,12 +155,12 @@ def _first_loss(result: Result) -> float:
 
 
 def _fastest(names: Sequence[str], timed: Mapping[str, Result]) -> str | None:
-    """Of those that were timed, the one whose step is shortest."""
+    """The one of these variants whose step is shortest, among those that were timed."""
     return min((name for name in names if name in timed), key=lambda name: timed[name].number("ms"), default=None)
 
 
 def _ratio(over: Result | None, under: Result | None, key: str, under_key: str) -> float | None:
-    """`key` of one line over `under_key` of another, if both have it."""
+    """`key` of one line divided by `under_key` of another; None unless both have it."""
     if over is None or under is None or not (over.has(key) and under.has(under_key)):
         return None
     return over.number(key) / under.number(under_key)

@@ -1,4 +1,4 @@
-"""Run: the variants of each case, every one in a process that may fail, blocks of steps in turn, while there is time."""
+"""Run: the variants of each case, each in a process that may fail, take blocks of steps in turn while there is time."""
 
 import math
 import sys
@@ -21,20 +21,20 @@ from mpar import models
 __all__ = ["run"]
 
 BUILD_S = 240.0
-"""What it may take until a variant's first steps are done; torch.compile takes minutes."""
+"""Seconds until the first steps of a variant must be done; torch.compile takes minutes."""
 BLOCK_S, ROUNDS, ANSWER_S = 3.0, 3, 60.0
 TURN_S, PROFILE_S = 5.0, 8.0
-"""What a block takes with the steps before it, and a profile."""
+"""Seconds that are planned for a block, with the steps before it, and for a profile."""
 SPARE_S = 12.0
-"""What ending takes, with the last block."""
+"""Seconds that are kept for the end, with the last block."""
 PARKED = 0.45
-"""Of a device's memory: what variants that wait may hold while another one is built."""
+"""The share of a device's memory that waiting variants may hold while another one is built."""
 
 
 def run(
     keys: Sequence[str], names: Sequence[str], *, tiny: bool, seconds: float, out: Path, commit: str, profile: bool
 ) -> list[Result]:
-    """Measure cases, or with `tiny` toy sizes on the CPU; files grow as rows are done. Returns the last line of each row."""
+    """Measure cases, or with `tiny` toy sizes on the CPU. Files are written as rows are done. Returns a result for each row."""
     started = time.perf_counter()
     cases = [case for case in CASES if not keys or case.key in keys]
     variants = [variant for variant in VARIANTS if not names or variant.name in names]
@@ -61,7 +61,7 @@ class _Case:
         self.walls: dict[str, list[float]] = {}
 
     def run(self, variants: Sequence[Variant]) -> list[Result]:
-        """Build each and take its first block; then blocks in turn; then, if asked, a profile of each."""
+        """Build each variant and time its first block; then time more blocks in turn; then, if asked for, profile each."""
         try:
             for variant in variants:
                 self.lines[variant.name] = self._start(variant)
@@ -79,7 +79,7 @@ class _Case:
         return [self._result(name) for name in self.lines]
 
     def _result(self, name: str) -> Result:
-        """What is known so far of a variant."""
+        """The result of a variant, as far as it is known."""
         return Result.of({"case": self.case.key, "variant": name} | self.lines[name], self.origin)
 
     def _left(self) -> float:
@@ -102,7 +102,7 @@ class _Case:
         return self.lines[variant.name]
 
     def _build(self, variant: Variant) -> dict[str, Any]:
-        later = TURN_S * (ROUNDS - 1) + (PROFILE_S if self.profile else 0.0)  # that each of them still needs
+        later = TURN_S * (ROUNDS - 1) + (PROFILE_S if self.profile else 0.0)  # what each variant still needs
         left = self._left() - TURN_S - later * (1 + len(self.alive))
         if left <= 0:
             return {"status": "not reached", "error": "time was over"}
@@ -142,7 +142,7 @@ class _Case:
             self._close(name)
 
     def _figures(self, name: str) -> dict[str, Any]:
-        """Rates by the median step, by both ways to count attention."""
+        """Rates of the median step: tokens per second, and FLOP/s by both ways to count attention."""
         line, case = self.times[name].summary(), self.case
         line["wall_ms"] = min(self.walls[name])
         line["tokens_per_s"] = case.num_tokens / (1e-3 * line["ms"])
@@ -153,7 +153,7 @@ class _Case:
         return line
 
     def _make_room(self) -> None:
-        """Close those that hold most while they wait, until the others hold little; the fastest of each side go last."""
+        """Close the waiting variants that hold most memory until the others hold little; the fastest of each side go last."""
         best = self._fastest()
         held = {name: self.lines[name].get("held_bytes", 0) for name in self.alive}
         for name in sorted(held, key=lambda name: (name in best, -held[name])):
@@ -162,7 +162,7 @@ class _Case:
             self._close(name)
 
     def _fastest(self) -> set[str]:
-        """The names of our fastest variant and of the fastest peer that ours is held against."""
+        """The names of our fastest variant, and of the fastest peer that ours are compared with by bars."""
         timed = {name: line["ms"] for name, line in self.lines.items() if line["status"] == "ok"}
         ours = [variant.name for variant in VARIANTS if variant.ours and variant.name in timed]
         sides = (ours, main_peer(list(timed)))

@@ -1,4 +1,4 @@
-"""Worker: one variant in a process of its own; it builds, and takes blocks of steps when asked, giving back memory between."""
+"""Worker: one variant in a process of its own. It builds, takes blocks of steps when asked, and gives back memory in between."""
 
 import gc
 import importlib.metadata
@@ -19,14 +19,14 @@ from bench.step._profile import profile_step
 __all__ = ["serve"]
 
 WARM_STEPS = 5
-"""The first loads kernels and compiles, the second is recorded as a graph."""
+"""Steps before any figure: the first loads kernels and compiles, the second is recorded as a graph."""
 AGAIN_STEPS = 2
-"""Steps before each block: they take memory back from the system."""
+"""Steps before each block, in which memory is allocated again."""
 FEWEST, MOST = 4, 200
 
 
 def serve(connection: Connection, case: Case, variant: Variant, device: str) -> None:
-    """Answer ("build",), ("block", seconds) and ("profile", folder, trace) until nobody asks; a "status" is a failure."""
+    """Answer ("build",), ("block", seconds) and ("profile", folder, trace) until nobody asks. Failures have a "status"."""
     worker = _Worker(case, variant, torch.device(device))
     while True:
         try:
@@ -37,7 +37,7 @@ def serve(connection: Connection, case: Case, variant: Variant, device: str) -> 
             answer = getattr(worker, question)(*rest)
         except torch.OutOfMemoryError as error:
             answer = {"status": "out of memory", "error": str(error).splitlines()[0]}
-        except Exception as error:  # whatever it is, it is this variant's row, and others go on
+        except Exception as error:  # whatever the error is, it is reported, and other variants go on
             where = traceback.extract_tb(error.__traceback__)[-1]
             words = (str(error).splitlines() or [""])[0][:300]
             answer = {
@@ -48,7 +48,7 @@ def serve(connection: Connection, case: Case, variant: Variant, device: str) -> 
 
 
 class _Worker:
-    """What one process holds."""
+    """The variant that one process trains."""
 
     def __init__(self, case: Case, variant: Variant, device: torch.device) -> None:
         self.case, self.variant, self.device = case, variant, device
@@ -56,7 +56,7 @@ class _Worker:
         self.trainer: Any = None
 
     def build(self) -> dict[str, Any]:
-        """Make it and take the first steps: their losses, seconds, peak memory and prediction."""
+        """Make the variant and take the first steps. Returns their losses and seconds, the peak memory and the prediction."""
         started = time.perf_counter()
         self.trainer = (Ours if self.variant.ours else Peer)(self.case, self.variant, self.device)
         recorded = self.variant.execution == "cuda_graph"
@@ -81,7 +81,7 @@ class _Worker:
         return answer
 
     def block(self, seconds: float) -> dict[str, Any]:
-        """Milliseconds of each of some steps, and of one by the clock on the wall; then memory that is not needed goes back."""
+        """Milliseconds of each of some steps, and the mean by the wall clock. Then memory that is not needed is given back."""
         estimate = self._timed(AGAIN_STEPS)[-1] / 1e3
         count = max(FEWEST, min(MOST, int(seconds / max(estimate, 1e-6))))
         started = time.perf_counter()
@@ -93,7 +93,7 @@ class _Worker:
         return {"times": times, "wall_ms": wall_ms, "last_loss": last, "held_bytes": held}
 
     def profile(self, folder: str, trace: bool) -> dict[str, Any]:
-        """The kernels of one step, and with `trace` all that happens in it, as a file in `folder`."""
+        """The kernels of one step; with `trace` a file in `folder` too, which has all that happens in the step."""
         self._timed(AGAIN_STEPS)
         name = f"{self.case.key}_{self.variant.name.replace(' ', '_')}"
         return {"kernels": profile_step(self.trainer.step, Path(folder), name, trace=trace and self.variant.ours, cuda=self.cuda)}

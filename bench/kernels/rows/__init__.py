@@ -7,7 +7,7 @@ from tools.kernel_shapes import SSD
 __all__ = ["all_rows", "long_rows"]
 
 ORDER = (1, 12, 10, 4, 13, 15, 9, 11, 19, 21, 2, 3, 5, 20, 18, 24, 23, 17, 14, 6, 7, 8, 16, 22)
-"""By how much a row tells, so that what is left out when time is over tells the least."""
+"""Numbers of rows, the most telling first, so that the rows that are left out when time is over tell the least."""
 
 NOT_BUILT = [Row(22, "ssd", None, SSD, missing="there is no kernel yet")]
 
@@ -20,5 +20,5 @@ def all_rows() -> tuple[Row, ...]:
 
 
 def long_rows() -> tuple[Row, ...]:
-    """Rows of the long form alone: other dtypes and sizes."""
+    """Rows that only the long form has: other dtypes and sizes."""
     return tuple(attention.LONG_ROWS)

@@ -36,7 +36,7 @@ CHUNK = 512
 
 @dataclass(frozen=True)
 class Problem:
-    """Operands, and which keys a query sees: those before it, in its document, nearer than the window."""
+    """Operands, and which keys a query sees: those not after it, of its document, and inside its window."""
 
     q_BSNH: Tensor
     k_BMKH: Tensor
@@ -61,12 +61,12 @@ class Problem:
         return implementation("attention_bwd", "triton")(*operands, **self._params())[:3]
 
     def flops(self) -> int:
-        """Of the forward pass: two products for every pair of a query and a key that it sees."""
+        """FLOPs of the forward: two products for every pair of a query and a key that it sees."""
         size = self.q_BSNH.shape[3] + self.v_BMKH.shape[3]
         return 2 * self.q_BSNH.shape[2] * size * self._pairs()
 
     def bytes(self) -> int:
-        """Operands read and output written once."""
+        """Bytes of the forward: operands are read once, and the output is written once."""
         out = self.q_BSNH.numel() // self.q_BSNH.shape[3] * self.v_BMKH.shape[3] * self.q_BSNH.itemsize
         return sum(x.nbytes for x in (self.q_BSNH, self.k_BMKH, self.v_BMKH)) + out
 
@@ -94,7 +94,7 @@ def problem(
     documents: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Problem:
-    """Random operands; `documents` packed one after the other in every row, of lognormal lengths that add up to S."""
+    """Random operands. `documents`: how many are packed into every row; their lengths are lognormal and add up to S."""
     shapes = (B, S, N, H), (B, S, K, H), (B, S, K, V or H), (B, S, N, V or H)
     q, k, v, dout = (setting.normal(*shape, dtype=dtype) for shape in shapes)
     packed = _documents(S, documents).to(setting.device).expand(B, S).contiguous() if documents else None
@@ -102,7 +102,7 @@ def problem(
 
 
 def reference(problem: Problem, *, backward: bool) -> list[Tensor]:
-    """Of the first sequence and the first kv head in float64: out and lse, or the gradients of q, k and v."""
+    """Results of the first sequence and the first kv head in float64: out and lse, or the gradients of q, k and v."""
     q_NSH, k_MH, v_MH, dout_NSH = _first(problem)
     S, scale = q_NSH.shape[1], problem.scale
     out, lse = torch.empty_like(dout_NSH), q_NSH.new_empty(q_NSH.shape[:2])
@@ -145,7 +145,7 @@ def masked(setting: Setting, *, backward: bool = False, **sizes: Any) -> Built:
 
 
 def two_head_sizes(setting: Setting, **sizes: Any) -> Built:
-    """Queries and keys of one head size, values of another, beside torch's kernels, as they are and padded."""
+    """Queries and keys of one head size and values of another, beside torch's kernels, with values as they are and padded."""
     p = problem(setting, **sizes)
     size = p.q_BSNH.shape[3]
     padded = Problem(p.q_BSNH, p.k_BMKH, F.pad(p.v_BMKH, (0, size - p.v_BMKH.shape[3])), p.dout_BSNH)
@@ -183,7 +183,7 @@ def _sdpa(p: Problem, backend: SDPBackend, *, backward: bool) -> Variant:
         return Variant(lambda: forward(q, k, v), lambda out: _select(p, out.transpose(1, 2)))
     try:
         forward(q, k, v)
-    except RuntimeError:  # the backend takes no groups: it gets every head's own keys, whose gradients are added up afterwards
+    except RuntimeError:  # the backend takes no groups: keys are repeated for every head, and their gradients added up afterwards
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     return _pull_back(forward, p, q, k, v, dout)
 
@@ -227,7 +227,7 @@ def _varlen(setting: Setting, p: Problem) -> Variant | str:
     try:
         varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
         options: dict[str, Any] = {"window_size": (-1, 0)}
-    except TypeError:  # older: a flag instead of a window
+    except TypeError:  # an older version, which has a flag instead of a window
         options = {"is_causal": True}
     return Variant(
         lambda: varlen_attn(q, k, v, starts, starts, longest, longest, **options), lambda out: _select(p, out.unsqueeze(0))
@@ -235,7 +235,7 @@ def _varlen(setting: Setting, p: Problem) -> Variant | str:
 
 
 def _pull_back(forward: Callable[..., Tensor], p: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Variant:
-    """The backward pass alone, of a graph that is made once, when it is first asked for."""
+    """The backward alone. Its forward runs once, when the backward is first called."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     @functools.cache
@@ -254,7 +254,7 @@ def _select(p: Problem, out_BSNH: Tensor, lse_BSN: Tensor | None = None) -> list
 
 
 def _select_gradients(p: Problem, dq_BSNH: Tensor, dk_BMKH: Tensor, dv_BMKH: Tensor) -> list[Tensor]:
-    copies = dk_BMKH.shape[2] // p.k_BMKH.shape[2]  # of every kv head, where a peer needs them
+    copies = dk_BMKH.shape[2] // p.k_BMKH.shape[2]  # how many copies of every kv head a peer needed
     return [*_select(p, dq_BSNH), *(x[0, :, :copies].double().sum(1).to(x.dtype) for x in (dk_BMKH, dv_BMKH))]
 
 
@@ -282,7 +282,7 @@ def _documents(total: int, count: int) -> Tensor:
 
 
 def _half(row: Row) -> Row:
-    """The same in float16."""
+    """The same row in float16."""
     assert row.build is not None
     return dataclasses.replace(row, build=functools.partial(row.build, dtype=torch.float16), dtype="float16")
 
@@ -327,4 +327,4 @@ LONG_ROWS = [
         for number, name, backward in ((2, "fwd", False), (4, "bwd", True))
     ),
 ]
-"""The long form: float16, and lengths from 1k to 32k with as many sequences as make 16k tokens."""
+"""Rows of the long form: float16, and lengths from 1k to 32k with as many sequences as make 16k tokens."""

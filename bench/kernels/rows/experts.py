@@ -221,7 +221,7 @@ def _liger_layer(fused: Any, x: Tensor, router: Tensor, weights: list[Tensor], k
 
 
 def _wide_layer(x: Tensor, router: Tensor, up: Tensor, down: Tensor, k: int) -> Tensor:
-    """Expert by expert in float64; experts are chosen as in float32, where two may be as good as equal."""
+    """The layer in float64, expert by expert. Experts are chosen in float32, since two may score nearly the same."""
     weights, experts = _route(x.detach().float() @ router, k)
     parts = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for expert in experts.unique().tolist():

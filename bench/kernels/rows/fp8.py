@@ -12,13 +12,13 @@ from tools.kernel_shapes import FP8_MATMUL, QUANTISE
 __all__ = ["ROWS"]
 
 CHECKED = 256
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # the largest number of e4m3
 FLIPPED = 2e-3
-"""A quotient at the middle of two numbers of e4m3 may round to either of them: a step of 1/8 now and then."""
+"""Tolerance for e4m3: a quotient in the middle between two numbers may now and then round to either, which differ by 1/8."""
 
 
 def quantise(setting: Setting, *, M: int, N: int, transposed: bool) -> Built:
-    """Rows in blocks of 128 elements; `transposed`: and columns too, stored the other way round."""
+    """Quantise rows in blocks of 128 elements, and with `transposed` also columns, which are stored as rows."""
     x = setting.normal(M, N)
     name = "quantise_fp8_both" if transposed else "quantise_fp8"
     formula = _both if transposed else _blocks

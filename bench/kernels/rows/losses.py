@@ -19,14 +19,14 @@ __all__ = ["ROWS"]
 CHECKED = 32
 """Rows of dlogits or dx, and columns of dhead, that are compared."""
 CHUNK = 256
-"""Tokens at a time in float64."""
+"""How many tokens the float64 reference computes at a time."""
 IGNORE = -100
 LOGITS = TOLERANCES[torch.bfloat16]
-"""What the head's logits are rounded to shows in losses that are float32."""
+"""Tolerance of losses in float32 where the head's logits are rounded to bfloat16, which shows in them."""
 
 
 def full(setting: Setting, *, T: int, V: int) -> Built:
-    """Mean loss and gradient of the logits: read, read, write."""
+    """Mean loss and gradient of the logits, which are read twice and written once."""
     logits, labels = setting.normal(T, V), setting.integers(V, T)
     params = {"ignore_index": IGNORE, "vocab_size": V, "start": 0, "label_smoothing": 0.0}
     dloss = torch.full((T,), 1 / T, device=setting.device)
@@ -54,7 +54,7 @@ def full(setting: Setting, *, T: int, V: int) -> Built:
 
 
 def shard(setting: Setting, *, T: int, V: int, shards: int) -> Built:
-    """What one rank of a sharded vocabulary computes: its statistics, and its gradients once the log-sum-exp of all is known."""
+    """What one rank of a sharded vocabulary computes: its statistics, and its gradients from the log-sum-exp over all shards."""
     logits, labels = setting.normal(T, V), setting.integers(V * shards, T)
     start = V * (shards // 2)
     params = {"ignore_index": IGNORE, "vocab_size": V * shards, "start": start, "label_smoothing": 0.0}
@@ -76,7 +76,7 @@ def shard(setting: Setting, *, T: int, V: int, shards: int) -> Built:
 
 
 def head(setting: Setting, *, T: int, D: int, V: int) -> Built:
-    """Mean loss and gradients of x and of the head, of which the logits are made."""
+    """Mean loss and the gradients of x and of the head, from which the logits are computed."""
     x, head, labels = setting.normal(T, D), setting.normal(D, V, scale=D**-0.5), setting.integers(V, T)
     dloss = torch.full((T,), 1 / T, device=setting.device)
     params = {"ignore_index": IGNORE, "vocab_size": V, "start": 0, "label_smoothing": 0.0, "chunk": 1024}

@@ -1,4 +1,4 @@
-"""Merge of two partial results of attention, as a ring does after each of its steps."""
+"""Merge of two partial results of attention, as a ring does each time that it has received keys and values."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ CHECKED = 256
 
 
 def merge(setting: Setting, *, S: int, N: int, H: int) -> Built:
-    """Two outputs and their log-sum-exps become one of each."""
+    """Two outputs and their log-sum-exps are merged into one of each."""
     parts = [x for _ in range(2) for x in (setting.normal(1, S, N, H), setting.normal(1, S, N, dtype=torch.float32))]
     compiled = setting.compiled(_merge)
     peers: dict[str, Variant | str] = {

@@ -32,7 +32,7 @@ def forward(setting: Setting, *, M: int, N: int) -> Built:
 
 
 def backward(setting: Setting, *, M: int, N: int) -> Built:
-    """Gradients of the sum's operands and of the gain, from those of both results."""
+    """The gradients of the sum's operands and of the gain, from the gradients of both results."""
     x, residual, dy, dtotal = (setting.normal(M, N) for _ in range(4))
     weight = setting.normal(N)
     total = x + residual
@@ -79,7 +79,7 @@ def _gradients(total: Tensor, weight: Tensor, dy: Tensor, dtotal: Tensor) -> tup
 
 
 def _pull_back(fn: Any, leaves: list[Tensor], dy: Tensor, dtotal: Tensor) -> Variant:
-    """The backward pass alone, of a graph that is made once."""
+    """The backward alone. Its forward runs once."""
     made = functools.cache(lambda: fn(*leaves))
 
     def run() -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""AdamW: master weights and moments in float32, gradients and the copies that a step computes with in bfloat16."""
+"""AdamW: master weights and moments in float32; gradients, and the copies of weights that a step computes with, in bfloat16."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ CHECKED = 4096
 
 
 def update(setting: Setting, *, elements: int, tensors: int) -> Built:
-    """One update of all tensors, which are overwritten: every call moves on, so the first one is what is compared."""
+    """One update of all tensors, in place. Every call goes on from the last one, so only the first call is compared."""
     sizes = [elements // tensors] * tensors
     grads = [setting.normal(size) for size in sizes]
     params, ms = ([setting.normal(size, dtype=torch.float32) for size in sizes] for _ in range(2))

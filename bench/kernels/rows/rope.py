@@ -16,7 +16,7 @@ TOKENS_CHECKED = 256
 
 
 def rotate(setting: Setting, *, S: int, N: int, K: int, H: int, backward: bool) -> Built:
-    """Both rotations; backward is the rotation back, of gradients."""
+    """The rotation of queries and of keys; with `backward` the rotation back, which is that of gradients."""
     q, k = setting.normal(1, S, N, H), setting.normal(1, S, K, H)
     angles = torch.arange(S, device=setting.device)[:, None] * 1e4 ** (-torch.arange(0, H, 2, device=setting.device) / H)
     cos, sin = angles.cos().float()[None], (-angles if backward else angles).sin().float()[None]
@@ -30,7 +30,7 @@ def rotate(setting: Setting, *, S: int, N: int, K: int, H: int, backward: bool) 
         own = [x.clone().transpose(1, 2) for x in (q, k)]
         tables = [torch.cat([x, x], -1) for x in (cos, sin)]
         peers["liger"] = Variant(lambda: fused.apply(*own, *tables), lambda pair: _first([x.transpose(1, 2) for x in pair]))
-    mine = [x.clone() for x in (q, k)]  # overwritten too: every call turns further, and the first one is compared
+    mine = [x.clone() for x in (q, k)]  # overwritten too: every call turns further, so only the first is compared
     ours = Variant(lambda: implementation("rope_many", "triton")(mine, cos, sin, interleaved=False), _first)
     small = [x[:, :TOKENS_CHECKED].double() for x in (q, k, cos, sin)]
     return Built(ours, peers, lambda: _first(_both(*small)), 2 * (q.nbytes + k.nbytes) + cos.nbytes + sin.nbytes)
