@@ -1,7 +1,8 @@
 """Cases that four processes on gloo train: what a worker does, and what a test reads of it."""
 
 import pathlib
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,29 +27,33 @@ def random_batches(count: int, shape: tuple[int, int], vocab_size: int) -> list[
     return out
 
 
-def launch(worker: pathlib.Path, folder: pathlib.Path, cases: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What rank 0 of four processes found for each of these cases: losses, norms, messages of one step, its shards at the end."""
-    out = folder / "results.pt"
-    torchrun(worker, str(out), *cases)
-    return torch.load(out)
+def launch(worker: pathlib.Path, folder: pathlib.Path, programs: Mapping[str, Program]) -> dict[str, dict[str, Any]]:
+    """What rank 0 of four processes found for each program: losses, norms, messages of one step, its shards at the end."""
+    for case, program in programs.items():
+        (folder / f"{case}.pickle").write_bytes(pickle.dumps(program))
+    torchrun(worker, str(folder))
+    return torch.load(folder / "results.pt")
 
 
 def train_cases(
-    out: str,
-    cases: Sequence[str],
-    make: Callable[[str, int], tuple[Program, State, str | None]],
+    folder: pathlib.Path,
+    make_params: Callable[[str], Any],
+    transport_of: Callable[[str], str | None],
     batches: Sequence[dict[str, Tensor]],
 ) -> None:
-    """In one of the processes: train these cases; rank 0 saves what it found.
+    """In one of the processes: train the cases that the folder has programs of; rank 0 saves what it found.
 
-    make: the program of a case, the state of this rank, and its transport.
+    make_params: the global parameters of a case. transport_of: what carries its messages.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    results = {case: _train(rank, *make(case, rank), batches) for case in cases}
+    rank, results = dist.get_rank(), {}
+    for path in sorted(folder.glob("*.pickle")):
+        program = pickle.loads(path.read_bytes())
+        state = program.init_state(make_params(path.stem), rank)
+        results[path.stem] = _train(rank, program, state, transport_of(path.stem), batches)
     if rank == 0:
-        torch.save(results, out)
+        torch.save(results, folder / "results.pt")
     dist.barrier()
     dist.destroy_process_group()
 

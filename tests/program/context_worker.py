@@ -1,8 +1,9 @@
 """One of four processes: trains small models whose sequences and experts ranks share.
 
-usage: torchrun --nproc-per-node 4 context_worker.py OUT CASE...
+usage: torchrun --nproc-per-node 4 context_worker.py FOLDER
 """
 
+import pathlib
 import sys
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from mpar import models
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
-from mpar.program import Program, State
+from mpar.program import Program
 from mpar.program.compile import compile_step
 from mpar.strategy import preset
 from tests.gloo_training import random_batches, train_cases
@@ -53,11 +54,5 @@ def make_params(case: str) -> Any:
     return models.from_config(config, dtype=dtype, vocab_multiple=8, router=router).init(0)
 
 
-def make_case(case: str, rank: int) -> tuple[Program, State, str | None]:
-    """The program of a case, this rank's state, and the transport."""
-    program = make_program(case)
-    return program, program.init_state(make_params(case), rank), CASES[case][-1]
-
-
 if __name__ == "__main__":
-    train_cases(sys.argv[1], sys.argv[2:], make_case, BATCHES)
+    train_cases(pathlib.Path(sys.argv[1]), make_params, lambda case: CASES[case][-1], BATCHES)

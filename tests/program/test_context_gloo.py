@@ -1,5 +1,6 @@
 """Real processes: four ranks on gloo that share sequences and experts, against one rank and against the simulator."""
 
+import functools
 import pathlib
 from collections import Counter
 
@@ -11,13 +12,15 @@ from tests.program.context_worker import BATCHES, CASES, SHAPE, make_params, mak
 from tests.tiers import values_asked_for
 
 pytestmark = pytest.mark.gloo
+make_program = functools.cache(make_program)
 
 
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     """What rank 0 found for the cases of the selected tests, from one launch of four processes."""
     worker = pathlib.Path(__file__).with_name("context_worker.py")
-    return launch(worker, tmp_path_factory.mktemp("gloo"), values_asked_for(request, CASES))
+    programs = {case: make_program(case) for case in values_asked_for(request, CASES)}
+    return launch(worker, tmp_path_factory.mktemp("gloo"), programs)
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +32,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_one_rank(case, runs):
     """20 steps with clipping: losses and norms of one rank, to 1e-10 in float64, to 1e-6 in float32 with forced routing."""
@@ -41,6 +45,7 @@ def test_training_equals_one_rank(case, runs):
         assert abs(norm - metrics["grad_norm"]) <= 10 * bound * metrics["grad_norm"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "ring", "two_levels", "slices"])
 def test_bits_equal_the_simulation(case, runs):
     """Losses, gradient norms and the state at the end are the simulator's, bit for bit."""

@@ -1,20 +1,17 @@
 """One of four processes: trains the same small model under several strategies, counting messages at the transport.
 
-usage: torchrun --nproc-per-node 4 gloo_worker.py OUT CASE...
+usage: torchrun --nproc-per-node 4 gloo_worker.py FOLDER
 """
 
+import pathlib
 import sys
 from dataclasses import replace
 
-import torch
-
-from mpar import models, tree
+from mpar import models
 from mpar.compiler import RecomputePolicy
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
-from mpar.program import State
 from mpar.program.compile import compile_step
-from mpar.shards import shard
 from mpar.strategy import preset
 from tests.gloo_training import random_batches, train_cases
 from tests.small_llama import CONFIG
@@ -35,23 +32,19 @@ SHAPE = (8, 16)
 BATCHES = random_batches(20, SHAPE, vocab_size=96)
 
 
+MODEL = models.from_config(CONFIG)
+
+
 def make_program(case):
-    """(program, global state) of a case; "one" is a single rank."""
+    """The program of a case; "one" is a single rank."""
     mesh, strategy, options = CASES.get(case, (Mesh(dp=1), "ddp", {}))
-    model = models.from_config(CONFIG)
-    program = compile_step(model, OPTIMIZER, mesh, strategy, SHAPE, **options)
-    params = tree.leaves_with_path(model.init(0))
-    leaves = {f"params.{path}": x for path, x in params}
-    leaves |= {f"opt.{slot}.{path}": torch.zeros_like(x) for slot in OPTIMIZER.slots for path, x in params}
-    return program, State(leaves)
+    return compile_step(MODEL, OPTIMIZER, mesh, strategy, SHAPE, **options)
 
 
-def make_case(case, rank):
-    """The program of a case, this rank's shards of its state, and the transport whose messages are counted."""
-    program, state = make_program(case)
-    local = {leaf.path: shard(state.leaves[leaf.path], leaf.spec, program.mesh, rank) for leaf in program.state_in}
-    return program, State(local), "backend"  # test_comm.py shows that shared memory has the same bits
+def make_params(case):
+    """The same parameters for every case."""
+    return MODEL.init(0)
 
 
-if __name__ == "__main__":
-    train_cases(sys.argv[1], sys.argv[2:], make_case, BATCHES)
+if __name__ == "__main__":  # test_comm.py shows that shared memory has the same bits as the backend, whose messages are counted
+    train_cases(pathlib.Path(sys.argv[1]), make_params, lambda case: "backend", BATCHES)

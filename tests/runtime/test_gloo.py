@@ -1,5 +1,6 @@
 """Real processes: four ranks on gloo against one rank, against the simulator, and against the fewest messages possible."""
 
+import functools
 import pathlib
 from collections import Counter
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 
 from tests.gloo_training import assert_bits_equal, launch, simulate
-from tests.runtime.gloo_worker import BATCHES, CASES, make_program
+from tests.runtime.gloo_worker import BATCHES, CASES, make_params, make_program
 from tests.tiers import values_asked_for
 
 pytestmark = pytest.mark.gloo
+make_program = functools.cache(make_program)
 NUM_LAYERS = 2
 
 
@@ -18,7 +20,8 @@ NUM_LAYERS = 2
 def runs(request, tmp_path_factory):
     """What rank 0 found for the cases of the selected tests, from one launch of four processes."""
     worker = pathlib.Path(__file__).with_name("gloo_worker.py")
-    return launch(worker, tmp_path_factory.mktemp("gloo"), values_asked_for(request, CASES))
+    programs = {case: make_program(case) for case in values_asked_for(request, CASES)}
+    return launch(worker, tmp_path_factory.mktemp("gloo"), programs)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,8 @@ def one_rank():
     """Losses of the same 20 steps on one rank, in this process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    program, state = make_program("one")
+    program = make_program("one")
+    state = program.init_state(make_params("one"))
     run, losses = program.bind(), []
     for batch in BATCHES:
         state, metrics = run(state, batch)
@@ -35,19 +39,21 @@ def one_rank():
     return torch.stack(losses)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_equal_one_rank(case, runs, one_rank):
     """20 steps with clipping give the losses of one rank to 1e-6, relative, in float32."""
     assert ((runs[case]["losses"] - one_rank).abs() / one_rank).max() <= 1e-6
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", ["fsdp2_tp2_sp", "fsdp4", "dp4", "tp4_sp", "tp4"])
 def test_bits_equal_the_simulation(case, runs):
     """Losses, gradient norms and the parameters and optimizer state at the end are the simulator's, bit for bit."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    program, state = make_program(case)
-    expected, state = simulate(program, state, BATCHES)
+    program = make_program(case)
+    expected, state = simulate(program, program.init_state(make_params(case)), BATCHES)
     torch.set_num_threads(threads)
     assert_bits_equal(runs[case], program, expected, state)
 
@@ -85,7 +91,7 @@ def test_zero3_messages(case, gathers, runs):
     """One all_gather per parameter forward, one backward (none when kept), one reduce_scatter; besides that three short
     all_reduces: of the batch's weight, of the loss and of the squared norms. The head's are kept: its backward is next."""
     messages = runs[case]["messages"]
-    program, _ = make_program(case)
+    program = make_program(case)
     num_params = len(program.gradients)
     in_head = sum(path.startswith("head") for path in program.gradients)
     tensors = Counter()
