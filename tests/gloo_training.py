@@ -31,7 +31,8 @@ def launch(worker: pathlib.Path, folder: pathlib.Path, programs: Mapping[str, Pr
     """What rank 0 of four processes found for each program: losses, norms, messages of one step, its shards at the end."""
     for case, program in programs.items():
         (folder / f"{case}.pickle").write_bytes(pickle.dumps(program))
-    torchrun(worker, str(folder))
+    done = torchrun(worker, str(folder))
+    assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(folder / "results.pt")
 
 

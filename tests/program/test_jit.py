@@ -30,4 +30,5 @@ def test_too_few_processes():
 @pytest.mark.gloo
 def test_four_ranks_run_on_dtensors():
     """Values, gradients and placements on four processes; the worker says what it compares."""
-    torchrun(pathlib.Path(__file__).with_name("jit_worker.py"))
+    done = torchrun(pathlib.Path(__file__).with_name("jit_worker.py"))
+    assert done.returncode == 0, done.stderr[-3000:]

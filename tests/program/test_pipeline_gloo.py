@@ -35,7 +35,8 @@ def ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipelines")
     for case in values_asked_for(request, CASES):
         (folder / f"{case}.pickle").write_bytes(pickle.dumps((make_program(case), make_eval(case))))
-    torchrun(pathlib.Path(__file__).with_name("pipeline_worker.py"), str(folder))
+    done = torchrun(pathlib.Path(__file__).with_name("pipeline_worker.py"), str(folder))
+    assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"{rank}.pt") for rank in RANKS]
 
 
