@@ -91,7 +91,10 @@ def check_line(line: str) -> None:
     if words[0] == "pip":
         return _check_extras(words)
     if words[0] == "torchrun" or words[:2] == ["python", "-m"]:
-        words = _module_words(words)
+        module, *arguments = words[words.index("-m", 1) + 1 :]
+        if module != "mpar":
+            return _check_module(module)
+        words = ["mpar", *arguments]
     if words[0] != "mpar":
         if words[0] not in PROGRAMS:
             raise PageError(f"cannot check {line!r}: {words[0]} is no program that pages may use ({', '.join(sorted(PROGRAMS))})")
@@ -108,14 +111,9 @@ def check_line(line: str) -> None:
     return None
 
 
-def _module_words(words: Sequence[str]) -> list[str]:
-    """The words of `mpar` if `-m` names it. For any other module that exists, a known program stands in for it."""
-    at = words.index("-m", 1) + 1
-    if words[at] == "mpar":
-        return ["mpar", *words[at + 1 :]]
-    if importlib.util.find_spec(words[at]) is None:
-        raise PageError(f"there is no module {words[at]}")
-    return ["pytest"]
+def _check_module(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise PageError(f"there is no module {name}")
 
 
 def _run_here(args: Sequence[str]) -> tuple[int, str]:
