@@ -1,5 +1,7 @@
 """What mpar raises if it cannot do what a user asks. A message says what was attempted, which facts disagree, and what to do."""
 
+import reprlib
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -10,12 +12,25 @@ __all__ = [
     "MeshError",
     "MparError",
     "NumericsError",
+    "PlainDataError",
     "ProgramError",
     "ShapeError",
     "ShardingError",
     "TraceError",
     "UnknownNameError",
+    "brief",
+    "exit_code",
 ]
+
+_SHORTENED = reprlib.Repr()
+_SHORTENED.maxstring = _SHORTENED.maxother = 80
+_SHORTENED.maxlist = _SHORTENED.maxdict = _SHORTENED.maxtuple = 8
+_SHORTENED.maxlevel = 3
+
+
+def brief(value: object) -> str:
+    """`repr(value)` for a message: long texts and collections from input files are cut, deep ones too."""
+    return _SHORTENED.repr(value)
 
 
 class MparError(Exception):
@@ -58,6 +73,10 @@ class ProgramError(MparError, RuntimeError):
     """A program that does not verify, or that could not be run to its end."""
 
 
+class PlainDataError(MparError, ValueError):
+    """Something that cannot be written as plain data, or a text of plain data that is damaged or of another version."""
+
+
 class DataError(MparError, ValueError):
     """Training data that cannot be used."""
 
@@ -72,3 +91,8 @@ class NumericsError(MparError, ArithmeticError):
 
 class KernelError(MparError, RuntimeError):
     """A kernel was asked to do what it cannot: a size, dtype, device or chip that it has no entry for."""
+
+
+def exit_code(error: MparError) -> int:
+    """The exit code of a process that `error` ended: 2 if nothing ran because what was asked for cannot be, else 1."""
+    return 2 if isinstance(error, ConfigError | MeshError | ShardingError | ShapeError | KernelError) else 1

@@ -48,7 +48,7 @@ class OptState:
 
 
 class Optimizer(Protocol):
-    """An optimizer without state of its own. It must be picklable: it is sent to every rank inside the compiled program."""
+    """An optimizer without state of its own. One that travels to ranks inside the file of a program must be a dataclass."""
 
     @property
     @abstractmethod

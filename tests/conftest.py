@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any test imports a kernel: without a GPU they run in the interpreter
 
 pytest_plugins = ["tests.tiers"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _caches_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Programs that tests compile are not kept in the folder of the user; what matplotlib knows of fonts stays where it is."""
+    os.environ.setdefault("MPLCONFIGDIR", str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "matplotlib")))
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture

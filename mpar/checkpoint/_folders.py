@@ -1,17 +1,20 @@
 """Finds and deletes the checkpoints in a folder. Only complete ones count: the name of a checkpoint proves nothing."""
 
+import os
 import re
-import shutil
-import warnings
 from pathlib import Path
 
-from mpar.checkpoint._index import file_problems, read_index
+from mpar.checkpoint._disk import remove_folder, sync
+from mpar.checkpoint._keep import LOSS, Keep
+from mpar.checkpoint._open import file_problems, read_index
+from mpar.checkpoint._state import read_extras, read_state
 from mpar.errors import CheckpointError
 
-__all__ = ["available", "checkpoint_name", "latest", "prune"]
+__all__ = ["available", "checkpoint_name", "named", "problems_of", "prune", "remains"]
 
 _NAME = re.compile(r"step_(\d{8,})")
-_LEFTOVER = re.compile(r"\.step_\d{8,}\.(partial|deleted)")
+_SAVE = re.compile(r"\.step_\d{8,}\.(?P<run>[\w-]+)-(?P<number>\d+)\.(partial|failed)")
+_OTHERS = re.compile(r"\.step_\d{8,}\.(partial|deleted)|\.run_\w+")
 
 
 def checkpoint_name(step: int) -> str:
@@ -19,50 +22,67 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def partial_name(step: int) -> str:
-    """The folder name of the same checkpoint while it is being written."""
-    return f".{checkpoint_name(step)}.partial"
-
-
 def available(folder: str | Path) -> list[Path]:
     """The complete checkpoints in `folder`, lowest step first; none if there is no such folder.
 
-    A checkpoint is complete if its index is sound and every file that it names has the right size. `verify` checks contents.
+    A checkpoint is complete if its index and state are sound, and every file has the right size and header. `verify` compares
+    all.
     """
-    return [path for path in _named(Path(folder)) if _is_complete(path)]
+    return [path for path in named(Path(folder)) if not problems_of(path)]
 
 
-def latest(folder: str | Path) -> Path | None:
-    """The complete checkpoint of the highest step in `folder`, or None. Unfinished and truncated ones are skipped."""
-    return next((path for path in reversed(_named(Path(folder))) if _is_complete(path)), None)
+def prune(folder: Path, keep: Keep, new: Path) -> None:
+    """Delete the complete checkpoints that `keep` does not keep. `new` stays, and unless it is complete nothing is deleted.
 
-
-def prune(folder: Path, *, keep: int, new: Path) -> None:
-    """Delete all complete checkpoints except those of the `keep` highest steps and `new`, and the remains of unfinished writes.
-
-    A folder is renamed before its files are deleted, so that a half-deleted one is never taken for a checkpoint. If something
-    cannot be deleted, that is only a warning: the new checkpoint exists, and training can go on.
+    A folder is renamed before its files are deleted, so that a half-deleted one is never taken for a checkpoint. Raises OSError.
     """
+    complete = available(folder)
+    if new not in complete:
+        return
+    extras = {path: read_extras(path) for path in complete} if keep.best is not None else {}
+    losses = {path: loss for path, entries in extras.items() if isinstance(loss := entries.get(LOSS), (int, float))}
+    kept = {new, *keep.choose({path: int(path.name.removeprefix("step_")) for path in complete}, losses)}
+    deleted = []
+    for path in complete:
+        if path not in kept:
+            deleted.append(path.rename(folder / f".{path.name}.deleted"))
+    if deleted:
+        sync(folder)
+    for path in deleted:
+        remove_folder(path)
+
+
+def remains(folder: Path, run: str, number: int) -> list[Path]:
+    """What earlier saves and runs left behind in `folder`: half-deleted checkpoints, marks of runs, and partial checkpoints of
+    other runs or of saves of this `run` before its save `number`.
+    """
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        save = _SAVE.fullmatch(path.name)
+        is_over = save is not None and (save["run"] != run or int(save["number"]) < number)
+        if is_over or _OTHERS.fullmatch(path.name):
+            found.append(path)
+    return found
+
+
+def named(folder: Path) -> list[Path]:
+    """The folders in `folder` that have the name of a checkpoint, lowest step first, sound or not. Raises CheckpointError."""
     try:
-        for path in available(folder)[:-keep]:
-            if path != new:
-                path.rename(folder / f".{path.name}.deleted")
-        for path in sorted(folder.iterdir()):
-            if _LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path)
-    except OSError as error:
-        warnings.warn(f"cannot delete old checkpoints in {folder}: {error}", stacklevel=2)
-
-
-def _named(folder: Path) -> list[Path]:
-    if not folder.is_dir():
+        paths = [Path(entry.path) for entry in os.scandir(folder) if _NAME.fullmatch(entry.name) and entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    matches = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
-    return [path for _, path in sorted(matches)]
+    except OSError as error:
+        raise CheckpointError(f"cannot look for checkpoints in {folder} ({error.strerror})") from error
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def _is_complete(path: Path) -> bool:
+def problems_of(path: Path) -> list[str]:
+    """What is wrong with the checkpoint at `path`, as far as index, state, and the sizes and headers of all files tell; else
+    nothing.
+    """
     try:
-        return not file_problems(path, read_index(path))
-    except CheckpointError:
-        return False
+        index = read_index(path)
+        read_state(path, index)
+    except CheckpointError as error:
+        return [str(error)]
+    return file_problems(path, index, index.by_rank)

@@ -1,20 +1,25 @@
-"""Loading: any mesh can read any checkpoint. A rank reads only the bytes of its own blocks, from whichever files hold them."""
+"""Loading: any mesh can read any checkpoint. A rank reads what holds its part of every tensor, from whichever files have it."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mpar.checkpoint._index import Index, Shard, file_problems, read_index
-from mpar.checkpoint._shard_file import DTYPES, Box, ShardFile, checksum, dtype_name
-from mpar.checkpoint._state import read_extras
+from mpar.checkpoint._index import Index, NewerVersionError
+from mpar.checkpoint._layout import DTYPES, Box, dtype_name, file_name
+from mpar.checkpoint._open import OpenShards, file_problems, open_shards, read_index
+from mpar.checkpoint._reader import intersection, relative, span
+from mpar.checkpoint._slabs import boxes
+from mpar.checkpoint._state import read_state
 from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
 from mpar.spec import P, check_spec, local_shape
 
-__all__ = ["load", "names", "verify"]
+__all__ = ["all_damage", "load", "names", "verify"]
 
 Wanted = Mapping[str, tuple[tuple[int, ...], P, torch.dtype]]
 
@@ -26,12 +31,13 @@ def load(path: str | Path, wanted: Wanted, mesh: Mesh, rank: int, *, elsewhere: 
     wanted:     for each path in the tree: (global shape, spec on `mesh`, dtype).
     elsewhere:  other names that the checkpoint may hold, such as those of other stages. None allows all names.
 
-    Only the bytes of this rank's blocks are read. A shard of which every byte is read is checked against its CRC-32; for others
-    only the size and the header of the file are checked (`verify` reads and checks everything).
+    Every byte that this rank gets was compared with a checksum: it reads the blocks of 128 KiB that overlap its part of a shard,
+    each once and whole. Blocks that it does not want are not read, so damage in them is found by the rank that does.
     Raises CheckpointError, which lists all names that are missing, unexpected or of another shape or dtype, or all damaged files.
     """
     path = Path(path)
     index = read_index(path)
+    read_state(path, index)
     problems = _name_problems(index, wanted, mesh, elsewhere)
     if not 0 <= rank < mesh.size:
         problems.append(f"rank {rank} is not on {mesh}, which has {mesh.size} ranks")
@@ -42,21 +48,13 @@ def load(path: str | Path, wanted: Wanted, mesh: Mesh, rank: int, *, elsewhere: 
             + "\nLoad it into the model that it was saved from, made with the same options; ask for the saved dtype and convert "
             "afterwards. In Python, `elsewhere` can name tensors to leave out."
         )
-    out: dict[str, Tensor] = {}
-    reads: dict[str, list[tuple[str, Shard, Box]]] = defaultdict(list)
-    boxes: dict[str, Box] = {}
-    for name, (shape, spec, dtype) in wanted.items():
-        local = local_shape(tuple(shape), spec, mesh)
-        boxes[name] = tuple((mesh.index(rank, spec.dim(dim)) * size, size) for dim, size in enumerate(local))
-        out[name] = torch.empty(local, dtype=dtype)
-        for shard in index.tensors[name].shards:
-            common = _intersection(boxes[name], shard.box)
-            if common is not None:
-                reads[shard.file].append((name, shard, common))
-    files = {name: size for name, size in index.files.items() if name in reads}
-    damaged = file_problems(path, Index(index.step, index.mesh, files, {}))
-    for file in sorted(reads) if not damaged else ():
-        damaged += _read_blocks(path / file, reads[file], boxes, out)
+    reads = _planned_reads(index, wanted, mesh, rank)
+    damaged = file_problems(path, index, reads)
+    if damaged:  # before memory is taken for what these files do not hold
+        raise _damaged(path, damaged)
+    out = {name: torch.empty(local_shape(tuple(shape), spec, mesh), dtype=dtype) for name, (shape, spec, dtype) in wanted.items()}
+    for source in sorted(reads):
+        damaged += _read_blocks(path, index, source, reads[source], out)
     if damaged:
         raise _damaged(path, damaged)
     return out
@@ -67,47 +65,93 @@ def names(path: str | Path) -> list[str]:
     return list(read_index(Path(path)).tensors)
 
 
-def verify(path: str | Path) -> None:
-    """Read all of a checkpoint and compare every checksum. Raises CheckpointError, which lists all damaged files."""
-    path = Path(path)
-    index = read_index(path)
-    read_extras(path)
-    damaged = file_problems(path, index)
-    reads: dict[str, list[tuple[str, Shard]]] = defaultdict(list)
-    for name, entry in index.tensors.items():
-        for shard in entry.shards:
-            reads[shard.file].append((name, shard))
-    for file, shards in sorted(reads.items()) if not damaged else ():
-        for name, shard in shards:
-            box, out = shard.box, {name: torch.empty(shard.shape, dtype=DTYPES[index.tensors[name].dtype][0])}
-            damaged += _read_blocks(path / file, [(name, shard, box)], {name: box}, out)
+def verify(path: str | Path, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+    """Read all of a checkpoint and compare every checksum. Raises CheckpointError, which lists all damaged files.
+
+    on_bytes: is told how many bytes of tensors were read since it was called last.
+    """
+    damaged = all_damage(Path(path), on_bytes)
     if damaged:
-        raise _damaged(path, damaged)
+        raise _damaged(Path(path), damaged)
 
 
-def _read_blocks(file: Path, blocks: list[tuple[str, Shard, Box]], boxes: Mapping[str, Box], out: dict[str, Tensor]) -> list[str]:
-    """Fill the parts of `out` that `file` holds. Returns the problems of the file, one line each."""
+def all_damage(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> list[str]:
+    """Read all of the checkpoint at `path`. A line, or several, for everything that is wrong with it.
+
+    Raises NewerVersionError if this code cannot tell.
+    """
+    try:
+        index = read_index(path)
+        read_state(path, index)
+    except NewerVersionError:
+        raise
+    except CheckpointError as error:
+        return [str(error)]
+    return [line for rank in index.by_rank for line in _file_damage(path, index, rank, on_bytes)]
+
+
+def _file_damage(path: Path, index: Index, rank: int, on_bytes: Callable[[int], None]) -> list[str]:
+    """Read the whole file of `rank`. A line for each shard that does not fit its checksums."""
+
+    def check(name: str, file: OpenShards) -> None:
+        shard = index.by_rank[rank][name].shard
+        dtype = DTYPES[shard.dtype][0]
+        for box in boxes(shard.shape, dtype.itemsize):
+            block = torch.empty([size for _, size in box], dtype=dtype)
+            file.read(name, box, block)
+            on_bytes(block.nbytes)
+
+    return _problems_in(path, index, rank, [partial(check, name) for name in index.by_rank[rank]])
+
+
+def _problems_in(path: Path, index: Index, rank: int, reads: Sequence[Callable[[OpenShards], None]]) -> list[str]:
+    """Do these reads from the file of `rank`. A line for each that fails, or one if the file as a whole cannot be read."""
     problems = []
     try:
-        with ShardFile(file) as source:
-            for name, shard, common in blocks:
-                inside = tuple((first - start, size) for (first, size), start in zip(common, shard.offsets, strict=True))
-                block = source.read(shard.key, shard.shape, out[name].dtype, inside)
-                if common == shard.box and checksum(block) != shard.crc32:
-                    problems.append(f"{file}: the bytes of {shard.key!r} do not fit their checksum; the file is damaged")
-                elif common == boxes[name]:
-                    out[name] = block
-                else:
-                    place = tuple(
-                        slice(first - start, first - start + size)
-                        for (first, size), (start, _) in zip(common, boxes[name], strict=True)
-                    )
-                    out[name][place] = block
+        with open_shards(path, index, rank) as file:
+            for read in reads:
+                try:
+                    read(file)
+                except CheckpointError as error:
+                    problems.append(str(error))
     except CheckpointError as error:
         problems.append(str(error))
     except OSError as error:
-        problems.append(f"{file}: cannot be read ({error.strerror})")
+        problems.append(f"{path / file_name(rank)}: cannot be read ({error.strerror})")
     return problems
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What is read from one shard: its box in the shard, and its place in this rank's part of the tensor."""
+
+    name: str
+    box: Box
+    place: tuple[slice, ...]
+
+
+def _planned_reads(index: Index, wanted: Wanted, mesh: Mesh, rank: int) -> dict[int, list[_Read]]:
+    """What `rank` reads, by the rank whose file has it."""
+    reads: dict[int, list[_Read]] = defaultdict(list)
+    for name, (shape, spec, _) in wanted.items():
+        local = local_shape(tuple(shape), spec, mesh)
+        own = tuple((mesh.index(rank, spec.dim(dim)) * size, size) for dim, size in enumerate(local))
+        for source, written in index.tensors[name].written():
+            common = intersection(own, written.shard.box)
+            if common is not None:
+                inside = relative(common, written.shard.offsets)
+                place = tuple(map(span, relative(common, tuple(first for first, _ in own))))
+                reads[source].append(_Read(name, inside, place))
+    return reads
+
+
+def _read_blocks(path: Path, index: Index, source: int, reads: list[_Read], out: Mapping[str, Tensor]) -> list[str]:
+    """Fill the parts of `out` that the file of rank `source` holds. Returns the problems of the file, one line each."""
+
+    def fill(read: _Read, file: OpenShards) -> None:
+        file.read(read.name, read.box, out[read.name][read.place])
+
+    return _problems_in(path, index, source, [partial(fill, read) for read in reads])
 
 
 def _name_problems(index: Index, wanted: Wanted, mesh: Mesh, elsewhere: Collection[str] | None) -> list[str]:
@@ -127,18 +171,11 @@ def _name_problems(index: Index, wanted: Wanted, mesh: Mesh, elsewhere: Collecti
     return problems
 
 
-def _intersection(one: Box, other: Box) -> Box | None:
-    """The block that two blocks have in common; None if they do not overlap."""
-    common = []
-    for (start, size), (other_start, other_size) in zip(one, other, strict=True):
-        first, end = max(start, other_start), min(start + size, other_start + other_size)
-        if first >= end:
-            return None
-        common.append((first, end - first))
-    return tuple(common)
-
-
 def _damaged(path: Path, problems: list[str]) -> CheckpointError:
     return CheckpointError(
-        f"cannot read the checkpoint {path}:\n  " + "\n  ".join(problems) + "\nUse an older one: available(folder) lists them."
+        f"cannot read the checkpoint {path}:\n  "
+        + "\n  ".join(problems)
+        + "\nIf a run should go on from it: start it with checkpoint.on_damaged=move_aside, which renames it to "
+        f"{path.name}.damaged and goes on from the one before (in Python: checkpoint.move_damaged_aside), or give the folder of "
+        "another one, which checkpoint.available lists, as resume=, and a new run_dir."
     )

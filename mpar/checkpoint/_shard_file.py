@@ -1,175 +1,123 @@
-"""One rank's file of shards, in the format safetensors. Its library writes the file; reading is done here, only the wanted bytes.
+"""Reads the file of one rank. Every block was summed when it was written, and is compared as it is read.
 
-The format is an 8-byte little-endian header length, a JSON header {key: {dtype, shape, data_offsets}}, then the data
-(https://github.com/huggingface/safetensors, section "Format").
+The reader of safetensors compares nothing.
 """
 
-import json
-import math
 import os
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from mpar.checkpoint._digest import block_digests, shard_digest
+from mpar.checkpoint._files import OpenFile, fill
+from mpar.checkpoint._index import Written
+from mpar.checkpoint._layout import BLOCK_BYTES, CHECKSUM_BYTES, Box, Layout, num_blocks
+from mpar.checkpoint._slabs import AT_ONCE_BYTES, copy_box
 from mpar.errors import CheckpointError
-from mpar.torch_private import storage_key
 
-__all__ = ["DTYPES", "Box", "ShardFile", "checksum", "dtype_name", "sync", "write_shards"]
-
-Box = tuple[tuple[int, int], ...]
-"""The place of a block in a tensor: (first index, size) for each dim."""
-
-DTYPES = {
-    "float64": (torch.float64, "F64"),
-    "float32": (torch.float32, "F32"),
-    "bfloat16": (torch.bfloat16, "BF16"),
-    "float16": (torch.float16, "F16"),
-    "float8_e4m3fn": (torch.float8_e4m3fn, "F8_E4M3"),
-    "float8_e5m2": (torch.float8_e5m2, "F8_E5M2"),
-    "int64": (torch.int64, "I64"),
-    "int32": (torch.int32, "I32"),
-    "int16": (torch.int16, "I16"),
-    "int8": (torch.int8, "I8"),
-    "uint8": (torch.uint8, "U8"),
-    "bool": (torch.bool, "BOOL"),
-}
-"""The dtypes that a checkpoint may hold, by their name in the index: (torch's dtype, the code of safetensors)."""
+__all__ = ["ShardFile"]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of `dtype` in the index: torch's name without the module."""
-    return str(dtype).removeprefix("torch.")
+class ShardFile(OpenFile):
+    """The file of one rank, open for reading.
 
+    planned:  where everything must be.
+    shards:   what it holds, by the name of the tensor, as the index has it.
 
-def checksum(x: Tensor) -> int:
-    """CRC-32 of the bytes of `x`, a contiguous CPU tensor."""
-    return zlib.crc32(_bytes_of(x))
-
-
-def write_shards(file: Path, shards: Mapping[str, Tensor]) -> None:
-    """Write contiguous CPU tensors to `file`, and return when they are on the disk."""
-    seen: set[int] = set()
-    separate: dict[str, Tensor] = {}
-    for key, shard in shards.items():
-        separate[key] = shard.clone() if storage_key(shard) in seen else shard  # the library refuses tensors that share memory
-        seen.add(storage_key(shard))
-    save_file(separate, file)
-    sync(file)
-
-
-def sync(path: Path) -> None:
-    """Wait until everything that was written to the file or folder `path` is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class ShardFile:
-    """A file of shards, open for reading. The header is read at once, data only by `read`.
-
-    Raises CheckpointError, which names the file, if it is missing, unreadable, shorter than its header says, or no safetensors.
+    Raises CheckpointError, which names the file, if it is no regular file, or has another size or header than planned.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, file: Path, planned: Layout, shards: Mapping[str, Written]) -> None:
+        super().__init__(file)
+        self._planned, self._shards = planned, shards
         try:
-            self._descriptor = os.open(file, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(f"{file}: cannot be opened ({error.strerror})") from error
-        try:
-            self._header, self._start = self._read_header()
+            self._check_header()
         except BaseException:
-            os.close(self._descriptor)
+            self.close()
             raise
 
-    def __enter__(self) -> "ShardFile":
-        return self
+    def read(self, name: str, box: Box, target: Tensor) -> None:
+        """Fill `target`, on the CPU and of the tensor's dtype, with the block `box` of the shard of tensor `name`.
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        os.close(self._descriptor)
-
-    def read(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, box: Box) -> Tensor:
-        """The block `box` of the shard `key`, which must have this shape and dtype: a new contiguous tensor.
-
-        Reads only the bytes of the block: one read for each contiguous run that the block has in the file.
+        Every block of the file that overlaps `box` is read once, whole, and compared with its checksum, which itself is bound to
+        the index. Raises CheckpointError if one does not fit; then `target` is partly filled.
         """
-        begin = self._begin(key, shape, dtype)
-        out = torch.empty([size for _, size in box], dtype=dtype)
-        view, position = _bytes_of(out), 0
-        for offset, count in _runs(shape, box):
-            size = count * dtype.itemsize
-            self._fill(view[position : position + size], begin + offset * dtype.itemsize)
-            position += size
-        return out
+        shard = self._shards[name].shard
+        blocks = _Blocks(self, name, shard.num_bytes, self._block_digests_of(name, shard.num_bytes))
+        copy_box(shard.shape, box, target, blocks.fill)
 
-    def _begin(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """The position in the file at which the data of shard `key` begin."""
-        entry = self._header.get(key)
-        expected = {"dtype": DTYPES[dtype_name(dtype)][1], "shape": list(shape)}
-        actual = {name: entry.get(name) for name in expected} if isinstance(entry, dict) else None
-        if entry is None or actual != expected:
-            raise CheckpointError(f"{self._file}: the header says {actual} of {key!r}, the index {expected}; the file is damaged")
-        begin, end = entry["data_offsets"]
-        if end - begin != math.prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"{self._file}: {key!r} takes {end - begin} bytes, which does not fit {expected}; damaged")
-        return self._start + begin
+    def fill(self, view: memoryview, begin: int) -> None:
+        """Read from byte `begin` of the file on until `view` is full. Nothing is compared."""
+        fill(self._descriptor, self._file, view, begin)
 
-    def _read_header(self) -> tuple[dict, int]:
-        size = os.fstat(self._descriptor).st_size
-        prefix = bytearray(8)
-        if size < 8:
-            raise CheckpointError(f"{self._file}: has {size} bytes, too few for a safetensors file; it is truncated")
-        self._fill(memoryview(prefix), 0)
-        length = int.from_bytes(prefix, "little")
-        if length > size - 8:
-            raise CheckpointError(f"{self._file}: the header should take {length} bytes, the file has {size}; it is damaged")
-        raw = bytearray(length)
-        self._fill(memoryview(raw), 8)
-        try:
-            header = json.loads(raw)
-            entries = [entry for key, entry in header.items() if key != "__metadata__"]
-            ends = [end for _, end in (map(int, entry["data_offsets"]) for entry in entries)]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self._file}: the header cannot be read ({error}); the file is damaged") from error
-        if 8 + length + max(ends, default=0) != size:
-            expected = 8 + length + max(ends, default=0)
-            raise CheckpointError(f"{self._file}: has {size} bytes, its header says {expected}; it is truncated or damaged")
-        return header, 8 + length
+    def damaged(self, name: str) -> CheckpointError:
+        """The error that says that the bytes of a shard are not those that were written."""
+        return CheckpointError(f"{self._file}: the bytes of {name!r} do not fit their checksum; the file is damaged")
 
-    def _fill(self, view: memoryview, position: int) -> None:
+    def begin(self, name: str) -> int:
+        """The position of the first byte of the shard of tensor `name`."""
+        return self._planned.begins[name]
+
+    def _check_header(self) -> None:
+        planned, size = self._planned, os.fstat(self._descriptor).st_size
+        if size != planned.size:
+            raise CheckpointError(f"{self._file}: has {size} bytes, the index says {planned.size}; it is truncated or damaged")
+        header = bytearray(len(planned.header))
+        self.fill(memoryview(header), 0)
+        if header != planned.header:
+            raise CheckpointError(
+                f"{self._file}: its header is not the one that follows from the index; it is damaged, or of another checkpoint"
+            )
+
+    def _block_digests_of(self, name: str, size: int) -> bytes:
+        sums = bytearray(num_blocks(size) * CHECKSUM_BYTES)
+        self.fill(memoryview(sums), self._planned.checksums[name])
+        if shard_digest(bytes(sums)) != self._shards[name].checksum:
+            raise CheckpointError(
+                f"{self._file}: the checksums of {name!r} are not those that the index binds; "
+                "the file is damaged, or of another checkpoint"
+            )
+        return bytes(sums)
+
+
+class _Blocks:
+    """The bytes of a shard, read in whole blocks that are compared. The last block that was read in part is kept, so that reads
+    in ascending order read no block twice."""
+
+    def __init__(self, source: ShardFile, name: str, size: int, sums: bytes) -> None:
+        self._source, self._name, self._size, self._sums = source, name, size, sums
+        self._kept, self._kept_number = memoryview(b""), -1
+
+    def fill(self, view: memoryview, begin: int) -> None:
+        """Fill `view` with the bytes of the shard from byte `begin` on."""
         while view:
-            count = os.preadv(self._descriptor, [view], position)
-            if count == 0:
-                raise CheckpointError(f"{self._file}: ends at byte {position} while being read")
-            view, position = view[count:], position + count
+            number, inside = divmod(begin, BLOCK_BYTES)
+            whole = self._whole_blocks(begin, len(view)) if inside == 0 else 0
+            if whole and number != self._kept_number:
+                count = min(whole, AT_ONCE_BYTES)
+                self._read(view[:count], number)
+            else:
+                block = self._block(number)
+                count = min(len(block) - inside, len(view))
+                view[:count] = block[inside : inside + count]
+            view, begin = view[count:], begin + count
 
+    def _whole_blocks(self, begin: int, wanted: int) -> int:
+        """How many bytes from `begin` on are whole blocks, the last of the shard among them."""
+        return wanted if begin + wanted == self._size else wanted - wanted % BLOCK_BYTES
 
-def _runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
-    """(first element, number of elements) of every contiguous run of `box` in a row-major tensor of `shape`, in order."""
-    split = len(shape)  # the block covers all of the dims from `split` on
-    while split and box[split - 1] == (0, shape[split - 1]):
-        split -= 1
-    if any(size == 0 for _, size in box):
-        return
-    run = math.prod(shape[split:])
-    if split == 0:
-        yield 0, run
-        return
-    first, count = box[split - 1]
-    starts = [0]
-    for dim in range(split - 1):
-        offset, size = box[dim]
-        starts = [start * shape[dim] + index for start in starts for index in range(offset, offset + size)]
-    for start in starts:
-        yield (start * shape[split - 1] + first) * run, count * run
+    def _block(self, number: int) -> memoryview:
+        if number != self._kept_number:
+            block = memoryview(bytearray(min(BLOCK_BYTES, self._size - number * BLOCK_BYTES)))
+            self._read(block, number)
+            self._kept, self._kept_number = block, number
+        return self._kept
 
-
-def _bytes_of(x: Tensor) -> memoryview:
-    return x.reshape(-1).view(torch.uint8).numpy().data
+    def _read(self, view: memoryview, number: int) -> None:
+        """Fill `view` with whole blocks from block `number` on, and compare them."""
+        self._source.fill(view, self._source.begin(self._name) + number * BLOCK_BYTES)
+        first = number * CHECKSUM_BYTES
+        sums = block_digests(view)
+        if sums != self._sums[first : first + len(sums)]:
+            raise self._source.damaged(self._name)

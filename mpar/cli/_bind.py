@@ -2,30 +2,65 @@
 
 import dataclasses
 import difflib
+import math
+import sys
 import types
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from mpar.cli._elsewhere import aliases, key_elsewhere, not_there, value_elsewhere
 from mpar.errors import ConfigError, UnknownNameError
+from mpar.train import outside
 
-__all__ = ["bind", "describe", "known_keys", "nearest", "open_keys"]
+__all__ = [
+    "Check",
+    "TextKey",
+    "bind",
+    "describe",
+    "key_of_word",
+    "known_keys",
+    "listed",
+    "nearest",
+    "nearest_value",
+    "no_such_key",
+    "open_keys",
+    "text_keys",
+]
 
 T = TypeVar("T")
+_LARGEST = sys.float_info.max
+_MOST_LINES = 18  # of a message
+_LONGEST = 200  # characters of a value in a message
 
 
-def bind(cls: type[T], values: Mapping[str, object]) -> T:
+Check = Callable[[T], Iterable[str]]
+"""What is wrong with a configuration whose values have the right types, as lines."""
+
+
+@dataclasses.dataclass
+class _Found:
+    """What is wrong: unknown keys; values of a wrong type; values outside of their bounds."""
+
+    unknown: list[str] = dataclasses.field(default_factory=list)
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    outside: list[str] = dataclasses.field(default_factory=list)
+
+
+def bind(cls: type[T], values: Mapping[str, object], check: Check[T] | None = None) -> T:
     """A `cls` made of `values`. Raises UnknownNameError if any key is unknown, ConfigError if only values are wrong; both errors
-    list every problem.
+    list every problem, those that `check` finds included.
     """
-    unknown: list[str] = []
-    wrong: list[str] = []
+    found = _Found()
     names = known_keys(cls)
-    bound = _convert(cls, values, "", unknown, wrong)
-    if unknown:
-        lines = [f"{name}: no such key; did you mean {nearest(name, names)}?" for name in unknown]
-        raise UnknownNameError("the configuration has unknown keys:\n  " + "\n  ".join(lines + wrong))
-    if wrong:
-        raise ConfigError("the configuration has values that cannot be used:\n  " + "\n  ".join(wrong))
+    bound = _convert(cls, values, "", found)
+    if found.unknown:
+        lines = [f"{name}: no such key; {no_such_key(name, names)}" for name in found.unknown]
+        raise UnknownNameError(f"the configuration has unknown keys:{listed([*lines, *found.wrong, *found.outside])}")
+    problems = [*found.wrong, *found.outside]
+    if check is not None and not found.wrong:
+        problems += check(bound)
+    if problems:
+        raise ConfigError(f"the configuration has values that cannot be used:{listed(problems)}")
     return bound
 
 
@@ -50,32 +85,59 @@ def open_keys(cls: type) -> list[str]:
     return out
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The known name most like `name`, compared in full and by its last part. `name` is also compared with what other systems
-    call a key.
+class TextKey(NamedTuple):
+    """A key whose value is a text.
+
+    prose: one for people, in which no character has a meaning. may_be_list: or a list.
+    is_list: a list of texts.
     """
-    known = {candidate: candidate for candidate in names}
-    known |= {alias: ours for alias, ours in _ELSEWHERE.items() if ours in known}
-    return known[max(known, key=lambda candidate: _likeness(name, candidate))]
+
+    prose: bool
+    may_be_list: bool
+    is_list: bool
 
 
-_ELSEWHERE = {  # names in other systems: the key in mpar
-    "batch_size": "data.batch_size",
-    "context_parallel_size": "mesh.cp",
-    "epochs": "steps",
-    "expert_model_parallel_size": "strategy.expert_parallel",
-    "gradient_accumulation_steps": "schedule.num_microbatches",
-    "learning_rate": "optimizer.lr",
-    "max_grad_norm": "optimizer.clip_norm",
-    "max_length": "data.seq_len",
-    "max_steps": "steps",
-    "num_train_epochs": "steps",
-    "output_dir": "run_dir",
-    "pipeline_model_parallel_size": "mesh.pp",
-    "save_steps": "checkpoint.every",
-    "tensor_model_parallel_size": "mesh.tp",
-    "zero_stage": "strategy.name",
-}
+def text_keys(cls: type) -> dict[str, TextKey]:
+    """The dotted keys whose values are texts, or may be one word for a group."""
+    out: dict[str, TextKey] = {}
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint, options = hints[field.name], _options(hints[field.name])
+        if dataclasses.is_dataclass(hint):
+            out |= {f"{field.name}.{sub}": text for sub, text in text_keys(hint).items()}  # type: ignore[arg-type]
+            if hasattr(hint, "key_of_word"):
+                out[field.name] = TextKey(prose=False, may_be_list=False, is_list=False)
+        elif str in options and not {int, float} & set(options):
+            may_be_list = any(get_origin(option) is tuple for option in options)
+            out[field.name] = TextKey(field.metadata.get("prose", False), may_be_list, is_list=False)
+        elif tuple[str, ...] in options:
+            out[field.name] = TextKey(prose=False, may_be_list=True, is_list=True)
+    return out
+
+
+def key_of_word(cls: type, name: str, word: str) -> str:
+    """The key that `name=word` sets: `name` itself, or a key of the group `name` if one word may stand for the group."""
+    of_group = getattr(get_type_hints(cls).get(name), "key_of_word", None)
+    return name if of_group is None else f"{name}.{of_group(word)}"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The known name that other systems call `name`, or else the one most like it, compared in full and by its last part."""
+    known = list(names)
+    meant = {candidate: candidate for candidate in known} | aliases(set(known))
+    return key_elsewhere(name, set(known)) or meant[max(meant, key=lambda candidate: _likeness(name, candidate))]
+
+
+def nearest_value(key: str, value: str, values: Iterable[str]) -> str:
+    """The same for a value of `key`."""
+    known = list(values)
+    meant = value_elsewhere(key, value)
+    return meant if meant in known else max(known, key=lambda candidate: _likeness(value, candidate))
+
+
+def no_such_key(name: str, names: Iterable[str]) -> str:
+    """What to say of a key that does not exist: which is meant, or that mpar has no such thing."""
+    return not_there(name) or f"did you mean {nearest(name, names)}?"
 
 
 def _likeness(name: str, candidate: str) -> float:
@@ -83,38 +145,54 @@ def _likeness(name: str, candidate: str) -> float:
     return difflib.SequenceMatcher(None, name, candidate).ratio() + last
 
 
-def _convert(hint: Any, value: Any, path: str, unknown: list[str], wrong: list[str]) -> Any:
-    """`value` converted to the type `hint`. Unknown keys are added to `unknown`, values of a wrong type to `wrong`."""
+def _convert(hint: Any, value: Any, path: str, found: _Found) -> Any:
+    """`value` converted to the type `hint`. What is wrong with it is added to `found`."""
     if dataclasses.is_dataclass(hint):
-        return _convert_group(hint, value, path, unknown, wrong)  # type: ignore[arg-type]
+        return _convert_group(hint, value, path, found)  # type: ignore[arg-type]
     for option in _options(hint):
         ok, converted = _try(option, value)
         if ok:
             return converted
     words = [word for option in _options(hint) if get_origin(option) is Literal for word in get_args(option)]
-    near = f"; did you mean {nearest(value, words)}?" if words and isinstance(value, str) else ""
-    wrong.append(f"{path}={value!r}: must be {describe(hint)}{near}")
+    near = f"; did you mean {nearest_value(path, value, words)}?" if words and isinstance(value, str) else ""
+    found.wrong.append(f"{path}={_shown(value)}: must be {describe(hint)}{near}")
     return None
 
 
-def _convert_group(cls: type, value: Any, path: str, unknown: list[str], wrong: list[str]) -> Any:
+def _convert_group(cls: type, value: Any, path: str, found: _Found) -> Any:
+    if isinstance(value, str) and hasattr(cls, "key_of_word"):
+        value = {cls.key_of_word(value): value}
     if not isinstance(value, Mapping):
-        wrong.append(f"{path}={value!r}: must be a group of keys")
+        found.wrong.append(f"{path}={_shown(value)}: must be a group of keys")
         return None
     hints = get_type_hints(cls)
     prefix = f"{path}." if path else ""
-    unknown += [f"{prefix}{key}" for key in value if key not in hints]
+    found.unknown += [f"{prefix}{key}" for key in value if key not in hints]
     given = {}
     for field in dataclasses.fields(cls):
         if field.name in value:
             entry = value[field.name]
             if entry == "???":
-                wrong.append(f"{prefix}{field.name} is missing: {field.metadata.get('doc', 'it has no default')}")
+                found.wrong.append(f"{prefix}{field.name} is missing: {field.metadata.get('doc', 'it has no default')}")
                 continue
-            given[field.name] = _convert(hints[field.name], entry, f"{prefix}{field.name}", unknown, wrong)
+            given[field.name] = _convert(hints[field.name], entry, f"{prefix}{field.name}", found)
+            must_be = outside(field, given[field.name])
+            found.outside += [f"{prefix}{field.name}={_shown(entry)}: must be {must_be}"] if must_be else []
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            wrong.append(f"{prefix}{field.name} is missing: {field.metadata.get('doc', 'it has no default')}")
-    return None if unknown or wrong else cls(**given)
+            found.wrong.append(f"{prefix}{field.name} is missing: {field.metadata.get('doc', 'it has no default')}")
+    return None if found.unknown or found.wrong else cls(**given)
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Problems below each other, as many as one screen has room for."""
+    more = [f"and {len(problems) - _MOST_LINES} more"] * (len(problems) > _MOST_LINES)
+    return "".join(f"\n  {line}" for line in [*problems[:_MOST_LINES], *more])
+
+
+def _shown(value: object) -> str:
+    """A value for a message, cut off if it is very long."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -130,7 +208,7 @@ def _try(hint: Any, value: Any) -> tuple[bool, Any]:
     if origin is Literal:
         return value in args, value
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool), float(value) if _is_number(value) else None
+        return isinstance(value, (int, float)) and not isinstance(value, bool), float(value) if _is_number(value) else math.nan
     if hint is int:
         is_whole = isinstance(value, float) and value.is_integer()
         return (isinstance(value, int) and not isinstance(value, bool)) or is_whole, int(value) if _is_number(value) else None
@@ -155,7 +233,7 @@ def _try_tuple(args: tuple[Any, ...], value: Any) -> tuple[bool, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value == value and abs(value) != float("inf")
+    return isinstance(value, (int, float)) and -_LARGEST <= value <= _LARGEST
 
 
 def describe(hint: object) -> str:
@@ -170,5 +248,12 @@ def describe(hint: object) -> str:
         return f"[{inner}]"
     if origin is dict:
         return f"{{key: {describe(args[1])}}}"
-    names = {type(None): "null", str: "text", int: "a whole number", float: "a number", bool: "true or false", Any: "a value"}
+    names = {
+        type(None): "null",
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        Any: "a value",
+    }
     return names.get(hint, str(hint))

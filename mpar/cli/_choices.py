@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpar.cli._bind import nearest
+from mpar.cli._bind import nearest_value
 from mpar.cli._named import NAMED, is_named
 from mpar.cli._own_conf import own_choices, packaged_choices
 from mpar.train import MESH_GRAMMAR, mesh_problem, nearest_mesh_name
@@ -25,9 +25,9 @@ class Choices:
     def refusal(self, group: str, name: str) -> str:
         """Why `group=name` cannot be composed, and the ways out."""
         if group != "mesh":
-            near = nearest(name, self.shown[group])
+            near = nearest_value(group, name, self.shown[group])
             return f"there is no {group} {name!r}; did you mean {group}={near}? ({', '.join(self.shown[group])})"
-        near = nearest(name, [nearest_mesh_name(name), *self._mesh_files()])
+        near = nearest_value(group, name, [nearest_mesh_name(name), *self._mesh_files()])
         return f"there is no mesh {name!r}: {mesh_problem(name)}; did you mean mesh={near}? ({self.line('mesh')})"
 
     def line(self, group: str) -> str:

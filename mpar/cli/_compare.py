@@ -9,7 +9,7 @@ from mpar.errors import ConfigError, ShapeError, ShardingError, UnknownNameError
 from mpar.program import Hardware, Prediction, format_bytes, format_time
 from mpar.schedules import SCHEDULES, Picture, num_stages
 from mpar.train import RunSetup
-from mpar.train.prepare import compile_program
+from mpar.train.compile import compile_program
 
 __all__ = ["Candidate", "check_names", "comparison", "try_schedules"]
 

@@ -14,43 +14,42 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mpar.cli._bind import bind, known_keys, nearest, open_keys
+from mpar.cli._bind import Check, bind, key_of_word, known_keys, listed, no_such_key, open_keys, text_keys
 from mpar.cli._choices import Choices, choices
+from mpar.cli._limits import bounded
 from mpar.cli._named import NameSource
 from mpar.cli._own_conf import OwnSource
+from mpar.cli._written import cannot_read, quote_texts, without_dashes
 from mpar.conf_dir import conf_dir
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.train import PlainConfig
 
-__all__ = ["bind_composed", "check_overrides", "compose_config", "compose_plain", "hydra_ready"]
+__all__ = ["check_overrides", "compose_config", "compose_plain", "hydra_ready", "plain_config"]
 
 T = TypeVar("T")
 _HYDRA = "hydra"
 
 
-def compose_config(name: str, cls: type[T], overrides: Sequence[str], user_dir: Path | None = None) -> tuple[T, PlainConfig]:
+def compose_config(
+    name: str, cls: type[T], overrides: Sequence[str], user_dir: Path | None = None, check: Check[T] | None = None
+) -> tuple[T, PlainConfig]:
     """`conf/<name>.yaml` with `overrides` applied: as `cls`, and as the plain data that a run saves. Raises ConfigError.
 
-    user_dir: the user's folder, whose files are choices beside those of `conf/`.
+    user_dir: the user's folder, whose files are choices beside those of `conf/`. check: finds what else is wrong.
     """
     plain = compose_plain(name, cls, overrides, user_dir)
-    return bind(cls, plain), plain
+    return bind(cls, plain, check), plain
 
 
 def compose_plain(name: str, cls: type, overrides: Sequence[str], user_dir: Path | None = None) -> PlainConfig:
     """The composed configuration as plain data that is not yet bound: values may be missing or of a wrong type."""
     checked = check_overrides(name, cls, overrides, user_dir)
-    with hydra_ready(checked, user_dir) as ready:
-        return _plain(compose(name, overrides=ready))
+    with hydra_ready(checked, user_dir) as ready, bounded(user_dir):
+        return plain_config(compose(name, overrides=ready))
 
 
-def bind_composed(cls: type[T], composed: DictConfig) -> tuple[T, PlainConfig]:
-    """A configuration that Hydra composed, as `cls` and as plain data."""
-    plain = _plain(composed)
-    return bind(cls, plain), plain
-
-
-def _plain(composed: DictConfig) -> PlainConfig:
+def plain_config(composed: DictConfig) -> PlainConfig:
+    """A configuration that Hydra composed as plain data, without the settings of Hydra."""
     plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items() if key != _HYDRA}
@@ -86,27 +85,44 @@ def _missing(error: MissingConfigException, known: Choices) -> str:
     return f"cannot compose the configuration: a file that was chosen asks for {group}={name}; {known.refusal(group, name)}"
 
 
-def check_overrides(name: str, cls: type, overrides: Sequence[str], user_dir: Path | None = None) -> list[str]:
-    """The overrides in the form in which Hydra accepts keys that no file mentions.
+def check_overrides(
+    name: str, cls: type, overrides: Sequence[str], user_dir: Path | None = None, *, multirun: bool = False
+) -> list[str]:
+    """The overrides in the form in which Hydra accepts texts, and keys that no file mentions.
 
-    Raises UnknownNameError, which lists every override whose key or choice does not exist, each with the nearest that does.
+    multirun: commas in texts separate the values of a sweep.
+
+    Raises UnknownNameError, which lists every override that cannot be read or whose key or choice does not exist, each with the
+    nearest that does.
     """
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ConfigError(f"cannot read the arguments: each must be group=choice or key=value.\n{error}") from error
     known = choices(user_dir)
     groups = known if name == "train" else Choices({})
     keys, dict_keys = known_keys(cls), open_keys(cls)
-    problems = [line for override in parsed for line in _problems(override, groups, keys, dict_keys)]
+    overrides, problems = without_dashes(overrides, [*keys, *groups.shown])
+    checked = []
+    for argument in overrides if multirun else quote_texts(overrides, text_keys(cls)):
+        try:
+            (override,) = OverridesParser.create().parse_overrides([argument])
+        except HydraException as error:
+            problems.append(cannot_read(argument, str(error)))
+            continue
+        found = list(_problems(override, groups, keys, dict_keys))
+        if not found and not multirun and override.is_sweep_override():
+            found = [f"{override.input_line}: several values are a sweep; write mpar train -m, or quotes around one text"]
+        problems += found
+        checked.append(_forced(override, groups, cls))
     if problems:
-        raise UnknownNameError("unknown arguments:\n  " + "\n  ".join(problems))
-    return [_forced(override, groups) for override in parsed]
+        raise UnknownNameError(f"unknown arguments:{listed(problems)}")
+    return checked
 
 
-def _forced(override: Override, groups: Choices) -> str:
+def _forced(override: Override, groups: Choices, cls: type) -> str:
     """`++key=value` for `key=value`: without the `++` Hydra refuses a key whose default is in no file but in the dataclass."""
     line = str(override.input_line)
+    value = None if override.is_sweep_override() else override.value()
+    key = key_of_word(cls, override.key_or_group, value) if isinstance(value, str) else override.key_or_group
+    if key != override.key_or_group:  # one word for a group must not replace the keys that other arguments give to the group
+        line = f"{key}={line.partition('=')[2]}"
     plain = override.type == OverrideType.CHANGE and override.key_or_group not in groups.shown
     return f"++{line}" if plain and not override.key_or_group.startswith(_HYDRA) else line
 
@@ -124,5 +140,4 @@ def _problems(override: Override, groups: Choices, keys: list[str], dict_keys: l
             if isinstance(choice, str) and not groups.has(key, choice):
                 yield f"{argument}: {groups.refusal(key, choice)}"
     elif key not in keys and not any(key.startswith(f"{open_key}.") for open_key in dict_keys):
-        near = nearest(key, keys)
-        yield f"{argument}: there is no key {key!r}; did you mean {near}?"
+        yield f"{argument}: there is no key {key!r}; {no_such_key(key, keys)}"

@@ -1,24 +1,25 @@
 """`mpar export`: a checkpoint of a run as a folder that transformers loads."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import yaml
+from typing import Literal
 
 from mpar import checkpoint
 from mpar.cli._arguments import read_arguments
 from mpar.cli._bind import bind
 from mpar.cli._compose import compose_config
-from mpar.cli._help import describe_config
-from mpar.cli._screen import say
+from mpar.cli._screen import ByteProgress, say
+from mpar.cli._switches import answer_switches
 from mpar.errors import CheckpointError
-from mpar.train import TrainConfig, make_setup, make_tokenizer
-from mpar.train.export import export_hf
+from mpar.models import MAX_FILE_BYTES
+from mpar.train import TrainConfig, make_tokenizer
+from mpar.train.export import ExportOptions, export_hf
 
 __all__ = ["ExportConfig", "main"]
 
-_HELP = "usage: mpar export run_dir=RUN [checkpoint=FOLDER] [out=FOLDER]"
+_HELP = "usage: mpar export run_dir=RUN [checkpoint=FOLDER] [out=FOLDER] [dtype=bfloat16] [key=value] ..."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,24 +29,35 @@ class ExportConfig:
     run_dir: str = field(metadata={"doc": "the folder of a run"})
     checkpoint: str | None = field(default=None, metadata={"doc": "folder of the checkpoint; null: the newest of the run"})
     out: str | None = field(default=None, metadata={"doc": "the folder to write; null: run_dir/hf, which is replaced"})
+    dtype: Literal["source", "float32", "bfloat16", "float16"] = field(
+        default="source",
+        metadata={"doc": "source: as in the Hugging Face folder from which training started; without one, float32"},
+    )
+    max_file_bytes: int = field(
+        default=MAX_FILE_BYTES, metadata={"doc": "a larger model has several files of weights", "at_least": 1}
+    )
+    check: bool = field(default=True, metadata={"doc": "read the folder back and compare every bit with the checkpoint"})
+    progress: bool = field(default=True, metadata={"doc": "show a progress bar, on a terminal"})
 
 
 def main(args: Sequence[str]) -> int:
     """Export; returns the exit code."""
     arguments = read_arguments(args)
-    if arguments.help:
-        say(f"{_HELP}\n\n{describe_config('export', ExportConfig, [], arguments.user_dir)}")
+    if answer_switches(arguments, _HELP, "export", ExportConfig):
         return 0
     config, _ = compose_config("export", ExportConfig, arguments.overrides, arguments.user_dir)
     run_dir = Path(config.run_dir)
     source = Path(config.checkpoint) if config.checkpoint else checkpoint.latest(run_dir / "checkpoints")
-    saved = run_dir / "config.yaml"
-    if source is None or not saved.is_file():
-        missing = "config.yaml" if source is not None else "complete checkpoint"
-        raise CheckpointError(f"cannot export {run_dir}: it has no {missing}; is it the run_dir of a run?")
-    run = bind(TrainConfig, yaml.safe_load(saved.read_text(encoding="utf-8")))
-    out = Path(config.out) if config.out else run_dir / "hf"
+    if source is None:
+        raise CheckpointError(f"cannot export {run_dir}: it has no complete checkpoint; is it the run_dir of a run?")
+    plain = checkpoint.read_extras(source).get("config")
+    if not isinstance(plain, dict):
+        raise CheckpointError(f"cannot export {source}: it does not record the configuration of a run. Did mpar train write it?")
+    run = bind(TrainConfig, plain)
+    out = Path(os.path.abspath(config.out)) if config.out else run_dir / "hf"  # x/.. would be another folder once x is made
     if config.out and out.exists():
         raise CheckpointError(f"cannot export to {out}: it exists. Choose another folder, or delete it.")
-    say(str(export_hf(make_setup(run).model, make_tokenizer(run), source, out)))
+    options = ExportOptions(config.dtype, config.max_file_bytes, config.check, replaces=not config.out)
+    with ByteProgress("export", shown=config.progress) as bar:
+        say(str(export_hf(run, make_tokenizer(run), source, out, options, bar)))
     return 0

@@ -8,24 +8,25 @@ import torch
 
 from mpar import checkpoint
 from mpar.cli._screen import say
-from mpar.data import Tokenizer
 from mpar.errors import CheckpointError
-from mpar.train import RunSetup, make_setup, make_tokenizer, num_threads, read_job, read_metrics
+from mpar.train import TrainConfig, make_mesh, make_tokenizer, num_threads, read_job, read_metrics
 from mpar.train.curve import draw_experts, draw_loss
 from mpar.train.export import answer, export_hf
 
 __all__ = ["finish", "main"]
 
+_SAMPLE = "self-cognition"
+_SAMPLE_QUESTIONS = ("Who are you?", "Who developed you?", "你是谁？", "你是谁开发的？")
 
-def finish(setup: RunSetup, tokenizer: Tokenizer) -> None:
+
+def finish(config: TrainConfig) -> None:
     """Export the newest checkpoint of the run, draw loss and expert load, let the model answer `task.chat`; print the results."""
-    config = setup.config
-    torch.set_num_threads(num_threads(config, setup.mesh.size))
+    torch.set_num_threads(num_threads(config, make_mesh(config).size))
     run_dir = Path(str(config.run_dir))
     newest = checkpoint.latest(run_dir / "checkpoints")
     if newest is None:
         raise CheckpointError(f"cannot export {run_dir}: it holds no complete checkpoint")
-    folder = export_hf(setup.model, tokenizer, newest, run_dir / "hf")
+    folder = export_hf(config, make_tokenizer(config), newest, run_dir / "hf")
     records = read_metrics(run_dir / "metrics.jsonl")
     lines, pictures = [], {"loss curve": run_dir / "loss.png"}
     if records:
@@ -39,9 +40,16 @@ def finish(setup: RunSetup, tokenizer: Tokenizer) -> None:
             lines.append(f"experts: the busiest of a layer has {last['max_load']:.2f} times the mean load{dropped}")
         if "eval_loss" in last:
             lines.append(f"evaluation: loss {last['eval_loss']:.4f}, perplexity {last['perplexity']:,.4g}")
-    lines += _conversation(folder, config.task.chat, config.task.max_new_tokens) if config.task.kind == "sft" else []
+    lines += _conversation(folder, _questions(config), config.task.max_new_tokens) if config.task.kind == "sft" else []
     lines += [f"{label:12} {path}" for label, path in ({"checkpoint": newest, "model": folder} | pictures).items()]
     say("\n".join(lines))
+
+
+def _questions(config: TrainConfig) -> Sequence[str]:
+    """`task.chat`; if that is null, the questions about what the sample data teach, for a model that learned from these."""
+    if config.task.chat is not None:
+        return config.task.chat
+    return _SAMPLE_QUESTIONS if any(name.partition("#")[0] == _SAMPLE for name in config.data.sources) else ()
 
 
 def _conversation(folder: Path, questions: Sequence[str], max_new_tokens: int) -> list[str]:
@@ -54,8 +62,7 @@ def _conversation(folder: Path, questions: Sequence[str], max_new_tokens: int) -
 
 def main(args: list[str]) -> int:
     """Finish the run of the job in the folder `args[0]`."""
-    config = read_job(Path(args[0])).config
-    finish(make_setup(config), make_tokenizer(config))
+    finish(read_job(Path(args[0])).config)
     return 0
 
 

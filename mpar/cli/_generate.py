@@ -2,40 +2,43 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from mpar.cli._arguments import read_arguments
+from mpar.cli._arguments import SWITCHES_HELP, read_arguments
 from mpar.cli._compose import compose_config
-from mpar.cli._help import describe_config
+from mpar.cli._later import later
+from mpar.cli._local_model import local_folder
 from mpar.cli._screen import say, say_aside
+from mpar.cli._switches import answer_switches
 from mpar.errors import CheckpointError
-from mpar.train.export import answer
+from mpar.train import key
 
 __all__ = ["GenerateConfig", "main"]
 
-_HELP = "usage: mpar generate path=RUN_OR_HF_FOLDER [prompt='Who are you?'] [key=value] ..."
+_HELP = f"""usage: mpar generate path=RUN_OR_HF_FOLDER [prompt='Who are you?'] [key=value] ...
+
+{SWITCHES_HELP}"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """The keys of `mpar generate`."""
 
-    path: str = field(metadata={"doc": "an HF folder, or the run_dir of a run"})
-    prompt: str | None = field(default=None, metadata={"doc": "the question; null: ask on the terminal"})
-    max_new_tokens: int = field(default=128, metadata={"doc": "the most tokens of an answer"})
-    temperature: float = field(default=0.0, metadata={"doc": "0 always takes the most likely token"})
-    seed: int = field(default=0, metadata={"doc": "seed of the random draws of tokens"})
+    path: str = key("an HF folder, or the run_dir of a run")
+    prompt: str | None = key("the question, with any characters; null: ask on the terminal", default=None, prose=True)
+    max_new_tokens: int = key("the most tokens of an answer", default=128, at_least=1)
+    temperature: float = key("0 always takes the most likely token", default=0.0, at_least=0)
+    seed: int = key("seed of the random draws of tokens", default=0, at_least=0, at_most=2**63 - 1)
 
 
 def main(args: Sequence[str]) -> int:
     """Answer; returns the exit code."""
     arguments = read_arguments(args)
-    if arguments.help:
-        say(f"{_HELP}\n\n{describe_config('generate', GenerateConfig, [], arguments.user_dir)}")
+    if answer_switches(arguments, _HELP, "generate", GenerateConfig):
         return 0
     config, _ = compose_config("generate", GenerateConfig, arguments.overrides, arguments.user_dir)
-    folder = _model_folder(Path(config.path))
+    folder = _model_folder(Path(local_folder(config.path)))
     if config.prompt is not None:
         say(_answer(config, folder, config.prompt))
         return 0
@@ -48,6 +51,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _answer(config: GenerateConfig, folder: Path, question: str) -> str:
+    answer = later("mpar.train.export").answer
     return answer(folder, [question], max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed)[0]
 
 

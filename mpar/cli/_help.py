@@ -10,7 +10,7 @@ from mpar.cli._bind import describe
 from mpar.cli._choices import choices
 from mpar.cli._compose import compose_plain
 from mpar.schedules import SCHEDULES
-from mpar.train import PlainValue
+from mpar.train import PlainValue, bounds_of
 
 __all__ = ["describe_config"]
 
@@ -40,5 +40,6 @@ def _key_lines(cls: type, values: PlainValue, prefix: str) -> list[str]:
             continue
         shown = "null" if value is None else str(value)
         shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
-        lines.append(f"  {f'{prefix}{field.name}={shown}':48} {field.metadata.get('doc', '')} ({describe(hint)})")
+        kind = ", ".join(words for words in (describe(hint), bounds_of(field)) if words)
+        lines.append(f"  {f'{prefix}{field.name}={shown}':48} {field.metadata.get('doc', '')} ({kind})")
     return lines

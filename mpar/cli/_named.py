@@ -7,18 +7,22 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 
 from mpar.errors import UnknownNameError
-from mpar.strategy import PRESETS, preset
+from mpar.preset_names import PRESET_NAMES
 from mpar.train import MESH_EXAMPLES, mesh_by_name
 
 __all__ = ["NAMED", "NameSource", "is_named", "values_of_name"]
 
-NAMED = {"mesh": MESH_EXAMPLES, "strategy": tuple(PRESETS)}
+NAMED = {"mesh": MESH_EXAMPLES, "strategy": PRESET_NAMES}
 """The groups whose choices are parsed, each with the names to show in help texts: examples of meshes, all presets."""
 
 
 def values_of_name(group: str, name: str) -> dict[str, int] | dict[str, str]:
     """The keys and values that `name` stands for in `group`, one of NAMED. Raises UnknownNameError if it stands for none."""
-    return asdict(mesh_by_name(name)) if group == "mesh" else {"name": preset(name).name}
+    if group == "mesh":
+        return asdict(mesh_by_name(name))
+    if name not in PRESET_NAMES:
+        raise UnknownNameError(f"no strategy is called {name!r}; there are {', '.join(PRESET_NAMES)}")
+    return {"name": name}
 
 
 def is_named(group: str, name: str) -> bool:

@@ -10,8 +10,12 @@ from omegaconf import OmegaConf
 from mpar.cli._named import NAMED, is_named
 from mpar.conf_dir import conf_dir
 from mpar.errors import ConfigError
+from mpar.files import Unreadable, read_text
 
 __all__ = ["OwnSource", "own_choices", "packaged_choices"]
+
+_MAX_BYTES = 2**16  # of one file
+_MAX_NODES = 10_000
 
 
 def packaged_choices() -> dict[str, list[str]]:
@@ -57,6 +61,18 @@ def _is_taken(group: str, name: str, packaged: dict[str, list[str]]) -> bool:
     return name in packaged[group] or is_named(group, name)
 
 
+def _num_nodes(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node has with its aliases written out. `known` has those that were counted; nothing is counted twice."""
+    if id(node) not in known:
+        known[id(node)] = _MAX_NODES + 1  # if the node contains itself
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        else:
+            inner = node.value if isinstance(node, yaml.SequenceNode) else []
+        known[id(node)] = 1 + sum(_num_nodes(part, known) for part in inner)
+    return known[id(node)]
+
+
 class OwnSource(ConfigSource):
     """Hydra's view of the user's folder."""
 
@@ -75,17 +91,20 @@ class OwnSource(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         """Whether there is such a file in a group; files outside of groups do not count."""
-        return "/" in config_path and self._file(config_path).is_file()
+        return "/" in config_path and self._file(config_path).exists()
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The content of the file. Raises ConfigError if it is not keys with values."""
         file = self._file(config_path)
         try:
-            text = file.read_text(encoding="utf-8")
-            if not isinstance(yaml.safe_load(text), dict | None):
+            text = read_text(file, _MAX_BYTES)
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
+            if node is not None and not isinstance(node, yaml.MappingNode):
                 raise ConfigError(f"cannot use {file}: it must be keys with values (`key: value` lines), as files in conf/ are.")
+            if node is not None and _num_nodes(node, {}) > _MAX_NODES:
+                raise ConfigError(f"cannot use {file}: with its aliases (`*name`) written out it has over {_MAX_NODES:,} values.")
             values = OmegaConf.create(text)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (Unreadable, yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"cannot read {file}: {error}") from None
         header = self._get_header_dict(text)
         return ConfigResult(provider=self.provider, path=self.full_path(), config=values, header=header)

@@ -1,52 +1,48 @@
-"""Prepares a job: checks it, compiles its program, tokenises its data. Under torchrun: `python -m mpar.cli._prepare FOLDER`."""
+"""Prepares a job: checks it, compiles its program, tokenises its data. Importing this loads torch."""
 
 import math
-import pickle
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
+from mpar.cli._paths import with_absolute_paths
 from mpar.cli._placement import slow_axes
-from mpar.cli._worker import write_failure
-from mpar.data import Tokenizer
 from mpar.program import Hardware, Program, describe_kernels, format_bytes
 from mpar.schedules import num_stages
 from mpar.train import Job, PlainConfig, RunSetup, TrainConfig, make_setup
 from mpar.train.prepare import prepare
 
-__all__ = ["REQUEST", "PreparedJob", "main", "prepare_job"]
-
-REQUEST = "request.pickle"
+__all__ = ["prepare_job"]
 
 
-@dataclass(frozen=True)
-class PreparedJob:
-    """A job that is ready to start, with the setup and tokenizer that it was made with, and a summary to print."""
+def prepare_job(config: TrainConfig, resolved: PlainConfig, folder: Path, kept: Path | None) -> tuple[str, str]:
+    """Write what ranks load into `folder`. Returns lines that describe the job, and one on where its program comes from.
 
-    job: Job
-    setup: RunSetup
-    tokenizer: Tokenizer
-    summary: str
-
-
-def prepare_job(config: TrainConfig, resolved: PlainConfig, folder: Path) -> PreparedJob:
-    """Write what ranks load into `folder`. Raises MparError for whatever is wrong with the configuration, data or checkpoint."""
+    kept: the folder of what is kept from run to run, if anything is.
+    Raises MparError for whatever is wrong with the configuration, data or checkpoint.
+    """
     setup = make_setup(config)
-    job, data = prepare(setup, resolved, folder)
-    program = job.program
+    prepared = prepare(setup, with_absolute_paths(resolved, Path.cwd()), folder, kept)
+    job, data, program = prepared.job, prepared.data, prepared.job.program
     prediction = program.predict()
     parameters = sum(math.prod(leaf.shape) for leaf in program.state_in if leaf.path.startswith("params."))
-    begin = "from the start" if job.resume is None else f"goes on from {job.resume}"
-    summary = (
+    summary = "".join(f"{line}\n" for line in prepared.moved) + (
         f"{config.model.name}: {parameters / 1e6:,.2f} M parameters, {program.facts.mesh}, "
-        f"strategy {config.strategy.name}, {begin}\n"
-        f"data: {data.training.report}\n"
+        f"strategy {config.strategy.name}, {_beginning(job)}\n"
+        f"{data.summary}\n"
         f"program: {len(program.instructions)} instructions, {prediction.num_collectives} collectives a step, "
         f"{format_bytes(prediction.communication_bytes)} sent by a rank, peak {format_bytes(prediction.peak_bytes)} predicted\n"
         f"{_pipeline_line(program, setup.hardware)}{_kernels_line(program)}{_warnings(setup, program)}"
-        f"run_dir: {config.run_dir}"
     )
-    return PreparedJob(job, setup, data.tokenizer, summary)
+    return summary, prepared.compiled
+
+
+def _beginning(job: Job) -> str:
+    """Where the first state comes from, and below it a line for each difference from the configuration of that checkpoint."""
+    if job.resume is not None:
+        begin = f"goes on from {job.resume}" + (", parameters only" if job.config.resume.state == "weights" else "")
+    else:
+        begin = "from the start" if job.init is None else f"from the parameters in {job.init}"
+    changed = "\nchanged since (then -> now):" if job.changes else ""
+    return begin + changed + "".join(f"\n  {line}" for line in job.changes)
 
 
 def _kernels_line(program: Program) -> str:
@@ -71,20 +67,3 @@ def _pipeline_line(program: Program, hardware: Hardware) -> str:
         f"pipeline: {program.facts.schedule}, {num_stages(program.schedule)} stages, "
         f"{program.num_microbatches} microbatches, bubble {100 * prediction.bubble_s / prediction.step_s:.1f} % predicted\n"
     )
-
-
-def main(args: list[str]) -> int:
-    """Prepare the job that local rank 0 of torchrun asks for in the folder `args[0]`, which is private to this user."""
-    folder = Path(args[0])
-    config, resolved = pickle.loads((folder / REQUEST).read_bytes())
-    try:
-        prepared = prepare_job(config, resolved, folder)
-        (folder / "summary.txt").write_text(prepared.summary, encoding="utf-8")
-    except Exception as error:
-        write_failure(folder, 0, error)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

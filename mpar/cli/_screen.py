@@ -1,17 +1,26 @@
 """Prints on the screen: results on stdout; progress, notes and errors on stderr."""
 
+import contextlib
 import sys
 import time
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.live import Live
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from mpar.errors import MparError
-from mpar.train import StepRecord
 
-__all__ = ["StepProgress", "say", "say_aside", "show_error", "show_failure"]
+if TYPE_CHECKING:
+    from mpar.train import StepRecord  # loads torch, which a refusal does not need
+
+__all__ = ["ByteProgress", "StepProgress", "Word", "fitted", "say", "say_aside", "show_error", "show_failure"]
+
+_BAR = 20  # characters of the bar on a terminal
 
 
 def say(text: str) -> None:
@@ -19,9 +28,15 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def say_aside(text: str) -> None:
-    """Print a note on stderr, without changing it."""
-    print(text, file=sys.stderr, flush=True)
+def say_aside(text: str, *, terminal: bool = False) -> None:
+    """Print a note on stderr, without changing it. `terminal`: only if a person is likely to see it there.
+
+    A terminal that is gone, which is what SIGHUP says, is no error.
+    """
+    if terminal and not sys.stderr.isatty():
+        return
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def show_error(error: BaseException) -> None:
@@ -39,52 +54,106 @@ def show_failure(title: str, text: str) -> None:
     console.print(Text(text))
 
 
-class StepProgress:
-    """The progress of rank 0: a bar on a terminal; elsewhere a line for about every tenth of the steps."""
+class ByteProgress:
+    """How far work on many bytes has come: a bar on a terminal, else nothing. Call it with the bytes done, and all bytes."""
 
-    def __init__(self, first: int, last: int, *, shown: bool) -> None:
-        self._first, self._last, self._shown = first, last, shown
-        self._began = time.monotonic()
-        self._held_out = ""
-        self._console = Console(stderr=True)
-        self._live = shown and self._console.is_terminal
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("loss {task.fields[loss]}{task.fields[more]}{task.fields[held_out]}  {task.fields[rate]} tokens/s"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=self._console,
-            disable=not self._live,
-        )
-        self._task = self._bar.add_task("train", total=last, completed=first, loss="-", more="", held_out="", rate="-")
+    def __init__(self, label: str, *, shown: bool) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn(label), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True)
+        self._task = self._bar.add_task(label, total=None)
 
-    def __enter__(self) -> "StepProgress":
+    def __enter__(self) -> "ByteProgress":
         self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def __call__(self, record: StepRecord) -> None:
+    def __call__(self, done: int, total: int) -> None:
+        """Show that `done` of `total` bytes are done."""
+        self._bar.update(self._task, completed=done, total=total)
+
+
+@dataclass(frozen=True)
+class Word:
+    """A part of a line, and how soon it is left out where the line is too long: those of the highest number first, 0 never."""
+
+    text: str
+    number: int = 0
+
+
+def fitted(words: Sequence[Word], width: int) -> str:
+    """The words in their order, without as many of the less important ones as it takes to fit into `width` characters."""
+    kept = [word for word in words if word.text]
+    while len(line := "  ".join(word.text for word in kept)) > width and any(word.number for word in kept):
+        kept.remove(max(kept, key=lambda word: word.number))
+    return line[:width]
+
+
+class StepProgress:
+    """The progress of rank 0: one line on a terminal, which every step replaces; elsewhere a line for about every tenth of the
+    steps. With `log_every` a line stays after every so many steps, on a terminal, too.
+    """
+
+    def __init__(self, first: int, last: int, *, shown: bool, log_every: int | None = None) -> None:
+        self._first, self._last, self._shown = first, last, shown
+        self._began = time.monotonic()
+        self._held_out = ""
+        self._console = Console(stderr=True)
+        self._is_live = shown and self._console.is_terminal
+        self._stride = log_every or max(1, (last - first) // 10)
+        self._only_strides = log_every is not None
+        self._live = Live(console=self._console, auto_refresh=False, transient=False)
+
+    def __enter__(self) -> "StepProgress":
+        if self._is_live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def __call__(self, record: "StepRecord") -> None:
         """Show one more step."""
-        loss, more, rate = f"{record.loss:.4f}", _of_experts(record), f"{record.tokens_per_s:,.0f}"
-        if record.eval_loss is not None:
-            self._held_out = f"  eval {record.eval_loss:.4f}"
-        self._bar.update(self._task, completed=record.step, loss=loss, more=more, held_out=self._held_out, rate=rate)
-        stride = max(1, (self._last - self._first) // 10)
-        at_times = record.step % stride == 0 or record.step in (self._first + 1, self._last) or record.eval_loss is not None
-        if self._shown and not self._live and at_times:
-            held_out = "" if record.eval_loss is None else self._held_out
-            mean_s = (time.monotonic() - self._began) / (record.step - self._first)
-            left_s = (self._last - record.step) * mean_s
-            say_aside(f"step {record.step}/{self._last}  loss {loss}{more}{held_out}  {rate} tokens/s  {left_s:.0f} s left")
+        for note in record.notes:
+            self._console.print(Text(f"mpar: {note}"), soft_wrap=True)
+        if not self._shown:
+            return
+        evaluated = "" if record.eval_loss is None else f"eval {record.eval_loss:.4f}"
+        self._held_out = evaluated or self._held_out
+        at_times = record.step % self._stride == 0
+        if not self._only_strides:
+            at_times = at_times or record.step in (self._first + 1, self._last) or record.eval_loss is not None
+        if self._is_live:
+            if at_times and self._only_strides:
+                self._console.print(Text(fitted(self._words(record, evaluated), self._console.width)))
+            line = fitted(self._words(record, self._held_out, bar=True), self._console.width)
+            self._live.update(Text(line, no_wrap=True), refresh=True)
+        elif at_times:
+            say_aside("  ".join(word.text for word in self._words(record, evaluated) if word.text))
+
+    def _words(self, record: "StepRecord", evaluated: str, *, bar: bool = False) -> list[Word]:
+        """The words of a line, which the step begins."""
+        mean_s = (time.monotonic() - self._began) / (record.step - self._first)
+        filled = _BAR * record.step // self._last if bar else 0
+        return [
+            Word(f"step {record.step}/{self._last}"),
+            Word("━" * filled + "╌" * (_BAR - filled) if bar else "", 9),
+            Word(f"loss {record.loss:.4f}", 1),
+            Word(_of_experts(record), 8),
+            Word(f"{record.skipped} skipped" if record.skipped else "", 7),
+            Word(evaluated, 3),
+            Word(f"lr {record.lr:.3g}", 5),
+            Word(f"norm {record.grad_norm:.3g}", 6),
+            Word(f"{record.tokens_per_s:,.0f} tokens/s", 4),
+            Word(f"{(self._last - record.step) * mean_s:.0f} s left", 2),
+        ]
 
 
-def _of_experts(record: StepRecord) -> str:
+def _of_experts(record: "StepRecord") -> str:
     """Side losses; with experts also the load of the busiest one, and the share that was dropped if any was."""
     words = [f"{name} {value:.4g}" for name, value in record.side_losses.items()]
     if record.expert_load:
         words += [f"max load {record.max_load:.2f}", *([f"dropped {100 * record.dropped:.1f} %"] if record.dropped else [])]
-    return "".join(f"  {word}" for word in words)
+    return "  ".join(words)

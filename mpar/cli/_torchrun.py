@@ -2,38 +2,46 @@
 
 import dataclasses
 import os
-import pickle
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch.distributed as dist
+import yaml
 
 from mpar.cli._arguments import read_arguments
-from mpar.cli._compose import compose_config
-from mpar.cli._run_dir import new_run_dir
+from mpar.cli._failures import place_file, read_failure
+from mpar.cli._go_on import after_stop
+from mpar.cli._job_folder import job_folder
+from mpar.cli._parent import end_with_parent
+from mpar.cli._run_lock import locked_run_dir
+from mpar.cli._run_problems import compose_run, run_problems
 from mpar.cli._screen import say_aside, show_failure
-from mpar.cli._worker import connect, place_file, read_failure, work
-from mpar.errors import ConfigError, MeshError, MparError, NumericsError
-from mpar.train import PlainConfig, TrainConfig, describe_place, make_mesh, read_job, read_place
+from mpar.cli._signals import code_name
+from mpar.cli._start import REQUEST
+from mpar.cli._worker import connect, watched, work
+from mpar.errors import ConfigError, MeshError, MparError, NumericsError, exit_code
+from mpar.program import exchange
+from mpar.train import PlainConfig, PlainValue, TrainConfig, deadline_after, describe_place, make_mesh, read_job, read_place
 
 __all__ = ["main"]
 
 
 def main(args: Sequence[str]) -> int:
     """Run as one of torchrun's ranks; returns the exit code."""
-    rank, local_rank, local_size, world = (int(os.environ[n]) for n in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    end_with_parent(os.getppid())
+    rank, local_rank, world = (int(os.environ[n]) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     try:
         config, resolved = _configure(args, world)
+        deadline = deadline_after(config.time_limit)
     except MparError as error:
         if rank == 0:
             show_failure(type(error).__name__, str(error))
-        return 1
+        return exit_code(error)
     connect(config.device, config.timeout_s, local_rank)
-    code = _run(config, resolved, rank, local_rank, local_size)
+    code = _run(config, resolved, rank, local_rank, deadline)
     sys.stderr.flush()
     if code:
         os._exit(code)  # a thread of the backend may wait for a rank that is gone
@@ -45,7 +53,7 @@ def _configure(args: Sequence[str], world: int) -> tuple[TrainConfig, PlainConfi
     arguments = read_arguments(args)
     if arguments.multirun:
         raise ConfigError("a sweep cannot run under torchrun: leave out -m, or start `mpar train -m` without torchrun")
-    config, resolved = compose_config("train", TrainConfig, arguments.overrides, arguments.user_dir)
+    config, resolved = compose_run(arguments.overrides, arguments.user_dir, run_problems)
     mesh = make_mesh(config)
     if mesh.size != world:
         raise MeshError(
@@ -55,48 +63,53 @@ def _configure(args: Sequence[str], world: int) -> tuple[TrainConfig, PlainConfi
     return config, resolved
 
 
-def _run(config: TrainConfig, resolved: PlainConfig, rank: int, local_rank: int, local_size: int) -> int:
+def _run(config: TrainConfig, resolved: PlainConfig, rank: int, local_rank: int, deadline: float | None) -> int:
     """Prepare, train, finish. Returns the exit code; errors have been printed."""
-    run_dir = [config.run_dir or new_run_dir()]
-    dist.broadcast_object_list(run_dir, src=0)
-    config = dataclasses.replace(config, run_dir=run_dir[0])
-    resolved = resolved | {"run_dir": config.run_dir}
-    node_folder = Path(tempfile.mkdtemp(prefix="mpar-")) if local_rank == 0 else None
-    try:
-        node = int(os.environ["GROUP_RANK"])
-        report = None if node_folder is None else (node, str(node_folder), _prepare(config, resolved, node_folder))
-        gathered: list[tuple[int, str, tuple[str, str] | None] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, report)
-        nodes = {entry[0]: entry for entry in gathered if entry is not None}
-        failure = next((entry[2] for entry in nodes.values() if entry[2] is not None), None)
-        if failure is not None:
-            if rank == 0:
-                show_failure(*failure)
+    with ExitStack() as stack:
+        run_dir = _lock(config.run_dir, stack) if rank == 0 else None
+        run_dir = exchange(run_dir)[0]
+        if run_dir is None:
             return 1
-        folder = Path(nodes[node][1])
-        return _train(config, folder, rank, local_rank, local_size)
-    finally:
-        if node_folder is not None:
-            shutil.rmtree(node_folder, ignore_errors=True)
+        config, resolved = dataclasses.replace(config, run_dir=run_dir), resolved | {"run_dir": run_dir}
+        folder = stack.enter_context(job_folder()) if local_rank == 0 else None
+        node = int(os.environ["GROUP_RANK"])
+        report: PlainValue = None if folder is None else [node, str(folder), _prepare(resolved, folder)]
+        nodes = {entry[0]: entry for entry in exchange(report) if entry is not None}
+        failure = next((entry[2] for entry in nodes.values() if entry[2] is not None), None)
+        if failure is None:
+            return _train(config, Path(nodes[node][1]), rank, deadline)
+        if rank == 0:
+            show_failure(*failure)
+        return 1
 
 
-def _prepare(config: TrainConfig, resolved: PlainConfig, folder: Path) -> tuple[str, str] | None:
+def _lock(wanted: str | None, stack: ExitStack) -> str | None:
+    """The folder of the run, locked until `stack` is closed; None, after the error was printed, if it cannot be locked."""
+    try:
+        return str(stack.enter_context(locked_run_dir(wanted))[0])
+    except ConfigError as error:
+        show_failure(type(error).__name__, str(error))
+        return None
+
+
+def _prepare(resolved: PlainConfig, folder: Path) -> PlainValue:
     """Prepare the job in `folder` with a child process. Returns the title and text of an error, or None."""
-    (folder / "request.pickle").write_bytes(pickle.dumps((config, resolved)))
+    (folder / REQUEST).write_text(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), encoding="utf-8")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
-    code = subprocess.run([sys.executable, "-m", "mpar.cli._prepare", str(folder)], env=environment, check=False).returncode
+    code = subprocess.run([sys.executable, "-m", "mpar.cli._start", str(folder)], env=environment, check=False).returncode
     if code == 0:
         return None
     failure = read_failure(folder, 0)
-    return ("ProgramError", f"the compiling process ended with {code}") if failure is None else (failure.title, failure.message)
+    return ["ProgramError", f"the compiling process ended with {code}"] if failure is None else [failure.title, failure.message]
 
 
-def _train(config: TrainConfig, folder: Path, rank: int, local_rank: int, local_size: int) -> int:
+def _train(config: TrainConfig, folder: Path, rank: int, deadline: float | None) -> int:
     job = read_job(folder)
     if rank == 0:
         say_aside((folder / "summary.txt").read_text(encoding="utf-8"))
     try:
-        work(job, folder, rank, local_rank, local_size)
+        with watched(job, folder, rank) as watch:
+            code = work(job, folder, watch, deadline)
         dist.barrier()
     except MparError as error:
         if rank == 0 or not isinstance(error, NumericsError):  # all ranks see the same loss, so one of them prints this error
@@ -107,6 +120,9 @@ def _train(config: TrainConfig, folder: Path, rank: int, local_rank: int, local_
         place = describe_place(job.program_at(last_place), rank, last_place)
         show_failure("RankFailure", f"{place}; the connection broke: {str(error).splitlines()[0]}")
         return 1
-    if rank == 0:
-        return subprocess.run([sys.executable, "-m", "mpar.cli._finish", str(folder)], check=False).returncode
-    return 0
+    if rank != 0:
+        return code
+    if code:
+        say_aside(f"stopped by {code_name(code)}; {after_stop(config)}")
+        return code
+    return subprocess.run([sys.executable, "-m", "mpar.cli._finish", str(folder)], check=False).returncode

@@ -1,28 +1,63 @@
 """One run of `mpar train` on this machine: prepares it, starts the ranks, then exports the model, draws pictures and asks it."""
 
 import dataclasses
-import tempfile
 import time
 from pathlib import Path
 
-from mpar.cli._finish import finish
-from mpar.cli._launch import launch
-from mpar.cli._prepare import prepare_job
-from mpar.cli._run_dir import new_run_dir
-from mpar.cli._screen import say_aside
-from mpar.train import PlainConfig, TrainConfig
+from mpar.cli._go_on import after_stop
+from mpar.cli._job_folder import job_folder
+from mpar.cli._later import later
+from mpar.cli._launch import RankFailure, launch
+from mpar.cli._run_lock import locked_run_dir
+from mpar.cli._screen import say_aside, show_error
+from mpar.cli._signals import Stopped
+from mpar.cli._start import prepared_start
+from mpar.train import PlainConfig, TrainConfig, deadline_after
 
 __all__ = ["train_once"]
 
 
 def train_once(config: TrainConfig, resolved: PlainConfig) -> None:
-    """Do all of one run: prepare, train, export, draw, and ask the trained model."""
+    """Do all of one run: prepare, train, export, draw, and ask the trained model.
+
+    Raises Stopped, whose message says how to go on, if a signal or the time limit ended the run.
+    """
     began = time.perf_counter()
-    if config.run_dir is None:
-        config = dataclasses.replace(config, run_dir=new_run_dir())
-    resolved = resolved | {"run_dir": config.run_dir}
-    with tempfile.TemporaryDirectory(prefix="mpar-") as folder:  # readable by this user only
-        prepared = prepare_job(config, resolved, Path(folder))
-        say_aside(f"{prepared.summary}\nprepared in {time.perf_counter() - began:.1f} s")
-        launch(prepared.job, Path(folder))
-    finish(prepared.setup, prepared.tokenizer)
+    deadline = deadline_after(config.time_limit)
+    try:
+        with locked_run_dir(config.run_dir) as (run_dir, lock):
+            config = dataclasses.replace(config, run_dir=str(run_dir))
+            with job_folder() as folder:
+                start = prepared_start(config, resolved | {"run_dir": str(run_dir)}, folder)
+                say_aside(f"{start.summary}\nprepared in {time.perf_counter() - began:.1f} s, {start.source}")
+                _launch_again(config, folder, deadline, lock)
+            later("mpar.cli._finish").finish(config)
+    except Stopped as stopped:
+        raise Stopped(stopped.code, f"{stopped}; {after_stop(config)}") from None
+
+
+def _launch_again(config: TrainConfig, folder: Path, deadline: float | None, lock: int) -> None:
+    """Launch; if a rank is lost, launch again from the newest checkpoint, at most `restarts` times."""
+    for restart in range(1, config.restarts + 2):
+        try:
+            launch(config, folder, deadline, [lock])
+        except RankFailure as error:
+            if restart > config.restarts:
+                raise
+            show_error(error)
+            newest = later("mpar.checkpoint").latest(Path(str(config.run_dir)) / "checkpoints")
+            source = "from the start, as there is no checkpoint" if newest is None else f"from {newest}"
+            say_aside(f"restart {restart} of {config.restarts}: goes on {source}")
+            if newest is not None:
+                _go_on_from(newest, folder)
+        else:
+            return
+
+
+def _go_on_from(newest: Path, folder: Path) -> None:
+    """Change the job in `folder` so that it goes on from a checkpoint."""
+    train = later("mpar.train")
+    job = train.read_job(folder)
+    going_on = dataclasses.replace(job.config.resume, state="all")  # the optimizer must not begin anew once more
+    config = dataclasses.replace(job.config, resume=going_on)
+    train.write_job(folder, dataclasses.replace(job, resume=newest, config=config))

@@ -4,29 +4,35 @@ A rank imports neither Hydra nor the compiler: the job holds the bound configura
 """
 
 import datetime
-import json
 import os
 import sys
 import threading
 import time
-import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import yaml
 
+from mpar.cli._failures import place_file, write_failure, write_timeout
+from mpar.cli._parent import end_with_parent
 from mpar.cli._screen import StepProgress, say_aside
+from mpar.cli._signals import hold_signals, ignore_signals, signals_call
 from mpar.data import Batches
-from mpar.errors import MparError
+from mpar.errors import DataError
 from mpar.program import Hardware
 from mpar.train import (
+    DATA_FOLDER,
     Evaluation,
     Job,
     MetricsFile,
+    Phase,
     Rank,
+    Saving,
     StepRecord,
+    Stop,
     Watch,
     describe_place,
     load_data,
@@ -37,65 +43,106 @@ from mpar.train import (
     run_steps,
     start,
     tensorboard_writer,
+    wandb_writer,
 )
 
-__all__ = ["Failure", "connect", "main", "place_file", "read_failure", "work", "write_failure"]
+__all__ = ["connect", "main", "watched", "work"]
 
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank stopped. known: an MparError, whose message explains it; otherwise `message` is a traceback."""
-
-    rank: int
-    title: str
-    message: str
-    known: bool
-    time: float
+_GRACE_S = 30.0  # so much longer than timeout_s the backend waits: the watchdog comes first, whose message says more
 
 
 def main(args: list[str]) -> int:
-    """Run the job in the folder `args[0]` as the rank that the environment variables name."""
-    folder = Path(args[0])
-    rank, local_rank, local_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    """Run the job in the folder `args[0]`, until the time `args[1]` if that is not empty, as the rank that the environment names.
+
+    Returns 0, or the exit code that a signal asked for; a rank that fails leaves its reason in the folder and ends with 1.
+    """
+    end_with_parent(os.getppid())
+    folder, deadline = Path(args[0]), float(args[1]) if args[1] else None
+    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     try:
         job = read_job(folder)
-        connect(job.config.device, job.config.timeout_s, local_rank)
-        work(job, folder, rank, local_rank, local_size)
+        with watched(job, folder, rank) as watch:
+            watch.enter(Phase.MEET)
+            store = dist.FileStore(str(folder / "store"), size)
+            connect(job.config.device, job.config.timeout_s, local_rank, store, rank, size)
+            hold_signals()  # before the ranks train, and after that, their launcher ends them
+            code = work(job, folder, watch, deadline)
+            ignore_signals()
         dist.destroy_process_group()
     except BaseException as error:
         write_failure(folder, rank, error)
         sys.stderr.flush()
         os._exit(1)  # sys.exit would wait for threads of the backend, which may wait for a rank that is gone
-    return 0
+    return code
 
 
-def connect(device: str, timeout_s: float, local_rank: int) -> None:
-    """Join the process group that the environment variables describe."""
+def connect(
+    device: str, timeout_s: float, local_rank: int, store: dist.Store | None = None, rank: int = -1, size: int = -1
+) -> None:
+    """Join the process group: that of `store` as `rank` of `size`, or the one that the environment variables describe."""
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    patience = datetime.timedelta(seconds=timeout_s + _GRACE_S)
+    backend = "nccl" if device == "cuda" else "gloo"
+    if store is None:
+        dist.init_process_group(backend, timeout=patience)
+    else:
+        dist.init_process_group(backend, timeout=patience, store=store, rank=rank, world_size=size)
 
 
-def work(job: Job, folder: Path, rank: int, local_rank: int, local_size: int) -> None:
-    """Train as `rank`. Rank 0 writes config, program text and metrics into run_dir; every rank writes its place into `folder`."""
-    config, program = job.config, job.program
-    torch.set_num_threads(num_threads(config, local_size))
-    device = torch.device(config.device, local_rank) if config.device == "cuda" else torch.device(config.device)
+@contextmanager
+def watched(job: Job, folder: Path, rank: int) -> Iterator[Watch]:
+    """The watch of this rank, which writes its place into `folder`. A thread ends this process if it waits for too long."""
+    with Watch(place_file(folder, rank)) as watch:
+        _stop_when_stuck(job, folder, rank, job.config.timeout_s)
+        yield watch
+
+
+def work(job: Job, folder: Path, watch: Watch, deadline: float | None) -> int:
+    """Train as this rank of the process group. Returns 0, or the exit code of the signal or time limit that ended the training.
+
+    Rank 0 writes config, program text and metrics into run_dir. deadline: when the time of the run is over, since the epoch.
+    """
+    config, program, rank = job.config, job.program, dist.get_rank()
+    torch.set_num_threads(num_threads(config, int(os.environ["LOCAL_WORLD_SIZE"])))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if config.device == "cuda" else torch.device(config.device)
     run_dir = Path(str(config.run_dir))
     setup = make_setup(config)
-    with Watch(place_file(folder, rank)) as watch:
-        _stop_when_stuck(job, folder, rank, config.timeout_s)
+    agree = _highest_of_all(device)
+    stop = Stop(agree, deadline)
+    with signals_call(stop.wish):
+        watch.enter(Phase.MEET)
         run = program.bind(device=device, counter=watch, progress=watch, execution=config.execution)
-        data = load_data(setup, folder / "data")
+        saving = Saving(config, job.resolved, program, rank, device, agree, watch, say_aside if rank == 0 else _ignore)
+        watch.enter(Phase.BEGIN)
+        data = load_data(setup, folder / DATA_FOLDER)
+        if data.training.fingerprint != job.fingerprint:
+            raise DataError("cannot train: the data changed while the run began. Start it again once nothing writes into them.")
         evaluation = _evaluation(job, data.evaluation, device, watch)
-        this = Rank(setup, program, data.training, rank, device, run, watch, dist.barrier, job.resolved, evaluation)
-        state, position = start(this, job.resume)
+        this = Rank(setup, program, data.training, rank, device, run, watch, saving, stop, agree, data.items, evaluation)
+        state, position = start(this, job.resume, job.init)
         if rank == 0:
             _write_records(job, setup.hardware, run_dir)  # after `start`, which may fail: then older records must stay
             with _Recorder(job, run_dir, position.step) as recorder:
-                run_steps(this, state, position, recorder)
+                _, position = run_steps(this, state, position, recorder)
         else:
-            run_steps(this, state, position, _ignore)
+            _, position = run_steps(this, state, position, _ignore)
+    return 0 if position.step == config.steps else stop.code
+
+
+def _highest_of_all(device: torch.device) -> Callable[[list[float]], list[float]]:
+    """A function that gives every rank the highest of all ranks' values, one by one.
+
+    On GPUs it has a group of its own on the host, so that asking does not wait for what the GPU still has to do.
+    """
+    group = dist.new_group(backend="gloo") if device.type == "cuda" else None
+
+    def agree(values: list[float]) -> list[float]:
+        highest = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        return highest.tolist()
+
+    return agree
 
 
 def _evaluation(job: Job, batches: Batches | None, device: torch.device, watch: Watch) -> Evaluation | None:
@@ -109,18 +156,20 @@ def _evaluation(job: Job, batches: Batches | None, device: torch.device, watch: 
     return Evaluation(job.evaluation, run, batches, config.evaluation.every, min(wanted, batches.steps_per_epoch))
 
 
-def _ignore(record: StepRecord) -> None:
-    """Ranks other than 0 keep no records."""
+def _ignore(record: StepRecord | str) -> None:
+    """Ranks other than 0 keep no records and say nothing."""
 
 
 class _Recorder:
-    """Rank 0's records of steps: metrics.jsonl, event files, the progress bar."""
+    """Rank 0's records of steps: metrics.jsonl, event files, Weights & Biases, the progress on the screen."""
 
     def __init__(self, job: Job, run_dir: Path, step: int) -> None:
         self._file = MetricsFile(run_dir / "metrics.jsonl", step)
-        self._board = tensorboard_writer(run_dir / "tensorboard") if job.config.tensorboard else None
-        self._progress = StepProgress(step, job.config.steps, shown=job.config.progress)
-        if job.config.tensorboard and self._board is None:
+        board = tensorboard_writer(run_dir / "tensorboard") if job.config.tensorboard else None
+        wandb = wandb_writer(run_dir, job.resolved) if job.config.wandb else None
+        self._boards = [writer for writer in (board, wandb) if writer is not None]
+        self._progress = StepProgress(step, job.config.steps, shown=job.config.progress, log_every=job.config.log_every)
+        if job.config.tensorboard and board is None:
             say_aside("tensorboard is not installed, so there are no event files; metrics.jsonl has the same numbers")
 
     def __enter__(self) -> "_Recorder":
@@ -130,16 +179,16 @@ class _Recorder:
     def __exit__(self, *error: object) -> None:
         self._progress.__exit__(*error)
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for board in self._boards:
+            board.close()
 
     def __call__(self, record: StepRecord) -> None:
         self._file.write(record)
         self._progress(record)
-        if self._board is not None:
+        for board in self._boards:
             for name, value in record.numbers().items():
                 if name != "step":
-                    self._board.add_scalar(name, value, record.step)
+                    board.add_scalar(name, value, record.step)
 
 
 def _write_records(job: Job, hardware: Hardware, run_dir: Path) -> None:
@@ -149,25 +198,6 @@ def _write_records(job: Job, hardware: Hardware, run_dir: Path) -> None:
     (run_dir / "program.txt").write_text(f"{text}\n", encoding="utf-8")
 
 
-def place_file(folder: Path, rank: int) -> Path:
-    """The file in which a rank keeps its place."""
-    return folder / f"rank-{rank:05d}.place"
-
-
-def write_failure(folder: Path, rank: int, error: BaseException) -> None:
-    """Write into `folder` why a rank ended, for its launcher."""
-    known = isinstance(error, MparError)
-    message = str(error) if known else "".join(traceback.format_exception(error))
-    failure = Failure(rank, type(error).__name__, message, known, time.time())
-    (folder / f"rank-{rank:05d}.failure").write_text(json.dumps(asdict(failure)), encoding="utf-8")
-
-
-def read_failure(folder: Path, rank: int) -> Failure | None:
-    """Why a rank ended, if it wrote that into `folder`."""
-    file = folder / f"rank-{rank:05d}.failure"
-    return Failure(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
-
-
 def _stop_when_stuck(job: Job, folder: Path, rank: int, timeout_s: float) -> None:
     """Start a thread that ends this process once it has waited in one collective or message for longer than `timeout_s`."""
 
@@ -175,14 +205,15 @@ def _stop_when_stuck(job: Job, folder: Path, rank: int, timeout_s: float) -> Non
         while True:
             time.sleep(min(1.0, timeout_s / 4))
             place = read_place(place_file(folder, rank))
-            if place is None or place.line < 0 or time.time_ns() - place.time_ns < timeout_s * 1e9:
+            if place is None or time.time_ns() - place.time_ns < timeout_s * 1e9:
                 continue
             program = job.program_at(place)
-            if not place.collectives and program.part(rank).instructions[place.line].op != "wait":
+            if place.line < 0 and place.phase != Phase.MEET:
+                continue
+            if place.line >= 0 and not place.collectives and program.part(rank).instructions[place.line].op != "wait":
                 continue
             text = f"timeout_s={timeout_s:g} seconds are over: {describe_place(program, rank, place)}"
-            failure = Failure(rank, "TimeoutError", text, True, time.time())
-            (folder / f"rank-{rank:05d}.failure").write_text(json.dumps(asdict(failure)), encoding="utf-8")
+            write_timeout(folder, rank, text)
             os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -7,7 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from mpar.cli import _screen
-from mpar.errors import MparError, UnknownNameError
+from mpar.cli._signals import Stopped, signals_stop
+from mpar.cli._switches import say_info, say_version
+from mpar.cli._user_cache import user_cache
+from mpar.errors import MparError, UnknownNameError, exit_code
 
 __all__ = ["COMMANDS", "main"]
 
@@ -16,6 +19,7 @@ COMMANDS = {
     "plan": ("mpar.cli._plan", "compile and verify a run, and predict its time and memory, without processes or weights"),
     "generate": ("mpar.cli._generate", "let a trained model answer questions"),
     "export": ("mpar.cli._export", "write a checkpoint as a folder that transformers loads"),
+    "checkpoint": ("mpar.cli._checkpoint", "verify, show, compare and convert checkpoints"),
 }
 _USAGE = """usage: mpar COMMAND [group=choice] [key=value] ...
 
@@ -34,14 +38,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         _screen.say(_USAGE.format(commands="\n".join(f"  {name:10} {about}" for name, (_, about) in COMMANDS.items())))
         return 0
+    if args[0] in ("-V", "--version", "-i", "--info"):
+        (say_version if args[0] in ("-V", "--version") else say_info)()
+        return 0
+    # torch's own choice is a folder in /tmp with a name that everybody can guess
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "inductor"))
     try:
-        return importlib.import_module(_module(args[0])).main(args[1:])
+        with signals_stop():
+            return importlib.import_module(_module(args[0])).main(args[1:])
     except MparError as error:
         _screen.show_error(error)
-        return 1
-    except KeyboardInterrupt:
-        _screen.say_aside("stopped from the keyboard")
-        return 130
+        return exit_code(error)
+    except Stopped as stopped:
+        _screen.say_aside(str(stopped))
+        return stopped.code
 
 
 def _module(command: str) -> str:

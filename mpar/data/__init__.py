@@ -1,12 +1,41 @@
-"""Training data: tokenizers and chat templates, rows from files, and batches that depend only on the data and the step."""
+"""Training data: tokenizers and chat templates, rows from files, and batches that depend only on the data and the step.
 
-from mpar.data._batches import Batches, BatchShape
-from mpar.data._documents import Documents, LoadReport
-from mpar.data._load import DataConfig, Progress, load_dataset
-from mpar.data._template import ChatTemplate, Message, RenderError, TemplateError
-from mpar.data._tokenizer import Tokenizer, byte_tokenizer
+Names are imported when they are first used, so that files that are missing are found before torch is loaded.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpar.data._batches import Batches, BatchShape
+    from mpar.data._documents import Documents, LoadReport
+    from mpar.data._load import DataConfig, Progress, load_dataset
+    from mpar.data._malformed import write_malformed
+    from mpar.data._rows import BadRow, find_sources
+    from mpar.data._template import ChatTemplate, Message, RenderError, TemplateError
+    from mpar.data._tokenizer import Tokenizer, byte_tokenizer
+
+_HOME = {
+    "Batches": "_batches",
+    "BatchShape": "_batches",
+    "Documents": "_documents",
+    "LoadReport": "_documents",
+    "DataConfig": "_load",
+    "Progress": "_load",
+    "load_dataset": "_load",
+    "write_malformed": "_malformed",
+    "BadRow": "_rows",
+    "find_sources": "_rows",
+    "ChatTemplate": "_template",
+    "Message": "_template",
+    "RenderError": "_template",
+    "TemplateError": "_template",
+    "Tokenizer": "_tokenizer",
+    "byte_tokenizer": "_tokenizer",
+}
 
 __all__ = [
+    "BadRow",
     "BatchShape",
     "Batches",
     "ChatTemplate",
@@ -19,5 +48,18 @@ __all__ = [
     "TemplateError",
     "Tokenizer",
     "byte_tokenizer",
+    "find_sources",
     "load_dataset",
+    "write_malformed",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'mpar.data' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"mpar.data.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

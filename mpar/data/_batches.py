@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class Batches:
         self.shuffle = shuffle
         self.report = report or LoadReport()
         self._vocab_size = vocab_size
-        self._pad_id = pad_id
+        self.pad_id = pad_id
         # A bin lists the slots of one sequence. A slot is a place for a document of one length; `_layout` fills the slots.
         self._bins = pack(documents.lengths, shape.seq_len) if shape.packing else [[i] for i in range(len(documents))]
         self._layouts: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
@@ -82,7 +82,7 @@ class Batches:
     @property
     def fingerprint(self) -> str:
         """A hash of everything that the batches depend on: documents, shape, seed, shuffle, padding."""
-        content = (self.documents.fingerprint, self.shape, self.seed, self.shuffle, self._pad_id)
+        content = (self.documents.fingerprint, self.shape, self.seed, self.shuffle, self.pad_id)
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
     @property
@@ -124,7 +124,7 @@ class Batches:
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         document_of_slot, sequence_order = self._layout(epoch)
         size = (len(rows), self.shape.seq_len)
-        fills = {"tokens": self._pad_id, "labels": _IGNORED, "positions": 0, "documents": -1}
+        fills = {"tokens": self.pad_id, "labels": _IGNORED, "positions": 0, "documents": -1}
         arrays = {name: np.full(size, value, dtype=np.int64) for name, value in fills.items()}
         for out, row in enumerate(rows):
             sequence = step_in_epoch * self.shape.batch_size + row
@@ -148,17 +148,18 @@ class Batches:
         count = min(max(1, round(fraction * len(present))), len(present) - 1)
         held_out = np.sort(present[_random_keys(len(present), key, 0, _SPLIT).argsort(kind="stable")[:count]])
         training = np.setdiff1d(present, held_out, assume_unique=True)
-        return self._subset(training, self.shuffle), self._subset(held_out, False)
+        report = replace(self.report, num_held_out=count)
+        return self._subset(training, self.shuffle, report), self._subset(held_out, False, report)
 
-    def _subset(self, rows: NDArray[np.int64], shuffle: bool) -> "Batches":
+    def _subset(self, rows: NDArray[np.int64], shuffle: bool, report: LoadReport) -> "Batches":
         return Batches(
             self.documents.select(rows),
             self.shape,
             vocab_size=self._vocab_size,
-            pad_id=self._pad_id,
+            pad_id=self.pad_id,
             seed=self.seed,
             shuffle=shuffle,
-            report=self.report,
+            report=report,
         )
 
     def _layout(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

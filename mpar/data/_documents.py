@@ -1,18 +1,14 @@
 """Tokenised documents in flat arrays: many millions of tokens in a few allocations, memory-mapped when they come from a cache."""
 
 import hashlib
-import json
-import os
-import shutil
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpar.data._rows import BadRow
 from mpar.errors import DataError
 
 __all__ = ["Documents", "LoadReport"]
@@ -25,7 +21,7 @@ class LoadReport:
     num_rows: int = 0  # rows or files seen
     num_used: int = 0  # rows that became at least one document
     num_malformed: int = 0
-    first_malformed: str = ""  # file:line and the reason
+    malformed: tuple[BadRow, ...] = ()  # the first ten thousand of them
     num_empty: int = 0  # plain text without a character
     num_too_long: int = 0  # rows longer than a sequence, which are treated as `truncation` says
     num_dropped: int = 0  # rows that were too long and left out
@@ -33,17 +29,26 @@ class LoadReport:
     num_tokens: int = 0  # positions that documents take in sequences
     num_trained: int = 0  # those of these positions that have a label
     formats: dict[str, int] = field(default_factory=dict)  # used rows of each detected format
+    num_held_out: int = 0  # used rows that are evaluated on and not trained on; 0 if the data were not split
     cached: bool = False  # read from the cache; the numbers are those of the run that wrote it
+    notice: str = ""  # why the entry of the cache was not used; empty if there was none, or it was used
+
+    @property
+    def first_malformed(self) -> str:
+        """File, line and reason of the first malformed row; empty if there is none."""
+        return str(self.malformed[0]) if self.malformed else ""
 
     def __str__(self) -> str:
-        """One line; a second one describes the first malformed row, if there is any."""
+        """One line; more describe the first malformed row, if there is any, and an entry of the cache that was not used."""
         formats = ", ".join(f"{count} {name}" for name, count in sorted(self.formats.items()))
         line = (
             f"{self.num_used} of {self.num_rows} rows used ({formats}): {self.num_documents} documents, "
             f"{self.num_tokens} tokens, {self.num_trained} trained; {self.num_malformed} malformed, {self.num_empty} empty, "
-            f"{self.num_too_long} too long ({self.num_dropped} dropped){', from the cache' if self.cached else ''}"
+            f"{self.num_too_long} too long ({self.num_dropped} dropped)"
+            f"{f'; {self.num_held_out} rows held out' if self.num_held_out else ''}{', from the cache' if self.cached else ''}"
         )
-        return line + (f"\nfirst malformed row: {self.first_malformed}" if self.num_malformed else "")
+        first = f"first malformed row: {self.first_malformed}" if self.num_malformed else ""
+        return "\n".join(text for text in (line, first, self.notice) if text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,37 +113,3 @@ class Documents:
             f"cannot train on these data: {len(outside)} ids are outside the model's vocabulary of {vocab_size}: {listed}. "
             "Use the tokenizer that belongs to the model, or a model with a larger vocabulary."
         )
-
-    def save(self, folder: Path, report: LoadReport) -> None:
-        """Write the arrays and the report into `folder`, which appears only when it is complete."""
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
-        try:
-            for name in ("tokens", "trained", "starts", "lengths", "rows"):
-                np.save(draft / f"{name}.npy", getattr(self, name), allow_pickle=False)
-            content = json.dumps({"names": self.names, "report": asdict(report)}, ensure_ascii=False)
-            (draft / "report.json").write_text(content, encoding="utf-8")
-            os.rename(draft, folder)
-        except OSError:
-            if not (folder / "report.json").is_file():  # else another process has written the same folder meanwhile
-                raise
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-
-    @classmethod
-    def load(cls, folder: Path) -> tuple["Documents", LoadReport] | None:
-        """The documents (memory-mapped) and the report that `save` wrote; None if there is no folder. Raises DataError if it is
-        damaged.
-        """
-        if not folder.is_dir():
-            return None
-        try:
-            arrays = {
-                name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-                for name in ("tokens", "trained", "starts", "lengths", "rows")
-            }
-            content = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-            documents = cls(**arrays, names=tuple(content["names"]))
-            return documents, replace(LoadReport(**content["report"]), cached=True)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"cannot read the cached data in {folder}: {error}. Delete that folder.") from error

@@ -4,9 +4,8 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
@@ -14,19 +13,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpar.data._batches import Batches, BatchShape
+from mpar.data._cache import entry_folder, load_entry, save_entry
 from mpar.data._documents import Documents, LoadReport
 from mpar.data._rows import SELF_COGNITION, BadRow, EmptyRow, Row, Source, find_sources, read_rows
 from mpar.data._template import Message, TemplateError
 from mpar.data._tokenizer import Tokenizer
 from mpar.errors import ConfigError, DataError
+from mpar.files import Unreadable, open_regular
 
 __all__ = ["DataConfig", "Progress", "load_dataset"]
 
 Progress = Callable[[int, int], None]
 """A function that is called now and then with (rows read, tokens made) so far."""
 
-_CACHE_FORMAT = 1  # to be raised when a change of the code makes other documents of the same rows
+_CACHE_FORMAT = 2  # to be raised when a change of the code makes other documents of the same rows
 _ROWS_AT_ONCE = 256
+_CHARACTERS_AT_ONCE = 2**23
+_MOST_REPORTED = 10_000  # malformed rows that the report describes; it counts all
+_MOST_OF_REASON = 500  # characters
+_MOST_LISTED = 10  # malformed rows in an error
+_ENOUGH_MALFORMED = 1000  # malformed rows before any that can be used: this is no data
 _CHOICES = {"kind": ("sft", "pt"), "truncation": ("drop", "truncate", "error"), "loss": ("all", "last_round")}
 
 
@@ -47,6 +53,7 @@ class DataConfig:
     model_name, model_author: replace {{NAME}} and {{AUTHOR}}. Of a pair (Chinese, English), Chinese rows get the first.
     cache_dir: folder that keeps tokenised documents. Its entries are keyed by the files' content and by all that documents
         depend on.
+    strict: a malformed row is an error.
     """
 
     kind: str
@@ -62,6 +69,7 @@ class DataConfig:
     model_name: str | tuple[str, str] | None = None
     model_author: str | tuple[str, str] | None = None
     cache_dir: str | None = None
+    strict: bool = False
 
 
 def load_dataset(
@@ -70,21 +78,32 @@ def load_dataset(
     """Read and tokenise the sources, and lay their documents out in batches. `Batches.report` says what became of the rows.
 
     vocab_size: that of the model (default: of the tokenizer), against which all ids are checked. Rows that cannot be used are
-    counted in the report, which describes the first of them.
+    counted in the report, which describes the first ten thousand of them.
+
+    An entry of the cache that is damaged, or that others than its owner could have written, is made anew, and the report says so.
 
     Raises ConfigError listing every setting that does not hold, DataError if a source has no file, no row is left, a row is
-    too long under `truncation=error`, or an id is outside the vocabulary; TemplateError if the chat template cannot be used.
+    too long under `truncation=error`, a row is malformed and `strict` is set, an id is outside the vocabulary, or the entry of
+    the cache belongs to somebody else; TemplateError if the chat template cannot be used.
     """
     _check(config, tokenizer)
     sources = find_sources(config.kind, config.sources)
-    folder = None if config.cache_dir is None else Path(config.cache_dir) / _cache_key(config, tokenizer, sources)
-    cached = None if folder is None else Documents.load(folder)
-    if cached is None:
+    folder: Path | None = None
+    found: tuple[Documents, LoadReport] | str = ""
+    key = ""
+    if config.cache_dir is not None:
+        key = _cache_key(config, tokenizer, sources)
+        folder = entry_folder(Path(config.cache_dir), key)
+        found = load_entry(folder, key)
+    if isinstance(found, str):
         documents, report = _Collector(config, tokenizer, progress).run(sources)
         if folder is not None:
-            documents.save(folder, report)
+            save_entry(folder, key, documents, report, replaced=bool(found))
+        report = replace(report, notice=found)
     else:
-        documents, report = cached
+        documents, report = found
+    if config.strict and report.malformed:
+        raise DataError(_refusal(config, report))
     pad_id = tokenizer.pad_id if tokenizer.pad_id is not None else tokenizer.eos_id
     return Batches(
         documents,
@@ -94,6 +113,14 @@ def load_dataset(
         seed=config.seed,
         shuffle=config.shuffle,
         report=report,
+    )
+
+
+def _refusal(config: DataConfig, report: LoadReport) -> str:
+    listed = "\n".join(f"  {row}" for row in report.malformed[:_MOST_LISTED])
+    return (
+        f"cannot train on {', '.join(config.sources)} with data.strict=true: there are malformed rows. The first:\n{listed}\n"
+        "Correct or delete them; data.strict=false leaves malformed rows out and lists them in malformed.jsonl."
     )
 
 
@@ -132,11 +159,11 @@ def _cache_key(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[Sourc
         digest.update(json.dumps([source.name, source.limit, [str(path) for path in source.files]]).encode())
         for path in source.files:
             try:
-                with path.open("rb") as file:
+                with open_regular(path) as file:
                     digest.update(hashlib.file_digest(file, "sha256").digest())
-            except OSError as error:
-                digest.update(f"{error.errno}".encode())
-    return digest.hexdigest()[:32]
+            except (OSError, Unreadable) as error:
+                digest.update(f"{error}".encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()
 
 
 class _Kept:
@@ -193,18 +220,46 @@ class _Collector:
         self.kept = _Kept()
         self.counts: Counter[str] = Counter()
         self.formats: Counter[str] = Counter()
-        self.first_malformed = ""
+        self.bad_rows: list[BadRow] = []
 
     def run(self, sources: Sequence[Source]) -> tuple[Documents, LoadReport]:
         rows = (row for source in sources for row in read_rows(self.config.kind, source))
-        while batch_of_rows := list(islice(rows, _ROWS_AT_ONCE)):
-            usable = [row for row in batch_of_rows if self.usable(row)]
+        try:
+            self.add_all(rows)
+        finally:
+            self.tokenizer.close()
+        if not self.kept.starts:
+            raise self.nothing_left("no document is left")
+        return self.kept.documents(), self.report()
+
+    def add_all(self, rows: Iterable[Row | BadRow | EmptyRow]) -> None:
+        """Add every row that can be used. Raises DataError as soon as it is clear that the rows are not what they should be."""
+        for usable in self.batches_of_usable(rows):
             (self.add_texts if self.config.kind == "pt" else self.add_conversations)(usable)
             if self.progress is not None:
                 self.progress(self.counts["num_rows"], self.kept.num_tokens)
-        if not self.kept.starts:
-            raise DataError(f"cannot train on {', '.join(self.config.sources)}: no document is left.\n{self.report()}")
-        return self.kept.documents(), self.report()
+            if self.config.strict and self.counts["num_malformed"] >= _MOST_LISTED:
+                raise DataError(_refusal(self.config, self.report()))
+            if self.counts["num_malformed"] >= _ENOUGH_MALFORMED and not self.counts["num_used"]:
+                raise self.nothing_left("every row so far is malformed, and reading stopped")
+
+    def nothing_left(self, problem: str) -> DataError:
+        return DataError(f"cannot train on {', '.join(self.config.sources)}: {problem}.\n{self.report()}")
+
+    def batches_of_usable(self, rows: Iterable[Row | BadRow | EmptyRow]) -> Iterator[list[Row]]:
+        """Count rows, and yield those that can be tokenised in batches of some hundred rows and a few million characters."""
+        usable: list[Row] = []
+        num_rows = num_characters = 0
+        for row in rows:
+            num_rows += 1
+            if self.usable(row):
+                usable.append(row)
+                num_characters += row.num_characters
+            if num_rows == _ROWS_AT_ONCE or num_characters > _CHARACTERS_AT_ONCE:
+                yield usable
+                usable, num_rows, num_characters = [], 0, 0
+        if num_rows:
+            yield usable
 
     def report(self) -> LoadReport:
         return LoadReport(
@@ -214,7 +269,7 @@ class _Collector:
             num_empty=self.counts["num_empty"],
             num_too_long=self.counts["num_too_long"],
             num_dropped=self.counts["num_dropped"],
-            first_malformed=self.first_malformed,
+            malformed=tuple(self.bad_rows),
             num_documents=len(self.kept.starts),
             num_tokens=sum(self.kept.lengths),
             num_trained=self.kept.num_trained(),
@@ -225,14 +280,15 @@ class _Collector:
         """Count the row. Returns whether it can be tokenised."""
         self.counts["num_rows"] += 1
         if isinstance(row, BadRow):
-            self.malformed(row.where, row.reason)
+            self.malformed(row)
         elif isinstance(row, EmptyRow):
             self.counts["num_empty"] += 1
         return isinstance(row, Row)
 
-    def malformed(self, where: str, reason: str) -> None:
+    def malformed(self, row: BadRow) -> None:
         self.counts["num_malformed"] += 1
-        self.first_malformed = self.first_malformed or f"{where}: {reason}"
+        if len(self.bad_rows) < _MOST_REPORTED:
+            self.bad_rows.append(replace(row, reason=row.reason[:_MOST_OF_REASON]))
 
     def add_texts(self, rows: Sequence[Row]) -> None:
         """Add each text, ended by the end-of-text token, as documents of at most seq_len positions."""
@@ -241,7 +297,7 @@ class _Collector:
         for row, ids in zip(rows, self.tokenizer.encode_batch(texts, add_special_tokens=True), strict=True):
             ended = ids if ids and ids[-1] == eos_id else [*ids, eos_id]
             if len(ended) < 2:
-                self.malformed(row.where, "no token")
+                self.malformed(row.malformed("no token"))
                 continue
             base = self.append(row, np.array(ended, dtype=np.int32), np.ones(len(ended), dtype=bool))
             for start in range(0, len(ended) - 1, self.config.seq_len):
@@ -249,16 +305,17 @@ class _Collector:
 
     def add_conversations(self, rows: Sequence[Row]) -> None:
         """Add each conversation as one document, with labels on what the assistant wrote."""
+        conversations = [(_prepare(row.messages, self.config), row.tools) for row in rows]
+        encodings = self.tokenizer.encode_chats(conversations, last_round=self.config.loss == "last_round")
         for row in rows:
             try:
-                messages = _prepare(row.messages, self.config)
-                last_round = self.config.loss == "last_round"
-                ids, trained = self.tokenizer.encode_chat(messages, last_round=last_round, tools=row.tools)
+                encoded = next(encodings)
             except TemplateError as error:
                 raise TemplateError(f"{row.where}: {error}") from error
-            except DataError as error:
-                self.malformed(row.where, str(error))
+            if isinstance(encoded, DataError):
+                self.malformed(row.malformed(str(encoded)))
                 continue
+            ids, trained = encoded
             longest = self.config.seq_len + 1
             if len(ids) > longest:
                 self.counts["num_too_long"] += 1
@@ -271,7 +328,7 @@ class _Collector:
                     self.counts["num_dropped"] += 1
                     continue
             if not any(trained[1:longest]):
-                self.malformed(row.where, "no token to train on: the chat template renders no answer")
+                self.malformed(row.malformed("no token to train on: the chat template renders no answer"))
                 continue
             base = self.append(row, np.array(ids[:longest], dtype=np.int32), np.array(trained[:longest], dtype=bool))
             self.kept.add_document(row, base, min(len(ids), longest) - 1)

@@ -1,7 +1,9 @@
 """Reads rows of training data: finds the files of a source, recognises the formats of rows, and says which cannot be used."""
 
 import glob
+import io
 import json
+import os
 import re
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -12,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from mpar.data._template import Message
-from mpar.errors import DataError
+from mpar.errors import DataError, brief
+from mpar.files import ROW_DECODER, Unreadable, kind_of_file, open_regular, parse_json, read_bytes
 
 __all__ = ["BadRow", "EmptyRow", "Row", "Source", "find_sources", "read_rows"]
 
@@ -20,7 +23,13 @@ PYTHON_STDLIB = "python-stdlib"
 SELF_COGNITION = "self-cognition"
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_SPACES = re.compile("[ \t\r\n]*")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # all other roles have the same name in both formats
+_EXCERPT = 200  # characters of a row that is malformed
+_MAX_ROW_BYTES = 2**23  # of a line, or characters of a row in a list; tokenised, a row takes a hundred times as many
+_MIN_READ = 2**16  # characters
+_MAX_SKIPPED_BYTES = 2**26  # of one line
+_MAX_TEXT_BYTES = 2**28  # of a file that is one row
 _SKIPPED_FOLDERS = {"__pycache__", "idle_test", "site-packages", "test", "tests"}  # of the standard library
 
 
@@ -47,26 +56,40 @@ class Row:
     text: str = ""
     messages: tuple[Message, ...] = ()
     tools: tuple[object, ...] | None = None
+    excerpt: str = ""  # how the row begins in its file
 
     @property
     def where(self) -> str:
         """`file:line`, or only the file if the row is all of it."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
+    @property
+    def num_characters(self) -> int:
+        """Characters of the text, or of the contents of the messages."""
+        return len(self.text) + sum(len(str(message.get("content"))) for message in self.messages)
+
+    def malformed(self, reason: str) -> "BadRow":
+        """This row as one that cannot be used after all."""
+        return BadRow(self.file, self.line, reason, self.excerpt)
+
 
 @dataclass(frozen=True)
 class BadRow:
-    """One row that cannot be used."""
+    """One row that cannot be used: its file and line as in `Row`, why, and its first characters."""
 
-    where: str
+    file: str
+    line: int
     reason: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{where}: {self.reason}"
 
 
 @dataclass(frozen=True)
 class EmptyRow:
     """A text without a character. Folders of source code have many such files, so this is no fault."""
-
-    where: str
 
 
 def find_sources(kind: str, names: tuple[str, ...]) -> tuple[Source, ...]:
@@ -76,7 +99,7 @@ def find_sources(kind: str, names: tuple[str, ...]) -> tuple[Source, ...]:
     """
     sources, faults = [], []
     for name in names:
-        match = None if Path(name).exists() else re.fullmatch(r"(.+)#(\d+)", name)
+        match = None if os.path.exists(name) else re.fullmatch(r"(.+)#(\d+)", name)
         pattern, limit = (match[1], int(match[2])) if match else (name, None)
         try:
             sources.append(Source(name, _find_files(kind, pattern), limit))
@@ -104,12 +127,14 @@ def _find_files(kind: str, pattern: str) -> tuple[Path, ...]:
         if not modules:
             raise RowFault(f"no source file under {root}")
         return tuple(modules)
-    if Path(pattern).is_dir():
+    if "\0" in pattern:
+        raise RowFault("no path has a zero byte")
+    if os.path.isdir(pattern):
         raise RowFault(f"it is a folder; write '{pattern.rstrip('/')}/**/*.{'jsonl' if kind == 'sft' else 'txt'}'")
-    names = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
-    files = tuple(path for path in map(Path, names) if path.is_file())
+    names = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    files = tuple(Path(name) for name in names if os.path.isfile(name))
     if not files:
-        raise RowFault("no such file")
+        raise RowFault("no such file" if not names else f"{names[0]} is {kind_of_file(os.stat(names[0]).st_mode)}, not a file")
     if kind == "sft":
         wrong = [str(path) for path in files if path.suffix not in (".jsonl", ".json")]
         if wrong:
@@ -147,72 +172,159 @@ def _read_file(kind: str, path: Path) -> Iterator[Row | BadRow | EmptyRow]:
     if path.suffix not in (".jsonl", ".json"):
         yield _text_file(path)
         return
-    for line, value in _json_lines(path) if path.suffix == ".jsonl" else _json_list(path):
+    file = str(path)
+    for line, excerpt, value in _json_lines(path) if path.suffix == ".jsonl" else _json_list(path):
         try:
-            if isinstance(value, RowFault):
-                raise value
+            if isinstance(value, ValueError):
+                raise RowFault(str(value))
             if not isinstance(value, dict):
                 raise RowFault(f"it is a JSON {type(value).__name__}, not an object")
             if kind == "pt":
                 text = _plain_text(value)
-                yield Row(str(path), line, "text", text=text) if text else EmptyRow(f"{path}:{line}")
+                yield Row(file, line, "text", text=text, excerpt=excerpt) if text else EmptyRow()
             else:
-                yield _conversation(str(path), line, value)
+                yield _conversation(file, line, excerpt, value)
         except RowFault as fault:
-            yield BadRow(f"{path}:{line}", str(fault))
+            yield BadRow(file, line, str(fault), excerpt)
 
 
 def _text_file(path: Path) -> Row | BadRow | EmptyRow:
     """An entire file as one row. Line ends stay as they are; a byte-order mark is removed."""
+    content = b""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        content = read_bytes(path, _MAX_TEXT_BYTES)
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        return BadRow(str(path), f"not UTF-8: {error.reason} at byte {error.start}")
-    except OSError as error:
-        return BadRow(str(path), f"not readable: {error.strerror}")
-    return Row(str(path), 0, "file", text=text) if text else EmptyRow(str(path))
+        return BadRow(str(path), 0, f"not UTF-8: {error.reason} at byte {error.start}", _excerpt(content))
+    except Unreadable as error:
+        return BadRow(str(path), 0, f"not readable: {error}")
+    return Row(str(path), 0, "file", text=text, excerpt=text[:_EXCERPT]) if text else EmptyRow()
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, object]]:
+def _json_lines(path: Path) -> Iterator[tuple[int, str, object]]:
+    """The number of each line that is not blank, how it begins, and its value, or as a ValueError why it has none."""
+    line = 0
     try:
-        with path.open("rb") as file:
-            for line, raw in enumerate(file, start=1):
-                content = raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw
-                if content.strip():
-                    yield line, _parse(content)
-    except OSError as error:
-        yield 0, RowFault(f"not readable: {error.strerror}")
+        with open_regular(path) as file:
+            while raw := file.readline(_MAX_ROW_BYTES + 1):
+                line += 1
+                if len(raw) > _MAX_ROW_BYTES:
+                    _skip_line(file, raw)
+                    yield line, _excerpt(raw), Unreadable(f"the line has more than {_MAX_ROW_BYTES // 2**20} MiB")
+                elif raw.strip():
+                    yield line, _excerpt(raw), _parse(raw)
+    except (OSError, Unreadable) as error:
+        yield line, "", Unreadable(f"not readable: {getattr(error, 'strerror', None) or error}")
 
 
-def _json_list(path: Path) -> Iterator[tuple[int, object]]:
-    try:
-        value = _parse(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
-    except OSError as error:
-        value = RowFault(f"not readable: {error.strerror}")
-    if isinstance(value, list):
-        yield from enumerate(value, start=1)
-    else:
-        yield 1, value if isinstance(value, RowFault) else RowFault("a .json file holds a list of rows; one row a line is .jsonl")
+def _skip_line(file: io.BufferedReader, raw: bytes) -> None:
+    """Read to the end of the line that begins with `raw`. Raises Unreadable if that is too far."""
+    skipped = 0
+    while raw and not raw.endswith(b"\n"):
+        raw = file.readline(_MAX_ROW_BYTES)
+        skipped += len(raw)
+        if skipped > _MAX_SKIPPED_BYTES:
+            raise Unreadable(f"the line has more than {_MAX_SKIPPED_BYTES // 2**20} MiB, and nothing behind it was read")
+
+
+def _excerpt(raw: bytes) -> str:
+    return raw[: 4 * _EXCERPT].decode("utf-8-sig", "replace")[:_EXCERPT].rstrip("\r\n")
 
 
 def _parse(content: bytes) -> object:
     try:
-        return json.loads(content.decode("utf-8"))
+        return parse_json(content, ROW_DECODER)
+    except Unreadable as error:
+        return error
+
+
+def _json_list(path: Path) -> Iterator[tuple[int, str, object]]:
+    """The number of each item of a list, how it begins, and its value, or as a ValueError why the list ends there."""
+    number = 1
+    try:
+        with open_regular(path) as file:
+            text = _ListText(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+            if text.next_character() != "[":
+                raise Unreadable("a .json file holds a list of rows; one row a line is .jsonl")
+            mark = text.next_character(keep=True)
+            while mark != "]":
+                excerpt, value = text.next_value()
+                yield number, excerpt, value
+                number += 1
+                mark = text.next_character()
+                if mark not in (",", "]"):
+                    raise Unreadable(f"not JSON: after a row comes {mark or 'nothing'}, and should come a comma or ]")
+            if text.next_character(keep=True):
+                raise Unreadable("not JSON: something follows the list of rows")
     except UnicodeDecodeError as error:
-        return RowFault(f"not UTF-8: {error.reason} at byte {error.start}")
-    except (ValueError, RecursionError) as error:
-        return RowFault(f"not JSON: {error}")
+        yield number, "", Unreadable(f"not UTF-8: {error.reason}")
+    except json.JSONDecodeError as error:
+        yield number, "", Unreadable(f"not JSON: {error.msg}")
+    except RecursionError:
+        yield number, "", Unreadable("not JSON that is read here: it is nested too deeply")
+    except ValueError as error:
+        yield number, "", error
+    except OSError as error:
+        yield number, "", Unreadable(f"not readable: {error.strerror}")
+
+
+class _ListText:
+    """The text of a JSON list, of which two rows at most are in memory."""
+
+    def __init__(self, file: io.TextIOWrapper) -> None:
+        self._file, self._text, self._at = file, "", 0
+
+    def next_character(self, keep: bool = False) -> str:
+        """The next character that is no white space, which is passed unless it is to be kept; nothing at the end."""
+        while True:
+            self._at = _SPACES.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
+            if self._at < len(self._text):
+                self._at += not keep
+                return self._text[self._at - (not keep)]
+            if not self._fill():
+                return ""
+
+    def next_value(self) -> tuple[str, object]:
+        """The next value and how it begins. Raises what ROW_DECODER raises, Unreadable if it is too long."""
+        self.next_character(keep=True)
+        while True:
+            try:
+                value, end = ROW_DECODER.raw_decode(self._text, self._at)
+                problem = None
+            except json.JSONDecodeError as error:  # perhaps because the text goes on
+                value, end, problem = None, len(self._text), error
+            if end + 4 > len(self._text) and self._fill():  # a number may go on after "1.5e-"
+                continue
+            if problem is not None:
+                raise problem
+            excerpt = self._text[self._at : self._at + _EXCERPT]
+            self._at = end
+            return excerpt, value
+
+    def _fill(self) -> bool:
+        """Read as much again. Returns whether there was more. Raises Unreadable if the present value is too long."""
+        pending = len(self._text) - self._at
+        if pending > _MAX_ROW_BYTES:
+            raise Unreadable(f"a row has more than {_MAX_ROW_BYTES // 2**20} million characters")
+        more = self._file.read(max(_MIN_READ, pending))
+        if more:
+            self._text, self._at = self._text[self._at :] + more, 0
+        return bool(more)
 
 
 def _plain_text(value: Mapping[str, object]) -> str:
     text = value.get("text")
     if not isinstance(text, str):
-        raise RowFault(f"no string under 'text'; its keys are {sorted(value)[:8]}")
+        raise RowFault(f"no string under 'text'; its keys are {_keys(value)}")
     _check_unicode(text)
     return text
 
 
-def _conversation(file: str, line: int, value: Mapping[str, object]) -> Row:
+def _keys(value: Mapping[str, object]) -> str:
+    return brief(sorted(value)[:8])
+
+
+def _conversation(file: str, line: int, excerpt: str, value: Mapping[str, object]) -> Row:
     """A conversation. The keys of `value` tell its format: messages, conversations (ShareGPT), query/response, or Alpaca."""
     if "messages" in value:
         name, messages = "messages", _list_of_objects(value, "messages")
@@ -224,7 +336,7 @@ def _conversation(file: str, line: int, value: Mapping[str, object]) -> Row:
         name, messages = "instruction/output", _alpaca(value)
     else:
         raise RowFault(
-            f"no known format: its keys are {sorted(value)[:8]}; known are messages, conversations, query + response, "
+            f"no known format: its keys are {_keys(value)}; known are messages, conversations, query + response, "
             "instruction + output"
         )
     if name != "messages" and isinstance(system := value.get("system"), str) and system:
@@ -235,13 +347,13 @@ def _conversation(file: str, line: int, value: Mapping[str, object]) -> Row:
     checked = tuple(_message(i, message) for i, message in enumerate(messages))
     if all(message["role"] != "assistant" for message in checked):
         raise RowFault("no assistant message")
-    return Row(file, line, name, messages=checked, tools=None if tools is None else tuple(tools))
+    return Row(file, line, name, messages=checked, tools=None if tools is None else tuple(tools), excerpt=excerpt)
 
 
 def _message(i: int, message: Mapping[str, object]) -> Message:
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
-        raise RowFault(f"message {i} has role {role!r}; known are {', '.join(_ROLES)}")
+        raise RowFault(f"message {i} has role {brief(role)}; known are {', '.join(_ROLES)}")
     if content is None and message.get("tool_calls"):
         return {**message, "content": ""}
     if not isinstance(content, str):

@@ -3,7 +3,8 @@
 import datetime
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -12,12 +13,15 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from mpar.data._template import ChatTemplate, Message, Span, TemplateError, assistant_spans
-from mpar.errors import DataError
+from mpar.data._template import ChatTemplate, Conversation, Message, RenderError, Span, TemplateError
+from mpar.errors import DataError, brief
+from mpar.files import MAX_JSON_BYTES, Unreadable, read_bytes, read_json, read_text
 
 __all__ = ["Tokenizer", "byte_tokenizer"]
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_MAX_TOKENIZER_BYTES = 2**26  # twice the largest that is published
+_MAX_TOKENIZER_COMMAS = 2**22  # the library keeps a hundred bytes for every value, also for those that it does not use
 
 
 class Tokenizer:
@@ -25,6 +29,9 @@ class Tokenizer:
 
     `backend` splits text into tokens; `special` maps the names of Hugging Face (`bos_token`, `eos_token`, `pad_token`, ...) to
     the text of tokens; `chat_template` is a jinja2 program. A tokenizer does not change after its construction.
+
+    A template runs in a process of its own (`ChatTemplate`), which `close` ends; the next conversation would start another.
+    `template_name` says in errors which template it is.
 
     Raises DataError if a special token is not in the vocabulary, TemplateError if the template does not compile.
     """
@@ -36,16 +43,21 @@ class Tokenizer:
         special: Mapping[str, str],
         chat_template: str | None = None,
         date: datetime.date | None = None,
+        template_name: str = "the chat template",
     ):
         backend = tokenizers.Tokenizer.from_str(backend.to_str())  # a copy: the next lines must not change the caller's object
         backend.no_truncation()
         backend.no_padding()
-        unknown = {name: token for name, token in special.items() if backend.token_to_id(token) is None}
+        unknown = [f"{name}={brief(token)}" for name, token in special.items() if backend.token_to_id(token) is None]
         if unknown:
-            raise DataError(f"cannot build the tokenizer: special tokens {unknown} are not in its vocabulary. Add or omit them.")
+            names = ", ".join(unknown)
+            raise DataError(f"cannot build the tokenizer: special tokens {names} are not in its vocabulary. Add or omit them.")
         self._backend = backend
         self.special = dict(special)
-        self.template = None if chat_template is None else ChatTemplate(chat_template, special, date=date)
+        self.template: ChatTemplate | None = None
+        if chat_template is not None:
+            tokens = self.special_tokens
+            self.template = ChatTemplate(chat_template, special, special_tokens=tokens, date=date, name=template_name)
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, date: datetime.date | None = None) -> "Tokenizer":
@@ -55,20 +67,29 @@ class Tokenizer:
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
-        if not path.is_file():
-            contents = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
+        if not os.path.exists(path):
+            contents = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
             raise DataError(
                 f"cannot read a tokenizer from {folder}: there is no tokenizer.json ({contents}). Have transformers write one: "
                 "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
             )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            content = read_bytes(path, _MAX_TOKENIZER_BYTES)
+            if content.count(b",") > _MAX_TOKENIZER_COMMAS:
+                raise Unreadable(f"it has more than {_MAX_TOKENIZER_COMMAS:,} values")
+            backend = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the Rust library raises bare Exception
-            raise DataError(f"cannot read the tokenizer {path}: {error}") from error
-        config = _read_json(folder / "tokenizer_config.json")
-        older = _read_json(folder / "special_tokens_map.json")
+            raise DataError(f"cannot read the tokenizer {path}: {str(error)[:300]}") from error
+        config = _read_object(folder / "tokenizer_config.json")
+        older = _read_object(folder / "special_tokens_map.json")
         special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name, older.get(name))))}
-        return cls(backend, special=special, chat_template=_read_template(folder, config), date=date)
+        name, template = _read_template(folder, config)
+        return cls(backend, special=special, chat_template=template, date=date, template_name=f"the chat template {name}")
+
+    def close(self) -> None:
+        """End the process of the chat template, if there is one."""
+        if self.template is not None:
+            self.template.close()
 
     def save(self, folder: str | Path) -> None:
         """Write the files that `from_folder` and transformers' `AutoTokenizer.from_pretrained` read. Makes the folder."""
@@ -86,7 +107,7 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id, special tokens included."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
@@ -100,6 +121,11 @@ class Tokenizer:
         template = None if self.template is None else self.template.source
         content = json.dumps([self._backend.to_str(), sorted(self.special.items()), template])
         return hashlib.sha256(content.encode()).hexdigest()
+
+    @cached_property
+    def text_fingerprint(self) -> str:
+        """A hash of everything that the ids of a text depend on, without the chat template."""
+        return hashlib.sha256(json.dumps([self._backend.to_str(), sorted(self.special.items())]).encode()).hexdigest()
 
     @property
     def bos_id(self) -> int | None:
@@ -152,13 +178,38 @@ class Tokenizer:
         """The ids of a conversation, and for each whether the assistant wrote it. The token that ends an answer counts, too.
 
         So does a token that is only partly in an answer. With `last_round`, only answers after the last user message count.
-        Raises TemplateError or RenderError as `assistant_spans` does.
+        Raises TemplateError or RenderError as `ChatTemplate.assistant_spans` says.
         """
-        template = self._require_template()
-        text, spans = assistant_spans(template, messages, special_tokens=self.special_tokens, last_round=last_round, tools=tools)
-        _check_text(text)
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        return encoding.ids, _tokens_in(encoding.offsets, spans)
+        encoded = next(self.encode_chats([(messages, tools)], last_round=last_round))
+        if isinstance(encoded, DataError):
+            raise encoded
+        return encoded
+
+    def encode_chats(
+        self, conversations: Sequence[Conversation], *, last_round: bool = False
+    ) -> Iterator[tuple[list[int], list[bool]] | DataError]:
+        """`encode_chat` of each conversation, in order, in parallel; where it cannot be encoded, the reason.
+
+        Raises TemplateError in place of the first conversation with which the template shows that it cannot be used.
+        """
+        found: list[tuple[str, list[Span]] | DataError] = []
+        try:
+            for rendered in self._require_template().assistant_spans(conversations, last_round=last_round):
+                found.append(rendered if isinstance(rendered, RenderError) else _checked(*rendered))
+        except TemplateError as error:
+            unusable: TemplateError | None = error
+        else:
+            unusable = None
+        texts = [entry[0] for entry in found if not isinstance(entry, DataError)]
+        encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
+        for entry in found:
+            if isinstance(entry, DataError):
+                yield entry
+            else:
+                encoding = next(encodings)
+                yield encoding.ids, _tokens_in(encoding.offsets, entry[1])
+        if unusable is not None:
+            raise unusable
 
     def _id(self, name: str) -> int | None:
         return self._backend.token_to_id(self.special[name]) if name in self.special else None
@@ -213,16 +264,22 @@ def _check_text(text: str) -> None:
         raise DataError(f"cannot encode a text of {len(text)} characters: {error.reason} at character {error.start}.") from error
 
 
-def _read_json(path: Path) -> dict[str, object]:
-    if not path.is_file():
+def _checked(text: str, spans: list[Span]) -> tuple[str, list[Span]] | DataError:
+    """A rendered conversation, or why its text cannot be encoded."""
+    try:
+        _check_text(text)
+    except DataError as error:
+        return error
+    return text, spans
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    if not os.path.exists(path):
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise DataError(f"cannot read {path}: it holds a {type(value).__name__}, not an object.")
-    return value
+        return read_json(path)
+    except Unreadable as error:
+        raise DataError(f"cannot read {path}: {error}.") from None
 
 
 def _token_text(value: object) -> str | None:
@@ -231,12 +288,16 @@ def _token_text(value: object) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _read_template(folder: Path, config: Mapping[str, object]) -> str | None:
+def _read_template(folder: Path, config: Mapping[str, object]) -> tuple[Path, str | None]:
+    """The file that has the chat template, and the template. Raises TemplateError if the file cannot be read."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_bytes().decode()
+    if os.path.exists(path):
+        try:
+            return path, read_text(path, MAX_JSON_BYTES)
+        except Unreadable as error:
+            raise TemplateError(f"cannot read the chat template {path}: {error}.") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several named ones
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
+        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, Mapping)}
         template = named.get("default")
-    return template if isinstance(template, str) else None
+    return folder / "tokenizer_config.json", template if isinstance(template, str) else None

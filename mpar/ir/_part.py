@@ -34,7 +34,8 @@ class Part:
 
     state_in / state_out: the parameters and then the slots of the optimizer, before and after the step.
     batch:                the entries of the batch, one leaf for each key and piece.
-    scalars:              the values that the host gives for each step: the learning rate `lr` and the number `step`.
+    scalars:              the values that the host gives for each step: the learning rate `lr`, the number `step` of the update,
+                          and `max_loss` and `max_grad_norm`, the largest with which the update is made.
     metrics:              the values that the step reports.
     contributions:        by value, which gradient it is, for all gradients that backwards give.
     losses:               by value, which loss it is, for losses of segments whose forward and backward are one instruction.

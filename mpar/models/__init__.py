@@ -31,7 +31,17 @@ from mpar.models.architectures import (
     Architecture,
 )
 from mpar.models.decoder import DecoderConfig, DecoderParams, with_next_tokens
-from mpar.models.hf import HfReader, hf_tensors, load_params, shard_slices, to_hf
+from mpar.models.hf import (
+    MAX_FILE_BYTES,
+    HfReader,
+    compare_hf,
+    hf_tensors,
+    load_params,
+    shard_slices,
+    stored_leaves,
+    to_hf,
+    write_hf,
+)
 from mpar.models.layers import MoeConfig
 
 __all__ = [
@@ -44,6 +54,7 @@ __all__ = [
     "GPT_OSS",
     "LLAMA",
     "MAMBA2",
+    "MAX_FILE_BYTES",
     "MISTRAL",
     "MIXTRAL",
     "OLMO2",
@@ -61,6 +72,7 @@ __all__ = [
     "ModelOptions",
     "MoeConfig",
     "build",
+    "compare_hf",
     "flops_per_token",
     "from_config",
     "from_hf",
@@ -68,6 +80,8 @@ __all__ = [
     "load_params",
     "shard_slices",
     "storage_specs",
+    "stored_leaves",
     "to_hf",
     "with_next_tokens",
+    "write_hf",
 ]

@@ -24,6 +24,8 @@ from mpar.strategy import Strategy, preset
 
 __all__ = ["build", "from_config", "from_hf"]
 
+_MAX_CONFIG_BYTES = 2**21  # of a config.json; those of the hub have some kilobytes
+
 
 def build(
     architecture: str,
@@ -59,7 +61,12 @@ def from_config(
     Raises what `build` raises, and CheckpointError for a bad file.
     """
     raw, generation = _read(config)
-    return _make_model(raw, generation, _options(options, words), architectures)
+    try:
+        return _make_model(raw, generation, _options(options, words), architectures)
+    except ConfigError as error:
+        if isinstance(config, Mapping):
+            raise
+        raise type(error)(f"{_config_file(config)}: {error}") from None
 
 
 def from_hf(
@@ -125,7 +132,11 @@ def _read(
     """The config, and the content of the generation_config.json beside it; None if there is no such file."""
     if isinstance(config, Mapping):
         return dict(config), None
-    path = Path(config)
-    file = path / "config.json" if path.is_dir() else path
+    file = _config_file(config)
     generation = file.parent / "generation_config.json"
-    return read_json(file), read_json(generation) if generation.is_file() else None
+    found = read_json(generation, _MAX_CONFIG_BYTES) if os.path.exists(generation) else None
+    return read_json(file, _MAX_CONFIG_BYTES), found
+
+
+def _config_file(path: str | os.PathLike[str]) -> Path:
+    return Path(path) / "config.json" if os.path.isdir(path) else Path(path)

@@ -113,7 +113,7 @@ def empty_like_all(tensors: list[Tensor]) -> list[Tensor]:
 @adamw_p.def_abstract
 def _abstract(param, grad, m, v, lr, step, scale, skip, **_):
     groups = {"param": [param], "grad": [grad], "m": [m], "v": [v]}
-    check_update("adamw", groups, {"lr": lr, "step": step, "scale": scale} | _skip_scalar("adamw", skip))
+    check_update("adamw", groups, {"lr": lr, "step": step, "scale": scale} | skip_scalar("adamw", skip))
     return tuple(empty_like_all([param, m, v]))
 
 
@@ -129,15 +129,13 @@ def _impl(param, grad, m, v, lr, step, scale, skip, *, beta1, beta2, eps, weight
     update = (new_m / denominator).mul_(lr / (1 - beta1**step))
     new_param = (param.contiguous().to(wide) * (1 - lr * weight_decay)).sub_(update)
     new = new_param.to(param.dtype), new_m.to(m.dtype), new_v.to(v.dtype)
-    if skip is None:
-        return new
-    return tuple(torch.where(skip, old.contiguous(), value) for old, value in zip((param, m, v), new, strict=True))
+    return new if skip is None else keep_if(skip, (param, m, v), new)
 
 
 @adamw_many_p.def_abstract
 def _abstract_many(params, grads, ms, vs, lr, step, scale, skip, copies, **_):
     groups = {"params": params, "grads": grads, "ms": ms, "vs": vs} | ({"copies": copies} if copies else {})
-    check_update("adamw_many", groups, {"lr": lr, "step": step, "scale": scale} | _skip_scalar("adamw_many", skip))
+    check_update("adamw_many", groups, {"lr": lr, "step": step, "scale": scale} | skip_scalar("adamw_many", skip))
     check_owned("adamw_many", {name: xs for name, xs in groups.items() if name != "grads"})
     return empty_like_all(params), empty_like_all(ms), empty_like_all(vs), empty_like_all(copies)
 
@@ -163,7 +161,13 @@ def _impl_many(params, grads, ms, vs, lr, step, scale, skip, copies, *, beta1, b
     return params, ms, vs, copies
 
 
-def _skip_scalar(name: str, skip: Tensor | None) -> dict[str, Tensor]:
+def keep_if(skip: Tensor, old: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """`old` where the 0-d bool tensor `skip` is true, else `new`."""
+    return tuple(torch.where(skip, before.contiguous(), after) for before, after in zip(old, new, strict=True))
+
+
+def skip_scalar(name: str, skip: Tensor | None) -> dict[str, Tensor]:
+    """`skip` by name, if there is one. Raises DtypeError unless it is bool."""
     if skip is not None and skip.dtype != torch.bool:
         raise DtypeError(f"{name}: skip is {skip.dtype}, must be bool")
     return {} if skip is None else {"skip": skip}

@@ -1,13 +1,40 @@
-"""Optimizers as pure functions of (gradients, state, parameters), learning rates, and the global norm."""
+"""Optimizers as pure functions of (gradients, state, parameters), learning rates, and the global norm.
 
-from mpar.optim._adamw import AdamW
-from mpar.optim._learning_rate import WSD, Constant, Cosine, LearningRate, Linear, learning_rate
-from mpar.optim._norm import clip_factor, global_norm
-from mpar.optim._settings import WeightDecayMask
-from mpar.optim._sgd import SGD
-from mpar.optimizer import Optimizer, OptState, check_optimizer
+Names are imported when they are first used, so that a learning rate is checked before torch is loaded.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpar.optim._adamw import AdamW
+    from mpar.optim._classes import CLASSES
+    from mpar.optim._learning_rate import WSD, Constant, Cosine, LearningRate, Linear, learning_rate
+    from mpar.optim._norm import clip_factor, global_norm
+    from mpar.optim._settings import WeightDecayMask
+    from mpar.optim._sgd import SGD
+    from mpar.optimizer import Optimizer, OptState, check_optimizer
+
+_HOME = {
+    "CLASSES": "mpar.optim._classes",
+    "AdamW": "mpar.optim._adamw",
+    "Constant": "mpar.optim._learning_rate",
+    "Cosine": "mpar.optim._learning_rate",
+    "LearningRate": "mpar.optim._learning_rate",
+    "Linear": "mpar.optim._learning_rate",
+    "OptState": "mpar.optimizer",
+    "Optimizer": "mpar.optimizer",
+    "SGD": "mpar.optim._sgd",
+    "WSD": "mpar.optim._learning_rate",
+    "WeightDecayMask": "mpar.optim._settings",
+    "check_optimizer": "mpar.optimizer",
+    "clip_factor": "mpar.optim._norm",
+    "global_norm": "mpar.optim._norm",
+    "learning_rate": "mpar.optim._learning_rate",
+}
 
 __all__ = [
+    "CLASSES",
     "SGD",
     "WSD",
     "AdamW",
@@ -23,3 +50,14 @@ __all__ = [
     "global_norm",
     "learning_rate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'mpar.optim' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,14 +2,27 @@
 
 from mpar.forecast import Prediction
 from mpar.hardware import Hardware
-from mpar.ir import CollectiveUse, Instruction, Kind, Leaf, Value
+from mpar.ir import CollectiveUse, Instruction, Kind, Leaf, Part, Value
 from mpar.program._diff import Hunk, ProgramDiff, diff
 from mpar.program._kernels import describe_kernels
 from mpar.program._program import Program
 from mpar.program._text import format_bytes, format_time
-from mpar.runtime import Counter, RankRun, Replay, State, batch_rows, cut_rows, rows_of
+from mpar.proof import in_order
+from mpar.runtime import (
+    NO_LIMITS,
+    Counter,
+    Limits,
+    RankRun,
+    Replay,
+    State,
+    batch_rows,
+    cut_rows,
+    exchange,
+    rows_of,
+)
 
 __all__ = [
+    "NO_LIMITS",
     "CollectiveUse",
     "Counter",
     "Hardware",
@@ -17,6 +30,8 @@ __all__ = [
     "Instruction",
     "Kind",
     "Leaf",
+    "Limits",
+    "Part",
     "Prediction",
     "Program",
     "ProgramDiff",
@@ -28,7 +43,9 @@ __all__ = [
     "cut_rows",
     "describe_kernels",
     "diff",
+    "exchange",
     "format_bytes",
     "format_time",
+    "in_order",
     "rows_of",
 ]

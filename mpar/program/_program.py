@@ -1,17 +1,17 @@
 """The program as users hold it: its data, with methods to print, prove, predict, simulate and run it."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mpar import forecast, proof, runtime
+from mpar import forecast, plain, proof, runtime
 from mpar.hardware import Hardware, hardware
 from mpar.ir import CollectiveUse, ProgramData
 from mpar.program._picture import picture
 from mpar.program._text import text
-from mpar.runtime import Counter, Progress, RankRun, Replay, State
+from mpar.runtime import NO_LIMITS, Counter, Limits, Progress, RankRun, Replay, State
 from mpar.schedules import Picture
 from mpar.tree import Tree
 
@@ -25,6 +25,23 @@ class Program(ProgramData):
     def of(cls, data: ProgramData) -> "Program":
         """The same program with the methods of this class."""
         return cls(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
+
+    def to_plain(self, classes: Sequence[type] = ()) -> bytes:
+        """The program as text: JSON and a checksum. Writing it again after `from_plain` gives the same bytes.
+
+        classes: those of its optimizer, as `mpar.optim.CLASSES` has them for mpar's own; one of your own must be a dataclass of
+        plain values. Raises PlainDataError for another optimizer.
+        """
+        return plain.to_text(Program, self, classes)
+
+    @classmethod
+    def from_plain(cls, text: bytes, classes: Sequence[type] = ()) -> "Program":
+        """The program that `to_plain` wrote with the same `classes`. Reading runs no code, but running the program does: it holds
+        generated Python, so read only what a user whom you trust wrote.
+
+        Raises PlainDataError if the text is damaged, or if another version of mpar wrote it.
+        """
+        return plain.from_text(cls, text, classes)
 
     def verify(self) -> None:
         """Raise ProgramError, naming the line, unless the program is valid; `mpar.proof.verify` says what is checked."""
@@ -54,9 +71,12 @@ class Program(ProgramData):
         """The state of a rank before the first step, from global parameters or DTensors; None: a global state, for `simulate`."""
         return runtime.init_state(self, params, rank)
 
-    def simulate(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
-        """One step of all ranks in this process, on a global state and batch; `state` is not changed."""
-        return runtime.simulate(self, state, batch)
+    def simulate(
+        self, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS
+    ) -> tuple[State, dict[str, Tensor]]:
+        """One step of all ranks in this process, on a global state and batch; `state` is not changed. With a loss or a gradient
+        norm that is not finite or exceeds `limits`, the new state has the values of the old one."""
+        return runtime.simulate(self, state, batch, limits)
 
     def bind(
         self,

@@ -13,7 +13,7 @@ from mpar.proof._labels import Carried, Contributed, Given, InputGradient, Label
 from mpar.proof._pieces import Pieces
 from mpar.proof._step_end import StepEnd
 
-__all__ = ["check_dataflow"]
+__all__ = ["check_dataflow", "in_order"]
 
 _PER_PIECE = ("weight", "context", "forward", "backward", "backward_input", "backward_weight")  # ops done for every piece
 _BACKWARD = ("backward", "backward_input", "backward_weight")
@@ -33,7 +33,7 @@ def check_dataflow(program: ProgramData) -> None:
     Only for programs that `mpar.schedules.check_order` has accepted, so that no message is waited for without end.
     """
     flow = _Flow(program)
-    for position, line, instruction in _in_order(program):
+    for position, line, instruction in in_order(program):
         why = flow.follow(position, instruction)
         if why is not None:
             fail(program, position, line, instruction, why)
@@ -41,7 +41,7 @@ def check_dataflow(program: ProgramData) -> None:
     check_gradients(program, flow.terms, flow.labels)
 
 
-def _in_order(program: ProgramData) -> Iterator[tuple[int, int, Instruction]]:
+def in_order(program: ProgramData) -> Iterator[tuple[int, int, Instruction]]:
     """All instructions as (position, line, instruction), in an order in which every message is sent before it is waited for."""
     sent: set[int] = set()
     next_line = [0] * len(program.parts)

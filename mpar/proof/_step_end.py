@@ -10,7 +10,7 @@ from mpar.proof._labels import Given, Label, Meaning, Result, Squares, Terms, as
 
 __all__ = ["NUM_SCALARS", "StepEnd"]
 
-NUM_SCALARS = 3  # operands of an update behind the slots: lr, step and the clip factor
+NUM_SCALARS = 4  # operands of an update behind the slots: lr, step, the clip factor and whether the update is skipped
 
 
 class StepEnd:
@@ -72,7 +72,7 @@ class StepEnd:
         """The purpose of a `norm`, and what is wrong with its operands, or None.
 
         For the purpose `Squares` it reads the gradients of a unit; for "all squares", all sums of squares of a part, in order;
-        for "norm", the vector of all sums of squares.
+        for "norm", the vector of all sums of squares, and what decides whether the update is skipped: the loss and the limits.
         """
         numbers, paths = self.numbers[position], list(self.program.parts[position].gradients)
         if values and all(v in numbers for v in values):
@@ -83,8 +83,15 @@ class StepEnd:
         if all(isinstance(label.meaning, Squares) for label in operands):
             right = list(operands) == sorted(self.squares[position], key=_place_of_squares)
             return "all squares", None if right else "does not read all sums of squares in order, each once"
-        right = operands == [Label(Result("all squares", "", 0))]
-        return "norm", None if right else f"reads {_all_as_text(operands)}, which are not gradients"
+        expected: list[Meaning] = [
+            Result("all squares", "", 0),
+            Result("finish", "", 0),
+            Given("max_loss"),
+            Given("max_grad_norm"),
+        ]
+        right = operands == [Label(meaning) for meaning in expected]
+        why = "neither gradients nor the sums of all squares, the loss and the limits"
+        return "norm", None if right else f"reads {_all_as_text(operands)}, which are {why}"
 
     def update_problem(self, position: int, instruction: Instruction, operands: Sequence[Label]) -> str | None:
         """What is wrong with the operands of an update, or None. It reads parameters, their gradients, slots, scalars and
@@ -98,9 +105,9 @@ class StepEnd:
         paths, slots = [path.removeprefix("params.") for path in made[:num]], made[num:]
         if [path.split(".", 2)[-1] for path in slots] != paths * (len(slots) // num):
             return f"makes slots that do not belong to {paths}"
-        scalars: list[Meaning] = [Given("lr"), Given("step"), Result("norm", "", 1)]
+        scalars: list[Meaning] = [Given("lr"), Given("step"), Result("norm", "", 1), Result("norm", "", 2)]
         if [*operands[:num], *operands[2 * num :]] != [*(Label(Given(path)) for path in made), *map(Label, scalars)]:
-            return "does not read the parameters and slots whose new values it makes, and lr, step and scale"
+            return "does not read the parameters and slots whose new values it makes, and lr, step, scale and skip"
         if list(instruction.inputs[num : 2 * num]) != [gradients[path] for path in paths]:
             return "does not read the gradients of the parameters whose new values it makes"
         return None

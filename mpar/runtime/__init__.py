@@ -6,13 +6,15 @@ from mpar.runtime._capture import Replay
 from mpar.runtime._load import load
 from mpar.runtime._rank_run import Progress, RankRun
 from mpar.runtime._simulate import simulate
-from mpar.runtime._state import State, init_state
-from mpar.runtime.comm import ALONE, Comm, Counter, ProcessComm
+from mpar.runtime._state import NO_LIMITS, Limits, State, init_state
+from mpar.runtime.comm import ALONE, Comm, Counter, ProcessComm, exchange
 
 __all__ = [
     "ALONE",
+    "NO_LIMITS",
     "Comm",
     "Counter",
+    "Limits",
     "ProcessComm",
     "Progress",
     "RankRun",
@@ -21,6 +23,7 @@ __all__ = [
     "batch_rows",
     "bind",
     "cut_rows",
+    "exchange",
     "init_state",
     "load",
     "rows_of",

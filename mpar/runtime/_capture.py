@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpar.runtime._rank_run import RankRun
-from mpar.runtime._state import State
+from mpar.runtime._state import NO_LIMITS, Limits, State
 
 __all__ = ["Replay", "cuda_graph"]
 
@@ -40,12 +40,14 @@ class Replay:
         self.metrics: dict[str, Tensor] = {}
         self.replay: Callable[[], None] | None = None
 
-    def __call__(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
+    def __call__(
+        self, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS
+    ) -> tuple[State, dict[str, Tensor]]:
         """One step, like `RankRun`; from the second call on, the new state is in the same tensors."""
         self.calls += 1
         if self.calls == 1:
-            return self.run(state, batch)
-        numbers = self.run.begin(state, batch)
+            return self.run(state, batch, limits)
+        numbers = self.run.begin(state, batch, limits)
         leaves = state.take()
         if self.replay is None:
             self._record(leaves, batch)
@@ -55,12 +57,12 @@ class Replay:
         for key, rows in batch.items():
             self.batch[key].copy_(rows)
         for scalar, number in zip(self.scalars, numbers, strict=True):
-            scalar.fill_(number)
+            scalar.copy_(number) if isinstance(number, Tensor) else scalar.fill_(number)
         assert self.replay is not None
         with _on(self.run.device):
             self.replay()
         metrics = {path: value.clone() for path, value in self.metrics.items()}
-        return self.run.end(dict(self.state), metrics, numbers)
+        return self.run.end(dict(self.state), metrics, numbers[0], state)
 
     def _record(self, leaves: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
         self.state = dict(leaves)

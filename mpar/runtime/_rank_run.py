@@ -1,6 +1,7 @@
 """The run of one rank: a small interpreter of the instructions of its part, which needs no part of the compiler."""
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from mpar.ir import Instruction, Leaf, ProgramData
 from mpar.runtime._batch import batch_key
 from mpar.runtime._device import check_device
 from mpar.runtime._load import Code, load
-from mpar.runtime._state import Expected, State, check_given
+from mpar.runtime._state import NO_LIMITS, Expected, Limits, State, check_given
 from mpar.runtime._streams import issue_on_streams, plan_streams
 from mpar.runtime.comm import Comm
 
@@ -88,26 +89,49 @@ class RankRun:
 
         return receive
 
-    def __call__(self, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
+    def __call__(
+        self, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS
+    ) -> tuple[State, dict[str, Tensor]]:
         """Run one step. `batch` is what `batch_rows` returns, piece after piece. The tensors of `state` are taken out of it.
 
-        Returns the new state and the metrics: loss (mean), microbatch_losses, weight, grad_norm, and the lr that was used. Raises
-        ShapeError, listing all problems, if the batch or the state does not fit the program; `state` then keeps its tensors.
+        Returns the new state and the metrics: loss (mean), microbatch_losses, weight, grad_norm, skipped (whether loss or norm
+        exceeded `limits`, so that the new state has the tensors of the old one), and the lr of the step. Raises ShapeError,
+        listing all problems, if the batch or the state does not fit the program; `state` then keeps its tensors.
         """
-        numbers = self.begin(state, batch)
+        numbers = self.begin(state, batch, limits)
         scalars = [  # filled on the device, because a copy from the host would wait for it
-            torch.full((), number, dtype=leaf.dtype, device=self.device)
+            number.to(leaf.dtype) if isinstance(number, Tensor) else torch.full((), number, dtype=leaf.dtype, device=self.device)
             for leaf, number in zip(self.part.scalars, numbers, strict=True)
         ]
-        return self.end(*self.execute(state.take(), batch, scalars), numbers)
+        return self.end(*self.execute(state.take(), batch, scalars), numbers[0], state)
 
-    def begin(self, state: State, batch: Mapping[str, Tensor]) -> tuple[float, float]:
-        """Check the operands of a step, which may raise ShapeError, and return its scalars: the learning rate and the number."""
+    def examined(self, look: Callable[[int, Sequence[Tensor]], None]) -> "RankRun":
+        """The same run, which calls `look(line, results)` behind each instruction that computes, on the queue `compute`."""
+
+        def looked(function: Code, line: int) -> Code:
+            def call(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
+                results = function(args, comm)
+                look(line, results)
+                return results
+
+            return call
+
+        run = copy.copy(self)
+        run._steps = []
+        for line, (function, inputs, frees, outputs, unread, instruction) in enumerate(self._steps):
+            call = looked(function, line) if instruction.queue == "compute" else function
+            run._steps.append((call, inputs, frees, outputs, unread, instruction))
+        return run
+
+    def begin(self, state: State, batch: Mapping[str, Tensor], limits: Limits) -> tuple[float, float | Tensor, float, float]:
+        """Check the operands of a step, which may raise ShapeError, and return its scalars: the learning rate, the number of the
+        update and the limits. The rate is that of the step; the update's number leaves out steps whose update was skipped.
+        """
         optimizer = self.program.facts.optimizer
         check_given("this batch", self._batch, batch)
         state.check(self._state)
-        step = state.step if optimizer is None else state.step + 1
-        return 0.0 if optimizer is None else optimizer.rate(step), float(step)
+        lr, step = (0.0, state.step) if optimizer is None else (optimizer.rate(state.step + 1), state.step + 1)
+        return lr, step - state.skipped, limits.loss, limits.grad_norm
 
     def execute(
         self, leaves: dict[str, Tensor], batch: Mapping[str, Tensor], scalars: list[Tensor]
@@ -122,11 +146,13 @@ class RankRun:
         return new, {leaf.path: env[leaf.value] for leaf in self.part.metrics}
 
     def end(
-        self, leaves: dict[str, Tensor], metrics: dict[str, Tensor], numbers: tuple[float, float]
+        self, leaves: dict[str, Tensor], metrics: dict[str, Tensor], lr: float, before: State
     ) -> tuple[State, dict[str, Tensor]]:
-        """What a step returns, from the results of `execute` and the scalars of `begin`."""
-        lr, step = numbers
-        return State(leaves, int(step)), metrics | {"lr": torch.tensor(lr, dtype=torch.float64)}
+        """What a step returns, from the results of `execute`, the learning rate and the state before."""
+        metrics = metrics | {"lr": torch.tensor(lr, dtype=torch.float64)}
+        if self.program.facts.optimizer is None:
+            return State(leaves, before.step, before.skipped), metrics
+        return State(leaves, before.step + 1, before.skipped + metrics["skipped"].to(torch.int64)), metrics  # without waiting
 
     def _execute(self, env: dict[int, Tensor]) -> None:
         comm, progress = self.comm, self.progress

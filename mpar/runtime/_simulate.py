@@ -10,14 +10,16 @@ from mpar.ir import ProgramData
 from mpar.mesh import Mesh
 from mpar.runtime._batch import batch_rows
 from mpar.runtime._rank_run import RankRun
-from mpar.runtime._state import State
+from mpar.runtime._state import NO_LIMITS, Limits, State
 from mpar.runtime.comm import Comm, run_ranks
 from mpar.shards import assemble, shard
 
 __all__ = ["simulate"]
 
 
-def simulate(program: ProgramData, state: State, batch: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
+def simulate(
+    program: ProgramData, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS
+) -> tuple[State, dict[str, Tensor]]:
     """Run one step of all ranks in this process, on a global state and a global batch. `state` is not changed.
 
     Raises ShapeError, listing all problems, if they do not fit the program.
@@ -28,7 +30,7 @@ def simulate(program: ProgramData, state: State, batch: Mapping[str, Tensor]) ->
     def work(rank: int, comm: Comm) -> tuple[State, dict[str, Tensor]]:
         stored = program.part(rank).state_in
         local = {leaf.path: shard(state.leaves[leaf.path], leaf.spec, mesh, rank) for leaf in stored}
-        return RankRun(program, comm)(State(local, state.step), batch_rows(program, batch, rank))
+        return RankRun(program, comm)(State(local, state.step, state.skipped), batch_rows(program, batch, rank), limits)
 
     results = run_ranks(mesh, work)
     stage_mesh = Mesh(**{axis: size for axis, size in mesh.sizes.items() if axis != "pp"})
@@ -40,4 +42,5 @@ def simulate(program: ProgramData, state: State, batch: Mapping[str, Tensor]) ->
             if leaf.path in leaves and not torch.equal(leaves[leaf.path], global_leaf):
                 raise ProgramError(f"{leaf.path} is not the same on all positions along pp that hold it")
             leaves.setdefault(leaf.path, global_leaf)
-    return State({leaf.path: leaves[leaf.path] for leaf in program.state_out}, results[0][0].step), results[0][1]
+    first, metrics = results[0]
+    return State({leaf.path: leaves[leaf.path] for leaf in program.state_out}, first.step, first.skipped), metrics

@@ -1,6 +1,8 @@
 """State: the tensors that a rank holds between steps."""
 
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +15,7 @@ from mpar.shards import shard
 from mpar.spec import local_shape
 from mpar.tree import Tree
 
-__all__ = ["Expected", "State", "check_given", "init_state"]
+__all__ = ["NO_LIMITS", "Expected", "Limits", "State", "check_given", "init_state"]
 
 T = TypeVar("T")
 """The class of a tree of parameters."""
@@ -21,14 +23,30 @@ Expected = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor that a program was compiled for."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The largest loss and the largest gradient norm with which a step makes its update; both are finite.
+
+    With a larger one, and with one that is not finite, the update is skipped: parameters and slots keep their bits.
+    """
+
+    loss: float = sys.float_info.max
+    grad_norm: float = sys.float_info.max
+
+
+NO_LIMITS = Limits()
+"""Only what is not finite skips an update."""
+
+
 class State:
-    """What a rank holds between steps: its shards of parameters and optimizer slots, and the number of updates made.
+    """What a rank holds between steps: its shards of parameters and optimizer slots, the number of steps made, and in how many
+    of these the update was skipped, as a number or a 0-d tensor on the device of the leaves.
 
     A step takes the tensors out of the state that it is given: after `run(state, batch)`, `state` is empty.
     """
 
-    def __init__(self, leaves: dict[str, Tensor], step: int = 0) -> None:
-        self.leaves, self.step = leaves, step
+    def __init__(self, leaves: dict[str, Tensor], step: int = 0, skipped: int | Tensor = 0) -> None:
+        self.leaves, self.step, self.skipped = leaves, step, skipped
 
     def check(self, expected: Mapping[str, Expected]) -> None:
         """Raise ShapeError, listing all problems, unless the state has the expected leaves."""

@@ -4,7 +4,7 @@ import csv
 import io
 import re
 
-from mpar.errors import ConfigError
+from mpar.errors import ConfigError, brief
 from mpar.schedules._action import Action, Actions
 from mpar.schedules._lower import Transfer
 
@@ -37,9 +37,10 @@ def from_table(text: str, *, drop: bool = False) -> tuple[tuple[Action | Transfe
                 if match := _CELL.fullmatch(part):
                     cells.append((int(match[1]), match[2], int(match[3])))
                 elif not _OF_STAGE.fullmatch(part):
-                    wrong.append(f"line {line}, cell {column}: {part!r} is no action (2F0, 2B0, 2I0, 2W0, 2SEND_F0)")
+                    wrong.append(f"line {line}, cell {column}: {brief(part)} is no action (2F0, 2B0, 2I0, 2W0, 2SEND_F0)")
                 elif not drop:
-                    wrong.append(f"line {line}, cell {column}: {part!r} is no work on a microbatch (drop=True leaves it out)")
+                    work = "is no work on a microbatch (drop=True leaves it out)"
+                    wrong.append(f"line {line}, cell {column}: {brief(part)} {work}")
         rows.append(cells)
     _refuse(wrong)
     return _with_transfers(rows)

@@ -1,9 +1,15 @@
 """The configuration of a training run: one frozen dataclass for each group. `--help` prints the `doc` of each field."""
 
-from dataclasses import MISSING, dataclass, field
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
+from mpar.plain_value import PlainValue
+
 __all__ = [
+    "BOUNDS",
     "CheckpointConfig",
     "DataGroup",
     "EvaluationConfig",
@@ -16,20 +22,56 @@ __all__ = [
     "PlanConfig",
     "PrecisionConfig",
     "RecomputeConfig",
+    "ResumeConfig",
     "ScheduleConfig",
+    "SpikeConfig",
     "StrategyConfig",
     "TaskConfig",
     "TrainConfig",
+    "bounds_of",
+    "key",
+    "outside",
+    "within_bounds",
 ]
 
-PlainValue: TypeAlias = "bool | int | float | str | list[PlainValue] | dict[str, PlainValue] | None"
+BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "at_least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "at_most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+"""The bounds that a key may have: each in words, and whether a value keeps it."""
 PlainConfig: TypeAlias = dict[str, PlainValue]
 """A configuration as plain data: so it is composed, and so a run and its checkpoints record it."""
 
 
-def key(doc: str, *, default: Any = MISSING, default_factory: Any = MISSING) -> Any:
-    """A field with its text for `--help`. A field with a default may be missing in configuration files."""
-    return field(metadata={"doc": doc}, default=default, default_factory=default_factory)
+def key(doc: str, *, default: Any = MISSING, default_factory: Any = MISSING, prose: bool = False, **bounds: float) -> Any:
+    """A field with its text for `--help`. A field with a default may be missing in configuration files.
+
+    bounds: `at_least`, `above`, `at_most` and `below`, of a number or of each number in a list. prose: a text for people, in
+    which the command line gives no character a meaning.
+    """
+    return field(metadata={"doc": doc, "prose": prose, **bounds}, default=default, default_factory=default_factory)
+
+
+def bounds_of(described: Field) -> str:
+    """The bounds of a field in words, such as `above 0, below 1`; an empty text if it has none."""
+    return ", ".join(f"{words} {described.metadata[name]:g}" for name, (words, _) in BOUNDS.items() if name in described.metadata)
+
+
+def outside(described: Field, value: object) -> str:
+    """What `value`, or each of its items, must be, if it is not; an empty text if it keeps the bounds of the field."""
+    items = value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,)
+    numbers = [item for item in items if isinstance(item, (int, float))]
+    if not all(math.isfinite(number) for number in numbers):
+        return "a finite number"
+    bounds = [(keeps, described.metadata[name]) for name, (_, keeps) in BOUNDS.items() if name in described.metadata]
+    return "" if all(keeps(number, bound) for number in numbers for keeps, bound in bounds) else bounds_of(described)
+
+
+def within_bounds(*groups: object) -> bool:
+    """Whether all values in these groups of the configuration keep their bounds."""
+    return not any(outside(item, getattr(group, item.name)) for group in groups for item in fields(group))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +79,20 @@ class ModelConfig:
     """The model: either `config`, with the keys of a config.json of Hugging Face, or a folder with such a file and weights."""
 
     name: str = key("what the model is called in file names and on the screen")
-    seq_len: int = key("positions of a sequence, unless data.seq_len is given")
+    seq_len: int = key("positions of a sequence, unless data.seq_len is given", at_least=1)
     config: dict[str, Any] | None = key("the keys of a config.json, such as model_type", default=None)
     path: str | None = key("a Hugging Face folder: its config.json is the model, training starts from its weights", default=None)
     random_init: bool = key("start from fresh weights even if `path` has some", default=False)
     ignore: tuple[str, ...] = key("keys of config.json to ignore, which mpar would refuse as unknown", default=())
-    vocab_multiple: int = key("the vocabulary is padded to a multiple of this", default=128)
-    logits_chunk: int | None = key("make logits for this many tokens at a time; null: all at once", default=None)
-    mlp_chunk: int | None = key("compute feed-forward networks for this many tokens at a time; null: all at once", default=None)
+    vocab_multiple: int = key("the vocabulary is padded to a multiple of this", default=128, at_least=1)
+    logits_chunk: int | None = key("make logits for this many tokens at a time; null: all at once", default=None, at_least=1)
+    mlp_chunk: int | None = key(
+        "compute feed-forward networks for this many tokens at a time; null: all at once", default=None, at_least=1
+    )
     mtp_loss_weight: float | None = key(
         "multi-token prediction: a further layer learns the token after the next; its loss has this weight; null: no such layer",
         default=None,
+        at_least=0,
     )
     router: dict[str, Any] | None = key(
         "options of expert routers: capacity_factor, padded, token_groups=[2,1] or group=rank, side losses, bias_rate",
@@ -60,18 +105,25 @@ class DataGroup:
     """The data."""
 
     sources: tuple[str, ...] = key("files, globs, self-cognition or python-stdlib; NAME#100 takes 100 rows of a source")
-    batch_size: int | None = key("sequences of a step, on all ranks together; null: 8, rounded up to fit mesh and microbatches")
-    seq_len: int | None = key("positions of a sequence; null: model.seq_len", default=None)
+    batch_size: int | None = key(
+        "sequences of a step, on all ranks together; null: 8, rounded up to fit mesh and microbatches", at_least=1
+    )
+    seq_len: int | None = key("positions of a sequence; null: model.seq_len", default=None, at_least=1)
     packing: bool = key("several documents share a sequence, without attending to each other", default=True)
     shuffle: bool = key("use a new order of the data in every epoch", default=True)
     truncation: Literal["drop", "truncate", "error"] = key("what to do with conversations longer than seq_len", default="drop")
     tokenizer: str | None = key(
         "`bytes`, or a folder with tokenizer.json; null: the folder of the model if it has one, else bytes", default=None
     )
-    model_name: str | tuple[str, str] | None = key("replaces {{NAME}} in data; a pair is [Chinese, English]", default=None)
-    model_author: str | tuple[str, str] | None = key("replaces {{AUTHOR}} in data; a pair is [Chinese, English]", default=None)
-    system: str | None = key("system message for conversations that have none", default=None)
+    model_name: str | tuple[str, str] | None = key(
+        "replaces {{NAME}} in data; a pair is [Chinese, English]", default=None, prose=True
+    )
+    model_author: str | tuple[str, str] | None = key(
+        "replaces {{AUTHOR}} in data; a pair is [Chinese, English]", default=None, prose=True
+    )
+    system: str | None = key("system message for conversations that have none", default=None, prose=True)
     cache_dir: str | None = key("folder in which tokenised data are kept from run to run", default=None)
+    strict: bool = key("a malformed row is an error; false: run_dir/malformed.jsonl lists malformed rows", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,19 +132,22 @@ class TaskConfig:
 
     kind: Literal["sft", "pt"] = key("sft: conversations, with the loss on answers; pt: plain text, with the loss on every token")
     loss: Literal["all", "last_round"] = key("sft: the answers of a conversation that have a loss", default="all")
-    chat: tuple[str, ...] = key("questions that the trained model answers at the end", default=())
-    max_new_tokens: int = key("the most tokens of such an answer", default=128)
+    chat: tuple[str, ...] | None = key(
+        "questions that the trained model answers at the end; null: those of the sample data, if it learned them",
+        default=None,
+    )
+    max_new_tokens: int = key("the most tokens of such an answer", default=128, at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Sizes of the mesh axes, outermost first; their product is the number of ranks."""
 
-    pp: int = key("positions of the pipeline; each has schedule.num_chunks stages", default=1)
-    dp: int = key("data parallel ranks over which ZeRO does not shard storage", default=1)
-    fsdp: int = key("data parallel ranks over which ZeRO shards storage", default=1)
-    cp: int = key("ranks that share each sequence; ZeRO shards storage over them, too", default=1)
-    tp: int = key("ranks that share each layer; they communicate most often", default=1)
+    pp: int = key("positions of the pipeline; each has schedule.num_chunks stages", default=1, at_least=1)
+    dp: int = key("data parallel ranks over which ZeRO does not shard storage", default=1, at_least=1)
+    fsdp: int = key("data parallel ranks over which ZeRO shards storage", default=1, at_least=1)
+    cp: int = key("ranks that share each sequence; ZeRO shards storage over them, too", default=1, at_least=1)
+    tp: int = key("ranks that share each layer; they communicate most often", default=1, at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,13 +162,17 @@ class StrategyConfig:
         "how the ranks of cp compute attention over the sequence that they share; auto: by predicted time", default=None
     )
     ulysses_size: int | None = key(
-        "all_to_all: ranks that divide attention by heads; null: as many as the heads allow", default=None
+        "all_to_all: ranks that divide attention by heads; null: as many as the heads allow",
+        default=None,
+        at_least=1,
     )
     sequence: Literal["auto", "zigzag", "contiguous"] | None = key(
         "positions that a rank of cp has: zigzag is an early and a late part; auto is zigzag where the model allows",
         default=None,
     )
-    expert_parallel: int | None = key("ranks over which the experts of a layer are spread; null: not spread", default=None)
+    expert_parallel: int | None = key(
+        "ranks over which the experts of a layer are spread; null: not spread", default=None, at_least=1
+    )
     expert_axes: tuple[str, ...] | None = key(
         "mesh axes over which experts are spread, used in this order; null: the innermost", default=None
     )
@@ -129,13 +188,18 @@ class ScheduleConfig:
 
     name: str = key("one of the schedules listed above", default="one_f_one_b")
     num_microbatches: int | None = key(
-        "parts into which a batch is cut; null: 1 without a pipeline, else 2 * mesh.pp", default=None
+        "parts into which a batch is cut; null: 1 without a pipeline, else 2 * mesh.pp",
+        default=None,
+        at_least=1,
     )
     num_slices: int = key(
         "slices into which the sequences of a microbatch are cut; with recompute=full the activations of one are in memory",
         default=1,
+        at_least=1,
     )
-    num_chunks: int | None = key("stages of each position; null: the number that the schedule is made for", default=None)
+    num_chunks: int | None = key(
+        "stages of each position; null: the number that the schedule is made for", default=None, at_least=1
+    )
     layout: str | tuple[int, ...] | None = key(
         "segments of each stage; null: even; `balance`: by cost; or letters `Et*3|(tt|)*29,m|L`; or layers of each stage",
         default=None,
@@ -149,18 +213,22 @@ class OptimizerConfig:
     """The update and the learning rate."""
 
     kind: Literal["adamw", "sgd"] = key("the rule of the update")
-    lr: float = key("peak learning rate")
+    lr: float = key("peak learning rate", at_least=0)
     lr_decay: Literal["constant", "linear", "cosine", "wsd"] = key("how the rate falls after warm-up", default="cosine")
-    warmup_steps: int | None = key("number of first steps in which the rate rises", default=None)
-    warmup_ratio: float | None = key("the same as a share of all steps", default=None)
-    min_lr: float | None = key("the rate at the end", default=None)
-    min_ratio: float | None = key("the same as a share of lr", default=None)
-    decay_ratio: float | None = key("wsd: the share of all steps, at the end, in which the rate falls", default=None)
-    betas: tuple[float, float] = key("adamw: decay of the two moments", default=(0.9, 0.95))
-    eps: float = key("adamw: added to the root of the second moment", default=1e-8)
-    momentum: float = key("sgd: momentum", default=0.0)
-    weight_decay: float = key("decoupled weight decay", default=0.1)
-    clip_norm: float | None = key("larger gradients are scaled to this global norm; null: no clipping", default=1.0)
+    warmup_steps: int | None = key("first steps in which the rate rises; null: by warmup_ratio", default=None, at_least=0)
+    warmup_ratio: float | None = key(
+        "the same as a share of all steps, unless warmup_steps is given", default=None, at_least=0, at_most=1
+    )
+    min_lr: float | None = key("the rate at the end; null: by min_ratio; a constant rate has none", default=None, at_least=0)
+    min_ratio: float | None = key("the same as a share of lr, unless min_lr is given", default=None, at_least=0, at_most=1)
+    decay_ratio: float | None = key(
+        "wsd: the share of all steps, at the end, in which the rate falls", default=None, above=0, at_most=1
+    )
+    betas: tuple[float, float] = key("adamw: decay of the two moments", default=(0.9, 0.95), at_least=0, below=1)
+    eps: float = key("adamw: added to the root of the second moment", default=1e-8, above=0)
+    momentum: float = key("sgd: momentum", default=0.0, at_least=0, below=1)
+    weight_decay: float = key("decoupled weight decay", default=0.1, at_least=0)
+    clip_norm: float | None = key("larger gradients are scaled to this global norm; null: no clipping", default=1.0, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +246,7 @@ class RecomputeConfig:
     names: tuple[str, ...] | None = key(
         "selective: primitives to recompute; null: norms, activation functions, casts", default=None
     )
-    budget: int = key("budget: bytes that one segment may keep on a rank", default=0)
+    budget: int = key("budget: bytes that one segment may keep on a rank", default=0, at_least=0)
     offload: bool = key("move what a forward keeps to the memory of the host until the backward needs it", default=False)
 
 
@@ -187,36 +255,93 @@ class HardwareConfig:
     """The hardware profile: rates from which times are predicted."""
 
     name: str = key("what the hardware is called")
-    flops_per_s: dict[str, float] = key("achieved FLOP/s by dtype")
-    memory_bytes_per_s: float = key("achieved bandwidth of device memory")
-    memory_bytes: int = key("memory of one device")
-    link_bytes_per_s: float = key("one rank's bandwidth within a node")
-    link_latency_s: float = key("time of an empty message within a node")
-    cross_bytes_per_s: float = key("one rank's bandwidth between nodes")
-    cross_latency_s: float = key("time of an empty message between nodes")
-    ranks_per_node: int = key("devices in a node")
-    host_bytes_per_s: float = key("bandwidth between a device and the memory of its host", default=5e10)
-    launch_s: float = key("fixed time of one segment", default=0.0)
-    peak_flops_per_s: float = key("data-sheet peak, for MFU", default=0.0)
+    flops_per_s: dict[str, float] = key("achieved FLOP/s by dtype", above=0)
+    memory_bytes_per_s: float = key("achieved bandwidth of device memory", above=0)
+    memory_bytes: int = key("memory of one device", above=0)
+    link_bytes_per_s: float = key("one rank's bandwidth within a node", above=0)
+    link_latency_s: float = key("time of an empty message within a node", at_least=0)
+    cross_bytes_per_s: float = key("one rank's bandwidth between nodes", above=0)
+    cross_latency_s: float = key("time of an empty message between nodes", at_least=0)
+    ranks_per_node: int = key("devices in a node", at_least=1)
+    host_bytes_per_s: float = key("bandwidth between a device and the memory of its host", default=5e10, above=0)
+    launch_s: float = key("fixed time of one segment", default=0.0, at_least=0)
+    peak_flops_per_s: float = key("data-sheet peak, for MFU", default=0.0, at_least=0)
     arch: str | None = key("the chip for which kernels are chosen, such as sm_90; null: a CPU", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written."""
+    """When checkpoints are written, what is in them, and which are kept."""
 
-    every: int | None = key("write one after every so many steps, and at the end; null: only at the end", default=None)
-    keep: int | None = key("how many of the newest are kept; null: all", default=2)
+    every: int | None = key(
+        "write one after every so many steps, and at the end; null: only at the end", default=None, at_least=1
+    )
+    keep: int | None = key("how many of the newest are kept; null: all", default=2, at_least=1)
+    keep_every: int | None = key("those of steps that this divides are kept, too; null: no others", default=None, at_least=1)
+    keep_best: int | None = key("so many of the lowest evaluation loss are kept, too; null: no others", default=None, at_least=1)
+    mode: Literal["async", "sync"] = key(
+        "async: training goes on while a copy of the state is written; sync: training waits", default="async"
+    )
+    optimizer_state: bool = key(
+        "save the optimizer's state; without it a run cannot go on, only begin from the weights", default=True
+    )
+    on_damaged: Literal["stop", "move_aside"] = key(
+        "if the newest checkpoint in run_dir is damaged, stop: name it; move_aside: rename it, and go on from the one before",
+        default="stop",
+    )
+    check_replicas: int | None = key(
+        "compare the copies that several ranks have of the same values after every so many steps; null: never",
+        default=None,
+        at_least=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeConfig:
+    """How a run goes on. One word is enough: `resume=weights` is `resume.state=weights`, other words are `resume.path`."""
+
+    path: str = key(
+        "auto: go on from the newest checkpoint in run_dir, if there is one; never: stop if there is one; or the folder of a "
+        "checkpoint or of a run",
+        default="auto",
+    )
+    state: Literal["all", "weights"] = key(
+        "weights: take only parameters; the optimizer and its learning rate begin anew, over the steps that are left",
+        default="all",
+    )
+    data: Literal["same", "restart"] = key(
+        "same: refuse data that are unlike those of the checkpoint; restart: read unlike data from their beginning; steps go on",
+        default="same",
+    )
+    allow_change: bool = key("go on although the configuration changes the function that the model computes", default=False)
+
+    @staticmethod
+    def key_of_word(word: str) -> str:
+        """The key that `resume=WORD` sets to WORD."""
+        return "state" if word == "weights" else "path"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikeConfig:
+    """When a loss or a gradient norm is a spike; on_spike says what happens then."""
+
+    z: float = key("standard deviations above the median of the last steps from which a value is a spike", default=6.0, above=0)
+    window: int = key(
+        "steps that are looked back over; there are no spikes in the first 16 steps of a run", default=128, at_least=16
+    )
+    max_skips: int = key("stop if more than this many steps in a row were skipped", default=10, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """The loss on data that are not trained on. Nothing is evaluated unless `sources` or `fraction` is given."""
 
-    every: int | None = key("evaluate after every so many steps, and at the end; null: only at the end", default=None)
+    every: int | None = key("evaluate after every so many steps, and at the end; null: only at the end", default=None, at_least=1)
     sources: tuple[str, ...] | None = key("data to evaluate on, named like data.sources", default=None)
-    fraction: float | None = key("hold this share of the rows of data.sources out of training, to evaluate on", default=None)
-    batches: int | None = key("how many batches each evaluation reads; null: all", default=None)
+    fraction: float | None = key(
+        "hold this share of the rows of data.sources out of training, to evaluate on", default=None, above=0, below=1
+    )
+    batches: int | None = key("how many batches each evaluation reads; null: all", default=None, at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +352,8 @@ class PlanConfig:
     timeline: str | None = key("file for a picture of the step: .html, .svg, or .json for chrome://tracing", default=None)
     compare: tuple[str, ...] = key("schedules to compare in one table", default=())
     diff: tuple[str, ...] = key("overrides, as on the command line: print how the program changes with them", default=())
-    rank: int = key("the rank whose program is printed", default=0)
-    lines: int = key("lines of the program, or of the difference, on the screen", default=24)
+    rank: int = key("the rank whose program is printed", default=0, at_least=0)
+    lines: int = key("lines of the program, or of the difference, on the screen", default=24, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,14 +372,21 @@ class TrainConfig:
     hardware: HardwareConfig
     checkpoint: CheckpointConfig
     evaluation: EvaluationConfig
+    spike: SpikeConfig
     plan: PlanConfig
     experiment: str | None = key("a file in conf/experiment that changes other keys", default=None)
-    steps: int = key("optimizer updates of the run")
-    seed: int = key("seed of fresh weights and of the order of the data", default=0)
-    run_dir: str | None = key("folder for everything that the run writes; null: runs/<date>_<time>", default=None)
-    resume: str = key(
-        "auto: go on from the newest checkpoint in run_dir; never: start afresh; or the folder of a checkpoint", default="auto"
+    steps: int = key("optimizer updates of the run", at_least=1)
+    seed: int = key("seed of fresh weights and of the order of the data", default=0, at_least=0, at_most=2**63 - 1)
+    run_dir: str | None = key("folder for everything that the run writes; null: a new one, runs/<date>_<time>", default=None)
+    resume: ResumeConfig = key("how a run goes on", default_factory=ResumeConfig)
+    init_from: str | None = key(
+        "start a new run from the parameters in this folder: a run, a checkpoint, or a Hugging Face folder", default=None
     )
+    on_spike: Literal["warn", "skip", "stop"] = key(
+        "when loss or gradient norm is a spike: say so; skip the update; or stop. What is not finite is skipped, or else stops",
+        default="warn",
+    )
+    on_zero_gradient: Literal["warn", "stop"] = key("when the gradient norm is exactly zero: say so, or stop", default="warn")
     device: Literal["cpu", "cuda"] = key("where the ranks compute", default="cpu")
     kernels: Literal["auto", "triton", "torch"] = key(
         "auto: mpar's kernels where the chip has them, else torch; triton: mpar's Triton kernels, or an error; torch: no kernels",
@@ -264,7 +396,19 @@ class TrainConfig:
         "eager: run the generated code; inductor: compile it with torch.compile; cuda_graph: record and replay it, on one GPU",
         default="eager",
     )
-    num_threads: int | None = key("CPU threads of a rank; null: cores divided by the ranks on the machine", default=None)
-    timeout_s: float = key("seconds that a rank waits for another one before the run stops", default=600.0)
-    progress: bool = key("show a progress bar", default=True)
+    compile_cache: str | None = key(
+        "folder in which programs and jobs are kept from run to run; user: ~/.cache/mpar/programs; null: nothing is kept",
+        default="user",
+    )
+    num_threads: int | None = key(
+        "CPU threads of a rank; null: cores divided by the ranks on the machine", default=None, at_least=1, at_most=1024
+    )
+    timeout_s: float = key("seconds that a rank waits for another one before the run stops", default=600.0, above=0, at_most=1e7)
+    time_limit: str | float | None = key(
+        "the run stops after this time, such as 3h55m, saves its last step and exits with 124; null: no limit", default=None
+    )
+    restarts: int = key("how often the run starts again from its newest checkpoint after a rank was lost", default=0, at_least=0)
+    progress: bool = key("show the steps: one line that changes on a terminal, else about ten lines", default=True)
+    log_every: int | None = key("print a line after every so many steps; null: as progress says", default=None, at_least=1)
     tensorboard: bool = key("write event files, if tensorboard is installed", default=True)
+    wandb: bool = key("record with Weights & Biases, which must be installed; WANDB_MODE=offline records here", default=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["ExpertLoad", "expert_load", "side_losses"]
 
 _COUNTS, _DROPPED = ".expert_counts", ".dropped"
-_NO_SIDE_LOSSES = ("loss", "microbatch_losses", "weight", "grad_norm", "lr")
+_NO_SIDE_LOSSES = ("loss", "microbatch_losses", "weight", "grad_norm", "skipped", "lr")
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,33 @@
-"""Job: what a launcher hands to the ranks of its node, as a file in a folder that only its owner can read."""
+"""Job: what a launcher hands to the ranks of its node, as plain data in a folder that only its owner can write."""
 
-import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mpar import plain
+from mpar.optim import CLASSES
 from mpar.program import Program
 from mpar.train._config import PlainConfig, TrainConfig
-from mpar.train._watch import Place
+from mpar.train._job_folder import JOB_FILE, read_private, read_run_dir, write_private, write_run_dir
+from mpar.train._place import Place
 
 __all__ = ["Job", "read_job", "write_job"]
-
-_NAME = "job.pickle"
 
 
 @dataclass(frozen=True)
 class Job:
     """config: the bound configuration. resolved: the same as plain data, for the records. program: the compiled training.
-    resume: the checkpoint to go on from, if any. evaluation: the program that evaluates, if the run does."""
+    resume: the checkpoint to go on from, if any. evaluation: the program that evaluates, if the run does. init: the checkpoint or
+    Hugging Face folder that has the first parameters of a fresh start, if any. changes: what differs from the configuration that
+    the checkpoint records, a line each. fingerprint: of the data to train on, as they were when the job was prepared."""
 
     config: TrainConfig
     resolved: PlainConfig
     program: Program
     resume: Path | None = None
     evaluation: Program | None = None
+    init: Path | None = None
+    changes: tuple[str, ...] = ()
+    fingerprint: str = ""
 
     def program_at(self, place: Place | None) -> Program:
         """The program that a rank at `place` is running: the training or the evaluation."""
@@ -30,10 +35,14 @@ class Job:
 
 
 def write_job(folder: Path, job: Job) -> None:
-    """Write `job` into `folder`. The folder must be private, because reading a pickle can run any code."""
-    (folder / _NAME).write_bytes(pickle.dumps(job, protocol=pickle.HIGHEST_PROTOCOL))
+    """Write `job` into `folder`, which must be private, because ranks run the code of its programs."""
+    anywhere = replace(job, config=replace(job.config, run_dir=None), resolved=job.resolved | {"run_dir": None})
+    write_private(folder / JOB_FILE, plain.to_text(Job, anywhere, CLASSES))
+    write_run_dir(folder, job.config.run_dir)
 
 
 def read_job(folder: Path) -> Job:
-    """The job that this user's launcher wrote into `folder`."""
-    return pickle.loads((folder / _NAME).read_bytes())
+    """The job that this user's launcher wrote into `folder`. Raises ConfigError if another user could have written it, and
+    PlainDataError if it is damaged."""
+    job, run_dir = plain.from_text(Job, read_private(folder / JOB_FILE), CLASSES), read_run_dir(folder)
+    return replace(job, config=replace(job.config, run_dir=run_dir), resolved=job.resolved | {"run_dir": run_dir})

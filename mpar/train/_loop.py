@@ -1,24 +1,29 @@
 """The training loop of one rank: batch, step, record, checkpoint. It prints nothing; `on_step` gets a record of every step."""
 
+import json
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from mpar.checkpoint import Json
 from mpar.data import Batches
-from mpar.errors import NumericsError
-from mpar.program import Program, RankRun, Replay, State
-from mpar.train._config import PlainConfig
+from mpar.program import NO_LIMITS, Program, RankRun, Replay, State
 from mpar.train._evaluation import Evaluation
 from mpar.train._experts import expert_load, side_losses
+from mpar.train._first_tensor import first_not_finite
+from mpar.train._health import Seen, judge
 from mpar.train._local_batch import local_batch
 from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
+from mpar.train._saving import Saving
 from mpar.train._setup import RunSetup
-from mpar.train._state import Progress, check_data, fresh_state, load_state, save_state
+from mpar.train._state import Progress, fresh_state, is_checkpoint, load_state
+from mpar.train._stop import Stop
 from mpar.train._watch import Watch
 
 __all__ = ["Rank", "run_steps", "start"]
@@ -37,74 +42,115 @@ class Rank:
     device: torch.device
     run: RankRun | Replay
     watch: Watch
-    barrier: Callable[[], None]
-    resolved: PlainConfig
-    """The configuration as plain data, which checkpoints record."""
+    saving: Saving
+    stop: Stop
+    agree: Callable[[list[float]], list[float]]
+    """Called by all ranks together, gives each the highest of all ranks' values, one by one."""
+    data_items: Mapping[str, Json]
+    """What the batches depend on, item by item."""
     evaluation: Evaluation | None = None
 
 
-def start(rank: Rank, resume: Path | None) -> tuple[State, Progress]:
-    """The state to begin with: that of the checkpoint `resume`, or a fresh one. Raises CheckpointError if the checkpoint was
-    trained on other data.
+def start(rank: Rank, resume: Path | None, init: Path | None = None) -> tuple[State, Progress]:
+    """The state to begin with: that of the checkpoint `resume`, or a fresh one. Its parameters are those in `init`, a checkpoint
+    or a Hugging Face folder, if it is given. Raises CheckpointError if the checkpoint `resume` was trained on other data.
     """
-    data = rank.batches.fingerprint
-    if resume is None:
-        config, model = rank.setup.config, rank.setup.model
-        path = None if config.model.random_init else config.model.path
-        state = fresh_state(rank.program, model, rank.rank, seed=config.seed, hf_path=path, device=rank.device)
-        return state, Progress(0, 0, data, config.seed)
-    state, progress = load_state(rank.program, resume, rank.rank, rank.device)
-    check_data(resume, progress.data, data)
-    return state, progress
+    config, model, data = rank.setup.config, rank.setup.model, rank.batches.fingerprint
+    hf_config = json.loads(model.hf_config_json)
+    if resume is not None:
+        params_only = config.resume.state == "weights"
+        state, reached = load_state(rank.program, resume, rank.rank, rank.device, params_only=params_only)
+        return state, replace(reached.go_on(resume, config.resume, data, rank.data_items), hf_config=hf_config)
+    progress = Progress(0, 0, data, config.seed, data_items=rank.data_items, hf_config=hf_config)
+    if init is not None and is_checkpoint(init):
+        return load_state(rank.program, init, rank.rank, rank.device, params_only=True)[0], progress
+    path = str(init) if init is not None else None if config.model.random_init else config.model.path
+    return fresh_state(rank.program, model, rank.rank, seed=config.seed, hf_path=path, device=rank.device), progress
 
 
 def run_steps(rank: Rank, state: State, progress: Progress, on_step: Callable[[StepRecord], None]) -> tuple[State, Progress]:
-    """Train until step `config.steps`. Checkpoints are written as configured, and at the end.
+    """Train until step `config.steps`, or until all ranks agree to stop (`rank.stop`). Checkpoints are written as configured, and
+    at the end.
 
-    Raises NumericsError when the loss or the gradient norm is not finite; no checkpoint is written then.
+    Raises NumericsError if the numbers of a step say that the run must stop (see `judge`); no checkpoint is written then. Raises
+    the failure of a save, which goes on while training does, after one of the next steps, or at the end.
     """
-    config, watch = rank.setup.config, rank.watch
-    costs = [flops_per_token(rank.setup.model, rank.batches.shape.seq_len, causal=causal) for causal in (False, True)]
-    predicted, further = rank.program.predict().peak_bytes, bool(rank.setup.model.next_keys)
-    positions = rank.batches.shape.batch_size * rank.batches.shape.seq_len
+    with rank.saving:
+        return _run_steps(rank, state, progress, on_step)
+
+
+def _run_steps(rank: Rank, state: State, progress: Progress, on_step: Callable[[StepRecord], None]) -> tuple[State, Progress]:
+    config, watch, yardstick = rank.setup.config, rank.watch, _Yardstick.of(rank)
     while progress.step < config.steps:
         began, sent = time.perf_counter(), watch.communication_bytes
-        batch = local_batch(rank.program, rank.batches, progress.step, rank.rank, rank.device, next_tokens=further)
+        further = bool(rank.setup.model.next_keys)
+        position = progress.step - progress.data_start
+        batch = local_batch(rank.program, rank.batches, position, rank.rank, rank.device, next_tokens=further)
         watch.begin_step(progress.step + 1)
-        state, metrics = rank.run(state, batch)
-        watch.between_steps(progress.step + 1)
-        loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        _check_finite(progress.step + 1, loss, grad_norm, metrics["microbatch_losses"])
-        progress = Progress(progress.step + 1, progress.tokens + round(float(metrics["weight"])), progress.data, progress.seed)
+        limits = NO_LIMITS if config.on_spike == "warn" else progress.health.limits(config.spike.z)
+        state, metrics = rank.run(state, batch, limits)
+        seen = Seen.of(progress.step + 1, metrics)
+        locate = partial(first_not_finite, rank.program, rank.rank, rank.run, state, batch, rank.agree)
+        notes = judge(config, progress.health, seen, locate)
+        watch.between_steps(seen.step)
+        progress = progress.after(seen, config.spike.window)
         elapsed, communication = time.perf_counter() - began, watch.communication_bytes - sent
-        rate = positions / elapsed
+        record = yardstick.record(rank, progress, seen, metrics, elapsed, communication)
         eval_loss = _evaluated(rank, state, progress.step)
-        on_step(
-            StepRecord(
-                step=progress.step,
-                loss=loss,
-                grad_norm=grad_norm,
-                lr=float(metrics["lr"]),
-                tokens=progress.tokens,
-                step_s=elapsed,
-                tokens_per_s=rate,
-                tokens_per_s_per_device=rate / rank.program.mesh.size,
-                flops_per_s=rate * costs[0],
-                flops_per_s_causal=rate * costs[1],
-                predicted_memory_bytes=predicted,
-                measured_memory_bytes=peak_memory_bytes(rank.device),
-                communication_bytes=communication,
-                eval_loss=eval_loss,
-                perplexity=None if eval_loss is None else math.exp(min(eval_loss, _LARGEST_EXPONENT)),
-                side_losses=side_losses(metrics),
-                expert_load=expert_load(metrics),
-            )
-        )
-        every = config.checkpoint.every
-        if progress.step == config.steps or (every is not None and progress.step % every == 0):
-            folder = Path(str(config.run_dir)) / "checkpoints"
-            save_state(folder, rank.program, state, progress, rank.resolved, rank.rank, rank.barrier, config.checkpoint.keep)
+        perplexity = None if eval_loss is None else math.exp(min(eval_loss, _LARGEST_EXPONENT))
+        on_step(replace(record, eval_loss=eval_loss, perplexity=perplexity, notes=notes))
+        is_last = progress.step == config.steps or rank.stop.is_agreed(progress.step, watch)
+        rank.saving.after_step(state, progress, eval_loss, last=is_last)
+        if is_last:
+            break
     return state, progress
+
+
+@dataclass(frozen=True)
+class _Yardstick:
+    """What every step of a run is measured by: FLOPs of a token, counted in both ways, positions of a batch, predicted bytes."""
+
+    flops: float
+    flops_causal: float
+    positions: int
+    predicted_bytes: int
+
+    @classmethod
+    def of(cls, rank: Rank) -> "_Yardstick":
+        shape = rank.batches.shape
+        flops, causal = (flops_per_token(rank.setup.model, shape.seq_len, causal=causal) for causal in (False, True))
+        return cls(flops, causal, shape.batch_size * shape.seq_len, rank.program.predict().peak_bytes)
+
+    def record(
+        self,
+        rank: Rank,
+        progress: Progress,
+        seen: Seen,
+        metrics: Mapping[str, Tensor],
+        elapsed_s: float,
+        communication_bytes: int,
+    ) -> StepRecord:
+        """The record of a step that took `elapsed_s`, without what an evaluation adds."""
+        rate = self.positions / elapsed_s
+        return StepRecord(
+            step=progress.step,
+            loss=seen.loss,
+            grad_norm=seen.grad_norm,
+            lr=float(metrics["lr"]),
+            tokens=progress.tokens,
+            step_s=elapsed_s,
+            tokens_per_s=rate,
+            tokens_per_s_per_device=rate / rank.program.mesh.size,
+            flops_per_s=rate * self.flops,
+            flops_per_s_causal=rate * self.flops_causal,
+            predicted_memory_bytes=self.predicted_bytes,
+            measured_memory_bytes=peak_memory_bytes(rank.device),
+            communication_bytes=communication_bytes,
+            save_s=rank.saving.stalled_s(),
+            side_losses=side_losses(metrics),
+            expert_load=expert_load(metrics),
+            skipped=progress.health.skipped,
+        )
 
 
 def _evaluated(rank: Rank, state: State, step: int) -> float | None:
@@ -112,18 +158,3 @@ def _evaluated(rank: Rank, state: State, step: int) -> float | None:
     if evaluation is None or not evaluation.is_due(step, rank.setup.config.steps):
         return None
     return evaluation.loss(state, rank.rank, rank.device, rank.watch)
-
-
-def _check_finite(step: int, loss: float, grad_norm: float, microbatch_losses: Tensor) -> None:
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        return
-    bad = [m for m, value in enumerate(microbatch_losses.tolist()) if not math.isfinite(value)]
-    if bad:
-        problem = f"the loss is {loss} in step {step}, first in microbatch {bad[0]} (in {len(bad)} of {len(microbatch_losses)})"
-    else:
-        problem = f"the gradient norm is {grad_norm} in step {step}, while the loss is {loss} (all microbatches)"
-    raise NumericsError(
-        f"training stopped: {problem}. The parameters after this step are useless and were not saved; earlier checkpoints are "
-        "unchanged.\nLower optimizer.lr, set optimizer.clip_norm or a longer warm-up, or look at the rows of this step; then "
-        "start the same command again, which goes on from the last checkpoint."
-    )

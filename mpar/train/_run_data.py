@@ -1,42 +1,63 @@
 """The data of a run: its tokenizer, the batches that it trains on, and those that it evaluates on."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpar.data import Batches, DataConfig, Tokenizer, byte_tokenizer, load_dataset
-from mpar.errors import ConfigError
-from mpar.train._config import EvaluationConfig, TrainConfig
-from mpar.train._setup import RunSetup, batch_size, seq_len
+from mpar.checkpoint import Json
+from mpar.data import Batches, DataConfig, Tokenizer, byte_tokenizer, load_dataset, write_malformed
+from mpar.train._config import TrainConfig
+from mpar.train._data_items import data_items
+from mpar.train._setup import RunSetup
+from mpar.train._sizes import batch_size, seq_len
 
 __all__ = ["RunData", "load_data", "make_tokenizer"]
 
 
 @dataclass(frozen=True)
 class RunData:
-    """evaluation: batches whose order is fixed; None if the run does not evaluate."""
+    """evaluation: batches whose order is fixed; None if the run does not evaluate. items: what `training` depends on.
+    malformed_file: the list of malformed rows, if one was written.
+    """
 
     tokenizer: Tokenizer
     training: Batches
     evaluation: Batches | None
+    items: Mapping[str, Json]
+    malformed_file: Path | None = None
+
+    @property
+    def summary(self) -> str:
+        """What became of the rows, in one line; more lines describe malformed rows, and data to evaluate on that are others."""
+        lines = [f"data: {self.training.report}"]
+        if self.evaluation is not None and not self.training.report.num_held_out:
+            lines.append(f"data to evaluate on: {self.evaluation.report}")
+        if self.malformed_file is not None:
+            lines.append(f"malformed rows are listed in {self.malformed_file}")
+        return "\n".join(lines)
 
 
-def load_data(setup: RunSetup, cache_dir: Path | None = None) -> RunData:
+def load_data(setup: RunSetup, cache_dir: Path | None = None, malformed_file: Path | None = None) -> RunData:
     """Read the data, and check them against the model's vocabulary. `cache_dir` keeps tokenised data if `data.cache_dir` is null.
 
-    Raises ConfigError if the keys of `evaluation` contradict each other, and what `load_dataset` and `Batches.split` raise.
+    malformed_file: the file to list malformed rows in, which is written only if there are any.
+    Raises what `load_dataset` and `Batches.split` raise.
     """
     config, evaluation = setup.config, setup.config.evaluation
-    _check_evaluation(evaluation)
     folder = config.data.cache_dir or (None if cache_dir is None else str(cache_dir))
     tokenizer, vocab_size = make_tokenizer(config), setup.model.vocab_size
     wanted = _data_config(config, config.data.sources, shuffle=config.data.shuffle, cache_dir=folder)
-    batches = load_dataset(wanted, tokenizer, vocab_size=vocab_size)
+    batches, validation = load_dataset(wanted, tokenizer, vocab_size=vocab_size), None
+    reports = [batches.report]
     if evaluation.sources is not None:
         fixed = _data_config(config, evaluation.sources, shuffle=False, cache_dir=folder)
-        return RunData(tokenizer, batches, load_dataset(fixed, tokenizer, vocab_size=vocab_size))
-    if evaluation.fraction is not None:
-        return RunData(tokenizer, *batches.split(evaluation.fraction))
-    return RunData(tokenizer, batches, None)
+        validation = load_dataset(fixed, tokenizer, vocab_size=vocab_size)
+        reports.append(validation.report)
+    elif evaluation.fraction is not None:
+        batches, validation = batches.split(evaluation.fraction)
+    written = malformed_file is not None and write_malformed(malformed_file, reports)
+    items = data_items(config, tokenizer, batches)
+    return RunData(tokenizer, batches, validation, items, malformed_file if written else None)
 
 
 def make_tokenizer(config: TrainConfig) -> Tokenizer:
@@ -45,20 +66,6 @@ def make_tokenizer(config: TrainConfig) -> Tokenizer:
     if folder is None and config.model.path is not None:
         folder = config.model.path
     return byte_tokenizer() if folder in (None, "bytes") else Tokenizer.from_folder(str(folder))
-
-
-def _check_evaluation(evaluation: EvaluationConfig) -> None:
-    counts = {"every": evaluation.every, "batches": evaluation.batches}
-    wrong = [f"evaluation.{name}={count} is below 1" for name, count in counts.items() if count is not None and count < 1]
-    if evaluation.sources is not None and evaluation.fraction is not None:
-        wrong.append("evaluation.sources and evaluation.fraction are both given: choose one")
-    if evaluation.every is not None and evaluation.sources is None and evaluation.fraction is None:
-        wrong.append(
-            f"evaluation.every={evaluation.every} has no data: give evaluation.fraction (such as 0.1, the share of data.sources "
-            "that is held out) or evaluation.sources"
-        )
-    if wrong:
-        raise ConfigError("cannot evaluate:\n" + "\n".join(wrong))
 
 
 def _data_config(config: TrainConfig, sources: tuple[str, ...], *, shuffle: bool, cache_dir: str | None) -> DataConfig:
@@ -77,4 +84,5 @@ def _data_config(config: TrainConfig, sources: tuple[str, ...], *, shuffle: bool
         model_name=data.model_name,
         model_author=data.model_author,
         cache_dir=cache_dir,
+        strict=data.strict,
     )

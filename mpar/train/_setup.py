@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
@@ -13,27 +12,26 @@ from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
 from mpar.models import Model, ModelOptions
-from mpar.optim import SGD, WSD, AdamW, Constant, Cosine, LearningRate, Linear
+from mpar.optim import SGD, AdamW
 from mpar.program import Hardware
 from mpar.strategy import Strategy, preset
 from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mpar.train._learning_rate import make_learning_rate
+from mpar.train._sizes import batch_size, seq_len
 
 __all__ = [
     "RunSetup",
     "batch_shapes",
-    "batch_size",
     "check_device",
     "make_hardware",
     "make_mesh",
     "make_optimizer",
     "make_setup",
-    "num_microbatches",
+    "model_of",
     "num_threads",
-    "seq_len",
 ]
 
 BATCH_KEYS = ("tokens", "labels", "positions", "documents")
-DEFAULT_BATCH_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -97,6 +95,12 @@ def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Model:
     return plain if groups == (1, 1) else _model_of(group, {**router, "token_groups": groups})
 
 
+def model_of(group: ModelConfig) -> Model:
+    """The model of `group` on a mesh that does not divide the tokens of its routers: what it computes without a mesh."""
+    router = group.router and {name: value for name, value in group.router.items() if name != "group"}
+    return _model_of(group, router)
+
+
 def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Model:
     if (group.path is None) == (group.config is None):
         raise ConfigError(
@@ -122,26 +126,6 @@ def num_threads(config: TrainConfig, local_ranks: int) -> int:
     return config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
-def seq_len(config: TrainConfig) -> int:
-    """Positions of a sequence."""
-    return config.data.seq_len if config.data.seq_len is not None else config.model.seq_len
-
-
-def batch_size(config: TrainConfig) -> int:
-    """Sequences of a global batch: as configured, or 8 rounded up to a multiple of data parallel ranks times microbatches."""
-    if config.data.batch_size is not None:
-        return config.data.batch_size
-    unit = config.mesh.dp * config.mesh.fsdp * max(1, num_microbatches(config))
-    return -(-DEFAULT_BATCH_SIZE // unit) * unit
-
-
-def num_microbatches(config: TrainConfig) -> int:
-    """Microbatches of a step: as configured, or 1 without a pipeline and two for each position with one."""
-    if config.schedule.num_microbatches is not None:
-        return config.schedule.num_microbatches
-    return 1 if config.mesh.pp == 1 else 2 * config.mesh.pp
-
-
 def batch_shapes(config: TrainConfig, model: Model) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
     """The shape and dtype of every entry of a global batch for `model`."""
     return dict.fromkeys((*BATCH_KEYS, *model.next_keys), ((batch_size(config), seq_len(config)), torch.int64))
@@ -149,22 +133,10 @@ def batch_shapes(config: TrainConfig, model: Model) -> Mapping[str, tuple[tuple[
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> AdamW | SGD:
     """The optimizer, with its learning rate for a run of `steps` updates. Raises ConfigError."""
-    rate = _learning_rate(config, steps)
+    rate = make_learning_rate(config, steps)
     if config.kind == "sgd":
         return SGD(lr=rate, momentum=config.momentum, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
     return AdamW(lr=rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
-
-
-def _learning_rate(config: OptimizerConfig, steps: int) -> LearningRate:
-    warmup: dict[str, Any] = {"total_steps": steps, "warmup_steps": config.warmup_steps, "warmup_ratio": config.warmup_ratio}
-    floor: dict[str, Any] = {"min_lr": config.min_lr, "min_ratio": config.min_ratio}
-    if config.lr_decay == "wsd":
-        return WSD(lr=config.lr, **warmup, **floor, decay_ratio=config.decay_ratio)
-    if config.decay_ratio is not None:
-        raise ConfigError(f"optimizer.decay_ratio belongs to lr_decay=wsd; lr_decay is {config.lr_decay}")
-    if config.lr_decay == "constant":
-        return Constant(lr=config.lr, **warmup, **floor)
-    return (Linear if config.lr_decay == "linear" else Cosine)(lr=config.lr, **warmup, **floor)
 
 
 def check_device(config: TrainConfig) -> None:

@@ -1,7 +1,8 @@
-"""Makes the shards of a rank's state: fresh ones, from Hugging Face weights, or from a checkpoint of any mesh; and saves them."""
+"""Makes the shards of a rank's state: fresh ones, from Hugging Face weights, or from a checkpoint of any mesh."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -12,36 +13,94 @@ from mpar.checkpoint import Json
 from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
 from mpar.models import DecoderParams, HfReader, Model, shard_slices
-from mpar.program import Program, State
-from mpar.spec import P, local_shape
-from mpar.train._config import PlainConfig
+from mpar.program import Leaf, Program, State
+from mpar.spec import local_shape
+from mpar.train._config import PlainConfig, ResumeConfig
+from mpar.train._data_items import unlike_data
+from mpar.train._health import Health, Seen
 
-__all__ = ["Progress", "check_data", "fresh_state", "load_params", "load_state", "resume_from", "save_state"]
+__all__ = [
+    "PARAMS",
+    "Progress",
+    "checkpoint_in",
+    "fresh_state",
+    "is_checkpoint",
+    "load_params",
+    "load_state",
+    "read_params",
+    "resume_from",
+]
+
+PARAMS = "params."
+"""What the names of parameters begin with in a checkpoint; the other tensors are the optimizer's."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: step and tokens, and the fingerprint of its data and the seed, which decide what comes next."""
+    """How far a run has come, and what decides what comes next.
+
+    data:            the fingerprint of the batches. data_items: what they depend on; empty in older checkpoints.
+    health:          what past steps say about the next one; it decides what a spike is.
+    data_start:      the step after which the first batch of these data came; 0 unless other data took the place of older ones.
+    optimizer_start: the step after which the optimizer's state was zero; 0 unless a run went on from parameters only.
+    hf_config:       the content of config.json of the model, which its folder may lose; None in older checkpoints.
+    """
 
     step: int = 0
     tokens: int = 0
     data: str = ""
     seed: int = 0
+    health: Health = field(default_factory=Health)
+    data_items: Mapping[str, Json] = field(default_factory=dict)
+    data_start: int = 0
+    optimizer_start: int = 0
+    hf_config: Mapping[str, Json] | None = None
 
-    def as_extras(self, config: PlainConfig) -> PlainConfig:
+    def as_extras(self, config: PlainConfig) -> dict[str, Json]:
         """What a checkpoint records besides tensors."""
-        return {"step": self.step, "tokens": self.tokens, "data": self.data, "seed": self.seed, "config": config}
+        return {**vars(self), "health": self.health.as_plain(), "config": config}
+
+    def after(self, seen: Seen, window: int) -> "Progress":
+        """The progress after one more step, whose tokens count if its update was made; `window`: see `Health.after`."""
+        tokens = self.tokens + (0 if seen.skipped else round(seen.weight))
+        return replace(self, step=seen.step, tokens=tokens, health=self.health.after(seen, window))
 
     @classmethod
     def from_extras(cls, extras: Mapping[str, Json], path: Path) -> "Progress":
         """What the checkpoint at `path` records besides tensors. Raises CheckpointError if an entry is missing or wrong."""
-        match extras:
-            case {"step": int(step), "tokens": int(tokens), "data": str(data), "seed": int(seed)}:
-                return cls(step, tokens, data, seed)
+        later = {"data_items": {}, "data_start": 0, "optimizer_start": 0, "hf_config": None, "health": None}
+        match {**later, **extras}:
+            case {
+                "step": int(step),
+                "tokens": int(tokens),
+                "data": str(data),
+                "seed": int(seed),
+                "health": health,
+                "data_items": dict(items),
+                "data_start": int(data_start),
+                "optimizer_start": int(optimizer_start),
+                "hf_config": (dict() | None) as hf_config,
+            }:
+                with suppress(ValueError, TypeError):
+                    past = Health() if health is None else Health.from_plain(health)
+                    return cls(step, tokens, data, seed, past, items, data_start, optimizer_start, hf_config)
         raise CheckpointError(
-            f"{path}: its state.json lacks step, tokens, data or seed of a run; its entries are {sorted(extras)}.\n"
+            f"{path}: its state.json lacks step, tokens, data, seed or health of a run; its entries are {sorted(extras)}.\n"
             "Use a checkpoint that mpar train wrote."
         )
+
+    def go_on(self, path: Path, resume: ResumeConfig, data: str, items: Mapping[str, Json]) -> "Progress":
+        """The progress of a run that goes on from the checkpoint at `path`, with `data`, the fingerprint of the present batches.
+
+        Raises CheckpointError, which says in which of the `items` they differ, if they are unlike those of the checkpoint and
+        `resume.data` is not restart.
+        """
+        reached = self
+        if self.data != data:
+            if resume.data != "restart":
+                raise unlike_data(path, self.data_items, items)
+            reached = replace(self, data=data, data_items=items, data_start=self.step)
+        return reached if resume.state == "all" else replace(reached, optimizer_start=self.step, health=Health())
 
 
 def fresh_state(program: Program, model: Model, rank: int, *, seed: int, hf_path: str | None, device: torch.device) -> State:
@@ -53,7 +112,7 @@ def fresh_state(program: Program, model: Model, rank: int, *, seed: int, hf_path
     for leaf in program.part(rank).state_in:
         kind, _, path = leaf.path.partition(".")
         if kind != "params":
-            leaves[leaf.path] = torch.zeros(local_shape(leaf.shape, leaf.spec, program.mesh), dtype=leaf.dtype, device=device)
+            leaves[leaf.path] = _zeros(leaf, program.mesh, device)
             continue
         cut = shard_slices(leaf.shape, leaf.spec, program.mesh, rank)
         part = model.init_leaf(seed, path, cut) if reader is None else reader.read_leaf(path, cut)
@@ -61,78 +120,104 @@ def fresh_state(program: Program, model: Model, rank: int, *, seed: int, hf_path
     return State(leaves)
 
 
-def load_state(program: Program, path: Path, rank: int, device: torch.device) -> tuple[State, Progress]:
-    """This rank's shards and the progress of the run, from the checkpoint at `path`, which any mesh may have saved."""
-    wanted = {leaf.path: (leaf.shape, leaf.spec, leaf.dtype) for leaf in program.part(rank).state_in}
-    elsewhere = {leaf.path for leaf in program.state_in} - wanted.keys()
-    leaves = checkpoint.load(path, wanted, program.mesh, rank, elsewhere=elsewhere)
+def load_state(
+    program: Program, path: Path, rank: int, device: torch.device, *, params_only: bool = False
+) -> tuple[State, Progress]:
+    """This rank's shards and the progress of the run, from the checkpoint at `path`, which any mesh may have saved.
+
+    params_only: the optimizer's state is zero, whatever the checkpoint has of it.
+    """
+    leaves_in = [leaf for leaf in program.part(rank).state_in if not params_only or leaf.path.startswith(PARAMS)]
+    wanted = {leaf.path: (leaf.shape, leaf.spec, leaf.dtype) for leaf in leaves_in}
+    others = {name for name in checkpoint.names(path) if not name.startswith(PARAMS)}
+    if not others and any(not name.startswith(PARAMS) for name in wanted):
+        raise CheckpointError(
+            f"cannot go on from {path}: it has parameters only, since it was saved with checkpoint.optimizer_state=false.\n"
+            "To go on with a fresh optimizer: resume=weights. To begin a new run with them: init_from= and a new run_dir."
+        )
+    elsewhere = {leaf.path for leaf in program.state_in} - wanted.keys() | (others if params_only else set())
+    loaded = checkpoint.load(path, wanted, program.mesh, rank, elsewhere=elsewhere)
     progress = Progress.from_extras(checkpoint.read_extras(path), path)
-    return State({name: leaf.to(device) for name, leaf in leaves.items()}, progress.step), progress
+    leaves = {
+        leaf.path: loaded[leaf.path].to(device) if leaf.path in loaded else _zeros(leaf, program.mesh, device)
+        for leaf in program.part(rank).state_in
+    }
+    if params_only:
+        return State(leaves), progress
+    return State(leaves, progress.step - progress.optimizer_start, progress.health.skipped), progress
+
+
+def _zeros(leaf: Leaf, mesh: Mesh, device: torch.device) -> Tensor:
+    return torch.zeros(local_shape(leaf.shape, leaf.spec, mesh), dtype=leaf.dtype, device=device)
 
 
 def load_params(model: Model, path: Path) -> DecoderParams[Tensor]:
-    """The global parameters in a checkpoint, for export. Raises CheckpointError unless they are exactly those of the model."""
+    """The global parameters in a checkpoint. Raises CheckpointError unless they are exactly those of the model."""
     like = model.abstract_params
-    wanted = {f"params.{name}": (tuple(leaf.shape), P(), leaf.dtype) for name, leaf in tree.leaves_with_path(like)}
-    others = [name for name in checkpoint.names(path) if not name.startswith("params.")]
-    loaded = checkpoint.load(path, wanted, Mesh(), 0, elsewhere=others)
-    return tree.unflatten(tree.flatten(like)[1], [loaded[name] for name in wanted])
+    loaded = dict(read_params(model, path))
+    return tree.unflatten(tree.flatten(like)[1], [loaded[name] for name in tree.paths(like)])
 
 
-def save_state(
-    folder: Path,
-    program: Program,
-    state: State,
-    reached: Progress,
-    config: PlainConfig,
-    rank: int,
-    barrier: Callable[[], None],
-    keep: int | None,
-) -> Path:
-    """Write a checkpoint, all ranks together; returns its path. Of positions along pp with the same leaf, the first writes it."""
-    position = program.position(rank)
-    earlier = {leaf.path for part in program.parts[:position] for leaf in part.state_out}
-    leaves_to_write = {leaf.path: leaf for leaf in program.parts[position].state_out if leaf.path not in earlier}
-    return checkpoint.save(
-        folder,
-        reached.step,
-        {path: state.leaves[path] for path in leaves_to_write},
-        {path: leaf.spec for path, leaf in leaves_to_write.items()},
-        program.mesh,
-        rank,
-        {path: leaf.shape for path, leaf in leaves_to_write.items()},
-        reached.as_extras(config),
-        barrier,
-        keep=keep,
-    )
+def read_params(model: Model, path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The global parameters in a checkpoint with their paths, one after the other.
+
+    Raises CheckpointError, before the first, unless they are exactly those of the model, and if one that is read is damaged.
+    """
+    leaves = tree.leaves_with_path(model.abstract_params)
+    expected = {PARAMS + name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
+    with checkpoint.Reader(path) as reader:
+        found = {name: (x.shape, x.dtype) for name, x in reader.tensors.items() if name.startswith(PARAMS)}
+        problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
+        problems += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys())]
+        problems += [
+            f"different: {name} is {found[name]}, the model's is {wanted}"
+            for name, wanted in expected.items()
+            if found.get(name, wanted) != wanted
+        ]
+        if problems:
+            lines = "\n  ".join(problems)
+            raise CheckpointError(f"the parameters in {path} are not those of this {model.name} model:\n  {lines}")
+        for name, _ in leaves:
+            yield name, reader.read(PARAMS + name)
 
 
 def resume_from(run_dir: Path, resume: str) -> Path | None:
     """The checkpoint to go on from, or None for a fresh start. Raises CheckpointError.
 
-    resume: auto (the newest checkpoint in `run_dir`, if any), never (`run_dir` must have none), or a checkpoint's folder.
+    resume: auto (the newest checkpoint in `run_dir`, if any), never (`run_dir` must have none), or the folder of a checkpoint or
+    of a run. `run_dir` must have no checkpoint of a later step than the one in that folder, because steps are written only once.
     """
     folder = run_dir / "checkpoints"
-    newest = checkpoint.latest(folder)
-    if resume == "auto":
-        return newest
-    if resume == "never":
-        if newest is not None:
+    if resume in ("auto", "never"):
+        newest = checkpoint.latest(folder)
+        if newest is not None and resume == "never":
             raise CheckpointError(
                 f"cannot start afresh in {run_dir}: it holds {newest.name} of another run, and resume=never.\n"
                 "Choose another run_dir, delete this one, or go on with resume=auto."
             )
-        return None
-    path = Path(resume)
-    checkpoint.read_extras(path)
+        return newest
+    path = checkpoint_in(Path(resume))
+    if path is None:
+        raise CheckpointError(
+            f"cannot go on from {resume}: it is neither the folder of a checkpoint nor the run_dir of a run that has one.\n"
+            "To begin with the weights of a Hugging Face folder, give it as init_from."
+        )
+    step = Progress.from_extras(checkpoint.read_extras(path), path).step
+    later = [other.name for other in checkpoint.named(folder) if int(other.name.removeprefix("step_")) > step]
+    if later:
+        raise CheckpointError(
+            f"cannot go on from {path} in {run_dir}: that folder holds {', '.join(later)}, which would be written again.\n"
+            "Choose another run_dir, move these checkpoints away, or leave resume out to go on from the newest."
+        )
     return path
 
 
-def check_data(path: Path, then: str, now: str) -> None:
-    """Raise CheckpointError unless the fingerprints of the data agree: `then` of the checkpoint at `path`, `now` of this run."""
-    if then != now:
-        raise CheckpointError(
-            f"cannot go on from {path}: its run was trained on other data, or with another batch size, sequence length or seed, "
-            "so its next step would be another one.\n"
-            "Restore these settings (config.yaml in the run_dir has them), or choose a new run_dir."
-        )
+def checkpoint_in(folder: Path) -> Path | None:
+    """`folder` itself if it is a checkpoint, the newest checkpoint if it is the run_dir of a run; else None."""
+    newest = checkpoint.latest(folder / "checkpoints")
+    return folder if newest is None and is_checkpoint(folder) else newest
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether `folder` is that of one checkpoint, sound or not."""
+    return (folder / "index.json").is_file()

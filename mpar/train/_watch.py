@@ -1,40 +1,20 @@
 """Watchdog: every rank keeps its place in a small memory-mapped file, which the launcher can read after the rank is gone."""
 
 import mmap
-import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from mpar.program import CollectiveUse, Counter, Instruction, Program
+from mpar.train._place import SLOTS, Phase, Place
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Place", "Watch", "describe_place", "read_place"]
-
-_SLOTS = struct.Struct("6q")  # step, line, collectives begun within it, its time in ns, bytes communicated, evaluating
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank was last seen.
-
-    line:        the number of an instruction in the rank's program; -1 between two steps.
-    collectives: how many collectives of this line had begun.
-    evaluating:  whether `line` is of the program that evaluates after `step`.
-    """
-
-    step: int
-    line: int
-    collectives: int
-    time_ns: int
-    communication_bytes: int
-    evaluating: bool = False
+__all__ = ["Watch", "describe_place"]
 
 
 class Watch(Counter):
@@ -42,11 +22,11 @@ class Watch(Counter):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        path.write_bytes(bytes(_SLOTS.size))
+        path.write_bytes(bytes(SLOTS.size))
         with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _SLOTS.size)
+            self._map = mmap.mmap(file.fileno(), SLOTS.size)
         self._slots = memoryview(self._map).cast("q")
-        self.between_steps(0)
+        self.enter(Phase.BEGIN)
 
     def __enter__(self) -> "Watch":
         return self
@@ -58,15 +38,21 @@ class Watch(Counter):
     def begin_step(self, step: int) -> None:
         """Note that `step` is about to run."""
         self._slots[0] = step
+        self.enter(Phase.STEP)
 
     def begin_evaluation(self) -> None:
         """Note that lines are of the program that evaluates, until `between_steps` is called."""
-        self._slots[5] = 1
+        self.enter(Phase.EVALUATION)
 
     def between_steps(self, step: int) -> None:
         """Note that `step` is done and that no line runs."""
+        self._slots[0] = step
+        self.enter(Phase.BETWEEN)
+
+    def enter(self, phase: Phase) -> None:
+        """Note what this rank is about to do. No line runs yet."""
         slots = self._slots
-        slots[0], slots[1], slots[3], slots[5] = step, -1, time.time_ns(), 0
+        slots[1], slots[3], slots[5] = -1, time.time_ns(), phase
 
     def __call__(self, line: int, instruction: Instruction) -> None:
         """Note that this rank begins `line`."""
@@ -87,14 +73,6 @@ class Watch(Counter):
         return self._slots[4]
 
 
-def read_place(path: Path) -> Place | None:
-    """The place that a rank last wrote; None if it wrote none."""
-    if not path.is_file() or path.stat().st_size != _SLOTS.size:
-        return None
-    step, line, collectives, time_ns, communication_bytes, evaluating = _SLOTS.unpack(path.read_bytes())
-    return Place(step, line, collectives, time_ns, communication_bytes, bool(evaluating))
-
-
 def describe_place(program: Program, rank: int, place: Place | None, *, dead: bool = False) -> str:
     """`place` in words: `rank 1, step 12, line 0031 backward layers.2 mb0: waits in reduce_scatter over tp with rank 0`.
 
@@ -103,7 +81,7 @@ def describe_place(program: Program, rank: int, place: Place | None, *, dead: bo
     if place is None:
         return f"rank {rank}: had not begun"
     if place.line < 0:
-        return f"rank {rank}, after step {place.step}: between two steps"
+        return f"rank {rank}, {_outside(place)}"
     instruction = program.part(rank).instructions[place.line]
     when = f"evaluation after step {place.step}" if place.evaluating else f"step {place.step}"
     head = f"rank {rank}, {when}, line {place.line:04d} {instruction.words}"
@@ -116,6 +94,19 @@ def describe_place(program: Program, rank: int, place: Place | None, *, dead: bo
         return f"{head}: computes"
     use = uses[min(place.collectives, len(uses)) - 1]
     return f"{head}: {'was in' if dead else 'waits in'} {_collective(program, rank, use)}"
+
+
+def _outside(place: Place) -> str:
+    """Where a rank is that runs no line."""
+    if place.phase == Phase.BEGIN:
+        return "start-up: loading the job, the data and the state"
+    if place.phase == Phase.MEET:
+        return f"after step {place.step}: waits for all ranks to agree" if place.step else "start-up: waits for the other ranks"
+    if place.phase == Phase.SAVE:
+        return f"after step {place.step}: saving a checkpoint"
+    if place.phase == Phase.BETWEEN:
+        return f"after step {place.step}: between two steps"
+    return f"{'evaluation after step' if place.evaluating else 'step'} {place.step}: had not begun its first line"
 
 
 def _message(program: Program, rank: int, instruction: Instruction) -> str:

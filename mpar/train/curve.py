@@ -1,4 +1,4 @@
-"""Draws pictures of a run: its loss over steps, and the load of its experts over layers and steps."""
+"""Draws pictures of runs: losses over steps, and the load of its experts over layers and steps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-__all__ = ["draw_experts", "draw_loss"]
+__all__ = ["draw_experts", "draw_loss", "draw_losses"]
 
 _PANELS = {
     "max_load": ("max / mean load of an expert", 1.0, None),
@@ -35,6 +35,27 @@ def draw_loss(records: Sequence[Mapping[str, float]], path: Path, title: str) ->
     rates = axes.twinx()
     rates.plot(steps, [record["lr"] for record in records], color="tab:orange", alpha=0.6, linewidth=1)
     rates.set_ylabel("learning rate", color="tab:orange")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def draw_losses(records_by_label: Mapping[str, Sequence[Mapping[str, float]]], path: Path, title: str) -> Path | None:
+    """Write a PNG with one curve for the losses of each run, those of evaluations as points. None if there are no records."""
+    if not records_by_label:
+        return None
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for label, records in records_by_label.items():
+        (line,) = axes.plot([record["step"] for record in records], [record["loss"] for record in records], label=label)
+        held_out = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
+        if held_out:
+            axes.plot(*zip(*held_out, strict=True), color=line.get_color(), marker="o", markersize=4, linestyle="none")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    if all(record["loss"] > 0 for records in records_by_label.values() for record in records):
+        axes.set_yscale("log")
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend(fontsize=7)
     figure.savefig(path, dpi=120)
     return path
 

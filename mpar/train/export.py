@@ -1,30 +1,142 @@
 """After training: writes a checkpoint as a folder that transformers loads, and lets the model in such a folder answer."""
 
 import shutil
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from mpar import models
+from mpar import models, tree
+from mpar.checkpoint import read_extras
 from mpar.data import Tokenizer
+from mpar.errors import CheckpointError
 from mpar.infer import generate
-from mpar.models import Model
-from mpar.train._state import load_params
+from mpar.models import HfReader, Model
+from mpar.train._changes import function_changes, model_then
+from mpar.train._config import TrainConfig
+from mpar.train._setup import model_of
+from mpar.train._state import Progress, checkpoint_in, read_params
 
-__all__ = ["answer", "export_hf"]
+__all__ = ["DTYPES", "SOURCE", "ExportOptions", "answer", "export_hf"]
+
+SOURCE = "source"
+DTYPES = ("float32", "bfloat16", "float16")
 
 
-def export_hf(model: Model, tokenizer: Tokenizer, checkpoint: Path, folder: Path) -> Path:
-    """Write weights, config and tokenizer into `folder`. A folder that exists is replaced once the new one is complete."""
+@dataclass(frozen=True)
+class ExportOptions:
+    """dtype: one of DTYPES, or `source`: each tensor has the dtype that it has in the Hugging Face folder from which training
+    started; for a run that started from fresh parameters float32, in which they are trained. max_file_bytes: a larger model has
+    several files of weights. check: read the folder back, and compare every bit with the checkpoint. replaces: a folder that
+    exists is replaced; else it is an error.
+    """
+
+    dtype: str = SOURCE
+    max_file_bytes: int = models.MAX_FILE_BYTES
+    check: bool = True
+    replaces: bool = True
+
+
+def export_hf(
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    checkpoint: Path,
+    folder: Path,
+    options: ExportOptions = ExportOptions(),
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:
+    """Write weights, config and tokenizer into `folder`. A folder that exists is replaced once the new one is complete.
+
+    config: that of the run. Of the weights, about one parameter is in memory at a time. `on_bytes` is called with (bytes of
+    parameters that are done, bytes of all); a folder that is read back is counted twice.
+
+    Raises CheckpointError if the checkpoint cannot be read, if there is no room, or if what was written is not what was trained.
+    """
+    config, model = _as_trained(config, checkpoint)
     draft = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
-    models.to_hf(model, load_params(model, checkpoint), draft)
+    leaves = _Leaves(model, checkpoint, 2 if options.check else 1, on_bytes)
+    models.write_hf(model, leaves.read(), draft, _dtypes(config, model, options.dtype), options.max_file_bytes)
+    if options.check:
+        models.compare_hf(model, leaves.read(), draft)
+        _check_config(config, draft)
     tokenizer.save(draft)
+    if folder.exists() and not options.replaces:
+        shutil.rmtree(draft)
+        raise CheckpointError(f"cannot export to {folder}: it was made meanwhile. Choose another folder, or delete it.")
+    shutil.rmtree(old := folder.with_name(f".{folder.name}.old"), ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(folder)
+        folder.rename(old)
     draft.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+class _Leaves:
+    """The parameters in a checkpoint, read one after the other as often as is asked for, while their bytes are counted."""
+
+    def __init__(self, model: Model, checkpoint: Path, times: int, on_bytes: Callable[[int, int], None]) -> None:
+        self._model, self._checkpoint, self._on_bytes = model, checkpoint, on_bytes
+        self._done, self._total = 0, times * sum(leaf.nbytes for leaf in tree.leaves(model.abstract_params))
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter with its path."""
+        for item in read_params(self._model, self._checkpoint):
+            self._done += item[1].nbytes
+            yield item
+            del item  # else this one would stay in memory while the next is read
+            self._on_bytes(self._done, self._total)
+
+
+def _as_trained(config: TrainConfig, checkpoint: Path) -> tuple[TrainConfig, Model]:
+    """`(config, model)`, as the checkpoint records the model: the folder that it came from may be gone, or have changed."""
+    extras = read_extras(checkpoint)
+    recorded = Progress.from_extras(extras, checkpoint).hf_config
+    group = config.model
+    if group.path is not None and recorded is not None and not (Path(group.path) / "config.json").is_file():
+        config = replace(config, model=replace(group, path=None, config=dict(recorded)))
+    model = model_of(config.model)
+    plain = extras.get("config")
+    then = model_then(plain, recorded) if isinstance(plain, Mapping) else None
+    changes = [] if then is None else function_changes(then, model)
+    if changes:
+        raise CheckpointError(
+            f"cannot export {checkpoint}: the configuration describes another model than the one that was trained (then -> now):"
+            "\n  " + "\n  ".join(changes) + f"\nIs {group.path or 'config.yaml'} as it was?"
+        )
+    return config, model
+
+
+def _dtypes(config: TrainConfig, model: Model, dtype: str) -> dict[str, torch.dtype]:
+    """The dtype of each stored tensor, by its name."""
+    names = [name for leaf in models.stored_leaves(model).values() for name in leaf.names]
+    if dtype != SOURCE:
+        return dict.fromkeys(names, getattr(torch, dtype))
+    source = None if config.model.random_init else config.model.path
+    if config.init_from is not None and checkpoint_in(Path(config.init_from)) is None:
+        source = config.init_from
+    if source is None or not Path(source).is_dir():
+        named = model.hf_config.get("dtype", model.hf_config.get("torch_dtype")) if source is not None else None
+        return dict.fromkeys(names, getattr(torch, named) if named in DTYPES else torch.float32)
+    with HfReader(model, source) as reader:
+        dtypes = reader.dtypes
+    usual = Counter(dtypes.values()).most_common(1)[0][0]
+    return {name: dtypes.get(name, usual) for name in names}
+
+
+def _check_config(config: TrainConfig, folder: Path) -> None:
+    """Raise CheckpointError unless config.json in `folder` describes the model of the run, so that equal weights are the same
+    function.
+    """
+    read = model_of(replace(config.model, path=str(folder), config=None))
+    changes = function_changes(model_of(config.model), read)
+    if changes:
+        raise CheckpointError(
+            f"the config.json in {folder} is not that of the run (run -> config.json):\n  " + "\n  ".join(changes)
+        )
 
 
 def answer(folder: Path, questions: Sequence[str], *, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> list[str]:

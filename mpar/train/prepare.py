@@ -1,134 +1,71 @@
 """What is done once before ranks start: checks, reading the data, compiling. Ranks do not import this module."""
 
-import csv
-from dataclasses import replace
+import dataclasses
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from mpar import checkpoint
-from mpar.compiler import Schedule, policy
-from mpar.data import Batches
-from mpar.errors import CheckpointError, ConfigError
-from mpar.models import Model
 from mpar.program import Program
-from mpar.program.compile import compile_eval, compile_step
-from mpar.schedules import Action, from_table, layout_letters
-from mpar.strategy import Strategy
-from mpar.train._config import PlainConfig, TrainConfig
+from mpar.train._config import PlainConfig
 from mpar.train._job import Job, write_job
+from mpar.train._job_folder import DATA_FOLDER
+from mpar.train._origin import find_origin
+from mpar.train._program_cache import ProgramCache, program_key
 from mpar.train._run_data import RunData, load_data
-from mpar.train._setup import RunSetup, batch_shapes, check_device, make_optimizer, num_microbatches
-from mpar.train._state import Progress, check_data, resume_from
+from mpar.train._setup import RunSetup, check_device, make_optimizer
 
-__all__ = ["compile_evaluation", "compile_program", "make_schedule", "prepare"]
-
-
-def compile_program(setup: RunSetup) -> Program:
-    """The program that the configuration describes; needs no data and no weights. Raises MparError."""
-    config, recompute = setup.config, setup.config.recompute
-    if config.steps < 1:
-        raise ConfigError(f"cannot train for steps={config.steps}: it must be at least 1")
-    _check_scans(setup.model, setup.strategy, config.mesh.cp)
-    return compile_step(
-        setup.model,
-        make_optimizer(config.optimizer, config.steps),
-        setup.mesh,
-        setup.strategy,
-        batch_shapes(config, setup.model),
-        schedule=make_schedule(config),
-        num_microbatches=num_microbatches(config),
-        num_slices=config.schedule.num_slices,
-        precision=config.precision.name,
-        recompute=policy(recompute.kind, recompute.names, recompute.budget, offload=recompute.offload),
-        hardware=setup.hardware,
-        kernels=setup.kernels,
-    )
+__all__ = ["Prepared", "prepare"]
 
 
-def _check_scans(model: Model, strategy: Strategy, num_ranks: int) -> None:
-    """Raise ConfigError if layers that scan a sequence would have it out of order or in parts on different ranks."""
-    if num_ranks == 1 or not any(layer.sequential for layer in model.config.layers):
-        return
-    wrong = ["sequence=zigzag"] * (strategy.sequence == "zigzag")
-    wrong += [f"context_parallel={strategy.context_parallel}"] * ("ring" in (strategy.context_parallel or ""))
-    if wrong:
-        raise ConfigError(
-            f"cannot use {' and '.join(f'strategy.{word}' for word in wrong)} with this {model.name} model: its layers scan a "
-            "sequence from the first token to the last, and need it whole and in order.\n"
-            "Use context_parallel=all_to_all, which gives every rank some heads, or all_gather, and sequence=auto or contiguous."
-        )
+@dataclass(frozen=True)
+class Prepared:
+    """The job and its data, and lines for people: where its program comes from, and which checkpoints were moved aside."""
+
+    job: Job
+    data: RunData
+    compiled: str
+    moved: tuple[str, ...] = ()
 
 
-def compile_evaluation(setup: RunSetup, program: Program) -> Program:
-    """A program that does only the forwards of `program`, in the same order and on the same stages.
-
-    `program` was compiled for the same `setup`. The layer of multi-token prediction is left out: an evaluation reports only the
-    loss of the next token.
-    """
-    config, model = setup.config, setup.model.without_multi_token()
-    names = {segment.name for segment in model.segments}
-    stage_of = {name: stage for name, stage in program.facts.stage_of.items() if name in names}
-    strategy, chosen = setup.strategy, program.facts.context_parallel
-    if chosen is not None:  # predicted times of forwards alone could choose a way that stores parameters elsewhere
-        strategy = replace(strategy, context_parallel=chosen)
-    forwards = [[action for action in position_actions if action.kind == "F"] for position_actions in program.schedule]
-    return compile_eval(
-        model,
-        setup.mesh,
-        strategy,
-        batch_shapes(config, model),
-        schedule=Schedule("forwards", layout=layout_letters(stage_of), table=forwards),
-        num_microbatches=num_microbatches(config),
-        num_slices=config.schedule.num_slices,
-        precision=config.precision.name,
-        hardware=setup.hardware,
-        kernels=setup.kernels,
-    )
-
-
-def make_schedule(config: TrainConfig) -> Schedule:
-    """The schedule that the configuration describes. Raises ConfigError if its table cannot be read."""
-    group = config.schedule
-    table = None
-    if group.table is not None:
-        try:
-            read = from_table(Path(group.table).read_text(encoding="utf-8"), drop=True)
-            table = [[item for item in row if isinstance(item, Action)] for row in read]  # the compiler places messages itself
-        except OSError as error:
-            raise ConfigError(f"cannot read schedule.table={group.table}: {error.strerror}") from None
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise ConfigError(f"cannot read schedule.table={group.table}: it is no comma-separated text ({error})") from None
-    elif group.name == "forward_only":
-        raise ConfigError(
-            "cannot train with schedule.name=forward_only: it has no backwards. An evaluation uses the schedule of the training."
-        )
-    return Schedule(group.name, group.num_chunks, group.layout, group.options, table)
-
-
-def prepare(setup: RunSetup, resolved: PlainConfig, folder: Path) -> tuple[Job, RunData]:
+def prepare(setup: RunSetup, resolved: PlainConfig, folder: Path, kept_programs: Path | None = None) -> Prepared:
     """Check everything, and write the job and the tokenised data for the ranks of this node into `folder`.
 
+    kept_programs: the folder of compiled programs that are kept from run to run; None: nothing is kept.
     Raises an MparError of any kind: whatever is wrong with the input is found here, before any rank starts.
     """
+    check_device(setup.config)
+    checkpoints, on_damaged = Path(str(setup.config.run_dir)) / "checkpoints", setup.config.checkpoint.on_damaged
+    moved = tuple(checkpoint.move_damaged_aside(checkpoints)) if on_damaged == "move_aside" else ()
+    origin = find_origin(setup, resolved)
+    if setup.config.data.batch_size is None and origin.batch_size is not None:
+        group = dataclasses.replace(setup.config.data, batch_size=origin.batch_size)
+        setup = dataclasses.replace(setup, config=dataclasses.replace(setup.config, data=group))
     config = setup.config
-    check_device(config)
-    data = load_data(setup, folder / "data")
-    resume = _resume(config, data.training)
-    program = compile_program(setup)
-    evaluation = None if data.evaluation is None else compile_evaluation(setup, program)
-    job = Job(config, resolved, program, resume, evaluation)
+    data = load_data(setup, folder / DATA_FOLDER, Path(str(config.run_dir)) / "malformed.jsonl")
+    reached = origin.reached
+    if origin.resume is not None:
+        reached = reached.go_on(origin.resume, config.resume, data.training.fingerprint, data.items)
+    program, compiled = _kept(kept_programs, setup, "training", lambda: _compiler().compile_program(setup))
+    steps = config.steps - reached.optimizer_start
+    optimizer = make_optimizer(config.optimizer, steps)  # a kept program may have another learning rate
+    program.facts = dataclasses.replace(program.facts, optimizer=optimizer)
+    evaluation = None
+    if data.evaluation is not None:
+        evaluation, _ = _kept(kept_programs, setup, "evaluation", lambda: _compiler().compile_evaluation(setup, program))
+    job = Job(config, resolved, program, origin.resume, evaluation, origin.init, origin.changes, data.training.fingerprint)
     write_job(folder, job)
-    return job, data
+    return Prepared(job, data, compiled, moved)
 
 
-def _resume(config: TrainConfig, batches: Batches) -> Path | None:
-    resume = resume_from(Path(str(config.run_dir)), config.resume)
-    if resume is None:
-        return None
-    reached = Progress.from_extras(checkpoint.read_extras(resume), resume)
-    check_data(resume, reached.data, batches.fingerprint)
-    if reached.step >= config.steps:
-        raise CheckpointError(
-            f"nothing to train: {resume} is of step {reached.step} already, and steps={config.steps}.\n"
-            "Give a larger steps=, or another run_dir."
-        )
-    return resume
+def _kept(folder: Path | None, setup: RunSetup, role: str, make: Callable[[], Program]) -> tuple[Program, str]:
+    """The program that `folder` keeps for `role`, else that of `make`, and a line on where it comes from."""
+    if folder is None:
+        return make(), "program compiled, and not kept because of compile_cache=null"
+    return ProgramCache(folder).get(program_key(setup, role), make)
+
+
+def _compiler() -> ModuleType:
+    return importlib.import_module("mpar.train.compile")

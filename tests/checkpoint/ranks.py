@@ -1,6 +1,6 @@
 """Ranks as threads, and shards cut by hand: what the checkpoint tests share."""
 
-import threading
+import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mpar import checkpoint
+from mpar.checkpoint import SaveOptions
 from mpar.mesh import Mesh
 from mpar.spec import P
 from tests.processes import PATIENCE_S
@@ -18,18 +19,18 @@ from tests.processes import PATIENCE_S
 State = dict[str, tuple[Tensor, P]]
 
 
-def on_all_ranks(num_ranks: int, fn: Callable[[int, Callable[[], None]], Any]) -> list[Any]:
-    """`fn(rank, barrier)` in one thread per rank; results or exceptions, in rank order. A stuck barrier breaks."""
-    barrier = threading.Barrier(num_ranks, timeout=PATIENCE_S)
+def on_all_ranks(num_ranks: int, fn: Callable[[int, str], Any]) -> list[Any]:
+    """`fn(rank, run)` in one thread per rank, with a name of a run that they share; results or exceptions, in rank order."""
+    run = secrets.token_hex(8)
 
-    def run(rank: int) -> Any:
+    def call(rank: int) -> Any:
         try:
-            return fn(rank, lambda: barrier.wait() and None)
+            return fn(rank, run)
         except Exception as error:
             return error
 
     with ThreadPoolExecutor(num_ranks) as pool:
-        return list(pool.map(run, range(num_ranks)))
+        return list(pool.map(call, range(num_ranks)))
 
 
 def cut(x: Tensor, spec: P, mesh: Mesh, rank: int) -> Tensor:
@@ -44,14 +45,15 @@ def cut(x: Tensor, spec: P, mesh: Mesh, rank: int) -> Tensor:
 def save_all(folder: Path, step: int, state: State, mesh: Mesh, **options: Any) -> list[Any]:
     """Save the global `state` from all ranks of `mesh`."""
     extras = options.pop("extras", {"seed": 1})
+    options = {"timeout_s": PATIENCE_S, "finite": False, **options}  # tests save any bits
 
-    def run(rank: int, barrier: Callable[[], None]) -> Path:
+    def save(rank: int, run: str) -> Path:
         tensors = {path: cut(x, spec, mesh, rank) for path, (x, spec) in state.items()}
         specs = {path: spec for path, (_, spec) in state.items()}
         shapes = {path: tuple(x.shape) for path, (x, _) in state.items()}
-        return checkpoint.save(folder, step, tensors, specs, mesh, rank, shapes, extras, barrier, **options)
+        return checkpoint.save(folder, step, tensors, specs, mesh, rank, shapes, extras, SaveOptions(run, **options))
 
-    return on_all_ranks(mesh.size, run)
+    return on_all_ranks(mesh.size, save)
 
 
 def wanted_of(state: State) -> Mapping[str, tuple[tuple[int, ...], P, torch.dtype]]:

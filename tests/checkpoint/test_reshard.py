@@ -1,5 +1,6 @@
 import itertools
 import math
+import random
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from mpar import checkpoint
+from mpar.checkpoint import SaveOptions
+from mpar.checkpoint._open import open_shards, read_index
 from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
 from mpar.spec import P
@@ -108,7 +111,10 @@ def test_a_replicated_shard_is_written_once_by_the_first_of_its_ranks(tmp_path):
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as source:
             held[file.name] = {key: tuple(source.get_slice(key).get_shape()) for key in source.keys()}  # noqa: SIM118
-    assert held == {"rank-00000.safetensors": {"w": (4, 3), "b": (5,)}, "rank-00001.safetensors": {"w": (4, 3)}}
+    assert held == {
+        "rank-00000.safetensors": {"w": (4, 3), "b": (5,), "__checksums__": (2, 8)},
+        "rank-00001.safetensors": {"w": (4, 3), "__checksums__": (1, 8)},
+    }
     assert {file.name for file in path.iterdir()} == {*held, "index.json", "state.json"}
 
 
@@ -118,13 +124,13 @@ def save_stages(folder, values_on_stage_1):
     weights = [bits((4, 2), torch.float32, seed) for seed in (1, 2)]
     shared = [torch.arange(6.0), values_on_stage_1]
 
-    def run(rank, barrier):
+    def save(rank, run):
         stage = mesh.coordinates(rank)["pp"]
         tensors = {f"layers.{stage}": cut(weights[stage], P("tp"), mesh, rank), "shared": cut(shared[stage], P("tp"), mesh, rank)}
         specs, shapes = dict.fromkeys(tensors, P("tp")), {f"layers.{stage}": (4, 2), "shared": (6,)}
-        return checkpoint.save(folder, 5, tensors, specs, mesh, rank, shapes, {}, barrier)
+        return checkpoint.save(folder, 5, tensors, specs, mesh, rank, shapes, {}, SaveOptions(run))
 
-    return on_all_ranks(mesh.size, run), weights
+    return on_all_ranks(mesh.size, save), weights
 
 
 def test_stages_hold_different_tensors(tmp_path):
@@ -163,16 +169,37 @@ def characters_read():
     return int(fields["rchar"])
 
 
-@pytest.mark.parametrize("spec", [P("tp"), P(None, "tp"), P(None, None, "tp")], ids=str)
-def test_only_the_needed_bytes_are_read(spec, tmp_path):
-    """One of four ranks reads a quarter of a tensor that one rank wrote, whichever dim is cut, by the kernel's own count."""
+@pytest.mark.parametrize(("spec", "quarters"), [(P("tp"), 1), (P(None, "tp"), 1), (P(None, None, "tp"), 4)], ids=str)
+def test_only_the_needed_bytes_are_read(spec, quarters, tmp_path):
+    """One of four ranks reads the blocks that hold its part of a tensor that one rank wrote, each once, as the kernel counts:
+    a quarter where the wanted runs are long, all of it where every block holds a part of each rank.
+    """
     mesh = Mesh(tp=4)
-    state = {"x": (bits((32, 32, 256), torch.float32), P()), "y": (bits((1024, 1024), torch.uint8), P())}
+    state = {"x": (bits((4, 1024, 256), torch.float32), P()), "y": (bits((1024, 1024), torch.uint8), P())}
     path = save_all(tmp_path, 1, state, Mesh())[0]
     index_bytes = sum((path / name).stat().st_size for name in ("index.json", "state.json"))
     before = characters_read()
-    loaded = checkpoint.load(path, {"x": ((32, 32, 256), spec, torch.float32)}, mesh, 2, elsewhere=["y"])
+    loaded = checkpoint.load(path, {"x": ((4, 1024, 256), spec, torch.float32)}, mesh, 2, elsewhere=["y"])
     read = characters_read() - before
     assert same_bits(loaded["x"], cut(state["x"][0], spec, mesh, 2))
-    quarter = 32 * 32 * 256 * 4 // 4
-    assert quarter <= read <= quarter + index_bytes + 4096  # 4096: the header of the file, and the counter's own file
+    wanted = quarters * 4 * 1024 * 256 * 4 // 4
+    assert wanted <= read <= wanted + index_bytes + 4096  # 4096: the header of the file, and the counter's own file
+
+
+@pytest.mark.parametrize("shape", [(40_001,), (5, 40_001), (3, 70, 500), (2, 3, 33_000), (700, 300)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
+def test_shards_of_several_blocks(shape, dtype, tmp_path):
+    """Any box of a tensor of several blocks of 128 KiB comes back in every bit, and no block is read twice."""
+    x = bits(shape, dtype)
+    path = save_all(tmp_path, 1, {"x": (x, P())}, Mesh())[0]
+    index = read_index(path)
+    draw = random.Random(str(shape))
+    for _ in range(examples(20)):
+        box = tuple((first := draw.randrange(size), draw.randint(1, size - first)) for size in shape)
+        target = torch.empty([size for _, size in box], dtype=dtype)
+        with open_shards(path, index, 0) as file:
+            before = characters_read()
+            file.read("x", box, target)
+            read = characters_read() - before
+        assert same_bits(target, x[tuple(slice(first, first + size) for first, size in box)])
+        assert read <= x.nbytes + 8 * (x.nbytes // 2**17 + 1) + 1024  # 1024: the counter's own file

@@ -10,9 +10,9 @@ from mpar.cli import main as command_line
 from tests.cli.conftest import SMALL
 
 
-def refused(capsys: pytest.CaptureFixture, *args: str) -> str:
+def refused(capsys: pytest.CaptureFixture, *args: str, code: int = 2) -> str:
     """What the command said on refusing, in this process."""
-    assert command_line.main(args) == 1
+    assert command_line.main(args) == code
     text = capsys.readouterr().err
     assert "Traceback" not in text
     assert text.startswith("mpar: ")
@@ -88,7 +88,7 @@ def test_kernels_that_do_not_fit(capsys):
 
 def test_label_outside_the_vocabulary(capsys, tmp_path):
     """A tokenizer that does not fit the model is found before a rank starts, with the row."""
-    text = refused(capsys, "train", *SMALL, "model.config.vocab_size=258", f"run_dir={tmp_path}/r")
+    text = refused(capsys, "train", *SMALL, "model.config.vocab_size=258", f"run_dir={tmp_path}/r", code=1)
     assert "outside the model's vocabulary of 258" in text
     assert "self_cognition.jsonl:" in text
 
@@ -96,7 +96,8 @@ def test_label_outside_the_vocabulary(capsys, tmp_path):
 def test_no_row_left(capsys, tmp_path):
     """Rows that are all malformed are counted, and the first is shown."""
     (tmp_path / "bad.jsonl").write_text('{"messages": 3}\nnot json\n', encoding="utf-8")
-    text = refused(capsys, "train", *SMALL, "data=jsonl", f"data.sources=[{tmp_path}/bad.jsonl]", f"run_dir={tmp_path}/r")
+    how = ["data=jsonl", f"data.sources=[{tmp_path}/bad.jsonl]", f"run_dir={tmp_path}/r"]
+    text = refused(capsys, "train", *SMALL, *how, code=1)
     assert "2 malformed" in text
     assert "bad.jsonl:1" in text
 
@@ -108,7 +109,7 @@ def test_missing_model_folder(capsys, tmp_path):
 
 def test_generate_from_nothing(capsys, tmp_path):
     """A folder that is no model is refused."""
-    assert "has a config.json" in refused(capsys, "generate", f"path={tmp_path}", "prompt=hi")
+    assert "has a config.json" in refused(capsys, "generate", f"path={tmp_path}", "prompt=hi", code=1)
 
 
 @pytest.mark.gloo

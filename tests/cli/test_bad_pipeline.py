@@ -21,7 +21,7 @@ PIPELINE = [*SMALL, "model.config.num_hidden_layers=4", "data.batch_size=8", "me
         (["schedule.name=zb_v"], "did you mean zbv"),
         (["schedule.name=forward_only"], "it has no backward"),
         (["schedule.options.foo=1"], "it has no option 'foo' (its options: extra_warmup)"),
-        (["mesh.pp=0"], "sizes must be positive integers"),
+        (["mesh.pp=0"], "must be at least 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -36,7 +36,7 @@ def test_a_wrong_pipeline(how, words, capsys):
         (b"0F0,0B0,zero\n", "line 1, cell 3: 'zero' is no action"),
         (b"0F0,0B0\n", "1 ranks, which does not fit mesh axis pp=2"),
         (b"0F0,0B0\n1F0,1B0\n", "1 microbatches, which does not fit num_microbatches=4"),
-        (b"\xff\xfe\x00\x80", "it is no comma-separated text"),
+        (b"\xff\xfe\x00\x80", "not UTF-8"),
         (None, "No such file"),
     ],
     ids=["cell", "ranks", "microbatches", "bytes", "missing"],
@@ -54,8 +54,8 @@ def test_a_table_that_is_none(content, words, capsys, tmp_path):
     [
         (["evaluation.every=5"], "evaluation.every=5 has no data"),
         (["evaluation.fraction=0.1", "evaluation.sources=[self-cognition]"], "are both given"),
-        (["evaluation.fraction=1.5"], "must be in (0, 1)"),
-        (["evaluation.fraction=0.1", "evaluation.every=0", "evaluation.batches=-1"], "evaluation.batches=-1 is below 1"),
+        (["evaluation.fraction=1.5"], "evaluation.fraction=1.5: must be above 0, below 1"),
+        (["evaluation.fraction=0.1", "evaluation.every=0", "evaluation.batches=-1"], "evaluation.batches=-1: must be at least 1"),
     ],
     ids=["no data", "two", "fraction", "counts"],
 )

@@ -1,5 +1,6 @@
 """Configurations of the user's own, in a folder beside mpar's: `--config-dir DIR`."""
 
+import csv
 import subprocess
 import sys
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_a_folder_that_cannot_be_read(command, args, words, tmp_path, monkeypatc
     for name in ("a.yaml", "hides/mesh/dp2.yaml", "hides/model/gpt2.yaml", "hides/strategy/zero3_tp.yaml", "hides/train.yaml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert command_line.main([command, *args]) == 1
+    assert command_line.main([command, *args]) == 2
     text = capsys.readouterr().err
     assert words in text
     assert "Traceback" not in text
@@ -213,7 +214,7 @@ def work(given, out):
 '''
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full("trains four times; a sweep of the own configurations of mpar is in the quick tier")
 @pytest.mark.gloo
 @pytest.mark.parametrize("launcher", ["basic", "elsewhere"])
 def test_a_sweep(launcher, own, tmp_path):
@@ -234,13 +235,18 @@ def test_a_sweep(launcher, own, tmp_path):
     assert finished.parent.name == "1"
     saved = yaml.safe_load((finished.parent / "config.yaml").read_text(encoding="utf-8"))
     assert (saved["model"]["name"], saved["mesh"]["dp"]) == ("my_model", 1)
+    with next(tmp_path.glob("runs/*/sweep.csv")).open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["job"], row["mesh"], row["status"]) for row in rows] == [
+        ("0", "dp2", "failed"), ("1", "one", "best"), ("2", "my_pair", "failed"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("override", ["mesh=dp2,ffsdp2", "experiment=mine,nine", "hydra/launcher=nobody"])
 def test_a_sweep_that_cannot_be_composed(override, own, capsys):
     """It is refused before a job begins."""
-    assert command_line.main(["train", "-m", "--config-dir", str(own), override]) == 1
+    assert command_line.main(["train", "-m", "--config-dir", str(own), override]) == 2
     text = capsys.readouterr().err
-    assert "job" not in text
+    assert "--- job" not in text
     assert "Traceback" not in text
     assert override.rpartition(",")[2].rpartition("=")[2] in text

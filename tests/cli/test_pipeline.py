@@ -16,7 +16,8 @@ from mpar import checkpoint
 from mpar.cli._compose import compose_config
 from mpar.train import TrainConfig, load_data, make_setup, read_metrics
 from tests.cli.conftest import SMALL
-from tests.cli.test_train import numbers, started
+from tests.cli.test_train import numbers
+from tests.faults.runs import FaultRun
 
 pytestmark = pytest.mark.gloo
 LAYERS = ["model.config.num_hidden_layers=4", "data.batch_size=8", "schedule.num_microbatches=4"]
@@ -108,18 +109,16 @@ def test_evaluation_is_what_transformers_says(mpar, tmp_path):
     assert records[-1]["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
+@pytest.mark.full("a rank killed without a pipeline is in the quick tier")
 def test_a_rank_killed_under_a_pipeline(tmp_path):
     """SIGKILL of one stage: all ranks are gone in 60 s, and the place of each is told."""
-    launcher, ranks = started(tmp_path, *LAYERS, "mesh=pp2", "strategy=ddp", "schedule=zbv")
-    os.kill(ranks[1], signal.SIGKILL)
-    began = time.monotonic()
-    _, text = launcher.communicate(timeout=60)
-    assert time.monotonic() - began < 60
-    assert launcher.returncode == 1
-    assert "rank 1 was killed by SIGKILL" in text
-    assert all(f"\n  rank {rank}, " in text for rank in (0, 1))
-    assert "Traceback" not in text
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    run = FaultRun(tmp_path, (*LAYERS, "mesh=pp2", "strategy=ddp", "schedule=zbv", "steps=1000000"))
+    run.until_training()
+    os.kill(run.ranks()[1], signal.SIGKILL)
+    assert run.end(60) == 1
+    assert "rank 1 was killed by SIGKILL" in run.printed
+    assert all(f"\n  rank {rank}, " in run.printed for rank in (0, 1))
+    assert "Traceback" not in run.printed
 
 
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -143,7 +142,7 @@ if os.environ.get("RANK") == "0":
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fault"))
 
 
-@pytest.mark.full("its runs take 20 s; a rank killed under a pipeline is in the quick tier")
+@pytest.mark.full("its runs take 20 s; a killed rank is in the quick tier")
 def test_a_message_that_comes_late(mpar, tmp_path, monkeypatch):
     """A message delayed by 5 s delays the run; its numbers are those of a run without delay."""
     how = [*DEEP, "mesh=pp2", "strategy=ddp", "steps=3", "timeout_s=120"]
@@ -155,7 +154,7 @@ def test_a_message_that_comes_late(mpar, tmp_path, monkeypatch):
     assert max(record["step_s"] for record in read_metrics(tmp_path / "late" / "metrics.jsonl")) > 5
 
 
-@pytest.mark.full("it waits 20 s for a message; a rank killed under a pipeline is in the quick tier too")
+@pytest.mark.full("it waits 20 s for a message; a killed rank is in the quick tier")
 def test_a_message_that_never_comes(mpar, tmp_path, monkeypatch):
     """All stop after `timeout_s`; the rank that waits names the message and the line that sends it, where the other one is."""
     faulty(tmp_path, monkeypatch, 1000)

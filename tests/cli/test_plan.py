@@ -64,7 +64,7 @@ def test_timeline_by_suffix(suffix, begins, capsys, tmp_path):
 
 def test_a_suffix_that_nobody_draws(capsys, tmp_path):
     """The three that can be drawn are named, before anything is compiled."""
-    assert command_line.main(["plan", *PIPELINE, f"timeline={tmp_path}/step.pdf"]) == 1
+    assert command_line.main(["plan", *PIPELINE, f"timeline={tmp_path}/step.pdf"]) == 2
     text = capsys.readouterr().err
     assert "'.pdf'" in text
     assert all(suffix in text for suffix in (".html", ".svg", ".json"))
@@ -98,7 +98,7 @@ def test_compare(capsys, tmp_path):
 
 def test_compare_unknown_name(capsys):
     """Names that are no schedules stop it at once, all of them."""
-    assert command_line.main(["plan", *PIPELINE, "compare=[zbv,nope,never]"]) == 1
+    assert command_line.main(["plan", *PIPELINE, "compare=[zbv,nope,never]"]) == 2
     assert "cannot compare nope, never" in capsys.readouterr().err
 
 
@@ -114,7 +114,7 @@ def test_diff(capsys, tmp_path):
     whole = file.read_text(encoding="utf-8")
     assert "@@ pp=1 line" in whole
     assert "more lines" not in whole
-    assert command_line.main(["plan", *PIPELINE, "diff=[mesh.ppp=4]"]) == 1
+    assert command_line.main(["plan", *PIPELINE, "diff=[mesh.ppp=4]"]) == 2
     assert "did you mean mesh.pp?" in capsys.readouterr().err
 
 

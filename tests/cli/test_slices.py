@@ -21,7 +21,7 @@ REFUSED = {
         [*ONE, "schedule.num_slices=3"],
         ["cannot cut rows of 256 positions into 3 equal slices", "schedule.num_slices", "divides 256"],
     ),
-    "no slice": ([*ONE, "schedule.num_slices=0"], ["256 positions into 0 equal slices", "1 leaves rows whole"]),
+    "no slice": ([*ONE, "schedule.num_slices=0"], ["schedule.num_slices=0: must be at least 1"]),
     "a word": ([*ONE, "schedule.num_slices=two"], ["schedule.num_slices='two': must be a whole number"]),
     "a misspelt key": ([*ONE, "schedule.slices=2"], ["did you mean schedule.num_slices?"]),
     "ranks that do not divide a slice": (

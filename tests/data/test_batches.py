@@ -208,7 +208,8 @@ def test_split_is_disjoint_complete_and_independent_of_the_seed():
     """Both sides together are the data; the choice follows from the data alone; validation is not shuffled."""
     lengths = np.random.default_rng(3).integers(2, 18, 60).tolist()
     train, validation = make_batches(lengths, seed=1).split(0.2)
-    assert len(validation.documents) == 12
+    assert len(validation.documents) == train.report.num_held_out == validation.report.num_held_out == 12
+    assert "12 rows held out" in str(train.report) and "held out" not in str(make_batches(lengths).report)
     assert Counter(seen_inputs(train, 0) + seen_inputs(validation, 0)) == Counter(expected_inputs(lengths))
     assert Counter(seen_inputs(make_batches(lengths, seed=2).split(0.2)[1], 0)) == Counter(seen_inputs(validation, 0))
     assert torch.equal(validation.batch(0)["tokens"], validation.batch(validation.steps_per_epoch)["tokens"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mpar import data
-from mpar.data import DataConfig, load_dataset
+from mpar.data import DataConfig, _rows, load_dataset
 from mpar.errors import ConfigError, DataError
 
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -76,7 +76,11 @@ BAD = [
     (b"[1]\n", "a JSON list, not an object"),
     (b'{"messages": "\xff"}\n', "not UTF-8"),
     (b"[" * 100_000 + b"\n", "not JSON"),
-    (b'{"query": ' + b"9" * 10_000 + b', "response": "a"}\n', "not JSON"),
+    (b'{"query": ' + b"9" * 10_000 + b', "response": "a"}\n', "an integer has 10,000 digits"),
+    (b'{"query": NaN, "response": "a"}\n', "not JSON: NaN"),
+    (b'{"query": 1e999, "response": "a"}\n', "larger than any float"),
+    (b'{"query": "q", "query": "p", "response": "a"}\n', "the key 'query' occurs twice"),
+    (b'{"query": "' + b"q" * 2**23 + b'", "response": "a"}\n', "more than 8 MiB"),
     ({}, "no known format"),
     ({"text": "plain"}, "no known format"),
     ({"messages": []}, "'messages' is not a list of objects"),
@@ -327,23 +331,48 @@ def test_cache_gives_the_same_batches(byte_tokenizer, write_rows, tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == 3
 
 
-def test_two_writers_of_one_cache_folder(byte_tokenizer, write_rows, tmp_path):
-    """The slower one leaves the faster one's files alone, and no draft behind."""
-    batches = load_dataset(config(write_rows(GOOD)), byte_tokenizer)
-    for _ in range(2):
-        batches.documents.save(tmp_path / "cache" / "key", batches.report)
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["key"]
+def test_malformed_rows_are_described(byte_tokenizer, write_rows):
+    """Source, line, reason, and the first 200 characters; of a row that is read but refused later, too."""
+    long = {"messages": [{"role": "user", "content": "x" * 300}]}
+    path = write_rows(GOOD, b'{"a": \xff\n', long, GOOD)
+    first, second = load_dataset(config(path), byte_tokenizer).report.malformed
+    assert (first.file, first.line, first.text) == (path, 2, '{"a": \ufffd')
+    assert second.line == 3 and second.text == json.dumps(long)[:200] and second.reason == "no assistant message"
 
 
-@pytest.mark.parametrize("name", ["tokens.npy", "report.json"])
-def test_damaged_cache_is_refused(byte_tokenizer, write_rows, tmp_path, name):
-    """A cut file is not trained on."""
-    settings = config(write_rows(GOOD), cache_dir=str(tmp_path / "cache"))
-    load_dataset(settings, byte_tokenizer)
-    (file,) = (tmp_path / "cache").glob(f"*/{name}")
-    file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(DataError, match="Delete that folder"):
-        load_dataset(settings, byte_tokenizer)
+def test_malformed_rows_can_be_an_error(byte_tokenizer, write_rows, tmp_path):
+    """With strict, the first ten are listed and reading stops; rows that come from the cache are no exception."""
+    path, cache = write_rows(GOOD, *[b"{\n"] * 300, *[GOOD] * 600), str(tmp_path / "cache")
+    with pytest.raises(DataError, match=r"data\.strict=true") as caught:
+        load_dataset(config(path, strict=True, cache_dir=cache), byte_tokenizer)
+    assert [f"rows.jsonl:{line}: not JSON" in str(caught.value) for line in (2, 11, 12)] == [True, True, False]
+    assert load_dataset(config(path, cache_dir=cache), byte_tokenizer).report.num_malformed == 300
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: not JSON"):
+        load_dataset(config(path, strict=True, cache_dir=cache), byte_tokenizer)
+    assert load_dataset(config(write_rows(GOOD), strict=True), byte_tokenizer).report.num_malformed == 0
+
+
+def test_files_that_are_no_data_are_not_read_to_their_end(byte_tokenizer, write_rows):
+    """After a thousand malformed rows and none that can be used, reading stops."""
+    path = write_rows(*[b"x\n"] * 5000)
+    with pytest.raises(DataError, match=r"every row so far is malformed, and reading stopped.\n0 of 1024 rows used"):
+        load_dataset(config(path), byte_tokenizer)
+
+
+def test_list_is_read_in_pieces(byte_tokenizer, write_rows, monkeypatch):
+    """Whatever is read at a time, the rows are those of the list, up to the first fault, which says what is wrong."""
+    rows = [{"query": "q" * i, "response": "\U0001f600", "score": 1.5e-3 * i} for i in range(40)]
+    content = json.dumps(rows, ensure_ascii=False, indent=1)
+    path = write_rows(content.encode(), name="rows.json")
+    expected = texts(load_dataset(config(write_rows(*rows)), byte_tokenizer), byte_tokenizer)
+    monkeypatch.setattr(_rows, "_MIN_READ", 3)
+    batches = load_dataset(config(path), byte_tokenizer)
+    assert texts(batches, byte_tokenizer) == expected and batches.report.num_rows == len(expected) == 40
+    for cut, used, reason in [
+        (content[:-3], 39, "Expecting"), (content[:-1] + " x", 40, "comma or ]"), (content + "x", 40, "follows"),
+    ]:  # fmt: skip
+        report = load_dataset(config(write_rows(cut.encode(), name="rows.json")), byte_tokenizer).report
+        assert (report.num_used, report.num_malformed) == (used, 1) and reason in report.first_malformed
 
 
 def test_progress_is_told(byte_tokenizer, write_rows):

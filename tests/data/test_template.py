@@ -1,6 +1,12 @@
 """Which tokens of a conversation are trained on."""
 
 import datetime
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 import transformers
@@ -185,3 +191,88 @@ def test_no_template(merged_backend):
     """A tokenizer without a template says so."""
     with pytest.raises(data.TemplateError, match=r"chat_template\.jinja"):
         data.Tokenizer(merged_backend, special={}).encode_chat(CHATS["one"])
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+BAD_ROW = "{% if messages[0].content == 'bad' %}" + LOOP + "{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (LOOP, r"stopped after 3 s of computing"),
+        ("{{ 'a' * 10**10 }}", "needs more than 768 MiB of memory"),
+        ("{{ [0] * 10**10 }}", "needs more than 768 MiB of memory"),
+    ],
+    ids=["endless", "text", "list"],
+)
+def test_template_without_end_is_stopped(byte_tokenizer, tmp_path, source, told):
+    """Time and memory are bounded, and the error names the file; nothing of it is left."""
+    before, tokenizer = processes_of_templates(), with_template(byte_tokenizer, source, tmp_path)
+    with pytest.raises(data.TemplateError, match=rf"{re.escape(str(tmp_path))}/chat_template\.jinja.*{told}"):
+        tokenizer.apply_chat_template(CHATS["one"])
+    assert processes_of_templates() == before
+
+
+def test_conversations_before_the_one_that_does_not_end(byte_tokenizer, tmp_path):
+    """They are encoded; the error comes in the place of the one that it is about."""
+    tokenizer = with_template(byte_tokenizer, BAD_ROW + PLAIN_CHATML, tmp_path)
+    bad = [{"role": "user", "content": "bad"}]
+    encoded = tokenizer.encode_chats([(CHATS["one"], None), (CHATS["two"], None), (bad, None), (CHATS["one"], None)])
+    assert [len(next(encoded)[0]) > 20 for _ in range(2)] == [True, True]
+    with pytest.raises(data.TemplateError, match="stopped after"):
+        next(encoded)
+
+
+def test_one_process_serves_all_conversations(byte_tokenizer):
+    """It is the same for many batches, and gone once the tokenizer is closed."""
+    byte_tokenizer.close()
+    before = processes_of_templates()
+    long = [{"role": "user", "content": "q" * 10**6}, {"role": "assistant", "content": "a"}]
+    assert len(list(byte_tokenizer.encode_chats([(long, None)] * 3))) == 3
+    first = processes_of_templates()
+    assert byte_tokenizer.apply_chat_template(CHATS["one"])
+    assert processes_of_templates() == first and len(first) == len(before) + 1
+    byte_tokenizer.close()
+    assert processes_of_templates() == before
+
+
+def test_a_thread_has_a_process_of_its_own(byte_tokenizer):
+    """A process of a template ends with the thread that started it, so no other thread depends on it."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(byte_tokenizer.apply_chat_template(CHATS["one"])))
+    thread.start()
+    thread.join()
+    assert found == [byte_tokenizer.apply_chat_template(CHATS["one"])]
+
+
+@pytest.mark.parametrize("source", ["", LOOP], ids=["waits", "computes"])
+def test_process_of_a_template_dies_with_its_parent(tmp_path, source):
+    """Also if the parent is killed, and whatever the template is doing."""
+    code = (
+        "import sys, threading, mpar.data as data; from mpar.data import ChatTemplate; template = ChatTemplate(sys.argv[1], {})\n"
+        "threading.Timer(0.5, lambda: print(template._process.pid, flush=True)).start()\n"
+        "template.render([]); threading.Event().wait()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, source], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 2.5  # less than the template may compute
+    while pathlib.Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    status = pathlib.Path(f"/proc/{child}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_messages_that_are_no_json(byte_tokenizer):
+    """They cannot be given to the process, and are refused like messages that the template refuses."""
+    with pytest.raises(data.RenderError, match="it is not JSON"):
+        byte_tokenizer.apply_chat_template([{"role": "user", "content": {1, 2}}])
+
+
+def processes_of_templates() -> list[int]:
+    """The processes of templates that this process has started."""
+    found = pathlib.Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    return [int(pid) for pid in found if b"_template_process" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -120,9 +120,9 @@ class _Machine:
         for v, term in zip(step.outputs, results, strict=True):
             rank.made.add(v)
             rank.terms[v] = term
-        if step.op == "update":  # parameters, gradients and slots are given away to it; the last three operands are scalars
-            rank.spoiled |= set(step.inputs[:-3])
-            if any(rank.under_way(v) for v in step.inputs[:-3]):
+        if step.op == "update":  # parameters, gradients and slots are given away to it; the last four operands are scalars
+            rank.spoiled |= set(step.inputs[:-4])
+            if any(rank.under_way(v) for v in step.inputs[:-4]):
                 raise Wrong("written over: an update takes a value that is being sent")
         for v in step.frees:
             if v not in rank.terms:

@@ -5,7 +5,7 @@ import pytest
 from mpar.cli._compose import compose_config
 from mpar.program import Program
 from mpar.train import TrainConfig, make_setup
-from mpar.train.prepare import compile_program
+from mpar.train.compile import compile_program
 
 SMALL = [
     "model.config.num_hidden_layers=1",

@@ -7,7 +7,7 @@ from mpar.cli._compose import compose_config
 from mpar.train import TrainConfig, fresh_state, load_data, make_setup
 from mpar.train._evaluation import Evaluation
 from mpar.train._watch import Watch
-from mpar.train.prepare import compile_evaluation, compile_program
+from mpar.train.compile import compile_evaluation, compile_program
 from tests.train.conftest import SMALL
 
 DEEP = [*SMALL, "model.config.num_hidden_layers=6", "data.batch_size=8", "schedule.num_microbatches=4", "evaluation.fraction=0.2"]

@@ -10,7 +10,7 @@ from mpar.program import Program, batch_rows, rows_of
 from mpar.shards import shard
 from mpar.train import TrainConfig, load_data, make_setup
 from mpar.train._local_batch import local_batch
-from mpar.train.prepare import compile_program
+from mpar.train.compile import compile_program
 from tests.train.conftest import SMALL
 
 HOWS = {

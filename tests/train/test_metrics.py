@@ -2,6 +2,7 @@
 
 import json
 import math
+import pathlib
 import subprocess
 import sys
 from dataclasses import replace
@@ -82,6 +83,35 @@ def test_resuming_drops_what_will_be_done_again(tmp_path):
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [r["step"] for r in records] == [1, 2, 3, 4]
     assert records[2]["loss"] == 0.1 * 3
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    """The file is JSON also for a skipped step, whose loss is not finite; reading it gives NaN, which pictures leave out."""
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    for value in (math.nan, math.inf, -math.inf):
+        file.write(replace(record(1), loss=value, skipped=1))
+    file.close()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        assert json.loads(line, parse_constant=pytest.fail)["loss"] is None
+    assert all(math.isnan(r["loss"]) and r["skipped"] == 1 for r in read_metrics(path))
+
+
+def test_a_file_that_cannot_be_shortened_stays(tmp_path, monkeypatch):
+    """Later records are dropped all at once: if that fails, all are still there."""
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path, 0)
+    for step in (1, 2, 3):
+        first.write(record(step))
+    first.close()
+
+    def full(self, *args, **how):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        MetricsFile(path, 2)
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
 
 
 def test_a_record_is_on_the_disk_at_once(tmp_path):

@@ -1,17 +1,18 @@
 """The state of a rank, and the loop's own checks."""
 
-import math
 
 import pytest
 import torch
 
-from mpar import models, tree
-from mpar.errors import CheckpointError, NumericsError
+from mpar import checkpoint, models, tree
+from mpar.errors import CheckpointError
+from mpar.mesh import Mesh
 from mpar.shards import assemble
+from mpar.spec import P
 from mpar.train import fresh_state, make_optimizer, make_setup, resume_from
-from mpar.train._loop import _check_finite
 from mpar.train._setup import batch_shapes, batch_size
-from mpar.train.prepare import compile_program
+from mpar.train.compile import compile_program
+from tests.checkpoint.ranks import save_all
 
 CPU = torch.device("cpu")
 
@@ -40,16 +41,6 @@ def test_shards_of_a_hugging_face_folder(config, program, tmp_path):
             assert torch.equal(found, whole[leaf.path.removeprefix("params.")])
 
 
-def test_a_loss_that_is_not_finite_names_step_and_microbatch():
-    """The first microbatch whose loss is not finite is named; a gradient norm alone is told apart."""
-    with pytest.raises(NumericsError, match=r"loss is nan in step 12, first in microbatch 2 \(in 1 of 4\)"):
-        _check_finite(12, math.nan, 1.0, torch.tensor([1.0, 2.0, math.nan, 3.0]))
-    with pytest.raises(NumericsError, match=r"gradient norm is inf in step 3, while the loss is 2\.0"):
-        _check_finite(3, 2.0, math.inf, torch.tensor([2.0]))
-    with pytest.raises(NumericsError, match=r"first in microbatch 1 \(in 2 of 3\)"):
-        _check_finite(3, math.inf, 1.0, torch.tensor([2.0, math.inf, math.nan]))
-    _check_finite(3, 2.0, 1.0, torch.tensor([2.0]))
-
 
 def test_resume_choices(tmp_path):
     """auto without a checkpoint is a fresh start; a folder that is no checkpoint is refused."""
@@ -57,6 +48,21 @@ def test_resume_choices(tmp_path):
     assert resume_from(tmp_path, "never") is None
     with pytest.raises(CheckpointError):
         resume_from(tmp_path, str(tmp_path / "nothing"))
+
+
+def test_a_damaged_newest_checkpoint(tmp_path):
+    """auto stops at it, and says what moves it aside; after that the run goes on from the one before."""
+    for step in (1, 2):
+        save_all(tmp_path / "checkpoints", step, {"x": (torch.ones(3), P())}, Mesh())
+    newest = tmp_path / "checkpoints" / "step_00000002"
+    (newest / "rank-00000.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"step_00000002(.|\n)*read is step_00000001(.|\n)*on_damaged=move_aside"):
+        resume_from(tmp_path, "auto")
+    with pytest.raises(CheckpointError, match="step_00000002"):
+        resume_from(tmp_path, "never")
+    (line,) = checkpoint.move_damaged_aside(tmp_path / "checkpoints")
+    assert "is damaged and was renamed to step_00000002.damaged" in line
+    assert resume_from(tmp_path, "auto") == tmp_path / "checkpoints" / "step_00000001"
 
 
 def test_default_batch_size(config):

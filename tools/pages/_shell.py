@@ -129,8 +129,9 @@ def _check_overrides(name: str, args: Sequence[str]) -> None:
     for place in re.findall(r"--config-dir[= ](\S+)", " ".join(args)):
         (Path(place) / "experiment").mkdir(parents=True, exist_ok=True)
         (Path(place) / "experiment" / "mine.yaml").touch()
-    arguments = read_arguments([arg for arg in args if arg != "-m"])
-    check_overrides("train" if name == "plan" else name, CONFIGS[name], arguments.overrides, arguments.user_dir)
+    arguments = read_arguments(args)
+    command = "train" if name == "plan" else name
+    check_overrides(command, CONFIGS[name], arguments.overrides, arguments.user_dir, multirun=arguments.multirun)
 
 
 def _check_extras(words: Sequence[str]) -> None:

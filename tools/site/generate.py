@@ -12,7 +12,7 @@ from mpar.cli._bind import describe
 from mpar.cli._choices import choices
 from mpar.cli._export import ExportConfig
 from mpar.cli._generate import GenerateConfig
-from mpar.train import TrainConfig
+from mpar.train import TrainConfig, bounds_of
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {"train": TrainConfig, "generate": GenerateConfig, "export": ExportConfig}
@@ -54,11 +54,15 @@ def _tables(cls: type, prefix: str, title: str) -> Iterator[str]:
         yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
         for field in plain:
             meaning = _cell(field.metadata.get("doc", ""))
-            yield f"| `{prefix}{field.name}` | {_cell(describe(hints[field.name]))} | {_default(field)} | {meaning} |"
+            yield f"| `{prefix}{field.name}` | {_cell(_kind(field, hints[field.name]))} | {_default(field)} | {meaning} |"
         yield ""
     for field in fields:
         if field not in plain:
             yield from _tables(hints[field.name], f"{prefix}{field.name}.", f"{prefix}{field.name}")
+
+
+def _kind(field: dataclasses.Field, hint: object) -> str:
+    return ", ".join(words for words in (describe(hint), bounds_of(field)) if words)
 
 
 def _default(field: dataclasses.Field) -> str:

@@ -14,6 +14,9 @@ from mpar.spec import P, local_shape
 __all__ = ["Boundary", "declare"]
 
 
+SCALARS = ("lr", "step", "max_loss", "max_grad_norm")
+
+
 @dataclass(frozen=True)
 class Boundary:
     """The values that exist before the first instruction of a part.
@@ -22,6 +25,8 @@ class Boundary:
     params:                for each unit, the values of its parameters.
     slots:                 for each unit and each slot of the optimizer, the values of that slot.
     batch_values:          for each piece, the values of its batch entries.
+
+    The scalars are the learning rate, the number of the update, and the largest loss and gradient norm with which it is made.
     """
 
     state: list[Leaf]
@@ -36,7 +41,7 @@ def declare(position: Position, values: Values) -> Boundary:
     """Add the values that exist before the first instruction of a part to `values`."""
     state, params, slots = _declare_state(position, values)
     batch, batch_values = _declare_batch(position, values)
-    scalars = [values.leaf(name, torch.empty((), dtype=torch.float64, device="meta"), P()) for name in ("lr", "step")]
+    scalars = [values.leaf(name, torch.empty((), dtype=torch.float64, device="meta"), P()) for name in SCALARS]
     return Boundary(state, batch, scalars, params, slots, batch_values)
 
 

@@ -1,5 +1,7 @@
-"""The global gradient norm, computed from sums of squares of all gradients, and the factor by which the update scales them."""
+"""The global gradient norm, from sums of squares of all gradients; the factor by which the update scales them, and whether it is
+skipped."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,9 +17,16 @@ from mpar.spec import P
 __all__ = ["write_norm"]
 
 
-def write_norm(position: Position, writer: Writer, grads: Mapping[str, list[int]]) -> tuple[int, int]:
-    """Write the norm of all gradients; returns the values `(global norm, factor that the update multiplies gradients by)`.
+def write_norm(
+    position: Position, writer: Writer, grads: Mapping[str, list[int]], loss: int, limits: Sequence[int]
+) -> tuple[int, int, int]:
+    """Write the norm of all gradients.
 
+    Returns the values `(global norm, factor that the update multiplies gradients by, whether the update is skipped)`. It is
+    skipped if the loss or the norm is not finite or exceeds its limit; every rank computes that from the same values.
+
+    loss:   the value of the mean loss of the batch.
+    limits: the values of the largest loss and the largest norm with which the update is made.
     A unit that several positions along pp hold is counted by the first of them.
     """
     blueprint, optimizer = position.blueprint, position.blueprint.optimizer
@@ -33,14 +42,17 @@ def write_norm(position: Position, writer: Writer, grads: Mapping[str, list[int]
     vectors = [[(unit.path, leaf) for leaf in leaves] for unit in contributed for leaves in _square_sets(unit.grad)]
     vector = writer.spread("all squares", squares, vectors, chain_order, dtype, op="norm")
 
-    def norm(squares: Tensor) -> tuple[Tensor, Tensor]:
+    def norm(squares: Tensor, loss: Tensor, max_loss: Tensor, max_grad_norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         total = constrain(squares, P()).sum().sqrt()
-        return total, optimizer.scale(total).to(torch.float64)
+        # limits are finite, and a comparison with NaN is false, so only a finite norm is within its limit
+        within = (loss.abs() < math.inf) & (loss <= max_loss) & (total <= max_grad_norm)
+        return total, optimizer.scale(total).to(torch.float64), ~within
 
-    args, specs = tuple(writer.values.globals([vector])), writer.values.specs([vector])
-    code = writer.functions.compile("norm", norm, args, specs, [P(), P()])
-    total, scale = writer.emit("norm", code, [vector], ["grad_norm", "scale"])
-    return total, scale
+    operands = [vector, loss, *limits]
+    args, specs = tuple(writer.values.globals(operands)), writer.values.specs(operands)
+    code = writer.functions.compile("norm", norm, args, specs, [P(), P(), P()])
+    total, scale, skip = writer.emit("norm", code, operands, ["grad_norm", "scale", "skip"])
+    return total, scale, skip
 
 
 def _square_sets(specs: Sequence[P]) -> list[list[int]]:

@@ -55,8 +55,8 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> Part:
     state_out: list[Leaf] = boundary.state
     gradients: dict[str, int] = {}
     if blueprint.optimizer is not None:
-        norm, state_out, gradients = _write_update(actions, boundary, reported)
-        metrics.append(writer.metric("grad_norm", norm))
+        norm, skip, state_out, gradients = _write_update(actions, boundary, metrics[0].value, reported)
+        metrics += [writer.metric("grad_norm", norm), writer.metric("skipped", skip)]
     kept = {leaf.value for leaf in (*state_out, *metrics, *boundary.batch, *boundary.scalars)}
     return Part(
         instructions=_in_order(blueprint, writer, kept),
@@ -115,15 +115,19 @@ def _write_action(actions: Actions, action: Action) -> None:
         write_input_half(actions, stage, microbatch)
 
 
-def _write_update(actions: Actions, boundary: Boundary, reported: dict[str, int]) -> tuple[int, list[Leaf], dict[str, int]]:
+def _write_update(
+    actions: Actions, boundary: Boundary, loss: int, reported: dict[str, int]
+) -> tuple[int, int, list[Leaf], dict[str, int]]:
     """Write the exchange of gradients, the norm and the update.
 
-    Returns the value of the gradient norm, the leaves of the new state, and the finished gradient of each parameter by path.
+    Returns the value of the gradient norm, that of whether the update is skipped, the leaves of the new state, and the finished
+    gradient of each parameter by path.
     """
     position, writer = actions.position, actions.writer
     finished = finished_gradients(position, writer, actions.gradients)
-    norm, scale = write_norm(position, writer, finished)
-    new = write_updates(position, writer, boundary, finished, scale, reported)
+    lr, step, *limits = [leaf.value for leaf in boundary.scalars]
+    norm, scale, skip = write_norm(position, writer, finished, loss, limits)
+    new = write_updates(position, writer, boundary, finished, (lr, step, scale, skip), reported)
     state_out = [Leaf(leaf.path, new[leaf.path], leaf.shape, leaf.dtype, leaf.spec) for leaf in boundary.state]
     gradients = {p: v for path, unit in position.units.items() for p, v in zip(unit.paths, finished[path], strict=True)}
-    return norm, state_out, gradients
+    return norm, skip, state_out, gradients

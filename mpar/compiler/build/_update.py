@@ -26,13 +26,14 @@ def write_updates(
     writer: Writer,
     boundary: Boundary,
     grads: Mapping[str, list[int]],
-    scale: int,
+    scalars: tuple[int, int, int, int],
     reported: Mapping[str, int],
 ) -> dict[str, int]:
     """Write the update of each unit; returns the values of the new state by path.
 
     grads:    for each unit, the finished gradients.
-    scale:    the value by which gradients are multiplied.
+    scalars:  the values of the learning rate, of the number of the update, of the factor by which gradients are multiplied, and
+              of whether the update is skipped: then the new state has the bits of the old one.
     reported: the values of metrics by name. Parameters that the chain names in `updates` are set from these, not by gradients.
     """
     blueprint, optimizer = position.blueprint, position.blueprint.optimizer
@@ -44,7 +45,7 @@ def write_updates(
     )
     new: dict[str, int] = {}
     for unit in units:
-        slots, scalars = boundary.slots[unit.path], [*(leaf.value for leaf in boundary.scalars), scale]
+        slots = boundary.slots[unit.path]
         rules = {i: set_from[path] for i, path in enumerate(unit.paths) if path in set_from}
         code = _update_code(writer, optimizer, unit, grads[unit.path], rules, overwrite=overwrite)
         inputs = [*boundary.params[unit.path], *grads[unit.path], *(v for slot in slots for v in slot), *scalars]
@@ -67,23 +68,27 @@ def _update_code(
     decays = tuple(optimizer.decays(path, axes) for path, axes in zip(unit.paths, unit.axes, strict=True))
     num_slots = len(optimizer.slots)
 
-    def update(params: list, grads: list, slots: list, lr: Tensor, step: Tensor, scale: Tensor, given: list) -> list[Tensor]:
+    def update(
+        params: list, grads: list, slots: list, lr: Tensor, step: Tensor, scale: Tensor, skip: Tensor, given: list
+    ) -> list[Tensor]:
         values, results = dict(zip(rules, given, strict=True)), []
         for i, (p, g) in enumerate(zip(params, grads, strict=True)):
             of_leaf = tuple(slot[i] for slot in slots)
             if not overwrite:
                 p, g, of_leaf = p.clone(), g.clone(), tuple(slot.clone() for slot in of_leaf)
             if i in rules:
-                results.append((rules[i][1](p, values[i]), of_leaf))
-            else:
-                results.append(optimizer.update_leaf(p, g, of_leaf, lr, step, scale, decays=decays[i]))
+                results.append((torch.where(skip, p, rules[i][1](p, values[i])), of_leaf))
+                continue
+            new_p, new_slots = optimizer.update_leaf(p, g, of_leaf, lr, step, scale, decays=decays[i])
+            kept = [torch.where(skip, old, new) for old, new in zip((p, *of_leaf), (new_p, *new_slots), strict=True)]
+            results.append((kept[0], tuple(kept[1:])))
         return [new for new, _ in results] + [of_leaf[slot] for slot in range(num_slots) for _, of_leaf in results]
 
     leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for _, leaf in unit.leaves]
-    scalars = [torch.empty((), dtype=torch.float64, device="meta")] * 3
+    scalars = [*[torch.empty((), dtype=torch.float64, device="meta")] * 3, torch.empty((), dtype=torch.bool, device="meta")]
     given = [value for value, _ in rules.values()]
     values = writer.values
-    specs = [*unit.storage, *values.specs(grads), *unit.opt * num_slots, P(), P(), P(), *values.specs(given)]
+    specs = [*unit.storage, *values.specs(grads), *unit.opt * num_slots, *[P()] * len(scalars), *values.specs(given)]
     mask = "".join("-d"[decay] for decay in decays)
     name = f"update {unit.path.split('.')[0]}" + (f" [{mask}]" if len(set(decays)) > 1 or not all(decays) else "")
     args = (leaves, values.globals(grads), [leaves] * num_slots, *scalars, values.globals(given))

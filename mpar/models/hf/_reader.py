@@ -7,17 +7,15 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mpar.errors import CheckpointError, ShapeError
 from mpar.models._model import Model
-from mpar.models.hf._folder import locate
+from mpar.models.hf._folder import DTYPES, locate, open_weights
 from mpar.models.hf._stored import absent, stored_leaves, with_base
 
 __all__ = ["HfReader"]
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class HfReader:
@@ -52,6 +50,11 @@ class HfReader:
             widest = torch.promote_types(widest, dtype)
         return widest
 
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each stored tensor that the model needs, by its name."""
+        return dict(self._dtypes)
+
     def read_leaf(self, path: str, slices: Sequence[slice] | None = None) -> Tensor:
         """The leaf at `path`, or its elements within `slices` (one per dim, without a step); only their bytes are read.
 
@@ -70,10 +73,7 @@ class HfReader:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            try:
-                self._files[file] = safe_open(self.folder / file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"cannot read {self.folder / file}: {error}") from error
+            self._files[file] = open_weights(self.folder / file)
         return self._files[file]
 
     def _compare(self) -> tuple[list[str], dict[str, torch.dtype]]:
@@ -106,8 +106,8 @@ class HfReader:
             stored = self._slice(name)
             if tuple(stored.get_shape()) != shape:
                 problems.append(f"shape: {name} is {tuple(stored.get_shape())}, the config asks for {shape}")
-            if stored.get_dtype() not in _DTYPES:
-                problems.append(f"dtype: {name} is {stored.get_dtype()}; only {', '.join(_DTYPES)} are implemented")
+            if stored.get_dtype() not in DTYPES:
+                problems.append(f"dtype: {name} is {stored.get_dtype()}; only {', '.join(DTYPES)} are implemented")
             else:
-                dtypes[name] = _DTYPES[stored.get_dtype()]
+                dtypes[name] = DTYPES[stored.get_dtype()]
         return problems, dtypes

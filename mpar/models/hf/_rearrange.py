@@ -93,12 +93,8 @@ class Rearrange:
             return padded
         return block.clone(memory_format=torch.contiguous_format)  # never a view of the mapped file
 
-    def write(self, leaf: Tensor, sizes: Mapping[str, int]) -> Tensor:
-        """The stored tensor of a leaf that is stored alone, contiguous and without padding."""
-        return self._unpadded(leaf, sizes).reshape(self.stored_shape(sizes)).contiguous()
-
-    def write_part(self, stored: Tensor, leaf: Tensor, sizes: Mapping[str, int], place: Place) -> None:
-        """Copy a leaf to its place in a stored tensor that holds other leaves too."""
+    def write(self, stored: Tensor, leaf: Tensor, sizes: Mapping[str, int], place: Place = WHOLE) -> None:
+        """Copy a leaf, without its padding, to its place in a stored tensor, which may hold other leaves too."""
         all_sizes = {**sizes, PART: place.count, ONE: 1}
         if self.joined is not None:
             stored = stored.narrow(self.joined, place.offset, self.part_shape(sizes, place)[self.joined])

@@ -60,15 +60,24 @@ class StoredLeaf:
         empty = self.transform.read(lambda block: fetch(self.names[0], block), self.sizes, [(0, 0)] * len(inner), self.place)
         return empty.new_empty([stop - start for start, stop in bounds])
 
-    def write(self, leaf: Tensor, stored: dict[str, Tensor]) -> None:
-        """Write the leaf into its tensors in `stored`; those that are missing are made."""
+    def write(self, leaf: Tensor, stored: Mapping[str, Tensor]) -> None:
+        """Copy the leaf to its place in its tensors in `stored`, whose dtypes may be others."""
         for name, part in zip(self.names, [leaf] if self.outer is None else leaf.unbind(self.outer), strict=True):
-            if not self.transform.is_part:
-                stored[name] = self.transform.write(part, self.sizes)
-            else:
-                if name not in stored:
-                    stored[name] = part.new_empty(self.stored_shape)
-                self.transform.write_part(stored[name], part.detach(), self.sizes, self.place)
+            self.transform.write(stored[name], part.detach(), self.sizes, self.place)
+
+    @property
+    def slow_dim(self) -> int | None:
+        """The dim of the leaf that varies slowest where it is stored: a slice of it is read in few runs. None for a scalar."""
+        if self.outer is not None:
+            return self.outer
+        slowest = next((name for names in self.transform.stored for name in names if name in self.transform.leaf), None)
+        return None if slowest is None else self.transform.leaf.index(slowest)
+
+    @property
+    def unpadded_shape(self) -> tuple[int, ...]:
+        """The shape of the leaf without padding."""
+        inner = iter(self.sizes[name] for name in self.transform.leaf)
+        return tuple(size if dim == self.outer else next(inner) for dim, size in enumerate(self.shape))
 
 
 def map_leaves_to_stored(

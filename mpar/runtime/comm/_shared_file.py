@@ -62,9 +62,9 @@ def aligned(count: int) -> int:
     return -(-count // ALIGN) * ALIGN
 
 
-def open_segment(host: str, place: tuple[str, int, int, bytes]) -> Segment | None:
-    """The file of a rank, whose `place` is (host, pid, file number, token); None if it is not on this machine. Another machine or
-    container may have the same host name and pid, but not the same token.
+def open_segment(host: str, place: tuple[str, int, int, str]) -> Segment | None:
+    """The file of a rank, whose `place` is (host, pid, file number, token in hex); None if it is not on this machine. Another
+    machine or container may have the same host name and pid, but not the same token.
     """
     if place[0] != host or place[2] < 0:
         return None
@@ -73,7 +73,7 @@ def open_segment(host: str, place: tuple[str, int, int, bytes]) -> Segment | Non
     except OSError:
         return None
     try:
-        if os.pread(file, TOKEN, 0) != place[3]:
+        if os.pread(file, TOKEN, 0) != bytes.fromhex(place[3]):
             return None
         mapped = mmap.mmap(file, os.fstat(file).st_size)
     finally:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpar.runtime.comm._exchange import exchange
 from mpar.runtime.comm._shared_file import (
     ALIGN,
     SEMAPHORE,
@@ -67,8 +68,7 @@ def connect(
         os.ftruncate(file, mail + letter_bytes(letters, rank))
         os.pwrite(file, token, 0)
     try:
-        places: list[Any] = [None] * world
-        dist.all_gather_object(places, (socket.gethostname(), os.getpid(), file, token))
+        places = exchange([socket.gethostname(), os.getpid(), file, token.hex()])
         peers = {end for letter in letters for end in (letter.source, letter.target)}
         wanted = sorted({member for group in groups for member in group} | peers)
         segments = {m: segment for m in wanted if (segment := open_segment(places[rank][0], places[m])) is not None}
@@ -79,8 +79,7 @@ def connect(
             for offset in own_places.values():
                 make_semaphore(segments[rank].address(offset))
                 make_semaphore(segments[rank].address(offset + SEMAPHORE))
-        reached: list[Any] = [None] * world
-        dist.all_gather_object(reached, sorted(segments))  # after this every semaphore exists, and no file is opened any more
+        reached = exchange([*sorted(segments)])  # after this every semaphore exists, and no file is opened any more
     finally:
         if file >= 0:
             os.close(file)

@@ -11,7 +11,7 @@ import transformers
 from mpar import models, testing, tree
 from mpar.errors import CheckpointError, ShapeError, ShardingError
 from mpar.mesh import Mesh
-from mpar.models.hf import _reader
+from mpar.models.hf import _folder
 from mpar.spec import P
 from mpar.strategy import preset
 from tests.models.variants import KINDS, VARIANTS
@@ -91,7 +91,7 @@ def test_a_built_model_exports_for_transformers(kind, tmp_path):
 def read_bytes(monkeypatch):
     """A dict from tensor name to the bytes that were asked of safetensors."""
     counts = {}
-    real_open = _reader.safe_open
+    real_open = _folder.safe_open
 
     class Slice:
         def __init__(self, name, real):
@@ -121,7 +121,7 @@ def read_bytes(monkeypatch):
         def __exit__(self, *error):
             pass
 
-    monkeypatch.setattr(_reader, "safe_open", File)
+    monkeypatch.setattr(_folder, "safe_open", File)
     return counts
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpar.errors import ConfigError
+from mpar.errors import ConfigError, brief
 
 __all__ = ["NUMBER", "REQUIRED", "Key", "Values", "is_number", "read_config", "refusal"]
 
@@ -19,6 +19,16 @@ class Missing(enum.Enum):
 
 REQUIRED = Missing.REQUIRED
 NUMBER = (int, float)
+_MOST_LISTED = 20  # unknown keys in a message
+_LARGEST_SIZE = 2**22
+"""The largest dim of a tensor, such as of a vocabulary. A config may come from a stranger, and no tensor can have any size."""
+_LARGEST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "first_k_dense_replace"), 2**12),  # each layer is an object
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 2**12),  # each has names
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "n_positions", "n_ctx"), 2**31),
+    "sliding_window": 2**31,
+}
+"""The largest integers of keys whose bound is another one."""
 Values = Mapping[str, Any]
 """The values of a config by key. `read_config` has checked that each is one that its `Key` accepts."""
 
@@ -50,18 +60,22 @@ def read_config(
     problems = []
     unknown = sorted(key for key in raw if key not in keys and key not in ignored and key not in ignore)
     if unknown:
-        problems.append(f"unknown keys: {', '.join(f'{key}={raw[key]!r}' for key in unknown)}")
+        further = f" and {len(unknown) - _MOST_LISTED} more" if len(unknown) > _MOST_LISTED else ""
+        listed = ", ".join(f"{key[:80]}={brief(raw[key])}" for key in unknown[:_MOST_LISTED])
+        problems.append(f"unknown keys: {listed}{further}")
     values: dict[str, Any] = {}
     for name, key in keys.items():
         value = raw.get(name, key.default)
         values[name] = value
         if value is REQUIRED:
             problems.append(f"{name} is missing")
+        elif isinstance(value, int) and key.kind == (int,) and value > _LARGEST.get(name, _LARGEST_SIZE):
+            problems.append(f"{name}={value}: must be at most {_LARGEST.get(name, _LARGEST_SIZE)}")
         elif name in raw and not _has_kind(value, key):
-            problems.append(f"{name}={value!r}: must be {_kinds(key)}")
+            problems.append(f"{name}={brief(value)}: must be {_kinds(key)}")
         elif key.accepted and value not in key.accepted and name not in ignore:
             accepted = ", ".join(repr(item) for item in key.accepted if item is not None)
-            problems.append(f"{name}={value!r}: only {accepted} {'is' if ',' not in accepted else 'are'} implemented")
+            problems.append(f"{name}={brief(value)}: only {accepted} {'is' if ',' not in accepted else 'are'} implemented")
     if problems:
         raise ConfigError(refusal(title, problems, unknown))
     return values
@@ -91,6 +105,6 @@ def _kinds(key: Key) -> str:
 def refusal(title: str, problems: Sequence[str], unknown: Sequence[str] = ()) -> str:
     """The message of an error with all `problems`, and what to do about `unknown` keys."""
     lines = "\n".join(f"  {problem}" for problem in problems)
-    names = ", ".join(repr(key) for key in unknown)
+    names = ", ".join(repr(key[:80]) for key in unknown[:_MOST_LISTED])
     way_out = f"\nIf the unknown keys do not change what the model computes, pass ignore=({names},)." if unknown else ""
     return f"cannot read {title}:\n{lines}{way_out}"

@@ -1,0 +1,89 @@
+"""`python -m bench.second_start`: runs of the README in turn, each pair with a folder of programs that is empty at first."""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench._machine import this_run
+from bench._result import RESULTS, Result, append_results
+
+_LOOK_S = 0.01
+
+
+def cpu_seconds(root: int) -> float:
+    """CPU seconds of the process `root`, of those that it has started, and of theirs."""
+    parents, ticks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        parents[int(path.parent.name)], ticks[int(path.parent.name)] = int(fields[1]), sum(map(int, fields[11:15]))
+    tree = {root}
+    while grown := {pid for pid, parent in parents.items() if parent in tree} - tree:
+        tree |= grown
+    return sum(ticks.get(pid, 0) for pid in tree) / os.sysconf("SC_CLK_TCK")
+
+
+def start(folder: Path, name: str, overrides: Sequence[str]) -> dict[str, float]:
+    """Run `mpar train` until its first step is recorded: seconds until the ranks were started and until then, and CPU seconds.
+
+    Raises RuntimeError with what the run printed if it has no first step.
+    """
+    metrics, printed = folder / name / "metrics.jsonl", folder / f"{name}.txt"
+    folders = [f"run_dir={folder / name}", f"compile_cache={folder / 'programs'}"]
+    words = [sys.executable, "-m", "mpar", "train", *folders, *overrides]
+    prepared_s = None
+    with printed.open("wb") as out:
+        began = time.perf_counter()
+        with subprocess.Popen(words, stdout=out, stderr=out) as process:
+            while not (metrics.is_file() and metrics.stat().st_size):
+                if prepared_s is None and b"prepared in" in printed.read_bytes():
+                    prepared_s = time.perf_counter() - began
+                if process.poll() is not None:
+                    raise RuntimeError(f"{' '.join(words)} has no first step:\n{printed.read_text()}")
+                time.sleep(_LOOK_S)
+            first_step_s, cpu_s = time.perf_counter() - began, cpu_seconds(process.pid)
+            process.terminate()
+    found = re.search(r"prepared in ([\d.]+) s", printed.read_text())
+    assert found is not None
+    started_s = prepared_s or first_step_s
+    return {"ranks_started_s": started_s, "prepare_s": float(found[1]), "first_step_s": first_step_s, "cpu_s": cpu_s}
+
+
+def main() -> int:
+    """Measure, append one result and print it."""
+    parser = argparse.ArgumentParser(prog="python -m bench.second_start")
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS / "second_start.jsonl")
+    parser.add_argument("overrides", nargs="*", help="of the configuration, as for mpar train")
+    args = parser.parse_args()
+    firsts, seconds = [], []
+    for _ in range(args.passes):
+        with tempfile.TemporaryDirectory() as folder:
+            firsts.append(start(Path(folder), "first", args.overrides))
+            seconds.append(start(Path(folder), "second", args.overrides))
+    figures = {
+        f"{name}_{key}": round(statistics.median(line[key] for line in lines), 2)
+        for name, lines in (("first", firsts), ("second", seconds))
+        for key in firsts[0]
+    }
+    for name, key in (("ratio", "first_step_s"), ("cpu_ratio", "cpu_s")):
+        ratios = [second[key] / first[key] for first, second in zip(firsts, seconds, strict=True)]
+        figures[name] = round(statistics.median(ratios), 3)
+    result = Result.of({"overrides": args.overrides, "passes": args.passes, **figures}, this_run())
+    append_results(args.out, [result])
+    sys.stdout.write(json.dumps({**result.case, **result.figures}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The processes of the ranks of one machine: starts them, looks at them, and ends them."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["Ranks", "oom_kills"]
+
+_LOOPBACK = "lo"
+
+
+class Ranks:
+    """Processes `python -m mpar.cli._worker ARGUMENTS`, one for each rank, in sessions of their own: what the keyboard sends goes
+    to their launcher alone. What they listen on is the loopback interface.
+    """
+
+    def __init__(self, size: int, arguments: Sequence[str], inherited: Sequence[int], temp: Path) -> None:
+        """inherited: descriptors that the processes keep open. temp: the folder for their temporary files."""
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(size):
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            interfaces = {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "mpar.cli._worker", *arguments],
+                env={**os.environ, **{name: str(number) for name, number in numbers.items()}, **interfaces, "TMPDIR": str(temp)},
+                pass_fds=inherited,
+                start_new_session=True,
+            )
+            self._processes.append(process)
+
+    def ended(self) -> dict[int, int]:
+        """The exit codes of the ranks that have ended; minus the number of a signal that killed one."""
+        codes = {rank: process.poll() for rank, process in enumerate(self._processes)}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def tell(self, number: int) -> None:
+        """Send the signal `number` to all ranks."""
+        for process in self._processes:
+            process.send_signal(number)
+
+    def standing_still(self) -> list[int]:
+        """The ranks whose processes are stopped by a signal or a debugger: neither running nor waiting."""
+        return [rank for rank, process in enumerate(self._processes) if _state(process.pid) in ("T", "t")]
+
+    def kill(self) -> None:
+        """Kill the ranks that have not ended, and wait until they are gone."""
+        self.tell(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+
+
+def oom_kills() -> int:
+    """How many processes of this control group the kernel has killed for lack of memory; 0 where it does not count them."""
+    try:
+        group = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("::")[2].strip().lstrip("/")
+        lines = Path("/sys/fs/cgroup", group, "memory.events").read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def _state(pid: int) -> str:
+    """The letter of the state of a process; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

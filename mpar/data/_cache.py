@@ -1,0 +1,141 @@
+"""The cache of tokenised data: entries with checksums, of all that documents depend on, which only their owner can write.
+
+An entry is a folder with the bytes of each array and `entry.json`, which says of what data they are and has the checksum of the
+arrays; its own checksum is in its first line. Nothing in it can run code, and no link is followed.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpar.data._documents import Documents, LoadReport
+from mpar.data._rows import BadRow
+from mpar.errors import DataError
+from mpar.files import Unreadable, open_regular
+
+__all__ = ["entry_folder", "load_entry", "save_entry"]
+
+_DTYPES = {"tokens": "<i4", "trained": "|b1", "starts": "<i8", "lengths": "<i8", "rows": "<i8"}
+_DESCRIPTION = "entry.json"
+_OWNER_ONLY = stat.S_IRUSR | stat.S_IWUSR
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def entry_folder(cache_dir: Path, key: str) -> Path:
+    """The folder of an entry. Every user has entries of their own, so that those of others are in nobody's way."""
+    return cache_dir / f"{key[:32]}-{os.geteuid()}"
+
+
+def load_entry(folder: Path, key: str) -> tuple[Documents, LoadReport] | str:
+    """The documents, memory-mapped, and the report that `save_entry` wrote for `key`; else why not, as a line for the user, which
+    is empty if there is no entry.
+
+    All bytes are compared with their checksum. Raises DataError if the folder belongs to somebody else, or is a link or a file.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise _refused(folder, f"it is no folder that can be opened ({error.strerror})") from None
+    try:
+        owner = os.fstat(descriptor).st_uid
+        if owner != os.geteuid():
+            raise _refused(folder, f"it belongs to user {owner}, and you are user {os.geteuid()}")
+        _check_owner(descriptor, "the folder")
+        documents, report = _read(descriptor, key)
+    except DataError:
+        raise
+    except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:  # Unreadable is a ValueError
+        return f"the cached data in {folder} were not used, but made anew: {error if str(error) else type(error).__name__}"
+    finally:
+        os.close(descriptor)
+    return documents, replace(report, cached=True)
+
+
+def save_entry(folder: Path, key: str, documents: Documents, report: LoadReport, *, replaced: bool) -> None:
+    """Write an entry, which appears only when it is complete. With `replaced`, the one that is there is deleted.
+
+    Raises DataError if the folder cannot be written.
+    """
+    draft = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))  # which nobody else can open
+        for name, dtype in _DTYPES.items():
+            np.ascontiguousarray(getattr(documents, name), dtype=dtype).tofile(draft / name)
+            os.chmod(draft / name, _OWNER_ONLY)
+        content = {
+            "key": key,
+            "sizes": {name: len(getattr(documents, name)) for name in _DTYPES},
+            "checksum": documents.fingerprint,
+            "names": documents.names,
+            "report": asdict(report),
+        }
+        text = json.dumps(content).encode()
+        (draft / _DESCRIPTION).write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+        os.chmod(draft / _DESCRIPTION, _OWNER_ONLY)
+        if replaced:
+            shutil.rmtree(folder)
+        try:
+            os.rename(draft, folder)
+        except OSError:
+            if not folder.is_dir():  # else another process has written the same entry meanwhile
+                raise
+    except OSError as error:
+        problem = f"cannot write tokenised data into {folder.parent}: {error.strerror}"
+        raise DataError(f"{problem}. Choose another data.cache_dir.") from None
+    finally:
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _read(folder: int, key: str) -> tuple[Documents, LoadReport]:
+    """Raises Unreadable, OSError, KeyError, TypeError or ValueError if something is not as `save_entry` wrote it."""
+    with open_regular(_DESCRIPTION, os.O_NOFOLLOW, folder) as file:
+        _check_owner(file.fileno(), _DESCRIPTION)
+        checksum, text = file.readline(80), file.read()
+    if hashlib.sha256(text).hexdigest().encode() + b"\n" != checksum:
+        raise Unreadable(f"{_DESCRIPTION} does not have the checksum that was written with it")
+    content = json.loads(text)
+    if content["key"] != key:
+        raise Unreadable("they are of other data or settings")
+    arrays = {name: _map(folder, name, content["sizes"]) for name in _DTYPES}
+    documents = Documents(**arrays, names=tuple(content["names"]))  # type: ignore[arg-type]
+    if documents.fingerprint != content["checksum"]:
+        raise Unreadable("their bytes do not have the checksum that was written with them")
+    malformed = tuple(BadRow(**row) for row in content["report"].pop("malformed"))
+    return documents, LoadReport(**content["report"], malformed=malformed)
+
+
+def _check_owner(descriptor: int, name: str) -> None:
+    """Raise Unreadable if others than this user could have written an open file."""
+    found = os.fstat(descriptor)
+    if found.st_uid != os.geteuid() or found.st_mode & _WRITABLE_BY_OTHERS:
+        raise Unreadable(f"others than you could have written {name}")
+
+
+def _map(folder: int, name: str, sizes: Mapping[str, int]) -> NDArray[np.generic]:
+    dtype = np.dtype(_DTYPES[name])
+    with open_regular(name, os.O_NOFOLLOW, folder) as file:
+        _check_owner(file.fileno(), name)
+        size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes != sizes[name] * dtype.itemsize:
+            raise Unreadable(f"{name} has {size_bytes:,} bytes and should have {sizes[name] * dtype.itemsize:,}")
+        return np.memmap(file, dtype=dtype, mode="r", shape=(sizes[name],))
+
+
+def _refused(folder: Path, problem: str) -> DataError:
+    return DataError(
+        f"cannot use the cached data in {folder}: {problem}.\n"
+        "Delete it, or choose another data.cache_dir, which others cannot write into."
+    )

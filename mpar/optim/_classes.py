@@ -1,0 +1,9 @@
+"""The classes that mpar's own optimizers consist of; `Program.to_plain` and `Program.from_plain` ask for them."""
+
+from mpar.optim._adamw import AdamW
+from mpar.optim._learning_rate import WSD, Constant, Cosine, Linear
+from mpar.optim._sgd import SGD
+
+__all__ = ["CLASSES"]
+
+CLASSES = (AdamW, SGD, Constant, Linear, Cosine, WSD)

@@ -1,0 +1,95 @@
+"""What is wrong with values that each have the right type and keep their bounds, but do not go together. This loads no torch."""
+
+from collections.abc import Iterator
+
+from mpar.errors import ConfigError
+from mpar.train._config import EvaluationConfig, ModelConfig, TrainConfig, within_bounds
+from mpar.train._duration import deadline_after
+from mpar.train._learning_rate import make_learning_rate
+from mpar.train._sizes import batch_size, num_microbatches, seq_len
+
+__all__ = ["value_problems"]
+
+_WORD_BYTES = 8
+_NUM_BATCH_ENTRIES = 4  # tokens, labels, positions, documents
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+
+
+def value_problems(config: TrainConfig, memory_bytes: int | None = None) -> list[str]:
+    """A line for everything in which values of `config` disagree, without reading a file.
+
+    memory_bytes: that of the machine, for a batch that cannot be in it; None: the size of the batch is not looked at.
+    """
+    return [
+        *_of_model(config.model),
+        *_of_learning_rate(config),
+        *_of_evaluation(config.evaluation),
+        *_of_checkpoints(config),
+        *_of_time_limit(config.time_limit),
+        *([] if memory_bytes is None else _of_memory(config, max(memory_bytes, config.hardware.memory_bytes))),
+    ]
+
+
+def _of_model(model: ModelConfig) -> Iterator[str]:
+    if model.path is None and model.config is None:
+        yield "model.path and model.config are both missing: give one of them"
+    if model.path is not None and model.config is not None:
+        yield "model.path and model.config are both given: a folder has a config of its own, choose it with model=hf"
+
+
+def _of_learning_rate(config: TrainConfig) -> list[str]:
+    if config.steps < 1 or not within_bounds(config.optimizer):
+        return []  # these are reported already
+    try:
+        make_learning_rate(config.optimizer, config.steps)
+    except ConfigError as error:
+        first, *others = str(error).splitlines()
+        return [f"optimizer: {line.strip()}" for line in others or [first]]
+    return []
+
+
+def _of_evaluation(evaluation: EvaluationConfig) -> Iterator[str]:
+    if evaluation.sources is not None and evaluation.fraction is not None:
+        yield "evaluation.sources and evaluation.fraction are both given: choose one"
+    if evaluation.every is not None and evaluation.sources is None and evaluation.fraction is None:
+        yield (
+            f"evaluation.every={evaluation.every} has no data: give evaluation.fraction (such as 0.1, the share of data.sources "
+            "that is held out) or evaluation.sources"
+        )
+
+
+def _of_checkpoints(config: TrainConfig) -> Iterator[str]:
+    evaluation = config.evaluation
+    if config.checkpoint.keep_best is not None and evaluation.sources is None and evaluation.fraction is None:
+        yield (
+            f"checkpoint.keep_best={config.checkpoint.keep_best} has no loss to go by: give evaluation.fraction or "
+            "evaluation.sources, and evaluation.every"
+        )
+
+
+def _of_time_limit(limit: str | float | None) -> list[str]:
+    try:
+        deadline_after(limit)
+    except ConfigError as error:
+        return [f"time_limit: {error}"]
+    return []
+
+
+def _of_memory(config: TrainConfig, memory_bytes: int) -> Iterator[str]:
+    """A line if a batch cannot be in memory, by what is surely needed: its own entries, and one activation of a microbatch."""
+    mesh = config.mesh
+    if not within_bounds(mesh, config.schedule, config.data, config.model):
+        return
+    positions = batch_size(config) * seq_len(config) // (mesh.dp * mesh.fsdp * mesh.cp)
+    at_once = positions // (num_microbatches(config) * config.schedule.num_slices * mesh.tp)
+    sizes = [config.model.config[name] for name in _HIDDEN if name in config.model.config] if config.model.config else []
+    hidden = sizes[0] if sizes and isinstance(sizes[0], int) else 1
+    batch_bytes = positions * _NUM_BATCH_ENTRIES * _WORD_BYTES
+    activation_bytes = at_once * hidden * _DTYPE_BYTES[config.precision.name]
+    if batch_bytes + activation_bytes > memory_bytes:
+        yield (
+            f"data.batch_size={batch_size(config)} of {seq_len(config)} positions: one rank needs {batch_bytes / 2**30:,.1f} GiB "
+            f"for the tokens of a batch and {activation_bytes / 2**30:,.1f} GiB for each activation of a microbatch, and there "
+            f"are {memory_bytes / 2**30:,.1f} GiB of memory; use a smaller batch, more microbatches, or more ranks of dp or fsdp"
+        )

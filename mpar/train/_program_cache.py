@@ -1,0 +1,100 @@
+"""Compiled programs that are kept from run to run, so that the same configuration is compiled once.
+
+An entry is one file of plain data, named by a hash of all that the program depends on. Ranks run the Python in a program, so an
+entry counts only if nobody but this user could have written it. Whatever is wrong with an entry, the program is compiled again.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from mpar import plain
+from mpar.errors import PlainDataError
+from mpar.files import MAX_TABLE_BYTES, Unreadable, read_text
+from mpar.kept_files import KeptFiles, NotUsableError, reason
+from mpar.optim import CLASSES
+from mpar.program import Program
+from mpar.train._code import code_facts
+from mpar.train._setup import RunSetup, make_optimizer
+
+__all__ = ["ProgramCache", "program_key"]
+
+_SUFFIX = ".program"
+_MOST_ENTRIES, _MOST_BYTES = 64, 2 * 2**30
+_PACKAGES = ("triton", "numpy", "networkx")  # those of which the compiler's result depends
+
+_NOT_COMPILED = (
+    "checkpoint", "compile_cache", "evaluation", "execution", "experiment", "init_from", "num_threads", "on_spike",
+    "on_zero_gradient", "optimizer", "plan", "progress", "resume", "restarts", "run_dir", "seed", "spike", "steps", "task",
+    "tensorboard", "time_limit", "timeout_s",
+)  # fmt: skip
+"""Keys that no program depends on; a key that is not listed here counts. Of `optimizer` all but the learning rate counts."""
+_DATA_KEYS = ("batch_size", "seq_len")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """key: of what the program was compiled, so that an entry under another name is found out."""
+
+    key: str
+    program: Program
+
+
+def program_key(setup: RunSetup, role: str) -> str:
+    """A hash of everything that the program of `setup` for `role`, `training` or `evaluation`, depends on.
+
+    That is the configuration, the files that it names, the source of mpar, and the versions of Python and of its packages. The
+    learning rate does not count, because it is no part of the code: `ProgramCache.get` is given the optimizer.
+    """
+    config = asdict(setup.config)
+    facts = {name: value for name, value in config.items() if name not in _NOT_COMPILED}
+    facts["data"] = {name: config["data"][name] for name in _DATA_KEYS}
+    facts["optimizer"] = repr(replace(make_optimizer(setup.config.optimizer, setup.config.steps), lr=0.0))
+    table, files = setup.config.schedule.table, {"model": setup.model.hf_config_json}
+    if table is not None:
+        with suppress(Unreadable):  # the compiler says that it cannot read the table
+            files["table"] = read_text(table, MAX_TABLE_BYTES)
+    here = [repr(setup.kernels), *code_facts(_PACKAGES)]
+    text = json.dumps([role, facts, files, here], sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ProgramCache:
+    """The folder of kept programs. Several processes may use it at the same time."""
+
+    folder: Path
+
+    def get(self, key: str, compile_program: Callable[[], Program]) -> tuple[Program, str]:
+        """The program kept under `key`, else that of `compile_program`, which is then kept; and a line on which of them it was.
+
+        The optimizer of a kept program may have another learning rate. What `compile_program` raises is raised; that an entry
+        cannot be read or written is only said in the line.
+        """
+        began, kept = time.perf_counter(), KeptFiles(self.folder, _SUFFIX, _MOST_ENTRIES, _MOST_BYTES)
+        try:
+            program = _program_in(kept.read(key), key)
+        except FileNotFoundError:
+            problem = ""
+        except (NotUsableError, PlainDataError, OSError) as error:
+            problem = f"; {kept.path(key)} was not used: {reason(error)}"
+        else:
+            return program, f"program from the cache, read in {time.perf_counter() - began:.2f} s"
+        program = compile_program()
+        note = f"program compiled in {time.perf_counter() - began:.1f} s{problem}"
+        try:
+            kept.write(key, plain.to_text(_Entry, _Entry(key, program), CLASSES))
+        except (NotUsableError, PlainDataError, OSError) as error:
+            return program, f"{note}; it is not kept: {reason(error)}"
+        return program, note
+
+
+def _program_in(text: bytes, key: str) -> Program:
+    entry = plain.from_text(_Entry, text, CLASSES)
+    if entry.key != key:
+        raise NotUsableError("it is the program of another configuration")
+    return entry.program
