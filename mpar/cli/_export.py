@@ -54,10 +54,12 @@ def main(args: Sequence[str]) -> int:
     if not isinstance(plain, dict):
         raise CheckpointError(f"cannot export {source}: it does not record the configuration of a run. Did mpar train write it?")
     run = bind(TrainConfig, plain)
-    out = Path(os.path.abspath(config.out)) if config.out else run_dir / "hf"  # x/.. would be another folder once x is made
-    if config.out and out.exists():
+    out = Path(config.out) if config.out else run_dir / "hf"
+    folder = Path(os.path.abspath(out))  # x/.. would be another folder once x is made
+    if config.out and folder.exists():
         raise CheckpointError(f"cannot export to {out}: it exists. Choose another folder, or delete it.")
     options = ExportOptions(config.dtype, config.max_file_bytes, config.check, replaces=not config.out)
     with ByteProgress("export", shown=config.progress) as bar:
-        say(str(export_hf(run, make_tokenizer(run), source, out, options, bar)))
+        export_hf(run, make_tokenizer(run), source, folder, options, bar)
+    say(str(out))
     return 0

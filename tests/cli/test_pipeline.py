@@ -109,7 +109,6 @@ def test_evaluation_is_what_transformers_says(mpar, tmp_path):
     assert records[-1]["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
-@pytest.mark.full("a rank killed without a pipeline is in the quick tier")
 def test_a_rank_killed_under_a_pipeline(tmp_path):
     """SIGKILL of one stage: all ranks are gone in 60 s, and the place of each is told."""
     run = FaultRun(tmp_path, (*LAYERS, "mesh=pp2", "strategy=ddp", "schedule=zbv", "steps=1000000"))

@@ -1,7 +1,6 @@
 """However a run ends, nothing of it is left in shared folders."""
 
 import os
-import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -88,13 +87,12 @@ def shared() -> set[str]:
     return {path for path in found if any(word in path for word in ("mpar", "torch", "gloo", "wandb", "safetensors"))}
 
 
-@pytest.mark.full("each end takes ten seconds; all of them: --attack")
-def test_nothing_is_left_in_shared_folders(start, extent, request, monkeypatch):
+def test_nothing_is_left_in_shared_folders(start, some, request, monkeypatch):
     """No process and no temporary file is there ten seconds after the end. `--attack`, which has the machine for itself, looks
     at the folders of all processes, too."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    names, before = list(ENDS), shared()
-    for name in random.Random(0).sample(names, extent(1, 2, len(names))):
+    before = shared()
+    for name in some(list(ENDS)):
         words, disturb = ENDS[name]
         run = start(*words, name=name)
         disturb(run)
