@@ -1,4 +1,4 @@
-"""Writes a rank's file of shards from the staging buffer. One pass over blocks that fit into a cache checks that all values are
+"""Writes a rank's file of shards from the staging buffer. One pass over pieces that fit into a cache checks that all values are
 finite, makes the checksums, and writes."""
 
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mpar.checkpoint._digest import digest, shard_digest
+from mpar.checkpoint._digest import block_digests, shard_digest
 from mpar.checkpoint._disk import write_file
 from mpar.checkpoint._layout import BLOCK_BYTES, DTYPES, Layout, Shard
 from mpar.checkpoint._staging import Staging
@@ -15,15 +15,16 @@ from mpar.errors import NumericsError
 
 __all__ = ["write_shards"]
 
-_LEAST_INFINITE: Mapping[torch.dtype, tuple[type[np.unsignedinteger], int]] = {
-    torch.float64: (np.uint64, 0x7FF0_0000_0000_0000),
-    torch.float32: (np.uint32, 0x7F80_0000),
-    torch.bfloat16: (np.uint16, 0x7F80),
-    torch.float16: (np.uint16, 0x7C00),
-    torch.float8_e5m2: (np.uint8, 0x7C),
-    torch.float8_e4m3fn: (np.uint8, 0x7F),  # it has no infinity, and one NaN
+_PIECE_BYTES = 4 * BLOCK_BYTES
+_LEAST_INFINITE: Mapping[torch.dtype, tuple[str, int]] = {
+    torch.float64: ("i8", 0x7FF0_0000_0000_0000),
+    torch.float32: ("i4", 0x7F80_0000),
+    torch.bfloat16: ("i2", 0x7F80),
+    torch.float16: ("i2", 0x7C00),
+    torch.float8_e5m2: ("i1", 0x7C),
+    torch.float8_e4m3fn: ("i1", 0x7F),  # it has no infinity, and one NaN
 }
-"""By dtype: an integer of its size, and the least bits, apart from the sign, of a value that is not finite."""
+"""By dtype: an integer of its size, and the least bits of a positive value that is not finite."""
 
 
 def write_shards(file: Path, planned: Layout, shards: Mapping[str, Shard], staging: Staging, *, finite: bool) -> dict[str, str]:
@@ -50,12 +51,12 @@ def _pieces(
     for name in planned.begins:
         begin, end = staging.slots[name]
         dtype, blocks, is_finite = DTYPES[shards[name].dtype][0], [], True
-        for start in range(begin, end, BLOCK_BYTES):
-            stop = min(start + BLOCK_BYTES, end)
-            block = buffer[start:stop]
-            is_finite = is_finite and (wrong is None or _is_finite(block, dtype))
-            blocks.append(digest(block))
-            if stop - written >= BLOCK_BYTES and not wrong:  # small shards are written together
+        for start in range(begin, end, _PIECE_BYTES):
+            stop = min(start + _PIECE_BYTES, end)
+            piece = buffer[start:stop]
+            is_finite = is_finite and (wrong is None or _is_finite(piece, dtype))
+            blocks.append(block_digests(piece))
+            if stop - written >= _PIECE_BYTES and not wrong:  # small shards are written together
                 yield buffer[written:stop]
                 written = stop
         sums[name] = b"".join(blocks)
@@ -66,10 +67,13 @@ def _pieces(
         yield b"".join(sums[name] for name in planned.checksums)
 
 
-def _is_finite(block: memoryview, dtype: torch.dtype) -> bool:
-    """Whether all values are finite. Their bits are compared, since numpy has no bfloat16, and arithmetic takes longer."""
-    if dtype not in _LEAST_INFINITE:
+def _is_finite(piece: memoryview, dtype: torch.dtype) -> bool:
+    """Whether all values are finite. Their bits are compared, since numpy has no bfloat16, and arithmetic takes longer: as signed
+    integers the greatest is the positive value of the most bits, as unsigned ones the negative value.
+    """
+    if dtype not in _LEAST_INFINITE or not piece:
         return True
     integer, least = _LEAST_INFINITE[dtype]
-    unsigned = np.bitwise_and(np.frombuffer(block, integer), np.iinfo(integer).max >> 1)
-    return bool(unsigned.max() < least)
+    signed = np.frombuffer(piece, integer)
+    sign = 1 << (8 * signed.itemsize - 1)
+    return int(signed.max()) < least and int(signed.view(f"u{signed.itemsize}").max()) < sign + least

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from mpar import errors
 from mpar.cli._failures import Failure, place_file, read_failure
-from mpar.cli._go_on import after_failure
 from mpar.cli._later import later
 from mpar.cli._ranks import Ranks, oom_kills
 from mpar.cli._screen import say_aside
@@ -62,7 +61,7 @@ def launch(config: TrainConfig, folder: Path, deadline: float | None, inherited:
         finally:
             ranks.kill()
     if any(code not in (0, *STOP_CODES) for code in codes.values()):
-        raise _explain(config, size, folder, _End(codes, standing_still, oom_kills() - killed_before))
+        raise _explain(size, folder, _End(codes, standing_still, oom_kills() - killed_before))
     stopped = next((code for code in codes.values() if code), 0)
     if stopped:
         raise Stopped(stopped)
@@ -100,14 +99,14 @@ def _has_begun(folder: Path, size: int) -> bool:
     return any(place is not None and place.step > 0 for place in places)
 
 
-def _explain(config: TrainConfig, size: int, folder: Path, end: _End) -> MparError:
+def _explain(size: int, folder: Path, end: _End) -> MparError:
     """The error to raise: what a rank itself raised, else which ranks failed first and where every rank was."""
     reported = [failure for rank in range(size) if (failure := read_failure(folder, rank)) is not None]
     killed = {rank: signal.Signals(-code).name for rank, code in end.codes.items() if code < 0}
     known = min((failure for failure in reported if failure.known), key=lambda failure: failure.time, default=None)
     if known is not None and known.title != "TimeoutError" and not killed:
         kind = getattr(errors, known.title, ProgramError)  # the class of the error that the rank raised
-        return kind(known.message if kind is errors.CheckpointError else f"{known.message}{after_failure(config)}")
+        return kind(known.message)
     if killed:
         dead = set(killed)
         head = "; ".join(f"rank {rank} was killed by {name}" for rank, name in sorted(killed.items()))
@@ -121,7 +120,7 @@ def _explain(config: TrainConfig, size: int, folder: Path, end: _End) -> MparErr
         still = ", ".join(f"rank {rank}" for rank in end.standing_still)
         head = f"{still} stood still, stopped by SIGSTOP or a debugger; {head}"
     seen = "\n  ".join(_places(folder, size, dead))
-    return RankFailure(f"{head}. All ranks were stopped. Each was last seen at:\n  {seen}{after_failure(config)}")
+    return RankFailure(f"{head}. All ranks were stopped. Each was last seen at:\n  {seen}")
 
 
 def _places(folder: Path, size: int, dead: set[int]) -> list[str]:
