@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from mpar import checkpoint
-from mpar.cli._screen import say
+from mpar.cli._screen import encode_everything, say
 from mpar.errors import CheckpointError
 from mpar.train import TrainConfig, make_mesh, make_tokenizer, num_threads, read_job, read_metrics
 from mpar.train.curve import draw_experts, draw_loss
@@ -28,9 +28,9 @@ def finish(config: TrainConfig) -> None:
         raise CheckpointError(f"cannot export {run_dir}: it holds no complete checkpoint")
     folder = export_hf(config, make_tokenizer(config), newest, run_dir / "hf")
     records = read_metrics(run_dir / "metrics.jsonl")
-    lines, pictures = [], {"loss curve": run_dir / "loss.png"}
+    lines, pictures = [], {}
     if records:
-        draw_loss(records, run_dir / "loss.png", f"{config.model.name}, {config.strategy.name}")
+        pictures["loss curve"] = draw_loss(records, run_dir / "loss.png", f"{config.model.name}, {config.strategy.name}")
         first, last = records[0], records[-1]
         lines.append(f"loss {first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at step {last['step']}")
         experts = draw_experts(records, run_dir / "experts.png", f"{config.model.name}, {config.strategy.name}")
@@ -62,6 +62,7 @@ def _conversation(folder: Path, questions: Sequence[str], max_new_tokens: int) -
 
 def main(args: list[str]) -> int:
     """Finish the run of the job in the folder `args[0]`."""
+    encode_everything()
     finish(read_job(Path(args[0])).config)
     return 0
 

@@ -13,8 +13,9 @@ from mpar.train.prepare import prepare
 __all__ = ["prepare_job"]
 
 
-def prepare_job(config: TrainConfig, resolved: PlainConfig, folder: Path, kept: Path | None) -> tuple[str, str]:
-    """Write what ranks load into `folder`. Returns lines that describe the job, and one on where its program comes from.
+def prepare_job(config: TrainConfig, resolved: PlainConfig, folder: Path, kept: Path | None) -> tuple[str, str, bool]:
+    """Write what ranks load into `folder`. Returns lines that describe the job, one on where its program comes from, and whether
+    the next run could use the job without more: it has no notices of this run, and no list of malformed rows.
 
     kept: the folder of what is kept from run to run, if anything is.
     Raises MparError for whatever is wrong with the configuration, data or checkpoint.
@@ -32,7 +33,8 @@ def prepare_job(config: TrainConfig, resolved: PlainConfig, folder: Path, kept: 
         f"{format_bytes(prediction.communication_bytes)} sent by a rank, peak {format_bytes(prediction.peak_bytes)} predicted\n"
         f"{_pipeline_line(program, setup.hardware)}{_kernels_line(program)}{_warnings(setup, program)}"
     )
-    return summary, prepared.compiled
+    plain = data.malformed_file is None and not any(batches.report.notice for batches in data.all_batches)
+    return summary, prepared.compiled, plain
 
 
 def _beginning(job: Job) -> str:

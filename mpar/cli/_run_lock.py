@@ -85,8 +85,13 @@ def _take(folder: Path) -> int:
             os.close(descriptor)
             raise _in_use(folder, holder)
         start = f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "start": start}).encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "start": start}).encode(), 0)
+        except OSError as error:
+            file.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise ConfigError(f"cannot write into run_dir={folder}: {error.strerror}: {file}.") from None
         return descriptor
 
 

@@ -1,6 +1,8 @@
 """Prints on the screen: results on stdout; progress, notes and errors on stderr."""
 
 import contextlib
+import io
+import os
 import sys
 import time
 import traceback
@@ -18,9 +20,32 @@ from mpar.errors import MparError
 if TYPE_CHECKING:
     from mpar.train import StepRecord  # loads torch, which a refusal does not need
 
-__all__ = ["ByteProgress", "StepProgress", "Word", "fitted", "say", "say_aside", "show_error", "show_failure"]
+__all__ = [
+    "ByteProgress",
+    "StepProgress",
+    "Word",
+    "encode_everything",
+    "fitted",
+    "give_output_up",
+    "say",
+    "say_aside",
+    "show_error",
+    "show_failure",
+]
 
 _BAR = 20  # characters of the bar on a terminal
+
+
+def encode_everything() -> None:
+    """From now on what the screen's encoding lacks is printed as an escape, such as \\u4f60, and is no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def give_output_up() -> None:
+    """After nobody reads stdout any more: what is still printed goes nowhere, also when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say(text: str) -> None:

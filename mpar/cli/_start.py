@@ -16,7 +16,7 @@ from mpar.cli._later import later
 from mpar.cli._parent import end_with_parent
 from mpar.cli._signals import Stopped, signals_stop
 from mpar.cli._user_cache import user_cache
-from mpar.train import PlainConfig, TrainConfig, find_kept_job, write_run_dir
+from mpar.train import MALFORMED_FILE, PlainConfig, TrainConfig, find_kept_job, write_run_dir
 
 __all__ = ["REQUEST", "Start", "main", "prepared_start"]
 
@@ -38,10 +38,11 @@ def prepared_start(config: TrainConfig, resolved: PlainConfig, folder: Path) -> 
     summary = None if kept is None else kept.restore(folder)
     if summary is not None:
         write_run_dir(folder, run_dir)
+        Path(str(run_dir), MALFORMED_FILE).unlink(missing_ok=True)  # of an older run: data with malformed rows are not kept
         source = "all of it from the cache"
     else:
-        summary, source = later("mpar.cli._prepare").prepare_job(config, resolved, folder, cache)
-        if kept is not None and not Path(str(run_dir), "malformed.jsonl").exists():  # which a kept job would not write
+        summary, source, repeatable = later("mpar.cli._prepare").prepare_job(config, resolved, folder, cache)
+        if kept is not None and repeatable:
             kept.keep(folder, summary)
     return Start(f"{summary}run_dir: {run_dir}", source)
 

@@ -16,14 +16,16 @@ from omegaconf import DictConfig
 from mpar.cli._arguments import Arguments
 from mpar.cli._bind import listed
 from mpar.cli._compose import check_overrides, hydra_ready, plain_config
+from mpar.cli._later import later
 from mpar.cli._new_folder import new_folder
+from mpar.cli._paths import with_absolute_paths
 from mpar.cli._run_problems import bind_run, run_problems
 from mpar.cli._screen import say_aside, show_error
 from mpar.cli._signals import signals_stop
 from mpar.cli._sweep_results import JobResult, report_sweep
 from mpar.cli._train_once import train_once
 from mpar.errors import ConfigError
-from mpar.train import TrainConfig, read_metrics
+from mpar.train import PlainConfig, TrainConfig, read_metrics
 
 __all__ = ["sweep", "train_job"]
 
@@ -69,13 +71,29 @@ def train_job(composed: DictConfig) -> JobResult:
         config, resolved = bind_run(plain_config(composed), run_problems)
         if config.run_dir is not None and Path(config.run_dir).absolute() != output_dir.absolute().parent:
             run_dir = Path(config.run_dir) / name
+        config = dataclasses.replace(config, run_dir=str(run_dir))
         with signals_stop():  # Hydra's launcher may have started another process
-            train_once(dataclasses.replace(config, run_dir=str(run_dir)), resolved)
+            if _is_done(config, resolved):
+                say_aside(f"job {name} is done already: {run_dir}")
+            else:
+                train_once(config, resolved, sweep=run_dir.parent)
     except Exception as error:  # of a bug, too, the traceback is shown, and the next job begins
         show_error(error)
         failed = True
     records = read_metrics(run_dir / "metrics.jsonl")
     return JobResult(name, overrides, str(run_dir), failed, time.perf_counter() - began, records)
+
+
+def _is_done(config: TrainConfig, resolved: PlainConfig) -> bool:
+    """Whether an earlier run of this sweep has trained the job to its last step and exported its model.
+
+    Raises CheckpointError if the folder of the job has checkpoints of another job: folders of jobs have numbers for names.
+    """
+    run_dir = Path(str(config.run_dir))
+    if not (run_dir / "checkpoints").exists():
+        return False
+    reached: int = later("mpar.train").steps_done(run_dir, with_absolute_paths(resolved, Path.cwd()))
+    return reached >= config.steps and (run_dir / "hf").exists()
 
 
 def _sweep_folder(overrides: Sequence[str]) -> Path | None:

@@ -4,8 +4,8 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from mpar.program import exchange
 from mpar.train import PlainConfig, PlainValue, TrainConfig, deadline_after, describe_place, make_mesh, read_job, read_place
 
 __all__ = ["main"]
+
+_MOMENT_S = 1.0
 
 
 def main(args: Sequence[str]) -> int:
@@ -66,21 +68,39 @@ def _configure(args: Sequence[str], world: int) -> tuple[TrainConfig, PlainConfi
 def _run(config: TrainConfig, resolved: PlainConfig, rank: int, local_rank: int, deadline: float | None) -> int:
     """Prepare, train, finish. Returns the exit code; errors have been printed."""
     with ExitStack() as stack:
-        run_dir = _lock(config.run_dir, stack) if rank == 0 else None
-        run_dir = exchange(run_dir)[0]
-        if run_dir is None:
+        try:
+            run_dir = _lock(config.run_dir, stack) if rank == 0 else None
+            run_dir = exchange(run_dir)[0]
+            if run_dir is None:
+                return 1
+            config, resolved = dataclasses.replace(config, run_dir=run_dir), resolved | {"run_dir": run_dir}
+            folder = _prepare(resolved, rank, local_rank, stack)
+        except RuntimeError as error:
+            show_failure("RankFailure", f"rank {rank}, preparing; the connection broke: {str(error).splitlines()[0]}")
             return 1
-        config, resolved = dataclasses.replace(config, run_dir=run_dir), resolved | {"run_dir": run_dir}
-        folder = stack.enter_context(job_folder()) if local_rank == 0 else None
-        node = int(os.environ["GROUP_RANK"])
-        report: PlainValue = None if folder is None else [node, str(folder), _prepare(resolved, folder)]
+        return 1 if folder is None else _train(config, folder, rank, deadline)
+
+
+def _prepare(resolved: PlainConfig, rank: int, local_rank: int, stack: ExitStack) -> Path | None:
+    """Prepare the job on every node. Returns the folder that holds it on this one, until `stack` is closed; None, after the error
+    was printed, if there is one.
+    """
+    folder = stack.enter_context(job_folder()) if local_rank == 0 else None
+    child = None if folder is None else stack.enter_context(_preparing(resolved, folder))
+    node = int(os.environ["GROUP_RANK"])
+    while True:  # so no rank waits long for another one, however long preparing takes
+        report: PlainValue = None
+        if folder is not None and child is not None:
+            report = [node, str(folder), _outcome(child, folder)]
         nodes = {entry[0]: entry for entry in exchange(report) if entry is not None}
-        failure = next((entry[2] for entry in nodes.values() if entry[2] is not None), None)
-        if failure is None:
-            return _train(config, Path(nodes[node][1]), rank, deadline)
-        if rank == 0:
-            show_failure(*failure)
-        return 1
+        if all(outcome is not None for _, _, outcome in nodes.values()):
+            break
+    failure = next((outcome for _, _, outcome in nodes.values() if outcome), None)
+    if failure is None:
+        return Path(nodes[node][1])
+    if rank == 0:
+        show_failure(*failure)
+    return None
 
 
 def _lock(wanted: str | None, stack: ExitStack) -> str | None:
@@ -92,13 +112,26 @@ def _lock(wanted: str | None, stack: ExitStack) -> str | None:
         return None
 
 
-def _prepare(resolved: PlainConfig, folder: Path) -> PlainValue:
-    """Prepare the job in `folder` with a child process. Returns the title and text of an error, or None."""
+@contextmanager
+def _preparing(resolved: PlainConfig, folder: Path) -> Iterator[subprocess.Popen]:
+    """A child process that prepares the job in `folder`. It does not outlive this context."""
     (folder / REQUEST).write_text(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), encoding="utf-8")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
-    code = subprocess.run([sys.executable, "-m", "mpar.cli._start", str(folder)], env=environment, check=False).returncode
-    if code == 0:
+    with subprocess.Popen([sys.executable, "-m", "mpar.cli._start", str(folder)], env=environment) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def _outcome(child: subprocess.Popen, folder: Path) -> PlainValue:
+    """Wait for a moment. Returns None if the child is not done yet, an empty list if it is, or title and text of an error."""
+    try:
+        code = child.wait(_MOMENT_S)
+    except subprocess.TimeoutExpired:
         return None
+    if code == 0:
+        return []
     failure = read_failure(folder, 0)
     return ["ProgramError", f"the compiling process ended with {code}"] if failure is None else [failure.title, failure.message]
 

@@ -116,7 +116,7 @@ def work(job: Job, folder: Path, watch: Watch, deadline: float | None) -> int:
         saving = Saving(config, job.resolved, program, rank, device, agree, watch, say_aside if rank == 0 else _ignore)
         watch.enter(Phase.BEGIN)
         data = load_data(setup, folder / DATA_FOLDER)
-        if data.training.fingerprint != job.fingerprint:
+        if data.fingerprint != job.fingerprint:
             raise DataError("cannot train: the data changed while the run began. Start it again once nothing writes into them.")
         evaluation = _evaluation(job, data.evaluation, device, watch)
         this = Rank(setup, program, data.training, rank, device, run, watch, saving, stop, agree, data.items, evaluation)

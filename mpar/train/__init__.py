@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from mpar.train._evaluation import Evaluation
     from mpar.train._experts import ExpertLoad, expert_load, side_losses
     from mpar.train._job import Job, read_job, write_job
-    from mpar.train._job_folder import DATA_FOLDER, write_run_dir
+    from mpar.train._job_folder import DATA_FOLDER, MALFORMED_FILE, write_run_dir
     from mpar.train._kept_job import find_kept_job
     from mpar.train._loop import Rank, run_steps, start
     from mpar.train._mesh_name import MESH_EXAMPLES, MESH_GRAMMAR, mesh_by_name, mesh_problem, nearest_mesh_name
     from mpar.train._metrics import MetricsFile, StepRecord, flops_per_token, read_metrics, tensorboard_writer, wandb_writer
+    from mpar.train._origin import steps_done
     from mpar.train._place import Phase, Place, read_place
     from mpar.train._run_data import RunData, load_data, make_tokenizer
     from mpar.train._saving import Saving
@@ -63,12 +64,14 @@ _HOME = {
     "deadline_after": "_duration",
     "seconds": "_duration",
     "Stop": "_stop",
+    "steps_done": "_origin",
     "Phase": "_place",
     "Evaluation": "_evaluation",
     "ExpertLoad": "_experts",
     "expert_load": "_experts",
     "side_losses": "_experts",
     "DATA_FOLDER": "_job_folder",
+    "MALFORMED_FILE": "_job_folder",
     "write_run_dir": "_job_folder",
     "find_kept_job": "_kept_job",
     "Job": "_job",
@@ -115,6 +118,7 @@ _HOME = {
 __all__ = [
     "BOUNDS",
     "DATA_FOLDER",
+    "MALFORMED_FILE",
     "MESH_EXAMPLES",
     "MESH_GRAMMAR",
     "Evaluation",
@@ -169,6 +173,7 @@ __all__ = [
     "seq_len",
     "side_losses",
     "start",
+    "steps_done",
     "tensorboard_writer",
     "value_problems",
     "wandb_writer",

@@ -63,8 +63,8 @@ def _of_checkpoints(config: TrainConfig) -> Iterator[str]:
     evaluation = config.evaluation
     if config.restarts and not config.checkpoint.optimizer_state:
         yield (
-            f"restarts={config.restarts} with checkpoint.optimizer_state=false: a restart goes on from the newest checkpoint, which "
-            "would lack the state of the optimizer"
+            f"restarts={config.restarts} with checkpoint.optimizer_state=false: a restart goes on from the newest checkpoint, "
+            "which would lack the state of the optimizer"
         )
     if config.checkpoint.keep_best is not None and evaluation.sources is None and evaluation.fraction is None:
         yield (

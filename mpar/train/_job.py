@@ -18,7 +18,7 @@ class Job:
     """config: the bound configuration. resolved: the same as plain data, for the records. program: the compiled training.
     resume: the checkpoint to go on from, if any. evaluation: the program that evaluates, if the run does. init: the checkpoint or
     Hugging Face folder that has the first parameters of a fresh start, if any. changes: what differs from the configuration that
-    the checkpoint records, a line each. fingerprint: of the data to train on, as they were when the job was prepared."""
+    the checkpoint records, a line each. fingerprint: of the data, as they were when the job was prepared."""
 
     config: TrainConfig
     resolved: PlainConfig

@@ -10,11 +10,13 @@ from pathlib import Path
 from mpar.errors import ConfigError
 from mpar.kept_files import is_private
 
-__all__ = ["DATA_FOLDER", "JOB_FILE", "read_private", "read_run_dir", "write_private", "write_run_dir"]
+__all__ = ["DATA_FOLDER", "JOB_FILE", "MALFORMED_FILE", "read_private", "read_run_dir", "write_private", "write_run_dir"]
 
 JOB_FILE = "job.plain"
 DATA_FOLDER = "data"
 """Where tokenised data are, unless the configuration names another folder."""
+MALFORMED_FILE = "malformed.jsonl"
+"""The list of malformed rows, in run_dir."""
 _RUN_DIR_FILE = "run_dir.json"
 
 

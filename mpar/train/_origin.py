@@ -14,7 +14,13 @@ from mpar.train._data_items import BATCH_SIZE
 from mpar.train._setup import RunSetup, model_of
 from mpar.train._state import Progress, checkpoint_in, resume_from
 
-__all__ = ["Origin", "find_origin"]
+__all__ = ["Origin", "find_origin", "steps_done"]
+
+_NOT_OF_A_JOB = (
+    *("steps:", "mesh.", "checkpoint.", "compile_cache:", "device:", "execution:", "hardware.", "kernels:", "num_threads:"),
+    *("restarts:", "time_limit:", "timeout_s:", "log_every:", "wandb:", "task.chat", "task.max_new_tokens:"),
+)
+"""Keys in which a job of a sweep may differ from what it was when the sweep ran before, as the lines of their changes begin."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,26 @@ def find_origin(setup: RunSetup, resolved: PlainConfig) -> Origin:
     if config.resume.state == "all":
         _check_optimizer(resume, then, config.optimizer.kind)
     return Origin(resume, reached, changes=tuple(config_changes(then, resolved)))
+
+
+def steps_done(run_dir: Path, resolved: PlainConfig) -> int:
+    """The step of the newest checkpoint in `run_dir`, the folder of a job of a sweep; 0 if it has none.
+
+    Folders of jobs have numbers for names, so another sweep may have made it. Raises CheckpointError if its run had other values
+    than `resolved`, the configuration of the job, in other keys than those that say how far and on what it runs.
+    """
+    newest = checkpoint.latest(run_dir / "checkpoints")
+    if newest is None:
+        return 0
+    extras = checkpoint.read_extras(newest)
+    changes = [line for line in config_changes(_config_in(extras), resolved) if not line.startswith(_NOT_OF_A_JOB)]
+    if changes:
+        raise CheckpointError(
+            f"cannot go on with job {run_dir.name} of the sweep: {newest} is of a job with other values (then -> now):\n  "
+            + "\n  ".join(changes)
+            + "\nGive the sweep another run_dir, or the values that it had."
+        )
+    return Progress.from_extras(extras, newest).step
 
 
 def _new_run(config: TrainConfig, resolved: PlainConfig) -> Origin:

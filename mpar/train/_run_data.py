@@ -27,6 +27,16 @@ class RunData:
     malformed_file: Path | None = None
 
     @property
+    def all_batches(self) -> tuple[Batches, ...]:
+        """Those to train on, then those to evaluate on, if there are any."""
+        return (self.training,) if self.evaluation is None else (self.training, self.evaluation)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all batches."""
+        return " ".join(batches.fingerprint for batches in self.all_batches)
+
+    @property
     def summary(self) -> str:
         """What became of the rows, in one line; more lines describe malformed rows, and data to evaluate on that are others."""
         lines = [f"data: {self.training.report}"]

@@ -59,20 +59,30 @@ def export_hf(
     draft = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     leaves = _Leaves(model, checkpoint, 2 if options.check else 1, on_bytes)
-    models.write_hf(model, leaves.read(), draft, _dtypes(config, model, options.dtype), options.max_file_bytes)
-    if options.check:
-        models.compare_hf(model, leaves.read(), draft)
-        _check_config(config, draft)
-    tokenizer.save(draft)
-    if folder.exists() and not options.replaces:
-        shutil.rmtree(draft)
-        raise CheckpointError(f"cannot export to {folder}: it was made meanwhile. Choose another folder, or delete it.")
+    try:
+        models.write_hf(model, leaves.read(), draft, _dtypes(config, model, options.dtype), options.max_file_bytes)
+        if options.check:
+            models.compare_hf(model, leaves.read(), draft)
+            _check_config(config, draft)
+        tokenizer.save(draft)
+        if folder.exists() and not options.replaces:
+            raise CheckpointError(f"cannot export to {folder}: it was made meanwhile. Choose another folder, or delete it.")
+        _put_in_place(draft, folder)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"cannot export {checkpoint} to {folder}: {reason}. Choose another folder.") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def _put_in_place(draft: Path, folder: Path) -> None:
+    """Rename `draft` to `folder`. What is there is deleted only then."""
     shutil.rmtree(old := folder.with_name(f".{folder.name}.old"), ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     draft.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-    return folder
 
 
 class _Leaves:

@@ -11,7 +11,7 @@ from mpar import checkpoint
 from mpar.program import Program
 from mpar.train._config import PlainConfig
 from mpar.train._job import Job, write_job
-from mpar.train._job_folder import DATA_FOLDER
+from mpar.train._job_folder import DATA_FOLDER, MALFORMED_FILE
 from mpar.train._origin import find_origin
 from mpar.train._program_cache import ProgramCache, program_key
 from mpar.train._run_data import RunData, load_data
@@ -44,7 +44,7 @@ def prepare(setup: RunSetup, resolved: PlainConfig, folder: Path, kept_programs:
         group = dataclasses.replace(setup.config.data, batch_size=origin.batch_size)
         setup = dataclasses.replace(setup, config=dataclasses.replace(setup.config, data=group))
     config = setup.config
-    data = load_data(setup, folder / DATA_FOLDER, Path(str(config.run_dir)) / "malformed.jsonl")
+    data = load_data(setup, folder / DATA_FOLDER, Path(str(config.run_dir)) / MALFORMED_FILE)
     reached = origin.reached
     if origin.resume is not None:
         reached = reached.go_on(origin.resume, config.resume, data.training.fingerprint, data.items)
@@ -55,7 +55,7 @@ def prepare(setup: RunSetup, resolved: PlainConfig, folder: Path, kept_programs:
     evaluation = None
     if data.evaluation is not None:
         evaluation, _ = _kept(kept_programs, setup, "evaluation", lambda: _compiler().compile_evaluation(setup, program))
-    job = Job(config, resolved, program, origin.resume, evaluation, origin.init, origin.changes, data.training.fingerprint)
+    job = Job(config, resolved, program, origin.resume, evaluation, origin.init, origin.changes, data.fingerprint)
     write_job(folder, job)
     return Prepared(job, data, compiled, moved)
 

@@ -71,6 +71,23 @@ def test_joblib(mpar, tmp_path):
 
 
 @pytest.mark.gloo
+@pytest.mark.full("trains three models")
+def test_a_sweep_goes_on(mpar, tmp_path):
+    """Started again with a value more, it trains what is not done yet; with other values it touches no job that is there."""
+    assert mpar("train", "-m", *ALONE, "run_dir=both", "optimizer.lr=1e-2").returncode == 0
+    trained = (tmp_path / "both" / "0" / "metrics.jsonl").read_bytes()
+    more = mpar("train", "-m", *ALONE, "run_dir=both", "optimizer.lr=1e-2,1e-3")
+    assert more.returncode == 0, more.stderr
+    assert "job 0 is done already: both/0" in more.stderr and "job 1 is done" not in more.stderr
+    with (tmp_path / "both" / "sweep.csv").open(encoding="utf-8") as file:
+        assert sorted(row["status"] for row in csv.DictReader(file)) == ["best", "ok"]
+    other = mpar("train", "-m", *ALONE, "run_dir=both", "optimizer.lr=5e-2,1e-3")
+    assert other.returncode == 1
+    assert "optimizer.lr: 0.01 -> 0.05" in other.stderr and "job 1 is done already" in other.stderr
+    assert (tmp_path / "both" / "0" / "metrics.jsonl").read_bytes() == trained
+
+
+@pytest.mark.gloo
 @pytest.mark.full("trains a model, with the processes of W&B")
 def test_wandb_offline(mpar, tmp_path: Path, monkeypatch):
     """`wandb=true` records into the run_dir; without it the package is not imported."""

@@ -52,6 +52,9 @@ BAD = [  # a command line, in which FOLDER is a folder with bad files, and words
     ("train timeout_s=-1", "timeout_s=-1: must be above 0"),
     ("train time_limit=soon", "time_limit: cannot read the duration 'soon'"),
     ("train restarts=-1", "restarts=-1: must be at least 0"),
+    ("train restarts=1 checkpoint.optimizer_state=false", "which would lack the state of the optimizer"),
+    ("train init_from=FOLDER/hf run_dir=FOLDER", "the run would replace this folder by its own model when it ends"),
+    ("train data.tokenizer=FOLDER/hf run_dir=FOLDER/empty/..", "the run would replace this folder by its own model when it ends"),
     ("train timeout_s=1e18", "timeout_s=1e+18: must be above 0, at most 1e+07"),
     ("train num_threads=-1", "num_threads=-1: must be at least 1"),
     ("train seed=-1", "seed=-1: must be at least 0"),
@@ -116,9 +119,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file where a folder should be, and folders of models that lack something."""
     place = tmp_path_factory.mktemp("bad")
     (place / "file").write_text("a file", encoding="utf-8")
-    for name in ("empty", "truncated", "no_weights", "no_shard"):
+    for name in ("empty", "hf", "truncated", "no_weights", "no_shard"):
         (place / name).mkdir()
-        if name != "empty":
+        if name not in ("empty", "hf"):
             (place / name / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8}), encoding="utf-8")
     whole = place / "truncated" / "model.safetensors"
     save_file({"weight": np.zeros((64, 64), dtype=np.float32)}, whole)

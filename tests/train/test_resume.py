@@ -15,7 +15,7 @@ from mpar.train import Progress, TrainConfig, load_state, make_setup, resume_fro
 from mpar.train._changes import config_changes, function_changes, model_then
 from mpar.train._config import ResumeConfig
 from mpar.train._data_items import data_items, unlike_data
-from mpar.train._origin import find_origin
+from mpar.train._origin import find_origin, steps_done
 from mpar.train._run_data import load_data
 from mpar.train._setup import model_of
 from mpar.train.compile import compile_program
@@ -52,6 +52,17 @@ def run(tmp_path_factory):
 def origin(run_dir, *overrides):
     config, plain = composed(f"run_dir={run_dir}", *overrides)
     return find_origin(make_setup(config), plain)
+
+
+def test_the_folder_of_a_job_is_of_that_job(run, tmp_path):
+    """A job of a sweep goes on with more steps and on another mesh, but not from checkpoints of a job with other values."""
+    assert steps_done(tmp_path, {}) == 0
+    for others in ([], ["steps=20", "mesh=tp2", "checkpoint.keep=5", "task.chat=[hi]"]):
+        assert steps_done(run, composed(*others)[1]) == 4
+    for others in (["optimizer.lr=0.5"], ["seed=1"], ["model.config.rms_norm_eps=0.5"]):
+        key, _, value = others[0].partition("=")
+        with pytest.raises(CheckpointError, match=rf"(?s)job {run.name} of the sweep.*{key}: \S+ -> {value}\n.*another run_dir"):
+            steps_done(run, composed(*others)[1])
 
 
 @pytest.mark.cases(2)
