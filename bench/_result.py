@@ -20,7 +20,7 @@ CASE = frozenset(
         *("tokens", "d", "mlp", "experts", "top_k"),  # of a layer of experts
         *("row", "number", "name", "dtype", "shape"),  # of the table of kernels
         "overrides",  # of a run of mpar train
-        "rate",  # of links
+        *("rate", "options"),  # of links, and of the program behind them
     }
 )
 """Keys of a line that say what was measured. Every other key, unless it is a fact of `Origin`, is a figure."""

@@ -61,10 +61,10 @@ def peers_optimizer(workload: ModuleType) -> AdamW:
     return AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, decay="all", clip_norm=workload.CLIP)
 
 
-def compile_workload(cfg: Any, workload: ModuleType, mesh: str) -> Program:
-    """The peers' training step, compiled for one of the peers' meshes."""
+def compile_workload(cfg: Any, workload: ModuleType, mesh: str, **options: Any) -> Program:
+    """The peers' training step, compiled for one of the peers' meshes; `options` are those of `compile_step`."""
     shape, strategy = MESHES[mesh]
-    return compile_step(build_model(cfg, workload), peers_optimizer(workload), shape, strategy, (cfg.batch, cfg.seq))
+    return compile_step(build_model(cfg, workload), peers_optimizer(workload), shape, strategy, (cfg.batch, cfg.seq), **options)
 
 
 def initial_params(cfg: Any, workload: ModuleType) -> dict[str, torch.Tensor]:
@@ -78,9 +78,9 @@ def initial_params(cfg: Any, workload: ModuleType) -> dict[str, torch.Tensor]:
     return dict(tree.leaves_with_path(params))
 
 
-def save_workload(folder: Path, cfg: Any, workload: ModuleType, mesh: str) -> Program:
+def save_workload(folder: Path, cfg: Any, workload: ModuleType, mesh: str, **options: Any) -> Program:
     """Compile, and write `program.pickle` and `params.pt` for ranks, which do not load the compiler."""
-    program = compile_workload(cfg, workload, mesh)
+    program = compile_workload(cfg, workload, mesh, **options)
     (folder / "program.pickle").write_bytes(pickle.dumps(program))
     torch.save(initial_params(cfg, workload), folder / "params.pt")
     return program

@@ -1,23 +1,44 @@
-"""`python -m bench.slow_links wire`: how long collectives take, over the time that their bytes need on the wire."""
+"""`python -m bench.slow_links wire | steps`: collectives, and training steps beside torch, on ranks behind slow links."""
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from pathlib import Path
 
 from bench._launch import RankFailed
-from bench._machine import foreign_cpu_s, this_run
-from bench._result import RESULTS, Result, append_results
-from bench.slow_links._links import LinkError, Links, bits_per_s
-from bench.slow_links._ranks import run_ranks
-
-BAR = 1.1
+from bench._losses import LossesDiffer
+from bench._passes import Passes
+from bench._peers import PeersMissing, find_peers
+from bench._result import RESULTS, append_results
+from bench._workload import MESHES
+from bench.slow_links._links import LinkError
+from bench.slow_links._measured import measure_steps, measure_wire
 
 
 def main() -> int:
-    """Measure, print and record. Returns 1 if there can be no links here, or a rank failed."""
+    """Measure, print and record. Returns 1 if there can be no links, peers are missing, a rank failed or losses differ."""
+    args = _arguments()
+    try:
+        if args.command == "wire":
+            todo = (measure_wire(num_ranks, args.rate, args.numbers, args.repeats) for num_ranks in args.ranks)
+        else:
+            folder, variants = find_peers(args.peers), args.variants.split(",")
+            meshes = [name.replace("_sp", "+sp") for name in args.mesh]
+            options = {"bucket_bytes": args.mpar_bucket_bytes, "prefetch_bytes": args.mpar_prefetch_bytes}
+            how = (args.rates, variants, args.bucket_mb, folder, Passes.of(args), options)
+            todo = (measure_steps(args.config, mesh, *how) for mesh in meshes)
+        for results in todo:
+            append_results(args.out, results)
+            for result in results:
+                sys.stdout.write(json.dumps({**result.case, **result.figures}) + "\n")
+                sys.stdout.flush()
+    except (LinkError, RankFailed, PeersMissing, LossesDiffer) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.slow_links")
     commands = parser.add_subparsers(dest="command", required=True)
     wire = commands.add_parser("wire", help="time of each collective over the time of its bytes")
@@ -25,41 +46,18 @@ def main() -> int:
     wire.add_argument("--rate", default="100mbit", help="of every link and direction: 50mbit, 1gbit")
     wire.add_argument("--numbers", type=int, default=400_000, help="fp32 values that a rank sends to each other")
     wire.add_argument("--repeats", type=int, default=5)
-    wire.add_argument("--out", type=Path, default=RESULTS / "slow_links.jsonl")
-    args = parser.parse_args()
-    try:
-        for num_ranks in args.ranks:
-            results = measure_wire(num_ranks, args.rate, args.numbers, args.repeats)
-            append_results(args.out, results)
-            for result in results:
-                sys.stdout.write(json.dumps({**result.case, **result.figures}) + "\n")
-                sys.stdout.flush()
-    except (LinkError, RankFailed) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 1
-    return 0
-
-
-def measure_wire(num_ranks: int, rate: str, numbers: int, repeats: int) -> list[Result]:
-    """A line for each operation: `wire_ratio` is the median time over that of its bytes, `worst` the highest."""
-    began, busy = time.monotonic(), foreign_cpu_s()
-    with Links(num_ranks, "unlimited") as links:
-        found = json.loads(run_ranks(links, "bench.slow_links._wire", [rate, str(numbers), str(repeats)]))
-    cores = (foreign_cpu_s() - busy) / (time.monotonic() - began)
-    results = []
-    for name, calls in found.items():
-        ratios = [seconds * bits_per_s(rate) / (8 * moved) for seconds, moved in calls]
-        figures = {
-            "megabytes": round(statistics.median(moved for _, moved in calls) / 1e6, 3),
-            "ms": round(1e3 * statistics.median(seconds for seconds, _ in calls), 2),
-            "wire_ratio": round(statistics.median(ratios), 3),
-            "worst": round(max(ratios), 3),
-            "bar": BAR,
-            "busy_cores": round(cores, 2),  # of all processes, these too
-        }
-        case = {"bench": "slow_links", "case": "wire", "ranks": num_ranks, "rate": rate, "threads": 1, "variant": name}
-        results.append(Result.of({**case, **figures}, this_run()))
-    return results
+    steps = commands.add_parser("steps", help="training steps, and how much of their communication is hidden")
+    steps.add_argument("--config", default="tiny")
+    steps.add_argument("--mesh", nargs="+", default=["dp2"], help=", ".join(name.replace("+", "_") for name in MESHES))
+    steps.add_argument("--rates", nargs="+", default=["200mbit"])
+    steps.add_argument("--variants", default="mpar,torch,torch_bucket", help="mpar, torch, torch_bucket, torch_async")
+    steps.add_argument("--bucket-mb", type=float, default=1.0, help="of torch_bucket")
+    steps.add_argument("--mpar-bucket-bytes", type=int, default=1 << 20)
+    steps.add_argument("--mpar-prefetch-bytes", type=int, default=1 << 30)
+    Passes.add_options(steps, Passes(passes=5, launches=1, steps=3, warmup=2))
+    for command in (wire, steps):
+        command.add_argument("--out", type=Path, default=RESULTS / "slow_links.jsonl")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

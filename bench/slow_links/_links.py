@@ -12,10 +12,11 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["LINK", "LinkError", "Links", "bits_per_s"]
+__all__ = ["LINK", "UNLIMITED", "LinkError", "Links", "bits_per_s", "enter"]
 
 LINK = "link0"
 """The name of the link in every namespace."""
@@ -85,8 +86,8 @@ class Links:
         burst = max(2 * (_MTU + 100), 0 if math.isinf(bits) else int(bits / 8 * _BURST_S))
         limit = "pfifo limit 100000" if math.isinf(bits) else f"tbf rate {rate} burst {burst} limit {_QUEUE_BYTES}"
         for rank, space in enumerate(self.spaces):
-            _inside(space, lambda: _run(f"tc qdisc replace dev {LINK} root {limit}"))
-            _inside(self._switch, lambda port=f"port{rank}": _run(f"tc qdisc replace dev {port} root {limit}"))
+            _inside(space, partial(_run, f"tc qdisc replace dev {LINK} root {limit}"))
+            _inside(self._switch, partial(_run, f"tc qdisc replace dev port{rank} root {limit}"))
 
     def _join(self, rank: int) -> None:
         """Lay the link of a rank from the bridge into its namespace."""

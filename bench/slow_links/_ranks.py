@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from bench._launch import RankFailed
@@ -55,7 +56,7 @@ def run_ranks(links: Links, module: str, args: Sequence[str], *, timeout_s: floa
                         stdout=out,
                         stderr=err,
                         pass_fds=[theirs.fileno()] if rank == 0 else [],
-                        preexec_fn=lambda space=space: _begin(space),
+                        preexec_fn=partial(_begin, space),
                     )
                 processes.append(process)
             failed = _wait(processes, time.monotonic() + timeout_s)

@@ -43,6 +43,7 @@ from mpar.train import (
     run_steps,
     start,
     tensorboard_writer,
+    waits_for_others,
     wandb_writer,
 )
 
@@ -210,7 +211,7 @@ def _stop_when_stuck(job: Job, folder: Path, rank: int, timeout_s: float) -> Non
             program = job.program_at(place)
             if place.line < 0 and place.phase != Phase.MEET:
                 continue
-            if place.line >= 0 and not place.collectives and program.part(rank).instructions[place.line].op != "wait":
+            if place.line >= 0 and not waits_for_others(program, rank, place):
                 continue
             text = f"timeout_s={timeout_s:g} seconds are over: {describe_place(program, rank, place)}"
             write_timeout(folder, rank, text)

@@ -1,13 +1,17 @@
 """Bind: make a program ready to run on the processes of torch.distributed."""
 
+from typing import Any
+
 import torch
 
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.ir import ProgramData
+from mpar.plain_value import PlainValue
 from mpar.runtime._capture import Replay
 from mpar.runtime._device import asking_references
 from mpar.runtime._rank_run import Progress, RankRun
-from mpar.runtime.comm import ALIGN, ALONE, Counter, ProcessComm
+from mpar.runtime._streams import HOME
+from mpar.runtime.comm import ALIGN, ALONE, Comm, Counter, ProcessComm, exchange
 
 __all__ = ["bind"]
 
@@ -53,7 +57,24 @@ def bind(
         posted=posted_bytes(program),
         device=device,
     )
-    return RankRun(program, comm, device, progress, inductor=inductor)
+    threads = _over_network(program, comm, counter) if torch.device(device).type == "cpu" else {}
+    return RankRun(program, comm, device, progress, inductor=inductor, threads=threads)
+
+
+def _over_network(program: ProgramData, comm: ProcessComm, counter: Counter | None) -> dict[str, Comm]:
+    """The communication of each queue whose collectives all go over the network: groups of its own, so that no other queue comes
+    in between. Memory that ranks share gains nothing from threads: its collectives take CPU time. All ranks must call this.
+    """
+    uses: dict[str, set[tuple[str, ...]]] = {}
+    for instruction in (instruction for part in program.parts for instruction in part.instructions):
+        if instruction.message < 0 and instruction.queue != HOME and (kind := program.kinds[instruction.kind]).collectives:
+            axes = uses.setdefault(instruction.queue, set())
+            axes.update(use.axes for use in kind.collectives)
+            axes.update(kind.coordinates)
+    mine: PlainValue = [queue for queue, axes in sorted(uses.items()) if comm.over_network(axes)]
+    agreed = set.intersection(*map(set, exchange(mine)))
+    how: dict[str, Any] = {"order": comm.order, "counter": counter and counter.of_thread(), "transport": "backend"}
+    return {queue: ProcessComm(program.mesh, uses[queue], **how, own_groups=True) for queue in sorted(agreed)}
 
 
 def _check_arguments(

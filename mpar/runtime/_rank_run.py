@@ -11,7 +11,8 @@ from mpar.runtime._batch import batch_key
 from mpar.runtime._device import check_device
 from mpar.runtime._load import Code, load
 from mpar.runtime._state import NO_LIMITS, Expected, Limits, State, check_given
-from mpar.runtime._streams import issue_on_streams, plan_streams
+from mpar.runtime._streams import issue_on_streams, plan_streams, plan_threads
+from mpar.runtime._threads import issue_on_threads, kept
 from mpar.runtime.comm import Comm
 
 __all__ = ["Progress", "RankRun"]
@@ -23,6 +24,7 @@ class RankRun:
     """The part of one rank with loaded code; to call it runs a step.
 
     `progress(line, instruction)` is called before each instruction; `primitives` replaces implementations (see `load`).
+    `threads` has the communication of the queues that are threads.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class RankRun:
         progress: Progress | None = None,
         primitives: Mapping[str, Callable] | None = None,
         inductor: bool = False,
+        threads: Mapping[str, Comm] | None = None,
     ) -> None:
         self.program, self.comm, self.device, self.progress = program, comm, torch.device(device), progress
         check_device(program.facts.kernels, self.device)
@@ -51,6 +54,9 @@ class RankRun:
         ]
         if self.device.type == "cuda":
             calls = issue_on_streams(calls, plan_streams(part.instructions, program.values, program.kinds), self.device)
+        elif threads:
+            plan = plan_threads(part.instructions, program.values, program.kinds, threads)
+            calls = issue_on_threads(calls, part.instructions, plan, threads, progress)
         self._steps = [
             (
                 call,
@@ -142,8 +148,8 @@ class RankRun:
         env |= {leaf.value: scalar for leaf, scalar in zip(self.part.scalars, scalars, strict=True)}
         with torch.no_grad():
             self._execute(env)
-        new = {leaf.path: env.pop(leaf.value) for leaf in self.part.state_out}
-        return new, {leaf.path: env[leaf.value] for leaf in self.part.metrics}
+        new = {leaf.path: kept(env.pop(leaf.value)) for leaf in self.part.state_out}
+        return new, {leaf.path: kept(env[leaf.value]) for leaf in self.part.metrics}
 
     def end(
         self, leaves: dict[str, Tensor], metrics: dict[str, Tensor], lr: float, before: State

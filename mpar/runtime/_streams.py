@@ -6,7 +6,7 @@ after all earlier reads of it. And freed memory goes back to the stream on which
 so that stream first waits for the streams that read it. Everything else may overlap.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from mpar.ir import Instruction, Kind, Value
 from mpar.runtime.comm import Comm
 
-__all__ = ["HOME", "START", "Issue", "issue_on_streams", "plan_streams"]
+__all__ = ["HOME", "START", "Issue", "issue_on_streams", "plan_streams", "plan_threads"]
 
 HOME = "compute"
 """The queue that runs on the caller's stream: state and batch are ready on it, and so are the results at the end."""
@@ -58,11 +58,26 @@ def plan_streams(instructions: Sequence[Instruction], values: Sequence[Value], k
     return _Planner(values).plan(instructions, queues)
 
 
+def plan_threads(
+    instructions: Sequence[Instruction], values: Sequence[Value], kinds: Mapping[str, Kind], threads: Collection[str]
+) -> list[Issue]:
+    """The same where the queues in `threads` are threads, and all others the caller's. Freed memory needs no order then: whoever
+    still reads a tensor holds it.
+    """
+    queues = [
+        instruction.queue
+        if instruction.queue in threads and instruction.message < 0 and kinds[instruction.kind].collectives
+        else HOME
+        for instruction in instructions
+    ]
+    return _Planner(values, orders_memory=False).plan(instructions, queues)
+
+
 class _Planner:
     """Goes through the instructions of a rank and remembers which queue made, holds and read what."""
 
-    def __init__(self, values: Sequence[Value]) -> None:
-        self.values = values
+    def __init__(self, values: Sequence[Value], *, orders_memory: bool = True) -> None:
+        self.values, self.orders_memory = values, orders_memory
         self.ready: dict[int, tuple[str, int]] = {}  # value -> the queue and line after which it may be read
         self.home: dict[int, str] = {}  # storage -> the queue on which it was allocated
         self.used: dict[int, dict[str, int]] = {}  # storage -> queue -> the last line that touched it
@@ -78,7 +93,7 @@ class _Planner:
                 waits = [START, *waits]
             last[queue] = line
             self._note(instruction, queue, line)
-            holds = self._give_back(instruction)
+            holds = self._give_back(instruction) if self.orders_memory else []
             waits += [awaited for home, awaited in holds if home == queue]  # it may use the memory again itself, so it waits too
             raw.append((queue, waits, [hold for hold in holds if hold[0] != queue]))
         if raw:

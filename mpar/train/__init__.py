@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mpar.train._sizes import batch_size, num_microbatches, seq_len
     from mpar.train._state import Progress, fresh_state, load_params, load_state, resume_from
     from mpar.train._stop import Stop
-    from mpar.train._watch import Watch, describe_place
+    from mpar.train._watch import Watch, describe_place, waits_for_others
 
 _HOME = {
     "value_problems": "_check_values",
@@ -112,6 +112,7 @@ _HOME = {
     "Place": "_place",
     "Watch": "_watch",
     "describe_place": "_watch",
+    "waits_for_others": "_watch",
     "read_place": "_place",
 }
 
@@ -176,6 +177,7 @@ __all__ = [
     "steps_done",
     "tensorboard_writer",
     "value_problems",
+    "waits_for_others",
     "wandb_writer",
     "within_bounds",
     "write_job",

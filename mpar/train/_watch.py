@@ -14,7 +14,7 @@ from mpar.train._place import SLOTS, Phase, Place
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Watch", "describe_place"]
+__all__ = ["Watch", "describe_place", "waits_for_others"]
 
 
 class Watch(Counter):
@@ -63,14 +63,38 @@ class Watch(Counter):
 
     def add(self, op: str, axes: tuple[str, ...], tensors: Sequence[Tensor]) -> None:
         """Note that this rank begins a collective."""
-        slots = self._slots
-        slots[2] += 1
-        slots[4] += sum(tensor.nbytes for tensor in tensors)
+        self._slots[2] += 1
+        self.add_bytes(tensors)
+
+    def add_bytes(self, tensors: Sequence[Tensor]) -> None:
+        """Note that this rank gives these tensors to others."""
+        self._slots[4] += sum(tensor.nbytes for tensor in tensors)
+
+    def of_thread(self) -> Counter:
+        """A counter of bytes only: the line that begins a collective on another thread is not the one that runs."""
+        return _OfThread(self)
 
     @property
     def communication_bytes(self) -> int:
         """Bytes that this rank has given to collectives and messages so far."""
         return self._slots[4]
+
+
+class _OfThread(Counter):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def add(self, op: str, axes: tuple[str, ...], tensors: Sequence[Tensor]) -> None:
+        self._watch.add_bytes(tensors)
+
+
+def waits_for_others(program: Program, rank: int, place: Place) -> bool:
+    """Whether a rank at `place`, in a line of `program`, is in a collective or waits for a message or the thread of a queue."""
+    instruction = program.part(rank).instructions[place.line]
+    if instruction.message >= 0:
+        return instruction.op == "wait"
+    return place.collectives > 0 or (instruction.queue != "compute" and bool(program.kinds[instruction.kind].collectives))
 
 
 def describe_place(program: Program, rank: int, place: Place | None, *, dead: bool = False) -> str:
@@ -90,9 +114,9 @@ def describe_place(program: Program, rank: int, place: Place | None, *, dead: bo
         did = {"wait": "waited for", "send": "was giving away", "recv": "was asking for"}[instruction.op]
         return f"{head}: {did if dead else does} {_message(program, rank, instruction)}"
     uses = program.kinds[instruction.kind].collectives
-    if not uses or not place.collectives:
+    if not uses or not waits_for_others(program, rank, place):
         return f"{head}: computes"
-    use = uses[min(place.collectives, len(uses)) - 1]
+    use = uses[max(1, min(place.collectives, len(uses))) - 1]
     return f"{head}: {'was in' if dead else 'waits in'} {_collective(program, rank, use)}"
 
 

@@ -1,8 +1,8 @@
 """Exchanges over gloo that use both directions of a link at once.
 
-gloo's own all_to_all sends first and receives then: on two ranks a link is idle in one direction at any time, and the exchange takes
-1.97 times as long as its bytes need. Here every receive is posted before the first send. Peers are taken in turn from the next rank
-on, so that at no time all ranks send to the same one.
+gloo's own all_to_all sends first and receives then: on two ranks a link is idle in one direction at any time, and an exchange
+takes 1.97 times as long as its bytes need. Here every receive is posted before the first send. Peers are taken in turn from the
+next rank on, so that at no time all ranks send to the same one.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ _FIRST_TAG = 1 << 30
 
 
 def post_exchange(group: dist.ProcessGroup, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
-    """Post the exchange of `sent[i]`, for rank i of the group, and of `received[i]`, which that rank fills; all contiguous, of equal
-    sizes on both. What this rank sends to itself is copied at once.
+    """Post the exchange of `sent[i]`, for rank i of the group, and of `received[i]`, which that rank fills; all contiguous, of
+    equal sizes on both. What this rank sends to itself is copied at once.
     """
     index, size = group.rank(), group.size()
     received[index].copy_(sent[index])

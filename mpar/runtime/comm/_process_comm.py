@@ -37,12 +37,17 @@ class Counter:
         """Record one collective or message."""
         self.messages.append((op, axes, len(tensors), sum(t.nbytes for t in tensors)))
 
+    def of_thread(self) -> "Counter":
+        """The counter of collectives of another thread than the caller's."""
+        return self
+
 
 class ProcessComm:
     """Collectives and messages of this process's rank. Making one creates the groups over the axes `uses` and those for
     `messages` between stages, on all ranks in the same order.
 
     posted:    bytes of the longest message that is posted over each tuple of axes; posts over other axes use the backend.
+    own_groups: no group is shared with another ProcessComm, so that both can be used at the same time.
     transport: "backend", "shared", or None: shared memory for every group whose ranks are all on one machine.
     Raises MeshError if the number of processes is not that of the ranks of the mesh, or if `transport` is "shared" and the
     ranks of a group share no memory.
@@ -59,6 +64,7 @@ class ProcessComm:
         messages: Sequence[Message] = (),
         posted: Mapping[tuple[str, ...], int] | None = None,
         device: torch.device | str = "cpu",
+        own_groups: bool = False,
     ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
         if world != mesh.size:
@@ -74,7 +80,7 @@ class ProcessComm:
             assert axes == mesh.ordered(axes), f"ranks of a group are in mesh order, {axes} are not"
             self._index[axes] = mesh.index(rank, axes)
             for members in mesh.groups(axes):
-                group = dist.group.WORLD if len(members) == world else dist.new_group(list(members))
+                group = dist.group.WORLD if len(members) == world and not own_groups else dist.new_group(list(members))
                 if rank in members:
                     assert group is not None
                     self._groups[axes] = group
@@ -101,6 +107,10 @@ class ProcessComm:
     def index(self, axes: tuple[str, ...]) -> int:
         """This rank's index in its group over `axes`."""
         return self._index[axes]
+
+    def over_network(self, uses: Iterable[tuple[str, ...]]) -> bool:
+        """Whether torch.distributed carries all collectives over these axes, not shared memory."""
+        return not any(axes in self._shared for axes in uses)
 
     def all_gather(self, x, *, axes, dim, size):
         """Shards of the group, concatenated along `dim`."""

@@ -1,0 +1,47 @@
+"""Ranks behind slow links: what is measured, and what lines are made of it."""
+
+import json
+import os
+import shutil
+import time
+
+import pytest
+
+from bench.slow_links._links import LinkError, Links, bits_per_s
+from bench.slow_links._measured import _line
+from bench.slow_links._ranks import run_ranks
+
+NEEDS = "network namespaces need root and iproute2"
+
+
+def test_rates():
+    """A number and a unit, or no limit."""
+    assert bits_per_s("50mbit") == 50e6 and bits_per_s("1.5gbit") == 1.5e9 and bits_per_s("unlimited") == float("inf")
+    for wrong in ("50", "fast", "-1mbit", "0kbit", "mbit"):
+        with pytest.raises(LinkError, match="is no rate"):
+            bits_per_s(wrong)
+
+
+def test_the_share_that_is_hidden():
+    """Of the shorter of computing and communicating, in the median pass; the ratio is by turns."""
+    free = {"mpar": [0.3, 1e6, 1.0], "torch": [0.3, 1e6, 1.0]}
+    half = {"mpar": [0.6, 50e6 / 8, 1.0], "torch": [0.8, 50e6 / 8, 1.0]}
+    passes = [{"rates": {"unlimited": [free, free], "100mbit": [half, half]}}] * 3
+    lines = [_line(passes, "100mbit", name, ["mpar", "torch"], 1.0) for name in ("mpar", "torch")]
+    assert [line["overlap"][0] for line in lines] == [pytest.approx(0.2 / 0.3, abs=1e-3), 0.0]
+    assert (lines[0]["step_ms"], lines[0]["compute_ms"], lines[0]["communication_ms"]) == (600.0, 300.0, 500.0)
+    assert lines[1]["mpar_over_this_wall"][0] == 0.75
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason=NEEDS)
+def test_links_are_as_slow_as_they_should_be():
+    """An exchange of bytes of one second takes about one second, and nothing is left of the links."""
+    before = set(os.listdir("/sys/class/net"))
+    with Links(2, "unlimited") as links:
+        began = time.monotonic()
+        printed = run_ranks(links, "bench.slow_links._wire", ["20mbit", "100000", "1"])
+        assert time.monotonic() - began < 300
+    ((seconds, moved),) = json.loads(printed)["shift"]
+    assert 0.8 < seconds * 20e6 / (8 * moved) < 3
+    assert set(os.listdir("/sys/class/net")) == before
