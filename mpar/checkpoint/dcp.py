@@ -189,10 +189,19 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The class of that name. Raises CheckpointError for every other."""
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         dtype = getattr(torch, name, None) if module == "torch" else None
         if (module, name) in _ALLOWED or isinstance(dtype, torch.dtype):
             return super().find_class(module, name)
         raise CheckpointError(f"the metadata name {module}.{name}, which no metadata of DCP do; it was not run")
+
+
+def _member(cls: Any, name: str) -> Any:
+    """A member of the one enumeration in metadata: pickles of Python 3.11.3 and older name members by getattr."""
+    if cls is md._MEM_FORMAT_ENCODING and name in cls.__members__:
+        return cls[name]
+    raise CheckpointError(f"the metadata ask for {name!r} of {cls!r}, which no metadata of DCP do; it was not run")
 
 
 def _read_metadata(folder: Path) -> md.Metadata:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from mpar import checkpoint
@@ -142,6 +142,19 @@ def test_a_pickle_that_would_run_code(converted, tmp_path):
     with pytest.raises(CheckpointError, match=r"the metadata name shutil\.rmtree"):
         from_dcp(converted, tmp_path / "back")
     assert (tmp_path / "precious").is_dir()
+
+
+def test_members_are_read_as_any_python_writes_them(converted, tmp_path, monkeypatch):
+    """Until 3.11.3 Python pickled a member of an enumeration as a call of getattr, which may give nothing else here."""
+    encoding = _MEM_FORMAT_ENCODING
+    monkeypatch.setattr(encoding, "__reduce_ex__", lambda self, protocol: (getattr, (encoding, self.name)))
+    rewrite(converted, lambda metadata: None)
+    assert b"getattr" in (converted / ".metadata").read_bytes()
+    from_dcp(converted, tmp_path / "back")
+    monkeypatch.setattr(encoding, "__reduce_ex__", lambda self, protocol: (getattr, (encoding, "__init__")))
+    rewrite(converted, lambda metadata: None)
+    with pytest.raises(CheckpointError, match=r"ask for '__init__' of"):
+        from_dcp(converted, tmp_path / "again")
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
