@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -11,14 +12,14 @@ from bench._passes import Passes
 from bench._peers import PeersMissing, find_peers
 from bench._result import RESULTS, append_results
 from bench._workload import MESHES
-from bench.slow_links._links import LinkError
+from bench.slow_links._links import LinkError, bits_per_s
 from bench.slow_links._measured import measure_steps, measure_wire
 
 
 def main() -> int:
     """Measure, print and record. Returns 1 if there can be no links, peers are missing, a rank failed or losses differ."""
-    args = _arguments()
     try:
+        args = _arguments()
         if args.command == "wire":
             todo = (measure_wire(num_ranks, args.rate, args.numbers, args.repeats) for num_ranks in args.ranks)
         else:
@@ -57,7 +58,11 @@ def _arguments() -> argparse.Namespace:
     Passes.add_options(steps, Passes(passes=5, launches=1, steps=3, warmup=2))
     for command in (wire, steps):
         command.add_argument("--out", type=Path, default=RESULTS / "slow_links.jsonl")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for rate in [args.rate] if args.command == "wire" else args.rates:
+        if math.isinf(bits_per_s(rate)):
+            parser.error("give rates: without a limit there is nothing to compare with")
+    return args
 
 
 if __name__ == "__main__":

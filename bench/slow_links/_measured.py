@@ -61,17 +61,22 @@ def measure_steps(
     bucket_mb: of torch_bucket. options: of mpar's program.
     """
     workload = peer(folder, "workload")
+    measured: list[Any] = []
     with tempfile.TemporaryDirectory() as work, Links(MESHES[mesh][0].size, UNLIMITED) as links:
         save_workload(Path(work), workload.CONFIGS[config], workload, mesh, **options)
         arguments = {"work": work, "peers": folder, "config": config, "mesh": mesh, "rates": ",".join(rates)}
         arguments |= {"variants": ",".join(variants), "bucket-mb": bucket_mb}
         counts = {"steps": passes.steps, "warmup": passes.warmup, "passes": passes.passes}
         words = [word for key, value in (arguments | counts).items() for word in (f"--{key}", str(value))]
-        measured = [json.loads(line) for line in run_ranks(links, "bench.slow_links._steps", words).splitlines()]
+        for _ in range(passes.launches):
+            links.set_rate(UNLIMITED)
+            measured += [json.loads(line) for line in run_ranks(links, "bench.slow_links._steps", words).splitlines()]
     facts: dict[str, Json] = {"bench": "slow_links", "case": "steps", "config": config, "mesh": mesh, "threads": 1}
     facts |= {"options": options, "passes": passes.passes, "foreign_cores": [one["foreign_cores"] for one in measured]}
-    losses = {name: [_column(measured, UNLIMITED, name, 2)[0]] for name in variants}
-    facts["loss_spread"] = largest_spread(losses)
+    spreads = [
+        largest_spread({name: _column(measured, rate, name, 2) for name in variants}) for rate in (UNLIMITED, *rates)
+    ]
+    facts["loss_spread"] = max(spreads)
     lines = [_line(measured, rate, name, variants, bucket_mb) for rate in rates for name in variants]
     return [Result.of({**facts, **line}, this_run()) for line in lines]
 

@@ -55,7 +55,7 @@ def main(args: Sequence[str]) -> int:
         raise CheckpointError(f"cannot export {source}: it does not record the configuration of a run. Did mpar train write it?")
     run = bind(TrainConfig, plain)
     out = Path(config.out) if config.out else run_dir / "hf"
-    folder = Path(os.path.abspath(out))  # x/.. would be another folder once x is made
+    folder = Path(os.path.abspath(out)) if config.out else out  # x/.. would be another folder once x is made
     if config.out and folder.exists():
         raise CheckpointError(f"cannot export to {out}: it exists. Choose another folder, or delete it.")
     options = ExportOptions(config.dtype, config.max_file_bytes, config.check, replaces=not config.out)

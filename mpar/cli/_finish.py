@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from mpar import checkpoint
+from mpar.cli._finished import note_finished
 from mpar.cli._screen import encode_everything, say
 from mpar.errors import CheckpointError
 from mpar.train import TrainConfig, make_mesh, make_tokenizer, num_threads, read_job, read_metrics
@@ -42,6 +43,7 @@ def finish(config: TrainConfig) -> None:
             lines.append(f"evaluation: loss {last['eval_loss']:.4f}, perplexity {last['perplexity']:,.4g}")
     lines += _conversation(folder, _questions(config), config.task.max_new_tokens) if config.task.kind == "sft" else []
     lines += [f"{label:12} {path}" for label, path in ({"checkpoint": newest, "model": folder} | pictures).items()]
+    note_finished(run_dir, int(newest.name.rpartition("_")[2]))
     say("\n".join(lines))
 
 

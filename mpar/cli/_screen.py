@@ -65,11 +65,18 @@ def say_aside(text: str, *, terminal: bool = False) -> None:
 
 
 def show_error(error: BaseException) -> None:
-    """Print an MparError, which is a mistake of the user, as name and message, and any other error, a bug, as its traceback."""
-    if not isinstance(error, MparError):
+    """Print an MparError, which is a mistake of the user, as name and message; what the system refused, such as a full disk, with
+    the place in the code; and any other error, a bug, as its traceback.
+    """
+    if isinstance(error, MparError):
+        show_failure(type(error).__name__, str(error))
+    elif isinstance(error, OSError):
+        names = ", ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"the system refused: {error.strerror or error}{f': {names}' if names else ''}"
+        show_failure(type(error).__name__, f"{what}\n({where.name} in {where.filename}:{where.lineno})")
+    else:
         say_aside("".join(traceback.format_exception(error)))
-        return
-    show_failure(type(error).__name__, str(error))
 
 
 def show_failure(title: str, text: str) -> None:

@@ -16,11 +16,12 @@ from omegaconf import DictConfig
 from mpar.cli._arguments import Arguments
 from mpar.cli._bind import listed
 from mpar.cli._compose import check_overrides, hydra_ready, plain_config
+from mpar.cli._finished import finished_steps
 from mpar.cli._later import later
 from mpar.cli._new_folder import new_folder
 from mpar.cli._paths import with_absolute_paths
 from mpar.cli._run_problems import bind_run, run_problems
-from mpar.cli._screen import say_aside, show_error
+from mpar.cli._screen import give_output_up, say_aside, show_error
 from mpar.cli._signals import signals_stop
 from mpar.cli._sweep_results import JobResult, report_sweep
 from mpar.cli._train_once import train_once
@@ -35,6 +36,8 @@ _SETTINGS = (
     "hydra/hydra_logging=none",
     "hydra/job_logging=none",
 )
+_SWEPT = "MPAR_SWEPT"
+"""The keys that have several values in the sweep, as the processes of its jobs get them."""
 
 
 def sweep(arguments: Arguments) -> int:
@@ -47,6 +50,7 @@ def sweep(arguments: Arguments) -> int:
         _check_jobs(overrides)
         folder = _sweep_folder(overrides)
         where = [] if folder is None else [f"hydra.sweep.dir='{folder}'"]
+        where.append(f"+hydra.job.env_set.{_SWEPT}='{' '.join(_swept_keys(overrides))}'")
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         batches = hydra.multirun("train", train_job, [*_SETTINGS, *where, *overrides])
@@ -66,34 +70,37 @@ def train_job(composed: DictConfig) -> JobResult:
     output_dir, began = Path(settings.runtime.output_dir), time.perf_counter()
     name, overrides = output_dir.name, tuple(settings.overrides.task)
     say_aside(f"--- job {name}: {' '.join(overrides)}")
-    run_dir, failed = output_dir, False
+    run_dir, failed, time_s, records = output_dir, False, None, []
     try:
         config, resolved = bind_run(plain_config(composed), run_problems)
         if config.run_dir is not None and Path(config.run_dir).absolute() != output_dir.absolute().parent:
             run_dir = Path(config.run_dir) / name
         config = dataclasses.replace(config, run_dir=str(run_dir))
         with signals_stop():  # Hydra's launcher may have started another process
-            if _is_done(config, resolved):
+            trained = _steps_done(config, resolved, settings.job.env_set.get(_SWEPT, "").split()) >= config.steps
+            records = read_metrics(run_dir / "metrics.jsonl")
+            if trained and finished_steps(run_dir) >= config.steps:
                 say_aside(f"job {name} is done already: {run_dir}")
             else:
-                train_once(config, resolved, sweep=run_dir.parent)
+                train_once(config, resolved, sweep=run_dir.parent, trained=trained)
+                time_s = time.perf_counter() - began
+            records = read_metrics(run_dir / "metrics.jsonl")
+    except BrokenPipeError:  # nobody reads the output any more, which is no failure of the job
+        give_output_up()
     except Exception as error:  # of a bug, too, the traceback is shown, and the next job begins
         show_error(error)
         failed = True
-    records = read_metrics(run_dir / "metrics.jsonl")
-    return JobResult(name, overrides, str(run_dir), failed, time.perf_counter() - began, records)
+    return JobResult(name, overrides, str(run_dir), failed, time_s, records)
 
 
-def _is_done(config: TrainConfig, resolved: PlainConfig) -> bool:
-    """Whether an earlier run of this sweep has trained the job to its last step and exported its model.
-
-    Raises CheckpointError if the folder of the job has checkpoints of another job: folders of jobs have numbers for names.
+def _steps_done(config: TrainConfig, resolved: PlainConfig, swept: Sequence[str]) -> int:
+    """How many steps of the job an earlier run of this sweep has done. Raises CheckpointError if the folder of the job has
+    checkpoints of another job: folders of jobs have numbers for names.
     """
-    run_dir = Path(str(config.run_dir))
-    if not (run_dir / "checkpoints").exists():
-        return False
-    reached: int = later("mpar.train").steps_done(run_dir, with_absolute_paths(resolved, Path.cwd()))
-    return reached >= config.steps and (run_dir / "hf").exists()
+    if not Path(str(config.run_dir), "checkpoints").exists():  # then torch need not be loaded
+        return 0
+    done: int = later("mpar.train").steps_done(config, with_absolute_paths(resolved, Path.cwd()), swept)
+    return done
 
 
 def _sweep_folder(overrides: Sequence[str]) -> Path | None:
@@ -105,6 +112,12 @@ def _sweep_folder(overrides: Sequence[str]) -> Path | None:
     if given is not None and not given.is_sweep_override() and isinstance(given.value(), str):
         return Path(str(given.value()))
     return new_folder("runs/sweep_")
+
+
+def _swept_keys(overrides: Sequence[str]) -> list[str]:
+    """The keys and groups that have several values."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    return [override.key_or_group for override in parsed if override.is_sweep_override()]
 
 
 def _check_jobs(overrides: Sequence[str]) -> None:

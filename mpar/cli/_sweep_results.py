@@ -21,14 +21,15 @@ _WIDTH = 130
 class JobResult:
     """What one job of a sweep hands back to it, maybe from another process.
 
-    overrides: all of the job. time_s: of the whole job. records: those of metrics.jsonl, empty if no step was done.
+    overrides: all of the job. time_s: of the whole job; None if an earlier run of the sweep did it. records: those of
+    metrics.jsonl, empty if no step was done.
     """
 
     name: str
     overrides: tuple[str, ...]
     run_dir: str
     failed: bool
-    time_s: float
+    time_s: float | None
     records: Sequence[dict[str, float]]
 
     @property
@@ -62,21 +63,22 @@ def report_sweep(results: Sequence[JobResult], folder: Path) -> None:
         mark = "best" if result is best else "failed" if result.failed else ""
         values = [setting.get(key, "") for key in keys]
         losses = (_loss(result.final), _loss(result.best))
-        table.add_row(result.name, *values, *losses, f"{result.time_s:.0f} s", os.path.relpath(result.run_dir), mark)
+        time_s = "" if result.time_s is None else f"{result.time_s:.0f} s"
+        table.add_row(result.name, *values, *losses, time_s, os.path.relpath(result.run_dir), mark)
     console = Console(width=_WIDTH, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
-    say(capture.get().rstrip())
     file = folder / "sweep.csv"
     with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.writer(out)
         writer.writerow(["job", *keys, "final_loss", "best_loss", "time_s", "run_dir", "status"])
         for result, setting in zip(results, settings, strict=True):
             status = "failed" if result.failed else "best" if result is best else "ok"
-            row = [result.final, result.best, f"{result.time_s:.1f}", result.run_dir, status]
+            row = [result.final, result.best, None if result.time_s is None else round(result.time_s, 1), result.run_dir, status]
             writer.writerow([result.name, *(setting.get(key, "") for key in keys), *row])
     curves = {_label(result, setting, keys): result.records for result, setting in zip(results, settings, strict=True)}
     picture = draw_losses({label: records for label, records in curves.items() if records}, folder / "sweep.png", folder.name)
+    say(capture.get().rstrip())
     say(f"table        {file}" + (f"\nlosses       {picture}" if picture else ""))
 
 

@@ -93,9 +93,9 @@ def _prepare(resolved: PlainConfig, rank: int, local_rank: int, stack: ExitStack
         if folder is not None and child is not None:
             report = [node, str(folder), _outcome(child, folder)]
         nodes = {entry[0]: entry for entry in exchange(report) if entry is not None}
-        if all(outcome is not None for _, _, outcome in nodes.values()):
+        failure = next((outcome for _, _, outcome in nodes.values() if outcome), None)
+        if failure is not None or all(outcome is not None for _, _, outcome in nodes.values()):
             break
-    failure = next((outcome for _, _, outcome in nodes.values() if outcome), None)
     if failure is None:
         return Path(nodes[node][1])
     if rank == 0:

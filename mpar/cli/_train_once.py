@@ -18,8 +18,10 @@ from mpar.train import PlainConfig, TrainConfig, deadline_after
 __all__ = ["train_once"]
 
 
-def train_once(config: TrainConfig, resolved: PlainConfig, sweep: Path | None = None) -> None:
-    """Do all of one run: prepare, train, export, draw, and ask the trained model. sweep: the folder of the sweep, if it is a job.
+def train_once(config: TrainConfig, resolved: PlainConfig, sweep: Path | None = None, *, trained: bool = False) -> None:
+    """Do all of one run: prepare, train, export, draw, and ask the trained model.
+
+    sweep: the folder of the sweep, if it is a job of one. trained: all steps are done already.
 
     Raises Stopped, whose message says how to go on, if a signal or the time limit ended the run.
     """
@@ -28,10 +30,11 @@ def train_once(config: TrainConfig, resolved: PlainConfig, sweep: Path | None = 
     try:
         with locked_run_dir(config.run_dir) as (run_dir, lock):
             config = dataclasses.replace(config, run_dir=str(run_dir))
-            with job_folder() as folder:
-                start = prepared_start(config, resolved | {"run_dir": str(run_dir)}, folder)
-                say_aside(f"{start.summary}\nprepared in {time.perf_counter() - began:.1f} s, {start.source}")
-                _launch_again(config, folder, deadline, lock, sweep)
+            if not trained:
+                with job_folder() as folder:
+                    start = prepared_start(config, resolved | {"run_dir": str(run_dir)}, folder)
+                    say_aside(f"{start.summary}\nprepared in {time.perf_counter() - began:.1f} s, {start.source}")
+                    _launch_again(config, folder, deadline, lock, sweep)
             later("mpar.cli._finish").finish(config)
     except Stopped as stopped:
         raise Stopped(stopped.code, f"{stopped}; {after_stop(config, sweep)}") from None

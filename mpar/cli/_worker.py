@@ -109,11 +109,12 @@ def work(job: Job, folder: Path, watch: Watch, deadline: float | None) -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if config.device == "cuda" else torch.device(config.device)
     run_dir = Path(str(config.run_dir))
     setup = make_setup(config)
-    agree = _highest_of_all(device)
+    agree = _highest_of_all(device, config.timeout_s)
     stop = Stop(agree, deadline)
     with signals_call(stop.wish):
         watch.enter(Phase.MEET)
-        run = program.bind(device=device, counter=watch, progress=watch, execution=config.execution)
+        patience_s = config.timeout_s + _GRACE_S
+        run = program.bind(device=device, counter=watch, progress=watch, execution=config.execution, timeout_s=patience_s)
         saving = Saving(config, job.resolved, program, rank, device, agree, watch, say_aside if rank == 0 else _ignore)
         watch.enter(Phase.BEGIN)
         data = load_data(setup, folder / DATA_FOLDER)
@@ -131,12 +132,13 @@ def work(job: Job, folder: Path, watch: Watch, deadline: float | None) -> int:
     return 0 if position.step == config.steps else stop.code
 
 
-def _highest_of_all(device: torch.device) -> Callable[[list[float]], list[float]]:
+def _highest_of_all(device: torch.device, timeout_s: float) -> Callable[[list[float]], list[float]]:
     """A function that gives every rank the highest of all ranks' values, one by one.
 
     On GPUs it has a group of its own on the host, so that asking does not wait for what the GPU still has to do.
     """
-    group = dist.new_group(backend="gloo") if device.type == "cuda" else None
+    patience = datetime.timedelta(seconds=timeout_s + _GRACE_S)
+    group = dist.new_group(backend="gloo", timeout=patience) if device.type == "cuda" else None
 
     def agree(values: list[float]) -> list[float]:
         highest = torch.tensor(values, dtype=torch.float64)
@@ -151,8 +153,9 @@ def _evaluation(job: Job, batches: Batches | None, device: torch.device, watch: 
     config = job.config
     if batches is None or job.evaluation is None:
         return None
-    execution = "inductor" if job.config.execution == "inductor" else "eager"  # few runs do not repay recording a CUDA graph
-    run = job.evaluation.bind(device=device, counter=watch, progress=watch, execution=execution)
+    execution = "inductor" if config.execution == "inductor" else "eager"  # few runs do not repay recording a CUDA graph
+    patience_s = config.timeout_s + _GRACE_S
+    run = job.evaluation.bind(device=device, counter=watch, progress=watch, execution=execution, timeout_s=patience_s)
     wanted = config.evaluation.batches or batches.steps_per_epoch
     return Evaluation(job.evaluation, run, batches, config.evaluation.every, min(wanted, batches.steps_per_epoch))
 

@@ -5,7 +5,6 @@ import importlib
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 
 from mpar.cli import _screen
@@ -39,16 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     _screen.encode_everything()
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help", "help"):
-        _screen.say(_USAGE.format(commands="\n".join(f"  {name:10} {about}" for name, (_, about) in COMMANDS.items())))
-        return 0
-    if args[0] in ("-V", "--version", "-i", "--info"):
-        (say_version if args[0] in ("-V", "--version") else say_info)()
-        return 0
     try:
+        if not args or args[0] in ("-h", "--help", "help"):
+            _screen.say(_USAGE.format(commands="\n".join(f"  {name:10} {about}" for name, (_, about) in COMMANDS.items())))
+            return 0
+        if args[0] in ("-V", "--version", "-i", "--info"):
+            (say_version if args[0] in ("-V", "--version") else say_info)()
+            return 0
         _check_working_directory()
-        # torch's own choice is a folder in /tmp with a name that everybody can guess
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "inductor"))
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch's own choice is a folder in /tmp that everybody can guess
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(user_cache() / "inductor")
         with signals_stop():
             return importlib.import_module(_module(args[0])).main(args[1:])
     except MparError as error:
@@ -58,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _screen.give_output_up()
         return code_of_signal(signal.SIGPIPE)
     except OSError as error:
-        _screen.show_failure(type(error).__name__, _of_system(args[0], error))
+        _screen.show_error(error)
         return 1
     except Stopped as stopped:
         _screen.say_aside(str(stopped))
@@ -70,16 +69,6 @@ def _check_working_directory() -> None:
         os.getcwd()  # libraries end the process without it
     except FileNotFoundError:
         raise ConfigError("the working directory does not exist any more: change to one that does.") from None
-
-
-def _of_system(command: str, error: OSError) -> str:
-    """What the system refused, without a traceback: a full disk, a folder that was deleted, a lack of permission."""
-    what = ", ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"mpar {command} was stopped by the system: {error.strerror or error}{f': {what}' if what else ''}\n"
-        f"({where.name} in {where.filename}:{where.lineno})"
-    )
 
 
 def _module(command: str) -> str:

@@ -87,6 +87,7 @@ class Program(ProgramData):
         progress: Progress | None = None,
         transport: str | None = None,
         execution: str = "eager",
+        timeout_s: float | None = None,
     ) -> RankRun | Replay:
         """The rank of this process, ready to run on the processes of torch.distributed; see `mpar.runtime.bind`."""
         return runtime.bind(
@@ -97,6 +98,7 @@ class Program(ProgramData):
             progress=progress,
             transport=transport,
             execution=execution,
+            timeout_s=timeout_s,
         )
 
 

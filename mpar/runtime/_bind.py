@@ -27,6 +27,7 @@ def bind(
     progress: Progress | None = None,
     transport: str | None = None,
     execution: str = "eager",
+    timeout_s: float | None = None,
 ) -> RankRun | Replay:
     """The run of this process's rank, on the processes that torch.distributed has started.
 
@@ -37,6 +38,7 @@ def bind(
                None: "library" on CUDA devices, else "rank".
     transport: for CPU tensors that are added in the order of ranks: "shared" memory or the "backend", with the same bits. None:
                shared memory for every group whose ranks are all on one machine.
+    timeout_s: how long a rank waits for others in a collective; None: as long as torch.distributed does by default.
     Raises UnknownNameError for another order, transport or execution; ConfigError for shared memory with tensors that are not on
     the CPU, and for CUDA graphs on a CPU or with several ranks.
     """
@@ -56,12 +58,15 @@ def bind(
         messages=program.messages(),
         posted=posted_bytes(program),
         device=device,
+        timeout_s=timeout_s,
     )
-    threads = _over_network(program, comm, counter) if torch.device(device).type == "cpu" else {}
+    threads = _over_network(program, comm, counter, timeout_s) if torch.device(device).type == "cpu" else {}
     return RankRun(program, comm, device, progress, inductor=inductor, threads=threads)
 
 
-def _over_network(program: ProgramData, comm: ProcessComm, counter: Counter | None) -> dict[str, Comm]:
+def _over_network(
+    program: ProgramData, comm: ProcessComm, counter: Counter | None, timeout_s: float | None
+) -> dict[str, Comm]:
     """The communication of each queue whose collectives all go over the network: groups of its own, so that no other queue comes
     in between. Memory that ranks share gains nothing from threads: its collectives take CPU time. All ranks must call this.
     """
@@ -73,8 +78,9 @@ def _over_network(program: ProgramData, comm: ProcessComm, counter: Counter | No
             axes.update(kind.coordinates)
     mine: PlainValue = [queue for queue, axes in sorted(uses.items()) if comm.over_network(axes)]
     agreed = set.intersection(*map(set, exchange(mine)))
-    how: dict[str, Any] = {"order": comm.order, "counter": counter and counter.of_thread(), "transport": "backend"}
-    return {queue: ProcessComm(program.mesh, uses[queue], **how, own_groups=True) for queue in sorted(agreed)}
+    how: dict[str, Any] = {"order": comm.order, "counter": counter and counter.of_thread(), "timeout_s": timeout_s}
+    how |= {"transport": "backend", "own_groups": True}
+    return {queue: ProcessComm(program.mesh, uses[queue], **how) for queue in sorted(agreed)}
 
 
 def _check_arguments(

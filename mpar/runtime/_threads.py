@@ -1,4 +1,4 @@
-"""Threads: on CPUs that talk over a network, each queue of a program with collectives is a thread, as it is a stream on a GPU.
+"""Threads: on CPUs, a queue of a program all of whose collectives go over a network is a thread, as it is a stream on a GPU.
 
 The caller's thread hands an instruction of such a queue over and goes on. Its results are promises, which whoever reads them
 waits for. `plan_threads` says what else must be in order. While a thread waits for the network, the caller's thread computes.
@@ -8,7 +8,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,16 +68,40 @@ def issue_on_threads(
 ) -> list[Function]:
     """The functions of a rank's instructions, each issued on the thread of its queue, with the communication of that queue.
 
-    progress: is called with the line of the instruction that the caller's thread waits for, and with its own again.
+    progress: its method `waits`, if it has one, is called with the line that the caller's thread waits for, and then it is called
+    with the line that goes on.
     """
-    threads = {queue: _Thread(queue, comm) for queue, comm in comms.items()}
-    ends: dict[int, _End] = {}
+    threads, caller = {queue: _Thread(queue, comm) for queue, comm in comms.items()}, _Caller(instructions, progress)
     return [
-        _handed_over(line, function, issue, len(instruction.outputs), threads[issue.queue], ends)
+        _handed_over(line, function, issue, threads[issue.queue], caller)
         if issue.queue != HOME
-        else _after(line, function, issue, instructions, ends, progress)
-        for line, (function, instruction, issue) in enumerate(zip(functions, instructions, issues, strict=True))
+        else _after(line, function, issue, caller)
+        for line, (function, issue) in enumerate(zip(functions, issues, strict=True))
     ]
+
+
+class _Caller:
+    """The caller's thread: what it has handed over in this step, and how it waits for that."""
+
+    def __init__(self, instructions: Sequence[Instruction], progress: Callable[[int, Instruction], None] | None) -> None:
+        self.instructions, self._progress = instructions, progress
+        self.ends: dict[int, _End] = {}
+
+    def wait(self, end: _End, line: int) -> None:
+        """Wait for `end` before `line` goes on. Raises its error."""
+        waits = getattr(self._progress, "waits", None)
+        if self._progress is None or waits is None or end.done.is_set():
+            end.wait()
+            return
+        waits(end.line, self.instructions[end.line])
+        end.wait()
+        self._progress(line, self.instructions[line])
+
+    def wait_for_lines(self, others: Iterable[int], line: int) -> None:
+        """The same for all of these lines that other threads run; what the caller's thread ran is done."""
+        for other in others:
+            if other in self.ends:
+                self.wait(self.ends[other], line)
 
 
 class _Thread:
@@ -90,10 +114,10 @@ class _Thread:
         self._error: BaseException | None = None
         threading.Thread(target=self._run, name=f"queue {name}", daemon=True).start()
 
-    def give(self, job: "_Job") -> None:
-        """Run a job behind all others. Waits while too many are not done: their operands take memory."""
+    def give(self, job: "_Job", caller: _Caller) -> None:
+        """Run a job behind all others. The caller waits while too many are not done: their operands take memory."""
         while len(self._given) >= _MOST_UNDER_WAY:
-            self._given.popleft().done.wait()
+            caller.wait(self._given.popleft(), job.end.line)
         self._given.append(job.end)
         self._jobs.put(job)
 
@@ -130,48 +154,31 @@ class _Job:
     end: _End
 
 
-def _handed_over(
-    line: int, function: Function, issue: Issue, num_results: int, thread: _Thread, ends: dict[int, _End]
-) -> Function:
+def _handed_over(line: int, function: Function, issue: Issue, thread: _Thread, caller: _Caller) -> Function:
+    num_results = len(caller.instructions[line].outputs)
+
     def run(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
-        end = ends[line] = _End(line)
+        end = _End(line)
         promises: Any = tuple(_Promise(end) for _ in range(num_results))
-        waits = [ends[other] for other in issue.waits if other in ends]  # what ran on the caller's thread is done
+        waits = [caller.ends[other] for other in issue.waits if other in caller.ends]  # what the caller's thread ran is done
         operands = args[:]
         args.clear()
-        thread.give(_Job(function, operands, waits, [weakref.ref(promise) for promise in promises], end))
+        thread.give(_Job(function, operands, waits, [weakref.ref(promise) for promise in promises], end), caller)
+        caller.ends[line] = end
         return promises
 
     return run
 
 
-def _after(
-    line: int,
-    function: Function,
-    issue: Issue,
-    instructions: Sequence[Instruction],
-    ends: dict[int, _End],
-    progress: Callable[[int, Instruction], None] | None,
-) -> Function:
-    def wait(end: _End) -> None:
-        if progress is not None and not end.done.is_set():
-            progress(end.line, instructions[end.line])
-            end.wait()
-            progress(line, instructions[line])
-        end.wait()
-
+def _after(line: int, function: Function, issue: Issue, caller: _Caller) -> Function:
     def run(args: list[Any], comm: Comm) -> tuple[Tensor, ...]:
-        for other in issue.waits:
-            if other in ends:
-                wait(ends[other])
-        for i, x in enumerate(args):
-            if isinstance(x, _Promise):
-                wait(x.end)
-                args[i] = kept(x)
+        caller.wait_for_lines(issue.waits, line)
+        for i in range(len(args)):  # a variable for the operand would keep the last one alive while the code runs
+            if isinstance(args[i], _Promise):
+                caller.wait(args[i].end, line)
+                args[i] = kept(args[i])
         results = function(args, comm)
-        for _, other in issue.holds:
-            if other in ends:
-                wait(ends[other])
+        caller.wait_for_lines((other for _, other in issue.holds), line)
         return results
 
     return run

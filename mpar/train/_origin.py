@@ -1,6 +1,6 @@
 """Where the first state of a run comes from, and what changed since; found once, before ranks start."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ __all__ = ["Origin", "find_origin", "steps_done"]
 
 _NOT_OF_A_JOB = (
     *("steps:", "mesh.", "checkpoint.", "compile_cache:", "device:", "execution:", "hardware.", "kernels:", "num_threads:"),
-    *("restarts:", "time_limit:", "timeout_s:", "log_every:", "wandb:", "task.chat", "task.max_new_tokens:"),
+    *("restarts:", "time_limit:", "timeout_s:", "log_every:", "wandb:", "task.chat", "task.max_new_tokens:", "data.cache_dir:"),
 )
 """Keys in which a job of a sweep may differ from what it was when the sweep ran before, as the lines of their changes begin."""
 
@@ -65,17 +65,32 @@ def find_origin(setup: RunSetup, resolved: PlainConfig) -> Origin:
     return Origin(resume, reached, changes=tuple(config_changes(then, resolved)))
 
 
-def steps_done(run_dir: Path, resolved: PlainConfig) -> int:
-    """The step of the newest checkpoint in `run_dir`, the folder of a job of a sweep; 0 if it has none.
+def steps_done(config: TrainConfig, resolved: PlainConfig, swept: Sequence[str]) -> int:
+    """The step of the newest checkpoint in the folder of a job of a sweep; 0 if there is none that can be read and a damaged one
+    is moved aside.
 
-    Folders of jobs have numbers for names, so another sweep may have made it. Raises CheckpointError if its run had other values
-    than `resolved`, the configuration of the job, in other keys than those that say how far and on what it runs.
+    resolved: the configuration of the job as plain data. swept: the keys and groups that have several values in the sweep.
+    Folders of jobs have numbers for names, so another sweep may have made this one. Raises CheckpointError if its run had other
+    values in the keys that are swept, or in others than those that say how far and on what it runs.
     """
-    newest = checkpoint.latest(run_dir / "checkpoints")
+    run_dir = Path(str(config.run_dir))
+    try:
+        newest = checkpoint.latest(run_dir / "checkpoints")
+    except CheckpointError:
+        if config.checkpoint.on_damaged == "move_aside":
+            return 0
+        raise
     if newest is None:
         return 0
     extras = checkpoint.read_extras(newest)
-    changes = [line for line in config_changes(_config_in(extras), resolved) if not line.startswith(_NOT_OF_A_JOB)]
+    may_differ = _NOT_OF_A_JOB + (("data.",) if config.resume.data == "restart" else ())
+    may_differ += ("model.",) if config.resume.allow_change else ()
+    must_not = tuple(f"{key}{end}" for key in swept for end in (":", "."))
+    changes = [
+        line
+        for line in config_changes(_config_in(extras), resolved)
+        if line.startswith(must_not) or not line.startswith(may_differ)
+    ]
     if changes:
         raise CheckpointError(
             f"cannot go on with job {run_dir.name} of the sweep: {newest} is of a job with other values (then -> now):\n  "

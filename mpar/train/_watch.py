@@ -1,6 +1,7 @@
 """Watchdog: every rank keeps its place in a small memory-mapped file, which the launcher can read after the rank is gone."""
 
 import mmap
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ class Watch(Counter):
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), SLOTS.size)
         self._slots = memoryview(self._map).cast("q")
+        self._lock = threading.Lock()
         self.enter(Phase.BEGIN)
 
     def __enter__(self) -> "Watch":
@@ -68,7 +70,14 @@ class Watch(Counter):
 
     def add_bytes(self, tensors: Sequence[Tensor]) -> None:
         """Note that this rank gives these tensors to others."""
-        self._slots[4] += sum(tensor.nbytes for tensor in tensors)
+        size = sum(tensor.nbytes for tensor in tensors)
+        with self._lock:  # of several threads
+            self._slots[4] += size
+
+    def waits(self, line: int, instruction: Instruction) -> None:
+        """Note that this rank waits for another thread, which runs `line`."""
+        self(line, instruction)
+        self._slots[2] = 1
 
     def of_thread(self) -> Counter:
         """A counter of bytes only: the line that begins a collective on another thread is not the one that runs."""
@@ -90,11 +99,11 @@ class _OfThread(Counter):
 
 
 def waits_for_others(program: Program, rank: int, place: Place) -> bool:
-    """Whether a rank at `place`, in a line of `program`, is in a collective or waits for a message or the thread of a queue."""
+    """Whether a rank at `place`, a line of `program`, is in a collective, or waits for one of another thread or for a message."""
     instruction = program.part(rank).instructions[place.line]
     if instruction.message >= 0:
         return instruction.op == "wait"
-    return place.collectives > 0 or (instruction.queue != "compute" and bool(program.kinds[instruction.kind].collectives))
+    return place.collectives > 0
 
 
 def describe_place(program: Program, rank: int, place: Place | None, *, dead: bool = False) -> str:
@@ -114,9 +123,9 @@ def describe_place(program: Program, rank: int, place: Place | None, *, dead: bo
         did = {"wait": "waited for", "send": "was giving away", "recv": "was asking for"}[instruction.op]
         return f"{head}: {did if dead else does} {_message(program, rank, instruction)}"
     uses = program.kinds[instruction.kind].collectives
-    if not uses or not waits_for_others(program, rank, place):
+    if not uses or not place.collectives:
         return f"{head}: computes"
-    use = uses[max(1, min(place.collectives, len(uses))) - 1]
+    use = uses[min(place.collectives, len(uses)) - 1]
     return f"{head}: {'was in' if dead else 'waits in'} {_collective(program, rank, use)}"
 
 

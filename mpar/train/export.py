@@ -1,5 +1,6 @@
 """After training: writes a checkpoint as a folder that transformers loads, and lets the model in such a folder answer."""
 
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,20 +70,33 @@ def export_hf(
             raise CheckpointError(f"cannot export to {folder}: it was made meanwhile. Choose another folder, or delete it.")
         _put_in_place(draft, folder)
     except OSError as error:
-        reason = error.strerror or error
-        raise CheckpointError(f"cannot export {checkpoint} to {folder}: {reason}. Choose another folder.") from None
+        reason = f"{error.strerror or error}{'' if error.filename is None else f': {error.filename}'}"
+        raise CheckpointError(f"cannot export {checkpoint} to {folder}: {reason}") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 
 def _put_in_place(draft: Path, folder: Path) -> None:
-    """Rename `draft` to `folder`. What is there is deleted only then."""
-    shutil.rmtree(old := folder.with_name(f".{folder.name}.old"), ignore_errors=True)
-    if folder.exists():
+    """Rename `draft` to `folder`. What is there is deleted only then; of a link, the link."""
+    _delete(old := folder.with_name(f".{folder.name}.old"))
+    replaced = os.path.lexists(folder)
+    if replaced:
         folder.rename(old)
-    draft.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        draft.rename(folder)
+    except OSError:
+        if replaced:
+            old.rename(folder)
+        raise
+    _delete(old)
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 class _Leaves:

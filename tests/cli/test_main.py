@@ -33,7 +33,7 @@ def test_a_refusal_of_the_system_is_told(place, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("mpar.cli._plan.main", full)
     assert command_line.main(["plan"]) == 1
     text = capsys.readouterr().err
-    assert f"mpar plan was stopped by the system: No space left on device: {tmp_path / place}" in text
+    assert f"the system refused: No space left on device: {tmp_path / place}" in text
     assert "Traceback" not in text
 
 
@@ -44,7 +44,8 @@ def test_a_user_without_a_home_is_told(capsys, monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", home)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
     assert command_line.main(["plan"]) == 2
     assert "neither XDG_CACHE_HOME nor HOME is set" in capsys.readouterr().err
 

@@ -84,6 +84,13 @@ def test_a_sweep_goes_on(mpar, tmp_path):
     other = mpar("train", "-m", *ALONE, "run_dir=both", "optimizer.lr=5e-2,1e-3")
     assert other.returncode == 1
     assert "optimizer.lr: 0.01 -> 0.05" in other.stderr and "job 1 is done already" in other.stderr
+    with (tmp_path / "both" / "sweep.csv").open(encoding="utf-8") as file:
+        assert [(row["final_loss"] != "", row["status"]) for row in csv.DictReader(file)] == [(False, "failed"), (True, "best")]
+    (tmp_path / "both" / "1" / "finished.json").unlink()  # as if it had been stopped while the model was exported
+    (tmp_path / "both" / "1" / "hf" / "model.safetensors").unlink()
+    again = mpar("train", "-m", *ALONE, "run_dir=both", "optimizer.lr=1e-2,1e-3")
+    assert again.returncode == 0 and "job 0 is done already" in again.stderr, again.stderr
+    assert (tmp_path / "both" / "1" / "hf" / "model.safetensors").exists()
     assert (tmp_path / "both" / "0" / "metrics.jsonl").read_bytes() == trained
 
 

@@ -127,6 +127,24 @@ def test_few_are_under_way():
     assert [float(kept(promise)) for (promise,) in held] == [0.0] * (_MOST_UNDER_WAY + 1)
 
 
+def test_an_operand_is_freed_while_the_code_runs():
+    """As soon as the code drops it: that is what the prediction of the peak counts on."""
+    instructions, values = on_gather(1, reads=[0])
+    gone = []
+
+    def drop(args, comm):
+        ref = weakref.ref(args[0])
+        args.clear()
+        gc.collect()
+        gone.append(ref() is None)
+        return ()
+
+    first, last = issued(instructions, values, [lambda args, comm: (torch.ones(3),), drop])
+    args = list(first([], None))
+    last(args, None)
+    assert gone == [True]
+
+
 def test_nothing_is_kept_that_nobody_holds():
     """Neither operands nor results that were dropped before, and after, they were made."""
     instructions, values = on_gather(2, reads=[1])
@@ -156,10 +174,17 @@ def test_the_caller_says_for_which_line_it_waits():
     instructions, values = on_gather(1, reads=[0])
     places = []
 
+    class Places:
+        def __call__(self, line, instruction):
+            places.append((line, instruction.op, "goes on"))
+
+        def waits(self, line, instruction):
+            places.append((line, instruction.op, "waits"))
+
     def slow(args, comm):
         time.sleep(0.1)
         return (torch.zeros(()),)
 
-    first, last = issued(instructions, values, [slow, lambda args, comm: ()], lambda line, instruction: places.append(line))
+    first, last = issued(instructions, values, [slow, lambda args, comm: ()], Places())
     last(list(first([], None)), None)
-    assert places == [0, 1]
+    assert places == [(0, "gather", "waits"), (1, "forward", "goes on")]

@@ -56,13 +56,17 @@ def origin(run_dir, *overrides):
 
 def test_the_folder_of_a_job_is_of_that_job(run, tmp_path):
     """A job of a sweep goes on with more steps and on another mesh, but not from checkpoints of a job with other values."""
-    assert steps_done(tmp_path, {}) == 0
+    assert steps_done(*composed(f"run_dir={tmp_path}"), []) == 0
+    how = f"run_dir={run}"
     for others in ([], ["steps=20", "mesh=tp2", "checkpoint.keep=5", "task.chat=[hi]"]):
-        assert steps_done(run, composed(*others)[1]) == 4
-    for others in (["optimizer.lr=0.5"], ["seed=1"], ["model.config.rms_norm_eps=0.5"]):
-        key, _, value = others[0].partition("=")
+        assert steps_done(*composed(how, *others), ["optimizer"]) == 4
+    for change in ("optimizer.lr=0.5", "seed=1", "model.config.rms_norm_eps=0.5"):
+        key, _, value = change.partition("=")
         with pytest.raises(CheckpointError, match=rf"(?s)job {run.name} of the sweep.*{key}: \S+ -> {value}\n.*another run_dir"):
-            steps_done(run, composed(*others)[1])
+            steps_done(*composed(how, change), [])
+    with pytest.raises(CheckpointError, match=r"mesh.tp: 1 -> 2"):
+        steps_done(*composed(how, "mesh=tp2"), ["mesh"])
+    assert steps_done(*composed(how, "model.config.rms_norm_eps=0.5", "resume.allow_change=true"), []) == 4
 
 
 @pytest.mark.cases(2)

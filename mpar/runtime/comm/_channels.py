@@ -6,6 +6,7 @@ ignores tags and runs what is posted on a communicator in order: there each chan
 channel waits for another. Between CPU ranks of one machine messages go through shared memory instead (`_shared_mail.py`).
 """
 
+import datetime
 from collections.abc import Sequence
 
 import torch
@@ -23,10 +24,20 @@ class Channels:
     """The channels of this process's rank. All ranks must make them, in the same order of collectives.
 
     grouped: whether each channel has a group, which is warmed up with one element; else messages have tags on the default group.
+    patience: how long a group waits; None: as long as groups do by default.
     mail:    set if all ranks of this pipeline share memory: messages then go through it.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, messages: Sequence[Message], *, grouped: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        messages: Sequence[Message],
+        *,
+        grouped: bool,
+        device: torch.device,
+        patience: datetime.timedelta | None = None,
+    ) -> None:
         coordinates, self.position = mesh.coordinates(rank), mesh.index(rank, ("pp",))
         self._ranks = [mesh.rank({**coordinates, "pp": i}) for i in range(mesh.axis_size("pp"))]
         self._messages = messages
@@ -36,7 +47,7 @@ class Channels:
         for channel in sorted({message.channel for message in messages}) if grouped else ():
             source, target, _ = channel
             for ranks in mesh.groups(("pp",)):  # all ranks make all groups, so that their names in torch agree
-                group = dist.new_group([ranks[source], ranks[target]])
+                group = dist.new_group([ranks[source], ranks[target]], timeout=patience)
                 if rank in (ranks[source], ranks[target]):
                     assert group is not None
                     self._groups[channel] = group

@@ -7,6 +7,7 @@ There are two transports for the order "rank", with the same bits. "shared": mem
 tensors. "backend": torch.distributed; on gloo an exchange and a sum cost a third to a half of its own reduce_scatter.
 """
 
+import datetime
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -47,6 +48,7 @@ class ProcessComm:
     `messages` between stages, on all ranks in the same order.
 
     posted:    bytes of the longest message that is posted over each tuple of axes; posts over other axes use the backend.
+    timeout_s:  how long a rank waits for others in groups that are made; None: as long as torch.distributed does by default.
     own_groups: no group is shared with another ProcessComm, so that both can be used at the same time.
     transport: "backend", "shared", or None: shared memory for every group whose ranks are all on one machine.
     Raises MeshError if the number of processes is not that of the ranks of the mesh, or if `transport` is "shared" and the
@@ -65,6 +67,7 @@ class ProcessComm:
         posted: Mapping[tuple[str, ...], int] | None = None,
         device: torch.device | str = "cpu",
         own_groups: bool = False,
+        timeout_s: float | None = None,
     ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
         if world != mesh.size:
@@ -75,16 +78,20 @@ class ProcessComm:
         self.mesh, self.rank, self.order, self.counter = mesh, rank, order, counter
         self._index: dict[tuple[str, ...], int] = {("pp",): mesh.index(rank, ("pp",))}
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        patience = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         self._is_gloo = dist.get_backend() == "gloo"
         for axes in sorted(set(uses)):
             assert axes == mesh.ordered(axes), f"ranks of a group are in mesh order, {axes} are not"
             self._index[axes] = mesh.index(rank, axes)
             for members in mesh.groups(axes):
-                group = dist.group.WORLD if len(members) == world and not own_groups else dist.new_group(list(members))
+                if len(members) == world and not own_groups:
+                    group = dist.group.WORLD
+                else:
+                    group = dist.new_group(list(members), timeout=patience)
                 if rank in members:
                     assert group is not None
                     self._groups[axes] = group
-        self._channels = Channels(mesh, rank, messages, grouped=dist.get_backend() == "nccl", device=torch.device(device))
+        self._channels = Channels(mesh, rank, messages, grouped=not self._is_gloo, patience=patience, device=torch.device(device))
         self._shared: dict[tuple[str, ...], SharedGroup] = {}
         if order == "rank" and transport != "backend":
             groups = [mesh.group(rank, axes) for axes in self._groups]
