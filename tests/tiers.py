@@ -38,7 +38,7 @@ def values_asked_for(request: pytest.FixtureRequest, values: Iterable[str]) -> l
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--full", action="store_true", help="run all tests instead of the quick tier's sample")
-    group.addoption("--attack", action="store_true", help="tests/faults: all attacks instead of a sample of them; hours")
+    group.addoption("--attack", action="store_true", help="the full tier, and of tests/faults all attacks instead of a sample")
     drawn = "draw the quick tier's sample and the examples of hypothesis by the seed N instead of one that the commit gives"
     group.addoption("--sample-seed", type=int, metavar="N", help=drawn)
 
@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"cases(n): the quick tier keeps n cases of this function; without the mark {CASES}")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; runs where -m asks for it")
     option = config.option
+    option.full = option.full or option.attack
     if hasattr(config, "workerinput"):
         option.sample_seed = config.workerinput["sample_seed"]
     elif option.sample_seed is None:
