@@ -13,7 +13,7 @@ __all__ = ["main"]
 _HELP = f"""usage: mpar train [group=choice] [key=value] ... [-m] [--config-dir DIR]
 
 Starts one process on this machine for each rank of the mesh. Under torchrun, each of torchrun's processes is one rank.
-Writes into run_dir: config.yaml, program.txt, metrics.jsonl, checkpoints/, loss.png, experts.png, hf/, finished.json, tensorboard/.
+Writes into run_dir: config.yaml, program.txt, metrics.jsonl, checkpoints/, loss.png, hf/, finished.json and others.
 -m, --multirun: a sweep. A run for every combination of values (key=a,b), each in a folder of its own below runs/.
 {CONFIG_DIR_HELP}
 {SWITCHES_HELP}"""
