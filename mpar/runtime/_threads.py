@@ -50,7 +50,7 @@ class _Promise:
         self.value: Tensor | None = None
 
 
-def kept(x: Any) -> Tensor:
+def kept(x: "Tensor | _Promise") -> Tensor:
     """The tensor `x`, or the one that the promise `x` stands for, once it is there."""
     if not isinstance(x, _Promise):
         return x
@@ -171,12 +171,13 @@ def _handed_over(line: int, function: Function, issue: Issue, thread: _Thread, c
 
 
 def _after(line: int, function: Function, issue: Issue, caller: _Caller) -> Function:
-    def run(args: list[Any], comm: Comm) -> tuple[Tensor, ...]:
+    def run(args: list[Tensor], comm: Comm) -> tuple[Tensor, ...]:
         caller.wait_for_lines(issue.waits, line)
-        for i in range(len(args)):  # a variable for the operand would keep the last one alive while the code runs
-            if isinstance(args[i], _Promise):
-                caller.wait(args[i].end, line)
-                args[i] = kept(args[i])
+        operands: list[Any] = args
+        for i in range(len(operands)):  # a variable for the operand would keep the last one alive while the code runs
+            if isinstance(operands[i], _Promise):
+                caller.wait(operands[i].end, line)
+                operands[i] = kept(operands[i])
         results = function(args, comm)
         caller.wait_for_lines((other for _, other in issue.holds), line)
         return results

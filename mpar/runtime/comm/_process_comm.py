@@ -81,16 +81,7 @@ class ProcessComm:
         patience = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         self._is_gloo = dist.get_backend() == "gloo"
         for axes in sorted(set(uses)):
-            assert axes == mesh.ordered(axes), f"ranks of a group are in mesh order, {axes} are not"
-            self._index[axes] = mesh.index(rank, axes)
-            for members in mesh.groups(axes):
-                if len(members) == world and not own_groups:
-                    group = dist.group.WORLD
-                else:
-                    group = dist.new_group(list(members), timeout=patience)
-                if rank in members:
-                    assert group is not None
-                    self._groups[axes] = group
+            self._join_group(axes, patience, own_groups=own_groups)
         self._channels = Channels(mesh, rank, messages, grouped=not self._is_gloo, patience=patience, device=torch.device(device))
         self._shared: dict[tuple[str, ...], SharedGroup] = {}
         if order == "rank" and transport != "backend":
@@ -110,6 +101,17 @@ class ProcessComm:
                     f"transport='shared': rank {rank} shares no memory with its groups over {apart}: some of their ranks are on "
                     "other machines or in other containers.\nLeave transport out: each group then uses the fastest that it has."
                 )
+
+    def _join_group(self, axes: tuple[str, ...], patience: datetime.timedelta | None, *, own_groups: bool) -> None:
+        """Make all groups over `axes`, and remember the one that this rank is in."""
+        assert axes == self.mesh.ordered(axes), f"ranks of a group are in mesh order, {axes} are not"
+        self._index[axes] = self.mesh.index(self.rank, axes)
+        for members in self.mesh.groups(axes):
+            all_ranks = len(members) == self.mesh.size and not own_groups
+            group = dist.group.WORLD if all_ranks else dist.new_group(list(members), timeout=patience)
+            if self.rank in members:
+                assert group is not None
+                self._groups[axes] = group
 
     def index(self, axes: tuple[str, ...]) -> int:
         """This rank's index in its group over `axes`."""
