@@ -70,7 +70,7 @@ def train_job(composed: DictConfig) -> JobResult:
     output_dir, began = Path(settings.runtime.output_dir), time.perf_counter()
     name, overrides = output_dir.name, tuple(settings.overrides.task)
     say_aside(f"--- job {name}: {' '.join(overrides)}")
-    run_dir, failed, time_s, records = output_dir, False, None, []
+    run_dir, failed, done, records = output_dir, False, False, []
     try:
         config, resolved = bind_run(plain_config(composed), run_problems)
         if config.run_dir is not None and Path(config.run_dir).absolute() != output_dir.absolute().parent:
@@ -78,18 +78,19 @@ def train_job(composed: DictConfig) -> JobResult:
         config = dataclasses.replace(config, run_dir=str(run_dir))
         with signals_stop():  # Hydra's launcher may have started another process
             trained = _steps_done(config, resolved, settings.job.env_set.get(_SWEPT, "").split()) >= config.steps
-            records = read_metrics(run_dir / "metrics.jsonl")
-            if trained and finished_steps(run_dir) >= config.steps:
+            records = read_metrics(run_dir / "metrics.jsonl")  # of this job, should it fail now
+            done = trained and finished_steps(run_dir) >= config.steps
+            if done:
                 say_aside(f"job {name} is done already: {run_dir}")
             else:
                 train_once(config, resolved, sweep=run_dir.parent, trained=trained)
-                time_s = time.perf_counter() - began
             records = read_metrics(run_dir / "metrics.jsonl")
     except BrokenPipeError:  # nobody reads the output any more, which is no failure of the job
         give_output_up()
     except Exception as error:  # of a bug, too, the traceback is shown, and the next job begins
         show_error(error)
         failed = True
+    time_s = None if done else time.perf_counter() - began
     return JobResult(name, overrides, str(run_dir), failed, time_s, records)
 
 

@@ -23,17 +23,16 @@ def run_shell(line: str, folder: Path, **variables: str) -> subprocess.Completed
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, **how)
 
 
-@pytest.mark.parametrize("place", ["pages", "checkpoints"])
-def test_a_refusal_of_the_system_is_told(place, capsys, monkeypatch, tmp_path):
+def test_a_refusal_of_the_system_is_told(capsys, monkeypatch, tmp_path):
     """A full disk, wherever it is noticed: what was done, what the system says, and of which file."""
 
     def full(args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / place))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
 
     monkeypatch.setattr("mpar.cli._plan.main", full)
     assert command_line.main(["plan"]) == 1
     text = capsys.readouterr().err
-    assert f"the system refused: No space left on device: {tmp_path / place}" in text
+    assert f"the system refused: No space left on device: {tmp_path}" in text
     assert "Traceback" not in text
 
 

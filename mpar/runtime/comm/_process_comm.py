@@ -4,7 +4,7 @@ There are two orders of addition. "rank": ranks exchange their parts, and each a
 ranks, with the same bits as the simulation. "library": the backend adds, which NCCL does in the switch or the copy engines.
 
 There are two transports for the order "rank", with the same bits. "shared": memory that the ranks of one machine share, for CPU
-tensors. "backend": torch.distributed; on gloo an exchange and a sum cost a third to a half of its own reduce_scatter.
+tensors. "backend": torch.distributed; on gloo by exchanges that use both directions of a link (`_both_ways.py`).
 """
 
 import datetime
