@@ -23,6 +23,7 @@ class Hardware:
     host_bytes_per_s:  bandwidth between a device and the memory of its host.
     link_bytes_per_s, link_latency_s: one rank's share within a node; cross_*: the same between nodes of `ranks_per_node` ranks.
     memory_bytes:      memory of one device.
+    overlaps:          whether communication and copies run while the device computes.
     arch:              the chip for which kernels are chosen, such as "sm_90"; None is a CPU.
     """
 
@@ -38,6 +39,7 @@ class Hardware:
     launch_s: float = 0.0
     peak_flops_per_s: float = 0.0
     arch: str | None = None
+    overlaps: bool = True
     host_bytes_per_s: float = 5e10
 
 

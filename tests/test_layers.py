@@ -44,7 +44,7 @@ BELOW["models"] = {*VALUES, "ops"}
 BELOW["ir"] = {*VALUES, "kernels", "schedules"}
 BELOW["proof"] = {*VALUES, "schedules", "ir"}
 BELOW["forecast"] = {*VALUES, "ir"}
-BELOW["compiler"] = {*VALUES, "ops", "kernels", "sharding", "schedules", "ir"}
+BELOW["compiler"] = {*VALUES, "ops", "kernels", "sharding", "schedules", "ir", "forecast"}
 BELOW["runtime"] = {*VALUES, "ops", "kernels", "ir"}
 BELOW["program"] = {*VALUES, "kernels", "sharding", "schedules", "ir", "proof", "forecast", "compiler", "runtime"}
 # data, optim, checkpoint, infer and train are neighbours above all of these: who may use whom among them

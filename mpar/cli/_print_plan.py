@@ -246,6 +246,7 @@ def _times(model: Model, program: Program, profiles: list[Hardware]) -> Table:
         "step",
         "compute",
         "communication",
+        "exposed",
         "tokens/s",
         "MFU",
         title="one step, predicted",
@@ -255,7 +256,8 @@ def _times(model: Model, program: Program, profiles: list[Hardware]) -> Table:
         prediction = program.predict(hardware)
         need = prediction.need_bytes
         fits = f"{100 * need / hardware.memory_bytes:.0f} % of {format_bytes(hardware.memory_bytes)}"
-        assert prediction.step_s is not None and prediction.compute_s is not None and prediction.communication_s is not None
+        assert prediction.step_s is not None and prediction.compute_s is not None
+        assert prediction.communication_s is not None and prediction.exposed_s is not None
         peak = hardware.peak_flops_per_s * program.mesh.size * prediction.step_s
         table.add_row(
             hardware.name,
@@ -263,6 +265,7 @@ def _times(model: Model, program: Program, profiles: list[Hardware]) -> Table:
             format_time(prediction.step_s),
             format_time(prediction.compute_s),
             format_time(prediction.communication_s),
+            format_time(prediction.exposed_s),
             f"{tokens / prediction.step_s:,.0f}",
             f"{100 * flops / peak:.0f} %" if peak else "-",
         )

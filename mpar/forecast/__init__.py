@@ -2,7 +2,7 @@
 
 from mpar.forecast._durations import instruction_durations, message_durations
 from mpar.forecast._memory import memory_timeline
-from mpar.forecast._predict import Prediction, predict
+from mpar.forecast._predict import Prediction, predict, predicted_times
 from mpar.forecast._times import StepTimes, step_times
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "memory_timeline",
     "message_durations",
     "predict",
+    "predicted_times",
     "step_times",
 ]

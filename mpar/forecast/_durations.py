@@ -6,18 +6,17 @@ from mpar.ir import Instruction, ProgramData, link, segment_time
 __all__ = ["instruction_durations", "message_durations"]
 
 
-def instruction_durations(program: ProgramData, hardware: Hardware, position: int | None = None) -> list[list[float]]:
-    """Seconds of each instruction, for every position along pp or for one. To post a message or to wait for it takes no time by
+def instruction_durations(program: ProgramData, hardware: Hardware) -> list[list[float]]:
+    """Seconds of each instruction, for every position along pp. To post a message or to wait for it takes no time by
     itself; the message does, see `message_durations`."""
     cache = {name: segment_time(kind, program.mesh, hardware) if kind.source else 0.0 for name, kind in program.kinds.items()}
-    parts = program.parts if position is None else [program.parts[position]]
 
     def seconds(instruction: Instruction) -> float:
-        if instruction.op in ("offload", "fetch"):  # an upper bound: as if nothing overlapped with it
+        if instruction.op in ("offload", "fetch"):
             return program.values[instruction.inputs[0]].bytes / hardware.host_bytes_per_s
         return cache[instruction.kind]
 
-    return [[seconds(instruction) for instruction in part.instructions] for part in parts]
+    return [[seconds(instruction) for instruction in part.instructions] for part in program.parts]
 
 
 def message_durations(program: ProgramData, hardware: Hardware) -> dict[int, float]:

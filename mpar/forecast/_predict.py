@@ -1,14 +1,15 @@
 """Predict: the peak bytes of a step exactly, its FLOPs and communication, and its time by a hardware profile."""
 
+import itertools
 from dataclasses import asdict, dataclass
 
 from mpar.forecast._durations import instruction_durations, message_durations
 from mpar.forecast._memory import host_bytes, memory_timeline, timeline
-from mpar.forecast._times import step_times
+from mpar.forecast._times import StepTimes, step_times
 from mpar.hardware import Hardware
-from mpar.ir import ProgramData, collective_time
+from mpar.ir import ProgramData, collective_time, exposed_time
 
-__all__ = ["Prediction", "predict"]
+__all__ = ["Prediction", "predict", "predicted_times"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,10 @@ class Prediction:
     host_bytes:          the most that is in the memory of the host at one time. state_bytes: what is held between steps.
     flops:               FLOPs that are executed, recomputation included.
     communication_bytes: what a rank contributes to collectives and sends to other stages.
-    step_s:              the makespan of all ranks. compute_s, communication_s: times of the busiest rank.
-    bubble_s:            the makespan less the time that the busiest rank works.
+    step_s:              the makespan of all ranks. Of the busiest rank:
+    compute_s:           the time that it computes. communication_s: what its collectives take, hidden or not.
+    exposed_s:           the time that its computation waits for collectives, and for copies to the host and back.
+    bubble_s:            the rest of the step, in which it waits for other ranks: compute_s + exposed_s + bubble_s is step_s.
     span_bubble_s:       the longest time that a rank idles between its first forward and its last backward.
     """
 
@@ -39,6 +42,7 @@ class Prediction:
     step_s: float | None = None
     compute_s: float | None = None
     communication_s: float | None = None
+    exposed_s: float | None = None
     bubble_s: float | None = None
     span_bubble_s: float | None = None
 
@@ -49,34 +53,39 @@ class Prediction:
 
 def predict(program: ProgramData, hardware: Hardware | None = None) -> Prediction:
     """Memory, FLOPs and communication of a step, each the largest of any rank; times too if a hardware profile is given."""
-    parts = [_predict_part(program, position, hardware) for position in range(len(program.parts))]
+    parts = [_predict_part(program, position) for position in range(len(program.parts))]
     largest = {name: max(getattr(part, name) for part in parts) for name in _COUNTS}
     if hardware is None:
         return Prediction(**largest)
-    times = step_times(program, instruction_durations(program, hardware), message_durations(program, hardware))
-    busiest = max(parts, key=lambda part: (part.compute_s or 0.0) + (part.communication_s or 0.0))
+    times = predicted_times(program, hardware)
+    busiest = max(range(len(parts)), key=times.occupied)
+    kinds = [program.kinds[instruction.kind] for instruction in program.parts[busiest].instructions]
+    computing = itertools.compress(kinds, times.at_home[busiest])
+    inside = sum(exposed_time(kind, program.mesh, hardware) for kind in computing)
     return Prediction(
         **largest,
         step_s=times.makespan,
-        compute_s=busiest.compute_s,
-        communication_s=busiest.communication_s,
+        compute_s=times.busy[busiest] - inside,
+        communication_s=sum(collective_time(program.mesh, use, hardware) for kind in kinds for use in kind.collectives),
+        exposed_s=times.occupied(busiest) - times.busy[busiest] + inside,
         bubble_s=times.bubble,
         span_bubble_s=times.span_bubble,
     )
 
 
-def _predict_part(program: ProgramData, position: int, hardware: Hardware | None) -> Prediction:
+def predicted_times(program: ProgramData, hardware: Hardware) -> StepTimes:
+    """When every instruction begins and ends on this hardware."""
+    durations, messages = instruction_durations(program, hardware), message_durations(program, hardware)
+    return step_times(program, durations, messages, overlaps=hardware.overlaps)
+
+
+def _predict_part(program: ProgramData, position: int) -> Prediction:
     part = program.parts[position]
     levels = memory_timeline(program, position)
     kinds = [program.kinds[instruction.kind] for instruction in part.instructions]
     uses = [use for kind in kinds for use in kind.collectives]
     sent = [program.values[instruction.inputs[0]].bytes for instruction in part.instructions if instruction.op == "send"]
     state = sum({program.values[leaf.value].storage: program.values[leaf.value].bytes for leaf in part.state_in}.values())
-    times: dict[str, float | None] = {"compute_s": None, "communication_s": None}
-    if hardware is not None:
-        communication = sum(collective_time(program.mesh, use, hardware) for use in uses)
-        total = sum(instruction_durations(program, hardware, position)[0])
-        times = {"compute_s": total - communication, "communication_s": communication}
     return Prediction(
         max((peak for peak, _ in levels), default=0),
         state,
@@ -88,7 +97,6 @@ def _predict_part(program: ProgramData, position: int, hardware: Hardware | None
         sum(use.bytes for use in uses) + sum(sent),
         len(uses),
         len(sent),
-        **times,
     )
 
 

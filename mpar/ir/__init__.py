@@ -1,7 +1,8 @@
 """The program as data. The compiler builds it, proofs and forecasts read it, ranks run it; this package imports none of them."""
 
-from mpar.ir._cost import collective_time, link, segment_time
+from mpar.ir._cost import collective_time, exposed_time, link, segment_time
 from mpar.ir._instruction import ALL_SLICES, Instruction, Message, Piece
+from mpar.ir._issue import HOME, HOST, START, Issue, plan_streams, plan_threads
 from mpar.ir._kind import CollectiveUse, KernelUse, Kind
 from mpar.ir._memory import SegmentMemory, sweep
 from mpar.ir._part import Contribution, Part, SegmentResult
@@ -10,10 +11,14 @@ from mpar.ir._values import Leaf, Value
 
 __all__ = [
     "ALL_SLICES",
+    "HOME",
+    "HOST",
+    "START",
     "CollectiveUse",
     "Contribution",
     "Facts",
     "Instruction",
+    "Issue",
     "KernelUse",
     "Kind",
     "Leaf",
@@ -25,7 +30,10 @@ __all__ = [
     "SegmentResult",
     "Value",
     "collective_time",
+    "exposed_time",
     "link",
+    "plan_streams",
+    "plan_threads",
     "segment_time",
     "sweep",
 ]

@@ -6,23 +6,30 @@ from mpar.hardware import Hardware
 from mpar.ir._kind import CollectiveUse, Kind
 from mpar.mesh import Mesh
 
-__all__ = ["collective_time", "link", "segment_time"]
+__all__ = ["collective_time", "exposed_time", "link", "segment_time"]
 
 
 def segment_time(kind: Kind, mesh: Mesh, hardware: Hardware) -> float:
     """Seconds of a segment: its arithmetic or its memory traffic, whichever is longer, and the time of its collectives that no
     computation hides. The rate of the arithmetic is that of the narrowest floating dtype among the operands."""
+    compute_s = max(kind.flops / _rate(kind, hardware), kind.bytes / hardware.memory_bytes_per_s) + hardware.launch_s
+    return compute_s + exposed_time(kind, mesh, hardware)
+
+
+def exposed_time(kind: Kind, mesh: Mesh, hardware: Hardware) -> float:
+    """Seconds of a segment's collectives that remain after the computation which runs while their messages are on the way."""
+    rate, exposed = _rate(kind, hardware), 0.0
+    for use in kind.collectives:
+        hidden = max(use.hidden_flops / rate, use.hidden_bytes / hardware.memory_bytes_per_s)
+        exposed += max(0.0, collective_time(mesh, use, hardware) - hidden)
+    return exposed
+
+
+def _rate(kind: Kind, hardware: Hardware) -> float:
+    """FLOP/s in the narrowest floating dtype among the operands."""
     dtypes = (dtype for _, dtype in kind.operands if dtype.is_floating_point)
     narrowest = min(dtypes, key=lambda d: d.itemsize, default=torch.float32)
-    rate = hardware.flops_per_s.get(str(narrowest).removeprefix("torch."), max(hardware.flops_per_s.values()))
-    compute_s = max(kind.flops / rate, kind.bytes / hardware.memory_bytes_per_s) + hardware.launch_s
-    return compute_s + sum(_exposed_time(mesh, use, hardware, rate) for use in kind.collectives)
-
-
-def _exposed_time(mesh: Mesh, use: CollectiveUse, hardware: Hardware, rate: float) -> float:
-    """Seconds of a collective that remain after the computation which runs while its message is on the way."""
-    hidden = max(use.hidden_flops / rate, use.hidden_bytes / hardware.memory_bytes_per_s)
-    return max(0.0, collective_time(mesh, use, hardware) - hidden)
+    return hardware.flops_per_s.get(str(narrowest).removeprefix("torch."), max(hardware.flops_per_s.values()))
 
 
 def collective_time(mesh: Mesh, use: CollectiveUse, hardware: Hardware) -> float:

@@ -1,6 +1,8 @@
 """Picture: the predicted step as bars, with a lane for each position along pp, and the memory that its ranks hold."""
 
-from mpar.forecast import StepTimes, instruction_durations, memory_timeline, message_durations, step_times
+import itertools
+
+from mpar.forecast import StepTimes, memory_timeline, predicted_times
 from mpar.hardware import Hardware
 from mpar.ir import ProgramData
 from mpar.program._text import format_bytes, format_time
@@ -22,20 +24,15 @@ _KINDS = {
 
 def picture(program: ProgramData, hardware: Hardware, title: str) -> Picture:
     """The predicted step on `hardware`: a lane for each position along pp, with a row for each of its queues."""
-    times = step_times(program, instruction_durations(program, hardware), message_durations(program, hardware))
+    times = predicted_times(program, hardware)
     bars: list[Bar] = []
     memory = []
     for position in range(len(program.parts)):
         bars += _merged(_bars(program, position, times))
         levels = memory_timeline(program, position)
-        starts, ends = times.start[position], times.end[position]
-        memory.append(
-            [
-                point
-                for (peak, after), *start_and_end in zip(levels, starts, ends, strict=True)
-                for point in zip(start_and_end, (peak, after), strict=True)
-            ]
-        )
+        moments = [moment for pair in zip(times.start[position], times.end[position], strict=True) for moment in pair]
+        in_order = itertools.accumulate(moments, max)  # a queue may run ahead; memory is counted in the order of the program
+        memory.append(list(zip(in_order, (size for level in levels for size in level), strict=True)))
     peaks = [round(max(size for _, size in points)) for points in memory]
     facts = {
         "schedule": program.facts.schedule,

@@ -1,6 +1,6 @@
 """Text: a program for people to read, one line for each instruction, with bytes and predicted times."""
 
-from mpar.forecast import instruction_durations, memory_timeline, message_durations, step_times
+from mpar.forecast import memory_timeline, predicted_times
 from mpar.hardware import Hardware
 from mpar.ir import CollectiveUse, Instruction, ProgramData
 from mpar.program._kernels import describe_kernels
@@ -17,11 +17,14 @@ def text(program: ProgramData, rank: int = 0, hardware: Hardware | None = None) 
     where = " ".join(f"{axis}={index}" for axis, index in mesh.coordinates(rank).items())
     timeline = memory_timeline(program, position)
     head = f"rank {rank} of {mesh.size} ({where})   peak {format_bytes(max(peak for peak, _ in timeline))} predicted"
-    times: list[float | None] = [None] * len(timeline)
+    times = [""] * len(timeline)
     if hardware:
-        durations, messages = instruction_durations(program, hardware), message_durations(program, hardware)
-        predicted = step_times(program, durations, messages)
-        times = list(durations[position])
+        predicted = predicted_times(program, hardware)
+        exposed = predicted.exposed[position]
+        times = [
+            format_time(end - start) + (f", {format_time(exposed[line])} exposed" if line in exposed else "")
+            for line, (start, end) in enumerate(zip(predicted.start[position], predicted.end[position], strict=True))
+        ]
         head += f"   step {format_time(predicted.makespan)} predicted on {hardware.name}"
     lines = [head]
     used = {instruction.kind for instruction in program.parts[position].instructions}
@@ -33,7 +36,7 @@ def text(program: ProgramData, rank: int = 0, hardware: Hardware | None = None) 
     return "\n".join(lines)
 
 
-def _line(program: ProgramData, number: int, instruction: Instruction, live: int, time_s: float | None) -> str:
+def _line(program: ProgramData, number: int, instruction: Instruction, live: int, time: str) -> str:
     names = program.values
     results = _names([names[v].name for v in instruction.outputs])
     words = instruction.words
@@ -50,8 +53,8 @@ def _line(program: ProgramData, number: int, instruction: Instruction, live: int
     if instruction.frees:
         parts.append("free " + _names([names[v].name for v in instruction.frees]))
     parts.append(format_bytes(live))
-    if time_s is not None:
-        parts.append(format_time(time_s))
+    if time:
+        parts.append(time)
     return "   ".join(parts)
 
 

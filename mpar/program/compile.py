@@ -27,7 +27,7 @@ def compile_step(
     precision: Precision | str | None = None,
     recompute: RecomputePolicy | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
-    prefetch_bytes: int = 0,
+    prefetch_bytes: int | None = None,
     hardware: Hardware | None = None,
     kernels: Kernels | None = None,
 ) -> Program:
@@ -42,7 +42,8 @@ def compile_step(
                     from latents again.
     precision:      "fp32", "bf16" or a Precision. recompute: none, full, selective, budget, or a RecomputePolicy.
     bucket_bytes:   gathers and reductions of neighbouring units are joined into collectives of at most this size.
-    prefetch_bytes: gathers that make at most this many bytes are issued one group early, to overlap with its computation.
+    prefetch_bytes: gathers that make at most this many bytes are issued one group early, to overlap with its computation; None:
+                    those for which the device has memory, if `hardware` is given and runs both at the same time.
     hardware:       the profile by which stages are balanced, messages are placed and an `auto` schedule is found; None: that of
                     a typical accelerator.
     kernels:        the chip for which kernels are chosen, and how; None: the best for the chip of `hardware`.
@@ -75,7 +76,7 @@ def compile_eval(
     num_slices: int = 1,
     precision: Precision | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
-    prefetch_bytes: int = 0,
+    prefetch_bytes: int | None = None,
     hardware: Hardware | None = None,
     kernels: Kernels | None = None,
 ) -> Program:

@@ -5,12 +5,11 @@ from typing import Any
 import torch
 
 from mpar.errors import ConfigError, UnknownNameError
-from mpar.ir import ProgramData
+from mpar.ir import HOME, ProgramData
 from mpar.plain_value import PlainValue
 from mpar.runtime._capture import Replay
 from mpar.runtime._device import asking_references
 from mpar.runtime._rank_run import Progress, RankRun
-from mpar.runtime._streams import HOME
 from mpar.runtime.comm import ALIGN, ALONE, Comm, Counter, ProcessComm, exchange
 
 __all__ = ["bind"]

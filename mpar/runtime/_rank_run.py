@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mpar.ir import Instruction, Leaf, ProgramData
+from mpar.ir import Instruction, Leaf, ProgramData, plan_streams, plan_threads
 from mpar.runtime._batch import batch_key
 from mpar.runtime._device import check_device
 from mpar.runtime._load import Code, load
 from mpar.runtime._state import NO_LIMITS, Expected, Limits, State, check_given
-from mpar.runtime._streams import issue_on_streams, plan_streams, plan_threads
+from mpar.runtime._streams import issue_on_streams
 from mpar.runtime._threads import issue_on_threads, kept
 from mpar.runtime.comm import Comm
 

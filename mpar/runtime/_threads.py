@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpar.ir import Instruction
-from mpar.runtime._streams import HOME, Issue
+from mpar.ir import HOME, Instruction, Issue
 from mpar.runtime.comm import Comm
 
 __all__ = ["issue_on_threads", "kept"]

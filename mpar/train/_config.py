@@ -263,6 +263,7 @@ class HardwareConfig:
     cross_bytes_per_s: float = key("one rank's bandwidth between nodes", above=0)
     cross_latency_s: float = key("time of an empty message between nodes", at_least=0)
     ranks_per_node: int = key("devices in a node", at_least=1)
+    overlaps: bool = key("whether communication and copies run while the device computes", default=True)
     host_bytes_per_s: float = key("bandwidth between a device and the memory of its host", default=5e10, above=0)
     launch_s: float = key("fixed time of one segment", default=0.0, at_least=0)
     peak_flops_per_s: float = key("data-sheet peak, for MFU", default=0.0, at_least=0)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from mpar import Mesh, models, testing, tree
+from mpar.ir import HOME
 from mpar.kernels import Kernels, kernels_for
 from mpar.optim import AdamW
 from mpar.program import RankRun, Replay, State
 from mpar.program.compile import compile_step
 from mpar.runtime import ALONE
 from mpar.runtime import _rank_run as runtime
-from mpar.runtime._streams import HOME
 
 pytestmark = pytest.mark.gpu
 

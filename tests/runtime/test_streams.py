@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import pytest
 
 from mpar import Mesh
-from mpar.ir import Instruction
+from mpar.ir import HOME, START, Instruction, plan_streams
 from mpar.optim import AdamW
 from mpar.program.compile import compile_step
-from mpar.runtime._streams import HOME, START, plan_streams
 
 
 @dataclass

@@ -9,8 +9,7 @@ import weakref
 import pytest
 import torch
 
-from mpar.ir import Instruction
-from mpar.runtime._streams import HOME, plan_threads
+from mpar.ir import HOME, Instruction, plan_threads
 from mpar.runtime._threads import _MOST_UNDER_WAY, issue_on_threads, kept
 from tests.runtime.test_streams import Communicating, Stored
 

@@ -10,6 +10,7 @@ from mpar.compiler.build._batch import microbatch_shape, piece_values
 from mpar.compiler.build._blueprint import Blueprint
 from mpar.compiler.build._functions import Functions
 from mpar.compiler.build._options import BatchShape, CompileOptions
+from mpar.compiler.build._order import hide_communication
 from mpar.compiler.build._part import write_part
 from mpar.compiler.build._pipeline import make_pipeline
 from mpar.compiler.build._placement import place
@@ -48,7 +49,7 @@ def build(
         write_part(blueprint, Writer(values, functions, kinds, has_slices), position)
         for position in range(placement.mesh.axis_size("pp"))
     ]
-    return ProgramData(
+    program = ProgramData(
         mesh=placement.mesh,
         values=values.values,
         kinds=kinds.kinds,
@@ -59,6 +60,8 @@ def build(
         order_parts=placement.order_parts,
         num_slices=options.num_slices,
     )
+    hide_communication(program, options.hardware, options.prefetch_bytes)
+    return program
 
 
 def _facts(blueprint: Blueprint, kinds: Kinds, mesh: Mesh) -> Facts:

@@ -32,7 +32,7 @@ class CompileOptions:
     precision: Precision = field(default_factory=Precision)
     recompute: RecomputePolicy = field(default_factory=RecomputePolicy)
     bucket_bytes: int = BUCKET_BYTES
-    prefetch_bytes: int = 0
+    prefetch_bytes: int | None = None
     hardware: Hardware | None = None
     kernels: Kernels | None = None
 

@@ -13,7 +13,7 @@ from mpar.compiler.build._forward import write_forward
 from mpar.compiler.build._gathers import Gathers
 from mpar.compiler.build._gradients import Gradients
 from mpar.compiler.build._norm import write_norm
-from mpar.compiler.build._passes import advance_sends, hoist_gathers, insert_frees
+from mpar.compiler.build._passes import advance_sends, insert_frees
 from mpar.compiler.build._position import Position
 from mpar.compiler.build._report import write_losses, write_metrics
 from mpar.compiler.build._reported import Reported
@@ -21,7 +21,7 @@ from mpar.compiler.build._transfers import write_transfer
 from mpar.compiler.build._update import write_updates
 from mpar.compiler.build._waiting import Edges
 from mpar.compiler.build._writer import Writer
-from mpar.ir import Instruction, Leaf, Part
+from mpar.ir import Leaf, Part
 from mpar.schedules import Action, Transfer
 from mpar.spec import P
 
@@ -59,7 +59,7 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> Part:
         metrics += [writer.metric("grad_norm", norm), writer.metric("skipped", skip)]
     kept = {leaf.value for leaf in (*state_out, *metrics, *boundary.batch, *boundary.scalars)}
     return Part(
-        instructions=_in_order(blueprint, writer, kept),
+        instructions=insert_frees(advance_sends(writer.instructions), kept),
         state_in=boundary.state,
         state_out=state_out,
         batch=boundary.batch,
@@ -70,12 +70,6 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> Part:
         carried=actions.carried,
         gradients=gradients,
     )
-
-
-def _in_order(blueprint: Blueprint, writer: Writer, kept: set[int]) -> list[Instruction]:
-    """Run the passes over the written instructions; `kept` values are not freed."""
-    instructions = hoist_gathers(advance_sends(writer.instructions), writer.values.values, blueprint.options.prefetch_bytes)
-    return insert_frees(instructions, kept)
 
 
 def _write_weight(blueprint: Blueprint, writer: Writer, boundary: Boundary) -> tuple[int, int]:

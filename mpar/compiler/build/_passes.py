@@ -1,37 +1,11 @@
-"""Passes over the instructions of a part: they move gathers and sends across segments, and free values."""
+"""Passes over the instructions of a part: they move sends across segments, and free values."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mpar.ir import Instruction, Value
+from mpar.ir import Instruction
 
-__all__ = ["advance_sends", "hoist_gathers", "insert_frees"]
-
-
-def hoist_gathers(instructions: Sequence[Instruction], values: Sequence[Value], bound: int) -> list[Instruction]:
-    """Move each gather of at most `bound` bytes up, in front of the first instruction that reads the previous gather.
-
-    before:  w0 = gather 0; x1 = forward 0 (w0); w1 = gather 1; x2 = forward 1 (w1)
-    after:   w0 = gather 0; w1 = gather 1; x1 = forward 0 (w0); x2 = forward 1 (w1)
-
-    So it runs while the segment before its own computes. Gathers keep their order, so ranks meet in the same collectives in the
-    same order. Only the memory grows, by what one gather makes.
-    """
-    out: list[Instruction] = []
-    barrier = 0  # the place of the first instruction that reads the previous gather; 0 while there is none
-    previous: set[int] = set()
-    for instruction in instructions:
-        if previous and previous & set(instruction.inputs):
-            barrier, previous = len(out), set()
-        if instruction.op != "gather":
-            out.append(instruction)
-            continue
-        made = {value for earlier in out[barrier:] for value in earlier.outputs}
-        fits = sum(values[v].bytes for v in instruction.outputs) <= bound
-        at = barrier if barrier and fits and not made & set(instruction.inputs) else len(out)
-        out.insert(at, instruction)
-        previous, barrier = set(instruction.outputs), 0
-    return out
+__all__ = ["advance_sends", "insert_frees"]
 
 
 def advance_sends(instructions: Sequence[Instruction]) -> list[Instruction]:

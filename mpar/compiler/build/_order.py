@@ -1,0 +1,193 @@
+"""Order: a pass over the finished parts of a program that hides communication and copies behind computation.
+
+It needs to know how long everything takes and how much memory there is, so it does nothing without a hardware profile, or on
+hardware that does one thing at a time. Two things keep queues from running at the same time in the order that is written.
+
+A gather stands in front of the segment that reads it: it moves up in front of the segment before, if there is memory for both.
+
+Memory that a reduction or a copy to the host reads is freed behind it. Whoever allocated it, computation, may use it again at
+once, and so would have to wait: it is freed later, where computation is predicted to arrive after the reduction has ended. Where
+memory would not suffice until then, it is freed as late as it does.
+"""
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mpar.forecast import StepTimes, memory_timeline, predicted_times
+from mpar.hardware import Hardware
+from mpar.ir import HOME, Instruction, Part, ProgramData, Value, plan_streams
+
+__all__ = ["hide_communication", "hoist_gathers"]
+
+_USABLE = 0.9  # of a device's memory: the rest is for what frameworks and communication libraries hold, and for fragments
+
+
+def hide_communication(program: ProgramData, hardware: Hardware | None, prefetch_bytes: int | None) -> None:
+    """Reorder the parts of `program` in place: what it computes is the same, and it takes no longer by prediction.
+
+    prefetch_bytes: gathers of at most so many bytes move up, whatever memory there is; None: those that fit.
+    """
+    overlaps = hardware is not None and hardware.overlaps
+    for position, part in enumerate(program.parts):
+        if prefetch_bytes is not None:
+            part.instructions = hoist_gathers(part.instructions, program.values, [prefetch_bytes] * len(part.instructions))
+        elif hardware is not None and overlaps:
+            part.instructions = hoist_gathers(part.instructions, program.values, _room(program, position, hardware))
+        if overlaps:
+            part.instructions = _norms_as_ready(part.instructions)
+    if hardware is not None and overlaps:
+        _free_later(program, hardware)
+
+
+def _room(program: ProgramData, position: int, hardware: Hardware) -> list[int]:
+    """For each line of a part, the bytes that are left while it runs."""
+    return [int(_USABLE * hardware.memory_bytes) - peak for peak, _ in memory_timeline(program, position)]
+
+
+def hoist_gathers(instructions: Sequence[Instruction], values: Sequence[Value], room: Sequence[int]) -> list[Instruction]:
+    """Move each gather up, in front of the first instruction that reads the previous gather, if there is room for what it makes
+    on all lines that it passes.
+
+    before:  w0 = gather 0; x1 = forward 0 (w0); w1 = gather 1; x2 = forward 1 (w1)
+    after:   w0 = gather 0; w1 = gather 1; x1 = forward 0 (w0); x2 = forward 1 (w1)
+
+    So it runs while the segment before its own computes. Gathers keep their order, so ranks meet in the same collectives in the
+    same order. Only the memory grows, by what one gather makes.
+    """
+    out: list[tuple[int, Instruction]] = []  # with the line that each had
+    barrier = 0  # the place of the first instruction that reads the previous gather; 0 while there is none
+    previous: set[int] = set()
+    for line, instruction in enumerate(instructions):
+        if previous and previous & set(instruction.inputs):
+            barrier, previous = len(out), set()
+        if instruction.op != "gather":
+            out.append((line, instruction))
+            continue
+        made = {value for _, earlier in out[barrier:] for value in earlier.outputs}
+        size = sum(values[v].bytes for v in instruction.outputs)
+        fits = all(size <= room[passed] for passed, _ in out[barrier:])
+        at = barrier if barrier and fits and not made & set(instruction.inputs) else len(out)
+        out.insert(at, (line, instruction))
+        previous, barrier = set(instruction.outputs), 0
+    return [instruction for _, instruction in out]
+
+
+def _norms_as_ready(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Take the norms of gradients in the order in which the gradients are ready: the last are still being reduced."""
+    maker = {value: line for line, instruction in enumerate(instructions) for value in instruction.outputs}
+    lines = [line for line, instruction in enumerate(instructions) if instruction.op == "norm"]
+    of_units = [line for line in lines if not any(maker.get(v) in lines for v in instructions[line].inputs)]
+    ready = sorted(of_units, key=lambda line: max((maker.get(v, -1) for v in instructions[line].inputs), default=-1))
+    out = list(instructions)
+    for place, line in zip(of_units, ready, strict=True):
+        out[place] = instructions[line]
+    return out
+
+
+@dataclass(frozen=True)
+class _Free:
+    """Values that are freed at `line`, where computation would have to wait until the lines `users` of other queues end."""
+
+    line: int
+    values: tuple[int, ...]
+    bytes: int
+    users: tuple[int, ...]
+
+
+def _free_later(program: ProgramData, hardware: Hardware) -> None:
+    """Move frees for which computation would wait. If the step does not become shorter, everything stays as it was."""
+    before = [list(part.instructions) for part in program.parts]
+    waiting = [_waiting_frees(program, part) for part in program.parts]
+    if not any(waiting):
+        return
+    makespan = predicted_times(program, hardware).makespan
+    for part, frees in zip(program.parts, waiting, strict=True):
+        part.instructions = _without(part.instructions, frees)
+    times = predicted_times(program, hardware)  # as if memory were endless
+    for position, (part, frees) in enumerate(zip(program.parts, waiting, strict=True)):
+        places = _within(_room(program, position, hardware), frees, _places(part, frees, times, position))
+        part.instructions = _with(part.instructions, frees, places)
+    if predicted_times(program, hardware).makespan > makespan:
+        for part, instructions in zip(program.parts, before, strict=True):
+            part.instructions = instructions
+
+
+def _waiting_frees(program: ProgramData, part: Part) -> list[_Free]:
+    """The frees of storages that computation allocated and other queues have used."""
+    issues = plan_streams(part.instructions, program.values, program.kinds)
+    home: dict[int, str] = {}
+    users: dict[int, dict[str, int]] = {}
+    names: dict[int, set[int]] = {}
+    out = []
+    for line, (instruction, issue) in enumerate(zip(part.instructions, issues, strict=True)):
+        for value in (*instruction.inputs, *instruction.outputs):
+            storage = program.values[value].storage
+            home.setdefault(storage, issue.queue if value in instruction.outputs else HOME)
+            users.setdefault(storage, {})[issue.queue] = line
+            names.setdefault(storage, set()).add(value)
+        for storage in {program.values[value].storage for value in instruction.frees}:
+            gone = tuple(v for v in instruction.frees if program.values[v].storage == storage)
+            names[storage].difference_update(gone)
+            others = tuple(other for queue, other in users[storage].items() if queue != HOME)
+            made_here = any(program.values[v].storage == storage for v in instruction.outputs)
+            if not names[storage] and home[storage] == HOME and others and not made_here:
+                out.append(_Free(line, gone, max(program.values[v].bytes for v in gone), others))
+    return out
+
+
+def _without(instructions: Sequence[Instruction], frees: Sequence[_Free]) -> list[Instruction]:
+    out = list(instructions)
+    for free in frees:
+        out[free.line] = replace(out[free.line], frees=tuple(v for v in out[free.line].frees if v not in free.values))
+    return out
+
+
+def _with(instructions: Sequence[Instruction], frees: Sequence[_Free], places: Sequence[int]) -> list[Instruction]:
+    out = list(instructions)
+    for free, line in zip(frees, places, strict=True):
+        out[line] = replace(out[line], frees=(*out[line].frees, *free.values))
+    return out
+
+
+def _places(part: Part, frees: Sequence[_Free], times: StepTimes, position: int) -> list[int]:
+    """For each free the last line before computation goes on after all users have ended: there it need not wait for them."""
+    lines = list(itertools.compress(itertools.count(), times.at_home[position]))
+    starts = [times.start[position][line] for line in lines]
+    out = []
+    for free in frees:
+        ready = max(times.end[position][user] for user in free.users)
+        following = max(bisect_left(starts, ready), bisect_right(lines, free.line))
+        out.append(max(free.line, lines[following - 1] if following else 0))
+    return out
+
+
+def _within(room: Sequence[int], frees: Sequence[_Free], places: Sequence[int]) -> list[int]:
+    """The places of frees, the oldest moved up where there is no room. room: on each line, the bytes that are left if none of
+    `frees` is done at all.
+    """
+    out = list(places)
+    by_line, by_place = _grouped([free.line for free in frees]), _grouped(places)
+    pending: dict[int, None] = {}  # frees, in the order in which they could be done
+    freed = 0
+    for line, left in enumerate(room):
+        pending.update(dict.fromkeys(by_line.get(line, ())))
+        while left + freed < 0 and pending:
+            oldest = next(iter(pending))
+            out[oldest] = max(frees[oldest].line, line - 1)
+            freed += frees[oldest].bytes
+            del pending[oldest]
+        for done in by_place.get(line, ()):
+            if done in pending:
+                freed += frees[done].bytes
+                del pending[done]
+    return out
+
+
+def _grouped(keys: Sequence[int]) -> dict[int, list[int]]:
+    """The indices of each key."""
+    out: dict[int, list[int]] = {}
+    for index, key in enumerate(keys):
+        out.setdefault(key, []).append(index)
+    return out
