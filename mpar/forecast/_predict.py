@@ -24,7 +24,7 @@ class Prediction:
     communication_bytes: what a rank contributes to collectives and sends to other stages.
     step_s:              the makespan of all ranks. Of the busiest rank:
     compute_s:           the time that it computes. communication_s: what its collectives take, hidden or not.
-    exposed_s:           the time that its computation waits for collectives, and for copies to the host and back.
+    exposed_s:           the time that its computation waits for its other queues, which communicate, and copy to its host.
     bubble_s:            the rest of the step, in which it waits for other ranks: compute_s + exposed_s + bubble_s is step_s.
     span_bubble_s:       the longest time that a rank idles between its first forward and its last backward.
     """

@@ -43,7 +43,7 @@ class StepTimes:
     @property
     def bubble(self) -> float:
         """The makespan less the time that the busiest rank works, or waits for collectives and copies of its own."""
-        return self.makespan - max(map(self.occupied, range(len(self.busy))), default=0.0)
+        return max(0.0, self.makespan - max(map(self.occupied, range(len(self.busy))), default=0.0))
 
     def occupied(self, position: int) -> float:
         """The time that a position computes, or waits for collectives and copies of its own."""

@@ -124,8 +124,8 @@ class _Planner:
         """
         at_once: list[tuple[str, int]] = []
         later: list[tuple[str, int]] = []
-        own = {*instruction.inputs, *instruction.outputs}
-        for value in sorted(instruction.frees, key=lambda value: value not in own):
+        own = {self.values[value].storage for value in (*instruction.inputs, *instruction.outputs)}
+        for value in instruction.frees:
             storage = self.values[value].storage
             self.names[storage].discard(value)
             if self.names[storage]:
@@ -133,7 +133,7 @@ class _Planner:
             home = self.home.pop(storage, HOME)
             for user, line in self.used.pop(storage, {}).items():
                 if self._unseen(home, user, line):
-                    (at_once if value in own else later).append((home, line))
+                    (at_once if storage in own else later).append((home, line))
         return at_once, later
 
     def _unseen(self, queue: str, other: str, line: int) -> bool:

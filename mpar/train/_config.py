@@ -204,6 +204,14 @@ class ScheduleConfig:
         "segments of each stage; null: even; `balance`: by cost; or letters `Et*3|(tt|)*29,m|L`; or layers of each stage",
         default=None,
     )
+    bucket_bytes: int = key(
+        "gathers and reductions of neighbouring layers are joined up to this size; 0: none are", default=32 * 2**20, at_least=0
+    )
+    prefetch_bytes: int | None = key(
+        "gathers that make at most this much are issued a layer early; null: those that fit, if `hardware` overlaps; 0: none",
+        default=None,
+        at_least=0,
+    )
     options: dict[str, Any] = key("options of the schedule, such as extra_warmup", default_factory=dict)
     table: str | None = key("a file with the actions of every position, in torch's format; replaces `name`", default=None)
 

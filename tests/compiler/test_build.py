@@ -8,7 +8,7 @@ import torch
 
 from mpar import models
 from mpar.compiler import RecomputePolicy
-from mpar.compiler.build._passes import hoist_gathers
+from mpar.compiler.build._order import hoist_gathers
 from mpar.errors import ConfigError, ProgramError, ShapeError, ShardingError, UnknownNameError
 from mpar.ir import Instruction, Value
 from mpar.mesh import Mesh
@@ -92,15 +92,16 @@ def test_prefetch_moves_gathers_only(make_model, make_state, batch, program):
 
 
 def test_hoist_on_a_printed_program():
-    """Each gather stands before the first reader of the one before it."""
+    """Each gather stands before the first reader of the one before it, if there is room on the lines that it passes."""
     value = [Value(f"v{i}", (1,), torch.float32, P(), i) for i in range(8)]
 
     def step(op, inputs, outputs):
         return Instruction(op, op, inputs, outputs)
 
     before = [step("gather", (0,), (3,)), step("forward", (3,), (4,)), step("gather", (1,), (5,)), step("forward", (5, 4), (6,))]
-    assert [s.outputs[0] for s in hoist_gathers(before, value, bound=4)] == [3, 5, 4, 6]
-    assert [s.outputs[0] for s in hoist_gathers(before, value, bound=3)] == [3, 4, 5, 6]
+    assert [s.outputs[0] for s in hoist_gathers(before, value, [4] * 4)] == [3, 5, 4, 6]
+    assert [s.outputs[0] for s in hoist_gathers(before, value, [4, 3, 4, 4])] == [3, 4, 5, 6]
+    assert [s.outputs[0] for s in hoist_gathers(before, value, [3, 4, 3, 3])] == [3, 5, 4, 6]
 
 
 def test_hoist_keeps_the_order_of_gathers():
@@ -113,7 +114,7 @@ def test_hoist_keeps_the_order_of_gathers():
         ("gather", (2,), (6,)),
         ("forward", (5, 6), (7,)),
     ]
-    after = hoist_gathers([Instruction(op, op, inputs, outputs) for op, inputs, outputs in before], value, bound=4)
+    after = hoist_gathers([Instruction(op, op, inputs, outputs) for op, inputs, outputs in before], value, [4] * 5)
     assert [step.outputs[0] for step in after] == [3, 5, 4, 6, 7]
 
 

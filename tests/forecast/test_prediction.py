@@ -243,7 +243,7 @@ def test_prediction_adds_up(programs):
     """The step's time is the busiest rank's plus the bubble; messages and their bytes are those of the fullest rank."""
     program = programs("one_f_one_b", 8)
     found = program.predict(REFERENCE)
-    assert found.step_s == pytest.approx(found.compute_s + found.communication_s + found.bubble_s)
+    assert found.step_s == pytest.approx(found.compute_s + found.exposed_s + found.bubble_s)
     assert found.num_messages == 2 * 16
     residual = 8 * 32 * 4
     assert found.communication_bytes >= 2 * 16 * residual

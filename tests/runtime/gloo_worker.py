@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from mpar import models
 from mpar.compiler import RecomputePolicy
+from mpar.hardware import hardware
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
 from mpar.program.compile import compile_step
@@ -22,7 +23,9 @@ CASES = {
     "fsdp4": (Mesh(fsdp=4), "zero3", {}),
     "fsdp4_units": (Mesh(fsdp=4), "zero3", {"bucket_bytes": 0}),
     "fsdp4_kept": (Mesh(fsdp=4), replace(preset("zero3"), gather="keep"), {"bucket_bytes": 0}),
+    "fsdp4_hidden": (Mesh(fsdp=4), "zero3", {"bucket_bytes": 0, "hardware": hardware("h100")}),
     "dp4": (Mesh(dp=4), "ddp", {}),
+    "dp4_hidden": (Mesh(dp=4), "ddp", {"bucket_bytes": 0, "hardware": hardware("h100")}),
     "tp4_sp": (Mesh(tp=4), "tp_sp", {}),
     "tp4_sp_again": (Mesh(tp=4), "tp_sp", {"recompute": GATHERED_AGAIN}),
     "tp4": (Mesh(tp=4), "tp", {}),

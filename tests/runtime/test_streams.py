@@ -78,20 +78,22 @@ def check(instructions, values, kinds):
 
 
 def homes_given_back(step, values, alive, home):
-    """The storages that an instruction gives back, and the queue that each was allocated on."""
+    """The storages of operands and results that an instruction gives back, and the queue that each was allocated on. Its code
+    drops them while it runs, so that it may use their memory itself.
+    """
     left = {storage: set(names) for storage, names in alive.items()}
     for value in (*step.inputs, *step.outputs):
         left.setdefault(values[value].storage, set()).add(value)
     for value in step.frees:
         left[values[value].storage].discard(value)
-    touched = {values[value].storage for value in step.frees}
+    touched = {values[value].storage for value in step.frees if value in (*step.inputs, *step.outputs)}
     return {storage: home[storage] for storage in touched if not left[storage] and storage in home}
 
 
 def random_program(seed):
     """Instructions on four queues: some make views, some write over, some free."""
     rng = random.Random(seed)
-    values, instructions, alive = [Stored(i) for i in range(3)], [], [0, 1, 2]
+    values, instructions, alive, used = [Stored(i) for i in range(3)], [], [0, 1, 2], set()
     queues = [HOME, HOME, "gather", "reduce", "->1 F"]
     for _ in range(rng.randint(1, 25)):
         inputs = tuple(rng.sample(alive, min(len(alive), rng.randint(0, 3))))
@@ -101,7 +103,9 @@ def random_program(seed):
             storage = values[rng.choice(inputs)].storage if shares else 1000 + len(values)
             values.append(Stored(storage))
             outputs.append(len(values) - 1)
-        frees = tuple(v for v in (*inputs, *outputs) if rng.random() < 0.4)
+        others = tuple(v for v in alive if v not in inputs and v in used)
+        used.update(inputs, outputs)
+        frees = tuple(v for v in (*inputs, *outputs) if rng.random() < 0.4) + tuple(v for v in others if rng.random() < 0.1)
         instructions.append(Instruction("forward", "k", inputs, tuple(outputs), frees, queue=rng.choice(queues)))
         alive = [v for v in (*alive, *outputs) if v not in frees]
     return instructions, values

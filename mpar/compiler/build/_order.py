@@ -25,25 +25,44 @@ _USABLE = 0.9  # of a device's memory: the rest is for what frameworks and commu
 
 
 def hide_communication(program: ProgramData, hardware: Hardware | None, prefetch_bytes: int | None) -> None:
-    """Reorder the parts of `program` in place: what it computes is the same, and it takes no longer by prediction.
+    """Reorder the parts of `program` in place. It computes the same; by prediction a step takes no longer, and memory suffices if
+    it did before.
 
     prefetch_bytes: gathers of at most so many bytes move up, whatever memory there is; None: those that fit.
     """
-    overlaps = hardware is not None and hardware.overlaps
-    for position, part in enumerate(program.parts):
-        if prefetch_bytes is not None:
+    if prefetch_bytes is not None:
+        for part in program.parts:
             part.instructions = hoist_gathers(part.instructions, program.values, [prefetch_bytes] * len(part.instructions))
-        elif hardware is not None and overlaps:
-            part.instructions = hoist_gathers(part.instructions, program.values, _room(program, position, hardware))
-        if overlaps:
-            part.instructions = _norms_as_ready(part.instructions)
-    if hardware is not None and overlaps:
-        _free_later(program, hardware)
+    if hardware is None or not hardware.overlaps or all(_is_one_queue(program, part) for part in program.parts):
+        return
+    before, makespan = [list(part.instructions) for part in program.parts], predicted_times(program, hardware).makespan
+    limits = [max(peak, _usable(hardware)) for peak in _peaks(program)]
+    for position, part in enumerate(program.parts):
+        if prefetch_bytes is None:
+            part.instructions = hoist_gathers(part.instructions, program.values, _room(program, position, limits[position]))
+        part.instructions = _norms_as_ready(part.instructions)
+    _free_later(program, hardware, limits)
+    fits = all(peak <= limit for peak, limit in zip(_peaks(program), limits, strict=True))
+    if not fits or predicted_times(program, hardware).makespan > makespan:
+        for part, instructions in zip(program.parts, before, strict=True):
+            part.instructions = instructions
 
 
-def _room(program: ProgramData, position: int, hardware: Hardware) -> list[int]:
+def _is_one_queue(program: ProgramData, part: Part) -> bool:
+    return all(issue.queue == HOME for issue in plan_streams(part.instructions, program.values, program.kinds))
+
+
+def _usable(hardware: Hardware) -> int:
+    return int(_USABLE * hardware.memory_bytes)
+
+
+def _peaks(program: ProgramData) -> list[int]:
+    return [max((peak for peak, _ in memory_timeline(program, position)), default=0) for position in range(len(program.parts))]
+
+
+def _room(program: ProgramData, position: int, limit: int) -> list[int]:
     """For each line of a part, the bytes that are left while it runs."""
-    return [int(_USABLE * hardware.memory_bytes) - peak for peak, _ in memory_timeline(program, position)]
+    return [limit - peak for peak, _ in memory_timeline(program, position)]
 
 
 def hoist_gathers(instructions: Sequence[Instruction], values: Sequence[Value], room: Sequence[int]) -> list[Instruction]:
@@ -96,22 +115,17 @@ class _Free:
     users: tuple[int, ...]
 
 
-def _free_later(program: ProgramData, hardware: Hardware) -> None:
-    """Move frees for which computation would wait. If the step does not become shorter, everything stays as it was."""
-    before = [list(part.instructions) for part in program.parts]
+def _free_later(program: ProgramData, hardware: Hardware, limits: Sequence[int]) -> None:
+    """Move frees for which computation would wait to where it need not, within the limit of each position in bytes."""
     waiting = [_waiting_frees(program, part) for part in program.parts]
     if not any(waiting):
         return
-    makespan = predicted_times(program, hardware).makespan
     for part, frees in zip(program.parts, waiting, strict=True):
         part.instructions = _without(part.instructions, frees)
     times = predicted_times(program, hardware)  # as if memory were endless
     for position, (part, frees) in enumerate(zip(program.parts, waiting, strict=True)):
-        places = _within(_room(program, position, hardware), frees, _places(part, frees, times, position))
+        places = _within(_room(program, position, limits[position]), frees, _places(part, frees, times, position))
         part.instructions = _with(part.instructions, frees, places)
-    if predicted_times(program, hardware).makespan > makespan:
-        for part, instructions in zip(program.parts, before, strict=True):
-            part.instructions = instructions
 
 
 def _waiting_frees(program: ProgramData, part: Part) -> list[_Free]:
