@@ -2,7 +2,7 @@
 
 from mpar.ir._cost import collective_time, exposed_time, link, segment_time
 from mpar.ir._instruction import ALL_SLICES, Instruction, Message, Piece
-from mpar.ir._issue import HOME, HOST, START, Issue, plan_streams, plan_threads
+from mpar.ir._issue import HOME, HOST, START, Issue, plan_streams, plan_threads, queues_on_streams
 from mpar.ir._kind import CollectiveUse, KernelUse, Kind
 from mpar.ir._memory import SegmentMemory, sweep
 from mpar.ir._part import Contribution, Part, SegmentResult
@@ -34,6 +34,7 @@ __all__ = [
     "link",
     "plan_streams",
     "plan_threads",
+    "queues_on_streams",
     "segment_time",
     "sweep",
 ]

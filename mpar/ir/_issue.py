@@ -12,7 +12,7 @@ from mpar.ir._instruction import Instruction
 from mpar.ir._kind import Kind
 from mpar.ir._values import Value
 
-__all__ = ["HOME", "HOST", "START", "Issue", "plan_streams", "plan_threads"]
+__all__ = ["HOME", "HOST", "START", "Issue", "plan_streams", "plan_threads", "queues_on_streams"]
 
 HOME = "compute"
 """The queue that runs where the caller runs: state and batch are ready on it, and so are the results at the end."""
@@ -43,13 +43,17 @@ def plan_streams(instructions: Sequence[Instruction], values: Sequence[Value], k
 
     An instruction without communication, such as a gather on one rank, which is only a cast, runs on the caller's stream.
     """
-    queues = [
+    return _Planner(values).plan(instructions, queues_on_streams(instructions, kinds))
+
+
+def queues_on_streams(instructions: Sequence[Instruction], kinds: Mapping[str, Kind]) -> list[str]:
+    """The queue of each instruction in that plan."""
+    return [
         instruction.queue
         if instruction.message >= 0 or instruction.queue == HOST or kinds[instruction.kind].collectives
         else HOME
         for instruction in instructions
     ]
-    return _Planner(values).plan(instructions, queues)
 
 
 def plan_threads(
@@ -110,9 +114,13 @@ class _Planner:
         """Remember what an instruction uses and makes."""
         for value in (*instruction.inputs, *instruction.outputs):  # a view has the storage of its operand
             storage = self.values[value].storage
-            self.home.setdefault(storage, queue if value in instruction.outputs else HOME)
-            self.used.setdefault(storage, {})[queue] = line
-            self.names.setdefault(storage, set()).add(value)
+            users = self.used.get(storage)
+            if users is None:
+                self.home[storage] = queue if value in instruction.outputs else HOME
+                self.used[storage], self.names[storage] = {queue: line}, {value}
+            else:
+                users[queue] = line
+                self.names[storage].add(value)
         # a received value is ready after the wait
         made = instruction.inputs if instruction.op == "wait" else instruction.outputs
         for value in made:

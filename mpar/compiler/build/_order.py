@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from mpar.forecast import StepTimes, memory_timeline, predicted_times
 from mpar.hardware import Hardware
-from mpar.ir import HOME, Instruction, Part, ProgramData, Value, plan_streams
+from mpar.ir import HOME, Instruction, Part, ProgramData, Value, queues_on_streams
 
 __all__ = ["hide_communication", "hoist_gathers"]
 
@@ -36,36 +36,29 @@ def hide_communication(program: ProgramData, hardware: Hardware | None, prefetch
     if hardware is None or not hardware.overlaps or all(_is_one_queue(program, part) for part in program.parts):
         return
     before, makespan = [list(part.instructions) for part in program.parts], predicted_times(program, hardware).makespan
-    limits = [max(peak, _usable(hardware)) for peak in _peaks(program)]
-    for position, part in enumerate(program.parts):
+    levels = [_levels(program, position) for position in range(len(program.parts))]
+    limits = [max(_USABLE * hardware.memory_bytes, *own) for own in levels]
+    for part, own, limit in zip(program.parts, levels, limits, strict=True):
         if prefetch_bytes is None:
-            part.instructions = hoist_gathers(part.instructions, program.values, _room(program, position, limits[position]))
+            part.instructions = hoist_gathers(part.instructions, program.values, [limit - level for level in own])
         part.instructions = _norms_as_ready(part.instructions)
     _free_later(program, hardware, limits)
-    fits = all(peak <= limit for peak, limit in zip(_peaks(program), limits, strict=True))
+    fits = all(max(_levels(program, position)) <= limit for position, limit in enumerate(limits))
     if not fits or predicted_times(program, hardware).makespan > makespan:
         for part, instructions in zip(program.parts, before, strict=True):
             part.instructions = instructions
 
 
 def _is_one_queue(program: ProgramData, part: Part) -> bool:
-    return all(issue.queue == HOME for issue in plan_streams(part.instructions, program.values, program.kinds))
+    return all(queue == HOME for queue in queues_on_streams(part.instructions, program.kinds))
 
 
-def _usable(hardware: Hardware) -> int:
-    return int(_USABLE * hardware.memory_bytes)
+def _levels(program: ProgramData, position: int) -> list[int]:
+    """For each line of a part, the most bytes while it runs."""
+    return [peak for peak, _ in memory_timeline(program, position)]
 
 
-def _peaks(program: ProgramData) -> list[int]:
-    return [max((peak for peak, _ in memory_timeline(program, position)), default=0) for position in range(len(program.parts))]
-
-
-def _room(program: ProgramData, position: int, limit: int) -> list[int]:
-    """For each line of a part, the bytes that are left while it runs."""
-    return [limit - peak for peak, _ in memory_timeline(program, position)]
-
-
-def hoist_gathers(instructions: Sequence[Instruction], values: Sequence[Value], room: Sequence[int]) -> list[Instruction]:
+def hoist_gathers(instructions: Sequence[Instruction], values: Sequence[Value], room: Sequence[float]) -> list[Instruction]:
     """Move each gather up, in front of the first instruction that reads the previous gather, if there is room for what it makes
     on all lines that it passes.
 
@@ -115,7 +108,7 @@ class _Free:
     users: tuple[int, ...]
 
 
-def _free_later(program: ProgramData, hardware: Hardware, limits: Sequence[int]) -> None:
+def _free_later(program: ProgramData, hardware: Hardware, limits: Sequence[float]) -> None:
     """Move frees for which computation would wait to where it need not, within the limit of each position in bytes."""
     waiting = [_waiting_frees(program, part) for part in program.parts]
     if not any(waiting):
@@ -124,30 +117,33 @@ def _free_later(program: ProgramData, hardware: Hardware, limits: Sequence[int])
         part.instructions = _without(part.instructions, frees)
     times = predicted_times(program, hardware)  # as if memory were endless
     for position, (part, frees) in enumerate(zip(program.parts, waiting, strict=True)):
-        places = _within(_room(program, position, limits[position]), frees, _places(part, frees, times, position))
+        room = [limits[position] - level for level in _levels(program, position)]
+        places = _within(room, frees, _places(part, frees, times, position))
         part.instructions = _with(part.instructions, frees, places)
 
 
 def _waiting_frees(program: ProgramData, part: Part) -> list[_Free]:
     """The frees of storages that computation allocated and other queues have used."""
-    issues = plan_streams(part.instructions, program.values, program.kinds)
+    queues = queues_on_streams(part.instructions, program.kinds)
     home: dict[int, str] = {}
     users: dict[int, dict[str, int]] = {}
     names: dict[int, set[int]] = {}
     out = []
-    for line, (instruction, issue) in enumerate(zip(part.instructions, issues, strict=True)):
+    for line, (instruction, own) in enumerate(zip(part.instructions, queues, strict=True)):
         for value in (*instruction.inputs, *instruction.outputs):
             storage = program.values[value].storage
-            home.setdefault(storage, issue.queue if value in instruction.outputs else HOME)
-            users.setdefault(storage, {})[issue.queue] = line
+            home.setdefault(storage, own if value in instruction.outputs else HOME)
+            users.setdefault(storage, {})[own] = line
             names.setdefault(storage, set()).add(value)
-        for storage in {program.values[value].storage for value in instruction.frees}:
-            gone = tuple(v for v in instruction.frees if program.values[v].storage == storage)
+        freed: dict[int, list[int]] = {}
+        for value in instruction.frees:
+            freed.setdefault(program.values[value].storage, []).append(value)
+        made = {program.values[value].storage for value in instruction.outputs}
+        for storage, gone in freed.items():
             names[storage].difference_update(gone)
             others = tuple(other for queue, other in users[storage].items() if queue != HOME)
-            made_here = any(program.values[v].storage == storage for v in instruction.outputs)
-            if not names[storage] and home[storage] == HOME and others and not made_here:
-                out.append(_Free(line, gone, max(program.values[v].bytes for v in gone), others))
+            if others and not names[storage] and home[storage] == HOME and storage not in made:
+                out.append(_Free(line, tuple(gone), max(program.values[v].bytes for v in gone), others))
     return out
 
 
@@ -177,7 +173,7 @@ def _places(part: Part, frees: Sequence[_Free], times: StepTimes, position: int)
     return out
 
 
-def _within(room: Sequence[int], frees: Sequence[_Free], places: Sequence[int]) -> list[int]:
+def _within(room: Sequence[float], frees: Sequence[_Free], places: Sequence[int]) -> list[int]:
     """The places of frees, the oldest moved up where there is no room. room: on each line, the bytes that are left if none of
     `frees` is done at all.
     """
