@@ -1,5 +1,7 @@
 """Cost: the seconds that a segment and its collectives are predicted to take on given hardware."""
 
+import functools
+
 import torch
 
 from mpar.hardware import Hardware
@@ -33,23 +35,29 @@ def _rate(kind: Kind, hardware: Hardware) -> float:
 
 
 def collective_time(mesh: Mesh, use: CollectiveUse, hardware: Hardware) -> float:
-    """Seconds of a collective as a ring of n ranks carries it out.
+    """Seconds of a collective of n ranks, k of them on each node that they are on.
 
-    (n - 1) / n of all bytes go through the link of each rank; an all_reduce goes round twice; a shift sends its bytes once.
+    Gathers and reductions are rings: (n - 1) / n of all bytes go through the link of each rank, twice for an all_reduce, and as
+    many rings as a node has links to others leave it, so that k links between nodes carry what one within a node does. Of an
+    all_to_all, (n - k) / n of what a rank brings leave its node. A shift sends its bytes once.
     """
-    rate, latency = link(hardware, crosses=_crosses_nodes(mesh, use.axes, hardware.ranks_per_node))
-    n = use.size
+    n, k = use.size, _ranks_on_a_node(mesh, use.axes, hardware.ranks_per_node)
+    rate, latency = link(hardware, crosses=k < n)
     if use.op == "shift":
         return latency + use.bytes / rate
+    if use.op in ("all_to_all", "exchange_rows"):
+        within, between = use.bytes * (k - 1) / n, use.bytes * (n - k) / n
+        return latency + max(within / hardware.link_bytes_per_s, between / hardware.cross_bytes_per_s)
+    rate = min(hardware.link_bytes_per_s, k * rate)
     total_bytes = use.bytes * n if use.op == "all_gather" else use.bytes
     num_rounds = 2 if use.op == "all_reduce" else 1
     return latency + num_rounds * total_bytes * (n - 1) / n / rate
 
 
-def _crosses_nodes(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> bool:
-    """Whether the ranks that communicate with rank 0 over `axes` reach beyond the first node."""
-    last_of_group = {axis: mesh.axis_size(axis) - 1 for axis in axes}
-    return mesh.rank(last_of_group) // ranks_per_node > 0
+@functools.lru_cache(maxsize=1024)
+def _ranks_on_a_node(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> int:
+    """How many of the ranks that communicate with rank 0 over `axes` are on its node, rank 0 included."""
+    return sum(rank < ranks_per_node for rank in mesh.group(0, axes))
 
 
 def link(hardware: Hardware, *, crosses: bool) -> tuple[float, float]:

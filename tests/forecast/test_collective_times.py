@@ -80,6 +80,28 @@ def test_a_group_that_leaves_its_node_takes_the_slow_link(axes, ranks_per_node, 
     assert found == pytest.approx(7.0 + 50 / FAR if crosses else 3.0 + 50 / NEAR, rel=1e-12)
 
 
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize(("ranks_per_node", "rate"), [(1, FAR), (2, 2 * FAR), (4, 4 * FAR), (8, NEAR)])
+def test_rings_leave_a_node_by_all_its_links(op, ranks_per_node, rate):
+    """Eight ranks, as many on a node as it has: a node's links to others work together, up to the rate within a node."""
+    mesh = Mesh(tp=8)
+    kind, latency = segment(use(op, ("tp",), mesh, 2400)), 3.0 if ranks_per_node == 8 else 7.0
+    found = segment_time(kind, mesh, replace(HARDWARE, ranks_per_node=ranks_per_node))
+    assert found == pytest.approx(latency + bytes_of_a_ring(op, 8, 2400) / rate, rel=1e-12)
+    fast = replace(HARDWARE, ranks_per_node=4, cross_bytes_per_s=NEAR / 2, cross_latency_s=3.0)
+    assert segment_time(kind, mesh, fast) == pytest.approx(3.0 + bytes_of_a_ring(op, 8, 2400) / NEAR, rel=1e-12)
+
+
+@pytest.mark.parametrize("op", ["all_to_all", "exchange_rows"])
+def test_an_exchange_leaves_a_node_by_the_link_of_each_rank(op):
+    """Eight ranks on two nodes: half of the bytes leave the node, each by the link of its rank; three eighths stay."""
+    mesh = Mesh(tp=8)
+    kind = segment(use(op, ("tp",), mesh, 800))
+    assert segment_time(kind, mesh, HARDWARE) == pytest.approx(7.0 + 400 / FAR, rel=1e-12)
+    narrow = replace(HARDWARE, link_bytes_per_s=1.0)
+    assert segment_time(kind, mesh, narrow) == pytest.approx(7.0 + 300 / 1.0, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("flops", "nbytes", "dtypes", "expected"),
     [
@@ -147,9 +169,9 @@ def test_communication_of_a_step_is_the_sum_of_its_collectives(make_model):
     expected = 0.0
     for step in program.parts[0].instructions:
         for collective in program.kinds[step.kind].collectives:
-            crosses = "fsdp" in collective.axes
             sent = bytes_of_a_ring(collective.op, mesh.axis_size(collective.axes), collective.bytes)
-            expected += 7.0 + sent / FAR if crosses else 3.0 + sent / NEAR
+            links = 4 if "tp" in collective.axes else 1  # of a node of four ranks
+            expected += 7.0 + sent / (links * FAR) if "fsdp" in collective.axes else 3.0 + sent / NEAR
     assert program.predict(HARDWARE).communication_s == pytest.approx(expected, rel=1e-9)
 
 
@@ -159,8 +181,11 @@ PROFILES = {
     "all_gather": replace(HARDWARE, **QUICK, link_bytes_per_s=1e12, link_latency_s=1.0, ranks_per_node=8),
     # few bytes, in however many messages
     "all_to_all": replace(HARDWARE, **QUICK, link_bytes_per_s=1e3, link_latency_s=0.0, ranks_per_node=8),
-    # few bytes out of a node of two ranks
-    "all_to_all+ring": replace(HARDWARE, **QUICK, link_latency_s=0.0, cross_bytes_per_s=1.0, ranks_per_node=2),
+    # messages that hide behind attention where they leave a node of two ranks, and no latency
+    "all_to_all+ring": replace(
+        HARDWARE, flops_per_s={"float32": 100.0}, memory_bytes_per_s=1e15, link_bytes_per_s=1e9, link_latency_s=0.0,
+        cross_bytes_per_s=1.0, cross_latency_s=0.0, ranks_per_node=2,
+    ),
 }
 
 
