@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mpar import Mesh, models
+from mpar.compiler import BUCKET_BYTES
 from mpar.compiler.build import _pipeline
 from mpar.compiler.build._writer import message_kind
 from mpar.errors import ProgramError
+from mpar.hardware import hardware
 from mpar.optim import AdamW
 from mpar.program import Instruction, Program
 from mpar.program.compile import compile_step
@@ -23,7 +25,8 @@ from tests.proof.interpreter import Terms, Wrong, run
 QUEUES = ("direction", "pair", "single")
 NUM_MUTANTS = 2000
 
-# positions along pp, other axes, strategy, layers, tied, schedule, microbatches, the queues that messages are ordered for, slices
+# positions along pp, other axes, strategy, layers, tied, schedule, microbatches, the queues that messages are ordered for,
+# slices, the hardware for which gathers are early and frees late
 BASES = (
     (1, {}, "ddp", 2, True, "one_f_one_b", 3, "direction"),
     (2, {}, "ddp", 2, True, "one_f_one_b", 3, "direction"),
@@ -39,10 +42,13 @@ BASES = (
     (1, {}, "ddp", 2, True, "one_f_one_b", 1, "direction", 4),
     (1, {"fsdp": 2}, "zero3", 2, False, "one_f_one_b", 2, "direction", 2),
     (2, {}, "ddp", 2, True, "zb_h1", 2, "direction", 4),
+    (1, {"fsdp": 2}, "zero3", 3, False, "one_f_one_b", 2, "direction", 1, "h100"),
+    (2, {"fsdp": 2}, "zero3", 4, True, "one_f_one_b", 2, "direction", 1, "h100"),
+    (1, {"dp": 2}, "ddp", 3, False, "one_f_one_b", 1, "direction", 1, "h100"),
 )
 
 
-def make_program(pp, axes, strategy, layers, tied, schedule, microbatches, queues, slices=1) -> Program:
+def make_program(pp, axes, strategy, layers, tied, schedule, microbatches, queues, slices=1, box=None) -> Program:
     """A training step of a tiny Llama."""
     config = {
         "model_type": "llama",
@@ -69,6 +75,8 @@ def make_program(pp, axes, strategy, layers, tied, schedule, microbatches, queue
             schedule=schedule,
             num_microbatches=microbatches,
             num_slices=slices,
+            bucket_bytes=0 if box else BUCKET_BYTES,
+            hardware=hardware(box) if box else None,
         )
 
 
