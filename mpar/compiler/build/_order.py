@@ -87,10 +87,16 @@ def hoist_gathers(instructions: Sequence[Instruction], values: Sequence[Value], 
 
 
 def _norms_as_ready(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Take the norms of gradients in the order in which the gradients are ready: the last are still being reduced."""
+    """Take the norms of gradients in the order in which the gradients are ready: the last are still being reduced.
+
+    The norms of two units read different values, so that either may free what it reads; if they do not, they stay as they are.
+    """
     maker = {value: line for line, instruction in enumerate(instructions) for value in instruction.outputs}
-    lines = [line for line, instruction in enumerate(instructions) if instruction.op == "norm"]
-    of_units = [line for line in lines if not any(maker.get(v) in lines for v in instructions[line].inputs)]
+    lines = {line for line, instruction in enumerate(instructions) if instruction.op == "norm"}
+    of_units = [line for line in sorted(lines) if not any(maker.get(v) in lines for v in instructions[line].inputs)]
+    read = [v for line in of_units for v in set(instructions[line].inputs)]
+    if len(read) > len(set(read)):
+        return list(instructions)
     ready = sorted(of_units, key=lambda line: max((maker.get(v, -1) for v in instructions[line].inputs), default=-1))
     out = list(instructions)
     for place, line in zip(of_units, ready, strict=True):
