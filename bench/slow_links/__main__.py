@@ -24,6 +24,8 @@ def main() -> int:
             todo = (measure_wire(num_ranks, args.rate, args.numbers, args.repeats) for num_ranks in args.ranks)
         else:
             folder, variants = find_peers(args.peers), args.variants.split(",")
+            if "torch_async" in variants and not all(mesh.startswith("fsdp") for mesh in args.mesh):
+                raise LinkError("torch_async is FSDP2 with asynchronous gathers: give it meshes of fsdp, or leave it out")
             meshes = [name.replace("_sp", "+sp") for name in args.mesh]
             options = {"bucket_bytes": args.mpar_bucket_bytes, "prefetch_bytes": args.mpar_prefetch_bytes}
             how = (args.rates, variants, args.bucket_mb, folder, Passes.of(args), options)

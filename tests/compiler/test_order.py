@@ -58,7 +58,7 @@ def random_case(rng):
     mesh, strategy = rng.choice(MESHES)
     options = {
         "schedule": rng.choice(["one_f_one_b", "gpipe", "zbv"]) if mesh.axis_size("pp") > 1 else None,
-        "num_microbatches": 2 if mesh.axis_size("fsdp") == 4 else rng.choice([2, 4]),
+        "num_microbatches": 2 if mesh.axis_size(("dp", "fsdp")) == 4 else rng.choice([2, 4]),  # of 8 rows, one a rank at least
         "bucket_bytes": rng.choice([0, 6000, 2**25]),
         "prefetch_bytes": rng.choice([None, None, 0, 2**20]),
         "recompute": rng.choice([policy("none"), policy("full"), replace(policy("full"), offload=True)]),

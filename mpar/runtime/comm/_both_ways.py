@@ -1,9 +1,8 @@
 """Exchanges over gloo that use both directions of a link at once.
 
-gloo's own all_to_all sends first and receives then: on two ranks a link is idle in one direction at any time, and it takes
-about twice as long as its bytes need (`python -m bench.slow_links wire` shows both). Here every receive is posted before the
-first send.
-Peers are taken in turn from the next rank on, so that at no time all ranks send to the same one.
+gloo's own all_to_all sends first and receives then: on two ranks a link may be idle in one direction at any time, and it takes up
+to twice as long as its bytes need (`python -m bench.slow_links wire`, bench/results/README.md). Here every receive is posted
+before the first send. Peers are taken in turn from the next rank on, so that at no time all ranks send to the same one.
 """
 
 from collections.abc import Sequence

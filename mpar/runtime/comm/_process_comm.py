@@ -265,7 +265,7 @@ class ProcessComm:
 
     def _gather(self, flat: Tensor, axes: tuple[str, ...], size: int) -> Tensor:
         out = flat.new_empty(size, flat.numel())
-        if self._is_gloo and size == 2:  # gloo's own ring is as fast as the links from three ranks on
+        if self._is_gloo and size == 2:  # among four, gloo's own ring loses less (bench/results/README.md)
             _wait_for(post_exchange(self._groups[axes], [flat] * size, out.unbind(0)))
         else:
             dist.all_gather_into_tensor(out.view(-1), flat, group=self._groups[axes])
