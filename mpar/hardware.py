@@ -1,7 +1,7 @@
 """Hardware: the rates of one device and its links. Each profile is a file of the configuration group `hardware`."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import yaml
 
@@ -18,8 +18,12 @@ REFERENCE = "reference"
 class Hardware:
     """The rates of one device and its links, as they are achieved, not those of the data sheet.
 
-    flops_per_s:       FLOP/s by the name of a dtype ("float32", "bfloat16").
-    memory_bytes_per_s, launch_s: bandwidth of device memory; the fixed time that every segment takes.
+    flops_per_s:       FLOP/s of large products of matrices by the name of a dtype ("float32", "bfloat16").
+    vector_flops_per_s: FLOP/s of all other ops but attention; 0: those of products.
+    attention_flops_per_s: of long sequences, by "forward" and "backward"; of passes that are not named, those of products.
+    units, wave_s:     how many tiles of a product are computed at once, and the time between two such waves of tiles; 0 units: the
+                       rates of products and attention do not depend on their shapes.
+    memory_bytes_per_s, launch_s: bandwidth of device memory; the fixed time that every op takes.
     host_bytes_per_s:  bandwidth between a device and the memory of its host.
     link_bytes_per_s, link_latency_s: one rank's share within a node; cross_*: the same between nodes of `ranks_per_node` ranks.
     memory_bytes:      memory of one device.
@@ -41,6 +45,10 @@ class Hardware:
     arch: str | None = None
     overlaps: bool = True
     host_bytes_per_s: float = 5e10
+    units: int = 0
+    wave_s: float = 0.0
+    vector_flops_per_s: float = 0.0
+    attention_flops_per_s: dict[str, float] = field(default_factory=dict)
 
 
 @functools.cache

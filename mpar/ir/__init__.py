@@ -3,8 +3,9 @@
 from mpar.ir._cost import collective_time, exposed_time, link, segment_time
 from mpar.ir._instruction import ALL_SLICES, Instruction, Message, Piece
 from mpar.ir._issue import HOME, HOST, START, Issue, plan_streams, plan_threads, queues_on_streams
-from mpar.ir._kind import CollectiveUse, KernelUse, Kind
+from mpar.ir._kind import CollectiveUse, KernelUse, Kind, OpUse
 from mpar.ir._memory import SegmentMemory, sweep
+from mpar.ir._op_time import op_time
 from mpar.ir._part import Contribution, Part, SegmentResult
 from mpar.ir._program import Facts, ProgramData
 from mpar.ir._values import Leaf, Value
@@ -23,6 +24,7 @@ __all__ = [
     "Kind",
     "Leaf",
     "Message",
+    "OpUse",
     "Part",
     "Piece",
     "ProgramData",
@@ -32,6 +34,7 @@ __all__ = [
     "collective_time",
     "exposed_time",
     "link",
+    "op_time",
     "plan_streams",
     "plan_threads",
     "queues_on_streams",

@@ -2,36 +2,26 @@
 
 import functools
 
-import torch
-
 from mpar.hardware import Hardware
 from mpar.ir._kind import CollectiveUse, Kind
+from mpar.ir._op_time import op_time
 from mpar.mesh import Mesh
 
 __all__ = ["collective_time", "exposed_time", "link", "segment_time"]
 
 
 def segment_time(kind: Kind, mesh: Mesh, hardware: Hardware) -> float:
-    """Seconds of a segment: its arithmetic or its memory traffic, whichever is longer, and the time of its collectives that no
-    computation hides. The rate of the arithmetic is that of the narrowest floating dtype among the operands."""
-    compute_s = max(kind.flops / _rate(kind, hardware), kind.bytes / hardware.memory_bytes_per_s) + hardware.launch_s
-    return compute_s + exposed_time(kind, mesh, hardware)
+    """Seconds of a segment: of its ops, one after the other, and of its collectives as far as no computation hides them."""
+    return sum(op_time(use, hardware) for use in kind.ops) + exposed_time(kind, mesh, hardware)
 
 
 def exposed_time(kind: Kind, mesh: Mesh, hardware: Hardware) -> float:
     """Seconds of a segment's collectives that remain after the computation which runs while their messages are on the way."""
-    rate, exposed = _rate(kind, hardware), 0.0
+    exposed = 0.0
     for use in kind.collectives:
-        hidden = max(use.hidden_flops / rate, use.hidden_bytes / hardware.memory_bytes_per_s)
+        hidden = sum(op_time(op, hardware) for op in use.hidden)
         exposed += max(0.0, collective_time(mesh, use, hardware) - hidden)
     return exposed
-
-
-def _rate(kind: Kind, hardware: Hardware) -> float:
-    """FLOP/s in the narrowest floating dtype among the operands."""
-    dtypes = (dtype for _, dtype in kind.operands if dtype.is_floating_point)
-    narrowest = min(dtypes, key=lambda d: d.itemsize, default=torch.float32)
-    return hardware.flops_per_s.get(str(narrowest).removeprefix("torch."), max(hardware.flops_per_s.values()))
 
 
 def collective_time(mesh: Mesh, use: CollectiveUse, hardware: Hardware) -> float:

@@ -6,8 +6,20 @@ import torch
 from torch import Tensor
 
 from mpar.ir._memory import SegmentMemory
+from mpar.op_shape import AttentionShape, MatmulShape
 
-__all__ = ["CollectiveUse", "KernelUse", "Kind"]
+__all__ = ["CollectiveUse", "KernelUse", "Kind", "OpUse"]
+
+
+@dataclass(frozen=True)
+class OpUse:
+    """The calls of equal ops in one kind: what each costs, in which dtype it computes, and its shape if it multiplies matrices."""
+
+    flops: int
+    bytes: int
+    dtype: str
+    shape: MatmulShape | AttentionShape | None = None
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -17,7 +29,7 @@ class CollectiveUse:
     axes, size:   the mesh axes over which ranks take part, and how many ranks that are.
     bytes:        how many bytes one rank contributes, in how many `tensors`.
     line:         the line of the model that caused it.
-    hidden_flops, hidden_bytes: the computation that runs while a posted collective is on its way.
+    hidden:       the ops that run while a posted collective is on its way.
     ragged:       only at run time is it known how many rows go to each rank, and so how many arrive.
     bound_bytes:  of a posted collective, the most bytes that a rank may contribute, which routing may decide; 0 if not posted.
     """
@@ -28,8 +40,7 @@ class CollectiveUse:
     bytes: int
     tensors: int
     line: str
-    hidden_flops: int = 0
-    hidden_bytes: int = 0
+    hidden: tuple[OpUse, ...] = ()
     ragged: bool = False
     bound_bytes: int = 0
 
@@ -50,7 +61,7 @@ class Kind:
 
     source:      Python that defines `run(args, comm)`, which takes its operands out of the list `args` and returns a tuple.
     constants:   tensors that the code refers to, by name.
-    flops, bytes: its arithmetic and its memory traffic.
+    ops:         its arithmetic and its memory traffic, op by op.
     workspace:   the most bytes that one of its ops allocates and frees while it runs.
     operands, results: local shape and dtype of each.
     coordinates: tuples of mesh axes for which the code asks for its rank's coordinate.
@@ -63,8 +74,7 @@ class Kind:
     source: str
     constants: dict[str, Tensor]
     collectives: tuple[CollectiveUse, ...]
-    flops: int
-    bytes: int
+    ops: tuple[OpUse, ...]
     workspace: int
     memory: SegmentMemory
     num_nodes: int
@@ -73,3 +83,8 @@ class Kind:
     coordinates: tuple[tuple[str, ...], ...]
     kernels: tuple[KernelUse, ...] = ()
     memory_if_rows_meet: SegmentMemory | None = None
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one run."""
+        return sum(op.calls * op.flops for op in self.ops)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError
+from mpar.op_shape import MatmulShape
 from mpar.ops.primitive import Cost, Primitive, ShardingRule
 
 __all__ = ["einsum"]
@@ -204,7 +205,13 @@ def _cost(a, b, *, equation):
     (in_a, in_b), output = _split(equation, 2)
     sizes = dict(zip(in_a + in_b, (*a.shape, *b.shape), strict=True))
     result = math.prod(sizes[c] for c in output) * a.element_size()
-    return Cost(flops=2 * math.prod(sizes.values()), bytes=a.nbytes + b.nbytes + result)
+    shape = MatmulShape(
+        batch=math.prod(sizes[c] for c in output if c in in_a and c in in_b),
+        m=math.prod(sizes[c] for c in output if c not in in_b),
+        n=math.prod(sizes[c] for c in output if c not in in_a),
+        k=math.prod(sizes[c] for c in sizes if c not in output),
+    )
+    return Cost(flops=2 * math.prod(sizes.values()), bytes=a.nbytes + b.nbytes + result, shape=shape)
 
 
 @einsum_p.def_batching

@@ -1,10 +1,13 @@
 """Cross-entropy of x @ head that never holds the logits of all tokens: it computes those of a chunk of tokens at a time, and the
 backward computes them again."""
 
+from math import ceil
+
 import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
+from mpar.op_shape import MatmulShape
 from mpar.ops._cross_entropy import (
     add_z_loss,
     check_labels,
@@ -164,7 +167,8 @@ def _chunk_bytes(x: Tensor, head: Tensor, labels: Tensor, chunk: int) -> int:
 
 def _cost(x, head, labels, *, chunk, **_):
     flops = 2 * x.numel() * head.shape[1]
-    return Cost(flops=flops, bytes=x.nbytes + head.nbytes, workspace=_chunk_bytes(x, head, labels, chunk))
+    shape = _chunk_shape(head, labels, chunk, 1)
+    return Cost(flops=flops, bytes=x.nbytes + head.nbytes, workspace=_chunk_bytes(x, head, labels, chunk), shape=shape)
 
 
 @linear_cross_entropy_p.bwd.def_cost
@@ -172,7 +176,14 @@ def _cost(x, head, labels, *, chunk, **_):
 def _cost_bwd(x, head, labels, *_, chunk, **__):
     wide = 2 * head.numel() * 4 if x.element_size() < 4 else 0
     workspace = _chunk_bytes(x, head, labels, chunk) + wide
-    return Cost(flops=6 * x.numel() * head.shape[1], bytes=2 * (x.nbytes + head.nbytes), workspace=workspace)
+    shape, moved = _chunk_shape(head, labels, chunk, 3), 2 * (x.nbytes + head.nbytes)
+    return Cost(flops=6 * x.numel() * head.shape[1], bytes=moved, workspace=workspace, shape=shape)
+
+
+def _chunk_shape(head: Tensor, labels: Tensor, chunk: int, products: int) -> MatmulShape:
+    """The products of all chunks, each with the logits of a chunk as its result or operand."""
+    rows = labels.numel()
+    return MatmulShape(batch=products * ceil(rows / chunk), m=min(chunk, rows), n=head.shape[1], k=head.shape[0])
 
 
 linear_cross_entropy_grad_p.asks_host = True

@@ -3,6 +3,7 @@
 ALST, Bekman et al. 2025, arXiv:2506.13996. The backward computes the hidden features of every tile again.
 """
 
+from math import ceil
 from typing import Literal, get_args
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
+from mpar.op_shape import MatmulShape
 from mpar.ops._geglu import geglu_p
 from mpar.ops._swiglu import swiglu_p
 from mpar.ops.primitive import Cost, Primitive
@@ -154,7 +156,8 @@ def _tile_bytes(x: Tensor, up: Tensor, chunk: int) -> int:
 def _cost(x, gate, up, down, *, activation, chunk):
     flops = 2 * _matrices(gate) * x.numel() * up.shape[1]
     workspace = _matrices(gate) * _tile_bytes(x, up, chunk) + x.nbytes
-    return Cost(flops=flops, bytes=2 * x.nbytes + _matrices(gate) * up.nbytes, workspace=workspace)
+    moved = 2 * x.nbytes + _matrices(gate) * up.nbytes
+    return Cost(flops=flops, bytes=moved, workspace=workspace, shape=_tile_shape(x, up, chunk, _matrices(gate)))
 
 
 @mlp_tiled_p.bwd.def_cost
@@ -164,4 +167,10 @@ def _cost_bwd(x, gate, up, down, dy, *, activation, chunk):
     flops = 2 * (3 * num - 1) * x.numel() * up.shape[1]
     sums = up.numel() * (4 * num + x.element_size()) if x.element_size() < 4 else 0
     workspace = (2 * num + 2) * _tile_bytes(x, up, chunk) + 2 * x.nbytes + sums
-    return Cost(flops=flops, bytes=3 * x.nbytes + 2 * num * up.nbytes, workspace=workspace)
+    shape = _tile_shape(x, up, chunk, 3 * num - 1)
+    return Cost(flops=flops, bytes=3 * x.nbytes + 2 * num * up.nbytes, workspace=workspace, shape=shape)
+
+
+def _tile_shape(x: Tensor, up: Tensor, chunk: int, products: int) -> MatmulShape:
+    rows = x.shape[:-1].numel()
+    return MatmulShape(batch=products * ceil(rows / chunk), m=min(chunk, rows), n=up.shape[1], k=up.shape[0])

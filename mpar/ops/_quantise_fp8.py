@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError, UnknownNameError
+from mpar.op_shape import MatmulShape
 from mpar.ops.primitive import Cost, Primitive, ShardingRule, parse_sharding
 
 __all__ = [
@@ -223,4 +224,5 @@ dequantise_fp8_p.def_cost(lambda q, scale, *, block, dtype: Cost(flops=q.numel()
 def _cost_matmul(a, a_scale, b, b_scale, *, dtype, **_):
     result = a.shape[0] * b.shape[0]
     scales = a_scale.nbytes + b_scale.nbytes
-    return Cost(flops=2 * result * a.shape[1], bytes=a.nbytes + b.nbytes + scales + result * dtype.itemsize)
+    shape = MatmulShape(batch=1, m=a.shape[0], n=b.shape[0], k=a.shape[1])
+    return Cost(flops=2 * result * a.shape[1], bytes=a.nbytes + b.nbytes + scales + result * dtype.itemsize, shape=shape)

@@ -4,10 +4,10 @@ from mpar.sharding import _collectives as collectives
 from mpar.sharding._bucket import bucket
 from mpar.sharding._check import check
 from mpar.sharding._check_primitive import check_primitive
-from mpar.sharding._cost import graph_cost, workspace_of
+from mpar.sharding._cost import node_cost, workspace_of
 from mpar.sharding._describe import Collective, collectives_of, describe_graph
 from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower
-from mpar.sharding._overlap import hidden_cost, overlap_posted
+from mpar.sharding._overlap import nodes_under, overlap_posted
 from mpar.sharding._pass import erase_dead_nodes, graph_pass
 from mpar.sharding._ragged import mark_ragged
 from mpar.sharding._simulate import simulate_graph
@@ -25,11 +25,11 @@ __all__ = [
     "collectives_of",
     "describe_graph",
     "erase_dead_nodes",
-    "graph_cost",
     "graph_pass",
-    "hidden_cost",
     "lower",
     "mark_ragged",
+    "node_cost",
+    "nodes_under",
     "overlap_posted",
     "simulate_graph",
     "source_line",

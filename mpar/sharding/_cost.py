@@ -1,4 +1,4 @@
-"""Cost: floating-point operations, bytes and workspace of a rank graph, added over its nodes."""
+"""Cost: floating-point operations, bytes and workspace of the nodes of a rank graph."""
 
 import operator
 from typing import Any
@@ -8,18 +8,7 @@ from torch import Tensor, fx
 from mpar.ops import Cost, primitive_of
 from mpar.sharding import _collectives as collectives
 
-__all__ = ["graph_cost", "node_cost", "workspace_of"]
-
-
-def graph_cost(graph: fx.Graph) -> Cost:
-    """FLOPs and bytes of one run on one rank, and the largest workspace of any op. `mpar.ir` predicts the time of collectives."""
-    flops = nbytes = workspace = 0
-    for node in graph.nodes:
-        if _is_free(node):
-            continue
-        cost = node_cost(node)
-        flops, nbytes, workspace = flops + cost.flops, nbytes + cost.bytes, max(workspace, workspace_of(node))
-    return Cost(flops, nbytes, workspace)
+__all__ = ["node_cost", "workspace_of"]
 
 
 def workspace_of(node: fx.Node) -> int:

@@ -1,15 +1,12 @@
-"""Overlap: ops that do not need a posted message run while it is on its way; and how much computation that is."""
-
-import operator
+"""Overlap: ops that do not need a posted message run while it is on its way; and which ops those are."""
 
 from torch import fx
 
-from mpar.ops import Cost, primitive_of
+from mpar.ops import primitive_of
 from mpar.sharding import _collectives as collectives
-from mpar.sharding._cost import node_cost
 from mpar.sharding._pass import graph_pass
 
-__all__ = ["hidden_cost", "overlap_posted"]
+__all__ = ["nodes_under", "overlap_posted"]
 
 PRODUCTS = ("einsum", "attention", "grouped_matmul", "mlp_tiled")
 
@@ -58,13 +55,10 @@ def _is_heavy(node: fx.Node) -> bool:
     return primitive is not None and primitive.name.removesuffix("_bwd").removesuffix("_dw") in PRODUCTS
 
 
-def hidden_cost(post: fx.Node) -> Cost:
-    """The cost of the ops between a posted message and the wait for it."""
-    flops = nbytes = 0
-    node = post.next
+def nodes_under(post: fx.Node) -> list[fx.Node]:
+    """The nodes between a posted message and the wait for it, which run while it is on its way."""
+    nodes, node = [], post.next
     while node.op != "output" and not (node.target is collectives.arrived and node.args[0] is post):
-        if node.op == "call_function" and node.target is not operator.getitem:
-            cost = node_cost(node)
-            flops, nbytes = flops + cost.flops, nbytes + cost.bytes
+        nodes.append(node)
         node = node.next
-    return Cost(flops, nbytes)
+    return nodes

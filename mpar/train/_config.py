@@ -263,7 +263,7 @@ class HardwareConfig:
     """The hardware profile: rates from which times are predicted."""
 
     name: str = key("what the hardware is called")
-    flops_per_s: dict[str, float] = key("achieved FLOP/s by dtype", above=0)
+    flops_per_s: dict[str, float] = key("achieved FLOP/s of large products by dtype", above=0)
     memory_bytes_per_s: float = key("achieved bandwidth of device memory", above=0)
     memory_bytes: int = key("memory of one device", above=0)
     link_bytes_per_s: float = key("one rank's bandwidth within a node", above=0)
@@ -273,7 +273,11 @@ class HardwareConfig:
     ranks_per_node: int = key("devices in a node", at_least=1)
     overlaps: bool = key("whether communication and copies run while the device computes", default=True)
     host_bytes_per_s: float = key("bandwidth between a device and the memory of its host", default=5e10, above=0)
-    launch_s: float = key("fixed time of one segment", default=0.0, at_least=0)
+    launch_s: float = key("fixed time of one op", default=0.0, at_least=0)
+    units: int = key("tiles of a product that are computed at once; 0: its rate depends on no shape", default=0, at_least=0)
+    wave_s: float = key("time between two waves of tiles", default=0.0, at_least=0)
+    vector_flops_per_s: float = key("achieved FLOP/s of all but products; 0: as products", default=0.0, at_least=0)
+    attention_flops_per_s: dict[str, float] = key("achieved FLOP/s of long attention, forward and backward", default={}, above=0)
     peak_flops_per_s: float = key("data-sheet peak, for MFU", default=0.0, at_least=0)
     arch: str | None = key("the chip for which kernels are chosen, such as sm_90; null: a CPU", default=None)
 

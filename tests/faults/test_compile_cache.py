@@ -220,7 +220,7 @@ SAME = ["seed=7", "run_dir=x", "steps=9", "optimizer.lr=1e-4", "optimizer.lr_dec
         "checkpoint.every=7", "data.shuffle=false", "timeout_s=9", "task.chat=[]", "plan.lines=3"]  # fmt: skip
 OTHER = ["data.batch_size=8", "data.seq_len=64", "optimizer.betas=[0.8,0.9]", "optimizer.clip_norm=null", "optimizer=sgd",
          "optimizer.weight_decay=0.2", "precision=bf16", "recompute=full", "model.config.rope_theta=5000",
-         "schedule.num_microbatches=2", "mesh=fsdp2", "strategy=zero1", "schedule.num_slices=2", "hardware=h100",
+         "schedule.num_microbatches=2", "mesh=fsdp2", "strategy=zero1", "schedule.num_slices=2", "hardware=h100_dgx",
          "model.vocab_multiple=64", "kernels=torch"]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from mpar import Mesh
 from mpar.arrange import CONTEXT_PARALLEL
 from mpar.forecast import message_durations
 from mpar.hardware import Hardware
-from mpar.ir import CollectiveUse, Kind, segment_time
+from mpar.ir import CollectiveUse, Kind, OpUse, segment_time
 from mpar.optim import AdamW
 from mpar.program.compile import compile_step
 from mpar.strategy import preset
@@ -28,14 +28,13 @@ HARDWARE = Hardware(
 )
 
 
-def segment(*uses: CollectiveUse, flops=0, nbytes=0, dtypes=(torch.float32,)) -> Kind:
+def segment(*uses: CollectiveUse, ops: tuple[OpUse, ...] = ()) -> Kind:
     """A segment that does nothing but this."""
-    operands = tuple(((1,), dtype) for dtype in dtypes)
-    return Kind("segment", "", {}, uses, flops, nbytes, 0, None, 0, operands, (), ())
+    return Kind("segment", "", {}, uses, ops, 0, None, 0, (), (), ())
 
 
-def use(op: str, axes: tuple[str, ...], mesh: Mesh, nbytes: int, **hidden: int) -> CollectiveUse:
-    return CollectiveUse(op, axes, mesh.axis_size(axes), nbytes, 1, "", **hidden)
+def use(op: str, axes: tuple[str, ...], mesh: Mesh, nbytes: int, hidden: tuple[OpUse, ...] = ()) -> CollectiveUse:
+    return CollectiveUse(op, axes, mesh.axis_size(axes), nbytes, 1, "", hidden)
 
 
 def bytes_of_a_ring(op: str, n: int, contributed: float) -> float:
@@ -103,23 +102,27 @@ def test_an_exchange_leaves_a_node_by_the_link_of_each_rank(op):
 
 
 @pytest.mark.parametrize(
-    ("flops", "nbytes", "dtypes", "expected"),
+    ("flops", "nbytes", "dtype", "expected"),
     [
-        (500, 100, (torch.float32,), 10.0),  # arithmetic at 50 per second takes longer
-        (500, 300, (torch.float32,), 15.0),  # memory at 20 bytes per second does
-        (4000, 0, (torch.float32, torch.bfloat16), 10.0),  # the narrowest operand says at which rate
-        (4000, 0, (torch.bfloat16, torch.int64), 10.0),  # integers say nothing
-        (500, 0, (torch.int64,), 10.0),  # no float at all: float32
-        (4000, 0, (torch.float64,), 10.0),  # a rate that the profile has not: its best
+        (500, 100, "float32", 10.0),  # arithmetic at 50 per second takes longer
+        (500, 300, "float32", 15.0),  # memory at 20 bytes per second does
+        (4000, 0, "bfloat16", 10.0),
+        (4000, 0, "float64", 10.0),  # a rate that the profile has not: its best
     ],
 )
-def test_a_segment_takes_its_longer_half_and_its_launch(flops, nbytes, dtypes, expected):
-    """Arithmetic and memory traffic overlap; starting the segment and its collectives come on top."""
+def test_an_op_takes_its_longer_half_and_its_launch(flops, nbytes, dtype, expected):
+    """Arithmetic and memory traffic of one op overlap; the launch of each call and the segment's collectives come on top."""
     mesh = Mesh(tp=4)
     uses = [use("shift", ("tp",), mesh, size) for size in (1000, 2000)]
-    kind = segment(*uses, flops=flops, nbytes=nbytes, dtypes=dtypes)
+    kind = segment(*uses, ops=(OpUse(flops, nbytes, dtype, calls=3),))
     found = segment_time(kind, mesh, replace(HARDWARE, launch_s=0.5))
-    assert found == pytest.approx(expected + 0.5 + (3.0 + 1.0) + (3.0 + 2.0), rel=1e-12)
+    assert found == pytest.approx(3 * (expected + 0.5) + (3.0 + 1.0) + (3.0 + 2.0), rel=1e-12)
+
+
+def test_memory_traffic_of_one_op_hides_under_no_other():
+    """A product and a norm of one segment run one after the other."""
+    ops = (OpUse(500, 0, "float32"), OpUse(0, 300, "float32"))
+    assert segment_time(segment(ops=ops), Mesh(tp=4), HARDWARE) == pytest.approx(10.0 + 15.0, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -129,15 +132,8 @@ def test_a_segment_takes_its_longer_half_and_its_launch(flops, nbytes, dtypes, e
 def test_what_is_computed_meanwhile_hides_a_collective(flops, nbytes, exposed):
     """A shift of 5 seconds, of which those are hidden that the arithmetic or the memory traffic takes, the longer; never more."""
     mesh = Mesh(tp=4)
-    kind = segment(use("shift", ("tp",), mesh, 2000, hidden_flops=flops, hidden_bytes=nbytes))
+    kind = segment(use("shift", ("tp",), mesh, 2000, hidden=(OpUse(flops, nbytes, "float32"),)))
     assert segment_time(kind, mesh, HARDWARE) == pytest.approx(exposed, rel=1e-12)
-
-
-def test_hidden_time_is_at_the_segments_rate():
-    """What hides a collective is computed as fast as the rest of the segment."""
-    mesh = Mesh(tp=4)
-    kind = segment(use("shift", ("tp",), mesh, 2000, hidden_flops=800), dtypes=(torch.bfloat16,))
-    assert segment_time(kind, mesh, HARDWARE) == pytest.approx(5.0 - 2.0, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def message_kind(name: str, op: str, value: Value) -> Kind:
         idle=() if is_receipt else (0,),
     )
     operand = ((value.shape, value.dtype),)
-    return Kind(name, "", {}, (), 0, 0, 0, memory, 0, () if is_receipt else operand, operand if is_receipt else (), ())
+    return Kind(name, "", {}, (), (), 0, memory, 0, () if is_receipt else operand, operand if is_receipt else (), ())
 
 
 def copy_kind(name: str, op: str, value: Value) -> Kind:
@@ -198,4 +198,4 @@ def copy_kind(name: str, op: str, value: Value) -> Kind:
     transfer_function = "TO_HOST" if op == "offload" else "TO_DEVICE"
     source = f"def run(args, comm):\n    (x,) = args\n    args.clear()\n    return ({transfer_function}(x),)\n"
     operand = ((value.shape, value.dtype),)
-    return Kind(name, source, {}, (), 0, 0, 0, memory, 0, operand, operand, ())
+    return Kind(name, source, {}, (), (), 0, memory, 0, operand, operand, ())

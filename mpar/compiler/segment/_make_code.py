@@ -9,11 +9,12 @@ from mpar.compiler.segment._codegen import coordinates_of, generate
 from mpar.compiler.segment._fuse import fuse
 from mpar.compiler.segment._kernels import choose_kernels
 from mpar.compiler.segment._memory import measure
+from mpar.compiler.segment._op_uses import count_ops
 from mpar.compiler.segment._reuse import reuse_operands
 from mpar.errors import ProgramError
 from mpar.ir import CollectiveUse, Kind
 from mpar.kernels import Kernels
-from mpar.sharding import bucket, collectives, graph_cost, hidden_cost, overlap_posted, workspace_of
+from mpar.sharding import bucket, collectives, nodes_under, overlap_posted, workspace_of
 from mpar.spec import P
 
 __all__ = ["make_code"]
@@ -29,7 +30,6 @@ def make_code(
     reuse_operands(graph)
     uses = choose_kernels(graph, kernels)
     used = {node.target for node in graph.find_nodes(op="get_attr")}
-    cost = graph_cost(graph)
     in_values = tuple(node.meta["val"] for node in graph.find_nodes(op="placeholder"))
     out_values = tuple(node.meta["val"] for node in graph.output_node().args[0])
     kind = Kind(
@@ -37,9 +37,8 @@ def make_code(
         generate(graph),
         {key: value for key, value in constants.items() if key in used},
         tuple(_collective_uses(graph)),
-        cost.flops,
-        cost.bytes,
-        cost.workspace,
+        count_ops(graph.nodes),
+        max(map(workspace_of, graph.nodes), default=0),
         measure(graph, workspace_of),
         len(graph.nodes),
         tuple((tuple(v.shape), v.dtype) for v in in_values),
@@ -53,14 +52,6 @@ def make_code(
             f"code {name!r}: {len(in_values)} operands for {len(in_specs)} specs, {len(out_values)} results for {len(out_specs)}"
         )
     return Code(kind, in_values, tuple(in_specs), out_values, tuple(out_specs))
-
-
-def _hidden(node: fx.Node) -> tuple[int, int]:
-    """FLOPs and bytes of the computation that runs while a posted collective is on its way; (0, 0) for other collectives."""
-    if node.target not in collectives.POSTED:
-        return 0, 0
-    cost = hidden_cost(node)
-    return cost.flops, cost.bytes
 
 
 def _collective_uses(graph: fx.Graph) -> list[CollectiveUse]:
@@ -80,7 +71,7 @@ def _collective_uses(graph: fx.Graph) -> list[CollectiveUse]:
                     nbytes,
                     num_tensors,
                     node.meta.get("line", ""),
-                    *_hidden(node),
+                    count_ops(nodes_under(node)) if node.target in collectives.POSTED else (),
                     ragged,
                     nbytes * ragged_factor,
                 )

@@ -1,11 +1,13 @@
 """Grouped matrix product: rows are sorted by expert, and each group is multiplied by the weights of its expert."""
 
 from itertools import pairwise
+from math import ceil
 
 import torch
 from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError
+from mpar.op_shape import MatmulShape
 from mpar.ops.primitive import Cost, Primitive
 
 __all__ = ["grouped_matmul"]
@@ -96,11 +98,13 @@ grouped_matmul_dw_p.def_batching_loop()
 
 @grouped_matmul_p.def_cost
 def _cost(x, w, offsets):
-    num_rows, (d, f) = x.shape[0], w.shape[1:]
-    return Cost(flops=2 * num_rows * d * f, bytes=w.nbytes + num_rows * (d + f) * x.element_size())
+    num_rows, (e, d, f) = x.shape[0], w.shape
+    shape = MatmulShape(batch=e, m=ceil(num_rows / e), n=f, k=d)
+    return Cost(flops=2 * num_rows * d * f, bytes=w.nbytes + num_rows * (d + f) * x.element_size(), shape=shape)
 
 
 @grouped_matmul_dw_p.def_cost
 def _cost_dw(x, dy, offsets):
-    num_rows, d, f = x.shape[0], x.shape[1], dy.shape[1]
-    return Cost(flops=2 * num_rows * d * f, bytes=(num_rows * (d + f) + offsets.shape[0] * d * f) * x.element_size())
+    num_rows, d, f, e = x.shape[0], x.shape[1], dy.shape[1], offsets.shape[0]
+    moved = (num_rows * (d + f) + e * d * f) * x.element_size()
+    return Cost(flops=2 * num_rows * d * f, bytes=moved, shape=MatmulShape(batch=e, m=d, n=f, k=ceil(num_rows / e)))

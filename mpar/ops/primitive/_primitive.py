@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpar.op_shape import AttentionShape, MatmulShape
 from mpar.ops.primitive._autograd import Operand, Static, Transforms, Vjp, gradients_like_operands, make_function, no_gradient
 from mpar.ops.primitive._batching import BatchingRule, batch_by_loop, batch_folded, batch_leading
 from mpar.ops.primitive._sharding_rule import Placement, ShardingRule, parse_sharding
@@ -26,11 +27,15 @@ _LIBRARY = torch.library.Library("mpar", "DEF")
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call costs: floating-point operations, bytes read and written, bytes of workspace freed before it returns."""
+    """What one call costs: floating-point operations, bytes read and written, bytes of workspace freed before it returns.
+
+    shape: the shape of the matrices, if the call multiplies matrices; its rate is predicted from it.
+    """
 
     flops: int
     bytes: int
     workspace: int = 0
+    shape: MatmulShape | AttentionShape | None = None
 
 
 class Primitive:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpar.errors import ConfigError, DtypeError, ShapeError
+from mpar.op_shape import AttentionShape
 from mpar.ops.primitive import Cost, Primitive
 from mpar.ops.sequence import _attention_blocks
 from mpar.ops.sequence._attention_ring import attend_on_rank, attend_on_rank_bwd, ring, ring_bwd
@@ -257,7 +258,8 @@ def _cost(q, k, v, q_order, k_order, q_documents, k_documents, sinks, *, causal,
     workspace = padded + _mask_bytes(q, k, q_order, k_order, q_documents, window, soft_cap) + _score_bytes(q, k, soft_cap)
     if not q_order is k_order is q_documents is window is None:  # blocks are merged: their sum, one block, a wide copy of it
         workspace += 3 * q.shape[:3].numel() * (max(q.shape[3], v.shape[3]) + 2) * _wide(q).itemsize
-    return Cost(flops=flops, bytes=q.nbytes + k.nbytes + v.nbytes + out_bytes, workspace=workspace)
+    shape = AttentionShape(q.shape[3], k.shape[1], causal, backward=False)
+    return Cost(flops=flops, bytes=q.nbytes + k.nbytes + v.nbytes + out_bytes, workspace=workspace, shape=shape)
 
 
 @attention_p.bwd.def_cost
@@ -272,7 +274,8 @@ def _cost_bwd(
     if not q_order is k_order is q_documents is window is None:  # gradients are summed over blocks
         elements = (q.shape[:3].numel() + 2 * k.shape[:3].numel()) * (max(q.shape[3], v.shape[3]) + 1)
         workspace += elements * (_wide(q).itemsize + 2 * q.element_size())
-    return Cost(flops=flops, bytes=moved, workspace=workspace)
+    shape = AttentionShape(q.shape[3], k.shape[1], causal, backward=True)
+    return Cost(flops=flops, bytes=moved, workspace=workspace, shape=shape)
 
 
 def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
