@@ -1,0 +1,1 @@
+"""Predicted speed beside measured speed: published ones of large machines."""

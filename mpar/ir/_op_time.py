@@ -1,0 +1,54 @@
+"""Op time: the seconds that one op takes on given hardware.
+
+An op takes the time of its arithmetic or of its memory traffic, whichever is longer, and the time of a launch. Products of
+matrices run tile by tile on all units of a device at once, so that their rate depends on their shape (NVIDIA, Matrix
+Multiplication Background User's Guide, section 3: tile and wave quantization); the rate of attention depends on its length.
+"""
+
+import functools
+import math
+
+from mpar.hardware import Hardware
+from mpar.ir._kind import OpUse
+from mpar.op_shape import AttentionShape, MatmulShape
+
+__all__ = ["op_time"]
+
+TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.75), (64, 64, 0.55))
+"""(rows, columns, share of the best rate that a product of such tiles reaches): small tiles read their operands more often."""
+
+HALF_RATE_KEYS = {True: 525, False: 190}
+"""By whether attention is causal: the number of keys at which it reaches half of its rate. Fitted to the six lengths of
+FlashAttention-2 on an H100, head size 128 (assets of flash-attention at 0251105)."""
+
+HALF_RATE_HEAD_SIZE = 20
+"""The head size at which attention reaches half of its rate; from head sizes 64 and 128 of the same figures, and of the A100's."""
+
+
+def op_time(use: OpUse, hardware: Hardware) -> float:
+    """Seconds of all calls of one op."""
+    return use.calls * (max(_arithmetic_time(use, hardware), use.bytes / hardware.memory_bytes_per_s) + hardware.launch_s)
+
+
+def _arithmetic_time(use: OpUse, hardware: Hardware) -> float:
+    rate = hardware.flops_per_s.get(use.dtype, max(hardware.flops_per_s.values()))
+    match use.shape:
+        case MatmulShape():
+            return _matmul_time(use.shape, rate, hardware.units, hardware.wave_s) if hardware.units else use.flops / rate
+        case AttentionShape(head_size, keys, causal, backward):
+            of_pass = hardware.attention_flops_per_s.get("backward" if backward else "forward", rate)
+            lost = (1 + HALF_RATE_KEYS[causal] / keys) * (1 + HALF_RATE_HEAD_SIZE / head_size) if keys and head_size else 1.0
+            return use.flops / of_pass * (lost if hardware.units else 1.0)
+        case None:
+            return use.flops / (hardware.vector_flops_per_s or rate)
+
+
+@functools.lru_cache(maxsize=4096)
+def _matmul_time(shape: MatmulShape, rate: float, units: int, wave_s: float) -> float:
+    """Seconds of a product with the best of `TILES`: every wave of `units` tiles takes as long as one tile does on one unit."""
+    seconds = []
+    for rows, columns, share in TILES:
+        tiles = shape.batch * math.ceil(shape.m / rows) * math.ceil(shape.n / columns)
+        tile_s = 2 * rows * columns * shape.k * units / (rate * share)
+        seconds.append(math.ceil(tiles / units) * (tile_s + wave_s))
+    return min(seconds)
