@@ -32,15 +32,18 @@ def op_time(use: OpUse, hardware: Hardware) -> float:
 
 def _arithmetic_time(use: OpUse, hardware: Hardware) -> float:
     rate = hardware.flops_per_s.get(use.dtype, max(hardware.flops_per_s.values()))
-    match use.shape:
-        case MatmulShape():
-            return _matmul_time(use.shape, rate, hardware.units, hardware.wave_s) if hardware.units else use.flops / rate
-        case AttentionShape(head_size, keys, causal, backward):
-            of_pass = hardware.attention_flops_per_s.get("backward" if backward else "forward", rate)
-            lost = (1 + HALF_RATE_KEYS[causal] / keys) * (1 + HALF_RATE_HEAD_SIZE / head_size) if keys and head_size else 1.0
-            return use.flops / of_pass * (lost if hardware.units else 1.0)
-        case None:
-            return use.flops / (hardware.vector_flops_per_s or rate)
+    if use.matmul is not None and hardware.units:
+        return _matmul_time(use.matmul, rate, hardware.units, hardware.wave_s)
+    if use.attention is not None:
+        return _attention_time(use.attention, use.flops, rate, hardware)
+    return use.flops / (rate if use.matmul is not None else hardware.vector_flops_per_s or rate)
+
+
+def _attention_time(shape: AttentionShape, flops: int, rate: float, hardware: Hardware) -> float:
+    rate = hardware.attention_flops_per_s.get("backward" if shape.backward else "forward", rate)
+    if not (hardware.units and shape.keys and shape.head_size):
+        return flops / rate
+    return flops / rate * (1 + HALF_RATE_KEYS[shape.causal] / shape.keys) * (1 + HALF_RATE_HEAD_SIZE / shape.head_size)
 
 
 @functools.lru_cache(maxsize=4096)

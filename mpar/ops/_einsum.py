@@ -211,7 +211,7 @@ def _cost(a, b, *, equation):
         n=math.prod(sizes[c] for c in output if c not in in_a),
         k=math.prod(sizes[c] for c in sizes if c not in output),
     )
-    return Cost(flops=2 * math.prod(sizes.values()), bytes=a.nbytes + b.nbytes + result, shape=shape)
+    return Cost(flops=2 * math.prod(sizes.values()), bytes=a.nbytes + b.nbytes + result, matmul=shape)
 
 
 @einsum_p.def_batching

@@ -157,7 +157,7 @@ def _cost(x, gate, up, down, *, activation, chunk):
     flops = 2 * _matrices(gate) * x.numel() * up.shape[1]
     workspace = _matrices(gate) * _tile_bytes(x, up, chunk) + x.nbytes
     moved = 2 * x.nbytes + _matrices(gate) * up.nbytes
-    return Cost(flops=flops, bytes=moved, workspace=workspace, shape=_tile_shape(x, up, chunk, _matrices(gate)))
+    return Cost(flops=flops, bytes=moved, workspace=workspace, matmul=_tile_shape(x, up, chunk, _matrices(gate)))
 
 
 @mlp_tiled_p.bwd.def_cost
@@ -168,7 +168,7 @@ def _cost_bwd(x, gate, up, down, dy, *, activation, chunk):
     sums = up.numel() * (4 * num + x.element_size()) if x.element_size() < 4 else 0
     workspace = (2 * num + 2) * _tile_bytes(x, up, chunk) + 2 * x.nbytes + sums
     shape = _tile_shape(x, up, chunk, 3 * num - 1)
-    return Cost(flops=flops, bytes=3 * x.nbytes + 2 * num * up.nbytes, workspace=workspace, shape=shape)
+    return Cost(flops=flops, bytes=3 * x.nbytes + 2 * num * up.nbytes, workspace=workspace, matmul=shape)
 
 
 def _tile_shape(x: Tensor, up: Tensor, chunk: int, products: int) -> MatmulShape:

@@ -225,4 +225,4 @@ def _cost_matmul(a, a_scale, b, b_scale, *, dtype, **_):
     result = a.shape[0] * b.shape[0]
     scales = a_scale.nbytes + b_scale.nbytes
     shape = MatmulShape(batch=1, m=a.shape[0], n=b.shape[0], k=a.shape[1])
-    return Cost(flops=2 * result * a.shape[1], bytes=a.nbytes + b.nbytes + scales + result * dtype.itemsize, shape=shape)
+    return Cost(flops=2 * result * a.shape[1], bytes=a.nbytes + b.nbytes + scales + result * dtype.itemsize, matmul=shape)

@@ -16,7 +16,7 @@ def test_plan_prints_everything(capsys, tmp_path):
     assert "rank 1 of 2" in text
     assert re.search(r"\.\.\. \d+ more", text)
     assert re.search(r"all_gather +│ tp +│ 2 +│ forward", text)
-    assert all(name in text for name in ("cpu", "h100", "h200", "verified"))
+    assert all(name in text for name in ("cpu", "h100_dgx", "h200", "verified"))
     lines = (tmp_path / "all.txt").read_text(encoding="utf-8").splitlines()
     assert [int(line[:4]) for line in lines[1:]] == list(range(len(lines) - 1))
 

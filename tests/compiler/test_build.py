@@ -236,15 +236,17 @@ def test_text_shows_every_instruction(program):
 
 @pytest.mark.parametrize("reduce", ["each", "last"])
 def test_gradients_are_added_up_in_the_wide_dtype(reduce, make_model):
-    """Computing in bf16, gradients leave backward as float32 pending sums: accumulated and reduced in float32."""
+    """Computing in bf16, gradients leave backward as pending sums in bf16; they are accumulated and reduced in float32."""
     strategy = dataclasses.replace(preset("zero2"), reduce=reduce)
     options = {"num_microbatches": 2, "precision": "bf16"}
     program = compile_step(make_model(torch.float32), OPTIMIZER, Mesh(fsdp=2), strategy, (8, 8), **options)
-    assert {program.values[v].dtype for v in program.parts[0].contributions} == {torch.float32}
-    assert all("fsdp" in program.values[v].spec.partial for v in program.parts[0].contributions)
+    given = [program.values[v] for v in program.parts[0].contributions]
+    assert {value.dtype for value in given} == {torch.bfloat16}
+    assert all("fsdp" in value.spec.partial for value in given)
+    sums = [instruction for instruction in program.instructions if instruction.op == "accumulate" and "head" in instruction.segment]
+    assert {program.values[v].dtype for instruction in sums for v in instruction.outputs} == {torch.float32}
     (use,) = next(k for name, k in program.kinds.items() if name.startswith("reduce")).collectives
-    whole = sum(program.values[v].bytes for v in program.parts[0].contributions)
-    assert use.bytes == whole // 2  # one microbatch, 4 bytes an element
+    assert use.bytes == sum(value.bytes for value in given)  # of one microbatch of two, 4 bytes an element
 
 
 def test_a_batch_in_which_nothing_counts(make_model, make_state, batch):
@@ -258,10 +260,10 @@ def test_a_batch_in_which_nothing_counts(make_model, make_state, batch):
 
 def test_profiles_have_names(program):
     """Every profile of conf/hardware predicts a time; a faster machine needs less; unknown ones are refused with the list."""
-    times = {name: program.predict(name).step_s for name in ("cpu", "h100", "h200")}
-    assert times["cpu"] > times["h100"] >= times["h200"] > 0
+    times = {name: program.predict(name).step_s for name in ("cpu", "h100_dgx", "h200")}
+    assert times["cpu"] > times["h100_dgx"] >= times["h200"] > 0
     assert "predicted on h200" in program.text(on="h200")
-    with pytest.raises(UnknownNameError, match="cpu, h100, h200"):
+    with pytest.raises(UnknownNameError, match="cpu, h100_500w, h100_dgx, h200"):
         program.predict("h300")
 
 

@@ -90,7 +90,7 @@ def compile_case(case, recompute, grad_dtype=torch.float64):
     """The segment of a case on one rank."""
     params, x, context = tree.map_leaves(meta, (case.params, case.x, case.context))
     paths = tuple(f"p{i}" for i in range(len(params)))
-    traced = trace_segment(Segment("s", case.fn, paths), params, x, context, [grad_dtype] * len(params), training=True)
+    traced = trace_segment(Segment("s", case.fn, paths), params, x, context, training=True)
     specs = [(P(),) * n for n in (traced.num_params, traced.num_x, traced.num_context, len(traced.x_out))]
     target = Target(Mesh(dp=1), preset("ddp").compute, recompute, KERNELS)
     return compile_segment("s", traced, SegmentSpecs(*specs), target)
@@ -211,8 +211,7 @@ def compile_chain(name, strategy_name, recompute, number, chunk=None):
         structure = tree.flatten(tuple(tree.get(model.abstract_params, path) for path in segment.paths))[1]
         leaves, dtypes = [leaf for unit in read for _, leaf in unit.leaves], [d for unit in read for d in unit.compute_dtypes]
         params = tree.unflatten(structure, [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)])
-        grad_dtypes = [numbers.grad_dtype(leaf.dtype) for leaf in leaves]
-        traced = trace_segment(segment, params, x, shapes, grad_dtypes, training=True)
+        traced = trace_segment(segment, params, x, shapes, training=True)
         specs = [spec for unit in read for spec in unit.compute]
         out_specs = [strategy.compute_spec(segment.out_axes, mesh)] if traced.x_out else []
         places = SegmentSpecs(tuple(specs), tuple(x_specs), context.out_specs, tuple(out_specs))

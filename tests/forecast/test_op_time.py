@@ -27,7 +27,7 @@ FLASH_ATTENTION = {
 
 
 def product(m: int, n: int, k: int, batch: int = 1) -> OpUse:
-    return OpUse(2 * batch * m * n * k, 2 * batch * (m * n + m * k + n * k), "bfloat16", MatmulShape(batch, m, n, k))
+    return OpUse(2 * batch * m * n * k, 2 * batch * (m * n + m * k + n * k), "bfloat16", matmul=MatmulShape(batch, m, n, k))
 
 
 def test_products_of_an_h100_as_xla_measured_them():
@@ -37,14 +37,14 @@ def test_products_of_an_h100_as_xla_measured_them():
         use = product(*map(int, shape.split("x")))
         errors.append(abs(1e-12 * use.flops / op_time(use, H100) / float(published) - 1))
     assert median(errors) < 0.10
-    assert sorted(errors)[int(0.9 * len(errors))] < 0.25
+    assert sorted(errors)[int(0.9 * len(errors))] < 0.20
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_gains_rate_with_its_length_as_published(causal):
     published = FLASH_ATTENTION[causal]
     shapes = {keys: AttentionShape(128, keys, causal, backward=False) for keys in published}
-    rates = {keys: 1e12 / op_time(OpUse(10**12, 0, "bfloat16", shape), H100) for keys, shape in shapes.items()}
+    rates = {keys: 1e12 / op_time(OpUse(10**12, 0, "bfloat16", attention=shape), H100) for keys, shape in shapes.items()}
     longest = max(published)
     for keys, rate in published.items():
         assert rates[keys] / rates[longest] == pytest.approx(rate / published[longest], rel=0.08)
@@ -62,7 +62,7 @@ def test_no_shape_is_slower_than_a_larger_one():
 
 
 def test_without_units_only_flops_count():
-    plain = replace(H100, units=0)
+    plain = replace(H100, units=0, launch_s=0.0)
     assert op_time(product(17, 19, 23), plain) == pytest.approx(
         max(2 * 17 * 19 * 23 / plain.flops_per_s["bfloat16"], 2 * (17 * 19 + 17 * 23 + 19 * 23) / plain.memory_bytes_per_s)
     )
@@ -71,5 +71,5 @@ def test_without_units_only_flops_count():
 def test_backward_has_a_rate_of_its_own():
     rates = {"forward": 4e14, "backward": 2e14}
     long = [AttentionShape(128, 10**9, True, backward=backward) for backward in (False, True)]
-    forward, backward = (op_time(OpUse(10**12, 0, "bfloat16", shape), replace(H100, attention_flops_per_s=rates)) for shape in long)
-    assert backward == pytest.approx(2 * forward)
+    forward, backward = (op_time(OpUse(10**12, 0, "bfloat16", attention=shape), replace(H100, attention_flops_per_s=rates)) for shape in long)
+    assert backward == pytest.approx(2 * forward, rel=1e-3)

@@ -42,9 +42,9 @@ BASES = (
     (1, {}, "ddp", 2, True, "one_f_one_b", 1, "direction", 4),
     (1, {"fsdp": 2}, "zero3", 2, False, "one_f_one_b", 2, "direction", 2),
     (2, {}, "ddp", 2, True, "zb_h1", 2, "direction", 4),
-    (1, {"fsdp": 2}, "zero3", 3, False, "one_f_one_b", 2, "direction", 1, "h100"),
-    (2, {"fsdp": 2}, "zero3", 4, True, "one_f_one_b", 2, "direction", 1, "h100"),
-    (1, {"dp": 2}, "ddp", 3, False, "one_f_one_b", 1, "direction", 1, "h100"),
+    (1, {"fsdp": 2}, "zero3", 3, False, "one_f_one_b", 2, "direction", 1, "h100_dgx"),
+    (2, {"fsdp": 2}, "zero3", 4, True, "one_f_one_b", 2, "direction", 1, "h100_dgx"),
+    (1, {"dp": 2}, "ddp", 3, False, "one_f_one_b", 1, "direction", 1, "h100_dgx"),
 )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from mpar import tree
 from mpar.compiler.build._values import Values
 from mpar.compiler.segment import Code, Target, compile_function, overwrite_operands
+from mpar.ops import widen
 from mpar.spec import P
 
 __all__ = ["Functions"]
@@ -51,10 +52,11 @@ class Functions:
         return self.compiled[key]
 
     def cast(self, name: str, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], source: list[P], target: list[P]) -> Code:
-        """Cast each leaf to its dtype, then reshard it from its spec in `source` to that in `target`."""
+        """Cast each leaf to its dtype, then reshard it from its spec in `source` to that in `target`. A pending sum is summed in
+        the wider of both dtypes."""
 
         def cast(values: list[Tensor]) -> list[Tensor]:
-            return [value.to(dtype) for value, dtype in zip(values, dtypes, strict=True)]
+            return [_cast(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
 
         distinct = list(dict.fromkeys(dtypes))
         to = ",".join(str(dtype).removeprefix("torch.") for dtype in distinct)
@@ -62,16 +64,24 @@ class Functions:
         key = name if len(distinct) == 1 and leaves[0].dtype == dtypes[0] else f"{name} to {to}{which}"
         return self.compile(key, cast, (list(leaves),), source, target)
 
-    def sum(self, left: list[int], right: list[int], *, over: bool) -> Code:
-        """`left + right`, value by value, on each rank; pending sums stay pending. over: whether sums are written over `left`."""
+    def sum(self, left: list[int], right: list[int], dtypes: Sequence[torch.dtype], *, over: bool) -> Code:
+        """`left + right` in `dtypes`, value by value, on each rank; pending sums stay pending.
+
+        over: whether sums are written over `left`, which has these dtypes.
+        """
 
         def add(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
-            return [x + y for x, y in zip(a, b, strict=True)]
+            return [_cast(x, dtype) + y for x, y, dtype in zip(a, b, dtypes, strict=True)]
 
         values = self.values
-        key = (over, *((values[v].shape, values[v].dtype, values[v].spec) for v in (*left, *right)))
+        key = (over, tuple(dtypes), *((values[v].shape, values[v].dtype, values[v].spec) for v in (*left, *right)))
         if key not in self.sums:
             args, specs = (values.globals(left), values.globals(right)), values.specs([*left, *right])
             name, passes = ("add to", (overwrite_operands,)) if over else ("add", ())
-            self.sums[key] = self.compile(name, add, args, specs, values.specs(left), passes=passes)
+            self.sums[key] = self.compile(name, add, args, specs, values.specs(left), tuple(dtypes), passes)
         return self.sums[key]
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` in `dtype`; a pending sum stays one if that dtype holds every value of its own exactly."""
+    return widen(value, dtype) if torch.promote_types(value.dtype, dtype) == dtype else value.to(dtype)

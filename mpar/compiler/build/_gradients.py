@@ -1,6 +1,11 @@
 """Gradients: those of each use of a parameter are added up, then reduced to the specs at which gradients are stored, a group of
 units at a time."""
 
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
 from mpar.compiler.build._position import Position
 from mpar.compiler.build._units import Unit, group_of, kind_name, span
 from mpar.compiler.build._values import like
@@ -17,6 +22,8 @@ def use_name(path: str, index: int, copy: int) -> str:
 
 class Gradients:
     """The sums of gradients so far, one for each use of a unit (see `use_name`); `finished_gradients` adds up the uses.
+
+    Gradients come in the dtypes of compute, and are added up and reduced in those that precision says.
 
     The gradients of all slices of a microbatch are added before they are reduced; slice 0 comes last.
 
@@ -51,7 +58,8 @@ class Gradients:
         """Take the gradients of one unit. If its group gets no more from this microbatch, and a reduction is due, write it."""
         use = use_name(unit.path, index, self.position.copies[stage])
         if use in self.raw:
-            grads = self.writer.add(self.raw[use], grads, [f"g {path}" for path in unit.paths], use, piece)
+            names, dtypes = [f"g {path}" for path in unit.paths], self._dtypes([leaf for _, leaf in unit.leaves])
+            grads = self.writer.add(self.raw[use], grads, names, use, piece, dtypes)
         self.raw[use] = grads
         group = self.group_of[stage, unit.path]
         first = min(user for u in group for user in u.users)  # the backward reaches this segment last
@@ -69,7 +77,7 @@ class Gradients:
         code = self.writer.functions.cast(
             f"reduce {kind_name(units)}",
             [like(leaf, self.writer.values[v].dtype) for leaf, v in zip(leaves, inputs, strict=True)],
-            [self.position.blueprint.placement.precision.grad_dtype(leaf.dtype) for leaf in leaves],
+            self._dtypes(leaves),
             self.writer.values.specs(inputs),
             [spec for unit in units for spec in unit.grad],
         )
@@ -80,6 +88,10 @@ class Gradients:
             if use in self.reduced:
                 of_use = self.writer.add(self.reduced[use], of_use, [f"g {path}" for path in unit.paths], unit.path, piece)
             self.reduced[use] = of_use
+
+    def _dtypes(self, leaves: Sequence[Tensor]) -> list[torch.dtype]:
+        """The dtypes in which gradients of these leaves are added up."""
+        return [self.position.blueprint.placement.precision.grad_dtype(leaf.dtype) for leaf in leaves]
 
     def take_reduced(self, use: str) -> list[int]:
         """The finished gradients of one use, which are then forgotten here."""

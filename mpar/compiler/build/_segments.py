@@ -131,9 +131,8 @@ class SegmentCompiler:
     def _compile(self, segment: Segment, entering: _Entering) -> SegmentCode:
         """The code of a segment for what enters it."""
         read = [self.units[path] for path in segment.paths]
-        grad_dtypes = [self.precision.grad_dtype(leaf.dtype) for unit in read for _, leaf in unit.leaves]
         params = [_in_use(self.model, unit) for unit in read]
-        traced = trace_segment(segment, params, entering.x, entering.context, grad_dtypes, training=self.training)
+        traced = trace_segment(segment, params, entering.x, entering.context, training=self.training)
         _check_results(segment, traced, last=segment.name == self.model.segments[-1].name)
         specs = SegmentSpecs(
             params=tuple(spec for unit in read for spec in unit.compute),

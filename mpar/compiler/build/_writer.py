@@ -116,14 +116,23 @@ class Writer:
         return copied
 
     def add(
-        self, left: list[int], right: list[int], names: Sequence[str], segment: str = "", piece: Piece | None = None
+        self,
+        left: list[int],
+        right: list[int],
+        names: Sequence[str],
+        segment: str = "",
+        piece: Piece | None = None,
+        dtypes: Sequence[torch.dtype] | None = None,
     ) -> list[int]:
         """Write `left + right`, value by value, on each rank; pending sums stay pending.
 
-        Nothing may read `left` afterwards: the sums are written over it if it shares no memory with other values.
+        dtypes: those of the sums; None: those of `left`. Nothing may read `left` afterwards: the sums are written over it if they
+        fit and it shares no memory with other values.
         """
-        over = all(self.values.lies_alone(v) for v in left)
-        out = self.emit("accumulate", self.functions.sum(left, right, over=over), [*left, *right], names, segment, piece)
+        own = [self.values[v].dtype for v in left]
+        dtypes = own if dtypes is None else list(dtypes)
+        over = dtypes == own and all(self.values.lies_alone(v) for v in left)
+        out = self.emit("accumulate", self.functions.sum(left, right, dtypes, over=over), [*left, *right], names, segment, piece)
         if over:
             self.values.overwritten.update(left)
         return out

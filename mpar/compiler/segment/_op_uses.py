@@ -21,7 +21,7 @@ def count_ops(nodes: Iterable[fx.Node]) -> tuple[OpUse, ...]:
 
 def _op_use(node: fx.Node) -> OpUse:
     cost = node_cost(node)
-    return OpUse(cost.flops, cost.bytes, _dtype_name(node), cost.shape)
+    return OpUse(cost.flops, cost.bytes, _dtype_name(node), cost.matmul, cost.attention)
 
 
 def _dtype_name(node: fx.Node) -> str:

@@ -12,7 +12,6 @@ from torch import Tensor
 from mpar import tree
 from mpar.chain import Segment
 from mpar.compiler.segment._code import TracedSegment
-from mpar.ops import widen
 from mpar.sharding import trace
 from mpar.tree import Tree
 
@@ -26,20 +25,18 @@ def trace_segment(
     params: Sequence[Tree],
     x: Tree,
     context: Mapping[str, Tensor],
-    grad_dtypes: Sequence[torch.dtype],
     *,
     training: bool,
 ) -> TracedSegment:
     """Trace `segment.fn` together with its gradient.
 
-    The arguments are trees of tensors without data; `params` has a subtree for each path of the segment. Before gradients are
-    added up, the gradient of each leaf of the parameters is cast to its dtype in `grad_dtypes` if that is wider. A leaf of x that
-    holds integers gets a gradient of zeros.
+    The arguments are trees of tensors without data; `params` has a subtree for each path of the segment. Gradients have the
+    dtypes of what they are the gradients of. A leaf of x that holds integers gets a gradient of zeros.
     """
     leaves, structure = tree.flatten((tuple(params), () if x is None else x, dict(context)))
     counts = (len(tree.leaves(tuple(params))), len(tree.leaves(() if x is None else x)))
     key = tuple((tuple(t.shape), t.dtype) for t in leaves)
-    return _trace_joint(_Function(segment.fn, structure, first=x is None, training=training), counts, key, tuple(grad_dtypes))
+    return _trace_joint(_Function(segment.fn, structure, first=x is None, training=training), counts, key)
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class _Results:
 
 @functools.lru_cache(maxsize=256)
 def _trace_joint(
-    function: _Function, counts: tuple[int, int], key: tuple[Shape, ...], grad_dtypes: tuple[torch.dtype, ...]
+    function: _Function, counts: tuple[int, int], key: tuple[Shape, ...]
 ) -> TracedSegment:
     """Trace the joint graph: results and gradients.
 
@@ -103,14 +100,13 @@ def _trace_joint(
     losses, metrics, structure = tuple(sorted(calls[-1].losses)), tuple(sorted(calls[-1].metrics)), calls[-1].structure
     cotangents = [torch.empty_like(value) for value in values[: len(values) - len(metrics)]]
     inputs = (metas[:num_params], metas[num_params : num_params + num_x], metas[num_params + num_x :], cotangents)
-    logical = trace(functools.partial(_joint, function, grad_dtypes), inputs)
+    logical = trace(functools.partial(_joint, function), inputs)
     x_out = tuple(values[: len(cotangents) - len(losses)])
     return TracedSegment(logical, x_out, structure, losses, metrics, num_params, num_x, len(inputs[2]))
 
 
 def _joint(
     function: _Function,
-    grad_dtypes: Sequence[torch.dtype],
     params: Sequence[Tensor],
     x: Sequence[Tensor],
     context: Sequence[Tensor],
@@ -125,8 +121,7 @@ def _joint(
 
     _, pull_back, *aux = torch.func.vjp(differentiable, params, list(itertools.compress(x, is_float)), has_aux=True)
     d_params, d_float_x = pull_back(_floating(cotangents))
-    wide = [_widened(d, dtype) for d, dtype in zip(d_params, grad_dtypes, strict=True)]
-    return [*aux[0], *wide, *_fill(is_float, d_float_x, [torch.zeros_like(leaf) for leaf in x])]
+    return [*aux[0], *d_params, *_fill(is_float, d_float_x, [torch.zeros_like(leaf) for leaf in x])]
 
 
 def _floating(values: Sequence[Tensor]) -> list[Tensor]:
@@ -137,8 +132,3 @@ def _fill(where: Sequence[bool], chosen: Sequence[Tensor], others: Sequence[Tens
     """`others`, with its entries replaced by those of `chosen`, one after the other, where `where` is true."""
     remaining = iter(chosen)
     return [next(remaining) if take_chosen else other for take_chosen, other in zip(where, others, strict=True)]
-
-
-def _widened(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """`grad` in `dtype`, if that dtype can hold all its values; else `grad`."""
-    return widen(grad, dtype) if torch.promote_types(grad.dtype, dtype) == dtype else grad

@@ -100,11 +100,11 @@ grouped_matmul_dw_p.def_batching_loop()
 def _cost(x, w, offsets):
     num_rows, (e, d, f) = x.shape[0], w.shape
     shape = MatmulShape(batch=e, m=ceil(num_rows / e), n=f, k=d)
-    return Cost(flops=2 * num_rows * d * f, bytes=w.nbytes + num_rows * (d + f) * x.element_size(), shape=shape)
+    return Cost(flops=2 * num_rows * d * f, bytes=w.nbytes + num_rows * (d + f) * x.element_size(), matmul=shape)
 
 
 @grouped_matmul_dw_p.def_cost
 def _cost_dw(x, dy, offsets):
     num_rows, d, f, e = x.shape[0], x.shape[1], dy.shape[1], offsets.shape[0]
     moved = (num_rows * (d + f) + e * d * f) * x.element_size()
-    return Cost(flops=2 * num_rows * d * f, bytes=moved, shape=MatmulShape(batch=e, m=d, n=f, k=ceil(num_rows / e)))
+    return Cost(flops=2 * num_rows * d * f, bytes=moved, matmul=MatmulShape(batch=e, m=d, n=f, k=ceil(num_rows / e)))

@@ -29,13 +29,14 @@ _LIBRARY = torch.library.Library("mpar", "DEF")
 class Cost:
     """What one call costs: floating-point operations, bytes read and written, bytes of workspace freed before it returns.
 
-    shape: the shape of the matrices, if the call multiplies matrices; its rate is predicted from it.
+    matmul, attention: the shape of a product or of attention, from which its rate is predicted.
     """
 
     flops: int
     bytes: int
     workspace: int = 0
-    shape: MatmulShape | AttentionShape | None = None
+    matmul: MatmulShape | None = None
+    attention: AttentionShape | None = None
 
 
 class Primitive:

@@ -259,7 +259,7 @@ def _cost(q, k, v, q_order, k_order, q_documents, k_documents, sinks, *, causal,
     if not q_order is k_order is q_documents is window is None:  # blocks are merged: their sum, one block, a wide copy of it
         workspace += 3 * q.shape[:3].numel() * (max(q.shape[3], v.shape[3]) + 2) * _wide(q).itemsize
     shape = AttentionShape(q.shape[3], k.shape[1], causal, backward=False)
-    return Cost(flops=flops, bytes=q.nbytes + k.nbytes + v.nbytes + out_bytes, workspace=workspace, shape=shape)
+    return Cost(flops=flops, bytes=q.nbytes + k.nbytes + v.nbytes + out_bytes, workspace=workspace, attention=shape)
 
 
 @attention_p.bwd.def_cost
@@ -275,7 +275,7 @@ def _cost_bwd(
         elements = (q.shape[:3].numel() + 2 * k.shape[:3].numel()) * (max(q.shape[3], v.shape[3]) + 1)
         workspace += elements * (_wide(q).itemsize + 2 * q.element_size())
     shape = AttentionShape(q.shape[3], k.shape[1], causal, backward=True)
-    return Cost(flops=flops, bytes=moved, workspace=workspace, shape=shape)
+    return Cost(flops=flops, bytes=moved, workspace=workspace, attention=shape)
 
 
 def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
