@@ -27,6 +27,8 @@ class Hardware:
     host_bytes_per_s:  bandwidth between a device and the memory of its host.
     link_bytes_per_s, link_latency_s: one rank's share within a node; cross_*: the same between nodes of `ranks_per_node` ranks.
     memory_bytes:      memory of one device.
+    hop_s:             the time that each further rank adds to a gather or reduce_scatter, which pass through all of them.
+    contention:        by what share computation is slower while a collective runs beside it.
     overlaps:          whether communication and copies run while the device computes.
     arch:              the chip for which kernels are chosen, such as "sm_90"; None is a CPU.
     """
@@ -45,6 +47,8 @@ class Hardware:
     arch: str | None = None
     overlaps: bool = True
     host_bytes_per_s: float = 5e10
+    hop_s: float = 0.0
+    contention: float = 0.0
     units: int = 0
     wave_s: float = 0.0
     vector_flops_per_s: float = 0.0

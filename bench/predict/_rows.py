@@ -26,7 +26,7 @@ class Row:
     number, family, source: where it is from. role: one of ROLES, as published.yaml says.
     config:  the model, as config.json has it. machine: rates that differ from those of the profile `hardware`.
     batch:   sequences in the global batch; rows: those of one rank in a microbatch.
-    chunks:  of an interleaved schedule. experts: the number of ranks that experts are spread over.
+    chunks, layout: of an interleaved schedule. experts: the number of ranks that experts are spread over.
     seconds, tokens_per_s, mfu: the speed; one of them is given.
     """
 
@@ -44,6 +44,7 @@ class Row:
     recompute: str = "none"
     schedule: str = "one_f_one_b"
     chunks: int | None = None
+    layout: str | None = None
     experts: int = 1
     machine: Mapping[str, float] = field(default_factory=dict)
     seconds: float | None = None
@@ -68,11 +69,12 @@ class Row:
         """The strategy, with the experts of a layer spread over `experts` ranks."""
         suffix = self.strategy.removeprefix("distributed_optimizer")
         strategy = _distributed_optimizer(suffix) if suffix != self.strategy else preset(self.strategy)
-        return replace(strategy, expert_parallel=self.experts, expert_axes=("fsdp", "tp")) if self.experts > 1 else strategy
+        axes = ("fsdp", "tp") if "tp" in self.mesh else ("fsdp",)
+        return replace(strategy, expert_parallel=self.experts, expert_axes=axes) if self.experts > 1 else strategy
 
     def made_schedule(self) -> Schedule:
         """The schedule of the pipeline."""
-        return Schedule(self.schedule, self.chunks)
+        return Schedule(self.schedule, self.chunks, self.layout)
 
 
 def _distributed_optimizer(suffix: str) -> Strategy:

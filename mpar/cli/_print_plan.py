@@ -21,7 +21,6 @@ from mpar.cli._run_problems import compose_run, plan_problems
 from mpar.cli._screen import say, say_aside
 from mpar.cli._timeline import check_suffix, write_pictures
 from mpar.errors import ConfigError
-from mpar.hardware import REFERENCE
 from mpar.models import Model
 from mpar.program import Hardware, Prediction, Program, diff, format_bytes, format_time
 from mpar.schedules import num_stages
@@ -62,7 +61,7 @@ def _plan(setup: RunSetup, user_dir: Path | None) -> None:
     compiled_s = time.perf_counter() - began
     if not 0 <= config.plan.rank < program.mesh.size:
         raise ConfigError(f"cannot plan rank {config.plan.rank}: {program.mesh} has ranks 0 to {program.mesh.size - 1}")
-    profiles = {profile.name: profile for profile in (*_profiles(user_dir), hardware)}
+    profiles = {profile.name: profile for profile in (hardware, *_profiles(config.plan.profiles, user_dir))}
     lines = program.text(config.plan.rank, hardware).splitlines()
     sections = [
         _overview(setup, program),
@@ -236,10 +235,13 @@ def _uses(program: Program, rank: int) -> Iterator[tuple[tuple[str, str, int, st
 
 
 def _times(model: Model, program: Program, profiles: list[Hardware]) -> Table:
-    """A table of the memory and time of one step on each hardware profile."""
+    """A table of the memory and time of one step on each hardware profile.
+
+    MFU counts attention as if it were full, "causal" half of it; HFU counts what is executed: no masked blocks, and recomputation.
+    """
     batch, length = program.facts.batch["tokens"]
     tokens = batch * program.num_microbatches * length
-    flops = flops_per_token(model, length, causal=False) * tokens
+    model_flops = [flops_per_token(model, length, causal=causal) * tokens for causal in (False, True)]
     table = Table(
         "hardware",
         "memory",
@@ -249,6 +251,8 @@ def _times(model: Model, program: Program, profiles: list[Hardware]) -> Table:
         "exposed",
         "tokens/s",
         "MFU",
+        "causal",
+        "HFU",
         title="one step, predicted",
         title_justify="left",
     )
@@ -267,9 +271,13 @@ def _times(model: Model, program: Program, profiles: list[Hardware]) -> Table:
             format_time(prediction.communication_s),
             format_time(prediction.exposed_s),
             f"{tokens / prediction.step_s:,.0f}",
-            f"{100 * flops / peak:.0f} %" if peak else "-",
+            *(_percent(flops, peak) for flops in (*model_flops, prediction.flops * program.mesh.size)),
         )
     return table
+
+
+def _percent(flops: float, peak: float) -> str:
+    return f"{100 * flops / peak:.1f} %" if peak else "-"
 
 
 def _render(table: Table) -> str:
@@ -279,8 +287,10 @@ def _render(table: Table) -> str:
     return capture.get()
 
 
-def _profiles(user_dir: Path | None) -> list[Hardware]:
-    """Every hardware profile that can be chosen, but for `reference`, whose round numbers stand for no machine."""
-    names = [name for name in choices(user_dir).shown["hardware"] if name != REFERENCE]
+def _profiles(names: Sequence[str], user_dir: Path | None) -> list[Hardware]:
+    """The hardware profiles of these names."""
+    known = choices(user_dir).shown["hardware"]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"plan.profiles: no hardware profile is called {', '.join(unknown)}; there are {', '.join(known)}")
     plain = [compose_plain("train", TrainConfig, [f"hardware={name}"], user_dir)["hardware"] for name in names]
     return [make_hardware(bind(HardwareConfig, values)) for values in plain if isinstance(values, dict)]

@@ -76,7 +76,7 @@ def predict(program: ProgramData, hardware: Hardware | None = None) -> Predictio
 def predicted_times(program: ProgramData, hardware: Hardware) -> StepTimes:
     """When every instruction begins and ends on this hardware."""
     durations, messages = instruction_durations(program, hardware), message_durations(program, hardware)
-    return step_times(program, durations, messages, overlaps=hardware.overlaps)
+    return step_times(program, durations, messages, overlaps=hardware.overlaps, contention=hardware.contention)
 
 
 def _predict_part(program: ProgramData, position: int) -> Prediction:

@@ -97,12 +97,24 @@ class _Links:
             insort(self._taken, (begin, begin + duration))
         return begin
 
+    def end_of_work(self, begin: float, duration: float, contention: float) -> float:
+        """When computation of `duration` ends that begins at `begin`, and is slower by `contention` while the links are used."""
+        now, remaining = begin, duration
+        for start, end in self._taken[max(0, bisect_left(self._taken, (begin, begin)) - 1) :]:
+            free = max(0.0, start - now)
+            if remaining <= free:
+                break
+            now, remaining = now + free, remaining - free
+            done = min(remaining, max(0.0, end - now) / (1 + contention))
+            now, remaining = now + done * (1 + contention), remaining - done
+        return now + remaining
+
 
 @dataclass
 class _Rank:
     """What is known of a position so far: the times of its lines, and when each of its queues is free.
 
-    communicating: the kinds that take the links.
+    communicating: the kinds that take the links. contention: by what share computation is slower while they are taken.
     worked: when each queue ended its last line. behind: the line that a queue waits for, where that decides when it is free.
     """
 
@@ -110,6 +122,7 @@ class _Rank:
     communicating: Collection[str]
     durations: Sequence[float]
     issues: Sequence[Issue]
+    contention: float
     start: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
     free: dict[str, float] = field(default_factory=dict)
@@ -144,6 +157,8 @@ class _Rank:
         elif self.part.instructions[line].kind in self.communicating:
             begin = self.links.take(begin, self.durations[line])
         end = begin + self.durations[line]
+        if issue.queue == HOME and self.contention:
+            end = self.links.end_of_work(begin, self.durations[line], self.contention)
         self.start.append(begin)
         self.end.append(end)
         self.free[issue.queue] = self.worked[issue.queue] = end
@@ -161,18 +176,24 @@ class _Rank:
 
 
 def step_times(
-    program: ProgramData, durations: Sequence[Sequence[float]], messages: Mapping[int, float], *, overlaps: bool = True
+    program: ProgramData,
+    durations: Sequence[Sequence[float]],
+    messages: Mapping[int, float],
+    *,
+    overlaps: bool = True,
+    contention: float = 0.0,
 ) -> StepTimes:
     """The times of a step, given the seconds of each instruction per position, and of each message.
 
-    overlaps: whether queues run at the same time; if not, a rank runs one instruction after the other.
+    overlaps:   whether queues run at the same time; if not, a rank runs one instruction after the other.
+    contention: by what share computation is slower while a collective runs.
     Raises ProgramError if ranks would wait for ever, as in a program that `verify` refuses.
     """
     clock, num = _Messages(messages), len(program.parts)
     crossing = {name for name, kind in program.kinds.items() if num > 1 and any("pp" in use.axes for use in kind.collectives)}
     communicating = {name for name, kind in program.kinds.items() if kind.collectives}
     ranks = [
-        _Rank(part, communicating, own, _issues(program, part, overlaps=overlaps))
+        _Rank(part, communicating, own, _issues(program, part, overlaps=overlaps), contention)
         for part, own in zip(program.parts, durations, strict=True)
     ]
     meetings: list[dict[int, float]] = []  # of collectives over pp, in order: when each position arrives
@@ -200,7 +221,7 @@ def step_times(
     return StepTimes(
         [rank.start for rank in ranks],
         [rank.end for rank in ranks],
-        [sum(rank.durations[line] for line in _at_home(rank)) for rank in ranks],
+        [_worked(rank, _at_home(rank)) for rank in ranks],
         clock.times,
         [rank.exposed for rank in ranks],
         [[issue.queue == HOME for issue in rank.issues] for rank in ranks],
@@ -228,6 +249,10 @@ def _at_home(rank: _Rank, first: int = 0, last: int | None = None) -> list[int]:
     return [line for line in range(first, stop) if rank.issues[line].queue == HOME]
 
 
+def _worked(rank: _Rank, lines: Sequence[int]) -> float:
+    return sum(rank.end[line] - rank.start[line] for line in lines)
+
+
 def _span(rank: _Rank) -> float:
     """The time that a position idles between its first forward and its last backward, but for what is exposed."""
     names = ("forward", "backward")
@@ -235,6 +260,6 @@ def _span(rank: _Rank) -> float:
     if not lines:
         return 0.0
     first, last = lines[0], lines[-1]
-    worked = sum(rank.durations[line] for line in _at_home(rank, first, last))
+    worked = _worked(rank, _at_home(rank, first, last))
     waited = sum(seconds for line, seconds in rank.exposed.items() if first < line <= last)
     return rank.end[last] - rank.start[first] - worked - waited

@@ -27,7 +27,7 @@ def exposed_time(kind: Kind, mesh: Mesh, hardware: Hardware) -> float:
 def collective_time(mesh: Mesh, use: CollectiveUse, hardware: Hardware) -> float:
     """Seconds of a collective of n ranks, k of them on each node that they are on.
 
-    Gathers and reductions are rings: (n - 1) / n of all bytes go through the link of each rank, twice for an all_reduce, and as
+    Gathers and reductions are rings of n - 1 rounds: (n - 1) / n of all bytes go through the link of each rank, twice for an all_reduce, and as
     many rings as a node has links to others leave it, so that k links between nodes carry what one within a node does. Of an
     all_to_all, (n - k) / n of what a rank brings leave its node. A shift sends its bytes once.
     """
@@ -40,8 +40,9 @@ def collective_time(mesh: Mesh, use: CollectiveUse, hardware: Hardware) -> float
         return latency + max(within / hardware.link_bytes_per_s, between / hardware.cross_bytes_per_s)
     rate = min(hardware.link_bytes_per_s, k * rate)
     total_bytes = use.bytes * n if use.op == "all_gather" else use.bytes
-    num_rounds = 2 if use.op == "all_reduce" else 1
-    return latency + num_rounds * total_bytes * (n - 1) / n / rate
+    if use.op == "all_reduce":
+        return latency + 2 * total_bytes * (n - 1) / n / rate  # short ones take a tree of few hops
+    return latency + (n - 1) * hardware.hop_s + total_bytes * (n - 1) / n / rate
 
 
 @functools.lru_cache(maxsize=1024)

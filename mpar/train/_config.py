@@ -274,10 +274,12 @@ class HardwareConfig:
     overlaps: bool = key("whether communication and copies run while the device computes", default=True)
     host_bytes_per_s: float = key("bandwidth between a device and the memory of its host", default=5e10, above=0)
     launch_s: float = key("fixed time of one op", default=0.0, at_least=0)
+    hop_s: float = key("time that each further rank adds to a gather", default=0.0, at_least=0)
+    contention: float = key("share by which computation is slower beside a collective", default=0.0, at_least=0)
     units: int = key("tiles of a product that are computed at once; 0: its rate depends on no shape", default=0, at_least=0)
     wave_s: float = key("time between two waves of tiles", default=0.0, at_least=0)
     vector_flops_per_s: float = key("achieved FLOP/s of all but products; 0: as products", default=0.0, at_least=0)
-    attention_flops_per_s: dict[str, float] = key("achieved FLOP/s of long attention, forward and backward", default={}, above=0)
+    attention_flops_per_s: dict[str, float] = key("achieved FLOP/s of long attention, forward and backward", default_factory=dict, above=0)
     peak_flops_per_s: float = key("data-sheet peak, for MFU", default=0.0, at_least=0)
     arch: str | None = key("the chip for which kernels are chosen, such as sm_90; null: a CPU", default=None)
 
@@ -365,6 +367,9 @@ class PlanConfig:
     timeline: str | None = key("file for a picture of the step: .html, .svg, or .json for chrome://tracing", default=None)
     compare: tuple[str, ...] = key("schedules to compare in one table", default=())
     diff: tuple[str, ...] = key("overrides, as on the command line: print how the program changes with them", default=())
+    profiles: tuple[str, ...] = key(
+        "hardware profiles to predict times for, besides `hardware`", default=("h100_dgx", "h200", "b200")
+    )
     rank: int = key("the rank whose program is printed", default=0, at_least=0)
     lines: int = key("lines of the program, or of the difference, on the screen", default=24, at_least=0)
 
