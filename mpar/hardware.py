@@ -21,8 +21,8 @@ class Hardware:
     flops_per_s:       FLOP/s of large products of matrices by the name of a dtype ("float32", "bfloat16").
     vector_flops_per_s: FLOP/s of all other ops but attention; 0: those of products.
     attention_flops_per_s: of long sequences, by "forward" and "backward"; of passes that are not named, those of products.
-    units, wave_s:     how many tiles of a product are computed at once, and the time between two such waves of tiles; 0 units: the
-                       rates of products and attention do not depend on their shapes.
+    units, wave_s:     how many tiles of a product are computed at once, and the time between two such waves of tiles; 0 units:
+                       the rates of products and attention do not depend on their shapes.
     memory_bytes_per_s, launch_s: bandwidth of device memory; the fixed time that every op takes.
     host_bytes_per_s:  bandwidth between a device and the memory of its host.
     link_bytes_per_s, link_latency_s: one rank's share within a node; cross_*: the same between nodes of `ranks_per_node` ranks.

@@ -237,7 +237,8 @@ def _uses(program: Program, rank: int) -> Iterator[tuple[tuple[str, str, int, st
 def _times(model: Model, program: Program, profiles: list[Hardware]) -> Table:
     """A table of the memory and time of one step on each hardware profile.
 
-    MFU counts attention as if it were full, "causal" half of it; HFU counts what is executed: no masked blocks, and recomputation.
+    MFU counts attention as if it were full, "causal" half of it; HFU counts what is executed: no masked blocks, but
+    recomputation.
     """
     batch, length = program.facts.batch["tokens"]
     tokens = batch * program.num_microbatches * length

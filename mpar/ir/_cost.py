@@ -27,9 +27,9 @@ def exposed_time(kind: Kind, mesh: Mesh, hardware: Hardware) -> float:
 def collective_time(mesh: Mesh, use: CollectiveUse, hardware: Hardware) -> float:
     """Seconds of a collective of n ranks, k of them on each node that they are on.
 
-    Gathers and reductions are rings of n - 1 rounds: (n - 1) / n of all bytes go through the link of each rank, twice for an all_reduce, and as
-    many rings as a node has links to others leave it, so that k links between nodes carry what one within a node does. Of an
-    all_to_all, (n - k) / n of what a rank brings leave its node. A shift sends its bytes once.
+    Gathers and reductions are rings of n - 1 rounds: (n - 1) / n of all bytes go through the link of each rank, twice for an
+    all_reduce, and as many rings as a node has links to others leave it, so that k links between nodes carry what one within a
+    node does. Of an all_to_all, (n - k) / n of what a rank brings leave its node. A shift sends its bytes once.
     """
     n, k = use.size, _ranks_on_a_node(mesh, use.axes, hardware.ranks_per_node)
     rate, latency = link(hardware, crosses=k < n)

@@ -22,7 +22,7 @@ HALF_RATE_KEYS = {True: 525, False: 190}
 FlashAttention-2 on an H100, head size 128 (assets of flash-attention at 0251105)."""
 
 HALF_RATE_HEAD_SIZE = 20
-"""The head size at which attention reaches half of its rate; from head sizes 64 and 128 of the same figures, and of the A100's."""
+"""The head size at which attention reaches half of its rate, from sizes 64 and 128 of the same figures and of the A100's."""
 
 
 def op_time(use: OpUse, hardware: Hardware) -> float:

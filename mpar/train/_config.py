@@ -279,7 +279,9 @@ class HardwareConfig:
     units: int = key("tiles of a product that are computed at once; 0: its rate depends on no shape", default=0, at_least=0)
     wave_s: float = key("time between two waves of tiles", default=0.0, at_least=0)
     vector_flops_per_s: float = key("achieved FLOP/s of all but products; 0: as products", default=0.0, at_least=0)
-    attention_flops_per_s: dict[str, float] = key("achieved FLOP/s of long attention, forward and backward", default_factory=dict, above=0)
+    attention_flops_per_s: dict[str, float] = key(
+        "achieved FLOP/s of long attention, forward and backward", default_factory=dict, above=0
+    )
     peak_flops_per_s: float = key("data-sheet peak, for MFU", default=0.0, at_least=0)
     arch: str | None = key("the chip for which kernels are chosen, such as sm_90; null: a CPU", default=None)
 

@@ -243,8 +243,8 @@ def test_gradients_are_added_up_in_the_wide_dtype(reduce, make_model):
     given = [program.values[v] for v in program.parts[0].contributions]
     assert {value.dtype for value in given} == {torch.bfloat16}
     assert all("fsdp" in value.spec.partial for value in given)
-    sums = [instruction for instruction in program.instructions if instruction.op == "accumulate" and "head" in instruction.segment]
-    assert {program.values[v].dtype for instruction in sums for v in instruction.outputs} == {torch.float32}
+    sums = [line.outputs for line in program.instructions if line.op == "accumulate" and "head" in line.segment]
+    assert {program.values[v].dtype for outputs in sums for v in outputs} == {torch.float32}
     (use,) = next(k for name, k in program.kinds.items() if name.startswith("reduce")).collectives
     assert use.bytes == sum(value.bytes for value in given)  # of one microbatch of two, 4 bytes an element
 

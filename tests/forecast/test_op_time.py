@@ -70,6 +70,7 @@ def test_without_units_only_flops_count():
 
 def test_backward_has_a_rate_of_its_own():
     rates = {"forward": 4e14, "backward": 2e14}
+    device = replace(H100, attention_flops_per_s=rates)
     long = [AttentionShape(128, 10**9, True, backward=backward) for backward in (False, True)]
-    forward, backward = (op_time(OpUse(10**12, 0, "bfloat16", attention=shape), replace(H100, attention_flops_per_s=rates)) for shape in long)
+    forward, backward = (op_time(OpUse(10**12, 0, "bfloat16", attention=shape), device) for shape in long)
     assert backward == pytest.approx(2 * forward, rel=1e-3)
