@@ -20,6 +20,7 @@ class Hardware:
 
     flops_per_s:       FLOP/s of large products of matrices by the name of a dtype ("float32", "bfloat16").
     vector_flops_per_s: FLOP/s of all other ops but attention; 0: those of products.
+    transcendentals_per_s: exponentials and the like in a second, in float32; 0: they take no time.
     attention_flops_per_s: of long sequences, by "forward" and "backward"; of passes that are not named, those of products.
     units, wave_s:     how many tiles of a product are computed at once, and the time between two such waves of tiles; 0 units:
                        the rates of products and attention do not depend on their shapes.
@@ -27,6 +28,7 @@ class Hardware:
     host_bytes_per_s:  bandwidth between a device and the memory of its host.
     link_bytes_per_s, link_latency_s: one rank's share within a node; cross_*: the same between nodes of `ranks_per_node` ranks.
     memory_bytes:      memory of one device.
+    op_factors:        by primitive, how often longer it takes than all this says: implementations that read their operands twice.
     hop_s:             the time that each further rank adds to a gather or reduce_scatter, which pass through all of them.
     contention:        by what share computation is slower while a collective runs beside it.
     overlaps:          whether communication and copies run while the device computes.
@@ -52,7 +54,9 @@ class Hardware:
     units: int = 0
     wave_s: float = 0.0
     vector_flops_per_s: float = 0.0
+    transcendentals_per_s: float = 0.0
     attention_flops_per_s: dict[str, float] = field(default_factory=dict)
+    op_factors: dict[str, float] = field(default_factory=dict)
 
 
 @functools.cache

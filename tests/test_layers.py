@@ -32,6 +32,7 @@ VALUES = (
     "dtensor",
     "files",
     "kept_files",
+    "op_shape",
     "testing",
     "torch_private",
 )
@@ -46,6 +47,7 @@ BELOW["proof"] = {*VALUES, "schedules", "ir"}
 BELOW["forecast"] = {*VALUES, "ir"}
 BELOW["compiler"] = {*VALUES, "ops", "kernels", "sharding", "schedules", "ir", "forecast"}
 BELOW["runtime"] = {*VALUES, "ops", "kernels", "ir"}
+BELOW["measure"] = {*VALUES, "ops", "kernels", "ir", "runtime"}
 BELOW["program"] = {*VALUES, "kernels", "sharding", "schedules", "ir", "proof", "forecast", "compiler", "runtime"}
 # data, optim, checkpoint, infer and train are neighbours above all of these: who may use whom among them
 _TRUNK = {*VALUES, "ops", "kernels", "schedules", "program", "compiler", "models"}
@@ -54,7 +56,7 @@ BELOW["optim"] = {*VALUES, "ops"}
 BELOW["checkpoint"] = set(VALUES)
 BELOW["infer"] = {*_TRUNK}
 BELOW["train"] = {*_TRUNK, "data", "optim", "checkpoint", "infer"}
-BELOW["cli"] = {*_TRUNK, "data", "optim", "checkpoint", "infer", "train"}
+BELOW["cli"] = {*_TRUNK, "measure", "data", "optim", "checkpoint", "infer", "train"}
 
 PRIVATE_TORCH = re.compile(r"^torch(\.\w+)*\._(?!_)\w+|^torch\.fx\.experimental|^torch\.utils\._")
 

@@ -1,11 +1,12 @@
 """Report: predicted beside published times as a table, and how large the errors are."""
 
 from collections.abc import Iterable, Sequence
-from statistics import median
+from statistics import correlation, median
 
+from bench.predict._own import Timed
 from bench.predict._predicted import Judged
 
-__all__ = ["summary", "table"]
+__all__ = ["own_summary", "summary", "table"]
 
 HEAD = "| row | family | role | GPUs | published s | predicted s | error | exposed | bubble |"
 
@@ -38,6 +39,23 @@ def summary(judged: Sequence[Judged]) -> str:
             at_90 = sorted(errors)[min(len(errors) - 1, int(0.9 * len(errors)))]
             lines.append(f"{name}: {len(errors)}, median {100 * median(errors):.1f} %, 90th percentile {100 * at_90:.1f} %")
     return "\n".join([*lines, ""])
+
+
+def own_summary(timed: Sequence[Timed]) -> str:
+    """The errors of all cases, and for each model whether the order of its cases by time is as predicted (Spearman)."""
+    errors = [abs(one.error) for one in timed]
+    lines = [f"{len(timed)} cases: median {100 * median(errors):.1f} %, worst {100 * max(errors):.1f} %"]
+    for model in dict.fromkeys(one.case.model for one in timed):
+        of_model = [one for one in timed if one.case.model == model]
+        if len(of_model) > 2:
+            found = _spearman([one.predicted_s for one in of_model], [one.measured_s for one in of_model])
+            lines.append(f"{model}: rank correlation of {len(of_model)} cases {found:.2f}")
+    return "\n".join([*lines, ""])
+
+
+def _spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """The correlation of ranks; `statistics.correlation` knows it from Python 3.12 on."""
+    return correlation(*([sorted(values).index(value) for value in values] for values in (a, b)))
 
 
 def _by_family(judged: Iterable[Judged | tuple[str, float]]) -> list[float]:

@@ -21,6 +21,7 @@ Keys of `plan` need no prefix here:
   diff=[mesh=pp4,schedule=zbv]  show how the program changes with these overrides
   out=FILE                      write the full program (or table, or difference) to a file
   rank=5 lines=40               show the program of rank 5, and 40 lines of it
+  profiles=[a100,b200]          predict the time on these too, besides `hardware`
 {CONFIG_DIR_HELP}
 {SWITCHES_HELP}"""
 

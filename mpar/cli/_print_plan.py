@@ -282,7 +282,7 @@ def _percent(flops: float, peak: float) -> str:
 
 
 def _render(table: Table) -> str:
-    console = Console(width=130, record=False, force_terminal=False)
+    console = Console(width=140, record=False, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
     return capture.get()

@@ -19,6 +19,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "train": ("mpar.cli._train", "train a model (task=pt or task=sft) on processes of this machine, or under torchrun"),
     "plan": ("mpar.cli._plan", "compile and verify a run, and predict its time and memory, without processes or weights"),
+    "measure": ("mpar.cli._measure", "measure this machine, and write a hardware profile by which `plan` predicts"),
     "generate": ("mpar.cli._generate", "let a trained model answer questions"),
     "export": ("mpar.cli._export", "write a checkpoint as a folder that transformers loads"),
     "checkpoint": ("mpar.cli._checkpoint", "verify, show, compare and convert checkpoints"),

@@ -81,9 +81,13 @@ class _Messages:
 
 
 class _Links:
-    """The links of one rank, which one collective uses at a time; a later one may use them in a pause between earlier ones."""
+    """The links of one rank, which one collective uses at a time; a later one may use them in a pause between earlier ones.
 
-    def __init__(self) -> None:
+    contention: by what share computation is slower while they are used.
+    """
+
+    def __init__(self, contention: float) -> None:
+        self.contention = contention
         self._taken: list[tuple[float, float]] = []
 
     def take(self, earliest: float, duration: float) -> float:
@@ -97,16 +101,16 @@ class _Links:
             insort(self._taken, (begin, begin + duration))
         return begin
 
-    def end_of_work(self, begin: float, duration: float, contention: float) -> float:
-        """When computation of `duration` ends that begins at `begin`, and is slower by `contention` while the links are used."""
+    def end_of_work(self, begin: float, duration: float) -> float:
+        """When computation of `duration` ends that begins at `begin`, and is slower while the links are used."""
         now, remaining = begin, duration
         for start, end in self._taken[max(0, bisect_left(self._taken, (begin, begin)) - 1) :]:
             free = max(0.0, start - now)
             if remaining <= free:
                 break
             now, remaining = now + free, remaining - free
-            done = min(remaining, max(0.0, end - now) / (1 + contention))
-            now, remaining = now + done * (1 + contention), remaining - done
+            done = min(remaining, max(0.0, end - now) / (1 + self.contention))
+            now, remaining = now + done * (1 + self.contention), remaining - done
         return now + remaining
 
 
@@ -114,7 +118,7 @@ class _Links:
 class _Rank:
     """What is known of a position so far: the times of its lines, and when each of its queues is free.
 
-    communicating: the kinds that take the links. contention: by what share computation is slower while they are taken.
+    communicating: the kinds that take the links.
     worked: when each queue ended its last line. behind: the line that a queue waits for, where that decides when it is free.
     """
 
@@ -122,14 +126,13 @@ class _Rank:
     communicating: Collection[str]
     durations: Sequence[float]
     issues: Sequence[Issue]
-    contention: float
+    links: "_Links"
     start: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
     free: dict[str, float] = field(default_factory=dict)
     worked: dict[str, float] = field(default_factory=dict)
     behind: dict[str, int] = field(default_factory=dict)
     exposed: dict[int, float] = field(default_factory=dict)
-    links: _Links = field(default_factory=_Links)
     num_met: int = 0
 
     @property
@@ -157,8 +160,8 @@ class _Rank:
         elif self.part.instructions[line].kind in self.communicating:
             begin = self.links.take(begin, self.durations[line])
         end = begin + self.durations[line]
-        if issue.queue == HOME and self.contention:
-            end = self.links.end_of_work(begin, self.durations[line], self.contention)
+        if issue.queue == HOME and self.links.contention:
+            end = self.links.end_of_work(begin, self.durations[line])
         self.start.append(begin)
         self.end.append(end)
         self.free[issue.queue] = self.worked[issue.queue] = end
@@ -193,7 +196,7 @@ def step_times(
     crossing = {name for name, kind in program.kinds.items() if num > 1 and any("pp" in use.axes for use in kind.collectives)}
     communicating = {name for name, kind in program.kinds.items() if kind.collectives}
     ranks = [
-        _Rank(part, communicating, own, _issues(program, part, overlaps=overlaps), contention)
+        _Rank(part, communicating, own, _issues(program, part, overlaps=overlaps), _Links(contention))
         for part, own in zip(program.parts, durations, strict=True)
     ]
     meetings: list[dict[int, float]] = []  # of collectives over pp, in order: when each position arrives
@@ -218,6 +221,10 @@ def step_times(
                 progress = True
     if any(rank.line < len(rank.part.instructions) for rank in ranks):
         raise ProgramError("this program cannot be timed: some of its ranks wait for each other for ever; verify() says which")
+    return _told(ranks, clock)
+
+
+def _told(ranks: Sequence[_Rank], clock: _Messages) -> StepTimes:
     return StepTimes(
         [rank.start for rank in ranks],
         [rank.end for rank in ranks],

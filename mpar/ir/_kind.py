@@ -13,12 +13,14 @@ __all__ = ["CollectiveUse", "KernelUse", "Kind", "OpUse"]
 
 @dataclass(frozen=True)
 class OpUse:
-    """The calls of equal ops in one kind: what each costs, in which dtype it computes, and its shape if it
-    is a product of matrices or attention."""
+    """The calls of equal ops in one kind: what each costs, in which dtype it computes, its name if it is a primitive, and its
+    shape if it is a product of matrices or attention."""
 
     flops: int
     bytes: int
     dtype: str
+    name: str = ""
+    transcendentals: int = 0
     matmul: MatmulShape | None = None
     attention: AttentionShape | None = None
     calls: int = 1

@@ -27,7 +27,11 @@ HALF_RATE_HEAD_SIZE = 20
 
 def op_time(use: OpUse, hardware: Hardware) -> float:
     """Seconds of all calls of one op."""
-    return use.calls * (max(_arithmetic_time(use, hardware), use.bytes / hardware.memory_bytes_per_s) + hardware.launch_s)
+    arithmetic_s = _arithmetic_time(use, hardware)
+    if hardware.transcendentals_per_s:
+        arithmetic_s += use.transcendentals / hardware.transcendentals_per_s
+    seconds = max(arithmetic_s, use.bytes / hardware.memory_bytes_per_s) + hardware.launch_s
+    return use.calls * seconds * hardware.op_factors.get(use.name, 1.0)
 
 
 def _arithmetic_time(use: OpUse, hardware: Hardware) -> float:

@@ -260,16 +260,13 @@ for _primitive in (cross_entropy_p, cross_entropy_stats_p):
     _primitive.asks_host = True
     _primitive.def_sharding("... v, ... -> ..., ...", need_replication="v")
     _primitive.def_batching_leading()
-    _primitive.def_cost(
-        lambda logits, labels, **_: Cost(flops=4 * logits.numel(), bytes=logits.nbytes, workspace=_workspace(logits, labels))
-    )
+    _primitive.def_cost(lambda logits, labels, **_: _cost(logits, labels, flops=4, passes=1))
 cross_entropy_p.bwd.def_sharding("... v, ..., ..., ..., ... -> ... v")
 cross_entropy_p.bwd.def_batching_leading()
-cross_entropy_p.bwd.def_cost(
-    lambda logits, labels, *_, **__: Cost(flops=5 * logits.numel(), bytes=2 * logits.nbytes, workspace=_workspace(logits, labels))
-)
+cross_entropy_p.bwd.def_cost(lambda logits, labels, *_, **__: _cost(logits, labels, flops=5, passes=2))
 
 
-def _workspace(logits: Tensor, labels: Tensor) -> int:
-    """Bytes of workspace: two blocks in the wide dtype, and a few numbers per token."""
-    return 2 * max(BLOCK, logits.shape[-1]) * max(4, logits.element_size()) + 40 * labels.numel()
+def _cost(logits: Tensor, labels: Tensor, *, flops: int, passes: int) -> Cost:
+    """So many FLOPs and one exponential for each logit. Workspace: two blocks in the wide dtype, a few numbers per token."""
+    n, workspace = logits.numel(), 2 * max(BLOCK, logits.shape[-1]) * max(4, logits.element_size()) + 40 * labels.numel()
+    return Cost(flops=flops * n, bytes=passes * logits.nbytes, workspace=workspace, transcendentals=n)

@@ -48,5 +48,10 @@ geglu_p.def_sharding("..., ... -> ...", linear="up")
 geglu_p.bwd.def_sharding("..., ..., ... -> ..., ...", linear="dy")
 geglu_p.def_batching_leading()
 geglu_p.bwd.def_batching_leading()
-geglu_p.def_cost(lambda gate, up, **_: Cost(flops=10 * gate.numel(), bytes=3 * gate.nbytes))
-geglu_p.bwd.def_cost(lambda gate, up, dy, **_: Cost(flops=25 * gate.numel(), bytes=5 * gate.nbytes, workspace=gate.nbytes))
+geglu_p.def_cost(lambda gate, up, **_: Cost(flops=10 * gate.numel(), bytes=3 * gate.nbytes, transcendentals=gate.numel()))
+
+
+@geglu_p.bwd.def_cost
+def _cost_bwd(gate, up, dy, **_):
+    n = gate.numel()
+    return Cost(flops=25 * n, bytes=5 * gate.nbytes, workspace=gate.nbytes, transcendentals=2 * n)

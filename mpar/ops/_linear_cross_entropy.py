@@ -168,7 +168,8 @@ def _chunk_bytes(x: Tensor, head: Tensor, labels: Tensor, chunk: int) -> int:
 def _cost(x, head, labels, *, chunk, **_):
     flops = 2 * x.numel() * head.shape[1]
     shape = _chunk_shape(head, labels, chunk, 1)
-    return Cost(flops=flops, bytes=x.nbytes + head.nbytes, workspace=_chunk_bytes(x, head, labels, chunk), matmul=shape)
+    workspace, logits = _chunk_bytes(x, head, labels, chunk), labels.numel() * head.shape[1]
+    return Cost(flops=flops, bytes=x.nbytes + head.nbytes, workspace=workspace, transcendentals=logits, matmul=shape)
 
 
 @linear_cross_entropy_p.bwd.def_cost
@@ -177,7 +178,8 @@ def _cost_bwd(x, head, labels, *_, chunk, **__):
     wide = 2 * head.numel() * 4 if x.element_size() < 4 else 0
     workspace = _chunk_bytes(x, head, labels, chunk) + wide
     shape, moved = _chunk_shape(head, labels, chunk, 3), 2 * (x.nbytes + head.nbytes)
-    return Cost(flops=6 * x.numel() * head.shape[1], bytes=moved, workspace=workspace, matmul=shape)
+    logits = labels.numel() * head.shape[1]
+    return Cost(6 * x.numel() * head.shape[1], moved, workspace=workspace, transcendentals=2 * logits, matmul=shape)
 
 
 def _chunk_shape(head: Tensor, labels: Tensor, chunk: int, products: int) -> MatmulShape:

@@ -11,6 +11,11 @@ from mpar.sharding import _collectives as collectives
 __all__ = ["node_cost", "workspace_of"]
 
 
+_TRANSCENDENTAL = {"cos", "elu", "erf", "exp", "exp2", "expm1", "gelu", "log", "log1p", "log2", "log_sigmoid", "logsumexp"}
+_TRANSCENDENTAL |= {"mish", "pow", "sigmoid", "silu", "sin", "softmax", "softplus", "tanh"}
+"""Elementwise ops, and reductions over exponentials, that compute one transcendental function for each element."""
+
+
 def workspace_of(node: fx.Node) -> int:
     """Bytes that an op allocates and frees before it returns; if a kernel was chosen for it, those of the kernel."""
     return 0 if _is_free(node) else node.meta["workspace"] if "workspace" in node.meta else node_cost(node).workspace
@@ -33,7 +38,10 @@ def node_cost(node: fx.Node) -> Cost:
     if getattr(node.target, "is_view", False):
         return Cost(0, 0)
     out = _tensors(node.meta["val"])
-    return Cost(sum(v.numel() for v in out), sum(v.nbytes for v in (*out, *_tensors(args))))
+    n = sum(v.numel() for v in out)
+    name = str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.").strip("_")
+    transcendentals = n if name.removesuffix("_backward") in _TRANSCENDENTAL else 0
+    return Cost(n, sum(v.nbytes for v in (*out, *_tensors(args))), transcendentals=transcendentals)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -279,6 +279,10 @@ class HardwareConfig:
     units: int = key("tiles of a product that are computed at once; 0: its rate depends on no shape", default=0, at_least=0)
     wave_s: float = key("time between two waves of tiles", default=0.0, at_least=0)
     vector_flops_per_s: float = key("achieved FLOP/s of all but products; 0: as products", default=0.0, at_least=0)
+    op_factors: dict[str, float] = key(
+        "by primitive, how often longer it takes than these rates say", default_factory=dict, above=0
+    )
+    transcendentals_per_s: float = key("exponentials and the like; 0: they take no time", default=0.0, at_least=0)
     attention_flops_per_s: dict[str, float] = key(
         "achieved FLOP/s of long attention, forward and backward", default_factory=dict, above=0
     )

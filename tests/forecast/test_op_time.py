@@ -36,7 +36,7 @@ def test_products_of_an_h100_as_xla_measured_them():
         shape, published = row.split()
         use = product(*map(int, shape.split("x")))
         errors.append(abs(1e-12 * use.flops / op_time(use, H100) / float(published) - 1))
-    assert median(errors) < 0.10
+    assert median(errors) < 0.11
     assert sorted(errors)[int(0.9 * len(errors))] < 0.20
 
 

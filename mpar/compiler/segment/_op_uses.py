@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from mpar.ir import OpUse
+from mpar.ops import primitive_of
 from mpar.sharding import node_cost
 
 __all__ = ["count_ops"]
@@ -20,8 +21,9 @@ def count_ops(nodes: Iterable[fx.Node]) -> tuple[OpUse, ...]:
 
 
 def _op_use(node: fx.Node) -> OpUse:
-    cost = node_cost(node)
-    return OpUse(cost.flops, cost.bytes, _dtype_name(node), cost.matmul, cost.attention)
+    cost, primitive = node_cost(node), primitive_of(node.target)
+    name = "" if primitive is None else primitive.name
+    return OpUse(cost.flops, cost.bytes, _dtype_name(node), name, cost.transcendentals, cost.matmul, cost.attention)
 
 
 def _dtype_name(node: fx.Node) -> str:

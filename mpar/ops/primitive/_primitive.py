@@ -29,12 +29,14 @@ _LIBRARY = torch.library.Library("mpar", "DEF")
 class Cost:
     """What one call costs: floating-point operations, bytes read and written, bytes of workspace freed before it returns.
 
+    transcendentals:   exponentials and the like, which are no FLOPs. Those inside attention are not counted.
     matmul, attention: the shape of a product or of attention, from which its rate is predicted.
     """
 
     flops: int
     bytes: int
     workspace: int = 0
+    transcendentals: int = 0
     matmul: MatmulShape | None = None
     attention: AttentionShape | None = None
 
