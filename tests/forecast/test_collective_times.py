@@ -101,6 +101,30 @@ def test_an_exchange_leaves_a_node_by_the_link_of_each_rank(op):
     assert segment_time(kind, mesh, narrow) == pytest.approx(7.0 + 300 / 1.0, rel=1e-12)
 
 
+def test_every_rank_that_a_ring_passes_adds_a_hop():
+    """Of a gather and a reduce_scatter; a short all_reduce takes a tree, and an exchange no ring."""
+    mesh, hops = Mesh(tp=8), replace(HARDWARE, ranks_per_node=8, hop_s=0.25)
+    for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"):
+        kind = segment(use(op, ("tp",), mesh, 2400))
+        added = segment_time(kind, mesh, hops) - segment_time(kind, mesh, replace(hops, hop_s=0.0))
+        assert added == pytest.approx(7 * 0.25 if op in ("all_gather", "reduce_scatter") else 0.0)
+
+
+def test_exponentials_are_added_to_the_arithmetic():
+    """Not to the memory traffic, which runs beside both; on hardware that counts them."""
+    op = OpUse(500, 0, "float32", transcendentals=30)
+    assert segment_time(segment(ops=(op,)), Mesh(tp=1), HARDWARE) == pytest.approx(10.0)
+    counting = replace(HARDWARE, transcendentals_per_s=6.0)
+    assert segment_time(segment(ops=(op,)), Mesh(tp=1), counting) == pytest.approx(15.0)
+    assert segment_time(segment(ops=(replace(op, bytes=300),)), Mesh(tp=1), counting) == pytest.approx(15.0)
+
+
+def test_a_factor_is_of_one_primitive():
+    ops = (OpUse(500, 0, "float32", "rope"), OpUse(500, 0, "float32", "einsum"))
+    slower = replace(HARDWARE, op_factors={"rope": 3.0})
+    assert segment_time(segment(ops=ops), Mesh(tp=1), slower) == pytest.approx(30.0 + 10.0)
+
+
 @pytest.mark.parametrize(
     ("flops", "nbytes", "dtype", "expected"),
     [

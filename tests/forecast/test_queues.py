@@ -62,6 +62,26 @@ def test_memory_makes_computation_wait():
     assert (times.makespan, times.exposed) == (8.0, [{1: 3.0}])
 
 
+@pytest.mark.parametrize(
+    ("seconds", "end"),
+    [
+        (2.0, 5.0),  # all of it beside the reduction of 3 s: half as fast again takes 3 s
+        (1.0, 3.5),
+        (4.0, 7.0),  # 3 s beside the reduction do the work of 2, 2 s are left
+    ],
+)
+def test_computation_is_slower_beside_a_collective(seconds, end):
+    """By half. What was computed before the reduction began took no longer."""
+    times = timed(REDUCED, [2.0, 3.0, seconds, 1.0], contention=0.5)
+    assert times.end[0][:3] == [2.0, 5.0, end]
+    assert times.busy == [2.0 + (end - 2.0) + 1.0]
+
+
+def test_copies_slow_nothing_down():
+    steps = [line("host", (0,), (1,)), line("compute", (2,), (3,))]
+    assert timed(steps, [3.0, 2.0], contention=0.5).end == [[3.0, 2.0]]
+
+
 def test_queues_take_turns_at_the_links():
     """A gather that is ready at once goes in the pause before the reduction if it fits, else behind it; a copy needs no links."""
     steps = [
