@@ -133,7 +133,7 @@ def test_help_lists_own_files(own, capsys):
 
 
 def test_plan(own, capsys, monkeypatch):
-    """The folder is read from where the command stands; its hardware is in the table if asked for, its experiment in what `diff` compares."""
+    """The folder is read from where the command stands: its hardware is in the table, its experiment in what `diff` compares."""
     monkeypatch.chdir(own.parent)
     how = ["plan", f"--config-dir={own.name}", "lines=2", "experiment=mine", "profiles=[my_box]"]
     assert command_line.main(how) == 0
