@@ -69,7 +69,7 @@ class Row:
         """The strategy, with the experts of a layer spread over `experts` ranks."""
         suffix = self.strategy.removeprefix("distributed_optimizer")
         strategy = _distributed_optimizer(suffix) if suffix != self.strategy else preset(self.strategy)
-        axes = ("fsdp", "tp") if "tp" in self.mesh else ("fsdp",)
+        axes = ("tp", "fsdp") if "tp" in self.mesh else ("fsdp",)
         return replace(strategy, expert_parallel=self.experts, expert_axes=axes) if self.experts > 1 else strategy
 
     def made_schedule(self) -> Schedule:
