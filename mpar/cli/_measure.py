@@ -52,6 +52,7 @@ def main(args: Sequence[str]) -> int:
     out = Path(config.out or f"conf/hardware/{config.name}.yaml")
     if out.exists():
         raise ConfigError(f"cannot write the profile to {out}: it exists. Choose another name= or out=, or delete it.")
+    out.parent.mkdir(parents=True, exist_ok=True)  # now: a folder that cannot be made is told before anything is measured
     like, measure = hardware(config.like), later("mpar.measure")
     threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // config.ranks)
     machine = measure.Machine(config.ranks, config.device, threads, config.transport, config.seconds_each)
@@ -61,7 +62,6 @@ def main(args: Sequence[str]) -> int:
     device = facts.pop("device")
     origin = f"Measured by mpar measure on {datetime.date.today()}: {config.ranks} ranks, {device}, {threads} threads each."
     profile = measure.profile_of(config.name, rates, facts, like)
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(measure.profile_text(profile, rates, facts, like, origin), encoding="utf-8")
     say(str(out))
     return 0

@@ -60,6 +60,15 @@ def test_a_profile_is_not_overwritten(tmp_path, capsys):
     assert there.read_text() == "mine"
 
 
+def test_a_folder_that_cannot_be_made(tmp_path, capsys):
+    """Refused before anything is measured."""
+    (tmp_path / "file").write_text("")
+    assert main(["measure", f"out={tmp_path / 'file' / 'x.yaml'}"]) == 1
+    captured = capsys.readouterr()
+    assert "file" in captured.err
+    assert "measuring" not in captured.err
+
+
 def test_the_profile_to_start_from_must_exist(tmp_path, capsys):
     assert main(["measure", "like=h300", f"out={tmp_path / 'x.yaml'}"]) != 0
     assert "h100_dgx" in capsys.readouterr().err
