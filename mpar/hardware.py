@@ -22,8 +22,8 @@ class Hardware:
     vector_flops_per_s: FLOP/s of all other ops but attention; 0: those of products.
     transcendentals_per_s: exponentials and the like in a second, in float32; 0: they take no time.
     attention_flops_per_s: of long sequences, by "forward" and "backward"; of passes that are not named, those of products.
-    units, wave_s:     how many tiles of a product are computed at once, and the time between two such waves of tiles; 0 units:
-                       the rates of products and attention do not depend on their shapes.
+    multiprocessors:   of a GPU: so many tiles of a product are computed at once; 0: no rate depends on shapes.
+    wave_s:            the time between two such waves of tiles.
     memory_bytes_per_s, launch_s: bandwidth of device memory; the fixed time that every op takes.
     host_bytes_per_s:  bandwidth between a device and the memory of its host.
     link_bytes_per_s, link_latency_s: one rank's share within a node; cross_*: the same between nodes of `ranks_per_node` ranks.
@@ -51,7 +51,7 @@ class Hardware:
     host_bytes_per_s: float = 5e10
     hop_s: float = 0.0
     contention: float = 0.0
-    units: int = 0
+    multiprocessors: int = 0
     wave_s: float = 0.0
     vector_flops_per_s: float = 0.0
     transcendentals_per_s: float = 0.0

@@ -72,5 +72,5 @@ def _after_factor(judged: Sequence[Judged]) -> list[tuple[str, float]]:
     return [
         (one.row.family, one.predicted_s * factors[one.row.family] / one.published_s - 1)
         for one in judged
-        if one.row.role == "own" and one.row.family in factors
+        if one.row.role == "slower" and one.row.family in factors
     ]

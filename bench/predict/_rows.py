@@ -16,7 +16,7 @@ from mpar.strategy import Strategy, preset
 __all__ = ["ROLES", "Row", "read_rows"]
 
 FILE = Path(__file__).with_name("published.yaml")
-ROLES = ("fit", "judge", "factor", "own")
+ROLES = ("fit", "judge", "factor", "slower")
 
 
 @dataclass(frozen=True)

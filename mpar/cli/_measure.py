@@ -20,8 +20,8 @@ __all__ = ["MeasureConfig", "main"]
 
 _HELP = f"""usage: mpar measure [name=my_box] [device=cuda] [ranks=8] [key=value] ...
 
-Measures what ranks of this machine compute, move and exchange in a second, all at the same time, in a minute or two. Nothing else
-should run meanwhile. The profile is written to conf/hardware/NAME.yaml here, for
+Measures what ranks of this machine compute, move and exchange in a second, all at the same time, for about a quarter of a
+minute. Nothing else should run meanwhile. The profile is written to conf/hardware/NAME.yaml here, for
   mpar plan --config-dir conf hardware=NAME
 
 {SWITCHES_HELP}"""

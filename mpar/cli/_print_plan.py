@@ -272,9 +272,15 @@ def _times(model: Model, program: Program, profiles: list[Hardware]) -> Table:
             format_time(prediction.communication_s),
             format_time(prediction.exposed_s),
             f"{tokens / prediction.step_s:,.0f}",
-            *(_percent(flops, peak) for flops in (*model_flops, prediction.flops * program.mesh.size)),
+            *(_percent(flops, peak) for flops in (*model_flops, _executed_flops(program))),
         )
     return table
+
+
+def _executed_flops(program: Program) -> int:
+    """FLOPs of all ranks in one step."""
+    per_position = (program.kinds[instruction.kind].flops for part in program.parts for instruction in part.instructions)
+    return sum(per_position) * (program.mesh.size // len(program.parts))
 
 
 def _percent(flops: float, peak: float) -> str:

@@ -18,10 +18,10 @@ def facts_of(machine: Machine) -> dict[str, object]:
         device = torch.cuda.get_device_properties(0)
         arch = f"sm_{device.major}{device.minor}"
         common |= {"device": device.name, "memory_bytes": device.total_memory, "arch": arch}
-        return {**common, "units": device.multi_processor_count, "overlaps": True}
+        return {**common, "multiprocessors": device.multi_processor_count, "overlaps": True}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     common |= {"device": _processor(), "memory_bytes": memory // machine.ranks, "arch": None}
-    return {**common, "units": 0, "overlaps": False}
+    return {**common, "multiprocessors": 0, "overlaps": False}
 
 
 def _processor() -> str:

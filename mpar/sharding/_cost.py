@@ -10,7 +10,6 @@ from mpar.sharding import _collectives as collectives
 
 __all__ = ["node_cost", "workspace_of"]
 
-
 _TRANSCENDENTAL = {"cos", "elu", "erf", "exp", "exp2", "expm1", "gelu", "log", "log1p", "log2", "log_sigmoid", "logsumexp"}
 _TRANSCENDENTAL |= {"mish", "pow", "sigmoid", "silu", "sin", "softmax", "softplus", "tanh"}
 """Elementwise ops, and reductions over exponentials, that compute one transcendental function for each element."""

@@ -276,7 +276,7 @@ class HardwareConfig:
     launch_s: float = key("fixed time of one op", default=0.0, at_least=0)
     hop_s: float = key("time that each further rank adds to a gather", default=0.0, at_least=0)
     contention: float = key("share by which computation is slower beside a collective", default=0.0, at_least=0)
-    units: int = key("tiles of a product that are computed at once; 0: its rate depends on no shape", default=0, at_least=0)
+    multiprocessors: int = key("of a GPU, for tiles of products; 0: no rate depends on shapes", default=0, at_least=0)
     wave_s: float = key("time between two waves of tiles", default=0.0, at_least=0)
     vector_flops_per_s: float = key("achieved FLOP/s of all but products; 0: as products", default=0.0, at_least=0)
     op_factors: dict[str, float] = key(

@@ -45,7 +45,7 @@ def judged(family: str, role: str, error: float) -> Judged:
 
 def test_a_family_counts_once_and_a_slower_stack_after_its_factor():
     many = [judged("a", "judge", 0.1), judged("a", "judge", 0.3), judged("b", "fit", 0.05), judged("b", "judge", 0.05)]
-    slower = [judged("c", "factor", 1.0), judged("c", "own", 1.2)]
+    slower = [judged("c", "factor", 1.0), judged("c", "slower", 1.2)]
     text = summary([*many, *slower])
     assert "all families: 2, median 12.5 %" in text  # 20 % and 5 %
     assert "slower stacks, after one factor each: 1, median 10.0 %" in text

@@ -61,8 +61,8 @@ def test_no_shape_is_slower_than_a_larger_one():
         assert times == sorted(times)
 
 
-def test_without_units_only_flops_count():
-    plain = replace(H100, units=0, launch_s=0.0)
+def test_without_multiprocessors_shapes_do_not_count():
+    plain = replace(H100, multiprocessors=0, launch_s=0.0)
     assert op_time(product(17, 19, 23), plain) == pytest.approx(
         max(2 * 17 * 19 * 23 / plain.flops_per_s["bfloat16"], 2 * (17 * 19 + 17 * 23 + 19 * 23) / plain.memory_bytes_per_s)
     )
