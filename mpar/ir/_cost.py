@@ -11,17 +11,23 @@ __all__ = ["collective_time", "exposed_time", "link", "segment_time"]
 
 
 def segment_time(kind: Kind, mesh: Mesh, hardware: Hardware) -> float:
-    """Seconds of a segment: of its ops, one after the other, and of its collectives as far as no computation hides them."""
-    return sum(op_time(use, hardware) for use in kind.ops) + exposed_time(kind, mesh, hardware)
+    """Seconds of a segment: its ops run one after the other, and its messages travel one after the other from when they are
+    posted. Ops are slower while a message travels, by `hardware.contention`."""
+    now = links = 0.0  # when computation goes on, and when the links are free
+    arrivals: dict[int, float] = {}
+    for stretch in kind.stretches:
+        now = max([now, *(arrivals[i] for i in stretch.awaits)])
+        alone = sum(op_time(use, hardware) for use in stretch.ops)
+        beside = min(alone, max(0.0, links - now) / (1 + hardware.contention))
+        now += alone + beside * hardware.contention
+        for i in stretch.posts:
+            arrivals[i] = links = max(now, links) + collective_time(mesh, kind.collectives[i], hardware)
+    return now
 
 
 def exposed_time(kind: Kind, mesh: Mesh, hardware: Hardware) -> float:
-    """Seconds of a segment's collectives that remain after the computation which runs while their messages are on the way."""
-    exposed = 0.0
-    for use in kind.collectives:
-        hidden = sum(op_time(op, hardware) for op in use.hidden)
-        exposed += max(0.0, collective_time(mesh, use, hardware) - hidden)
-    return exposed
+    """The seconds that a segment's collectives add to its computation, which hides the rest of their messages."""
+    return segment_time(kind, mesh, hardware) - sum(op_time(use, hardware) for use in kind.ops)
 
 
 def collective_time(mesh: Mesh, use: CollectiveUse, hardware: Hardware) -> float:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["ALL_SLICES", "Instruction", "Message", "Piece"]
+__all__ = ["ALL_SLICES", "Half", "Instruction", "Message", "Piece"]
 
 ALL_SLICES = -1
 """The number that stands in the place of a slice and means all slices of the microbatch."""
@@ -14,6 +14,18 @@ class Piece(NamedTuple):
 
     microbatch: int
     slice: int = 0
+
+
+@dataclass(frozen=True)
+class Half:
+    """One of two instructions that one line runs as one, with the fields that it would have alone."""
+
+    op: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    segment: str
+    microbatch: int
+    slice: int
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,7 @@ class Instruction:
     queue:      where it runs. Instructions of one queue run in order, those of different queues may run at the same time.
     message:    of send, recv and wait: the number of the message, the same for the sender and the receiver.
     peer:       of send, recv and wait: the position along pp of the other side.
+    halves:     two instructions that this one does as one, so that messages inside it hide behind ops of the other; else none.
 
     send and recv only post a message. Until the `wait` of the message, a sent value must not change and a received one may not
     be read.
@@ -44,10 +57,19 @@ class Instruction:
     message: int = -1
     peer: int = -1
     slice: int = -1
+    halves: tuple[Half, ...] = ()
+
+    @property
+    def alone(self) -> "tuple[Instruction, ...]":
+        """The instructions that this one does, all by its kind: its two halves, or itself."""
+        return tuple(
+            Instruction(half.op, self.kind, half.inputs, half.outputs, (), half.segment, half.microbatch, slice=half.slice)
+            for half in self.halves
+        ) or (self,)
 
     @property
     def piece(self) -> Piece | None:
-        """The piece of the batch that the instruction works on; None: the whole batch."""
+        """The piece of the batch that the instruction works on, or its first half; None: the whole batch."""
         return None if self.microbatch < 0 else Piece(self.microbatch, max(self.slice, 0))
 
     @property
@@ -59,7 +81,12 @@ class Instruction:
 
     @property
     def words(self) -> str:
-        """The op, the place in the chain and the piece of the batch as text: `forward layers.3 mb0.2`."""
+        """The op, the place in the chain and the piece of the batch as text: `forward layers.3 mb0.2`; of instructions that were
+        joined, the first and the last place: `forward layers.0..layers.3 mb0+mb1`."""
+        if self.halves:
+            ends = dict.fromkeys((self.halves[0].segment, self.halves[-1].segment))
+            wheres = dict.fromkeys(half.where for half in self.alone)
+            return f"{self.op} {'..'.join(ends)} {'+'.join(wheres)}"
         return " ".join(part for part in (self.op, self.segment, self.where) if part)
 
 

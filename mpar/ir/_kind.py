@@ -8,7 +8,7 @@ from torch import Tensor
 from mpar.ir._memory import SegmentMemory
 from mpar.op_shape import AttentionShape, MatmulShape
 
-__all__ = ["CollectiveUse", "KernelUse", "Kind", "OpUse"]
+__all__ = ["CollectiveUse", "KernelUse", "Kind", "OpUse", "Stretch"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class CollectiveUse:
     axes, size:   the mesh axes over which ranks take part, and how many ranks that are.
     bytes:        how many bytes one rank contributes, in how many `tensors`.
     line:         the line of the model that caused it.
-    hidden:       the ops that run while a posted collective is on its way.
     ragged:       only at run time is it known how many rows go to each rank, and so how many arrive.
     bound_bytes:  of a posted collective, the most bytes that a rank may contribute, which routing may decide; 0 if not posted.
     """
@@ -44,9 +43,18 @@ class CollectiveUse:
     bytes: int
     tensors: int
     line: str
-    hidden: tuple[OpUse, ...] = ()
     ragged: bool = False
     bound_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of the code of a kind in which no message is posted or waited for: it waits for the collectives `awaits`, runs
+    `ops`, and posts the collectives `posts`; numbers are those of the kind's collectives."""
+
+    awaits: tuple[int, ...] = ()
+    ops: tuple[OpUse, ...] = ()
+    posts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Kind:
 
     source:      Python that defines `run(args, comm)`, which takes its operands out of the list `args` and returns a tuple.
     constants:   tensors that the code refers to, by name.
-    ops:         its arithmetic and its memory traffic, op by op.
+    stretches:   its arithmetic and its memory traffic, op by op, between posting messages and waiting for them.
     workspace:   the most bytes that one of its ops allocates and frees while it runs.
     operands, results: local shape and dtype of each.
     coordinates: tuples of mesh axes for which the code asks for its rank's coordinate.
@@ -78,7 +86,7 @@ class Kind:
     source: str
     constants: dict[str, Tensor]
     collectives: tuple[CollectiveUse, ...]
-    ops: tuple[OpUse, ...]
+    stretches: tuple[Stretch, ...]
     workspace: int
     memory: SegmentMemory
     num_nodes: int
@@ -87,6 +95,11 @@ class Kind:
     coordinates: tuple[tuple[str, ...], ...]
     kernels: tuple[KernelUse, ...] = ()
     memory_if_rows_meet: SegmentMemory | None = None
+
+    @property
+    def ops(self) -> list[OpUse]:
+        """All ops of one run."""
+        return [op for stretch in self.stretches for op in stretch.ops]
 
     @property
     def flops(self) -> int:

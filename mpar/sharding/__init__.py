@@ -7,7 +7,7 @@ from mpar.sharding._check_primitive import check_primitive
 from mpar.sharding._cost import node_cost, workspace_of
 from mpar.sharding._describe import Collective, collectives_of, describe_graph
 from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower
-from mpar.sharding._overlap import nodes_under, overlap_posted
+from mpar.sharding._overlap import overlap_posted
 from mpar.sharding._pass import erase_dead_nodes, graph_pass
 from mpar.sharding._ragged import mark_ragged
 from mpar.sharding._simulate import simulate_graph
@@ -29,7 +29,6 @@ __all__ = [
     "lower",
     "mark_ragged",
     "node_cost",
-    "nodes_under",
     "overlap_posted",
     "simulate_graph",
     "source_line",

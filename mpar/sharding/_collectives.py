@@ -3,8 +3,8 @@
 The functions here take tensors without data and give the shapes of the results. `mpar/collectives.py` says what the collectives
 compute.
 
-`shift` and `exchange_rows` only post their messages, and `arrived` waits for them. Ops between the two run while the messages are
-on their way.
+`shift` and `exchange_rows` only post their messages, and so do the others if they are called with `posted=True`; `arrived` waits
+for them. Ops between the two run while the messages are on their way.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ __all__ = [
     "arrived",
     "bytes_of",
     "exchange_rows",
+    "is_posted",
     "reduce_scatter",
     "shard",
     "shift",
@@ -27,22 +28,22 @@ __all__ = [
 ]
 
 
-def all_gather(x: Tensor, *, axes: tuple[str, ...], dim: int, size: int) -> Tensor:
+def all_gather(x: Tensor, *, axes: tuple[str, ...], dim: int, size: int, posted: bool = False) -> Tensor:
     """The shards of all `size` ranks of the group over `axes`, concatenated along `dim` in the group's order."""
     return x.new_empty([n * size if i == dim else n for i, n in enumerate(x.shape)])
 
 
-def reduce_scatter(x: Tensor, *, axes: tuple[str, ...], dim: int, size: int) -> Tensor:
+def reduce_scatter(x: Tensor, *, axes: tuple[str, ...], dim: int, size: int, posted: bool = False) -> Tensor:
     """One of `size` equal parts along `dim` of the sum over the group."""
     return x.new_empty([n // size if i == dim else n for i, n in enumerate(x.shape)])
 
 
-def all_reduce(x: Tensor, *, axes: tuple[str, ...], op: str, size: int) -> Tensor:
+def all_reduce(x: Tensor, *, axes: tuple[str, ...], op: str, size: int, posted: bool = False) -> Tensor:
     """The sum (or "max") over the group, on all of its ranks."""
     return x.new_empty(x.shape)
 
 
-def all_to_all(x: Tensor, *, axes: tuple[str, ...], src: int, dst: int, size: int) -> Tensor:
+def all_to_all(x: Tensor, *, axes: tuple[str, ...], src: int, dst: int, size: int, posted: bool = False) -> Tensor:
     """From sharded along `src` to sharded along `dst`."""
     return x.new_empty([n * size if i == src else n // size if i == dst else n for i, n in enumerate(x.shape)])
 
@@ -82,6 +83,11 @@ def start(*, axes: tuple[str, ...], extent: int) -> int:
 
 POSTED = (shift, exchange_rows)
 COLLECTIVES = (all_gather, reduce_scatter, all_reduce, all_to_all, *POSTED)
+
+
+def is_posted(node: fx.Node) -> bool:
+    """Whether a collective only posts its messages."""
+    return node.target in POSTED or node.kwargs.get("posted", False)
 
 
 def bytes_of(node: fx.Node) -> int:

@@ -1,4 +1,4 @@
-"""Overlap: ops that do not need a posted message run while it is on its way; and which ops those are."""
+"""Overlap: ops that do not need a posted message run while it is on its way."""
 
 from torch import fx
 
@@ -6,7 +6,7 @@ from mpar.ops import primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._pass import graph_pass
 
-__all__ = ["nodes_under", "overlap_posted"]
+__all__ = ["overlap_posted"]
 
 PRODUCTS = ("einsum", "attention", "grouped_matmul", "mlp_tiled")
 
@@ -53,12 +53,3 @@ def _is_heavy(node: fx.Node) -> bool:
     """Whether a node multiplies matrices."""
     primitive = primitive_of(node.target)
     return primitive is not None and primitive.name.removesuffix("_bwd").removesuffix("_dw") in PRODUCTS
-
-
-def nodes_under(post: fx.Node) -> list[fx.Node]:
-    """The nodes between a posted message and the wait for it, which run while it is on its way."""
-    nodes, node = [], post.next
-    while node.op != "output" and not (node.target is collectives.arrived and node.args[0] is post):
-        nodes.append(node)
-        node = node.next
-    return nodes

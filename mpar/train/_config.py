@@ -197,6 +197,10 @@ class ScheduleConfig:
         default=1,
         at_least=1,
     )
+    paired: bool = key(
+        "take microbatches two at a time: messages inside layers (tp, cp, experts) of one travel while the other is computed",
+        default=False,
+    )
     num_chunks: int | None = key(
         "stages of each position; null: the number that the schedule is made for", default=None, at_least=1
     )

@@ -101,4 +101,4 @@ def make_schedule(config: TrainConfig) -> Schedule:
         raise ConfigError(
             "cannot train with schedule.name=forward_only: it has no backwards. An evaluation uses the schedule of the training."
         )
-    return Schedule(group.name, group.num_chunks, group.layout, group.options, table)
+    return Schedule(group.name, group.num_chunks, group.layout, group.options, table, group.paired)

@@ -105,7 +105,7 @@ def test_hoist_on_a_printed_program():
 
 
 def test_hoist_keeps_the_order_of_gathers():
-    """Of two gathers that one segment reads, the first is issued early and the second stays behind it."""
+    """Two gathers that one segment reads are issued early together if there is room for both, else the first of them alone."""
     value = [Value(f"v{i}", (1,), torch.float32, P(), i) for i in range(8)]
     before = [
         ("gather", (0,), (3,)),
@@ -114,8 +114,9 @@ def test_hoist_keeps_the_order_of_gathers():
         ("gather", (2,), (6,)),
         ("forward", (5, 6), (7,)),
     ]
-    after = hoist_gathers([Instruction(op, op, inputs, outputs) for op, inputs, outputs in before], value, [4] * 5)
-    assert [step.outputs[0] for step in after] == [3, 5, 4, 6, 7]
+    before = [Instruction(op, op, inputs, outputs) for op, inputs, outputs in before]
+    assert [step.outputs[0] for step in hoist_gathers(before, value, [8] * 5)] == [3, 5, 6, 4, 7]
+    assert [step.outputs[0] for step in hoist_gathers(before, value, [4] * 5)] == [3, 5, 4, 6, 7]
 
 
 def test_parameters_are_cast_one_by_one(make_model, make_state, batch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpar import Mesh, Precision
-from mpar.compiler import policy
+from mpar.compiler import Schedule, policy
 from mpar.forecast import predicted_times
 from mpar.hardware import Hardware
 from mpar.ir import HOME, plan_streams
@@ -32,7 +32,9 @@ MESHES = [
     (Mesh(fsdp=2), "zero2"),
     (Mesh(fsdp=4), "zero3"),
     (Mesh(dp=2, fsdp=2), "hsdp"),
+    (Mesh(tp=2), "zero3_tp_sp"),
     (Mesh(fsdp=2, tp=2), "zero3_tp_sp"),
+    (Mesh(pp=2, tp=2), "zero3_tp_sp"),
     (Mesh(pp=2, fsdp=2), "zero3"),
     (Mesh(pp=2), "ddp"),
 ]
@@ -57,7 +59,9 @@ def random_case(rng):
     hardware = replace(BOX, link_bytes_per_s=link, host_bytes_per_s=10 ** rng.uniform(7, 9), memory_bytes=rng.choice([0, 2**30]))
     mesh, strategy = rng.choice(MESHES)
     options = {
-        "schedule": rng.choice(["one_f_one_b", "gpipe", "zbv"]) if mesh.axis_size("pp") > 1 else None,
+        "schedule": Schedule(
+            rng.choice(["one_f_one_b", "gpipe", "zbv"]) if mesh.axis_size("pp") > 1 else "one_f_one_b", paired=rng.random() < 0.5
+        ),
         "num_microbatches": 2 if mesh.axis_size(("dp", "fsdp")) == 4 else rng.choice([2, 4]),  # of 8 rows, one a rank at least
         "bucket_bytes": rng.choice([0, 6000, 2**25]),
         "prefetch_bytes": rng.choice([None, None, 0, 2**20]),

@@ -9,7 +9,7 @@ from mpar import Mesh
 from mpar.arrange import CONTEXT_PARALLEL
 from mpar.forecast import message_durations
 from mpar.hardware import Hardware
-from mpar.ir import CollectiveUse, Kind, OpUse, segment_time
+from mpar.ir import CollectiveUse, Kind, OpUse, Stretch, exposed_time, segment_time
 from mpar.optim import AdamW
 from mpar.program.compile import compile_step
 from mpar.strategy import preset
@@ -28,13 +28,19 @@ HARDWARE = Hardware(
 )
 
 
-def segment(*uses: CollectiveUse, ops: tuple[OpUse, ...] = ()) -> Kind:
-    """A segment that does nothing but this."""
-    return Kind("segment", "", {}, uses, ops, 0, None, 0, (), (), ())
+def segment(*uses: CollectiveUse, ops: tuple[OpUse, ...] = (), meanwhile: tuple[OpUse, ...] = ()) -> Kind:
+    """A segment that does nothing but this: `ops`, then one collective after the other, during the last of them `meanwhile`."""
+    *blocking, last = range(len(uses)) or [None]
+    stretches = [Stretch(ops=ops)]
+    for number in blocking:
+        stretches += [Stretch(posts=(number,)), Stretch(awaits=(number,))]
+    if last is not None:
+        stretches += [Stretch(posts=(last,)), Stretch(ops=meanwhile), Stretch(awaits=(last,))]
+    return Kind("segment", "", {}, uses, tuple(stretches), 0, None, 0, (), (), ())
 
 
-def use(op: str, axes: tuple[str, ...], mesh: Mesh, nbytes: int, hidden: tuple[OpUse, ...] = ()) -> CollectiveUse:
-    return CollectiveUse(op, axes, mesh.axis_size(axes), nbytes, 1, "", hidden)
+def use(op: str, axes: tuple[str, ...], mesh: Mesh, nbytes: int) -> CollectiveUse:
+    return CollectiveUse(op, axes, mesh.axis_size(axes), nbytes, 1, "")
 
 
 def bytes_of_a_ring(op: str, n: int, contributed: float) -> float:
@@ -156,8 +162,31 @@ def test_memory_traffic_of_one_op_hides_under_no_other():
 def test_what_is_computed_meanwhile_hides_a_collective(flops, nbytes, exposed):
     """A shift of 5 seconds, of which those are hidden that the arithmetic or the memory traffic takes, the longer; never more."""
     mesh = Mesh(tp=4)
-    kind = segment(use("shift", ("tp",), mesh, 2000, hidden=(OpUse(flops, nbytes, "float32"),)))
-    assert segment_time(kind, mesh, HARDWARE) == pytest.approx(exposed, rel=1e-12)
+    meanwhile = OpUse(flops, nbytes, "float32")
+    kind = segment(use("shift", ("tp",), mesh, 2000), meanwhile=(meanwhile,))
+    assert exposed_time(kind, mesh, HARDWARE) == pytest.approx(exposed, rel=1e-12)
+    alone = segment_time(segment(ops=(meanwhile,)), mesh, HARDWARE)
+    assert segment_time(kind, mesh, HARDWARE) == pytest.approx(alone + exposed, rel=1e-12)
+
+
+def test_messages_of_a_segment_travel_one_after_the_other():
+    """Two shifts of 5 seconds that are posted at once: the second arrives after 10, of which 4 are computed."""
+    mesh, op = Mesh(tp=4), OpUse(200, 0, "float32")
+    uses = (use("shift", ("tp",), mesh, 2000), use("shift", ("tp",), mesh, 2000))
+    stretches = (Stretch(posts=(0, 1)), Stretch(ops=(op,)), Stretch(awaits=(1,)))
+    kind = Kind("segment", "", {}, uses, stretches, 0, None, 0, (), (), ())
+    assert segment_time(kind, mesh, HARDWARE) == pytest.approx(10.0)
+    assert exposed_time(kind, mesh, HARDWARE) == pytest.approx(6.0)
+
+
+def test_computation_is_slower_beside_a_message_of_its_segment():
+    """A shift of 5 seconds with a contention of one half: 8 seconds of arithmetic take 5 for the first 3 and a third, then 4 and
+    two thirds; if all of it fits beside the message, one half more."""
+    mesh, slow = Mesh(tp=4), replace(HARDWARE, contention=0.5)
+    shift = use("shift", ("tp",), mesh, 2000)
+    long, short = (segment(shift, meanwhile=(OpUse(flops, 0, "float32"),)) for flops in (400, 100))
+    assert segment_time(long, mesh, slow) == pytest.approx(5.0 + 8.0 - 5.0 / 1.5)
+    assert segment_time(short, mesh, slow) == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,13 @@ def cases(n):
             yield "all_to_all", [everybody((n, 2 * n, 3 * n), dtype, n, next(seeds))], [{"src": src, "dst": dst}]
 
 
-def call(comm, kind, xs, hows, n):
-    """One message of the communicator, as generated code asks for it."""
+def call(comm, kind, xs, hows, n, **posted):
+    """One message of the communicator, as generated code asks for it; with `posted=True` what `arrived` waits for."""
     x, how = (xs[0], hows[0]) if len(xs) == 1 else (xs, dict(hows[0]))
     if len(xs) > 1 and "dim" in how:
         how["dim"] = [h["dim"] for h in hows]
-    out = getattr(comm, kind)(x, axes=AXES, size=n, **how)
-    return [out] if len(xs) == 1 else out
+    out = getattr(comm, kind)(x, axes=AXES, size=n, **how, **posted)
+    return [out] if len(xs) == 1 and not posted else out
 
 
 def check(comm, label):
@@ -73,6 +73,28 @@ def check(comm, label):
             held = y.untyped_storage().nbytes()
             own = sum(z.nbytes for z in got) if kind == "all_reduce" else y.nbytes
             assert held == own, f"{where}: the result holds {held} bytes for {own}"
+
+
+def check_posted(comm, label):
+    """Every case posted, up to four on their way at once, with collectives that are not posted and shifts between them."""
+    n, rank, rng = dist.get_world_size(), dist.get_rank(), random.Random(11)
+    under_way = []
+    for number, (kind, parts, hows) in enumerate(cases(n)):
+        mine, where = [column[rank] for column in parts], f"{label} posted {kind} {number}"
+        expected = [combine(kind, column, **how)[rank] for column, how in zip(parts, hows, strict=True)]
+        if number % 5 == 4:
+            for y, want in zip(call(comm, kind, mine, hows, n), expected, strict=True):
+                assert torch.equal(y, want), f"{where}, waited for at once"
+        elif number % 7 == 6:
+            columns = everybody((3, 2), torch.float32, n, number)
+            posted = comm.shift([columns[rank]], axes=AXES, size=n)
+            under_way.append((posted, [columns[rank]], [columns[rank - 1]], f"{label} shift {number}"))
+        else:
+            under_way.append((call(comm, kind, mine, hows, n, posted=True), mine, expected, where))
+        while len(under_way) > number % 5:
+            posted, sent, expected, where = under_way.pop(rng.randrange(len(under_way)))
+            got = comm.arrived(posted, sent)
+            assert all(map(torch.equal, got, expected)) and len(got) == len(expected), where
 
 
 def posts(n, rng):
@@ -161,6 +183,8 @@ def together():
     mesh = Mesh(tp=dist.get_world_size())
     check(ProcessComm(mesh, [AXES], transport="backend"), "backend")
     check(ProcessComm(mesh, [AXES], transport="shared"), "shared")
+    for transport in ("backend", "shared"):
+        check_posted(ProcessComm(mesh, [AXES], transport=transport), transport)
     for transport, longest in (("backend", 0), ("shared", 0), ("shared", 2048)):
         check_posts(ProcessComm(mesh, [AXES], transport=transport, posted={AXES: longest}), f"posted {transport} {longest}")
     shared_memory.CAPACITY, shared_memory.DIRECT_BYTES = 512, 128

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 
 from mpar import models
-from mpar.compiler import RecomputePolicy
+from mpar.compiler import RecomputePolicy, Schedule
 from mpar.hardware import hardware
 from mpar.mesh import Mesh
 from mpar.optim import AdamW
@@ -18,6 +18,7 @@ from tests.gloo_training import random_batches, train_cases
 from tests.small_llama import CONFIG
 
 GATHERED_AGAIN = RecomputePolicy("selective", frozenset({"rms_norm", "all_gather", "attn_norm", "mlp_norm"}))
+SLOW = replace(hardware("reference"), link_bytes_per_s=1e9, link_latency_s=1e-7, launch_s=0.0, memory_bytes_per_s=1e11)
 CASES = {
     "fsdp2_tp2_sp": (Mesh(fsdp=2, tp=2), "zero3_tp_sp", {}),
     "fsdp4": (Mesh(fsdp=4), "zero3", {}),
@@ -28,6 +29,8 @@ CASES = {
     "dp4_hidden": (Mesh(dp=4), "ddp", {"bucket_bytes": 0, "hardware": hardware("h100_dgx")}),
     "tp4_sp": (Mesh(tp=4), "tp_sp", {}),
     "tp4_sp_again": (Mesh(tp=4), "tp_sp", {"recompute": GATHERED_AGAIN}),
+    "tp4_sp_hidden": (Mesh(tp=4), "tp_sp", {"hardware": SLOW}),
+    "tp2_sp_paired": (Mesh(dp=2, tp=2), "tp_sp", {"hardware": SLOW, "num_microbatches": 2, "schedule": Schedule(paired=True)}),
     "tp4": (Mesh(tp=4), "tp", {}),
 }
 OPTIMIZER = AdamW(lr=3e-4, clip_norm=1.0)

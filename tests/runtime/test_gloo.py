@@ -47,7 +47,10 @@ def test_losses_equal_one_rank(case, runs, one_rank):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("case", ["fsdp2_tp2_sp", "fsdp4", "fsdp4_hidden", "dp4", "dp4_hidden", "tp4_sp", "tp4"])
+@pytest.mark.parametrize(
+    "case",
+    ["fsdp2_tp2_sp", "fsdp4", "fsdp4_hidden", "dp4", "dp4_hidden", "tp4_sp", "tp4_sp_hidden", "tp2_sp_paired", "tp4"],
+)
 def test_bits_equal_the_simulation(case, runs):
     """Losses, gradient norms and the parameters and optimizer state at the end are the simulator's, bit for bit."""
     threads = torch.get_num_threads()

@@ -4,10 +4,10 @@ I gives the gradients of the stage's input, W those of its parameters. Each goes
 and in each segment through the slices, last first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mpar.compiler.build._actions import Actions
-from mpar.compiler.build._waiting import CarriedGradients, Saved
+from mpar.compiler.build._waiting import CarriedGradients, Saved, Waiting
 from mpar.compiler.segment import split_segment
 from mpar.ir import Piece, SegmentResult
 
@@ -18,62 +18,78 @@ WriteSegment = Callable[[Actions, int, int, Piece, list[int]], list[int]]
 the segment's x, then those of what past slices carried over."""
 
 
-def write_backward(actions: Actions, stage: int, microbatch: int) -> None:
-    """Write the backward of a stage as a whole."""
-    _go_back(actions, stage, microbatch, _write_segment)
+def write_backward(actions: Actions, stage: int, microbatches: Sequence[int]) -> None:
+    """Write the backward of a stage as a whole, in each segment microbatch by microbatch."""
+    _go_back(actions, stage, microbatches, _write_segment)
 
 
-def write_input_half(actions: Actions, stage: int, microbatch: int) -> None:
+def write_input_half(actions: Actions, stage: int, microbatches: Sequence[int]) -> None:
     """Write I: the half that gives the gradients of the stage's input."""
-    _go_back(actions, stage, microbatch, _write_input_half)
+    _go_back(actions, stage, microbatches, _write_input_half)
 
 
-def write_weight_half(actions: Actions, stage: int, microbatch: int) -> None:
+def write_weight_half(actions: Actions, stage: int, microbatches: Sequence[int]) -> None:
     """Write W: the half that gives the gradients of the stage's parameters."""
-    blueprint = actions.blueprint
     for segment in reversed(actions.segments_of(stage)):
-        params = actions.gathers.parameters(blueprint.segments[segment].paths, microbatch)
-        for piece in reversed(blueprint.pieces(microbatch)):
-            split = split_segment(blueprint.codes[segment][piece.slice])
-            saved = actions.edges.saved[stage, microbatch][segment, piece.slice]
-            primals = _primals(actions, stage, segment, piece, params)
-            assert saved.dy is not None and saved.crossing is not None
-            operands = [
-                *(primals[i] for i in split.weight_reads),
-                *(saved.kept.values[i] for i in split.weight_kept),
-                *saved.crossing,
-                *(saved.dy[i] for i in split.weight_cotangents),
-            ]
-            names = [f"d {path}.mb{blueprint.piece_name(piece)}" for path in blueprint.leaf_paths(segment)]
-            out = actions.writer.emit("backward_weight", split.weight, operands, names, blueprint.segments[segment].name, piece)
-            actions.gradients.take(stage, segment, out, piece)
-            del actions.edges.saved[stage, microbatch][segment, piece.slice]
+        for microbatch in microbatches:
+            _write_weight_half(actions, stage, segment, microbatch)
         actions.gathers.next_use()
 
 
-def _go_back(actions: Actions, stage: int, microbatch: int, write: WriteSegment) -> None:
+def _write_weight_half(actions: Actions, stage: int, segment: int, microbatch: int) -> None:
+    """Write W for all slices of a segment."""
+    blueprint = actions.blueprint
+    params = actions.gathers.parameters(blueprint.segments[segment].paths, microbatch)
+    for piece in reversed(blueprint.pieces(microbatch)):
+        split = split_segment(blueprint.codes[segment][piece.slice])
+        saved = actions.edges.saved[stage, microbatch][segment, piece.slice]
+        primals = _primals(actions, stage, segment, piece, params)
+        assert saved.dy is not None and saved.crossing is not None
+        operands = [
+            *(primals[i] for i in split.weight_reads),
+            *(saved.kept.values[i] for i in split.weight_kept),
+            *saved.crossing,
+            *(saved.dy[i] for i in split.weight_cotangents),
+        ]
+        names = [f"d {path}.mb{blueprint.piece_name(piece)}" for path in blueprint.leaf_paths(segment)]
+        out = actions.writer.emit("backward_weight", split.weight, operands, names, blueprint.segments[segment].name, piece)
+        actions.gradients.take(stage, segment, out, piece)
+        del actions.edges.saved[stage, microbatch][segment, piece.slice]
+
+
+def _go_back(actions: Actions, stage: int, microbatches: Sequence[int], write: WriteSegment) -> None:
     """Go through a stage, last segment first, and hand the gradients of its input to the stage before it.
 
     `write` writes the instruction for each slice of each segment.
     """
-    blueprint, edges = actions.blueprint, actions.edges
-    dys = edges.cotangents.pop((stage, microbatch), edges.nothing())
+    edges = actions.edges
+    dys = {m: edges.cotangents.pop((stage, m), edges.nothing()) for m in microbatches}
     for segment in reversed(actions.segments_of(stage)):
-        num_x, dxs, params = blueprint.num_entering(segment), edges.nothing(), None
-        starts_stage = segment == actions.segments_of(stage)[0]
-        carried_gradients = CarriedGradients(actions.writer, blueprint.segments[segment].name, blueprint.num_carried(segment))
-        for piece in reversed(blueprint.pieces(microbatch)):
-            saved = _fetch_saved(actions, stage, segment, piece)
-            actions.fetch(dys, segment, microbatch, (piece.slice, piece.slice - 1))
-            params = actions.gathers.parameters(blueprint.segments[segment].paths, microbatch) if params is None else params
-            num_losses = len(blueprint.codes[segment][piece.slice].traced.losses)
-            saved.dy = [*dys[piece.slice].values, *carried_gradients.take(piece), *[actions.cotangent] * num_losses]
-            grads = write(actions, stage, segment, piece, _primals(actions, stage, segment, piece, params))
-            carried_gradients.add(piece, blueprint.past(segment, piece), grads[num_x:])
-            dxs[piece.slice] = actions.until_next_segment(grads[:num_x], segment, piece, ends_stage=starts_stage)
+        for microbatch in microbatches:
+            dys[microbatch] = _go_back_segment(actions, stage, segment, microbatch, dys[microbatch], write)
         actions.gathers.next_use()
-        dys = dxs
-    actions.hand_back(stage, microbatch, dys)
+    for microbatch in microbatches:
+        actions.hand_back(stage, microbatch, dys[microbatch])
+
+
+def _go_back_segment(
+    actions: Actions, stage: int, segment: int, microbatch: int, dys: list[Waiting], write: WriteSegment
+) -> list[Waiting]:
+    """Write all slices of a segment, last first, for the gradients `dys` of what it gave; returns those of what entered it."""
+    blueprint = actions.blueprint
+    num_x, dxs, params = blueprint.num_entering(segment), actions.edges.nothing(), None
+    starts_stage = segment == actions.segments_of(stage)[0]
+    carried_gradients = CarriedGradients(actions.writer, blueprint.segments[segment].name, blueprint.num_carried(segment))
+    for piece in reversed(blueprint.pieces(microbatch)):
+        saved = _fetch_saved(actions, stage, segment, piece)
+        actions.fetch(dys, segment, microbatch, (piece.slice, piece.slice - 1))
+        params = actions.gathers.parameters(blueprint.segments[segment].paths, microbatch) if params is None else params
+        num_losses = len(blueprint.codes[segment][piece.slice].traced.losses)
+        saved.dy = [*dys[piece.slice].values, *carried_gradients.take(piece), *[actions.cotangent] * num_losses]
+        grads = write(actions, stage, segment, piece, _primals(actions, stage, segment, piece, params))
+        carried_gradients.add(piece, blueprint.past(segment, piece), grads[num_x:])
+        dxs[piece.slice] = actions.until_next_segment(grads[:num_x], segment, piece, ends_stage=starts_stage)
+    return dxs
 
 
 def _fetch_saved(actions: Actions, stage: int, segment: int, piece: Piece) -> Saved:

@@ -5,12 +5,14 @@ segment by segment, with messages to other stages between them; gradients are re
 losses, the gradient norm and the update end the step.
 """
 
+from dataclasses import replace
+
 from mpar.chain import Chain
 from mpar.compiler.build._batch import microbatch_shape, piece_values
 from mpar.compiler.build._blueprint import Blueprint
 from mpar.compiler.build._functions import Functions
 from mpar.compiler.build._options import BatchShape, CompileOptions
-from mpar.compiler.build._order import hide_communication
+from mpar.compiler.build._order import fits, hide_communication, most_bytes
 from mpar.compiler.build._part import write_part
 from mpar.compiler.build._pipeline import make_pipeline
 from mpar.compiler.build._placement import place
@@ -35,8 +37,25 @@ def build(
 ) -> ProgramData:
     """Place the model on the mesh, find the schedule, and write the part of every position along pp.
 
+    Messages inside segments are hidden, unless the memory of the device does not suffice for it.
+
     optimizer: None leaves out the norm and the update. Raises ShardingError, ShapeError or ConfigError, listing all offenders.
     """
+    program = _build(model, optimizer, mesh, strategy, batch_shape, options)
+    if options.hides_for is None or fits(program, options.hides_for):
+        return program
+    as_written = _build(model, optimizer, mesh, strategy, batch_shape, replace(options, hides_inside=False))
+    return as_written if most_bytes(as_written) < most_bytes(program) else program
+
+
+def _build(
+    model: Chain,
+    optimizer: Optimizer | None,
+    mesh: Mesh,
+    strategy: Strategy,
+    batch_shape: BatchShape,
+    options: CompileOptions,
+) -> ProgramData:
     batch = piece_values(model, batch_shape, options.num_microbatches, options.num_slices)
     placement = place(model, strategy, mesh, batch, options)
     check_names(options.recompute, (code.ranked.graph for slices in placement.segments.by_segment for code in slices))
@@ -49,10 +68,11 @@ def build(
         write_part(blueprint, Writer(values, functions, kinds, has_slices), position)
         for position in range(placement.mesh.axis_size("pp"))
     ]
+    used = {instruction.kind for part in parts for instruction in part.instructions}
     program = ProgramData(
         mesh=placement.mesh,
         values=values.values,
-        kinds=kinds.kinds,
+        kinds={name: kind for name, kind in kinds.kinds.items() if name in used},
         parts=parts,
         num_microbatches=options.num_microbatches,
         schedule=[list(actions) for actions in pipeline.table],

@@ -1,5 +1,7 @@
 """Forward: the instructions of a stage's forward with a microbatch, segment by segment and in each segment slice by slice."""
 
+from collections.abc import Sequence
+
 from mpar.compiler.build._actions import Actions
 from mpar.compiler.build._waiting import Saved, Waiting
 from mpar.compiler.segment import SegmentCode
@@ -8,20 +10,27 @@ from mpar.ir import Piece, SegmentResult
 __all__ = ["write_forward"]
 
 
-def write_forward(actions: Actions, stage: int, microbatch: int) -> None:
-    """Write the forward of a stage with a microbatch."""
+def write_forward(actions: Actions, stage: int, microbatches: Sequence[int]) -> None:
+    """Write the forward of a stage, in each segment microbatch by microbatch."""
     edges = actions.edges
-    actions.contexts.of(Piece(microbatch, 0))
-    xs, saved = edges.inputs.pop((stage, microbatch), edges.nothing()), edges.saved.setdefault((stage, microbatch), {})
+    for microbatch in microbatches:
+        actions.contexts.of(Piece(microbatch, 0))
+        edges.saved.setdefault((stage, microbatch), {})
+    xs = {m: edges.inputs.pop((stage, m), edges.nothing()) for m in microbatches}
     for segment in actions.segments_of(stage):
-        if actions.position.is_joint(segment, stage, microbatch):  # its forward is written together with its backward
-            saved |= {(segment, c): Saved(x) for c, x in enumerate(xs)}
-            xs = edges.nothing()
-        else:
-            xs = _write_segment(actions, stage, segment, microbatch, xs)
-    edges.outputs[stage, microbatch] = xs
-    if actions.position.runs(stage + 1, microbatch):
-        edges.inputs[stage + 1, microbatch] = xs
+        joint = [m for m in microbatches if actions.position.is_joint(segment, stage, m)]
+        for microbatch in microbatches:
+            if microbatch in joint:  # its forward is written together with its backward
+                edges.saved[stage, microbatch] |= {(segment, c): Saved(x) for c, x in enumerate(xs[microbatch])}
+                xs[microbatch] = edges.nothing()
+            else:
+                xs[microbatch] = _write_segment(actions, stage, segment, microbatch, xs[microbatch])
+        if len(joint) < len(microbatches):
+            actions.gathers.next_use()
+    for microbatch in microbatches:
+        edges.outputs[stage, microbatch] = xs[microbatch]
+        if actions.position.runs(stage + 1, microbatch):
+            edges.inputs[stage + 1, microbatch] = xs[microbatch]
 
 
 def _write_segment(actions: Actions, stage: int, segment: int, microbatch: int, xs: list[Waiting]) -> list[Waiting]:
@@ -46,7 +55,6 @@ def _write_segment(actions: Actions, stage: int, segment: int, microbatch: int, 
         actions.edges.saved[stage, microbatch][segment, piece.slice] = saved
         ys.append(actions.until_next_segment(out[:num_x], segment, piece, ends_stage=ends_stage))
         actions.reported.take(segment, piece, out[num_out:num_results])
-    actions.gathers.next_use()
     return ys
 
 

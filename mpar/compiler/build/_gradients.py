@@ -28,7 +28,7 @@ class Gradients:
     The gradients of all slices of a microbatch are added before they are reduced; slice 0 comes last.
 
     each:          whether gradients are reduced after every microbatch; else after the last one.
-    raw:           for each use, the sum of gradients that are not reduced yet.
+    raw:           for each use, the sum of gradients that are not reduced yet; if `each`, by microbatch.
     reduced:       for each use, the sum of reduced gradients.
     contributions: for each value that a backward gives, which gradient it is.
     """
@@ -37,7 +37,7 @@ class Gradients:
         self.writer, self.position = writer, position
         self.each = position.blueprint.placement.strategy.reduces_each
         self.group_of = group_of(position.groups)
-        self.raw: dict[str, list[int]] = {}
+        self.raw: dict[tuple[str, int], list[int]] = {}
         self.reduced: dict[str, list[int]] = {}
         self.contributions: dict[int, Contribution] = {}
 
@@ -57,10 +57,11 @@ class Gradients:
     def _take_unit(self, stage: int, index: int, unit: Unit, grads: list[int], piece: Piece) -> None:
         """Take the gradients of one unit. If its group gets no more from this microbatch, and a reduction is due, write it."""
         use = use_name(unit.path, index, self.position.copies[stage])
-        if use in self.raw:
+        key = self._key(use, piece)
+        if key in self.raw:
             names, dtypes = [f"g {path}" for path in unit.paths], self._dtypes([leaf for _, leaf in unit.leaves])
-            grads = self.writer.add(self.raw[use], grads, names, use, piece, dtypes)
-        self.raw[use] = grads
+            grads = self.writer.add(self.raw[key], grads, names, use, piece, dtypes)
+        self.raw[key] = grads
         group = self.group_of[stage, unit.path]
         first = min(user for u in group for user in u.users)  # the backward reaches this segment last
         in_group = [path for path in self.position.blueprint.segments[index].paths if self.group_of[stage, path] is group]
@@ -72,7 +73,7 @@ class Gradients:
         """Write one reduction of all uses of a group, and add the results to those of earlier microbatches."""
         uses = [(unit, use_name(unit.path, user, self.position.copies[stage])) for unit in group for user in unit.users]
         units = [unit for unit, _ in uses]
-        inputs = [v for _, use in uses for v in self.raw.pop(use)]
+        inputs = [v for _, use in uses for v in self.raw.pop(self._key(use, piece))]
         leaves = [leaf for unit in units for _, leaf in unit.leaves]
         code = self.writer.functions.cast(
             f"reduce {kind_name(units)}",
@@ -88,6 +89,9 @@ class Gradients:
             if use in self.reduced:
                 of_use = self.writer.add(self.reduced[use], of_use, [f"g {path}" for path in unit.paths], unit.path, piece)
             self.reduced[use] = of_use
+
+    def _key(self, use: str, piece: Piece) -> tuple[str, int]:
+        return use, piece.microbatch if self.each else 0
 
     def _dtypes(self, leaves: Sequence[Tensor]) -> list[torch.dtype]:
         """The dtypes in which gradients of these leaves are added up."""

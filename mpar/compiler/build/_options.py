@@ -23,6 +23,7 @@ class CompileOptions:
     """How a step is compiled, besides model, mesh and strategy; `mpar.compile_step` explains the options.
 
     training: if False, the program has forwards only, in evaluation mode, and keeps nothing for a backward.
+    hides_inside: whether messages inside segments are hidden, which takes memory.
     """
 
     training: bool = True
@@ -35,11 +36,18 @@ class CompileOptions:
     prefetch_bytes: int | None = None
     hardware: Hardware | None = None
     kernels: Kernels | None = None
+    hides_inside: bool = True
 
     @property
     def chosen_kernels(self) -> Kernels:
         """The choice of kernels that was asked for; without one, the best kernels for the chip of the hardware."""
         return self.kernels or Kernels(arch=self.hardware.arch if self.hardware else None)
+
+    @property
+    def hides_for(self) -> Hardware | None:
+        """The hardware by whose times messages inside segments are hidden; None if nothing is known of it or it does one thing at
+        a time."""
+        return self.hardware if self.hardware is not None and self.hardware.overlaps and self.hides_inside else None
 
     @property
     def profile(self) -> Hardware:

@@ -19,7 +19,7 @@ from mpar.forecast import StepTimes, memory_timeline, predicted_times
 from mpar.hardware import Hardware
 from mpar.ir import HOME, Instruction, Part, ProgramData, Value, queues_on_streams
 
-__all__ = ["hide_communication", "hoist_gathers"]
+__all__ = ["fits", "hide_communication", "hoist_gathers", "most_bytes"]
 
 _USABLE = 0.9  # of a device's memory: the rest is for what frameworks and communication libraries hold, and for fragments
 
@@ -49,6 +49,16 @@ def hide_communication(program: ProgramData, hardware: Hardware | None, prefetch
             part.instructions = instructions
 
 
+def most_bytes(program: ProgramData) -> int:
+    """The most bytes that any rank needs at any time."""
+    return max(max(_levels(program, position)) for position in range(len(program.parts)))
+
+
+def fits(program: ProgramData, hardware: Hardware) -> bool:
+    """Whether the memory of the device suffices, and leaves some for what a program does not know of."""
+    return most_bytes(program) <= _USABLE * hardware.memory_bytes
+
+
 def _is_one_queue(program: ProgramData, part: Part) -> bool:
     return all(queue == HOME for queue in queues_on_streams(part.instructions, program.kinds))
 
@@ -60,7 +70,7 @@ def _levels(program: ProgramData, position: int) -> list[int]:
 
 def hoist_gathers(instructions: Sequence[Instruction], values: Sequence[Value], room: Sequence[float]) -> list[Instruction]:
     """Move each gather up, in front of the first instruction that reads the previous gather, if there is room for what it makes
-    on all lines that it passes.
+    on all lines that it passes. Gathers that one instruction reads move together.
 
     before:  w0 = gather 0; x1 = forward 0 (w0); w1 = gather 1; x2 = forward 1 (w1)
     after:   w0 = gather 0; w1 = gather 1; x1 = forward 0 (w0); x2 = forward 1 (w1)
@@ -68,8 +78,9 @@ def hoist_gathers(instructions: Sequence[Instruction], values: Sequence[Value], 
     So it runs while the segment before its own computes. Gathers keep their order, so ranks meet in the same collectives in the
     same order. Only the memory grows, by what one gather makes.
     """
+    left = list(room)
     out: list[tuple[int, Instruction]] = []  # with the line that each had
-    barrier = 0  # the place of the first instruction that reads the previous gather; 0 while there is none
+    barrier = 0  # the place of the first instruction that reads a previous gather, which moved up too; 0 while there is none
     previous: set[int] = set()
     for line, instruction in enumerate(instructions):
         if previous and previous & set(instruction.inputs):
@@ -79,10 +90,13 @@ def hoist_gathers(instructions: Sequence[Instruction], values: Sequence[Value], 
             continue
         made = {value for _, earlier in out[barrier:] for value in earlier.outputs}
         size = sum(values[v].bytes for v in instruction.outputs)
-        fits = all(size <= room[passed] for passed, _ in out[barrier:])
-        at = barrier if barrier and fits and not made & set(instruction.inputs) else len(out)
-        out.insert(at, (line, instruction))
-        previous, barrier = set(instruction.outputs), 0
+        passed = [earlier for earlier, _ in out[barrier:]]
+        hoists = bool(barrier) and all(size <= left[earlier] for earlier in passed) and not made & set(instruction.inputs)
+        for earlier in passed if hoists else ():
+            left[earlier] -= size
+        out.insert(barrier if hoists else len(out), (line, instruction))
+        previous.update(instruction.outputs)
+        barrier = barrier + 1 if hoists else 0
     return [instruction for _, instruction in out]
 
 

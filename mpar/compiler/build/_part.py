@@ -12,9 +12,10 @@ from mpar.compiler.build._exchange import finished_gradients
 from mpar.compiler.build._forward import write_forward
 from mpar.compiler.build._gathers import Gathers
 from mpar.compiler.build._gradients import Gradients
+from mpar.compiler.build._join_work import join_work
 from mpar.compiler.build._norm import write_norm
 from mpar.compiler.build._passes import advance_sends, insert_frees
-from mpar.compiler.build._position import Position
+from mpar.compiler.build._position import Position, Turn
 from mpar.compiler.build._report import write_losses, write_metrics
 from mpar.compiler.build._reported import Reported
 from mpar.compiler.build._transfers import write_transfer
@@ -22,7 +23,7 @@ from mpar.compiler.build._update import write_updates
 from mpar.compiler.build._waiting import Edges
 from mpar.compiler.build._writer import Writer
 from mpar.ir import Leaf, Part
-from mpar.schedules import Action, Transfer
+from mpar.schedules import Transfer
 from mpar.spec import P
 
 __all__ = ["write_part"]
@@ -43,11 +44,11 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> Part:
         reported=Reported(writer, blueprint),
         cotangent=cotangent,
     )
-    for item in blueprint.pipeline.entries[number]:
+    for item in position.entries:
         if isinstance(item, Transfer):
             write_transfer(actions, item)
         else:
-            _write_action(actions, item)
+            _write_turn(actions, item)
     reported = write_metrics(writer, blueprint, actions.reported)
     metrics = write_losses(writer, blueprint, actions.reported, cotangent)
     metrics.append(writer.metric("weight", total))
@@ -58,8 +59,14 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> Part:
         norm, skip, state_out, gradients = _write_update(actions, boundary, metrics[0].value, reported)
         metrics += [writer.metric("grad_norm", norm), writer.metric("skipped", skip)]
     kept = {leaf.value for leaf in (*state_out, *metrics, *boundary.batch, *boundary.scalars)}
+    instructions = join_work(
+        advance_sends(writer.instructions),
+        writer.kinds,
+        blueprint.placement.target,
+        paired=blueprint.options.schedule.paired,
+    )
     return Part(
-        instructions=insert_frees(advance_sends(writer.instructions), kept),
+        instructions=insert_frees(instructions, kept),
         state_in=boundary.state,
         state_out=state_out,
         batch=boundary.batch,
@@ -93,20 +100,22 @@ def _with_reciprocal(weight: Tensor) -> tuple[Tensor, Tensor]:
     return weight, torch.where(weight == 0, 0.0, 1.0 / torch.where(weight == 0, 1.0, weight))
 
 
-def _write_action(actions: Actions, action: Action) -> None:
-    """Write one action. No stage waits for the input gradients of the first stage, so its I does nothing and its W does all."""
-    stage, kind, microbatch = action
+def _write_turn(actions: Actions, turn: Turn) -> None:
+    """Write one turn of a stage. No stage waits for the input gradients of the first stage, so its I does nothing and its W does
+    all."""
+    stage, kind, microbatches = turn
     is_first = actions.segments_of(stage).start == 0
     if kind == "F":
-        write_forward(actions, stage, microbatch)
+        write_forward(actions, stage, microbatches)
     elif kind == "B" or (kind == "W" and is_first):
-        write_backward(actions, stage, microbatch)
+        write_backward(actions, stage, microbatches)
     elif kind == "W":
-        write_weight_half(actions, stage, microbatch)
+        write_weight_half(actions, stage, microbatches)
     elif is_first:
-        actions.hand_back(stage, microbatch, actions.edges.nothing())  # there may be stages without segments before it
+        for microbatch in microbatches:
+            actions.hand_back(stage, microbatch, actions.edges.nothing())  # there may be stages without segments before it
     else:
-        write_input_half(actions, stage, microbatch)
+        write_input_half(actions, stage, microbatches)
 
 
 def _write_update(

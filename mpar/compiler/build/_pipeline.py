@@ -76,7 +76,8 @@ def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -
     names = [segment.name for segment in model.segments]
     costs = StageCosts(placement.segments.by_segment, placement.mesh, options.profile)
     num_positions = placement.mesh.axis_size("pp")
-    request = _Request(options.schedule, num_positions, options.num_microbatches, names, costs)
+    num_turns = _num_turns(options)
+    request = _Request(options.schedule, num_positions, num_turns, names, costs)
     candidates, refused = [], []
     for table in _tables(request):
         ranges = request.ranges(num_stages(table))
@@ -95,9 +96,32 @@ def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -
             f"cannot train by schedule {options.schedule.name!r}: it has forwards only; compile_eval runs those"
         )
     entries = lower(table, stage_costs)
+    if options.schedule.paired:
+        entries = [[both for item in items for both in _both(item)] for items in entries]
     verify(entries)
     table = [[item for item in row if isinstance(item, Action)] for row in entries]  # some I and W have become B
     return Pipeline(ranges, table, entries)
+
+
+def _num_turns(options: CompileOptions) -> int:
+    """How often each stage has its turn: for each microbatch, or for each pair of them. Raises ConfigError for an odd number."""
+    number = options.num_microbatches
+    if not options.schedule.paired:
+        return number
+    if number % 2:
+        raise ConfigError(
+            f"cannot take {number} microbatches two at a time.\n"
+            "Use an even num_microbatches (schedule.num_microbatches in a configuration), or paired=False."
+        )
+    return number // 2
+
+
+def _both(item: Action | Transfer) -> list[Action | Transfer]:
+    """The same for both microbatches of the pair that `item` counts as one."""
+    numbers = (2 * item.microbatch, 2 * item.microbatch + 1)
+    if isinstance(item, Action):
+        return [item._replace(microbatch=m) for m in numbers]
+    return [item._replace(microbatch=m, message=2 * item.message + i) for i, m in enumerate(numbers)]
 
 
 def _tables(request: _Request) -> list[list[list[Action]]]:

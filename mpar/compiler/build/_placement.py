@@ -93,7 +93,7 @@ def _place(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor
     order_parts = order_sequence(model, strategy, mesh, batch, num_slices)
     shapes = {key: (tuple(value.shape), model.batch_axes[key]) for key, value in batch.items()}
     strategy.check(mesh, model.abstract_params, model.param_axes, shapes)
-    target = Target(mesh, strategy.compute, options.recompute, options.chosen_kernels)
+    target = Target(mesh, strategy.compute, options.recompute, options.chosen_kernels, options.hides_for)
     units = make_units(model, strategy, mesh, precision)
     specs = [strategy.compute_spec(model.batch_axes[key], mesh) for key in batch]
     length = length_of(batch)

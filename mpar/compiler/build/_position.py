@@ -3,20 +3,29 @@
 import functools
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mpar.compiler.build._blueprint import Blueprint
 from mpar.compiler.build._units import Unit, group_units
 from mpar.compiler.segment import SegmentCode, split_segment
-from mpar.schedules import Action
+from mpar.schedules import Action, Transfer
 
-__all__ = ["Position", "Use"]
+__all__ = ["Position", "Turn", "Use"]
+
+
+class Turn(NamedTuple):
+    """One action for one microbatch, or for two that go through the stages together."""
+
+    stage: int
+    kind: str
+    microbatches: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Use:
-    """One run of a segment: the number of its action among those of the position, its stage, the paths of the units it reads."""
+    """One run of a segment: the number of its turn among those of the position, its stage, the paths of the units it reads."""
 
-    action: int
+    turn: int
     stage: int
     paths: frozenset[str]
 
@@ -32,6 +41,19 @@ class Position:
     def actions(self) -> list[Action]:
         """The actions of this position, in order."""
         return self.blueprint.pipeline.table[self.number]
+
+    @functools.cached_property
+    def entries(self) -> "list[Turn | Transfer]":
+        """The turns of this position, in order, with the transfers between stages among them."""
+        out: list[Turn | Transfer] = []
+        for item in self.blueprint.pipeline.entries[self.number]:
+            if isinstance(item, Transfer):
+                out.append(item)
+            elif self.blueprint.options.schedule.paired and item.microbatch % 2:
+                out[-1] = Turn(item.stage, item.kind, (item.microbatch - 1, item.microbatch))
+            else:
+                out.append(Turn(item.stage, item.kind, (item.microbatch,)))
+        return out
 
     @functools.cached_property
     def stages(self) -> list[int]:
@@ -96,14 +118,18 @@ class Position:
     def uses(self) -> list[Use]:
         """Every run of a segment at this position, in order."""
         uses = []
-        for number, action in enumerate(self.actions):
-            segments = self.blueprint.pipeline.ranges[action.stage]
-            for index in segments if action.kind == "F" else reversed(segments):
-                reads = self._parameters_read(index, action, first=segments.start == 0)
-                if reads is not None:
-                    uses.append(
-                        Use(number, action.stage, frozenset(self._paths_read(self.blueprint.segments[index].paths, reads)))
-                    )
+        for number, turn in enumerate(item for item in self.entries if isinstance(item, Turn)):
+            segments = self.blueprint.pipeline.ranges[turn.stage]
+            for index in segments if turn.kind == "F" else reversed(segments):
+                read = [
+                    reads
+                    for m in turn.microbatches
+                    if (reads := self._parameters_read(index, Action(turn.stage, turn.kind, m), first=segments.start == 0))
+                    is not None
+                ]
+                if read:
+                    paths = self._paths_read(self.blueprint.segments[index].paths, set().union(*read))
+                    uses.append(Use(number, turn.stage, frozenset(paths)))
         return uses
 
     def _parameters_read(self, segment: int, action: Action, *, first: bool) -> Set[int] | None:

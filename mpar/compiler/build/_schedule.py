@@ -18,6 +18,7 @@ class Schedule:
                 number of layers of each stage.
     options:    further options of the schedule, such as extra_warmup.
     table:      for each position along pp its actions, in place of a named schedule.
+    paired:     microbatches go through the stages two at a time; messages inside the segments of one hide behind the other.
     """
 
     name: str = "one_f_one_b"
@@ -25,3 +26,4 @@ class Schedule:
     layout: str | tuple[int, ...] | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     table: Sequence[Sequence[Action]] | None = None
+    paired: bool = False

@@ -9,20 +9,26 @@ from torch import Tensor
 from mpar.compiler.build._functions import Functions
 from mpar.compiler.build._queues import channel, queue_of
 from mpar.compiler.build._values import Values
-from mpar.compiler.segment import Code
-from mpar.ir import Instruction, Kind, Leaf, Piece, SegmentMemory, Value
+from mpar.compiler.segment import Code, Target, join_codes
+from mpar.ir import Instruction, Kind, Leaf, Piece, SegmentMemory, Value, segment_time
 from mpar.ops import constrain
 from mpar.spec import P
 
 __all__ = ["Kinds", "Writer"]
 
+_LEAST_GAIN = 0.01  # of the time of two kinds, for which they are joined
+
 
 @dataclass
 class Kinds:
-    """The kinds of a program by name, and the code that each was made with; kinds of messages and copies have no code."""
+    """The kinds of a program by name, and the code that each was made with; kinds of messages and copies have no code.
+
+    joins: the name of the kind that does what two others do, by these and their operands.
+    """
 
     kinds: dict[str, Kind] = field(default_factory=dict)
     codes: dict[str, Code] = field(default_factory=dict)
+    joins: dict[tuple[str, str, tuple[int, ...]], str | None] = field(default_factory=dict)
 
     def register(self, code: Code) -> str:
         """Register the kind of `code`; returns its name, with a number if other code has that name already."""
@@ -31,6 +37,20 @@ class Kinds:
             name, number = f"{code.kind.name} #{number}", number + 1
         self.codes[name], self.kinds[name] = code, code.kind
         return name
+
+    def joined(self, first: str, second: str, operands: tuple[int, ...], target: Target) -> str | None:
+        """The kind that does what two others do, on the given operands (see `join_codes`); None if that is predicted to take as
+        long as one after the other."""
+        key = (first, second, operands)
+        if key not in self.joins:
+            assert target.hardware is not None
+            code = join_codes(self.codes[first], self.codes[second], operands, target)
+            alone, together = (
+                sum(segment_time(kind, target.mesh, target.hardware) for kind in kinds)
+                for kinds in ((self.kinds[first], self.kinds[second]), (code.kind,))
+            )
+            self.joins[key] = self.register(code) if together < (1 - _LEAST_GAIN) * alone else None
+        return self.joins[key]
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from mpar.compiler.segment._code import Code, SegmentCode, SegmentSpecs, Slices, Target, TracedSegment
 from mpar.compiler.segment._codegen import coordinates_of, generate
 from mpar.compiler.segment._compile import compile_function, compile_segment
+from mpar.compiler.segment._join import join_codes
 from mpar.compiler.segment._kernels import choose_kernels
 from mpar.compiler.segment._partition import RecomputePolicy, check_names, policy
 from mpar.compiler.segment._reuse import overwrite_operands
@@ -24,6 +25,7 @@ __all__ = [
     "compile_segment",
     "coordinates_of",
     "generate",
+    "join_codes",
     "overwrite_operands",
     "policy",
     "split_segment",

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from mpar import tree
 from mpar.compiler.segment._partition import RecomputePolicy
+from mpar.hardware import Hardware
 from mpar.ir import Kind
 from mpar.kernels import Kernels
 from mpar.mesh import Mesh
@@ -25,12 +26,15 @@ class Target:
     table:     the mesh axes that shard each logical axis.
     recompute: what a backward computes again instead of keeping it.
     kernels:   the chip, and how kernels are chosen for it.
+    hardware:  by its times ops run while messages of the same segment travel; None: ops stay in the order in which they are
+               written.
     """
 
     mesh: Mesh
     table: AxisTable
     recompute: RecomputePolicy
     kernels: Kernels
+    hardware: Hardware | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Code:
 
     in_values, out_values: local tensors without data that look like the operands and results.
     in_specs, out_specs:   the specs of the operands and results.
+    graph:                 the graph before its messages were hidden; None if the target's hardware hides none.
+    joined:                the kinds whose work it does together; none if it was not joined.
     outputs:               the structure of what the function returns; None for a segment.
     fallbacks:             ops that every rank computes on global tensors; see `ReplicatedFallback`.
     """
@@ -58,6 +64,8 @@ class Code:
     in_specs: tuple[P, ...]
     out_values: tuple[Tensor, ...]
     out_specs: tuple[P, ...]
+    graph: fx.Graph | None = None
+    joined: tuple[str, ...] = ()
     outputs: tree.Structure[Mapping[str, Tensor]] | None = None
     fallbacks: tuple[str, ...] = ()
 

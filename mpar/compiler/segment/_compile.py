@@ -62,7 +62,7 @@ def _joint_code(name: str, ranked: RankGraph, target: Target) -> Code:
     results = list(graph.output_node().args[0])
     joint = extract(graph, graph.find_nodes(op="placeholder"), results, set(graph.nodes))
     constants = ranked.logical.constants
-    code = make_code(f"{name} whole", joint, constants, list(ranked.in_specs), list(ranked.out_specs), target.kernels)
+    code = make_code(f"{name} whole", joint, constants, list(ranked.in_specs), list(ranked.out_specs), target)
     return replace(code, fallbacks=ranked.fallbacks)
 
 
@@ -78,10 +78,10 @@ def _cut_in_two(name: str, traced: TracedSegment, ranked: RankGraph, target: Tar
     constants, specs = ranked.logical.constants, list(ranked.in_specs)
     kept_specs = specs_of(halves.kept)
     forward_out = [*ranked.out_specs[:num_results], *kept_specs]
-    forward = make_code(f"{name} forward", halves.forward, constants, specs[:num_primals], forward_out, target.kernels)
+    forward = make_code(f"{name} forward", halves.forward, constants, specs[:num_primals], forward_out, target)
     backward_in = [*(specs[i] for i in halves.operands), *kept_specs, *specs[num_primals:]]
     backward_out = list(ranked.out_specs[num_results:])
-    backward = make_code(f"{name} backward", halves.backward, constants, backward_in, backward_out, target.kernels)
+    backward = make_code(f"{name} backward", halves.backward, constants, backward_in, backward_out, target)
     return SegmentCode(
         name=name,
         traced=traced,
@@ -124,5 +124,5 @@ def compile_function(
     check(ranked)
     for run in passes:
         run(ranked.graph)
-    code = make_code(name, ranked.graph, logical.constants, list(ranked.in_specs), list(ranked.out_specs), target.kernels)
+    code = make_code(name, ranked.graph, logical.constants, list(ranked.in_specs), list(ranked.out_specs), target)
     return replace(code, outputs=logical.outputs, fallbacks=ranked.fallbacks)

@@ -109,7 +109,7 @@ def _split(code: SegmentCode) -> SplitCode:
             constants,
             [specs[i] for i in graphs.input_reads],
             [*out_specs[num_params:], *crossing],
-            code.target.kernels,
+            code.target,
         ),
         make_code(
             f"{code.name} weight",
@@ -117,7 +117,7 @@ def _split(code: SegmentCode) -> SplitCode:
             constants,
             [*before, *crossing, *after],
             list(out_specs[:num_params]),
-            code.target.kernels,
+            code.target,
         ),
         *by_sort(graphs.input_reads),
         *by_sort(graphs.weight_reads),
@@ -129,7 +129,7 @@ def _nothing(code: SegmentCode, half: str) -> Code:
     """The code of a half that reads and gives nothing."""
     graph = fx.Graph()
     graph.output(())
-    return make_code(f"{code.name} {half}", graph, {}, [], [], code.target.kernels)
+    return make_code(f"{code.name} {half}", graph, {}, [], [], code.target)
 
 
 @dataclass(frozen=True)

@@ -31,21 +31,21 @@ class LockstepComm:
         """This rank's index in its group over `axes`."""
         return self.mesh.index(self.rank, axes)
 
-    def all_gather(self, x, *, axes, dim, size):
+    def all_gather(self, x, *, axes, dim, size, posted=False):
         """Shards of the group, concatenated along `dim`."""
-        return self._meet("all_gather", x, axes, dim=dim)
+        return _result(self._meet("all_gather", x, axes, dim=dim), posted)
 
-    def reduce_scatter(self, x, *, axes, dim, size):
+    def reduce_scatter(self, x, *, axes, dim, size, posted=False):
         """This rank's part along `dim` of the sum."""
-        return self._meet("reduce_scatter", x, axes, dim=dim)
+        return _result(self._meet("reduce_scatter", x, axes, dim=dim), posted)
 
-    def all_reduce(self, x, *, axes, op, size):
+    def all_reduce(self, x, *, axes, op, size, posted=False):
         """The sum or maximum over the group."""
-        return self._meet("all_reduce", x, axes, op=op)
+        return _result(self._meet("all_reduce", x, axes, op=op), posted)
 
-    def all_to_all(self, x, *, axes, src, dst, size):
+    def all_to_all(self, x, *, axes, src, dst, size, posted=False):
         """From sharded along `src` to sharded along `dst`."""
-        return self._meet("all_to_all", x, axes, src=src, dst=dst)
+        return _result(self._meet("all_to_all", x, axes, src=src, dst=dst), posted)
 
     def shift(self, xs, *, axes, size):
         """The `xs` of the previous rank. A simulated rank waits for them now, not in `arrived`."""
@@ -78,6 +78,11 @@ class LockstepComm:
         if axes not in self._groups:
             self._groups[axes] = self.mesh.group(self.rank, axes)
         return self.hall.meet(self.rank, self._groups[axes], kind, x, how)
+
+
+def _result(value: Any, posted: bool) -> Any:
+    """What a collective returns; if it is posted, what `arrived` returns: a tuple. A simulated rank has waited already."""
+    return value if not posted else tuple(value) if isinstance(value, list) else (value,)
 
 
 class _Hall:

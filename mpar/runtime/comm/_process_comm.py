@@ -18,6 +18,7 @@ from mpar.collectives import fold
 from mpar.errors import MeshError
 from mpar.ir import Message
 from mpar.mesh import Mesh
+from mpar.runtime.comm._aside import Aside, aside_of
 from mpar.runtime.comm._both_ways import post_exchange, post_shift
 from mpar.runtime.comm._channels import Channels
 from mpar.runtime.comm._protocol import Posted
@@ -76,13 +77,15 @@ class ProcessComm:
                 f"Start {mesh.size} processes, or choose mesh sizes whose product is {world}."
             )
         self.mesh, self.rank, self.order, self.counter = mesh, rank, order, counter
+        self._device = torch.device(device)
+        self._aside: Aside | None = None
         self._index: dict[tuple[str, ...], int] = {("pp",): mesh.index(rank, ("pp",))}
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         patience = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         self._is_gloo = dist.get_backend() == "gloo"
         for axes in sorted(set(uses)):
             self._join_group(axes, patience, own_groups=own_groups)
-        self._channels = Channels(mesh, rank, messages, grouped=not self._is_gloo, patience=patience, device=torch.device(device))
+        self._channels = Channels(mesh, rank, messages, grouped=not self._is_gloo, patience=patience, device=self._device)
         self._shared: dict[tuple[str, ...], SharedGroup] = {}
         if order == "rank" and transport != "backend":
             groups = [mesh.group(rank, axes) for axes in self._groups]
@@ -121,8 +124,39 @@ class ProcessComm:
         """Whether torch.distributed carries all collectives over these axes, not shared memory."""
         return not any(axes in self._shared for axes in uses)
 
-    def all_gather(self, x, *, axes, dim, size):
+    def all_gather(self, x, *, posted=False, **how):
         """Shards of the group, concatenated along `dim`."""
+        return self._run(self._all_gather, x, how, posted=posted)
+
+    def reduce_scatter(self, x, *, posted=False, **how):
+        """This rank's part along `dim` of the sum."""
+        return self._run(self._reduce_scatter, x, how, posted=posted)
+
+    def all_reduce(self, x, *, posted=False, **how):
+        """The sum or maximum over the group; results of a list are views of one buffer."""
+        return self._run(self._all_reduce, x, how, posted=posted)
+
+    def all_to_all(self, x, *, posted=False, **how):
+        """From sharded along `src` to sharded along `dst`."""
+        return self._run(self._all_to_all, x, how, posted=posted)
+
+    def _run(self, collective, x, how, *, posted):
+        """Run a collective now, or beside the caller if it is only posted. Shared memory has nothing to wait for but other ranks,
+        so posting there means running it."""
+        if not posted:
+            self._settle()
+            return collective(x, **how)
+        if how["axes"] in self._shared:
+            return Posted(_as_list(collective(x, **how)), (), ())
+        if self._aside is None:
+            self._aside = aside_of(self._device)
+        return self._aside.post(lambda: _as_list(collective(x, **how)), _as_list(x))
+
+    def _settle(self) -> None:
+        if self._aside is not None:
+            self._aside.settle()
+
+    def _all_gather(self, x, *, axes, dim, size):
         many = isinstance(x, list)
         xs, dims = (x, dim) if many else ([x], [dim])
         self._count("all_gather", axes, xs)
@@ -139,8 +173,7 @@ class ProcessComm:
             out.append(_joined(rows, d))
         return out if many else out[0]
 
-    def reduce_scatter(self, x, *, axes, dim, size):
-        """This rank's part along `dim` of the sum."""
+    def _reduce_scatter(self, x, *, axes, dim, size):
         many = isinstance(x, list)
         xs, dims = (x, dim) if many else ([x], [dim])
         self._count("reduce_scatter", axes, xs)
@@ -166,8 +199,7 @@ class ProcessComm:
             offset += count
         return out if many else out[0]
 
-    def all_reduce(self, x, *, axes, op, size):
-        """The sum or maximum over the group; results of a list are views of one buffer."""
+    def _all_reduce(self, x, *, axes, op, size):
         many = isinstance(x, list)
         xs = x if many else [x]
         self._count("all_reduce", axes, xs)
@@ -186,8 +218,7 @@ class ProcessComm:
         pieces = flat.split([part.numel() for part in xs])
         return [piece.view(part.shape) for piece, part in zip(pieces, xs, strict=True)]
 
-    def all_to_all(self, x, *, axes, src, dst, size):
-        """From sharded along `src` to sharded along `dst`."""
+    def _all_to_all(self, x, *, axes, src, dst, size):
         self._count("all_to_all", axes, [x])
         chunks = _chunks(x, dst, size)
         shared = self._shared.get(axes)
@@ -201,6 +232,7 @@ class ProcessComm:
 
     def shift(self, xs, *, axes, size):
         """Post `xs` to the next rank along `axes`, and buffers for the `xs` of the previous one."""
+        self._settle()
         self._count("shift", axes, xs)
         shared = self._shared.get(axes)
         if shared is not None and shared.posts.fits(packed_bytes(xs)):
@@ -218,6 +250,7 @@ class ProcessComm:
 
     def exchange_rows(self, xs, sent, received, *, axes, size, num_rows):
         """Post rows of `xs[0]` to every rank of the group: the first `sent[0]` to the first, and so on."""
+        self._settle()
         num_sent, num_received = torch.stack([sent, received]).tolist()  # the host waits for the device once
         rows = xs[0][: sum(num_sent)].contiguous()
         self._count("exchange_rows", axes, [rows])
@@ -239,7 +272,7 @@ class ProcessComm:
         """Wait for a posted collective and return its results."""
         for work in posted.works:
             work.wait()
-        return posted.values
+        return tuple(posted.values)
 
     def send(self, x, *, peer, message, kind):
         """Post a message to the rank at position `peer` along pp; `x` must not change until `wait`."""
@@ -283,6 +316,10 @@ class ProcessComm:
     def _count(self, op: str, axes: tuple[str, ...], xs: list[Tensor]) -> None:
         if self.counter is not None:
             self.counter.add(op, axes, xs)
+
+
+def _as_list(x: Tensor | list[Tensor]) -> list[Tensor]:
+    return x if isinstance(x, list) else [x]
 
 
 def _wait_for(works: Iterable[dist.Work]) -> None:

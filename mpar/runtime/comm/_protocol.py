@@ -12,6 +12,9 @@ from mpar.runtime.comm._shared_posts import Post
 __all__ = ["ALONE", "Comm", "Posted"]
 
 
+Tensors = Tensor | list[Tensor]
+
+
 @dataclass(frozen=True)
 class Posted:
     """A posted collective.
@@ -20,23 +23,30 @@ class Posted:
     sent:   the tensors that are sent, which must not change before.
     """
 
-    values: tuple[Tensor, ...]
+    values: Sequence[Tensor]
     works: Sequence[dist.Work | Post]
     sent: Sequence[Tensor]
 
 
 class Comm(Protocol):
-    """The communication of one rank. A list of tensors is one collective; `dim` is then a list too."""
+    """The communication of one rank. A list of tensors is one collective; `dim` is then a list too.
+
+    With `posted=True` a collective only posts its messages and returns what `arrived` waits for.
+    """
 
     def index(self, axes: tuple[str, ...]) -> int: ...
     def all_gather(
-        self, x: Tensor | list[Tensor], *, axes: tuple[str, ...], dim: int | list[int], size: int
-    ) -> Tensor | list[Tensor]: ...
+        self, x: Tensors, *, axes: tuple[str, ...], dim: int | list[int], size: int, posted: bool = False
+    ) -> Tensors | Posted: ...
     def reduce_scatter(
-        self, x: Tensor | list[Tensor], *, axes: tuple[str, ...], dim: int | list[int], size: int
-    ) -> Tensor | list[Tensor]: ...
-    def all_reduce(self, x: Tensor | list[Tensor], *, axes: tuple[str, ...], op: str, size: int) -> Tensor | list[Tensor]: ...
-    def all_to_all(self, x: Tensor, *, axes: tuple[str, ...], src: int, dst: int, size: int) -> Tensor: ...
+        self, x: Tensors, *, axes: tuple[str, ...], dim: int | list[int], size: int, posted: bool = False
+    ) -> Tensors | Posted: ...
+    def all_reduce(
+        self, x: Tensors, *, axes: tuple[str, ...], op: str, size: int, posted: bool = False
+    ) -> Tensors | Posted: ...
+    def all_to_all(
+        self, x: Tensor, *, axes: tuple[str, ...], src: int, dst: int, size: int, posted: bool = False
+    ) -> Tensor | Posted: ...
     def shift(self, xs: list[Tensor], *, axes: tuple[str, ...], size: int) -> Posted: ...
     def exchange_rows(
         self, xs: list[Tensor], sent: Tensor, received: Tensor, *, axes: tuple[str, ...], size: int, num_rows: int | None
