@@ -75,12 +75,16 @@ def test_random_programs_are_no_longer_and_fit(seed, make_model, make_state, bat
     """Whatever the hardware, the mesh and the options: proved, no longer, within memory or what was needed, bit for bit."""
     rng = random.Random(seed)
     hardware, mesh, strategy, options = random_case(rng)
+    tight = rng.random() < 0.4
     model = lambda: make_model(num_hidden_layers=4)  # noqa: E731
     as_written, ordered = both(model, hardware, mesh, strategy, **options)
+    if tight:
+        hardware = replace(hardware, memory_bytes=int(max(as_written.peaks()) / 0.9) + 1)
+        as_written, ordered = both(model, hardware, mesh, strategy, **options)
     ordered.verify()
     assert makespan(ordered, hardware) <= makespan(as_written, hardware)
-    for position, (before, after) in enumerate(zip(as_written.peaks(), ordered.peaks(), strict=True)):
-        assert after <= max(before, 0.9 * hardware.memory_bytes), position
+    if hardware.memory_bytes:
+        assert max(ordered.peaks()) <= 0.9 * hardware.memory_bytes
     state = make_state(model())
     (a, metrics), (b, others) = as_written.simulate(state, batch), ordered.simulate(state, batch)
     assert torch.equal(metrics["loss"], others["loss"])

@@ -12,7 +12,7 @@ from mpar.compiler.build._batch import microbatch_shape, piece_values
 from mpar.compiler.build._blueprint import Blueprint
 from mpar.compiler.build._functions import Functions
 from mpar.compiler.build._options import BatchShape, CompileOptions
-from mpar.compiler.build._order import fits, hide_communication, most_bytes
+from mpar.compiler.build._order import hide_communication, most_bytes, usable_bytes
 from mpar.compiler.build._part import write_part
 from mpar.compiler.build._pipeline import make_pipeline
 from mpar.compiler.build._placement import place
@@ -26,6 +26,8 @@ from mpar.strategy import Strategy
 
 __all__ = ["build"]
 
+_HOPELESS = 1.25  # of the memory of a device: what needs more does not fit without hiding messages either
+
 
 def build(
     model: Chain,
@@ -37,15 +39,18 @@ def build(
 ) -> ProgramData:
     """Place the model on the mesh, find the schedule, and write the part of every position along pp.
 
-    Messages inside segments are hidden, unless the memory of the device does not suffice for it.
+    Messages inside segments are hidden, unless the memory of the device suffices only without that.
 
     optimizer: None leaves out the norm and the update. Raises ShardingError, ShapeError or ConfigError, listing all offenders.
     """
     program = _build(model, optimizer, mesh, strategy, batch_shape, options)
-    if options.hides_for is None or fits(program, options.hides_for):
+    if options.hides_for is None:
+        return program
+    limit, needed = usable_bytes(options.hides_for), most_bytes(program)
+    if needed <= limit or needed > _HOPELESS * limit:
         return program
     as_written = _build(model, optimizer, mesh, strategy, batch_shape, replace(options, hides_inside=False))
-    return as_written if most_bytes(as_written) < most_bytes(program) else program
+    return as_written if most_bytes(as_written) <= limit else program
 
 
 def _build(

@@ -19,7 +19,7 @@ from mpar.forecast import StepTimes, memory_timeline, predicted_times
 from mpar.hardware import Hardware
 from mpar.ir import HOME, Instruction, Part, ProgramData, Value, queues_on_streams
 
-__all__ = ["fits", "hide_communication", "hoist_gathers", "most_bytes"]
+__all__ = ["hide_communication", "hoist_gathers", "most_bytes", "usable_bytes"]
 
 _USABLE = 0.9  # of a device's memory: the rest is for what frameworks and communication libraries hold, and for fragments
 
@@ -37,7 +37,7 @@ def hide_communication(program: ProgramData, hardware: Hardware | None, prefetch
         return
     before, makespan = [list(part.instructions) for part in program.parts], predicted_times(program, hardware).makespan
     levels = [_levels(program, position) for position in range(len(program.parts))]
-    limits = [max(_USABLE * hardware.memory_bytes, *own) for own in levels]
+    limits = [max(usable_bytes(hardware), *own) for own in levels]
     for part, own, limit in zip(program.parts, levels, limits, strict=True):
         if prefetch_bytes is None:
             part.instructions = hoist_gathers(part.instructions, program.values, [limit - level for level in own])
@@ -54,9 +54,9 @@ def most_bytes(program: ProgramData) -> int:
     return max(max(_levels(program, position)) for position in range(len(program.parts)))
 
 
-def fits(program: ProgramData, hardware: Hardware) -> bool:
-    """Whether the memory of the device suffices, and leaves some for what a program does not know of."""
-    return most_bytes(program) <= _USABLE * hardware.memory_bytes
+def usable_bytes(hardware: Hardware) -> float:
+    """The memory of a device, but for some that programs do not know of."""
+    return _USABLE * hardware.memory_bytes
 
 
 def _is_one_queue(program: ProgramData, part: Part) -> bool:

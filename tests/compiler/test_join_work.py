@@ -1,0 +1,151 @@
+"""Join work: joined code computes what its parts do, a joined instruction is proved like its halves, and which are joined."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mpar import Mesh
+from mpar.compiler import Schedule
+from mpar.compiler.segment import RecomputePolicy, Target, compile_function, join_codes
+from mpar.errors import ConfigError, ProgramError
+from mpar.forecast import predicted_times
+from mpar.hardware import Hardware
+from mpar.kernels import Kernels
+from mpar.optim import AdamW
+from mpar.program.compile import compile_step
+from mpar.runtime import load
+from mpar.spec import P
+
+OPTIMIZER = AdamW(lr=1e-3)
+BOX = Hardware(
+    name="box",
+    flops_per_s={"float32": 1e9},
+    memory_bytes_per_s=1e9,
+    memory_bytes=2**30,
+    link_bytes_per_s=1e8,
+    link_latency_s=1e-7,
+    cross_bytes_per_s=1e8,
+    cross_latency_s=1e-7,
+    ranks_per_node=4,
+)
+SLOW = replace(BOX, link_bytes_per_s=4e7)
+TARGET = Target(Mesh(), {}, RecomputePolicy(), Kernels(), BOX)
+TABLE = torch.arange(4.0)
+
+
+def code(fn, *shapes):
+    args = tuple(torch.empty(shape, device="meta") for shape in shapes)
+    return compile_function(fn.__name__, fn, args, TARGET, [P()] * len(shapes))
+
+
+def run(made, *args):
+    return load(made.kind.name, made.kind.source, made.kind.constants, torch.device("cpu"))(list(args), None)
+
+
+def scaled(x, w):
+    return x @ w + TABLE, x.sum(0)
+
+
+def shifted(x, y):
+    return (x * y + torch.arange(4.0).neg(),)
+
+
+@pytest.mark.parametrize("second", [scaled, shifted])
+def test_joined_code_computes_what_its_parts_do(second):
+    """With operands of their own, with one that both read, and with results of the first as operands of the second."""
+    first = code(scaled, (4, 4), (4, 4))
+    other = code(second, (4, 4), (4, 4))
+    x, w, y, z = (torch.randn(4, 4) for _ in range(4))
+    for operands, args, seconds in [
+        ((0, 1, 2, 3), (x, w, y, z), (y, z)),
+        ((0, 1, 0, 1), (x, w), (x, w)),
+        ((1, 0, 2, 0), (w, x, y), (y, w)),
+        ((0, 1, -1, 1), (x, w), (run(first, x, w)[0], w)),
+    ]:
+        firsts = (x, w)
+        joined = join_codes(first, other, operands, TARGET)
+        expected = (*run(first, *firsts), *run(other, *seconds))
+        assert all(map(torch.equal, run(joined, *args), expected))
+        assert len(joined.kind.operands) == len(args) and len(joined.in_specs) == len(args)
+    assert joined.kind.name == ("2 x scaled" if second is scaled else "scaled + shifted")
+    storages = joined.kind.memory.outputs
+    assert len(set(storages)) == len(storages)  # no result of one lies in memory of the other
+
+
+def pair_program(make_model, mesh, strategy, schedule="one_f_one_b", hardware=BOX, **options):
+    options = {"num_microbatches": 4, "bucket_bytes": 0} | options
+    schedule = Schedule(schedule, paired=True)
+    return compile_step(
+        make_model(num_hidden_layers=4), OPTIMIZER, mesh, strategy, (8, 8), schedule=schedule, hardware=hardware, **options
+    )
+
+
+MESHES = [(Mesh(tp=2), "tp_sp"), (Mesh(fsdp=2, tp=2), "zero3_tp_sp"), (Mesh(pp=2, tp=2), "zero1_tp_sp"), (Mesh(tp=2), "tp")]
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), MESHES, ids=str)
+def test_pairs_have_the_bits_of_single_microbatches(mesh, strategy, make_model, make_state, batch):
+    """Two at a time, on hardware that hides messages and on hardware that does not: the same state, bit for bit."""
+    options = {"num_microbatches": 4, "bucket_bytes": 0, "hardware": replace(BOX, overlaps=False)}
+    single = compile_step(make_model(num_hidden_layers=4), OPTIMIZER, mesh, strategy, (8, 8), **options)
+    expected, _ = single.simulate(make_state(make_model(num_hidden_layers=4)), batch)
+    for hardware in (BOX, replace(BOX, overlaps=False), None):
+        paired = pair_program(make_model, mesh, strategy, hardware=hardware)
+        paired.verify()
+        assert any(step.halves for step in paired.parts[0].instructions) == (hardware is BOX)
+        state, _ = paired.simulate(make_state(make_model(num_hidden_layers=4)), batch)
+        assert all(torch.equal(state.leaves[path], expected.leaves[path]) for path in expected.leaves)
+
+
+def test_a_pair_hides_messages(make_model):
+    """Of TP with sequence parallelism, more than half of what is exposed if microbatches are taken one by one."""
+    options = {"num_microbatches": 4, "hardware": BOX}
+    single = compile_step(make_model(num_hidden_layers=4), OPTIMIZER, Mesh(tp=2), "tp_sp", (8, 8), **options)
+    paired = pair_program(make_model, Mesh(tp=2), "tp_sp")
+    options["hardware"] = replace(BOX, overlaps=False)
+    written = compile_step(make_model(num_hidden_layers=4), OPTIMIZER, Mesh(tp=2), "tp_sp", (8, 8), **options)
+    times = [predicted_times(program, BOX).makespan for program in (written, single, paired)]
+    assert times[0] > times[1] > times[2]
+
+
+def test_layers_are_joined_in_fours_but_for_the_last(make_model):
+    """Eight layers: forwards of four; of the backwards, which reductions follow, the last ones are alone."""
+    model, options = make_model(num_hidden_layers=8), {"schedule": Schedule(paired=True), "num_microbatches": 2}
+    program = compile_step(model, OPTIMIZER, Mesh(tp=2), "tp_sp", (8, 8), hardware=SLOW, **options)
+    steps = [step for step in program.parts[0].instructions if step.op in ("forward", "backward") and "layers" in step.segment]
+    layers = [(step.op, len({half.segment for half in step.alone})) for step in steps]
+    assert layers[:2] == [("forward", 4)] * 2
+    assert layers[-1] == ("backward", 1) and ("backward", 4) in layers
+    assert steps[0].words == "forward layers.0..layers.3 mb0+mb1"
+
+
+def test_a_wrong_joined_instruction_is_refused(make_model):
+    """Operands or results in another order than those of its halves; a half that reads what belongs to the other microbatch."""
+    program = pair_program(make_model, Mesh(tp=2), "tp_sp")
+    part = program.parts[0]
+    line, joined = next((line, step) for line, step in enumerate(part.instructions) if step.halves and step.op == "forward")
+    first, second, *others = joined.halves
+    swapped = replace(joined, inputs=joined.inputs[::-1])
+    crossed = replace(joined, halves=(first, replace(second, inputs=first.inputs), *others))
+    relabelled = replace(joined, halves=(replace(first, microbatch=1), replace(second, microbatch=0), *others))
+    for wrong in (swapped, crossed, relabelled):
+        part.instructions[line] = wrong
+        with pytest.raises(ProgramError):
+            program.verify()
+    part.instructions[line] = joined
+    program.verify()
+
+
+def test_an_odd_number_of_microbatches_has_no_pairs(make_model):
+    with pytest.raises(ConfigError, match="cannot take 1 microbatches two at a time"):
+        pair_program(make_model, Mesh(tp=2), "tp_sp", num_microbatches=1)
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), MESHES[:2], ids=str)
+def test_messages_stay_where_memory_does_not_suffice(mesh, strategy, make_model):
+    """On a device with just enough memory for the layers as they are written, they stay so if hiding takes more."""
+    written = pair_program(make_model, mesh, strategy, hardware=replace(BOX, overlaps=False))
+    tight = replace(BOX, memory_bytes=int(max(written.peaks()) / 0.9) + 1)
+    assert max(pair_program(make_model, mesh, strategy, hardware=tight).peaks()) <= 0.9 * tight.memory_bytes
+    assert max(pair_program(make_model, mesh, strategy).peaks()) > 0.9 * tight.memory_bytes
