@@ -82,11 +82,14 @@ class Instruction:
     @property
     def words(self) -> str:
         """The op, the place in the chain and the piece of the batch as text: `forward layers.3 mb0.2`; of instructions that were
-        joined, the first and the last place: `forward layers.0..layers.3 mb0+mb1`."""
-        if self.halves:
-            ends = dict.fromkeys((self.halves[0].segment, self.halves[-1].segment))
-            wheres = dict.fromkeys(half.where for half in self.alone)
-            return f"{self.op} {'..'.join(ends)} {'+'.join(wheres)}"
+        joined, for each op the first and the last place: `forward layers.0..layers.3 mb0+mb1`."""
+        parts = []
+        for op in dict.fromkeys(half.op for half in self.halves):
+            of_op = [half for half in self.alone if half.op == op]
+            ends = dict.fromkeys((of_op[0].segment, of_op[-1].segment))
+            parts.append(f"{op} {'..'.join(ends)} {'+'.join(dict.fromkeys(half.where for half in of_op))}")
+        if parts:
+            return " + ".join(parts)
         return " ".join(part for part in (self.op, self.segment, self.where) if part)
 
 

@@ -198,7 +198,7 @@ class ScheduleConfig:
         at_least=1,
     )
     paired: bool = key(
-        "take microbatches two at a time: messages inside layers (tp, cp, experts) of one travel while the other is computed",
+        "two microbatches at a time, of dual_pipe* a forward and a backward: messages inside layers of one hide behind the other",
         default=False,
     )
     num_chunks: int | None = key(

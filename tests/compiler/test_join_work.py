@@ -98,6 +98,26 @@ def test_pairs_have_the_bits_of_single_microbatches(mesh, strategy, make_model, 
         assert all(torch.equal(state.leaves[path], expected.leaves[path]) for path in expected.leaves)
 
 
+@pytest.mark.parametrize("name", ["dual_pipe", "dual_pipe_v"])
+@pytest.mark.parametrize(("mesh", "strategy"), [(Mesh(pp=2, tp=2), "tp_sp"), (Mesh(pp=2, fsdp=2, tp=2), "zero3_tp_sp")], ids=str)
+def test_forwards_run_beside_backwards_with_the_same_bits(name, mesh, strategy, make_model, make_state, batch):
+    """Of schedules that go both ways, the forward of one microbatch beside the backward of another, if they are paired."""
+    model = make_model(num_hidden_layers=4)
+    single, paired = (
+        compile_step(
+            model, OPTIMIZER, mesh, strategy, (8, 8), num_microbatches=4, hardware=SLOW, schedule=Schedule(name, paired=paired)
+        )
+        for paired in (False, True)
+    )
+    paired.verify()
+    words = [step.words for part in paired.parts for step in part.instructions]
+    assert any(text.startswith("forward layers.") and " + backward layers." in text for text in words)
+    assert predicted_times(paired, SLOW).makespan < predicted_times(single, SLOW).makespan
+    expected, _ = single.simulate(make_state(model), batch)
+    state, _ = paired.simulate(make_state(make_model(num_hidden_layers=4)), batch)
+    assert all(torch.equal(state.leaves[path], expected.leaves[path]) for path in expected.leaves)
+
+
 def test_a_pair_hides_messages(make_model):
     """Of TP with sequence parallelism, more than half of what is exposed if microbatches are taken one by one."""
     options = {"num_microbatches": 4, "hardware": BOX}

@@ -4,7 +4,7 @@ I gives the gradients of the stage's input, W those of its parameters. Each goes
 and in each segment through the slices, last first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mpar.compiler.build._actions import Actions
 from mpar.compiler.build._waiting import CarriedGradients, Saved, Waiting
@@ -18,22 +18,23 @@ WriteSegment = Callable[[Actions, int, int, Piece, list[int]], list[int]]
 the segment's x, then those of what past slices carried over."""
 
 
-def write_backward(actions: Actions, stage: int, microbatches: Sequence[int]) -> None:
-    """Write the backward of a stage as a whole, in each segment microbatch by microbatch."""
-    _go_back(actions, stage, microbatches, _write_segment)
+def write_backward(actions: Actions, stage: int, microbatches: Sequence[int]) -> Iterator[None]:
+    """Write the backward of a stage as a whole, in each segment microbatch by microbatch; pauses behind each segment."""
+    return _go_back(actions, stage, microbatches, _write_segment)
 
 
-def write_input_half(actions: Actions, stage: int, microbatches: Sequence[int]) -> None:
+def write_input_half(actions: Actions, stage: int, microbatches: Sequence[int]) -> Iterator[None]:
     """Write I: the half that gives the gradients of the stage's input."""
-    _go_back(actions, stage, microbatches, _write_input_half)
+    return _go_back(actions, stage, microbatches, _write_input_half)
 
 
-def write_weight_half(actions: Actions, stage: int, microbatches: Sequence[int]) -> None:
+def write_weight_half(actions: Actions, stage: int, microbatches: Sequence[int]) -> Iterator[None]:
     """Write W: the half that gives the gradients of the stage's parameters."""
     for segment in reversed(actions.segments_of(stage)):
         for microbatch in microbatches:
             _write_weight_half(actions, stage, segment, microbatch)
         actions.gathers.next_use()
+        yield
 
 
 def _write_weight_half(actions: Actions, stage: int, segment: int, microbatch: int) -> None:
@@ -57,7 +58,7 @@ def _write_weight_half(actions: Actions, stage: int, segment: int, microbatch: i
         del actions.edges.saved[stage, microbatch][segment, piece.slice]
 
 
-def _go_back(actions: Actions, stage: int, microbatches: Sequence[int], write: WriteSegment) -> None:
+def _go_back(actions: Actions, stage: int, microbatches: Sequence[int], write: WriteSegment) -> Iterator[None]:
     """Go through a stage, last segment first, and hand the gradients of its input to the stage before it.
 
     `write` writes the instruction for each slice of each segment.
@@ -68,6 +69,7 @@ def _go_back(actions: Actions, stage: int, microbatches: Sequence[int], write: W
         for microbatch in microbatches:
             dys[microbatch] = _go_back_segment(actions, stage, segment, microbatch, dys[microbatch], write)
         actions.gathers.next_use()
+        yield
     for microbatch in microbatches:
         actions.hand_back(stage, microbatch, dys[microbatch])
 

@@ -1,6 +1,6 @@
 """Forward: the instructions of a stage's forward with a microbatch, segment by segment and in each segment slice by slice."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mpar.compiler.build._actions import Actions
 from mpar.compiler.build._waiting import Saved, Waiting
@@ -10,8 +10,8 @@ from mpar.ir import Piece, SegmentResult
 __all__ = ["write_forward"]
 
 
-def write_forward(actions: Actions, stage: int, microbatches: Sequence[int]) -> None:
-    """Write the forward of a stage, in each segment microbatch by microbatch."""
+def write_forward(actions: Actions, stage: int, microbatches: Sequence[int]) -> Iterator[None]:
+    """Write the forward of a stage, in each segment microbatch by microbatch; pauses behind each segment."""
     edges = actions.edges
     for microbatch in microbatches:
         actions.contexts.of(Piece(microbatch, 0))
@@ -27,6 +27,7 @@ def write_forward(actions: Actions, stage: int, microbatches: Sequence[int]) -> 
                 xs[microbatch] = _write_segment(actions, stage, segment, microbatch, xs[microbatch])
         if len(joint) < len(microbatches):
             actions.gathers.next_use()
+            yield
     for microbatch in microbatches:
         edges.outputs[stage, microbatch] = xs[microbatch]
         if actions.position.runs(stage + 1, microbatch):

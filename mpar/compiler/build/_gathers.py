@@ -34,15 +34,15 @@ class Gathers:
     def _wanted(self) -> list[frozenset[str]]:
         """For each use, the units that stay gathered after it.
 
-        If the next use is of the same turn, these are the units of all groups from which the remaining uses of that turn
+        If the next use is of the same round, these are the units of all groups from which the remaining uses of that round
         read; otherwise they are those of the groups from which the next use reads.
         """
         out: list[frozenset[str]] = []
-        until_end: frozenset[str] = frozenset()  # the units that the next use and all later ones of its turn need
+        until_end: frozenset[str] = frozenset()  # the units that the next use and all later ones of its round need
         following: Use | None = None
         needed: frozenset[str] = frozenset()  # the units that the next use needs
         for use in reversed(self.uses):
-            same = following is not None and following.turn == use.turn
+            same = following is not None and following.round == use.round
             out.append(until_end if same else needed)
             needed = frozenset(unit.path for path in use.paths for unit in self.group_of[use.stage, path])
             until_end, following = (needed | until_end if same else needed), use

@@ -1,7 +1,8 @@
 """Join work: neighbouring instructions become one, in which the messages of each travel while the other computes.
 
-Two kinds of neighbours are joined where that is predicted to save time: the same work for both microbatches of a pair, and then
-up to four equal layers that follow one another, because a message at the end of an instruction has nothing to hide behind.
+Two kinds of neighbours are joined where that is predicted to save time: the work for both microbatches of a pair, which is the same
+or a forward and a backward, and then up to four equal layers that follow one another, because a message at the end of an instruction
+has nothing to hide behind.
 """
 
 import itertools
@@ -19,7 +20,7 @@ _LAST = 2  # instructions of a part stay alone
 
 
 def join_work(instructions: Sequence[Instruction], kinds: Kinds, target: Target, *, paired: bool) -> list[Instruction]:
-    """Join instructions that do the same for microbatches 2 k and 2 k + 1 if these are `paired`, then equal layers in a row.
+    """Join what is done for two microbatches at a time if they are `paired`, then equal layers in a row.
 
     before:  x1.0 = forward layers.0 mb0 (x0.0, w); x1.1 = forward layers.0 mb1 (x0.1, w)
     after:   x1.0, x1.1 = forward layers.0 mb0 + forward layers.0 mb1 (x0.0, w, x0.1)
@@ -31,13 +32,16 @@ def join_work(instructions: Sequence[Instruction], kinds: Kinds, target: Target,
     if target.hardware is None:
         return out
     if paired:
-        out = _join(out, kinds, target, _is_same_of_next_microbatch)
+        out = _join(out, kinds, target, _is_of_one_round)
     for _ in range(_DOUBLINGS):
         out = _join(out, kinds, target, _is_equal_layer, last_alone=_LAST)
     return out
 
 
-def _is_same_of_next_microbatch(first: Instruction, second: Instruction) -> bool:
+def _is_of_one_round(first: Instruction, second: Instruction) -> bool:
+    """Whether these are the same for both microbatches of a pair, or the forward and the backward of two microbatches."""
+    if first.op == "forward" and second.op == "backward":
+        return first.microbatch != second.microbatch
     same = (first.op, first.segment, first.slice) == (second.op, second.segment, second.slice)
     return same and first.microbatch % 2 == 0 and second.microbatch == first.microbatch + 1
 

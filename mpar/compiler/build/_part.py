@@ -1,5 +1,8 @@
 """Part: the instructions of the ranks at one position along pp. They are written action by action, then passes order them."""
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -48,7 +51,8 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> Part:
         if isinstance(item, Transfer):
             write_transfer(actions, item)
         else:
-            _write_turn(actions, item)
+            for _ in itertools.zip_longest(*(_written(actions, turn) for turn in item)):
+                pass  # a segment of each turn was written
     reported = write_metrics(writer, blueprint, actions.reported)
     metrics = write_losses(writer, blueprint, actions.reported, cotangent)
     metrics.append(writer.metric("weight", total))
@@ -100,22 +104,22 @@ def _with_reciprocal(weight: Tensor) -> tuple[Tensor, Tensor]:
     return weight, torch.where(weight == 0, 0.0, 1.0 / torch.where(weight == 0, 1.0, weight))
 
 
-def _write_turn(actions: Actions, turn: Turn) -> None:
-    """Write one turn of a stage. No stage waits for the input gradients of the first stage, so its I does nothing and its W does
-    all."""
+def _written(actions: Actions, turn: Turn) -> Iterator[None]:
+    """Write one turn of a stage, segment by segment. No stage waits for the input gradients of the first stage, so its I does
+    nothing and its W does all."""
     stage, kind, microbatches = turn
     is_first = actions.segments_of(stage).start == 0
     if kind == "F":
-        write_forward(actions, stage, microbatches)
+        yield from write_forward(actions, stage, microbatches)
     elif kind == "B" or (kind == "W" and is_first):
-        write_backward(actions, stage, microbatches)
+        yield from write_backward(actions, stage, microbatches)
     elif kind == "W":
-        write_weight_half(actions, stage, microbatches)
+        yield from write_weight_half(actions, stage, microbatches)
     elif is_first:
         for microbatch in microbatches:
             actions.hand_back(stage, microbatch, actions.edges.nothing())  # there may be stages without segments before it
     else:
-        write_input_half(actions, stage, microbatches)
+        yield from write_input_half(actions, stage, microbatches)
 
 
 def _write_update(

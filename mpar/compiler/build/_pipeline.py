@@ -13,7 +13,11 @@ from mpar.errors import ConfigError, ProgramError
 from mpar.schedules import Action, Transfer, actions, auto_actions, lower, num_stages, stage_ranges, timeline, verify
 from mpar.schedules import num_microbatches as count_microbatches
 
-__all__ = ["Pipeline", "make_pipeline"]
+__all__ = ["BOTH_WAYS", "Pipeline", "is_beside", "make_pipeline"]
+
+BOTH_WAYS = ("dual_pipe", "dual_pipe_v")
+"""Schedules in which a position does the forward of one microbatch and the backward of another in turn: if they are paired, these
+two run together."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,9 @@ def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -
             f"cannot train by schedule {options.schedule.name!r}: it has forwards only; compile_eval runs those"
         )
     entries = lower(table, stage_costs)
-    if options.schedule.paired:
+    if options.schedule.name in BOTH_WAYS:
+        entries = [_forwards_beside_backwards(items) if options.schedule.paired else items for items in entries]
+    elif options.schedule.paired:
         entries = [[both for item in items for both in _both(item)] for items in entries]
     verify(entries)
     table = [[item for item in row if isinstance(item, Action)] for row in entries]  # some I and W have become B
@@ -106,7 +112,7 @@ def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -
 def _num_turns(options: CompileOptions) -> int:
     """How often each stage has its turn: for each microbatch, or for each pair of them. Raises ConfigError for an odd number."""
     number = options.num_microbatches
-    if not options.schedule.paired:
+    if not options.schedule.paired or options.schedule.name in BOTH_WAYS:
         return number
     if number % 2:
         raise ConfigError(
@@ -122,6 +128,34 @@ def _both(item: Action | Transfer) -> list[Action | Transfer]:
     if isinstance(item, Action):
         return [item._replace(microbatch=m) for m in numbers]
     return [item._replace(microbatch=m, message=2 * item.message + i) for i, m in enumerate(numbers)]
+
+
+def is_beside(first: Action, second: Action) -> bool:
+    """Whether two actions in a row are a forward and a backward that can run together."""
+    return first.kind == "F" and second.kind == "B" and first.microbatch != second.microbatch
+
+
+def _forwards_beside_backwards(items: Sequence[Action | Transfer]) -> list[Action | Transfer]:
+    """What a position does, where each forward before a backward of another microbatch waits for what that backward needs.
+
+    Receipts between the two, and waits for them, go in front of the forward, and sends behind the backward.
+    """
+    received = {item.message for item in items if isinstance(item, Transfer) and item.op == "recv"}
+    out: list[Action | Transfer] = []
+    between: list[Transfer] = []
+    forward: Action | None = None
+    for item in items:
+        if isinstance(item, Transfer):
+            (out if forward is None else between).append(item)
+            continue
+        pairs = forward is not None and is_beside(forward, item)
+        early = [transfer for transfer in between if pairs and transfer.message in received]
+        late = [transfer for transfer in between if transfer not in early]
+        out += [*early, *([forward] if forward else []), *([] if pairs else late)]
+        between, forward = [], item if item.kind == "F" else None
+        if forward is None:
+            out += [item, *(late if pairs else [])]
+    return [*out, *([forward] if forward else []), *between]
 
 
 def _tables(request: _Request) -> list[list[list[Action]]]:

@@ -1,16 +1,21 @@
 """Position: what the ranks at one position along pp hold and do, before any instruction is written."""
 
 import functools
+import itertools
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from mpar.compiler.build._blueprint import Blueprint
+from mpar.compiler.build._pipeline import BOTH_WAYS, is_beside
 from mpar.compiler.build._units import Unit, group_units
 from mpar.compiler.segment import SegmentCode, split_segment
 from mpar.schedules import Action, Transfer
 
-__all__ = ["Position", "Turn", "Use"]
+__all__ = ["Position", "Turn", "Use", "in_turn"]
+
+T = TypeVar("T")
+"""What lists hold."""
 
 
 class Turn(NamedTuple):
@@ -21,11 +26,16 @@ class Turn(NamedTuple):
     microbatches: tuple[int, ...]
 
 
+def in_turn(lists: Sequence[Sequence[T]]) -> list[T]:
+    """The first of each list, then the second of each, and so on."""
+    return [item for items in itertools.zip_longest(*lists) for item in items if item is not None]
+
+
 @dataclass(frozen=True)
 class Use:
-    """One run of a segment: the number of its turn among those of the position, its stage, the paths of the units it reads."""
+    """One run of a segment: the number of its round among those of the position, its stage, the paths of the units it reads."""
 
-    turn: int
+    round: int
     stage: int
     paths: frozenset[str]
 
@@ -43,16 +53,26 @@ class Position:
         return self.blueprint.pipeline.table[self.number]
 
     @functools.cached_property
-    def entries(self) -> "list[Turn | Transfer]":
-        """The turns of this position, in order, with the transfers between stages among them."""
-        out: list[Turn | Transfer] = []
+    def entries(self) -> list[tuple[Turn, ...] | Transfer]:
+        """The rounds of this position, in order, with the transfers between stages among them. A round is a turn, or a forward
+        and a backward that run together."""
+        schedule = self.blueprint.options.schedule
+        both_ways = schedule.name in BOTH_WAYS
+        out: list[tuple[Turn, ...] | Transfer] = []
+        before: Action | None = None
         for item in self.blueprint.pipeline.entries[self.number]:
             if isinstance(item, Transfer):
                 out.append(item)
-            elif self.blueprint.options.schedule.paired and item.microbatch % 2:
-                out[-1] = Turn(item.stage, item.kind, (item.microbatch - 1, item.microbatch))
+                before = None
+                continue
+            turn = (Turn(item.stage, item.kind, (item.microbatch,)),)
+            if schedule.paired and both_ways and before is not None and is_beside(before, item):
+                out[-1] = (Turn(before.stage, before.kind, (before.microbatch,)), *turn)
+            elif schedule.paired and not both_ways and item.microbatch % 2:
+                out[-1] = (Turn(item.stage, item.kind, (item.microbatch - 1, item.microbatch)),)
             else:
-                out.append(Turn(item.stage, item.kind, (item.microbatch,)))
+                out.append(turn)
+            before = item
         return out
 
     @functools.cached_property
@@ -117,19 +137,20 @@ class Position:
 
     def uses(self) -> list[Use]:
         """Every run of a segment at this position, in order."""
+        rounds = (item for item in self.entries if not isinstance(item, Transfer))
+        return [use for number, turns in enumerate(rounds) for use in in_turn([self._uses(number, turn) for turn in turns])]
+
+    def _uses(self, number: int, turn: Turn) -> list[Use]:
+        """The runs of segments of one turn, which is one of those of round `number`."""
         uses = []
-        for number, turn in enumerate(item for item in self.entries if isinstance(item, Turn)):
-            segments = self.blueprint.pipeline.ranges[turn.stage]
-            for index in segments if turn.kind == "F" else reversed(segments):
-                read = [
-                    reads
-                    for m in turn.microbatches
-                    if (reads := self._parameters_read(index, Action(turn.stage, turn.kind, m), first=segments.start == 0))
-                    is not None
-                ]
-                if read:
-                    paths = self._paths_read(self.blueprint.segments[index].paths, set().union(*read))
-                    uses.append(Use(number, turn.stage, frozenset(paths)))
+        segments = self.blueprint.pipeline.ranges[turn.stage]
+        for index in segments if turn.kind == "F" else reversed(segments):
+            actions = [Action(turn.stage, turn.kind, m) for m in turn.microbatches]
+            reads = [self._parameters_read(index, action, first=segments.start == 0) for action in actions]
+            read = [some for some in reads if some is not None]
+            if read:
+                paths = self._paths_read(self.blueprint.segments[index].paths, set().union(*read))
+                uses.append(Use(number, turn.stage, frozenset(paths)))
         return uses
 
     def _parameters_read(self, segment: int, action: Action, *, first: bool) -> Set[int] | None:

@@ -18,7 +18,8 @@ class Schedule:
                 number of layers of each stage.
     options:    further options of the schedule, such as extra_warmup.
     table:      for each position along pp its actions, in place of a named schedule.
-    paired:     microbatches go through the stages two at a time; messages inside the segments of one hide behind the other.
+    paired:     microbatches go through the stages two at a time, in schedules that go both ways the forward of one beside the
+                backward of another; messages inside the segments of one hide behind the other.
     """
 
     name: str = "one_f_one_b"
