@@ -112,7 +112,7 @@ def test_forwards_run_beside_backwards_with_the_same_bits(name, mesh, strategy, 
     paired.verify()
     words = [step.words for part in paired.parts for step in part.instructions]
     assert any(text.startswith("forward layers.") and " + backward layers." in text for text in words)
-    assert predicted_times(paired, SLOW).makespan < predicted_times(single, SLOW).makespan
+    assert predicted_times(paired, SLOW).makespan <= predicted_times(single, SLOW).makespan
     expected, _ = single.simulate(make_state(model), batch)
     state, _ = paired.simulate(make_state(make_model(num_hidden_layers=4)), batch)
     assert all(torch.equal(state.leaves[path], expected.leaves[path]) for path in expected.leaves)

@@ -1,8 +1,8 @@
 """Join work: neighbouring instructions become one, in which the messages of each travel while the other computes.
 
-Two kinds of neighbours are joined where that is predicted to save time: the work for both microbatches of a pair, which is the same
-or a forward and a backward, and then up to four equal layers that follow one another, because a message at the end of an instruction
-has nothing to hide behind.
+Two kinds of neighbours are joined where that is predicted to save time: the work for both microbatches of a pair, which is the
+same or a forward and a backward, and then up to four equal layers that follow one another, because a message at the end of an
+instruction has nothing to hide behind.
 """
 
 import itertools
