@@ -28,6 +28,7 @@ def main() -> int:
                 raise LinkError("torch_async is FSDP2 with asynchronous gathers: give it meshes of fsdp, or leave it out")
             meshes = [name.replace("_sp", "+sp") for name in args.mesh]
             options = {"bucket_bytes": args.mpar_bucket_bytes, "prefetch_bytes": args.mpar_prefetch_bytes}
+            options |= {"paired": True} if args.mpar_paired else {}
             how = (args.rates, variants, args.bucket_mb, folder, Passes.of(args), options)
             todo = (measure_steps(args.config, mesh, *how) for mesh in meshes)
         for results in todo:
@@ -57,6 +58,7 @@ def _arguments() -> argparse.Namespace:
     steps.add_argument("--bucket-mb", type=float, default=1.0, help="of torch_bucket")
     steps.add_argument("--mpar-bucket-bytes", type=int, default=1 << 20)
     steps.add_argument("--mpar-prefetch-bytes", type=int, default=1 << 30)
+    steps.add_argument("--mpar-paired", action="store_true", help="two halves of a batch at a time, compiled for the first rate")
     Passes.add_options(steps, Passes(passes=5, launches=1, steps=3, warmup=2))
     for command in (wire, steps):
         command.add_argument("--out", type=Path, default=RESULTS / "slow_links.jsonl")

@@ -5,6 +5,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from bench._statistics import paired_ratio
 from bench._workload import MESHES, save_workload
 from bench.slow_links._links import UNLIMITED, Links, bits_per_s
 from bench.slow_links._ranks import run_ranks
+from mpar.compiler import Schedule
+from mpar.hardware import hardware
 
 __all__ = ["measure_steps", "measure_wire"]
 
@@ -63,7 +66,7 @@ def measure_steps(
     workload = peer(folder, "workload")
     measured: list[Any] = []
     with tempfile.TemporaryDirectory() as work, Links(MESHES[mesh][0].size, UNLIMITED) as links:
-        save_workload(Path(work), workload.CONFIGS[config], workload, mesh, **options)
+        save_workload(Path(work), workload.CONFIGS[config], workload, mesh, **compile_options(options, rates[0]))
         arguments = {"work": work, "peers": folder, "config": config, "mesh": mesh, "rates": ",".join(rates)}
         arguments |= {"variants": ",".join(variants), "bucket-mb": bucket_mb}
         counts = {"steps": passes.steps, "warmup": passes.warmup, "passes": passes.passes}
@@ -79,6 +82,16 @@ def measure_steps(
     facts["loss_spread"] = max(spreads)
     lines = [_line(measured, rate, name, variants, bucket_mb) for rate in rates for name in variants]
     return [Result.of({**facts, **line}, this_run()) for line in lines]
+
+
+def compile_options(options: Mapping[str, int], rate: str) -> dict[str, Any]:
+    """What `compile_step` is told: `paired` stands for two microbatches at a time, hidden on CPUs with links of this rate."""
+    told: dict[str, Any] = {key: value for key, value in options.items() if key != "paired"}
+    if options.get("paired"):
+        links = {"link_bytes_per_s": bits_per_s(rate) / 8, "link_latency_s": 2e-4, "ranks_per_node": 1 << 30}
+        told |= {"hardware": replace(hardware("cpu"), overlaps=True, **links)}
+        told |= {"schedule": Schedule(paired=True), "num_microbatches": 2}
+    return told
 
 
 def _line(measured: list[Any], rate: str, name: str, variants: Sequence[str], bucket_mb: float) -> dict[str, Json]:

@@ -106,13 +106,13 @@ class _Schedule:
     def __init__(self, graph: fx.Graph, seconds: Callable[[fx.Node], float], *, as_written: bool = False) -> None:
         self.order: list[fx.Node] = []
         self.now = 0.0
-        self._seconds, self._as_written = seconds, as_written
+        self._seconds = seconds
         self._links, self._num_waits = 0.0, 0
         nodes = [node for node in graph.nodes if node.op != "output"]
         self._place = {node: place for place, node in enumerate(nodes)}
         self._followers = _followers(nodes)
         self._missing = Counter(follower for followers in self._followers.values() for follower in followers)
-        self._until_post = {} if as_written else _until_post(nodes, self._followers, seconds)
+        self._until_post = None if as_written else _until_post(nodes, self._followers, seconds)
         self._steps: list[_Step] = []
         self._kept: list[_Step] = []
         self._under_way: list[tuple[float, int, fx.Node]] = []  # messages: (when it arrives, its place, the node)
@@ -134,9 +134,10 @@ class _Schedule:
 
     def _next(self) -> fx.Node | None:
         """The node that computation does now; None if it waits for a message."""
-        has_arrived = bool(self._under_way) and self._under_way[0][0] <= self.now
-        if has_arrived or (self._as_written and any(node.target not in collectives.POSTED for _, _, node in self._under_way)):
+        if self._under_way and self._under_way[0][0] <= self.now:
             return None
+        if self._until_post is None and any(node.target not in collectives.POSTED for _, _, node in self._under_way):
+            return None  # as it was written, it waits at once
         if self._kept and self._num_waits - self._kept[0].waits >= _MOST_WAITS:
             return heapq.heappop(self._kept).node
         steps = self._steps or self._kept
@@ -163,7 +164,7 @@ class _Schedule:
             self.order.append(node)
             heapq.heappush(self._under_way, (self._links, self._place[node], node))
             return
-        until_post = 0.0 if self._as_written or not self._seconds(node) else self._until_post[node]
+        until_post = 0.0 if self._until_post is None or not self._seconds(node) else self._until_post[node]
         step = _Step(until_post, self._place[node], node, self._num_waits)
         heapq.heappush(self._steps if until_post < math.inf else self._kept, step)
 
