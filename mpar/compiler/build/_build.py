@@ -43,24 +43,6 @@ def build(
 
     optimizer: None leaves out the norm and the update. Raises ShardingError, ShapeError or ConfigError, listing all offenders.
     """
-    program = _build(model, optimizer, mesh, strategy, batch_shape, options)
-    if options.hides_for is None:
-        return program
-    limit, needed = usable_bytes(options.hides_for), most_bytes(program)
-    if needed <= limit or needed > _HOPELESS * limit:
-        return program
-    as_written = _build(model, optimizer, mesh, strategy, batch_shape, replace(options, hides_inside=False))
-    return as_written if most_bytes(as_written) <= limit else program
-
-
-def _build(
-    model: Chain,
-    optimizer: Optimizer | None,
-    mesh: Mesh,
-    strategy: Strategy,
-    batch_shape: BatchShape,
-    options: CompileOptions,
-) -> ProgramData:
     batch = piece_values(model, batch_shape, options.num_microbatches, options.num_slices)
     placement = place(model, strategy, mesh, batch, options)
     check_names(options.recompute, (code.ranked.graph for slices in placement.segments.by_segment for code in slices))
@@ -86,7 +68,18 @@ def _build(
         num_slices=options.num_slices,
     )
     hide_communication(program, options.hardware, options.prefetch_bytes)
-    return program
+    if not _needs_too_much(program, options):
+        return program
+    as_written = build(model, optimizer, mesh, strategy, batch_shape, replace(options, hides_inside=False))
+    return program if most_bytes(as_written) > usable_bytes(options.profile) else as_written
+
+
+def _needs_too_much(program: ProgramData, options: CompileOptions) -> bool:
+    """Whether a program whose messages are hidden inside segments needs somewhat more memory than the device has."""
+    if options.hides_for is None:
+        return False
+    limit = usable_bytes(options.hides_for)
+    return limit < most_bytes(program) <= _HOPELESS * limit
 
 
 def _facts(blueprint: Blueprint, kinds: Kinds, mesh: Mesh) -> Facts:
