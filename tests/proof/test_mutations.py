@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mpar import Mesh, models
-from mpar.compiler import BUCKET_BYTES
+from mpar.compiler import BUCKET_BYTES, Schedule
 from mpar.compiler.build import _pipeline
 from mpar.compiler.build._writer import message_kind
 from mpar.errors import ProgramError
@@ -23,10 +23,10 @@ from mpar.schedules import lower
 from tests.proof.interpreter import Terms, Wrong, run
 
 QUEUES = ("direction", "pair", "single")
-NUM_MUTANTS = 2000
+NUM_MUTANTS = 2300
 
 # positions along pp, other axes, strategy, layers, tied, schedule, microbatches, the queues that messages are ordered for,
-# slices, the hardware for which gathers are early and frees late
+# slices, the hardware for which gathers are early, frees late, and instructions joined
 BASES = (
     (1, {}, "ddp", 2, True, "one_f_one_b", 3, "direction"),
     (2, {}, "ddp", 2, True, "one_f_one_b", 3, "direction"),
@@ -45,6 +45,8 @@ BASES = (
     (1, {"fsdp": 2}, "zero3", 3, False, "one_f_one_b", 2, "direction", 1, "h100_dgx"),
     (2, {"fsdp": 2}, "zero3", 4, True, "one_f_one_b", 2, "direction", 1, "h100_dgx"),
     (1, {"dp": 2}, "ddp", 3, False, "one_f_one_b", 1, "direction", 1, "h100_dgx"),
+    (1, {"tp": 2}, "tp_sp", 3, False, Schedule(paired=True), 4, "direction", 1, "h100_dgx"),
+    (2, {"fsdp": 2, "tp": 2}, "zero3_tp_sp", 4, True, Schedule("dual_pipe_v", paired=True), 4, "direction", 1, "h100_dgx"),
 )
 
 
