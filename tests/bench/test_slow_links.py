@@ -8,7 +8,7 @@ import time
 import pytest
 
 from bench.slow_links._links import LinkError, Links, bits_per_s
-from bench.slow_links._measured import _line
+from bench.slow_links._measured import _line, compile_options
 from bench.slow_links._ranks import run_ranks
 
 NEEDS = "network namespaces need root and iproute2"
@@ -31,6 +31,14 @@ def test_the_share_that_is_hidden():
     assert [line["overlap"][0] for line in lines] == [pytest.approx(0.2 / 0.3, abs=1e-3), 0.0]
     assert (lines[0]["step_ms"], lines[0]["compute_ms"], lines[0]["communication_ms"]) == (600.0, 300.0, 500.0)
     assert lines[1]["mpar_over_this_wall"][0] == 0.75
+
+
+def test_pairs_are_compiled_for_the_links():
+    """Two microbatches at a time, on hardware whose links have the rate; without pairs mpar is told no hardware."""
+    told = compile_options({"bucket_bytes": 7, "paired": True}, "200mbit")
+    assert (told["bucket_bytes"], told["num_microbatches"], told["schedule"].paired) == (7, 2, True)
+    assert told["hardware"].overlaps and told["hardware"].link_bytes_per_s == 25e6
+    assert compile_options({"bucket_bytes": 7}, "200mbit") == {"bucket_bytes": 7}
 
 
 @pytest.mark.gloo
