@@ -1,10 +1,11 @@
 """Picture: the predicted step as bars, with a lane for each position along pp, and the memory that its ranks hold."""
 
 import itertools
+from collections.abc import Mapping
 
 from mpar.forecast import StepTimes, memory_timeline, predicted_times
 from mpar.hardware import Hardware
-from mpar.ir import ProgramData
+from mpar.ir import Instruction, ProgramData
 from mpar.program._text import format_bytes, format_time
 from mpar.schedules import Bar, Picture
 
@@ -63,10 +64,16 @@ def _bars(program: ProgramData, position: int, times: StepTimes) -> list[Bar]:
         begin, end = times.start[position][line], times.end[position][line]
         stage = stage_of.get(instruction.segment)
         is_action = stage is not None and kind in "FBIW"
-        label = f"{stage}{kind}{instruction.microbatch}" if is_action else f"{instruction.op} {instruction.segment}".strip()
+        label = _label(instruction, stage_of) if is_action else f"{instruction.op} {instruction.segment}".strip()
         chunk = chunks.get(stage, 0) if stage is not None else 0
         out.append(Bar(position, begin, end, label, kind, instruction.queue, chunk))
     return out
+
+
+def _label(instruction: Instruction, stage_of: Mapping[str, int]) -> str:
+    """The actions that an instruction belongs to, as schedules write them: `2F1`, or `2F1+3B0` if it was joined."""
+    actions = (f"{stage_of[half.segment]}{_KINDS[half.op]}{half.microbatch}" for half in instruction.alone)
+    return "+".join(dict.fromkeys(actions))
 
 
 def _merged(bars: list[Bar]) -> list[Bar]:

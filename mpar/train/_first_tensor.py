@@ -40,7 +40,9 @@ def first_not_finite(
     position, line = order[number // _RESULTS]
     instruction = program.parts[position].instructions[line]
     where = f"line {line:04d}" + (f" at pp={position}" if len(program.parts) > 1 else "")
-    return f"{program.values[instruction.outputs[number % _RESULTS]].name}, a result of `{instruction.words}` ({where})"
+    value = instruction.outputs[number % _RESULTS]
+    maker = next(half for half in instruction.alone if value in half.outputs)
+    return f"{program.values[value].name}, a result of `{maker.words}` ({where})"
 
 
 def _least(agree: Callable[[list[float]], list[float]], numbers: Iterable[int]) -> int | None:
@@ -76,11 +78,12 @@ def _wrong_results(
 def _infinite_by_design(part: Part) -> set[int]:
     """Values that may hold infinities in a healthy step, such as masks: contexts, and what forwards keep for their backwards."""
     readers: dict[int, set[tuple[str, str]]] = {}
-    for instruction in part.instructions:
+    instructions = [half for instruction in part.instructions for half in instruction.alone]
+    for instruction in instructions:
         for value in instruction.inputs:
             readers.setdefault(value, set()).add((instruction.op, instruction.segment))
     kept = set()
-    for instruction in part.instructions:
+    for instruction in instructions:
         by_backward = {(op, instruction.segment) for op in (*_BACKWARD, "offload")}
         for value in instruction.outputs:
             if instruction.op == "context" or (instruction.op == "forward" and readers.get(value, set()) <= by_backward):

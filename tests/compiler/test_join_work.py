@@ -1,5 +1,6 @@
 """Join work: joined code computes what its parts do, a joined instruction is proved like its halves, and which are joined."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -116,6 +117,13 @@ def test_forwards_run_beside_backwards_with_the_same_bits(name, mesh, strategy, 
     expected, _ = single.simulate(make_state(model), batch)
     state, _ = paired.simulate(make_state(make_model(num_hidden_layers=4)), batch)
     assert all(torch.equal(state.leaves[path], expected.leaves[path]) for path in expected.leaves)
+
+
+def test_a_picture_names_both_actions(make_model):
+    """A bar of a forward beside a backward has the names of both."""
+    program = pair_program(make_model, Mesh(pp=2, tp=2), "tp_sp", "dual_pipe_v", SLOW)
+    labels = {bar.label for bar in program.picture(SLOW).bars}
+    assert any(re.fullmatch(r"\dF\d\+\dB\d", label) for label in labels), labels
 
 
 def test_a_pair_hides_messages(make_model):

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from mpar import Mesh, compile_step, tree
+from mpar.compiler import Schedule
 from mpar.errors import ProgramError
+from mpar.hardware import hardware
 from mpar.optim import SGD, AdamW
 from mpar.program import Limits, Program, RankRun, State
 from mpar.proof import verify
@@ -25,6 +27,8 @@ MESHES = {
     "zero1 tp": (Mesh(fsdp=2, tp=2), "zero1_tp", None),
     "pp zero3": (Mesh(pp=2, fsdp=2), "zero3", "one_f_one_b"),
     "dual": (Mesh(pp=2), "ddp", "dual_pipe"),
+    "paired": (Mesh(tp=2), "tp_sp", Schedule(paired=True)),
+    "dual paired": (Mesh(pp=2, tp=2), "tp_sp", Schedule("dual_pipe", paired=True)),
 }
 OPTIMIZERS = {
     "adamw": AdamW(lr=1e-2),
@@ -39,7 +43,8 @@ def compiled(make_model):
 
     def compile(mesh: str, optimizer: str = "adamw", model=None, dtype: torch.dtype = torch.float64, **options) -> Program:
         sizes, strategy, schedule = MESHES[mesh]
-        options = {"num_microbatches": 4, "schedule": schedule, **options}
+        links = replace(hardware("reference"), link_bytes_per_s=1e9, link_latency_s=1e-7, launch_s=1e-7)
+        options = {"num_microbatches": 4, "schedule": schedule, "hardware": links if "paired" in mesh else None, **options}
         return compile_step(model or make_model(dtype), OPTIMIZERS[optimizer], sizes, strategy, (8, 8), **options)
 
     return compile
@@ -90,7 +95,16 @@ def test_a_step_beyond_a_limit_leaves_the_state(compiled, make_model, batch, mes
 
 @pytest.mark.parametrize(
     ("mesh", "where"),
-    [("one", "forward"), ("zero3", "backward"), ("zero1 tp", "forward"), ("pp zero3", "backward"), ("dual", "forward")],
+    [
+        ("one", "forward"),
+        ("zero3", "backward"),
+        ("zero1 tp", "forward"),
+        ("pp zero3", "backward"),
+        ("dual", "forward"),
+        ("paired", "forward"),
+        ("paired", "backward"),
+        ("dual paired", "backward"),
+    ],
 )
 def test_a_poisoned_microbatch_is_skipped_and_named(compiled, make_model, batch, mesh, where):
     """A token of microbatch 2 makes a layer return infinities, or its gradients NaN: no tensor of the state changes on any rank,
@@ -100,6 +114,7 @@ def test_a_poisoned_microbatch_is_skipped_and_named(compiled, make_model, batch,
     tokens[tokens == BAD_TOKEN] = 0
     tokens[4, 3] = BAD_TOKEN
     whole, given = program.init_state(make_model().init(0)), batch | {"tokens": tokens}
+    assert any(step.halves for part in program.parts for step in part.instructions) is ("paired" in mesh)
     agree = agreement(program.mesh.size)
 
     def work(rank, comm):
