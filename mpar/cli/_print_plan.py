@@ -124,12 +124,13 @@ def _overview(setup: RunSetup, program: Program) -> str:
     prediction = program.predict()
     rows = batch * program.num_microbatches
     fallbacks = ", ".join(program.facts.fallbacks) or "none"
+    gathered = ", parameters gathered once a step" * (strategy.gather == "keep")
     return "\n".join(
         [
             f"model       {config.model.name}, {parameters / 1e6:,.2f} M parameters",
             f"mesh        {program.facts.mesh}, {program.mesh.size:,} ranks",
-            f"strategy    {config.strategy.name}, gradients reduced {_REDUCED[program.facts.reduce]}; {config.precision.name}; "
-            f"recompute {config.recompute.kind}",
+            f"strategy    {config.strategy.name}, gradients reduced {_REDUCED[program.facts.reduce]}{gathered}; "
+            f"{config.precision.name}; recompute {config.recompute.kind}",
             f"batch       {rows:,} sequence{'s' * (rows > 1)} of {length:,} positions in {program.num_microbatches} "
             f"microbatch{'es' * (program.num_microbatches > 1)}{_slices(program)}",
             *placement(model, strategy, program, config.plan.rank),

@@ -158,6 +158,9 @@ class StrategyConfig:
     reduce: Literal["each", "last"] | None = key(
         "when gradients are reduced: after each microbatch, or after the last; null: by the preset", default=None
     )
+    gather: Literal["drop", "keep"] | None = key(
+        "gathered parameters: drop them after a layer, and gather again for its backward, or keep them for the step", default=None
+    )
     context_parallel: Literal["auto", "ring", "all_gather", "all_to_all", "all_to_all+ring"] | None = key(
         "how the ranks of cp compute attention over the sequence that they share; auto: by predicted time", default=None
     )
@@ -188,7 +191,7 @@ class ScheduleConfig:
 
     name: str = key("one of the schedules listed above", default="one_f_one_b")
     num_microbatches: int | None = key(
-        "parts into which a batch is cut; null: 1 without a pipeline, else 2 * mesh.pp",
+        "parts into which a batch is cut; null: 1 without a pipeline, else 2 * mesh.pp; twice as many if `paired`",
         default=None,
         at_least=1,
     )

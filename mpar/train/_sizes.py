@@ -21,7 +21,8 @@ def batch_size(config: TrainConfig) -> int:
 
 
 def num_microbatches(config: TrainConfig) -> int:
-    """Microbatches of a step: as configured, or 1 without a pipeline and two for each position with one."""
+    """Microbatches of a step: as configured, or 1 without a pipeline and two for each position with one; if paired, as many
+    pairs."""
     if config.schedule.num_microbatches is not None:
         return config.schedule.num_microbatches
-    return 1 if config.mesh.pp == 1 else 2 * config.mesh.pp
+    return (1 if config.mesh.pp == 1 else 2 * config.mesh.pp) * (2 if config.schedule.paired else 1)

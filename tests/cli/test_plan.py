@@ -118,6 +118,7 @@ def test_diff(capsys, tmp_path):
     assert "did you mean mesh.pp?" in capsys.readouterr().err
 
 
+TWO_KINDS = (("all_gather", "gather"), ("reduce_scatter", "reduce"))
 MOE = ["model=tiny_qwen3_moe", "strategy=zero3", "mesh.tp=1", "lines=4", "data.seq_len=128"]
 
 
@@ -161,6 +162,27 @@ def test_equal_collectives_are_counted(capsys):
     """Three messages of a ring on four ranks are one word on the screen, and three in the file."""
     assert command_line.main(["plan", *MOE, "mesh.cp=4", "strategy.context_parallel=ring", "lines=99"]) == 0
     assert re.search(r"forward layers.0 mb0 .*3 x shift cp [\d.]+ KiB", capsys.readouterr().out)
+
+
+def test_what_is_done_once_a_step_is_told(capsys):
+    """Megatron's distributed optimizer: a gather and a reduction of each unit, though there are two microbatches."""
+    how = ["plan", "model=tiny_llama", "mesh.fsdp=2", "mesh.tp=1", "strategy=zero3", "schedule.bucket_bytes=0", "lines=0"]
+    how += ["schedule.num_microbatches=2", "data.batch_size=4"]
+    for more, gathers, reductions in ([], 20, 12), (["strategy.gather=keep", "strategy.reduce=last"], 6, 6):
+        assert command_line.main([*how, *more]) == 0
+        out = capsys.readouterr().out
+        assert ("after the last microbatch, parameters gathered once a step" in out) is bool(more)
+        counts = {kind: int(re.search(rf"{kind} +│ fsdp +│ 2 +│ {op} +│ (\d+)", out)[1]) for kind, op in TWO_KINDS}
+        assert counts == {"all_gather": gathers, "reduce_scatter": reductions}
+
+
+def test_pairs_of_microbatches(capsys):
+    """Joined instructions name both microbatches; the number of microbatches is even by itself, an odd one is refused."""
+    how = ["plan", "model=tiny_llama", "mesh.tp=2", "strategy=tp_sp", "hardware=h100_dgx", "schedule.paired=true", "lines=99"]
+    assert command_line.main([*how, "data.batch_size=4"]) == 0
+    assert re.search(r"forward layers\.0(\.\.layers\.\d)? mb0\+mb1", capsys.readouterr().out)
+    assert command_line.main([*how, "data.batch_size=6", "schedule.num_microbatches=3"]) == 2
+    assert "cannot take 3 microbatches two at a time" in capsys.readouterr().err
 
 
 def test_what_time_decided_is_told(capsys):
