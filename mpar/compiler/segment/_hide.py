@@ -54,15 +54,15 @@ def _is_message(node: fx.Node) -> bool:
 def _followers(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """For each node, those that come after it: its readers, and where one of both overwrites a storage, all that use it later."""
     followers = {node: [user for user in node.users if user.op != "output"] for node in nodes}
-    overwritten = {node: keys for node in nodes if (keys := _overwrites(node))}
+    overwritten = {place: keys for place, node in enumerate(nodes) if (keys := _overwrites(node))}
     if not overwritten:
         return followers
     used = [set().union(*map(_storages, (node, *node.all_input_nodes))) for node in nodes]
-    for place, node in enumerate(nodes):
-        for other, keys in zip(nodes[place + 1 :], used[place + 1 :], strict=True):
-            clash = overwritten.get(node, set()) & keys or overwritten.get(other, set()) & used[place]
-            if clash and other not in followers[node]:
-                followers[node].append(other)
+    for place, keys in overwritten.items():
+        for other in (other for other, own in enumerate(used) if other != place and keys & own):
+            first, second = nodes[min(place, other)], nodes[max(place, other)]
+            if second not in followers[first]:
+                followers[first].append(second)
     return followers
 
 
