@@ -1,7 +1,7 @@
 """The program as data. The compiler builds it, proofs and forecasts read it, ranks run it; this package imports none of them."""
 
 from mpar.ir._cost import collective_time, exposed_time, link, segment_time
-from mpar.ir._instruction import ALL_SLICES, Half, Instruction, Message, Piece
+from mpar.ir._instruction import ALL_SLICES, Instruction, Member, Message, Piece
 from mpar.ir._issue import HOME, HOST, START, Issue, plan_streams, plan_threads, queues_on_streams
 from mpar.ir._kind import CollectiveUse, KernelUse, Kind, OpUse, Stretch
 from mpar.ir._memory import SegmentMemory, sweep
@@ -18,12 +18,12 @@ __all__ = [
     "CollectiveUse",
     "Contribution",
     "Facts",
-    "Half",
     "Instruction",
     "Issue",
     "KernelUse",
     "Kind",
     "Leaf",
+    "Member",
     "Message",
     "OpUse",
     "Part",

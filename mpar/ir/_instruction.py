@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["ALL_SLICES", "Half", "Instruction", "Message", "Piece"]
+__all__ = ["ALL_SLICES", "Instruction", "Member", "Message", "Piece"]
 
 ALL_SLICES = -1
 """The number that stands in the place of a slice and means all slices of the microbatch."""
@@ -17,8 +17,8 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Half:
-    """One of two instructions that one line runs as one, with the fields that it would have alone."""
+class Member:
+    """One of the instructions that were joined into one, with the fields that it would have alone."""
 
     op: str
     inputs: tuple[int, ...]
@@ -40,7 +40,7 @@ class Instruction:
     queue:      where it runs. Instructions of one queue run in order, those of different queues may run at the same time.
     message:    of send, recv and wait: the number of the message, the same for the sender and the receiver.
     peer:       of send, recv and wait: the position along pp of the other side.
-    halves:     two instructions that this one does as one, so that messages inside it hide behind ops of the other; else none.
+    members:    instructions that this one does as one, so that messages inside one hide behind ops of others; else none.
 
     send and recv only post a message. Until the `wait` of the message, a sent value must not change and a received one may not
     be read.
@@ -57,19 +57,19 @@ class Instruction:
     message: int = -1
     peer: int = -1
     slice: int = -1
-    halves: tuple[Half, ...] = ()
+    members: tuple[Member, ...] = ()
 
     @property
     def alone(self) -> "tuple[Instruction, ...]":
-        """The instructions that this one does, all by its kind: its two halves, or itself."""
+        """The instructions that this one does, all by its kind: its members, or itself."""
         return tuple(
-            Instruction(half.op, self.kind, half.inputs, half.outputs, (), half.segment, half.microbatch, slice=half.slice)
-            for half in self.halves
+            Instruction(one.op, self.kind, one.inputs, one.outputs, (), one.segment, one.microbatch, slice=one.slice)
+            for one in self.members
         ) or (self,)
 
     @property
     def piece(self) -> Piece | None:
-        """The piece of the batch that the instruction works on, or its first half; None: the whole batch."""
+        """The piece of the batch that the instruction, or its first member, works on; None: the whole batch."""
         return None if self.microbatch < 0 else Piece(self.microbatch, max(self.slice, 0))
 
     @property
@@ -84,10 +84,10 @@ class Instruction:
         """The op, the place in the chain and the piece of the batch as text: `forward layers.3 mb0.2`; of instructions that were
         joined, for each op the first and the last place: `forward layers.0..layers.3 mb0+mb1`."""
         parts = []
-        for op in dict.fromkeys(half.op for half in self.halves):
-            of_op = [half for half in self.alone if half.op == op]
+        for op in dict.fromkeys(member.op for member in self.members):
+            of_op = [member for member in self.alone if member.op == op]
             ends = dict.fromkeys((of_op[0].segment, of_op[-1].segment))
-            parts.append(f"{op} {'..'.join(ends)} {'+'.join(dict.fromkeys(half.where for half in of_op))}")
+            parts.append(f"{op} {'..'.join(ends)} {'+'.join(dict.fromkeys(member.where for member in of_op))}")
         if parts:
             return " + ".join(parts)
         return " ".join(part for part in (self.op, self.segment, self.where) if part)

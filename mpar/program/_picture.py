@@ -72,7 +72,7 @@ def _bars(program: ProgramData, position: int, times: StepTimes) -> list[Bar]:
 
 def _label(instruction: Instruction, stage_of: Mapping[str, int]) -> str:
     """The actions that an instruction belongs to, as schedules write them: `2F1`, or `2F1+3B0` if it was joined."""
-    actions = (f"{stage_of[half.segment]}{_KINDS[half.op]}{half.microbatch}" for half in instruction.alone)
+    actions = (f"{stage_of[member.segment]}{_KINDS[member.op]}{member.microbatch}" for member in instruction.alone)
     return "+".join(dict.fromkeys(actions))
 
 

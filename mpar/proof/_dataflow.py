@@ -34,8 +34,8 @@ def check_dataflow(program: ProgramData) -> None:
     """
     flow = _Flow(program)
     for position, line, instruction in in_order(program):
-        halves = instruction.alone
-        why = next((why for half in halves if (why := flow.follow(position, half)) is not None), _halves_problem(instruction))
+        problems = (why for member in instruction.alone if (why := flow.follow(position, member)) is not None)
+        why = next(problems, _members_problem(instruction))
         if why is not None:
             fail(program, position, line, instruction, why)
     flow.end.check_once()
@@ -60,17 +60,17 @@ def in_order(program: ProgramData) -> Iterator[tuple[int, int, Instruction]]:
                 next_line[position], progress = next_line[position] + 1, True
 
 
-def _halves_problem(instruction: Instruction) -> str | None:
-    """What is wrong if an instruction does not read and make what its halves do, in their order; else None."""
-    if not instruction.halves:
+def _members_problem(instruction: Instruction) -> str | None:
+    """What is wrong if an instruction does not read and make what its members do, in their order; else None."""
+    if not instruction.members:
         return None
     read: dict[int, None] = {}
     made: list[int] = []
-    for half in instruction.halves:
-        read.update(dict.fromkeys(v for v in half.inputs if v not in made))
-        made += half.outputs
+    for member in instruction.members:
+        read.update(dict.fromkeys(v for v in member.inputs if v not in made))
+        made += member.outputs
     if (instruction.inputs, instruction.outputs) != (tuple(read), tuple(made)):
-        return "does not read and make what its halves do"
+        return "does not read and make what its members do"
     return None
 
 

@@ -41,7 +41,7 @@ def first_not_finite(
     instruction = program.parts[position].instructions[line]
     where = f"line {line:04d}" + (f" at pp={position}" if len(program.parts) > 1 else "")
     value = instruction.outputs[number % _RESULTS]
-    maker = next(half for half in instruction.alone if value in half.outputs)
+    maker = next(member for member in instruction.alone if value in member.outputs)
     return f"{program.values[value].name}, a result of `{maker.words}` ({where})"
 
 
@@ -78,7 +78,7 @@ def _wrong_results(
 def _infinite_by_design(part: Part) -> set[int]:
     """Values that may hold infinities in a healthy step, such as masks: contexts, and what forwards keep for their backwards."""
     readers: dict[int, set[tuple[str, str]]] = {}
-    instructions = [half for instruction in part.instructions for half in instruction.alone]
+    instructions = [member for instruction in part.instructions for member in instruction.alone]
     for instruction in instructions:
         for value in instruction.inputs:
             readers.setdefault(value, set()).add((instruction.op, instruction.segment))

@@ -1,4 +1,4 @@
-"""Join work: joined code computes what its parts do, a joined instruction is proved like its halves, and which are joined."""
+"""Join work: joined code computes what its parts do, a joined instruction is proved like its members, and which are joined."""
 
 import re
 from dataclasses import replace
@@ -94,7 +94,7 @@ def test_pairs_have_the_bits_of_single_microbatches(mesh, strategy, make_model, 
     for hardware in (BOX, replace(BOX, overlaps=False), None):
         paired = pair_program(make_model, mesh, strategy, hardware=hardware)
         paired.verify()
-        assert any(step.halves for step in paired.parts[0].instructions) == (hardware is BOX)
+        assert any(step.members for step in paired.parts[0].instructions) == (hardware is BOX)
         state, _ = paired.simulate(make_state(make_model(num_hidden_layers=4)), batch)
         assert all(torch.equal(state.leaves[path], expected.leaves[path]) for path in expected.leaves)
 
@@ -142,21 +142,21 @@ def test_layers_are_joined_in_fours_but_for_the_last(make_model):
     model, options = make_model(num_hidden_layers=8), {"schedule": Schedule(paired=True), "num_microbatches": 2}
     program = compile_step(model, OPTIMIZER, Mesh(tp=2), "tp_sp", (8, 8), hardware=SLOW, **options)
     steps = [step for step in program.parts[0].instructions if step.op in ("forward", "backward") and "layers" in step.segment]
-    layers = [(step.op, len({half.segment for half in step.alone})) for step in steps]
+    layers = [(step.op, len({member.segment for member in step.alone})) for step in steps]
     assert layers[:2] == [("forward", 4)] * 2
     assert layers[-1] == ("backward", 1) and ("backward", 4) in layers
     assert steps[0].words == "forward layers.0..layers.3 mb0+mb1"
 
 
 def test_a_wrong_joined_instruction_is_refused(make_model):
-    """Operands or results in another order than those of its halves; a half that reads what belongs to the other microbatch."""
+    """Operands in another order than those of its members; a member that reads what belongs to the other microbatch."""
     program = pair_program(make_model, Mesh(tp=2), "tp_sp")
     part = program.parts[0]
-    line, joined = next((line, step) for line, step in enumerate(part.instructions) if step.halves and step.op == "forward")
-    first, second, *others = joined.halves
+    line, joined = next((line, step) for line, step in enumerate(part.instructions) if step.members and step.op == "forward")
+    first, second, *others = joined.members
     swapped = replace(joined, inputs=joined.inputs[::-1])
-    crossed = replace(joined, halves=(first, replace(second, inputs=first.inputs), *others))
-    relabelled = replace(joined, halves=(replace(first, microbatch=1), replace(second, microbatch=0), *others))
+    crossed = replace(joined, members=(first, replace(second, inputs=first.inputs), *others))
+    relabelled = replace(joined, members=(replace(first, microbatch=1), replace(second, microbatch=0), *others))
     for wrong in (swapped, crossed, relabelled):
         part.instructions[line] = wrong
         with pytest.raises(ProgramError):

@@ -114,7 +114,7 @@ def test_a_poisoned_microbatch_is_skipped_and_named(compiled, make_model, batch,
     tokens[tokens == BAD_TOKEN] = 0
     tokens[4, 3] = BAD_TOKEN
     whole, given = program.init_state(make_model().init(0)), batch | {"tokens": tokens}
-    assert any(step.halves for part in program.parts for step in part.instructions) is ("paired" in mesh)
+    assert any(step.members for part in program.parts for step in part.instructions) is ("paired" in mesh)
     agree = agreement(program.mesh.size)
 
     def work(rank, comm):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from mpar.compiler.build._writer import Kinds
 from mpar.compiler.segment import Target
-from mpar.ir import Half, Instruction
+from mpar.ir import Instruction, Member
 
 __all__ = ["join_work"]
 
@@ -102,13 +102,13 @@ def _joined(first: Instruction, second: Instruction, kinds: Kinds, target: Targe
         segment=first.segment,
         microbatch=first.microbatch,
         slice=first.slice,
-        halves=_halves(first) + _halves(second),
+        members=_members(first) + _members(second),
     )
 
 
-def _halves(instruction: Instruction) -> tuple[Half, ...]:
-    return instruction.halves or (
-        Half(
+def _members(instruction: Instruction) -> tuple[Member, ...]:
+    return instruction.members or (
+        Member(
             instruction.op,
             instruction.inputs,
             instruction.outputs,
