@@ -12,7 +12,7 @@ from mpar.compiler.build._batch import microbatch_shape, piece_values
 from mpar.compiler.build._blueprint import Blueprint
 from mpar.compiler.build._functions import Functions
 from mpar.compiler.build._options import BatchShape, CompileOptions
-from mpar.compiler.build._order import hide_communication, most_bytes, usable_bytes
+from mpar.compiler.build._order import hide_communication, peak_bytes, usable_bytes
 from mpar.compiler.build._part import write_part
 from mpar.compiler.build._pipeline import make_pipeline
 from mpar.compiler.build._placement import place
@@ -71,7 +71,7 @@ def build(
     if not _needs_too_much(program, options):
         return program
     as_written = build(model, optimizer, mesh, strategy, batch_shape, replace(options, hides_inside=False))
-    return program if most_bytes(as_written) > usable_bytes(options.profile) else as_written
+    return program if peak_bytes(as_written) > usable_bytes(options.profile) else as_written
 
 
 def _needs_too_much(program: ProgramData, options: CompileOptions) -> bool:
@@ -79,7 +79,7 @@ def _needs_too_much(program: ProgramData, options: CompileOptions) -> bool:
     if options.hides_for is None:
         return False
     limit = usable_bytes(options.hides_for)
-    return limit < most_bytes(program) <= _HOPELESS * limit
+    return limit < peak_bytes(program) <= _HOPELESS * limit
 
 
 def _facts(blueprint: Blueprint, kinds: Kinds, mesh: Mesh) -> Facts:

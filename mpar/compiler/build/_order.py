@@ -19,7 +19,7 @@ from mpar.forecast import StepTimes, memory_timeline, predicted_times
 from mpar.hardware import Hardware
 from mpar.ir import HOME, Instruction, Part, ProgramData, Value, queues_on_streams
 
-__all__ = ["hide_communication", "hoist_gathers", "most_bytes", "usable_bytes"]
+__all__ = ["hide_communication", "hoist_gathers", "peak_bytes", "usable_bytes"]
 
 _USABLE = 0.9  # of a device's memory: the rest is for what frameworks and communication libraries hold, and for fragments
 
@@ -49,7 +49,7 @@ def hide_communication(program: ProgramData, hardware: Hardware | None, prefetch
             part.instructions = instructions
 
 
-def most_bytes(program: ProgramData) -> int:
+def peak_bytes(program: ProgramData) -> int:
     """The most bytes that any rank needs at any time."""
     return max(max(_levels(program, position)) for position in range(len(program.parts)))
 
