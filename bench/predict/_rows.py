@@ -78,8 +78,8 @@ class Row:
 
 
 def _distributed_optimizer(suffix: str) -> Strategy:
-    """ZeRO-3 that gathers parameters and reduces gradients once a step: both are whole while microbatches are computed."""
-    return replace(preset(f"zero3{suffix}"), gather="keep", reduce="last")
+    """ZeRO-1, but masters are sharded like the optimizer's state, and gathered once a step in the dtype of compute."""
+    return replace(preset(f"zero1{suffix}"), param_storage=preset(f"zero3{suffix}").param_storage, gather="keep")
 
 
 def read_rows(numbers: Sequence[str] = (), families: Sequence[str] = ()) -> list[Row]:
