@@ -16,6 +16,7 @@ from mpar.kernels import Kernels
 from mpar.optim import AdamW
 from mpar.program.compile import compile_step
 from mpar.runtime import load
+from mpar.schedules import Action
 from mpar.spec import P
 
 OPTIMIZER = AdamW(lr=1e-3)
@@ -168,6 +169,35 @@ def test_a_wrong_joined_instruction_is_refused(make_model):
 def test_an_odd_number_of_microbatches_has_no_pairs(make_model):
     with pytest.raises(ConfigError, match="cannot take 1 microbatches two at a time"):
         pair_program(make_model, Mesh(tp=2), "tp_sp", num_microbatches=1)
+
+
+def test_pairs_are_not_cut_into_slices(make_model):
+    with pytest.raises(ConfigError, match="whose rows are cut into 2 slices"):
+        pair_program(make_model, Mesh(tp=2), "tp_sp", num_slices=2)
+
+
+def test_a_table_counts_pairs(make_model):
+    """Two numbers for four microbatches; four are refused, and the message says why."""
+    rows = [[Action(0, kind, m) for m in range(2) for kind in "FB"]]
+    fits = Schedule("mine", table=rows, paired=True)
+    program = compile_step(make_model(), OPTIMIZER, Mesh(tp=2), "tp_sp", (8, 8), num_microbatches=4, schedule=fits, hardware=SLOW)
+    program.verify()
+    assert {action.microbatch for action in program.schedule[0]} == set(range(4))
+    with pytest.raises(ConfigError, match="does not fit the 1 pairs of microbatches that paired=True makes"):
+        compile_step(make_model(), OPTIMIZER, Mesh(tp=2), "tp_sp", (8, 8), num_microbatches=2, schedule=fits, hardware=SLOW)
+
+
+def test_a_cap_of_a_search_is_that_of_pairs(make_model):
+    """`auto` keeps to half the bytes, because each of its turns is of two microbatches: its order is that of half the cap."""
+    orders = []
+    for paired, number, cap in ((True, 8, 640_000), (False, 4, 320_000)):
+        schedule = Schedule("auto", num_chunks=1, options={"cap_bytes": cap}, paired=paired)
+        model, shape = make_model(num_hidden_layers=4), (2 * number, 8)
+        options = {"num_microbatches": number, "schedule": schedule, "hardware": BOX}
+        program = compile_step(model, OPTIMIZER, Mesh(pp=2), "ddp", shape, **options)
+        turns = [[(a.stage, a.kind, a.microbatch // (1 + paired)) for a in row] for row in program.schedule]
+        orders.append([list(dict.fromkeys(row)) for row in turns])
+    assert orders[0] == orders[1]
 
 
 @pytest.mark.parametrize(("mesh", "strategy"), MESHES[:2], ids=str)

@@ -26,7 +26,7 @@ from mpar.strategy import Strategy
 
 __all__ = ["build"]
 
-_HOPELESS = 1.25  # of the memory of a device: what needs more does not fit without hiding messages either
+_HOPELESS = 2  # times the memory of a device: what needs more hardly fits without hiding messages either
 
 
 def build(

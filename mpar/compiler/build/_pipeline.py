@@ -13,11 +13,7 @@ from mpar.errors import ConfigError, ProgramError
 from mpar.schedules import Action, Transfer, actions, auto_actions, lower, num_stages, stage_ranges, timeline, verify
 from mpar.schedules import num_microbatches as count_microbatches
 
-__all__ = ["BOTH_WAYS", "Pipeline", "is_beside", "make_pipeline"]
-
-BOTH_WAYS = ("dual_pipe", "dual_pipe_v")
-"""Schedules in which a position does the forward of one microbatch and the backward of another in turn: if they are paired, these
-two run together."""
+__all__ = ["Pipeline", "is_beside", "make_pipeline"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -
             f"cannot train by schedule {options.schedule.name!r}: it has forwards only; compile_eval runs those"
         )
     entries = lower(table, stage_costs)
-    if options.schedule.name in BOTH_WAYS:
+    if options.schedule.goes_both_ways:
         entries = [_forwards_beside_backwards(items) if options.schedule.paired else items for items in entries]
     elif options.schedule.paired:
         entries = [[both for item in items for both in _both(item)] for items in entries]
@@ -112,7 +108,12 @@ def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -
 def _num_turns(options: CompileOptions) -> int:
     """How often each stage has its turn: for each microbatch, or for each pair of them. Raises ConfigError for an odd number."""
     number = options.num_microbatches
-    if not options.schedule.paired or options.schedule.name in BOTH_WAYS:
+    if options.schedule.paired and options.num_slices > 1:
+        raise ConfigError(
+            f"cannot take microbatches two at a time whose rows are cut into {options.num_slices} slices.\n"
+            "Use num_slices=1 or paired=False (schedule.num_slices and schedule.paired in a configuration)."
+        )
+    if not options.schedule.paired or options.schedule.goes_both_ways:
         return number
     if number % 2:
         raise ConfigError(
@@ -184,7 +185,10 @@ def _table_as_given(schedule: Schedule, num_positions: int, num_microbatches: in
     if len(table) != num_positions:
         wrong.append(f"it has {len(table)} ranks, which does not fit mesh axis pp={num_positions}")
     if (count := count_microbatches(table)) != num_microbatches:
-        wrong.append(f"it has {count} microbatches, which does not fit num_microbatches={num_microbatches}")
+        wanted = f"num_microbatches={num_microbatches}"
+        if schedule.paired:
+            wanted = f"the {num_microbatches} pairs of microbatches that paired=True makes: each of its numbers is a pair"
+        wrong.append(f"it has {count} microbatches, which does not fit {wanted}")
     if schedule.num_chunks is not None or schedule.options:
         wrong.append("num_chunks and options cannot be given with it: they belong to schedules by name")
     if wrong:
@@ -204,6 +208,8 @@ def _auto_tables(request: _Request) -> list[list[list[Action]]]:
         raise ConfigError(
             f"schedule auto takes the options placement (loop or v) and cap_bytes; it was given {dict(schedule.options)}"
         )
+    if schedule.paired and cap_bytes is not None:  # costs are those of one microbatch
+        cap_bytes = cap_bytes // 2 if isinstance(cap_bytes, int) else [cap // 2 for cap in cap_bytes]
     numbers = (1, 2) if schedule.num_chunks is None else (schedule.num_chunks,)
     placements = [(n, p) for n in numbers for p in ("loop", "v") if (n > 1 or p == "loop") and wanted in (None, p)]
     tables, refused = [], [] if placements else [f"num_chunks={schedule.num_chunks} in placement v: a V needs two stages a rank"]

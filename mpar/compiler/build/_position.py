@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from mpar.compiler.build._blueprint import Blueprint
-from mpar.compiler.build._pipeline import BOTH_WAYS, is_beside
+from mpar.compiler.build._pipeline import is_beside
 from mpar.compiler.build._units import Unit, group_units
 from mpar.compiler.segment import SegmentCode, split_segment
 from mpar.schedules import Action, Transfer
@@ -57,7 +57,7 @@ class Position:
         """The rounds of this position, in order, with the transfers between stages among them. A round is a turn, or a forward
         and a backward that run together."""
         schedule = self.blueprint.options.schedule
-        both_ways = schedule.name in BOTH_WAYS
+        both_ways = schedule.goes_both_ways
         out: list[tuple[Turn, ...] | Transfer] = []
         before: Action | None = None
         for item in self.blueprint.pipeline.entries[self.number]:

@@ -28,3 +28,8 @@ class Schedule:
     options: Mapping[str, object] = field(default_factory=dict)
     table: Sequence[Sequence[Action]] | None = None
     paired: bool = False
+
+    @property
+    def goes_both_ways(self) -> bool:
+        """Whether a position does the forward of one microbatch and the backward of another in turn: pairs are then of these."""
+        return self.table is None and self.name in ("dual_pipe", "dual_pipe_v")

@@ -33,7 +33,8 @@ def aside_of(device: torch.device) -> Aside:
 
 
 class _Thread:
-    """A thread that waits for the network while the caller computes. It ends with the process."""
+    """A thread that waits for the network while the caller computes. It ends with the process. After an error it does nothing
+    more: messages have no names, and others would take those of a later work for those of the one that failed."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]]] = queue.SimpleQueue()
@@ -57,34 +58,43 @@ class _Thread:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)  # of this thread
+        failure: BaseException | None = None
         while True:
             end, job = self._jobs.get()
             try:
-                job()
+                if failure is None:
+                    job()
             except BaseException as error:
-                end.set_exception(error)
-            else:
+                failure = error
+            if failure is None:
                 end.set_result(None)
+            else:
+                end.set_exception(failure)
             del end, job  # and with them what they read
 
 
 class _Stream:
-    """A stream, on which memory of results is allocated too.
+    """For each stream of a caller one beside it, on which memory of results is allocated too.
 
-    Before each work the stream waits for all that the caller has issued. So memory that the caller gave back before is no longer
-    read when it is used again, and the caller keeps `sent` until it has waited.
+    Before each work it waits for all that the caller has issued on its own stream. So memory that the caller gave back before is
+    no longer read when it is used again, and the caller keeps `sent` until it has waited.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._beside: dict[int, torch.cuda.Stream] = {}
 
     @torch.compiler.disable
     def post(self, work: Work, sent: Sequence[Tensor]) -> Posted:
         """Issue `work` on the stream."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        caller = torch.cuda.current_stream(self._device)
+        if caller.cuda_stream not in self._beside:
+            self._beside[caller.cuda_stream] = torch.cuda.Stream(self._device)
+        beside = self._beside[caller.cuda_stream]
+        beside.wait_stream(caller)
+        with torch.cuda.stream(beside):
             results = work()
-        end: Any = self._stream.record_event()
+        end: Any = beside.record_event()
         return Posted(results, [Post(lambda: torch.cuda.current_stream(self._device).wait_event(end))], sent)
 
     def settle(self) -> None:
