@@ -41,7 +41,6 @@ class _Thread:
         self._last: Future[None] | None = None
         threading.Thread(target=self._run, name="posted collectives", daemon=True).start()
 
-    @torch.compiler.disable
     def post(self, work: Work, sent: Sequence[Tensor]) -> Posted:
         """Hand `work` to the thread."""
         results: list[Tensor] = []
@@ -84,7 +83,6 @@ class _Stream:
         self._device = device
         self._beside: dict[int, torch.cuda.Stream] = {}
 
-    @torch.compiler.disable
     def post(self, work: Work, sent: Sequence[Tensor]) -> Posted:
         """Issue `work` on the stream."""
         caller = torch.cuda.current_stream(self._device)
