@@ -45,7 +45,8 @@ def compile_step(
     prefetch_bytes: gathers that make at most this many bytes are issued one group early, to overlap with its computation; None:
                     those for which the device has memory, if `hardware` is given and runs both at the same time.
     hardware:       the profile by which stages are balanced, messages are placed and an `auto` schedule is found; None: that of
-                    a typical accelerator.
+                    a typical accelerator. If it is given and overlaps, communication is hidden by its times; see also
+                    `Schedule.paired`.
     kernels:        the chip for which kernels are chosen, and how; None: the best for the chip of `hardware`.
     Raises ShardingError, ShapeError or ConfigError, listing all problems.
     """

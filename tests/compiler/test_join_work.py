@@ -11,26 +11,16 @@ from mpar.compiler import Schedule
 from mpar.compiler.segment import RecomputePolicy, Target, compile_function, join_codes
 from mpar.errors import ConfigError, ProgramError
 from mpar.forecast import predicted_times
-from mpar.hardware import Hardware
 from mpar.kernels import Kernels
 from mpar.optim import AdamW
 from mpar.program.compile import compile_step
 from mpar.runtime import load
 from mpar.schedules import Action
 from mpar.spec import P
+from tests.compiler import box
 
 OPTIMIZER = AdamW(lr=1e-3)
-BOX = Hardware(
-    name="box",
-    flops_per_s={"float32": 1e9},
-    memory_bytes_per_s=1e9,
-    memory_bytes=2**30,
-    link_bytes_per_s=1e8,
-    link_latency_s=1e-7,
-    cross_bytes_per_s=1e8,
-    cross_latency_s=1e-7,
-    ranks_per_node=4,
-)
+BOX = replace(box.BOX, link_bytes_per_s=1e8, link_latency_s=1e-7, cross_latency_s=1e-7)
 SLOW = replace(BOX, link_bytes_per_s=4e7)
 TARGET = Target(Mesh(), {}, RecomputePolicy(), Kernels(), BOX)
 TABLE = torch.arange(4.0)

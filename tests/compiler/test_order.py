@@ -9,24 +9,12 @@ import torch
 from mpar import Mesh, Precision
 from mpar.compiler import Schedule, policy
 from mpar.forecast import predicted_times
-from mpar.hardware import Hardware
 from mpar.ir import HOME, plan_streams
 from mpar.optim import AdamW
 from mpar.program.compile import compile_step
+from tests.compiler.box import BOX
 
 OPTIMIZER = AdamW(lr=1e-3)
-BOX = Hardware(
-    name="box",
-    flops_per_s={"float32": 1e9},
-    memory_bytes_per_s=1e9,
-    memory_bytes=2**30,
-    link_bytes_per_s=2e8,
-    link_latency_s=1e-6,
-    cross_bytes_per_s=1e8,
-    cross_latency_s=1e-6,
-    ranks_per_node=4,
-    host_bytes_per_s=2e8,
-)
 MESHES = [
     (Mesh(dp=2), "ddp"),
     (Mesh(fsdp=2), "zero2"),

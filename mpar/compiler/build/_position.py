@@ -12,7 +12,7 @@ from mpar.compiler.build._units import Unit, group_units
 from mpar.compiler.segment import SegmentCode, split_segment
 from mpar.schedules import Action, Transfer
 
-__all__ = ["Position", "Turn", "Use", "in_turn"]
+__all__ = ["Position", "Turn", "Use"]
 
 T = TypeVar("T")
 """What lists hold."""
@@ -26,7 +26,7 @@ class Turn(NamedTuple):
     microbatches: tuple[int, ...]
 
 
-def in_turn(lists: Sequence[Sequence[T]]) -> list[T]:
+def _in_turn(lists: Sequence[Sequence[T]]) -> list[T]:
     """The first of each list, then the second of each, and so on."""
     return [item for items in itertools.zip_longest(*lists) for item in items if item is not None]
 
@@ -138,7 +138,7 @@ class Position:
     def uses(self) -> list[Use]:
         """Every run of a segment at this position, in order."""
         rounds = (item for item in self.entries if not isinstance(item, Transfer))
-        return [use for number, turns in enumerate(rounds) for use in in_turn([self._uses(number, turn) for turn in turns])]
+        return [use for number, turns in enumerate(rounds) for use in _in_turn([self._uses(number, turn) for turn in turns])]
 
     def _uses(self, number: int, turn: Turn) -> list[Use]:
         """The runs of segments of one turn, which is one of those of round `number`."""
