@@ -78,8 +78,8 @@ class Row:
 
 
 def _distributed_optimizer(suffix: str) -> Strategy:
-    """ZeRO-1, but masters are sharded like the optimizer's state, and gathered once a step in the dtype of compute."""
-    return replace(preset(f"zero1{suffix}"), param_storage=preset(f"zero3{suffix}").param_storage, gather="keep")
+    """Megatron's: parameters, gradients and moments are sharded as in ZeRO-3, but sent once a step."""
+    return replace(preset(f"zero3{suffix}"), gather="keep", reduce="last")
 
 
 def read_rows(numbers: Sequence[str] = (), families: Sequence[str] = ()) -> list[Row]:

@@ -8,21 +8,24 @@ __all__ = ["chunk_order", "groups_of", "interleaved"]
 
 
 def interleaved(
-    rank: int, *, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None
+    rank: int, *, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None, forwards_ahead: int = 0
 ) -> tuple[Action, ...]:
     """Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2.2); stage c * num_ranks + rank is chunk c.
 
     Microbatches go through the chunks in groups of about num_ranks, or of at most `group_size` (see `groups_of`). Keeps at most
     (num_chunks - 1) * group + 2 (num_ranks - 1 - rank) + 1 microbatches live, summed over its chunks. If num_ranks divides
     num_microbatches, the bubble is (num_ranks - 1) (F + B) of a chunk, 1 / num_chunks of that of 1F1B.
+    forwards_ahead: every rank does this many more forwards before its first backward, as for `one_f_one_b`.
     Rank 1 of 2, 2 chunks, with 4:
         1F0 1F1  3F0 3B0  3F1 3B1  1F2 1B0  1F3 1B1  3F2 3B2  3F3 3B3  1B2 1B3
     """
-    check_sizes("interleaved", rank, num_ranks, num_microbatches, num_chunks)
+    rules = {f"forwards_ahead is {forwards_ahead}, needs to be 0 or more": forwards_ahead >= 0}
+    check_sizes("interleaved", rank, num_ranks, num_microbatches, num_chunks, rules)
     groups = groups_of("interleaved", num_ranks, num_microbatches, group_size)
     forwards = chunk_order("F", rank, num_ranks, range(num_chunks), groups)
     backwards = chunk_order("B", rank, num_ranks, range(num_chunks - 1, -1, -1), groups)
-    return alternate(forwards, backwards, (num_chunks - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank))
+    warmup = (num_chunks - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank)
+    return alternate(forwards, backwards, warmup + forwards_ahead)
 
 
 def groups_of(name: str, num_ranks: int, num_microbatches: int, group_size: int | None = None) -> list[range]:

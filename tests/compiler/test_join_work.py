@@ -90,10 +90,10 @@ def test_pairs_have_the_bits_of_single_microbatches(mesh, strategy, make_model, 
         assert all(torch.equal(state.leaves[path], expected.leaves[path]) for path in expected.leaves)
 
 
-@pytest.mark.parametrize("name", ["dual_pipe", "dual_pipe_v"])
+@pytest.mark.parametrize("name", ["dual_pipe", "dual_pipe_v", "interleaved", "one_f_one_b"])
 @pytest.mark.parametrize(("mesh", "strategy"), [(Mesh(pp=2, tp=2), "tp_sp"), (Mesh(pp=2, fsdp=2, tp=2), "zero3_tp_sp")], ids=str)
 def test_forwards_run_beside_backwards_with_the_same_bits(name, mesh, strategy, make_model, make_state, batch):
-    """Of schedules that go both ways, the forward of one microbatch beside the backward of another, if they are paired."""
+    """In schedules of forwards and backwards in turn, the forward of one microbatch beside the backward of another, if paired."""
     model = make_model(num_hidden_layers=4)
     single, paired = (
         compile_step(
@@ -104,7 +104,8 @@ def test_forwards_run_beside_backwards_with_the_same_bits(name, mesh, strategy, 
     paired.verify()
     words = [step.words for part in paired.parts for step in part.instructions]
     assert any(text.startswith("forward layers.") and " + backward layers." in text for text in words)
-    assert predicted_times(paired, SLOW).makespan <= predicted_times(single, SLOW).makespan
+    if name != "one_f_one_b":  # of which four microbatches make one pair
+        assert predicted_times(paired, SLOW).makespan <= predicted_times(single, SLOW).makespan
     expected, _ = single.simulate(make_state(model), batch)
     state, _ = paired.simulate(make_state(make_model(num_hidden_layers=4)), batch)
     assert all(torch.equal(state.leaves[path], expected.leaves[path]) for path in expected.leaves)
@@ -154,6 +155,33 @@ def test_a_wrong_joined_instruction_is_refused(make_model):
             program.verify()
     part.instructions[line] = joined
     program.verify()
+
+
+def test_in_1f1b_every_steady_forward_has_a_backward_of_another_microbatch(make_model):
+    """Whatever the number of microbatches, odd too: on each position all forwards but those of the warmup are in pairs."""
+    for name, chunks in (("one_f_one_b", 1), ("interleaved", 2)):
+        single, program = (
+            compile_step(
+                make_model(num_hidden_layers=4),
+                OPTIMIZER,
+                Mesh(pp=2, tp=2),
+                "tp_sp",
+                (9, 8),
+                num_microbatches=9,
+                hardware=SLOW,
+                schedule=Schedule(name, paired=paired),
+            )
+            for paired in (False, True)
+        )
+        program.verify()
+        assert predicted_times(program, SLOW).makespan < predicted_times(single, SLOW).makespan
+        for position, row in enumerate(program.schedule):
+            warmup = 2 * (1 - position) + 1 + 3 * (chunks - 1)  # nine go through a chunk in groups of 3, 2, 2 and 2
+            kinds = "".join(action.kind for action in row)
+            steady = 9 * chunks - warmup
+            assert kinds == "F" * warmup + "FB" * steady + "B" * warmup
+            turns = row[warmup : warmup + 2 * steady]
+            assert all(f.microbatch != b.microbatch for f, b in zip(turns[::2], turns[1::2], strict=True))
 
 
 def test_an_odd_number_of_microbatches_has_no_pairs(make_model):

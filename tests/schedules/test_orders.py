@@ -142,6 +142,8 @@ def test_orders_are_valid(name):
     [
         ("one_f_one_b", {"extra_warmup": 1}),
         ("one_f_one_b", {"extra_warmup": 2}),
+        ("one_f_one_b", {"extra_warmup": 1, "forwards_ahead": 1}),
+        ("interleaved", {"forwards_ahead": 1}),
         ("looped_bfs", {"order": "torch"}),
         ("forward_only", {"placement": "v"}),
     ],
@@ -247,6 +249,8 @@ def test_examples_in_docstrings():
         ("interleaved", {"group_size": 3}, "group_size is 3, needs to be 4 or more"),
         ("zb1p", {"group_size": 0}, "group_size is 0, needs to be 4 or more"),
         ("one_f_one_b", {"extra_warmup": -1}, "extra_warmup is -1, needs to be 0 or more"),
+        ("one_f_one_b", {"forwards_ahead": -1}, "forwards_ahead is -1, needs to be 0 or more"),
+        ("interleaved", {"forwards_ahead": -1}, "forwards_ahead is -1, needs to be 0 or more"),
         ("looped_bfs", {"order": "down"}, "order is 'down', needs to be 'ascending' or 'torch'"),
         ("forward_only", {"placement": "v", "num_chunks": 3}, "placement='v' has 2 chunks, not 3"),
         ("forward_only", {"placement": "w", "num_chunks": 2}, "placement is 'w', needs to be 'loop' or 'v'"),

@@ -65,7 +65,7 @@ def _join(
         if not out[line] or not fits(first, second):
             continue
         moved = _gathers_read(second, [instructions[i] for i in between])
-        joined = None if moved is None else _joined(first, second, kinds, target)
+        joined = None if moved is None or (last_alone and moved) else _joined(first, second, kinds, target)
         if moved is not None and joined is not None:
             out[line], out[other] = [*(instructions[line + 1 + i] for i in moved), joined], []
             out |= {line + 1 + i: [] for i in moved}

@@ -76,8 +76,10 @@ def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -
     names = [segment.name for segment in model.segments]
     costs = StageCosts(placement.segments.by_segment, placement.mesh, options.profile)
     num_positions = placement.mesh.axis_size("pp")
-    num_turns = _num_turns(options)
-    request = _Request(options.schedule, num_positions, num_turns, names, costs)
+    schedule = options.schedule.for_positions(num_positions)
+    both_ways = schedule.pairs_both_ways(num_positions)
+    num_turns = _num_turns(options, both_ways=both_ways)
+    request = _Request(schedule, num_positions, num_turns, names, costs)
     candidates, refused = [], []
     for table in _tables(request):
         ranges = request.ranges(num_stages(table))
@@ -96,16 +98,16 @@ def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -
             f"cannot train by schedule {options.schedule.name!r}: it has forwards only; compile_eval runs those"
         )
     entries = lower(table, stage_costs)
-    if options.schedule.goes_both_ways:
-        entries = [_forwards_beside_backwards(items) if options.schedule.paired else items for items in entries]
-    elif options.schedule.paired:
+    if both_ways:
+        entries = [_forwards_beside_backwards(items) for items in entries]
+    elif schedule.paired:
         entries = [[both for item in items for both in _both(item)] for items in entries]
     verify(entries)
     table = [[item for item in row if isinstance(item, Action)] for row in entries]  # some I and W have become B
     return Pipeline(ranges, table, entries)
 
 
-def _num_turns(options: CompileOptions) -> int:
+def _num_turns(options: CompileOptions, *, both_ways: bool) -> int:
     """How often each stage has its turn: for each microbatch, or for each pair of them. Raises ConfigError for an odd number."""
     number = options.num_microbatches
     if options.schedule.paired and options.num_slices > 1:
@@ -113,7 +115,7 @@ def _num_turns(options: CompileOptions) -> int:
             f"cannot take microbatches two at a time whose rows are cut into {options.num_slices} slices.\n"
             "Use num_slices=1 or paired=False (schedule.num_slices and schedule.paired in a configuration)."
         )
-    if not options.schedule.paired or options.schedule.goes_both_ways:
+    if not options.schedule.paired or both_ways:
         return number
     if number % 2:
         raise ConfigError(

@@ -57,7 +57,7 @@ class Position:
         """The rounds of this position, in order, with the transfers between stages among them. A round is a turn, or a forward
         and a backward that run together."""
         schedule = self.blueprint.options.schedule
-        both_ways = schedule.goes_both_ways
+        both_ways = schedule.pairs_both_ways(self.blueprint.placement.mesh.axis_size("pp"))
         out: list[tuple[Turn, ...] | Transfer] = []
         before: Action | None = None
         for item in self.blueprint.pipeline.entries[self.number]:
@@ -66,7 +66,7 @@ class Position:
                 before = None
                 continue
             turn = (Turn(item.stage, item.kind, (item.microbatch,)),)
-            if schedule.paired and both_ways and before is not None and is_beside(before, item):
+            if both_ways and before is not None and is_beside(before, item):
                 out[-1] = (Turn(before.stage, before.kind, (before.microbatch,)), *turn)
             elif schedule.paired and not both_ways and item.microbatch % 2:
                 out[-1] = (Turn(item.stage, item.kind, (item.microbatch - 1, item.microbatch)),)

@@ -1,11 +1,19 @@
 """Schedule: what a caller may ask of a pipeline: the order in which microbatches pass its stages, and the segments of a stage."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mpar.schedules import Action
 
 __all__ = ["Schedule"]
+
+_BOTH_WAYS: dict[str, dict[str, object]] = {
+    "dual_pipe": {},
+    "dual_pipe_v": {},
+    "interleaved": {"forwards_ahead": 1},
+    "one_f_one_b": {"extra_warmup": 1, "forwards_ahead": 1},
+}
+"""Schedules in which a position does forwards and backwards in turn, and their options for which these are of two microbatches."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +26,9 @@ class Schedule:
                 number of layers of each stage.
     options:    further options of the schedule, such as extra_warmup.
     table:      for each position along pp its actions, in place of a named schedule.
-    paired:     microbatches go through the stages two at a time, in schedules that go both ways the forward of one beside the
-                backward of another; messages inside the segments of one hide behind the other.
+    paired:     in a pipeline, 1F1B, interleaved or not, dual_pipe and dual_pipe_v do the forward of one microbatch beside the
+                backward of another; elsewhere microbatches go through the stages two at a time. Messages inside the segments of
+                one hide behind the other.
     """
 
     name: str = "one_f_one_b"
@@ -29,7 +38,10 @@ class Schedule:
     table: Sequence[Sequence[Action]] | None = None
     paired: bool = False
 
-    @property
-    def goes_both_ways(self) -> bool:
-        """Whether a position does the forward of one microbatch and the backward of another in turn: pairs are then of these."""
-        return self.table is None and self.name in ("dual_pipe", "dual_pipe_v")
+    def pairs_both_ways(self, num_positions: int) -> bool:
+        """Whether pairs are a forward and a backward, of two microbatches, at so many positions along pp."""
+        return self.paired and self.table is None and self.name in _BOTH_WAYS and (num_positions > 1 or self.name != "one_f_one_b")
+
+    def for_positions(self, num_positions: int) -> "Schedule":
+        """The same with the options that pairs need at so many positions along pp, unless they are given."""
+        return replace(self, options=_BOTH_WAYS[self.name] | self.options) if self.pairs_both_ways(num_positions) else self

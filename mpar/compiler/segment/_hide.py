@@ -205,6 +205,7 @@ def _post(graph: fx.Graph, node: fx.Node, output: fx.Node) -> None:
         result = waited if isinstance(operand, (list, tuple)) else graph.call_function(operator.getitem, (waited, 0))
     waited.meta = dict(node.meta) | {"val": node.meta["val"] if result is waited else (node.meta["val"],)}
     result.meta = dict(node.meta)
+    node.meta["val"] = waited.meta["val"]
     for user in users:
         user.replace_input_with(node, result)
     node.kwargs = {**node.kwargs, "posted": True}
