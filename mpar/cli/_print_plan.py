@@ -137,7 +137,7 @@ def _overview(setup: RunSetup, program: Program) -> str:
             f"program     {len(program.instructions):,} instructions of {len(program.kinds)} kinds, verified; "
             f"{sum(kind.num_nodes for kind in program.kinds.values()):,} graph nodes; replicated fallbacks: {fallbacks}",
             f"a rank      {format_bytes(prediction.state_bytes)} of state, peak {format_bytes(prediction.peak_bytes)}, "
-            f"{_on_host(prediction)}"
+            f"{_reserved(prediction, hardware)}{_on_host(prediction)}"
             f"workspace of one op up to {format_bytes(prediction.workspace_bytes)}{_at_most(prediction)}",
             *_pipeline(program, hardware),
             *(f"warning     {line}" for line in slow_axes(strategy, program.facts.mesh, model, hardware)),
@@ -150,6 +150,12 @@ def _slices(program: Program) -> str:
     """How many slices a microbatch is cut into, if it is cut."""
     number, length = program.num_slices, program.facts.batch["tokens"][1]
     return f", {number} slices{' each,' * (program.num_microbatches > 1)} of {length // number:,} positions" if number > 1 else ""
+
+
+def _reserved(prediction: Prediction, hardware: Hardware) -> str:
+    """The bytes that a rank reserves where every queue has memory of its own."""
+    reserved = hardware.overlaps and prediction.reserved_bytes > prediction.peak_bytes
+    return f"{format_bytes(prediction.reserved_bytes)} with what each stream keeps, " if reserved else ""
 
 
 def _on_host(prediction: Prediction) -> str:

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import asdict, dataclass
 
 from mpar.forecast._durations import instruction_durations, message_durations
-from mpar.forecast._memory import host_bytes, memory_timeline, timeline
+from mpar.forecast._memory import host_bytes, memory_timeline, pools, timeline
 from mpar.forecast._times import StepTimes, step_times
 from mpar.hardware import Hardware
 from mpar.ir import ProgramData, collective_time, exposed_time
@@ -19,6 +19,7 @@ class Prediction:
     peak_bytes:          the peak, exact except for the workspace inside ops. workspace_bytes: the largest workspace of an op.
     need_bytes:          the peak with the workspace of every op included while it runs.
     bytes_if_rows_meet:  the same if a router sends all rows to one rank, which needs more only if rows travel between ranks.
+    reserved_bytes:      on a GPU, where a stream keeps what it has freed: the peaks of all streams, without workspaces.
     host_bytes:          the most that is in the memory of the host at one time. state_bytes: what is held between steps.
     flops:               FLOPs that are executed, recomputation included.
     communication_bytes: what a rank contributes to collectives and sends to other stages.
@@ -34,6 +35,7 @@ class Prediction:
     workspace_bytes: int
     need_bytes: int
     bytes_if_rows_meet: int
+    reserved_bytes: int
     host_bytes: int
     flops: int
     communication_bytes: int
@@ -92,6 +94,7 @@ def _predict_part(program: ProgramData, position: int) -> Prediction:
         max((kind.workspace for kind in kinds), default=0),
         max((peak for peak, _ in timeline(program, part, workspace=True)), default=0),
         max((peak for peak, _ in timeline(program, part, workspace=True, all_rows=True)), default=0),
+        sum(pools(program, part).values()),
         host_bytes(program, part),
         sum(kind.flops for kind in kinds),
         sum(use.bytes for use in uses) + sum(sent),
@@ -106,6 +109,7 @@ _COUNTS = (
     "workspace_bytes",
     "need_bytes",
     "bytes_if_rows_meet",
+    "reserved_bytes",
     "host_bytes",
     "flops",
     "communication_bytes",

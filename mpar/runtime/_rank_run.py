@@ -61,9 +61,9 @@ class RankRun:
             (
                 call,
                 instruction.inputs,
-                tuple(v for v in instruction.frees if v not in instruction.outputs),
+                tuple(v for v in instruction.frees if v in instruction.inputs),
                 instruction.outputs,
-                tuple(v for v in instruction.frees if v in instruction.outputs),
+                tuple(v for v in instruction.frees if v not in instruction.inputs),  # others may still read it, see `plan_streams`
                 instruction,
             )
             for call, instruction in zip(calls, part.instructions, strict=True)
@@ -124,9 +124,9 @@ class RankRun:
 
         run = copy.copy(self)
         run._steps = []
-        for line, (function, inputs, frees, outputs, unread, instruction) in enumerate(self._steps):
+        for line, (function, inputs, frees, outputs, later, instruction) in enumerate(self._steps):
             call = looked(function, line) if instruction.queue == "compute" else function
-            run._steps.append((call, inputs, frees, outputs, unread, instruction))
+            run._steps.append((call, inputs, frees, outputs, later, instruction))
         return run
 
     def begin(self, state: State, batch: Mapping[str, Tensor], limits: Limits) -> tuple[float, float | Tensor, float, float]:
@@ -162,14 +162,14 @@ class RankRun:
 
     def _execute(self, env: dict[int, Tensor]) -> None:
         comm, progress = self.comm, self.progress
-        for line, (function, inputs, frees, outputs, unread, instruction) in enumerate(self._steps):
+        for line, (function, inputs, frees, outputs, later, instruction) in enumerate(self._steps):
             if progress is not None:
                 progress(line, instruction)
             args = [env[value] for value in inputs]
             for value in frees:
                 del env[value]  # only `args` holds it now, out of which the code takes it
             env.update(zip(outputs, function(args, comm), strict=True))  # a loop variable would keep the last result alive
-            for value in unread:
+            for value in later:
                 del env[value]
 
     def _rows(self, leaf: Leaf, batch: Mapping[str, Tensor]) -> Tensor:

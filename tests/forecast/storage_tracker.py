@@ -1,5 +1,6 @@
 """An independent count of memory: every storage that torch ops make, held by weak references, looked at after each op."""
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -49,6 +50,33 @@ class StorageTracker(TorchDispatchMode):
     def live(self) -> int:
         """Bytes of live storages."""
         return sum(nbytes for reference, nbytes in self.seen.values() if not reference.expired())
+
+
+class PoolTracker(StorageTracker):
+    """Counts the bytes of each queue's storages: a storage belongs to the queue of the instruction in which it is first seen.
+
+    queues: for each line its queue. peaks: the most bytes of each queue's storages after any op.
+    """
+
+    def __init__(self, queues: list[str]) -> None:
+        super().__init__()
+        self.queues, self.queue = queues, queues[0]
+        self.home: dict[int, tuple[StorageWeakRef, str]] = {}
+        self.peaks: Counter[str] = Counter()
+
+    def follow(self, line: int, step: Any) -> None:
+        """An instruction of a program begins."""
+        self.queue = self.queues[line]
+
+    def add(self, values: Any) -> None:
+        """Notice tensors, then count what is alive in each pool."""
+        super().add(values)
+        live: Counter[str] = Counter()
+        for key, (reference, nbytes) in self.seen.items():
+            if key not in self.home or self.home[key][0] is not reference:
+                self.home[key] = (reference, self.queue)
+            live[self.home[key][1]] += nbytes
+        self.peaks |= live
 
 
 class TrackedComm:

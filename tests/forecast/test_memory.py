@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from mpar.compiler import RecomputePolicy
+from mpar.forecast._memory import pools
+from mpar.ir import queues_on_streams
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES
 from mpar.optim import AdamW
@@ -11,7 +13,8 @@ from mpar.program import RankRun, State, batch_rows
 from mpar.program.compile import compile_step
 from mpar.runtime.comm._lockstep import run_ranks
 from mpar.shards import shard
-from tests.forecast.storage_tracker import StorageTracker, TrackedComm
+from tests.compiler.box import BOX
+from tests.forecast.storage_tracker import PoolTracker, StorageTracker, TrackedComm
 
 OPS = {name: primitive.op for name, primitive in PRIMITIVES.items()}  # through the dispatcher: one op each to the tracker
 STRATEGIES = [
@@ -30,18 +33,18 @@ POLICIES = [
 ]
 
 
-def measured_peaks(program, state, batch):
-    """The most bytes alive on each simulated rank during one step."""
+def trackers(program, state, batch, make=StorageTracker):
+    """What watched the storages of each simulated rank during one step."""
 
     def work(rank, comm):
-        tracker = StorageTracker()
+        tracker = make()
         local = {leaf.path: shard(state.leaves[leaf.path], leaf.spec, program.mesh, rank) for leaf in program.state_in}
         rows = batch_rows(program, batch, rank)
-        run = RankRun(program, TrackedComm(comm, tracker), primitives=OPS)
+        run = RankRun(program, TrackedComm(comm, tracker), primitives=OPS, progress=tracker.follow)
         tracker.add([*local.values(), *rows.values(), *(c for k in program.kinds.values() for c in k.constants.values())])
         with tracker:
             run(State(local, state.step), rows)
-        return tracker.peak
+        return tracker
 
     return run_ranks(program.mesh, work)
 
@@ -53,7 +56,20 @@ def test_peak_is_exact(mesh, strategy, policy, make_model, make_state, batch):
     model, optimizer = make_model(torch.float32), AdamW(lr=1e-3)
     program = compile_step(model, optimizer, mesh, strategy, (8, 8), num_microbatches=2, recompute=policy)
     state = make_state(model, optimizer)
-    assert measured_peaks(program, state, batch) == [program.predict().peak_bytes] * mesh.size
+    assert [tracker.peak for tracker in trackers(program, state, batch)] == [program.predict().peak_bytes] * mesh.size
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), STRATEGIES, ids=str)
+def test_pools_are_exact(mesh, strategy, make_model, make_state, batch):
+    """The predicted peak of every queue's memory, to the byte, of a program that is ordered for hardware that overlaps."""
+    model, optimizer = make_model(torch.float32, num_hidden_layers=4), AdamW(lr=1e-3)
+    program = compile_step(model, optimizer, mesh, strategy, (8, 8), num_microbatches=2, hardware=BOX, bucket_bytes=0)
+    queues = queues_on_streams(program.parts[0].instructions, program.kinds)
+    expected = pools(program, program.parts[0])
+    assert (len(expected) > 1) == (strategy != "tp")
+    assert program.predict().reserved_bytes == sum(expected.values()) >= program.predict().peak_bytes
+    for tracker in trackers(program, make_state(model, optimizer), batch, lambda: PoolTracker(queues)):
+        assert dict(tracker.peaks) == expected and tracker.peak == program.predict().peak_bytes
 
 
 @pytest.mark.parametrize(("mesh", "strategy"), STRATEGIES, ids=str)
