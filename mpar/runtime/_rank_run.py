@@ -63,7 +63,7 @@ class RankRun:
                 instruction.inputs,
                 tuple(v for v in instruction.frees if v in instruction.inputs),
                 instruction.outputs,
-                tuple(v for v in instruction.frees if v not in instruction.inputs),  # others may still read it, see `plan_streams`
+                tuple(v for v in instruction.frees if v not in instruction.inputs),  # behind it: others may still read them
                 instruction,
             )
             for call, instruction in zip(calls, part.instructions, strict=True)

@@ -201,7 +201,7 @@ class ScheduleConfig:
         at_least=1,
     )
     paired: bool = key(
-        "two microbatches at a time, in 1F1B and dual_pipe* a forward and a backward: messages in layers of one hide behind the other",
+        "two microbatches at a time, in 1F1B and dual_pipe* a forward and a backward: messages of one hide behind the other",
         default=False,
     )
     num_chunks: int | None = key(

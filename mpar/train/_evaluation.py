@@ -7,7 +7,7 @@ import torch
 
 from mpar.data import Batches
 from mpar.program import Program, RankRun, Replay, State
-from mpar.train._local_batch import local_batch
+from mpar.train._local_batch import LocalBatches
 from mpar.train._watch import Watch
 
 __all__ = ["Evaluation"]
@@ -34,11 +34,12 @@ class Evaluation:
         """The mean loss over all labels in the batches. All ranks must call this together. `state` is not changed."""
         total = weight = 0.0
         params = [leaf.path for leaf in self.program.part(rank).state_in]
-        for number in range(self.num_batches):
-            batch = local_batch(self.program, self.batches, number, rank, device)
-            watch.begin_evaluation()
-            _, metrics = self.run(State({path: state.leaves[path] for path in params}, state.step), batch)
-            watch.between_steps(state.step)
-            total += float(metrics["loss"]) * float(metrics["weight"])
-            weight += float(metrics["weight"])
+        with LocalBatches(self.program, self.batches, rank, device) as local:
+            for number in range(self.num_batches):
+                batch = local.take(number, following=number + 1 if number + 1 < self.num_batches else None)
+                watch.begin_evaluation()
+                _, metrics = self.run(State({path: state.leaves[path] for path in params}, state.step), batch)
+                watch.between_steps(state.step)
+                total += float(metrics["loss"]) * float(metrics["weight"])
+                weight += float(metrics["weight"])
         return total / weight if weight else math.nan

@@ -1,5 +1,8 @@
 """The part of a batch that one rank works on: the rows that it needs, and of these the positions that it has."""
 
+import contextlib
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import torch
 from torch import Tensor
 
@@ -7,7 +10,7 @@ from mpar.data import Batches
 from mpar.models import with_next_tokens
 from mpar.program import Program, cut_rows, rows_of
 
-__all__ = ["local_batch"]
+__all__ = ["LocalBatches", "local_batch"]
 
 
 def local_batch(
@@ -15,9 +18,53 @@ def local_batch(
 ) -> dict[str, Tensor]:
     """The part of the global batch of `step` that `rank` works on in `program`. Rows of other ranks are not read.
 
+    On a GPU it is copied from pinned memory, and the host goes on meanwhile.
     next_tokens: the model also learns the tokens after the next, so the batch has labels for them.
     """
     rows = batches.rows(step, rows_of(program, rank))
     if next_tokens:  # must come before positions are cut, because the following token may be on another rank
         rows = with_next_tokens(rows)
-    return {key: value.to(device) for key, value in cut_rows(program, rows, rank).items()}
+    part = cut_rows(program, rows, rank)
+    if device.type != "cuda":
+        return part
+    return {key: value.pin_memory().to(device, non_blocking=True) for key, value in part.items()}
+
+
+class LocalBatches:
+    """What `rank` works on, batch by batch. While one is worked on, a thread reads the next and copies it on its own stream.
+
+    Nothing is remembered of what was read ahead: which batch comes next is known from the number of the step alone.
+    """
+
+    def __init__(self, program: Program, batches: Batches, rank: int, device: torch.device, *, next_tokens: bool = False) -> None:
+        self._program, self._batches, self._rank, self._device = program, batches, rank, device
+        self._next_tokens = next_tokens
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "next batch")
+        self._ahead: dict[int, Future[dict[str, Tensor]]] = {}
+
+    def __enter__(self) -> "LocalBatches":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop reading ahead."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def take(self, step: int, following: int | None) -> dict[str, Tensor]:
+        """The batch of `step`, as `local_batch` makes it. From now on that of `following` is read, unless it is None.
+
+        Raises what reading raised.
+        """
+        ahead = self._ahead.pop(step, None)
+        batch = self._read(step) if ahead is None else ahead.result()
+        self._ahead = {} if following is None else {following: self._thread.submit(self._read, following)}
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            for value in batch.values():
+                value.record_stream(current)
+        return batch
+
+    def _read(self, step: int) -> dict[str, Tensor]:
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            return local_batch(self._program, self._batches, step, self._rank, self._device, next_tokens=self._next_tokens)

@@ -18,7 +18,7 @@ from mpar.train._evaluation import Evaluation
 from mpar.train._experts import expert_load, side_losses
 from mpar.train._first_tensor import first_not_finite
 from mpar.train._health import Seen, judge
-from mpar.train._local_batch import local_batch
+from mpar.train._local_batch import LocalBatches
 from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
 from mpar.train._saving import Saving
 from mpar.train._setup import RunSetup
@@ -75,17 +75,20 @@ def run_steps(rank: Rank, state: State, progress: Progress, on_step: Callable[[S
     Raises NumericsError if the numbers of a step say that the run must stop (see `judge`); no checkpoint is written then. Raises
     the failure of a save, which goes on while training does, after one of the next steps, or at the end.
     """
-    with rank.saving:
-        return _run_steps(rank, state, progress, on_step)
+    next_tokens = bool(rank.setup.model.next_keys)
+    local = LocalBatches(rank.program, rank.batches, rank.rank, rank.device, next_tokens=next_tokens)
+    with rank.saving, local:
+        return _run_steps(rank, local, state, progress, on_step)
 
 
-def _run_steps(rank: Rank, state: State, progress: Progress, on_step: Callable[[StepRecord], None]) -> tuple[State, Progress]:
+def _run_steps(
+    rank: Rank, local: LocalBatches, state: State, progress: Progress, on_step: Callable[[StepRecord], None]
+) -> tuple[State, Progress]:
     config, watch, yardstick = rank.setup.config, rank.watch, _Yardstick.of(rank)
     while progress.step < config.steps:
         began, sent = time.perf_counter(), watch.communication_bytes
-        further = bool(rank.setup.model.next_keys)
         position = progress.step - progress.data_start
-        batch = local_batch(rank.program, rank.batches, position, rank.rank, rank.device, next_tokens=further)
+        batch = local.take(position, following=position + 1 if progress.step + 1 < config.steps else None)
         watch.begin_step(progress.step + 1)
         limits = NO_LIMITS if config.on_spike == "warn" else progress.health.limits(config.spike.z)
         state, metrics = rank.run(state, batch, limits)

@@ -1,9 +1,12 @@
 """Ways to execute a program: recorded and replayed, and through Inductor, against plain execution."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mpar import Mesh, testing
+from mpar.compiler import policy
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.optim import AdamW, Cosine
 from mpar.program import RankRun, Replay, State
@@ -84,3 +87,11 @@ def test_impossible_executions_are_refused(program):
         program.bind(execution="fast")
     with pytest.raises(ConfigError, match=r"execution='cuda_graph' on device cpu.*Use eager or inductor"):
         program.bind(execution="cuda_graph")
+
+
+def test_a_step_that_offloads_is_not_recorded(make_model):
+    """Copies to the host go to other addresses in each step."""
+    offload = replace(policy("full"), offload=True)
+    program = compile_step(make_model(), AdamW(lr=1e-3), Mesh(), "ddp", (8, 8), recompute=offload)
+    with pytest.raises(ConfigError, match=r"copied to the memory of the host.*Use recompute.offload=false"):
+        program.bind(device="cuda", execution="cuda_graph")

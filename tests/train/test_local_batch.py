@@ -1,18 +1,23 @@
 """What a rank reads of a batch, and what it keeps of that."""
 
+import threading
+from collections import defaultdict
+
 import pytest
 import torch
 
 from mpar.arrange import sequence_order
 from mpar.cli._compose import compose_config
+from mpar.errors import DataError
 from mpar.models import with_next_tokens
 from mpar.program import Program, batch_rows, rows_of
 from mpar.shards import shard
 from mpar.train import TrainConfig, load_data, make_setup
-from mpar.train._local_batch import local_batch
+from mpar.train._local_batch import LocalBatches, local_batch
 from mpar.train.compile import compile_program
 from tests.train.conftest import SMALL
 
+CPU = torch.device("cpu")
 HOWS = {
     "data": ["mesh=fsdp2_tp2", "strategy=zero3_tp_sp"],
     "microbatches": ["mesh=dp2_fsdp2", "strategy=ddp", "schedule.num_microbatches=2", "data.batch_size=8"],
@@ -52,7 +57,7 @@ def test_a_rank_reads_its_rows_alone(how):
     batches.rows = lambda step, chosen: read.append(list(chosen)) or rows(step, chosen)
     for rank in range(program.mesh.size):
         read.clear()
-        part = local_batch(program, batches, 1, rank, torch.device("cpu"), next_tokens=further)
+        part = local_batch(program, batches, 1, rank, CPU, next_tokens=further)
         expected = dealt_out(program, whole, rank)
         assert part.keys() == expected.keys()
         assert all(torch.equal(part[key], expected[key]) for key in expected)
@@ -62,3 +67,50 @@ def test_a_rank_reads_its_rows_alone(how):
             ranks_of_row[row] += 1
     sharing = program.mesh.size // program.mesh.axis_size(("dp", "fsdp"))
     assert set(ranks_of_row.values()) == {sharing}
+
+
+def a_run():
+    """A program of four ranks and the batches of its data."""
+    setup = make_setup(compose_config("train", TrainConfig, [*SMALL, *HOWS["data"]])[0])
+    return compile_program(setup), load_data(setup).training
+
+
+def test_the_next_batch_is_read_while_one_is_worked_on():
+    """It is there before it is asked for, and has the bits of what is read alone; none is read beyond the last."""
+    program, batches = a_run()
+    expected = {step: local_batch(program, batches, step, 1, CPU) for step in (4, 5, 6)}
+    readers, arrived, rows = {}, defaultdict(threading.Event), batches.rows
+
+    def noted(step, chosen):
+        readers[step] = threading.current_thread()
+        try:
+            return rows(step, chosen)
+        finally:
+            arrived[step].set()
+
+    batches.rows = noted
+    with LocalBatches(program, batches, 1, CPU) as local:
+        for step, following in ((4, 5), (5, 6), (6, None)):
+            part = local.take(step, following)
+            assert following is None or arrived[following].wait(timeout=60)
+            assert all(torch.equal(part[key], expected[step][key]) for key in expected[step])
+    assert list(readers) == [4, 5, 6]
+    assert [reader is threading.main_thread() for reader in readers.values()] == [True, False, False]
+
+
+def test_what_cannot_be_read_ahead_fails_when_it_is_needed():
+    """The step before it runs to its end; to ask for another batch than the one that was read is allowed."""
+    program, batches = a_run()
+    rows = batches.rows
+
+    def broken(step, chosen):
+        if step == 1:
+            raise DataError("cannot read row 7")
+        return rows(step, chosen)
+
+    batches.rows = broken
+    with LocalBatches(program, batches, 0, CPU) as local:
+        local.take(0, following=1)
+        with pytest.raises(DataError, match="row 7"):
+            local.take(1, following=2)
+        assert local.take(3, following=None).keys() == local.take(4, following=None).keys()

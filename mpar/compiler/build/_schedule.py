@@ -13,7 +13,7 @@ _BOTH_WAYS: dict[str, dict[str, object]] = {
     "interleaved": {"forwards_ahead": 1},
     "one_f_one_b": {"extra_warmup": 1, "forwards_ahead": 1},
 }
-"""Schedules in which a position does forwards and backwards in turn, and their options for which these are of two microbatches."""
+"""Schedules that do forwards and backwards in turn, and their options for which these are of different microbatches."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Schedule:
 
     def pairs_both_ways(self, num_positions: int) -> bool:
         """Whether pairs are a forward and a backward, of two microbatches, at so many positions along pp."""
-        return self.paired and self.table is None and self.name in _BOTH_WAYS and (num_positions > 1 or self.name != "one_f_one_b")
+        named = self.table is None and self.name in _BOTH_WAYS
+        return self.paired and named and (num_positions > 1 or self.name != "one_f_one_b")
 
     def for_positions(self, num_positions: int) -> "Schedule":
         """The same with the options that pairs need at so many positions along pp, unless they are given."""
