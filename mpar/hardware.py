@@ -24,11 +24,12 @@ class Hardware:
     attention_flops_per_s: of long sequences, by "forward" and "backward"; of passes that are not named, those of products.
     multiprocessors:   of a GPU: so many tiles of a product are computed at once; 0: no rate depends on shapes.
     wave_s:            the time between two such waves of tiles.
-    memory_bytes_per_s, launch_s: bandwidth of device memory; the fixed time that every op takes.
+    memory_bytes_per_s: bandwidth of device memory.
+    launch_s:          the fixed time that every op takes. op_launch_s: by primitive, of those that take another.
     host_bytes_per_s:  bandwidth between a device and the memory of its host.
     link_bytes_per_s, link_latency_s: one rank's share within a node; cross_*: the same between nodes of `ranks_per_node` ranks.
     memory_bytes:      memory of one device.
-    op_factors:        by primitive, how often longer it takes than all this says: implementations that read their operands twice.
+    op_factors:        by primitive, how often longer its work takes than all this says: it may read its operands twice.
     hop_s:             the time that each further rank adds to a gather or reduce_scatter, which pass through all of them.
     contention:        by what share computation is slower while a collective runs beside it.
     overlaps:          whether communication and copies run while the device computes.
@@ -57,6 +58,7 @@ class Hardware:
     transcendentals_per_s: float = 0.0
     attention_flops_per_s: dict[str, float] = field(default_factory=dict)
     op_factors: dict[str, float] = field(default_factory=dict)
+    op_launch_s: dict[str, float] = field(default_factory=dict)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from bench._machine import ROOT, foreign_cpu_s, this_run
@@ -57,6 +58,8 @@ def _own_line(one: Timed) -> dict[str, Json]:
 
 def _published(args: argparse.Namespace) -> int:
     rows = read_rows(args.rows, args.families)
+    if args.paired:
+        rows = [replace(row, role="paired") for row in rows]
     if args.here:
         one = judge(rows[0])
         sys.stdout.write(json.dumps([one.published_s, one.predicted_s, one.exposed, one.bubble]) + "\n")
@@ -64,6 +67,7 @@ def _published(args: argparse.Namespace) -> int:
     judged, failed = [], False
     for row in rows:
         command = [sys.executable, "-m", "bench.predict", "published", "--rows", row.number, "--families", row.family, "--here"]
+        command += ["--paired"] * args.paired
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.stderr.write(f"row {row.number} of {row.family}: {done.stderr.strip().splitlines()[-1]}\n")
@@ -100,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     published.add_argument("--rows", nargs="+", default=[], help="their numbers; all unless given")
     published.add_argument("--families", nargs="+", default=[])
     published.add_argument("--here", action="store_true", help="predict one row in this process, and print the figures alone")
+    published.add_argument("--paired", action="store_true", help="what pairs of microbatches would gain (schedule.paired)")
     published.add_argument("--out", type=Path, default=RESULTS / "predict.jsonl")
     own = commands.add_parser("own", help="steps of this machine, predicted from `mpar measure`, then run")
     own.add_argument("--cases", nargs="+", default=[], help="their names; all unless given")

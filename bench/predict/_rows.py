@@ -16,14 +16,15 @@ from mpar.strategy import Strategy, preset
 __all__ = ["ROLES", "Row", "read_rows"]
 
 FILE = Path(__file__).with_name("published.yaml")
-ROLES = ("fit", "judge", "factor", "slower")
+ROLES = ("fit", "judge", "factor", "slower", "paired")
 
 
 @dataclass(frozen=True)
 class Row:
     """One published speed.
 
-    number, family, source: where it is from. role: one of ROLES, as published.yaml says.
+    number, family, source: where it is from. role: one of ROLES, as published.yaml says; paired: with pairs of microbatches,
+    which no published stack has.
     config:  the model, as config.json has it. machine: rates that differ from those of the profile `hardware`.
     batch:   sequences in the global batch; rows: those of one rank in a microbatch.
     chunks, layout: of an interleaved schedule. experts: the number of ranks that experts are spread over.
@@ -74,7 +75,7 @@ class Row:
 
     def made_schedule(self) -> Schedule:
         """The schedule of the pipeline."""
-        return Schedule(self.schedule, self.chunks, self.layout)
+        return Schedule(self.schedule, self.chunks, self.layout, paired=self.role == "paired")
 
 
 def _distributed_optimizer(suffix: str) -> Strategy:

@@ -31,8 +31,8 @@ def op_time(use: OpUse, hardware: Hardware) -> float:
     arithmetic_s = _arithmetic_time(use, hardware)
     if hardware.transcendentals_per_s:
         arithmetic_s += use.transcendentals / hardware.transcendentals_per_s
-    seconds = max(arithmetic_s, use.bytes / hardware.memory_bytes_per_s) + hardware.launch_s
-    return use.calls * seconds * hardware.op_factors.get(use.name, 1.0)
+    seconds = max(arithmetic_s, use.bytes / hardware.memory_bytes_per_s) * hardware.op_factors.get(use.name, 1.0)
+    return use.calls * (seconds + hardware.op_launch_s.get(use.name, hardware.launch_s))
 
 
 def _arithmetic_time(use: OpUse, hardware: Hardware) -> float:

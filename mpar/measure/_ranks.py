@@ -65,7 +65,8 @@ def measure_machine(machine: Machine, report: Callable[[str, float], None]) -> d
 
 def _slowest(name: str, values: list[float]) -> float:
     """The value of the slowest rank: the longest time, or the lowest rate."""
-    is_time = name.startswith("op_factors") or (name.endswith("_s") and not name.endswith("per_s"))
+    table = name.partition(".")[0]
+    is_time = table == "op_factors" or (table.endswith("_s") and not table.endswith("per_s"))
     return max(values) if is_time else min(values)
 
 
@@ -92,7 +93,7 @@ def _rank(rank: int, machine: Machine, store: str, told: "mp.SimpleQueue") -> No
         rates[name] = value
         told.put((name, value))
     for name, value in measure_factors(device, profile_of("measured", rates, {}, hardware("cpu")), seconds):
-        told.put((f"op_factors.{name}", value))
+        told.put((name, value))
     if machine.ranks > 1:
         for name, value in measure_links(machine.ranks, device, machine.transport):
             told.put((name, value))

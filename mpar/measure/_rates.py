@@ -91,20 +91,27 @@ def _exponentials(seconds: Measure, device: torch.device) -> float:
 
 
 def _attention(seconds: Measure, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
-    """Causal attention of 8 heads of 64 (on a GPU 16 of 128), forward, and backward alone."""
+    """Causal attention of 8 heads of 64 (on a GPU 16 of 128), forward and backward: rates of the work, and fixed times."""
     length, heads, size = _TOKENS[device.type], *((8, 64) if device.type == "cpu" else (16, 128))
-    q, k, v = (torch.randn(1, length, heads, size, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     pairs = heads * length * length // 2
+    usual, small = (_attention_calls(device, dtype, some, heads, size) for some in (length, 4))
+    for name, flops, both in zip(("forward", "backward"), (4, 10), zip(usual, small, strict=True), strict=True):
+        usual_s, launch_s = map(seconds, both)
+        yield f"op_launch_s.attention{'_bwd' * (name == 'backward')}", launch_s
+        yield f"attention_flops_per_s.{name}", flops * pairs * size / max(usual_s - launch_s, 0.1 * usual_s)
 
-    def both() -> tuple[Tensor, ...]:
-        out, _ = ops.attention(q, k, v)
-        return torch.autograd.grad(out.sum(), (q, k, v))
 
-    with torch.no_grad():
-        forward = seconds(lambda: ops.attention(q, k, v))
-    backward = max(seconds(both) - forward, 0.1 * forward)
-    yield "attention_flops_per_s.forward", 4 * pairs * size / forward
-    yield "attention_flops_per_s.backward", 10 * pairs * size / backward
+def _attention_calls(
+    device: torch.device, dtype: torch.dtype, length: int, heads: int, size: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Attention as compiled code calls it, and its backward."""
+    q, k, v = (torch.randn(1, length, heads, size, device=device, dtype=dtype) for _ in range(3))
+    operands = (q, k, v, *[None] * 5)
+    params = {"causal": True, "window": None, "scale": size**-0.5, "soft_cap": None}
+    forward, backward = implementation("attention"), implementation("attention_bwd")
+    out, lse = ops.attention(q, k, v)
+    grads = [torch.randn_like(out), None]
+    return lambda: forward(*operands, **params), lambda: backward(*operands, out, lse, *grads, **params)
 
 
 def _to_host(seconds: Measure, device: torch.device) -> float:

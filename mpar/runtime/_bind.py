@@ -95,8 +95,8 @@ def _check_arguments(
         )
     if execution == "cuda_graph" and any(step.op == "offload" for part in program.parts for step in part.instructions):
         raise ConfigError(
-            "cannot bind with execution='cuda_graph': activations are copied to the memory of the host, which is "
-            "allocated anew in each step, where a recorded step has fixed addresses. Use recompute.offload=false, or execution='eager'."
+            "cannot bind with execution='cuda_graph': activations are copied to the memory of the host, which is allocated anew "
+            "in each step, where a recorded step has fixed addresses. Use recompute.offload=false, or execution='eager'."
         )
     asking = sorted({name for kind in program.kinds.values() for name in asking_references(kind.source)})
     if execution == "cuda_graph" and asking:

@@ -289,6 +289,7 @@ class HardwareConfig:
     op_factors: dict[str, float] = key(
         "by primitive, how often longer it takes than these rates say", default_factory=dict, above=0
     )
+    op_launch_s: dict[str, float] = key("fixed time of one call by primitive, if not launch_s", default_factory=dict, at_least=0)
     transcendentals_per_s: float = key("exponentials and the like; 0: they take no time", default=0.0, at_least=0)
     attention_flops_per_s: dict[str, float] = key(
         "achieved FLOP/s of long attention, forward and backward", default_factory=dict, above=0

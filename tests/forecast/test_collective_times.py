@@ -125,6 +125,13 @@ def test_exponentials_are_added_to_the_arithmetic():
     assert segment_time(segment(ops=(replace(op, bytes=300),)), Mesh(tp=1), counting) == pytest.approx(15.0)
 
 
+def test_a_fixed_time_is_of_one_primitive():
+    """It replaces that of all others, and no factor multiplies it."""
+    ops = (OpUse(500, 0, "float32", "rope", calls=2), OpUse(500, 0, "float32", "einsum"))
+    slower = replace(HARDWARE, launch_s=1.0, op_launch_s={"rope": 4.0}, op_factors={"rope": 3.0})
+    assert segment_time(segment(ops=ops), Mesh(tp=1), slower) == pytest.approx(2 * (30.0 + 4.0) + 10.0 + 1.0)
+
+
 def test_a_factor_is_of_one_primitive():
     ops = (OpUse(500, 0, "float32", "rope"), OpUse(500, 0, "float32", "einsum"))
     slower = replace(HARDWARE, op_factors={"rope": 3.0})

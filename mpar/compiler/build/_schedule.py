@@ -45,4 +45,4 @@ class Schedule:
 
     def for_positions(self, num_positions: int) -> "Schedule":
         """The same with the options that pairs need at so many positions along pp, unless they are given."""
-        return replace(self, options=_BOTH_WAYS[self.name] | self.options) if self.pairs_both_ways(num_positions) else self
+        return replace(self, options={**_BOTH_WAYS[self.name], **self.options}) if self.pairs_both_ways(num_positions) else self
