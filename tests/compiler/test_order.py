@@ -1,80 +1,28 @@
 """Order: hiding communication changes no bit, makes no step longer by prediction, and keeps to the memory of the device."""
 
-import random
 from dataclasses import replace
 
 import pytest
 import torch
 
 from mpar import Mesh, Precision
-from mpar.compiler import Schedule, policy
 from mpar.forecast import predicted_times
 from mpar.ir import HOME, plan_streams
 from mpar.optim import AdamW
 from mpar.program.compile import compile_step
 from tests.compiler.box import BOX
+from tests.compiler.random_programs import MODEL, both, makespan, random_pair
 
 OPTIMIZER = AdamW(lr=1e-3)
-MESHES = [
-    (Mesh(dp=2), "ddp"),
-    (Mesh(fsdp=2), "zero2"),
-    (Mesh(fsdp=4), "zero3"),
-    (Mesh(dp=2, fsdp=2), "hsdp"),
-    (Mesh(tp=2), "zero3_tp_sp"),
-    (Mesh(fsdp=2, tp=2), "zero3_tp_sp"),
-    (Mesh(pp=2, tp=2), "zero3_tp_sp"),
-    (Mesh(pp=2, fsdp=2), "zero3"),
-    (Mesh(pp=2), "ddp"),
-]
-
-
-def both(make_model, hardware, mesh, strategy, **options):
-    """The program as it is written, and as it is ordered for `hardware`."""
-    options = {"num_microbatches": 2, "bucket_bytes": 0} | options
-    return [
-        compile_step(make_model(), OPTIMIZER, mesh, strategy, (8, 8), hardware=replace(hardware, overlaps=overlaps), **options)
-        for overlaps in (False, True)
-    ]
-
-
-def makespan(program, hardware):
-    return predicted_times(program, hardware).makespan
-
-
-def random_case(rng):
-    """Hardware with slow or fast links and much or little memory, and how to compile for it."""
-    link = 10 ** rng.uniform(6.5, 9.5)
-    hardware = replace(BOX, link_bytes_per_s=link, host_bytes_per_s=10 ** rng.uniform(7, 9), memory_bytes=rng.choice([0, 2**30]))
-    mesh, strategy = rng.choice(MESHES)
-    options = {
-        "schedule": Schedule(
-            rng.choice(["one_f_one_b", "gpipe", "zbv"]) if mesh.axis_size("pp") > 1 else "one_f_one_b", paired=rng.random() < 0.5
-        ),
-        "num_microbatches": 2 if mesh.axis_size(("dp", "fsdp")) == 4 else rng.choice([2, 4]),  # of 8 rows, one a rank at least
-        "bucket_bytes": rng.choice([0, 6000, 2**25]),
-        "prefetch_bytes": rng.choice([None, None, 0, 2**20]),
-        "recompute": rng.choice([policy("none"), policy("full"), replace(policy("full"), offload=True)]),
-    }
-    return hardware, mesh, strategy, options
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_random_programs_are_no_longer_and_fit(seed, make_model, make_state, batch):
+def test_random_programs_are_no_longer_and_fit(seed, make_state, batch):
     """Whatever the hardware, the mesh and the options: proved, no longer, within memory or what was needed, bit for bit."""
-    rng = random.Random(seed)
-    hardware, mesh, strategy, options = random_case(rng)
-    tight = rng.random() < 0.4
-    model = lambda: make_model(num_hidden_layers=4)  # noqa: E731
-    as_written, ordered = both(model, hardware, mesh, strategy, **options)
-    if tight:
-        hardware = replace(hardware, memory_bytes=int(max(as_written.peaks()) / 0.9) + 1)
-        as_written, ordered = both(model, hardware, mesh, strategy, **options)
-    ordered.verify()
-    assert makespan(ordered, hardware) <= makespan(as_written, hardware)
-    if hardware.memory_bytes:
-        assert max(ordered.peaks()) <= 0.9 * hardware.memory_bytes
-    state = make_state(model())
-    (a, metrics), (b, others) = as_written.simulate(state, batch), ordered.simulate(state, batch)
+    pair = random_pair(seed)
+    pair.check_order()
+    state = make_state(MODEL)
+    (a, metrics), (b, others) = pair.as_written.simulate(state, batch), pair.ordered.simulate(state, batch)
     assert torch.equal(metrics["loss"], others["loss"])
     assert all(torch.equal(a.leaves[path], b.leaves[path]) for path in a.leaves)
 
