@@ -25,33 +25,39 @@ class Communicating:
 
 
 def happens_before(issues):
-    """For each line, and for the end on the caller's stream: the lines that are surely done when it starts."""
-    done: dict[str, set[int]] = {HOME: set()}  # by queue: what it has waited for, and what ran on it
-    starts, events = [], {}
+    """For each line, and for the end on the caller's stream: the lines that are surely done when it starts, and START."""
+    done: dict[str, set[int]] = {HOME: {START}}  # by queue: what it has waited for, and what ran on it
+    starts, events = [], {START: {START}}
     for line, issue in enumerate(issues):
         own = done.setdefault(issue.queue, set())
         for awaited in issue.waits:
-            own |= events[awaited] if awaited != START else set()
-        starts.append((set(own), START in issue.waits or issue.queue == HOME))
+            assert awaited in events, f"line {line} waits for line {awaited}, which has not been recorded"
+            own |= events[awaited]
+        starts.append(set(own))
         own.add(line)
         if issue.records:
             events[line] = set(own)
         for queue, awaited in issue.holds:
+            assert awaited in events, f"line {line} holds {queue} for line {awaited}, which has not been recorded"
             done.setdefault(queue, set()).update(events[awaited])
     return starts, done[HOME]
 
 
 def check(instructions, values, kinds):
-    """Assert that reads follow writes, overwriting follows reads, and memory is handed on after its last use."""
+    """Assert that the plan of streams keeps the order, and return it."""
     issues = plan_streams(instructions, values, kinds)
+    check_plan(instructions, values, issues)
+    return issues
+
+
+def check_plan(instructions, values, issues):
+    """Assert that reads follow writes, overwriting follows reads, and memory is handed on after its last use."""
     starts, end = happens_before(issues)
-    assert end == set(range(len(instructions))), "the step leaves work behind that nobody waits for"
-    started = set()
+    assert end == {START, *range(len(instructions))}, "the step leaves work behind that nobody waits for"
     made, users, home, alive, freed = {}, {}, {}, {}, []
     for line, step in enumerate(instructions):
-        (before, after_start), queue = starts[line], issues[line].queue
-        assert queue in started or after_start, f"line {line} may run before the step began"
-        started.add(queue)
+        before, queue = starts[line], issues[line].queue
+        assert START in before, f"line {line} may run before the step began"
         for value in step.inputs:
             assert value not in made or made[value] in before or made[value] == line, f"line {line} reads {value} too early"
         for value in step.outputs:
@@ -74,7 +80,6 @@ def check(instructions, values, kinds):
             alive[storage].discard(value)
             if not alive[storage]:
                 freed.append((home.pop(storage), users.pop(storage), line))
-    return issues
 
 
 def homes_given_back(step, values, alive, home):
@@ -90,12 +95,12 @@ def homes_given_back(step, values, alive, home):
     return {storage: home[storage] for storage in touched if not left[storage] and storage in home}
 
 
-def random_program(seed):
+def random_program(seed, longest=25):
     """Instructions on four queues: some make views, some write over, some free."""
     rng = random.Random(seed)
     values, instructions, alive, used = [Stored(i) for i in range(3)], [], [0, 1, 2], set()
     queues = [HOME, HOME, "gather", "reduce", "->1 F"]
-    for _ in range(rng.randint(1, 25)):
+    for _ in range(rng.randint(1, longest)):
         inputs = tuple(rng.sample(alive, min(len(alive), rng.randint(0, 3))))
         outputs = []
         for _ in range(rng.randint(0, 2)):
