@@ -21,6 +21,7 @@ def verify(program: ProgramData, queues: str = "direction") -> None:
     - every collective runs over axes of the mesh, and its size is the number of ranks along these axes;
     - the two ends of every message agree on shape and dtype and meet in order, and no rank waits for ever, under the model of
       queues called `queues` (see `mpar.schedules.check_order`);
+    - positions along pp meet in a collective on the same queue: another queue may have groups of its own;
     - the contribution of every microbatch enters each stored gradient exactly once, in the order of the schedule, and every other
       operand is what it should be, as far as the program shows it: see `check_dataflow`.
 
@@ -147,7 +148,7 @@ def events(program: ProgramData) -> list[list[Event]]:
                 part_events.append(Event(instruction.op, instruction.message, (instruction.peer,), line))
             else:
                 part_events += [
-                    Event("meet", (instruction.kind, index), everybody, line)
+                    Event("meet", (instruction.kind, index, instruction.queue), everybody, line)
                     for index, use in enumerate(crossing.get(instruction.kind, ()))
                 ]
         out.append(part_events)

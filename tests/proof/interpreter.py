@@ -57,7 +57,7 @@ class Rank:
     posts: list[Post] = field(default_factory=list)
     line: int = 0
     meetings: int = 0  # that the present line is through with
-    arrivals: list[tuple[str, int, tuple[int, ...]]] = field(default_factory=list)  # segment, which of its collectives, operands
+    arrivals: list[tuple[str, int, str, tuple[int, ...]]] = field(default_factory=list)  # segment, number, queue, operands
     passed: int = 0  # arrivals that are over
 
     def under_way(self, value: int) -> list[Post]:
@@ -112,7 +112,7 @@ class _Machine:
         else:
             crossing = sum("pp" in use.axes for use in kind.collectives) if len(self.ranks) > 1 else 0
             while rank.meetings < crossing:
-                if not self.meet(rank, step.kind, tuple(operands)):
+                if not self.meet(rank, step, tuple(operands)):
                     return False
                 rank.meetings += 1
             results = self.compute(rank, step, operands, crossing)
@@ -150,14 +150,16 @@ class _Machine:
         whole = self.term(step.kind, tuple(operands), together)
         return [self.term("part", whole, i) for i in range(len(step.outputs))]
 
-    def meet(self, rank: Rank, kind: str, operands: tuple[int, ...]) -> bool:
-        """Arrive at a collective of all positions, or see whether everybody has arrived: one may then go on."""
+    def meet(self, rank: Rank, step: Instruction, operands: tuple[int, ...]) -> bool:
+        """Arrive at a collective of all positions, or see whether everybody has arrived: one may then go on. All positions must
+        come on the same queue, because a queue may have groups of its own.
+        """
         number = rank.passed
         if len(rank.arrivals) == number:
-            rank.arrivals.append((kind, rank.meetings, operands))
+            rank.arrivals.append((step.kind, rank.meetings, step.queue, operands))
         if any(len(other.arrivals) <= number for other in self.ranks):
             return False
-        if len({other.arrivals[number][:2] for other in self.ranks}) > 1:
+        if len({other.arrivals[number][:3] for other in self.ranks}) > 1:
             raise Wrong(f"different collectives meet: {[other.arrivals[number] for other in self.ranks]}")
         rank.passed += 1
         return True
