@@ -22,6 +22,7 @@ from tests.compiler import box
 OPTIMIZER = AdamW(lr=1e-3)
 BOX = replace(box.BOX, link_bytes_per_s=1e8, link_latency_s=1e-7, cross_latency_s=1e-7)
 SLOW = replace(BOX, link_bytes_per_s=4e7)
+FAST = replace(BOX, link_bytes_per_s=4e8)  # so that reductions need not begin before layers that are joined end
 TARGET = Target(Mesh(), {}, RecomputePolicy(), Kernels(), BOX)
 TABLE = torch.arange(4.0)
 
@@ -82,10 +83,10 @@ def test_pairs_have_the_bits_of_single_microbatches(mesh, strategy, make_model, 
     options = {"num_microbatches": 4, "bucket_bytes": 0, "hardware": replace(BOX, overlaps=False)}
     single = compile_step(make_model(num_hidden_layers=4), OPTIMIZER, mesh, strategy, (8, 8), **options)
     expected, _ = single.simulate(make_state(make_model(num_hidden_layers=4)), batch)
-    for hardware in (BOX, replace(BOX, overlaps=False), None):
+    for hardware in (FAST, replace(FAST, overlaps=False), None):
         paired = pair_program(make_model, mesh, strategy, hardware=hardware)
         paired.verify()
-        assert any(step.members for step in paired.parts[0].instructions) == (hardware is BOX)
+        assert any(step.members for step in paired.parts[0].instructions) == (hardware is FAST)
         state, _ = paired.simulate(make_state(make_model(num_hidden_layers=4)), batch)
         assert all(torch.equal(state.leaves[path], expected.leaves[path]) for path in expected.leaves)
 

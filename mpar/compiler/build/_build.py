@@ -19,7 +19,8 @@ from mpar.compiler.build._placement import place
 from mpar.compiler.build._values import Values
 from mpar.compiler.build._writer import Kinds, Writer
 from mpar.compiler.segment import check_names
-from mpar.ir import Facts, ProgramData
+from mpar.forecast import predicted_times
+from mpar.ir import HOME, Facts, ProgramData
 from mpar.mesh import Mesh
 from mpar.optimizer import Optimizer
 from mpar.strategy import Strategy
@@ -39,7 +40,8 @@ def build(
 ) -> ProgramData:
     """Place the model on the mesh, find the schedule, and write the part of every position along pp.
 
-    Messages inside segments are hidden, unless the memory of the device suffices only without that.
+    Messages inside segments are hidden, unless the memory of the device suffices only without that, or a step is predicted to
+    take longer: reductions and copies to the host wait until all layers that were joined are done.
 
     optimizer: None leaves out the norm and the update. Raises ShardingError, ShapeError or ConfigError, listing all offenders.
     """
@@ -68,10 +70,13 @@ def build(
         num_slices=options.num_slices,
     )
     hide_communication(program, options.hardware, options.prefetch_bytes)
-    if not _needs_too_much(program, options):
+    needs_too_much = _needs_too_much(program, options)
+    if not needs_too_much and not _may_delay(program):
         return program
     as_written = build(model, optimizer, mesh, strategy, batch_shape, replace(options, hides_inside=False))
-    return program if peak_bytes(as_written) > usable_bytes(options.profile) else as_written
+    if needs_too_much:
+        return program if peak_bytes(as_written) > usable_bytes(options.profile) else as_written
+    return min(program, as_written, key=lambda one: predicted_times(one, options.profile).makespan)
 
 
 def _needs_too_much(program: ProgramData, options: CompileOptions) -> bool:
@@ -80,6 +85,12 @@ def _needs_too_much(program: ProgramData, options: CompileOptions) -> bool:
         return False
     limit = usable_bytes(options.hides_for)
     return limit < peak_bytes(program) <= _HOPELESS * limit
+
+
+def _may_delay(program: ProgramData) -> bool:
+    """Whether other queues may have to wait for instructions that were joined."""
+    instructions = [instruction for part in program.parts for instruction in part.instructions]
+    return any(one.members for one in instructions) and any(one.queue != HOME for one in instructions)
 
 
 def _facts(blueprint: Blueprint, kinds: Kinds, mesh: Mesh) -> Facts:
