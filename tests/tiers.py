@@ -38,7 +38,10 @@ def values_asked_for(request: pytest.FixtureRequest, values: Iterable[str]) -> l
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--full", action="store_true", help="run all tests instead of the quick tier's sample")
-    group.addoption("--attack", action="store_true", help="the full tier, and of tests/faults all attacks instead of a sample")
+    attacks = (
+        "the full tier, with all attacks of tests/faults, 500 random programs over gloo and more mutants in place of samples"
+    )
+    group.addoption("--attack", action="store_true", help=attacks)
     drawn = "draw the quick tier's sample and the examples of hypothesis by the seed N instead of one that the commit gives"
     group.addoption("--sample-seed", type=int, metavar="N", help=drawn)
 
