@@ -91,4 +91,6 @@ def _random_case(rng: random.Random) -> tuple[Hardware, Mesh, str, dict[str, obj
         "prefetch_bytes": rng.choice([None, None, 0, 2**20]),
         "recompute": rng.choice([policy("none"), policy("full"), replace(policy("full"), offload=True)]),
     }
+    if mesh.axis_size("pp") > 1 and rng.random() < 0.3:
+        options["schedule"] = replace(options["schedule"], name="interleaved")
     return hardware, mesh, strategy, options

@@ -19,8 +19,8 @@ from mpar.compiler.build._placement import place
 from mpar.compiler.build._values import Values
 from mpar.compiler.build._writer import Kinds, Writer
 from mpar.compiler.segment import check_names
-from mpar.forecast import predicted_times
-from mpar.ir import HOME, Facts, ProgramData
+from mpar.forecast import instruction_durations, predicted_times
+from mpar.ir import HOME, Facts, Part, ProgramData, queues_on_streams
 from mpar.mesh import Mesh
 from mpar.optimizer import Optimizer
 from mpar.strategy import Strategy
@@ -40,8 +40,8 @@ def build(
 ) -> ProgramData:
     """Place the model on the mesh, find the schedule, and write the part of every position along pp.
 
-    Messages inside segments are hidden, unless the memory of the device suffices only without that, or a step is predicted to
-    take longer: reductions and copies to the host wait until all layers that were joined are done.
+    Messages inside segments are hidden, unless the memory of the device suffices only without that. Instructions stay joined if
+    a step is predicted to take no longer.
 
     optimizer: None leaves out the norm and the update. Raises ShardingError, ShapeError or ConfigError, listing all offenders.
     """
@@ -57,26 +57,52 @@ def build(
         write_part(blueprint, Writer(values, functions, kinds, has_slices), position)
         for position in range(placement.mesh.axis_size("pp"))
     ]
+    joined, alone = (_program(blueprint, values, kinds, list(form), mesh) for form in zip(*parts, strict=True))
+    hide_communication(joined, options.hardware, options.prefetch_bytes)
+    program = joined if _is_shortest(joined, alone, options) else _shortest(joined, alone, options)
+    if not _needs_too_much(program, options):
+        return program
+    as_written = build(model, optimizer, mesh, strategy, batch_shape, replace(options, hides_inside=False))
+    return program if peak_bytes(as_written) > usable_bytes(options.profile) else as_written
+
+
+def _program(blueprint: Blueprint, values: Values, kinds: Kinds, parts: list[Part], mesh: Mesh) -> ProgramData:
+    """The program of these parts; `mesh` is the one that the caller gave."""
     used = {instruction.kind for part in parts for instruction in part.instructions}
-    program = ProgramData(
-        mesh=placement.mesh,
+    return ProgramData(
+        mesh=blueprint.placement.mesh,
         values=values.values,
         kinds={name: kind for name, kind in kinds.kinds.items() if name in used},
         parts=parts,
-        num_microbatches=options.num_microbatches,
-        schedule=[list(actions) for actions in pipeline.table],
+        num_microbatches=blueprint.options.num_microbatches,
+        schedule=[list(actions) for actions in blueprint.pipeline.table],
         facts=_facts(blueprint, kinds, mesh),
-        order_parts=placement.order_parts,
-        num_slices=options.num_slices,
+        order_parts=blueprint.placement.order_parts,
+        num_slices=blueprint.options.num_slices,
     )
-    hide_communication(program, options.hardware, options.prefetch_bytes)
-    needs_too_much = _needs_too_much(program, options)
-    if not needs_too_much and not _may_delay(program):
-        return program
-    as_written = build(model, optimizer, mesh, strategy, batch_shape, replace(options, hides_inside=False))
-    if needs_too_much:
-        return program if peak_bytes(as_written) > usable_bytes(options.profile) else as_written
-    return min(program, as_written, key=lambda one: predicted_times(one, options.profile).makespan)
+
+
+def _is_shortest(joined: ProgramData, alone: ProgramData, options: CompileOptions) -> bool:
+    """Whether it is certain that a program is no longer than the one without joined instructions, and that it fits."""
+    if not any(instruction.members for part in joined.parts for instruction in part.instructions):
+        return True
+    durations = instruction_durations(alone, options.profile)
+    computing = [queues_on_streams(part.instructions, alone.kinds) for part in alone.parts]
+    least = max(
+        sum(seconds for seconds, queue in zip(*lines, strict=True) if queue == HOME)
+        for lines in zip(durations, computing, strict=True)
+    )
+    return not _needs_too_much(joined, options) and predicted_times(joined, options.profile).makespan <= least
+
+
+def _shortest(joined: ProgramData, alone: ProgramData, options: CompileOptions) -> ProgramData:
+    """The one of both that fits into memory; if both do, the shorter: other queues wait until all that was joined is done."""
+    hide_communication(alone, options.hardware, options.prefetch_bytes)
+
+    def rank(program: ProgramData) -> tuple[bool, float]:
+        return _needs_too_much(program, options), predicted_times(program, options.profile).makespan
+
+    return min(joined, alone, key=rank)
 
 
 def _needs_too_much(program: ProgramData, options: CompileOptions) -> bool:
@@ -85,12 +111,6 @@ def _needs_too_much(program: ProgramData, options: CompileOptions) -> bool:
         return False
     limit = usable_bytes(options.hides_for)
     return limit < peak_bytes(program) <= _HOPELESS * limit
-
-
-def _may_delay(program: ProgramData) -> bool:
-    """Whether other queues may have to wait for instructions that were joined."""
-    instructions = [instruction for part in program.parts for instruction in part.instructions]
-    return any(one.members for one in instructions) and any(one.queue != HOME for one in instructions)
 
 
 def _facts(blueprint: Blueprint, kinds: Kinds, mesh: Mesh) -> Facts:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,8 +33,11 @@ from mpar.spec import P
 __all__ = ["write_part"]
 
 
-def write_part(blueprint: Blueprint, writer: Writer, number: int) -> Part:
-    """Write the part of position `number`: the weight of the batch, the actions of the schedule, metrics, losses, the update."""
+def write_part(blueprint: Blueprint, writer: Writer, number: int) -> tuple[Part, Part]:
+    """Write the part of position `number`: the weight of the batch, the actions of the schedule, metrics, losses, the update.
+
+    Returns it with instructions joined where that saves time, and without.
+    """
     position = Position(blueprint, number)
     boundary = declare(position, writer.values)
     total, cotangent = _write_weight(blueprint, writer, boundary)
@@ -63,14 +67,10 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> Part:
         norm, skip, state_out, gradients = _write_update(actions, boundary, metrics[0].value, reported)
         metrics += [writer.metric("grad_norm", norm), writer.metric("skipped", skip)]
     kept = {leaf.value for leaf in (*state_out, *metrics, *boundary.batch, *boundary.scalars)}
-    instructions = join_work(
-        advance_sends(writer.instructions),
-        writer.kinds,
-        blueprint.placement.target,
-        paired=blueprint.options.schedule.paired,
-    )
-    return Part(
-        instructions=insert_frees(instructions, kept),
+    written = advance_sends(writer.instructions)
+    joined = join_work(written, writer.kinds, blueprint.placement.target, paired=blueprint.options.schedule.paired)
+    part = Part(
+        instructions=insert_frees(written, kept),
         state_in=boundary.state,
         state_out=state_out,
         batch=boundary.batch,
@@ -81,6 +81,7 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> Part:
         carried=actions.carried,
         gradients=gradients,
     )
+    return replace(part, instructions=insert_frees(joined, kept)), part
 
 
 def _write_weight(blueprint: Blueprint, writer: Writer, boundary: Boundary) -> tuple[int, int]:

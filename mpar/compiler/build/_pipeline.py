@@ -1,5 +1,6 @@
 """Pipeline: which segments each stage has, what every position along pp does with them, and which positions hold a stage."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from mpar.errors import ConfigError, ProgramError
 from mpar.schedules import Action, Transfer, actions, auto_actions, lower, num_stages, stage_ranges, timeline, verify
 from mpar.schedules import num_microbatches as count_microbatches
 
-__all__ = ["Pipeline", "is_beside", "make_pipeline"]
+__all__ = ["Pipeline", "make_pipeline", "pairs_of"]
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,17 @@ def _both(item: Action | Transfer) -> list[Action | Transfer]:
     return [item._replace(microbatch=m, message=2 * item.message + i) for i, m in enumerate(numbers)]
 
 
-def is_beside(first: Action, second: Action) -> bool:
-    """Whether two actions in a row are a forward and a backward that can run together."""
-    return first.kind == "F" and second.kind == "B" and first.microbatch != second.microbatch
+def pairs_of(actions: Sequence[Action]) -> set[tuple[Action, Action]]:
+    """The forwards and backwards of a position that run together: those in a row, of two microbatches.
+
+    There are none where all forwards come before all backwards: the last forward does not wait for the first backward there,
+    since the position behind may need that forward before it can do that backward.
+    """
+    first = next((place for place, action in enumerate(actions) if action.kind == "B"), len(actions))
+    if not any(action.kind == "F" for action in actions[first:]):
+        return set()
+    rows = itertools.pairwise(actions)
+    return {(a, b) for a, b in rows if a.kind == "F" and b.kind == "B" and a.microbatch != b.microbatch}
 
 
 def _forwards_beside_backwards(items: Sequence[Action | Transfer]) -> list[Action | Transfer]:
@@ -143,6 +152,7 @@ def _forwards_beside_backwards(items: Sequence[Action | Transfer]) -> list[Actio
 
     Receipts between the two, and waits for them, go in front of the forward, and sends behind the backward.
     """
+    beside = pairs_of([item for item in items if isinstance(item, Action)])
     received = {item.message for item in items if isinstance(item, Transfer) and item.op == "recv"}
     out: list[Action | Transfer] = []
     between: list[Transfer] = []
@@ -151,7 +161,7 @@ def _forwards_beside_backwards(items: Sequence[Action | Transfer]) -> list[Actio
         if isinstance(item, Transfer):
             (out if forward is None else between).append(item)
             continue
-        pairs = forward is not None and is_beside(forward, item)
+        pairs = forward is not None and (forward, item) in beside
         early = [transfer for transfer in between if pairs and transfer.message in received]
         late = [transfer for transfer in between if transfer not in early]
         out += [*early, *([forward] if forward else []), *([] if pairs else late)]

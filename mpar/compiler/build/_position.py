@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from mpar.compiler.build._blueprint import Blueprint
-from mpar.compiler.build._pipeline import is_beside
+from mpar.compiler.build._pipeline import pairs_of
 from mpar.compiler.build._units import Unit, group_units
 from mpar.compiler.segment import SegmentCode, split_segment
 from mpar.schedules import Action, Transfer
@@ -58,6 +58,7 @@ class Position:
         and a backward that run together."""
         schedule = self.blueprint.options.schedule
         both_ways = schedule.pairs_both_ways(self.blueprint.placement.mesh.axis_size("pp"))
+        beside = pairs_of(self.actions) if both_ways else set()
         out: list[tuple[Turn, ...] | Transfer] = []
         before: Action | None = None
         for item in self.blueprint.pipeline.entries[self.number]:
@@ -66,7 +67,7 @@ class Position:
                 before = None
                 continue
             turn = (Turn(item.stage, item.kind, (item.microbatch,)),)
-            if both_ways and before is not None and is_beside(before, item):
+            if before is not None and (before, item) in beside:
                 out[-1] = (Turn(before.stage, before.kind, (before.microbatch,)), *turn)
             elif schedule.paired and not both_ways and item.microbatch % 2:
                 out[-1] = (Turn(item.stage, item.kind, (item.microbatch - 1, item.microbatch)),)
