@@ -1,5 +1,7 @@
 """Join work: joined code computes what its parts do, a joined instruction is proved like its members, and which are joined."""
 
+import contextlib
+import itertools
 import re
 from dataclasses import replace
 
@@ -8,6 +10,7 @@ import torch
 
 from mpar import Mesh
 from mpar.compiler import Schedule
+from mpar.compiler.build._pipeline import _forwards_beside_backwards
 from mpar.compiler.segment import RecomputePolicy, Target, compile_function, join_codes
 from mpar.errors import ConfigError, ProgramError
 from mpar.forecast import predicted_times
@@ -15,7 +18,7 @@ from mpar.kernels import Kernels
 from mpar.optim import AdamW
 from mpar.program.compile import compile_step
 from mpar.runtime import load
-from mpar.schedules import Action
+from mpar.schedules import Action, actions, lower, verify
 from mpar.spec import P
 from tests.compiler import box
 
@@ -183,6 +186,16 @@ def test_in_1f1b_every_steady_forward_has_a_backward_of_another_microbatch(make_
             assert kinds == "F" * warmup + "FB" * steady + "B" * warmup
             turns = row[warmup : warmup + 2 * steady]
             assert all(f.microbatch != b.microbatch for f, b in zip(turns[::2], turns[1::2], strict=True))
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "dual_pipe", "dual_pipe_v"])
+def test_no_pair_waits_for_ever(name):
+    """For all numbers of positions, stages and microbatches, also so few that all forwards come first."""
+    for positions, chunks, number in itertools.product((2, 3, 4), (1, 2, 3), range(1, 10)):
+        schedule = Schedule(name, paired=True).for_positions(positions)
+        sizes = {"num_ranks": positions, "num_microbatches": number, "num_chunks": chunks if name == "interleaved" else None}
+        with contextlib.suppress(ConfigError):  # numbers that the schedule does not have
+            verify([_forwards_beside_backwards(items) for items in lower(actions(name, **sizes, **schedule.options))])
 
 
 def test_an_odd_number_of_microbatches_has_no_pairs(make_model):
