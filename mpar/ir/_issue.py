@@ -112,15 +112,17 @@ class _Planner:
 
     def _note(self, instruction: Instruction, queue: str, line: int) -> None:
         """Remember what an instruction uses and makes."""
-        for value in (*instruction.inputs, *instruction.outputs):  # a view has the storage of its operand
-            storage = self.values[value].storage
-            users = self.used.get(storage)
-            if users is None:
-                self.home[storage] = queue if value in instruction.outputs else HOME
-                self.used[storage], self.names[storage] = {queue: line}, {value}
-            else:
-                users[queue] = line
-                self.names[storage].add(value)
+        values, used, names = self.values, self.used, self.names
+        for touched, home in ((instruction.inputs, HOME), (instruction.outputs, queue)):
+            for value in touched:
+                storage = values[value].storage  # a view has that of its operand
+                users = used.get(storage)
+                if users is None:
+                    self.home[storage] = home
+                    used[storage], names[storage] = {queue: line}, {value}
+                else:
+                    users[queue] = line
+                    names[storage].add(value)
         # a received value is ready after the wait
         made = instruction.inputs if instruction.op == "wait" else instruction.outputs
         for value in made:

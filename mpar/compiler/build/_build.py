@@ -12,14 +12,15 @@ from mpar.compiler.build._batch import microbatch_shape, piece_values
 from mpar.compiler.build._blueprint import Blueprint
 from mpar.compiler.build._functions import Functions
 from mpar.compiler.build._options import BatchShape, CompileOptions
-from mpar.compiler.build._order import hide_communication, peak_bytes, usable_bytes
+from mpar.compiler.build._order import Ordered, hide_communication, peak_bytes, usable_bytes
 from mpar.compiler.build._part import write_part
 from mpar.compiler.build._pipeline import make_pipeline
 from mpar.compiler.build._placement import place
 from mpar.compiler.build._values import Values
 from mpar.compiler.build._writer import Kinds, Writer
 from mpar.compiler.segment import check_names
-from mpar.forecast import instruction_durations, predicted_times
+from mpar.forecast import instruction_durations
+from mpar.hardware import Hardware
 from mpar.ir import HOME, Facts, Part, ProgramData, queues_on_streams
 from mpar.mesh import Mesh
 from mpar.optimizer import Optimizer
@@ -58,9 +59,8 @@ def build(
         for position in range(placement.mesh.axis_size("pp"))
     ]
     joined, alone = (_program(blueprint, values, kinds, list(form), mesh) for form in zip(*parts, strict=True))
-    hide_communication(joined, options.hardware, options.prefetch_bytes)
-    program = joined if _is_shortest(joined, alone, options) else _shortest(joined, alone, options)
-    if not _needs_too_much(program, options):
+    program, fits = _shortest(joined, alone, options)
+    if fits:
         return program
     as_written = build(model, optimizer, mesh, strategy, batch_shape, replace(options, hides_inside=False))
     return program if peak_bytes(as_written) > usable_bytes(options.profile) else as_written
@@ -82,35 +82,40 @@ def _program(blueprint: Blueprint, values: Values, kinds: Kinds, parts: list[Par
     )
 
 
-def _is_shortest(joined: ProgramData, alone: ProgramData, options: CompileOptions) -> bool:
-    """Whether it is certain that a program is no longer than the one without joined instructions, and that it fits."""
-    if not any(instruction.members for part in joined.parts for instruction in part.instructions):
-        return True
-    durations = instruction_durations(alone, options.profile)
-    computing = [queues_on_streams(part.instructions, alone.kinds) for part in alone.parts]
-    least = max(
-        sum(seconds for seconds, queue in zip(*lines, strict=True) if queue == HOME)
-        for lines in zip(durations, computing, strict=True)
-    )
-    return not _needs_too_much(joined, options) and predicted_times(joined, options.profile).makespan <= least
+def _shortest(joined: ProgramData, alone: ProgramData, options: CompileOptions) -> tuple[ProgramData, bool]:
+    """The program with joined instructions or that without, with its communication hidden, and whether it fits into memory.
+
+    It is the one that fits; if both do, the shorter by prediction: other queues wait until all that was joined is done. None is
+    shorter than its computation.
+    """
+    first = hide_communication(joined, options.hardware, options.prefetch_bytes)
+    fits = not _needs_too_much(joined, first, options)
+    if first is None or not any(instruction.members for part in joined.parts for instruction in part.instructions):
+        return joined, fits
+    if fits and first.makespan <= _computation(alone, options.profile):
+        return joined, True
+    second = hide_communication(alone, options.hardware, options.prefetch_bytes)
+    alone_fits = not _needs_too_much(alone, second, options)
+    if second is not None and (not alone_fits, second.makespan) < (not fits, first.makespan):
+        return alone, alone_fits
+    return joined, fits
 
 
-def _shortest(joined: ProgramData, alone: ProgramData, options: CompileOptions) -> ProgramData:
-    """The one of both that fits into memory; if both do, the shorter: other queues wait until all that was joined is done."""
-    hide_communication(alone, options.hardware, options.prefetch_bytes)
+def _computation(program: ProgramData, hardware: Hardware) -> float:
+    """The longest time that any rank computes."""
+    busy = []
+    for part, durations in zip(program.parts, instruction_durations(program, hardware), strict=True):
+        queues = queues_on_streams(part.instructions, program.kinds)
+        busy.append(sum(seconds for seconds, queue in zip(durations, queues, strict=True) if queue == HOME))
+    return max(busy)
 
-    def rank(program: ProgramData) -> tuple[bool, float]:
-        return _needs_too_much(program, options), predicted_times(program, options.profile).makespan
 
-    return min(joined, alone, key=rank)
-
-
-def _needs_too_much(program: ProgramData, options: CompileOptions) -> bool:
+def _needs_too_much(program: ProgramData, ordered: Ordered | None, options: CompileOptions) -> bool:
     """Whether a program whose messages are hidden inside segments needs somewhat more memory than the device has."""
     if options.hides_for is None:
         return False
     limit = usable_bytes(options.hides_for)
-    return limit < peak_bytes(program) <= _HOPELESS * limit
+    return limit < (peak_bytes(program) if ordered is None else ordered.peak_bytes) <= _HOPELESS * limit
 
 
 def _facts(blueprint: Blueprint, kinds: Kinds, mesh: Mesh) -> Facts:

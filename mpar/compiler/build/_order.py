@@ -19,22 +19,31 @@ from mpar.forecast import StepTimes, memory_timeline, predicted_times
 from mpar.hardware import Hardware
 from mpar.ir import HOME, Instruction, Part, ProgramData, Value, queues_on_streams
 
-__all__ = ["hide_communication", "hoist_gathers", "peak_bytes", "usable_bytes"]
+__all__ = ["Ordered", "hide_communication", "hoist_gathers", "peak_bytes", "usable_bytes"]
 
 _USABLE = 0.9  # of a device's memory: the rest is for what frameworks and communication libraries hold, and for fragments
 
 
-def hide_communication(program: ProgramData, hardware: Hardware | None, prefetch_bytes: int | None) -> None:
+@dataclass(frozen=True)
+class Ordered:
+    """What is predicted of an ordered program: the seconds of a step, and the most bytes that any rank needs."""
+
+    makespan: float
+    peak_bytes: int
+
+
+def hide_communication(program: ProgramData, hardware: Hardware | None, prefetch_bytes: int | None) -> Ordered | None:
     """Reorder the parts of `program` in place. It computes the same; by prediction a step takes no longer, and memory suffices if
     it did before.
 
     prefetch_bytes: gathers of at most so many bytes move up, whatever memory there is; None: those that fit.
+    Returns None where there is nothing to hide.
     """
     if prefetch_bytes is not None:
         for part in program.parts:
             part.instructions = hoist_gathers(part.instructions, program.values, [prefetch_bytes] * len(part.instructions))
     if hardware is None or not hardware.overlaps or all(_is_one_queue(program, part) for part in program.parts):
-        return
+        return None
     before, makespan = [list(part.instructions) for part in program.parts], predicted_times(program, hardware).makespan
     levels = [_levels(program, position) for position in range(len(program.parts))]
     limits = [max(usable_bytes(hardware), *own) for own in levels]
@@ -43,10 +52,14 @@ def hide_communication(program: ProgramData, hardware: Hardware | None, prefetch
             part.instructions = hoist_gathers(part.instructions, program.values, [limit - level for level in own])
         part.instructions = _norms_as_ready(part.instructions)
     _free_later(program, hardware, limits)
-    fits = all(max(_levels(program, position)) <= limit for position, limit in enumerate(limits))
-    if not fits or predicted_times(program, hardware).makespan > makespan:
-        for part, instructions in zip(program.parts, before, strict=True):
-            part.instructions = instructions
+    peaks = [max(_levels(program, position)) for position in range(len(program.parts))]
+    if all(peak <= limit for peak, limit in zip(peaks, limits, strict=True)):
+        found = predicted_times(program, hardware).makespan
+        if found <= makespan:
+            return Ordered(found, max(peaks))
+    for part, instructions in zip(program.parts, before, strict=True):
+        part.instructions = instructions
+    return Ordered(makespan, max(map(max, levels)))
 
 
 def peak_bytes(program: ProgramData) -> int:

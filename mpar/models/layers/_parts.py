@@ -113,7 +113,13 @@ def _no_reason(config: PartConfig) -> str | None:
 def _moe_updates(config: MoeConfig) -> dict[str, Update]:
     if not config.choice_bias:
         return {}
-    return {"choice_bias_E": ("expert_counts", functools.partial(updated_choice_bias, rate=config.bias_rate))}
+    return {"choice_bias_E": ("expert_counts", _choice_bias_rule(config.bias_rate))}
+
+
+@functools.cache
+def _choice_bias_rule(rate: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """The same function for all layers of a rate, so that equal updates are compiled once."""
+    return functools.partial(updated_choice_bias, rate=rate)
 
 
 def _decode_mamba(
