@@ -1,6 +1,5 @@
 """The part of a batch that one rank works on: the rows that it needs, and of these the positions that it has."""
 
-import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -10,35 +9,19 @@ from mpar.data import Batches
 from mpar.models import with_next_tokens
 from mpar.program import Program, cut_rows, rows_of
 
-__all__ = ["LocalBatches", "local_batch"]
-
-
-def local_batch(
-    program: Program, batches: Batches, step: int, rank: int, device: torch.device, *, next_tokens: bool = False
-) -> dict[str, Tensor]:
-    """The part of the global batch of `step` that `rank` works on in `program`. Rows of other ranks are not read.
-
-    On a GPU it is copied from pinned memory, and the host goes on meanwhile.
-    next_tokens: the model also learns the tokens after the next, so the batch has labels for them.
-    """
-    rows = batches.rows(step, rows_of(program, rank))
-    if next_tokens:  # must come before positions are cut, because the following token may be on another rank
-        rows = with_next_tokens(rows)
-    part = cut_rows(program, rows, rank)
-    if device.type != "cuda":
-        return part
-    return {key: value.pin_memory().to(device, non_blocking=True) for key, value in part.items()}
+__all__ = ["LocalBatches"]
 
 
 class LocalBatches:
     """What `rank` works on, batch by batch. While one is worked on, a thread reads the next and copies it on its own stream.
 
     Nothing is remembered of what was read ahead: which batch comes next is known from the number of the step alone.
+    next_tokens: the model also learns the tokens after the next, so batches have labels for them.
     """
 
     def __init__(self, program: Program, batches: Batches, rank: int, device: torch.device, *, next_tokens: bool = False) -> None:
-        self._program, self._batches, self._rank, self._device = program, batches, rank, device
-        self._next_tokens = next_tokens
+        self._program, self._batches, self._device, self._next_tokens = program, batches, device, next_tokens
+        self._rank, self._rows = rank, rows_of(program, rank)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "next batch")
         self._ahead: dict[int, Future[dict[str, Tensor]]] = {}
@@ -51,13 +34,13 @@ class LocalBatches:
         self._thread.shutdown(cancel_futures=True)
 
     def take(self, step: int, following: int | None) -> dict[str, Tensor]:
-        """The batch of `step`, as `local_batch` makes it. From now on that of `following` is read, unless it is None.
+        """The batch of `step`, as `read` makes it. From now on that of `following` is read, unless it is None.
 
         Raises what reading raised.
         """
         ahead = self._ahead.pop(step, None)
-        batch = self._read(step) if ahead is None else ahead.result()
-        self._ahead = {} if following is None else {following: self._thread.submit(self._read, following)}
+        batch = self.read(step) if ahead is None else ahead.result()
+        self._ahead = {} if following is None else {following: self._thread.submit(self.read, following)}
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
@@ -65,6 +48,16 @@ class LocalBatches:
                 value.record_stream(current)
         return batch
 
-    def _read(self, step: int) -> dict[str, Tensor]:
-        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            return local_batch(self._program, self._batches, step, self._rank, self._device, next_tokens=self._next_tokens)
+    def read(self, step: int) -> dict[str, Tensor]:
+        """The part of the global batch of `step` that the rank works on. Rows of other ranks are not read.
+
+        On a GPU it is copied from pinned memory, on the stream beside that of the caller, who has to wait for it.
+        """
+        rows = self._batches.rows(step, self._rows)
+        if self._next_tokens:  # must come before positions are cut, because the following token may be on another rank
+            rows = with_next_tokens(rows)
+        part = cut_rows(self._program, rows, self._rank)
+        if self._stream is None:
+            return part
+        with torch.cuda.stream(self._stream):
+            return {key: value.pin_memory().to(self._device, non_blocking=True) for key, value in part.items()}

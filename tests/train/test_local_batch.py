@@ -13,7 +13,7 @@ from mpar.models import with_next_tokens
 from mpar.program import Program, batch_rows, rows_of
 from mpar.shards import shard
 from mpar.train import TrainConfig, load_data, make_setup
-from mpar.train._local_batch import LocalBatches, local_batch
+from mpar.train._local_batch import LocalBatches
 from mpar.train.compile import compile_program
 from tests.train.conftest import SMALL
 
@@ -57,7 +57,7 @@ def test_a_rank_reads_its_rows_alone(how):
     batches.rows = lambda step, chosen: read.append(list(chosen)) or rows(step, chosen)
     for rank in range(program.mesh.size):
         read.clear()
-        part = local_batch(program, batches, 1, rank, CPU, next_tokens=further)
+        part = LocalBatches(program, batches, rank, CPU, next_tokens=further).read(1)
         expected = dealt_out(program, whole, rank)
         assert part.keys() == expected.keys()
         assert all(torch.equal(part[key], expected[key]) for key in expected)
@@ -78,7 +78,8 @@ def a_run():
 def test_the_next_batch_is_read_while_one_is_worked_on():
     """It is there before it is asked for, and has the bits of what is read alone; none is read beyond the last."""
     program, batches = a_run()
-    expected = {step: local_batch(program, batches, step, 1, CPU) for step in (4, 5, 6)}
+    alone = LocalBatches(program, batches, 1, CPU)
+    expected = {step: alone.read(step) for step in (4, 5, 6)}
     readers, arrived, rows = {}, defaultdict(threading.Event), batches.rows
 
     def noted(step, chosen):
