@@ -20,7 +20,7 @@ PIPELINE = [*SMALL, "model.config.num_hidden_layers=4", "data.batch_size=8", "me
         (["schedule.num_chunks=2"], "2 chunks on 2 ranks are 4 stages, but it has 1 per rank"),
         (["schedule.name=zb_v"], "did you mean zbv"),
         (["schedule.name=forward_only"], "it has no backward"),
-        (["schedule.options.foo=1"], "it has no option 'foo' (its options: extra_warmup)"),
+        (["schedule.options.foo=1"], "it has no option 'foo' (its options: extra_warmup, forwards_ahead)"),
         (["mesh.pp=0"], "must be at least 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

@@ -93,7 +93,7 @@ def test_what_a_plan_says(capsys):
 def planned(capsys: pytest.CaptureFixture, *how: str) -> tuple[float, float]:
     """GiB at the peak and on the host, of the plan of two layers of Llama 3.1 8B on 1,048,576 tokens and 8 ranks."""
     assert command_line.main(["plan", *LONG, "recompute.offload=true", *how]) == 0
-    found = re.search(r"peak ([\d.]+) GiB, ([\d.]+) GiB more on the host", capsys.readouterr().out)
+    found = re.search(r"peak ([\d.]+) GiB, .*?([\d.]+) GiB more on the host", capsys.readouterr().out)
     assert found is not None
     return float(found[1]), float(found[2])
 

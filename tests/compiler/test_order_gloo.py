@@ -22,6 +22,8 @@ BATCHES = random_batches(2, (8, 8), vocab_size=96)
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The seeds come in blocks, so that an attack shows how far it is."""
+    if "seeds" not in metafunc.fixturenames:
+        return
     ends = range(BLOCK, NUM_PROGRAMS + 1, BLOCK) if metafunc.config.option.attack else [IN_FULL_TIER]
     blocks = [range(max(0, end - BLOCK), end) for end in ends]
     metafunc.parametrize("seeds", blocks, ids=[f"{seeds[0]}-{seeds[-1]}" for seeds in blocks])
@@ -75,3 +77,10 @@ def test_random_programs_keep_their_bits(seeds, tmp_path):
                 local = {leaf.path: shard(leaves[leaf.path], leaf.spec, program.mesh, rank) for leaf in stored}
                 for found, wanted in zip(results[seed, form], (metrics, local), strict=True):
                     assert_equal(found, wanted, f"seed {seed} {form}, rank {rank}")
+
+
+def test_a_seed_is_one_pair_of_programs():
+    """Processes may make the same programs from a seed as their parent did."""
+    first, again = random_pair(5), random_pair(5)
+    assert (first.as_written.text(), first.ordered.text()) == (again.as_written.text(), again.ordered.text())
+    assert first.hardware == again.hardware

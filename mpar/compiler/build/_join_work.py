@@ -25,8 +25,9 @@ def join_work(instructions: Sequence[Instruction], kinds: Kinds, target: Target,
     before:  x1.0 = forward layers.0 mb0 (x0.0, w); x1.1 = forward layers.0 mb1 (x0.1, w)
     after:   x1.0, x1.1 = forward layers.0 mb0 + forward layers.0 mb1 (x0.0, w, x0.1)
 
-    The second moves up to the first, behind gathers of what it reads. It stays where it is if it reads anything else that is made
-    between them. The last layers of a part stay alone: reductions of their gradients wait for them, and nothing hides those.
+    The second moves up to the first, of a pair behind gathers of what it reads. It stays where it is if it reads anything else
+    that is made between them; so do layers whose parameters are gathered one after the other, since these take memory. The last
+    layers of a part stay alone: reductions of their gradients wait for them, and nothing hides those.
     """
     out = list(instructions)
     if target.hardware is None:
@@ -34,7 +35,7 @@ def join_work(instructions: Sequence[Instruction], kinds: Kinds, target: Target,
     if paired:
         out = _join(out, kinds, target, _is_of_one_round)
     for _ in range(_DOUBLINGS):
-        out = _join(out, kinds, target, _is_equal_layer, last_alone=_LAST)
+        out = _join(out, kinds, target, _is_equal_layer, last_alone=_LAST, over_gathers=False)
     return out
 
 
@@ -55,9 +56,14 @@ def _join(
     kinds: Kinds,
     target: Target,
     fits: Callable[[Instruction, Instruction], bool],
+    *,
     last_alone: int = 0,
+    over_gathers: bool = True,
 ) -> list[Instruction]:
-    """Join each instruction with the next one of a segment, if they fit, but for the last ones."""
+    """Join each instruction with the next one of a segment, if they fit, but for the last ones.
+
+    over_gathers: whether gathers between the two may move up.
+    """
     lines = [line for line, instruction in enumerate(instructions) if instruction.op in _JOINED]
     out: dict[int, list[Instruction]] = {line: [instruction] for line, instruction in enumerate(instructions)}
     for line, other in itertools.pairwise(lines[: len(lines) - last_alone]):
@@ -65,8 +71,10 @@ def _join(
         if not out[line] or not fits(first, second):
             continue
         moved = _gathers_read(second, [instructions[i] for i in between])
-        joined = None if moved is None or (last_alone and moved) else _joined(first, second, kinds, target)
-        if moved is not None and joined is not None:
+        if moved is None or (moved and not over_gathers):
+            continue
+        joined = _joined(first, second, kinds, target)
+        if joined is not None:
             out[line], out[other] = [*(instructions[line + 1 + i] for i in moved), joined], []
             out |= {line + 1 + i: [] for i in moved}
     return [instruction for line in sorted(out) for instruction in out[line]]
