@@ -1,5 +1,6 @@
 """Rates: what one rank computes and moves in a second, in the terms of `Hardware`."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -94,24 +95,24 @@ def _attention(seconds: Measure, device: torch.device, dtype: torch.dtype) -> It
     """Causal attention of 8 heads of 64 (on a GPU 16 of 128), forward and backward: rates of the work, and fixed times."""
     length, heads, size = _TOKENS[device.type], *((8, 64) if device.type == "cpu" else (16, 128))
     pairs = heads * length * length // 2
-    usual, small = (_attention_calls(device, dtype, some, heads, size) for some in (length, 4))
-    for name, flops, both in zip(("forward", "backward"), (4, 10), zip(usual, small, strict=True), strict=True):
-        usual_s, launch_s = map(seconds, both)
+    for i, (name, flops) in enumerate((("forward", 4), ("backward", 10))):
+        usual = in_turn(functools.partial(_attention_call, i, device, dtype, length, heads, size), device)
+        usual_s, launch_s = seconds(usual), seconds(_attention_call(i, device, dtype, 4, heads, size))
         yield f"op_launch_s.attention{'_bwd' * (name == 'backward')}", launch_s
         yield f"attention_flops_per_s.{name}", flops * pairs * size / max(usual_s - launch_s, 0.1 * usual_s)
 
 
-def _attention_calls(
-    device: torch.device, dtype: torch.dtype, length: int, heads: int, size: int
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Attention as compiled code calls it, and its backward."""
+def _attention_call(
+    which: int, device: torch.device, dtype: torch.dtype, length: int, heads: int, size: int
+) -> Callable[[], object]:
+    """Attention as compiled code calls it (0), or its backward (1)."""
     q, k, v = (torch.randn(1, length, heads, size, device=device, dtype=dtype) for _ in range(3))
     operands = (q, k, v, *[None] * 5)
     params = {"causal": True, "window": None, "scale": size**-0.5, "soft_cap": None}
     forward, backward = implementation("attention"), implementation("attention_bwd")
     out, lse = ops.attention(q, k, v)
     grads = [torch.randn_like(out), None]
-    return lambda: forward(*operands, **params), lambda: backward(*operands, out, lse, *grads, **params)
+    return (lambda: forward(*operands, **params), lambda: backward(*operands, out, lse, *grads, **params))[which]
 
 
 def _to_host(seconds: Measure, device: torch.device) -> float:

@@ -3,6 +3,7 @@
 import itertools
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -24,10 +25,11 @@ def seconds_of(call: Callable[[], object], device: torch.device, *, budget_s: fl
 
 
 def in_turn(make: Callable[[], Callable[[], object]], device: torch.device) -> Callable[[], object]:
-    """A call of several that `make` makes, each with operands of its own, in turn: operands come from memory, not from a cache,
-    as those of a step do."""
+    """A call of several that `make` makes, each with operands of its own, in turn. As in a step, operands come from memory, not
+    from a cache, and results go to memory that was not written a moment ago, because the last ones are kept."""
     calls = itertools.cycle([make() for _ in range(_SETS[device.type])])
-    return lambda: next(calls)()
+    results: deque[object] = deque(maxlen=_SETS[device.type])
+    return lambda: results.append(next(calls)())
 
 
 def _loop(call: Callable[[], object], number: int, device: torch.device) -> float:
