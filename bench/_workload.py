@@ -28,6 +28,9 @@ MESHES: dict[str, tuple[Mesh, str]] = {
     "tp2+sp": (Mesh(tp=2), "tp_sp"),
     "tp4+sp": (Mesh(tp=4), "tp_sp"),
     "fsdp2xtp2+sp": (Mesh(fsdp=2, tp=2), "zero3_tp_sp"),
+    "dp2xfsdp2": (Mesh(dp=2, fsdp=2), "hsdp"),
+    "pp2": (Mesh(pp=2), "ddp"),
+    "pp4": (Mesh(pp=4), "ddp"),
 }
 """The peers' names of meshes, with the mesh and strategy that each stands for in mpar."""
 
@@ -61,9 +64,12 @@ def peers_optimizer(workload: ModuleType) -> AdamW:
     return AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, decay="all", clip_norm=workload.CLIP)
 
 
-def compile_workload(cfg: Any, workload: ModuleType, mesh: str, **options: Any) -> Program:
-    """The peers' training step, compiled for one of the peers' meshes; `options` are those of `compile_step`."""
-    shape, strategy = MESHES[mesh]
+def compile_workload(cfg: Any, workload: ModuleType, mesh: str, strategy: str | None = None, **options: Any) -> Program:
+    """The peers' training step, compiled for one of the peers' meshes, with another strategy than its own if one is given;
+    `options` are those of `compile_step`.
+    """
+    shape, own = MESHES[mesh]
+    strategy = strategy or own
     return compile_step(build_model(cfg, workload), peers_optimizer(workload), shape, strategy, (cfg.batch, cfg.seq), **options)
 
 

@@ -54,7 +54,8 @@ def _arguments() -> argparse.Namespace:
     steps.add_argument("--config", default="tiny")
     steps.add_argument("--mesh", nargs="+", default=["dp2"], help=", ".join(name.replace("+", "_") for name in MESHES))
     steps.add_argument("--rates", nargs="+", default=["200mbit"])
-    steps.add_argument("--variants", default="mpar,torch,torch_bucket", help="mpar, torch, torch_bucket, torch_async")
+    names = "mpar, mpar:STRATEGY, mpar:SCHEDULE, torch, torch_bucket, torch_async; ratios are those of the first, if it is mpar's"
+    steps.add_argument("--variants", default="mpar,torch,torch_bucket", help=names)
     steps.add_argument("--bucket-mb", type=float, default=1.0, help="of torch_bucket")
     steps.add_argument("--mpar-bucket-bytes", type=int, default=1 << 20)
     steps.add_argument("--mpar-prefetch-bytes", type=int, default=1 << 30)

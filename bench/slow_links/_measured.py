@@ -1,6 +1,7 @@
 """Measures behind links, and makes lines of results of what the ranks print."""
 
 import json
+import pickle
 import statistics
 import tempfile
 import time
@@ -9,17 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench._losses import largest_spread
 from bench._machine import foreign_cpu_s, this_run
 from bench._passes import Passes
 from bench._peers import peer
 from bench._result import Json, Result
 from bench._statistics import paired_ratio
-from bench._workload import MESHES, save_workload
+from bench._workload import MESHES, compile_workload, initial_params
 from bench.slow_links._links import UNLIMITED, Links, bits_per_s
 from bench.slow_links._ranks import run_ranks
 from mpar.compiler import Schedule
-from mpar.hardware import hardware
+from mpar.hardware import Hardware, hardware
+from mpar.schedules import SCHEDULES
 
 __all__ = ["measure_steps", "measure_wire"]
 
@@ -66,7 +70,12 @@ def measure_steps(
     workload = peer(folder, "workload")
     measured: list[Any] = []
     with tempfile.TemporaryDirectory() as work, Links(MESHES[mesh][0].size, UNLIMITED) as links:
-        save_workload(Path(work), workload.CONFIGS[config], workload, mesh, **compile_options(options, rates[0]))
+        cfg = workload.CONFIGS[config]
+        for name in variants:
+            if name.startswith("mpar"):
+                told = compile_options(options, rates[0]) | of_variant(name, cfg.batch, rates[0])
+                (Path(work) / f"{name}.pickle").write_bytes(pickle.dumps(compile_workload(cfg, workload, mesh, **told)))
+        torch.save(initial_params(cfg, workload), Path(work) / "params.pt")
         arguments = {"work": work, "peers": folder, "config": config, "mesh": mesh, "rates": ",".join(rates)}
         arguments |= {"variants": ",".join(variants), "bucket-mb": bucket_mb}
         counts = {"steps": passes.steps, "warmup": passes.warmup, "passes": passes.passes}
@@ -76,9 +85,7 @@ def measure_steps(
             measured += [json.loads(line) for line in run_ranks(links, "bench.slow_links._steps", words).splitlines()]
     facts: dict[str, Json] = {"bench": "slow_links", "case": "steps", "config": config, "mesh": mesh, "threads": 1}
     facts |= {"options": options, "passes": passes.passes, "foreign_cores": [one["foreign_cores"] for one in measured]}
-    spreads = [
-        largest_spread({name: _column(measured, rate, name, 2) for name in variants}) for rate in (UNLIMITED, *rates)
-    ]
+    spreads = [largest_spread({name: _column(measured, rate, name, 2) for name in variants}) for rate in (UNLIMITED, *rates)]
     facts["loss_spread"] = max(spreads)
     lines = [_line(measured, rate, name, variants, bucket_mb) for rate in rates for name in variants]
     return [Result.of({**facts, **line}, this_run()) for line in lines]
@@ -88,10 +95,24 @@ def compile_options(options: Mapping[str, int], rate: str) -> dict[str, Any]:
     """What `compile_step` is told: `paired` stands for two microbatches at a time, hidden on CPUs with links of this rate."""
     told: dict[str, Any] = {key: value for key, value in options.items() if key != "paired"}
     if options.get("paired"):
-        links = {"link_bytes_per_s": bits_per_s(rate) / 8, "link_latency_s": 2e-4, "ranks_per_node": 1 << 30}
-        told |= {"hardware": replace(hardware("cpu"), overlaps=True, **links)}
-        told |= {"schedule": Schedule(paired=True), "num_microbatches": 2}
+        told |= {"hardware": _behind(rate), "schedule": Schedule(paired=True), "num_microbatches": 2}
     return told
+
+
+def _behind(rate: str) -> Hardware:
+    """This machine's processors behind links of this rate."""
+    links = {"link_bytes_per_s": bits_per_s(rate) / 8, "link_latency_s": 2e-4, "ranks_per_node": 1 << 30}
+    return replace(hardware("cpu"), overlaps=True, **links)
+
+
+def of_variant(name: str, num_rows: int, rate: str) -> dict[str, Any]:
+    """What `compile_step` is told for a variant: "mpar:zero1" has another strategy than that of the mesh, "mpar:zbv" is a
+    schedule with one row of the batch in each microbatch, compiled for links of this rate.
+    """
+    word = name.partition(":")[2]
+    if word in SCHEDULES:
+        return {"schedule": word, "num_microbatches": num_rows, "hardware": _behind(rate)}
+    return {"strategy": word} if word else {}
 
 
 def _line(measured: list[Any], rate: str, name: str, variants: Sequence[str], bucket_mb: float) -> dict[str, Json]:
@@ -107,8 +128,9 @@ def _line(measured: list[Any], rate: str, name: str, variants: Sequence[str], bu
     line["overlap"] = [round(x, 3) for x in (statistics.median(overlap), min(overlap), max(overlap))]
     if name == "torch_bucket":
         line["bucket_mb"] = bucket_mb
-    if name != "mpar" and "mpar" in variants:
-        line["mpar_over_this_wall"] = paired_ratio(_column(measured, rate, "mpar", 0), steps).rounded(3)
+    first = variants[0]
+    if name != first and first.startswith("mpar"):
+        line[f"{first}_over_this_wall"] = paired_ratio(_column(measured, rate, first, 0), steps).rounded(3)
     return line
 
 

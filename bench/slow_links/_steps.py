@@ -1,13 +1,14 @@
 """One rank that takes steps of several variants in turn, at several rates. Rank 0 prints a line of JSON for each pass.
 
-Variants: mpar, on gloo; torch, as the peers have it; torch_bucket with gradients in buckets of --bucket-mb; torch_async with
-FSDP2's gathers issued one unit ahead.
+Variants: mpar, on gloo; mpar:STRATEGY and mpar:SCHEDULE, likewise; torch, as the peers have it; torch_bucket with gradients in
+buckets of --bucket-mb; torch_async with FSDP2's gathers issued one unit ahead.
 """
 
 import functools
 import gc
 import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bench._machine import foreign_cpu_s
-from bench._rank import load_step
+from bench._rank import make_step
 from bench._turns import Rank, joined
 from bench.slow_links._links import UNLIMITED
 from bench.slow_links._ranks import set_rate, wire_bytes
@@ -33,8 +34,10 @@ def make_variants(rank: Rank) -> dict[str, Step]:
     cfg, mesh = rank.workload.CONFIGS[rank.args.config], rank.args.mesh
     steps = {}
     for name in rank.variants:
-        if name == "mpar":
-            steps[name] = load_step(rank.work, rank.workload, cfg, rank.rank, "backend")
+        if name.startswith("mpar"):
+            program = pickle.loads((rank.work / f"{name}.pickle").read_bytes())
+            params = torch.load(rank.work / "params.pt", mmap=True)
+            steps[name] = make_step(program, params, rank.workload, cfg, rank.rank, "backend")
         else:
             steps[name] = torch_step(rank.peer("torch_spmd"), cfg, mesh, name.partition("_")[2], float(rank.args.bucket_mb))
     return steps

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from bench.slow_links._links import LinkError, Links, bits_per_s
-from bench.slow_links._measured import _line, compile_options
+from bench.slow_links._measured import _line, compile_options, of_variant
 from bench.slow_links._ranks import run_ranks
 
 NEEDS = "network namespaces need root and iproute2"
@@ -39,6 +39,13 @@ def test_pairs_are_compiled_for_the_links():
     assert (told["bucket_bytes"], told["num_microbatches"], told["schedule"].paired) == (7, 2, True)
     assert told["hardware"].overlaps and told["hardware"].link_bytes_per_s == 25e6
     assert compile_options({"bucket_bytes": 7}, "200mbit") == {"bucket_bytes": 7}
+
+
+def test_variants_of_mpar():
+    """Another strategy or another schedule, which is compiled for the links; `mpar` alone has neither."""
+    assert of_variant("mpar", 8, "50mbit") == {} and of_variant("mpar:zero1", 8, "50mbit") == {"strategy": "zero1"}
+    told = of_variant("mpar:zbv", 8, "200mbit")
+    assert (told["schedule"], told["num_microbatches"], told["hardware"].link_bytes_per_s) == ("zbv", 8, 25e6)
 
 
 @pytest.mark.gloo
