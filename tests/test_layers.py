@@ -41,7 +41,7 @@ BELOW = {name: set(VALUES) for name in VALUES}
 BELOW["ops"] = set(VALUES)
 for _name in ("kernels", "sharding", "schedules"):
     BELOW[_name] = {*VALUES, "ops"}
-BELOW["models"] = {*VALUES, "ops"}
+BELOW["models"] = {*VALUES, "ops", "sharding"}  # its `traced` finds out how a model may be sharded
 BELOW["ir"] = {*VALUES, "kernels", "schedules"}
 BELOW["proof"] = {*VALUES, "schedules", "ir"}
 BELOW["forecast"] = {*VALUES, "ir"}
@@ -166,6 +166,8 @@ LAZY = {
     "mpar/cli/main.py": "the command that is called, and no other",
     "mpar/cli/_later.py": "what a command needs torch for, once nothing is wrong with its arguments",
     "mpar/data/__init__.py": "public names, so that a missing file is found before torch is loaded",
+    "mpar/models/traced/__init__.py": "public names, so that a declared model loads no tracer",
+    "mpar/models/traced/_skeleton.py": "transformers, where it is installed",
     "mpar/kernels/_catalogue.py": "a kernel when it is launched: a laptop without Triton reads the catalogue",
     "mpar/optim/__init__.py": "public names, so that a learning rate is checked before torch is loaded",
     "mpar/schedules/__init__.py": "public names, so that a rank loads no search",

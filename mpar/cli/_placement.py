@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mpar.arrange import arrange, sequence_order
 from mpar.mesh import Mesh
-from mpar.models import Model, MoeConfig
+from mpar.models import DeclaredModel, Model, MoeConfig
 from mpar.program import Hardware, Program
 from mpar.strategy import Strategy, dim_sizes
 
@@ -82,7 +82,7 @@ def _method(model: Model, strategy: Strategy, mesh: Mesh) -> str:
     ranks, queries, keys = (mesh.axis_size(strategy.compute[row]) for row in ("seq", "attend_seq", "attend_kv_seq"))
     if queries == 1:
         return "all_to_all: each rank has some heads of all positions"
-    if any(layer.sequential for layer in model.config.layers):
+    if model.sequential:
         return "gathered for layers that scan it"
     if queries < ranks:
         return f"all_to_all among {ranks // queries}, {'ring' if keys > 1 else 'all_gather'} between {queries}"
@@ -91,8 +91,9 @@ def _method(model: Model, strategy: Strategy, mesh: Mesh) -> str:
 
 def _capacity(model: Model, strategy: Strategy, mesh: Mesh, tokens: tuple[int, int]) -> str:
     """How many rows an expert takes from which group of tokens, and a note where one group is on several ranks."""
-    layer = next(layer.mlp for layer in model.config.layers if isinstance(layer.mlp, MoeConfig))
-    if layer.capacity_factor is None:
+    layers = model.config.layers if isinstance(model, DeclaredModel) else ()
+    layer = next((layer.mlp for layer in layers if isinstance(layer.mlp, MoeConfig)), None)
+    if layer is None or layer.capacity_factor is None:
         return ""
     groups = layer.token_groups
     rows, positions = (size // count for size, count in zip(tokens, groups, strict=True))

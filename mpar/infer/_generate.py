@@ -46,7 +46,7 @@ def generate(
         )
     done_B = torch.zeros(tokens_BS.shape[0], dtype=torch.bool, device=tokens_BS.device)
     eos = torch.tensor(list(eos_ids), dtype=tokens_BS.dtype, device=tokens_BS.device)
-    state, decodes, unread_BS = None, model.config.can_decode, tokens_BS
+    state, decodes, unread_BS = None, model.can_decode, tokens_BS
     with torch.no_grad():
         for index in range(max_new_tokens):
             if decodes:

@@ -5,6 +5,7 @@ layers:        what decoders are made of.          hf: folders of weights.
 """
 
 from mpar.models._build import build, from_config, from_hf
+from mpar.models._declared import DeclaredModel
 from mpar.models._flops import flops_per_token
 from mpar.models._model import Model
 from mpar.models._options import ModelOptions
@@ -65,6 +66,7 @@ __all__ = [
     "QWEN3_MOE",
     "STARCODER2",
     "Architecture",
+    "DeclaredModel",
     "DecoderConfig",
     "DecoderParams",
     "HfReader",

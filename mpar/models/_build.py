@@ -14,6 +14,8 @@ import mpar
 from mpar import tree
 from mpar.errors import ConfigError, ShardingError
 from mpar.mesh import Mesh
+from mpar.models import traced
+from mpar.models._declared import DeclaredModel
 from mpar.models._model import Model
 from mpar.models._options import ModelOptions, OptionWords, with_options
 from mpar.models._storage import storage_specs
@@ -115,15 +117,33 @@ def _make_model(
     architectures: Mapping[str, Architecture],
 ) -> Model:
     """The model that the Hugging Face config `raw` describes; `generation` is the content of generation_config.json, if any."""
+    if architectures is ARCHITECTURES and (found := _traced(raw, generation, options)) is not None:
+        return found
     architecture = find_architecture(raw, architectures)
     config = with_options(read_decoder(raw, architecture, options.ignore), options, architecture, architectures)
-    return Model(
+    return DeclaredModel(
         config=config,
         dtype=options.dtype or torch.float32,
         architecture=architecture,
         hf_config_json=json.dumps(raw),
         hf_generation_json=None if generation is None else json.dumps(generation),
     )
+
+
+def _traced(raw: Mapping[str, object], generation: Mapping[str, object] | None, options: ModelOptions) -> Model | None:
+    """The model that transformers has, for a config without a declaration; None if it has none, too. Raises ConfigError."""
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type in ARCHITECTURES or not traced.is_causal_type(model_type):
+        return None
+    words = ("logits_chunk", "mlp_chunk", "router", "mtp_loss_weight")
+    asked = [f"{word}={value!r}" for word in words if (value := getattr(options, word)) is not None]
+    if asked:
+        raise ConfigError(
+            f"cannot make a {raw['model_type']} with {', '.join(asked)}: it is traced, and has only what transformers has"
+        )
+    traced.check_traced(json.dumps(raw))
+    generation_json = None if generation is None else json.dumps(generation)
+    return traced.TracedModel(json.dumps(raw), options.dtype or torch.float32, generation_json)
 
 
 def _read(

@@ -1,250 +1,133 @@
-"""Model: a decoder as a chain of segments over its parameter tree, and functions that run all its segments in turn."""
+"""Model: what every language model has, whether mpar has a declaration of it or it is traced."""
 
 import functools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mpar import tree
-from mpar.chain import Axes, Segment
-from mpar.errors import ConfigError, DataError, ShapeError
-from mpar.models import decoder
-from mpar.models._batch import BATCH_KEYS, ORDER, Batch, batch_weight, check_batch
-from mpar.models.architectures import Architecture
-from mpar.models.decoder import NEXT_KEYS, NEXT_WEIGHTS, BlockSegment, DecoderConfig, DecoderParams
-from mpar.models.layers import State, Update, part_of, rope_tables, table_keys
+from mpar.chain import Chain
+from mpar.models._batch import Batch
+from mpar.tree import Tree
 
-__all__ = ["DecodeState", "Model"]
-
-DecodeState = tuple[int, tuple[State | None, ...]]
-"""How many tokens were decoded so far, and the state of each layer after them."""
+__all__ = ["Model"]
 
 
-@dataclass(frozen=True)
-class Model:
-    """A decoder-only language model; it holds no tensors. Satisfies `mpar.chain.Chain`.
+class Model(Chain):
+    """A language model as a chain of segments; it holds no tensors.
 
     dtype: that of its parameters; tables of RoPE and the loss are float32 or wider.
-    architecture: names and settings of its Hugging Face model type.
     hf_config_json, hf_generation_json: the Hugging Face files that it was made from; an export writes them again.
     """
 
-    config: DecoderConfig
     dtype: torch.dtype
-    architecture: Architecture = field(repr=False, hash=False)
     hf_config_json: str
-    hf_generation_json: str | None = None
+    hf_generation_json: str | None
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """The Hugging Face model type."""
-        return self.architecture.name
 
     @property
+    @abstractmethod
     def vocab_size(self) -> int:
         """The number of tokens, without padding."""
-        return self.config.vocab_size
-
-    @functools.cached_property
-    def abstract_params(self) -> DecoderParams[Tensor]:
-        """The parameter tree with meta tensors; the vocabulary is padded."""
-        return decoder.meta_params(self.config, self.dtype)
-
-    @functools.cached_property
-    def param_axes(self) -> DecoderParams[Axes]:
-        """The parameter tree with the logical axes of each leaf."""
-        return decoder.axes(self.config)
 
     @property
-    def batch_axes(self) -> dict[str, Axes]:
-        """Every batch key that it reads: order (S,), all others (B, S); all but tokens and labels are optional.
+    @abstractmethod
+    def settings(self) -> object:
+        """All that says what it computes: a dataclass or a dict."""
 
-        A model with sequential layers does not read order: its rows are never permuted, however many ranks share them.
+    @property
+    @abstractmethod
+    def multiplications(self) -> tuple[float, float]:
+        """`(weights that a token is multiplied with, its multiplications with each other token of a row)`: all matrices and the
+        head, but not the lookup in the embedding, and of experts only those that the token is sent to; 2 n h for n heads of h.
         """
-        rows: dict[str, Axes] = dict.fromkeys(self._row_keys, ("batch", "seq"))
-        return rows if any(layer.sequential for layer in self.config.layers) else {**rows, ORDER: ("seq",)}
-
-    @functools.cached_property
-    def segments(self) -> tuple[Segment, ...]:
-        """Embedding, blocks, head."""
-        return decoder.segments(self.config)
 
     @property
-    def updates(self) -> dict[str, Update]:
-        """For the path of each parameter without gradient: how it is updated after a step."""
-        updates = {}
-        places = [(f"layers.{i}", f"layers.{i}", layer) for i, layer in enumerate(self.config.layers)]
-        if self.config.multi_token is not None:
-            places.append(("mtp", "mtp.block", self.config.multi_token.layer))
-        for segment, path, layer in places:
-            for config in layer.parts:
-                part = part_of(config)
-                for leaf, (metric, fn) in part.updates(config).items():
-                    updates[f"{path}.{part.field}.{leaf}"] = (f"{segment}.{metric}", fn)
-        return updates
+    def sequential(self) -> bool:
+        """Whether a layer scans the sequence, so that its rows are never permuted."""
+        return False
 
     @property
-    def forbids_microbatches(self) -> str | None:
-        """Why the batch of a step cannot be cut into microbatches, and what to do instead; None if it can."""
-        reasons = (part_of(part).forbids_microbatches(part) for layer in self.config.layers for part in layer.parts)
-        return next((reason for reason in reasons if reason is not None), None)
-
-    @property
-    def forbids_slices(self) -> str | None:
-        """Why rows cannot be cut into slices, and in some cases what to do instead; None if they can."""
-        return self.config.forbids_slices
+    def can_decode(self) -> bool:
+        """Whether `decode` can go on from a state."""
+        return False
 
     @property
     def max_positions(self) -> int | None:
         """The longest row that the model can take. Only learned positions set a bound; without them it is None."""
-        return self.config.num_positions
+        return None
 
     @property
     def next_keys(self) -> tuple[str, ...]:
-        """The batch keys besides tokens and labels that multi-token prediction needs; empty without it.
-
-        `with_next_tokens` adds them to a batch.
-        """
-        return () if self.config.multi_token is None else NEXT_KEYS
-
-    @property
-    def _row_keys(self) -> tuple[str, ...]:
-        return BATCH_KEYS if self.config.multi_token is None else (*BATCH_KEYS, *NEXT_KEYS, NEXT_WEIGHTS)
-
-    def with_dtype(self, dtype: torch.dtype) -> "Model":
-        """The same model with parameters of another dtype."""
-        return replace(self, dtype=dtype)
-
-    def without_multi_token(self) -> "Model":
-        """The same model without the layer that learns further tokens; its logits do not need that layer."""
-        return replace(self, config=replace(self.config, multi_token=None))
-
-    def with_logits_chunk(self, chunk: int | None) -> "Model":
-        """The same model, but its loss is computed for `chunk` tokens at a time; None: from all logits at once."""
-        return replace(self, config=replace(self.config, logits_chunk=chunk))
-
-    def with_mlp_chunk(self, chunk: int | None) -> "Model":
-        """The same model, but its feed-forward layers and shared experts compute `chunk` tokens at a time; None: all at once.
-
-        Raises ConfigError if they have biases, or if the model has no such layers.
-        """
-        return replace(self, config=decoder.with_mlp_chunk(self.config, chunk))
-
-    def context(self, batch: Batch, row_length: int | None = None) -> dict[str, Tensor]:
-        """What segments read: RoPE tables, and all entries of `batch` but positions.
-
-        Tables are (1, S, R/2); if `batch` has positions, they are (B, S, R/2). `order` (S,) gives for each index along S the
-        position in its row of the token there; a batch has it if its rows are permuted, or if it is a slice of rows of
-        `row_length` positions. Only for models that learn positions does the context hold positions. If a layer has side losses
-        and the batch has labels, it holds weight, which side losses are multiplied by.
-        Raises DataError, ShapeError, DtypeError or ConfigError.
-        """
-        check_batch(batch, (*self._row_keys, ORDER), self.max_positions, row_length)
-        weights = [NEXT_WEIGHTS] if self.next_keys and "token_weights" in batch else []
-        missing = [key for key in (*self.next_keys, *weights) if key not in batch]
-        if missing and "labels" in batch:
-            raise DataError(f"cannot learn further tokens from a batch without {missing}: models.with_next_tokens makes them")
-        tokens, positions, order = batch["tokens"], batch.get("positions"), batch.get(ORDER)
-        context = {key: value for key, value in batch.items() if key != "positions"}
-        tables_dtype = torch.promote_types(self.dtype, torch.float32)
-        for name, rope in self.config.ropes:
-            tables = rope_tables(rope, tokens, positions, tables_dtype, order, row_length)
-            context |= zip(table_keys(name), tables, strict=True)
-        if self.config.num_positions is not None:
-            if positions is None:
-                positions = (torch.arange(tokens.shape[1], device=tokens.device) if order is None else order)[None]
-            context["positions"] = positions
-        if self.config.side_losses and "labels" in batch:
-            context["weight"] = self.weight(batch)
-        return context
-
-    def weight(self, batch: Batch) -> Tensor:
-        """The sum of the token_weights (default 1) of the tokens whose label is not -100: a scalar, float32 or wider."""
-        return batch_weight(batch, torch.promote_types(self.dtype, torch.float32))
-
-    def apply(
-        self, params: DecoderParams[Tensor], tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
-    ) -> Tensor:
-        """Logits (B, S, vocab_size) for each position's next token. `positions` (B, S) are 0, 1, ... by default.
-
-        `documents` (B, S): tokens see their own document only; -1 is padding.
-        """
-        batch = {"tokens": tokens_BS, "positions": positions, "documents": documents}
-        context = self.context({key: value for key, value in batch.items() if value is not None})
-        *body, last = self.segments
-        x, _ = _fold(body, params, context, training=False)
-        return decoder.head_segment(self.config).logits(_subtrees(last, params), x)[..., : self.vocab_size]
-
-    def decode(
-        self, params: DecoderParams[Tensor], tokens_BS: Tensor, state: DecodeState | None = None
-    ) -> tuple[Tensor, DecodeState]:
-        """Logits (B, S, vocab_size) of tokens that follow those of `state`, and the state after them.
-
-        Without `state` the tokens are the first of their rows. A state has the number of tokens so far, and an entry for each
-        layer: the keys and values that later tokens can see, or the state of a scan, whose size does not grow.
-        Raises ConfigError if a layer needs the whole row, or if a rotation depends on the length of the row.
-        """
-        if not self.config.can_decode:
-            raise ConfigError(f"cannot go on from a state: this {self.name} model needs the whole row for each token; use apply")
-        first, *blocks, last = (segment for segment in self.segments if segment.name != "mtp")
-        start, layers = state or (0, (None,) * len(blocks))
-        end = start + tokens_BS.shape[1]
-        if self.max_positions is not None and end > self.max_positions:
-            raise ShapeError(f"cannot go on to {end} tokens: this model has learned {self.max_positions} positions")
-        order = torch.arange(start, end, device=tokens_BS.device)
-        context = self.context({"tokens": tokens_BS, "positions": order.expand(tokens_BS.shape)}) | {ORDER: order}
-        x, _ = _fold([first], params, context, training=False)
-        after: list[State | None] = []
-        for segment, before in zip(blocks, layers, strict=True):
-            x, new = cast(BlockSegment, segment.fn).decode(_subtrees(segment, params), x, context, before)
-            after.append(new)
-        logits = decoder.head_segment(self.config).logits(_subtrees(last, params), x)[..., : self.vocab_size]
-        return logits, (end, tuple(after))
-
-    def loss(self, params: DecoderParams[Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        """`(sum of token_weight * cross-entropy in nats, weight)`, computed as in training; the loss is their quotient.
-
-        `batch` has tokens and labels (already shifted: position s learns to give labels[s]); labels of -100 are not counted.
-        """
-        if "labels" not in batch:
-            raise DataError(f"cannot compute a loss: the batch has {sorted(batch)}, no labels")
-        _, losses = _fold(self.segments, params, self.context(batch), training=True)
-        return losses["loss"], self.weight(batch)
-
-    def init(self, seed: int, dtype: torch.dtype | None = None) -> DecoderParams[Tensor]:
-        """Fresh parameters: matrices normal with the config's initializer_range, gains one, biases and padding zero.
-
-        Every element depends only on `seed`, its path and its global index, so `init_leaf` gives the same values piecemeal.
-        """
-        like = self.abstract_params
-        leaves = [self.init_leaf(seed, path).to(dtype or self.dtype) for path in tree.paths(like)]
-        return tree.unflatten(tree.flatten(like)[1], leaves)
-
-    def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
-        """The elements within `slices` (default: all) of the leaf at `path` of `init(seed)`; no others are made."""
-        return decoder.init_leaf(self.config, self.dtype, seed, path, slices)
+        """The batch keys besides tokens and labels that multi-token prediction needs; empty without it."""
+        return ()
 
     @functools.cached_property
     def hf_config(self) -> dict[str, object]:
         """The Hugging Face config that the model was made from; do not change it."""
         return json.loads(self.hf_config_json)
 
+    @property
+    @abstractmethod
+    def hf_class(self) -> str:
+        """The class in transformers that reads an export."""
 
-def _subtrees(segment: Segment, params: DecoderParams[Tensor]) -> tuple:
-    return tuple(tree.get(params, path) for path in segment.paths)
+    @property
+    @abstractmethod
+    def stored_names(self) -> Mapping[str, tuple[str, str]]:
+        """For paths of leaves, where `{i}` is the index of a layer: (name of the stored tensor, transform)."""
 
+    @property
+    @abstractmethod
+    def base(self) -> str:
+        """The prefix of the names of all stored tensors but those of the head."""
 
-def _fold(
-    segments: Sequence[Segment], params: DecoderParams[Tensor], context: dict[str, Tensor], *, training: bool
-) -> tuple[Any, dict[str, Tensor]]:
-    x: Any = None
-    total: dict[str, Tensor] = {}
-    for segment in segments:
-        x, losses, *_ = segment.fn(_subtrees(segment, params), x, context, training=training)
-        for name, value in losses.items():
-            total[name] = total[name] + value if name in total else value
-    return x, total
+    @property
+    @abstractmethod
+    def absent(self) -> tuple[str, ...]:
+        """Patterns of the names of stored tensors that are not needed."""
+
+    @property
+    def hf_keys(self) -> Mapping[str, object]:
+        """What an export changes in config.json, besides the class and the dtype."""
+        return {}
+
+    @abstractmethod
+    def with_dtype(self, dtype: torch.dtype) -> "Model":
+        """The same model with parameters of another dtype."""
+
+    def without_multi_token(self) -> "Model":
+        """The same model without the layer that learns further tokens; its logits do not need that layer."""
+        return self
+
+    @abstractmethod
+    def apply(self, params: Tree, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Logits (B, S, vocab_size) for each position's next token. `positions` (B, S) are 0, 1, ... by default.
+
+        `documents` (B, S): tokens see their own document only; -1 is padding.
+        """
+
+    @abstractmethod
+    def decode(self, params: Tree, tokens_BS: Tensor, state: object = None) -> tuple[Tensor, object]:
+        """Logits of tokens that follow those of `state`, and the state after them. Raises ConfigError unless `can_decode`."""
+
+    @abstractmethod
+    def loss(self, params: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
+        """`(sum of token_weight * cross-entropy in nats, weight)`, computed as in training; the loss is their quotient.
+
+        `batch` has tokens and labels (already shifted: position s learns to give labels[s]); labels of -100 are not counted.
+        """
+
+    @abstractmethod
+    def init(self, seed: int, dtype: torch.dtype | None = None) -> Tree:
+        """Fresh parameters. Every element depends only on `seed`, its path and its global index."""
+
+    @abstractmethod
+    def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
+        """The elements within `slices` (default: all) of the leaf at `path` of `init(seed)`; no others are made."""

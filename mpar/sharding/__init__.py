@@ -10,12 +10,14 @@ from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower
 from mpar.sharding._overlap import overlap_posted
 from mpar.sharding._pass import erase_dead_nodes, graph_pass
 from mpar.sharding._ragged import mark_ragged
+from mpar.sharding._rules import NodeRule, rule_of
 from mpar.sharding._simulate import simulate_graph
 from mpar.sharding._trace import LogicalGraph, source_line, trace
 
 __all__ = [
     "Collective",
     "LogicalGraph",
+    "NodeRule",
     "RankGraph",
     "ReplicatedFallback",
     "bucket",
@@ -30,6 +32,7 @@ __all__ = [
     "mark_ragged",
     "node_cost",
     "overlap_posted",
+    "rule_of",
     "simulate_graph",
     "source_line",
     "trace",

@@ -89,9 +89,10 @@ def model_then(config: Mapping[str, Json], hf_config: Mapping[str, Json] | None)
 
 def function_changes(then: Model, now: Model) -> list[str]:
     """A line for everything in which the functions of two models differ; equal changes of many layers are one line."""
-    if len(then.config.layers) != len(now.config.layers):
-        return [f"number of layers: {len(then.config.layers)} -> {len(now.config.layers)}"]
-    before, after = (dict(_settings("", model.config)) for model in (then, now))
+    counts = [sum(segment.name.startswith("layers.") for segment in model.segments) for model in (then, now)]
+    if counts[0] != counts[1]:
+        return [f"number of layers: {counts[0]} -> {counts[1]}"]
+    before, after = (dict(_settings("", model.settings)) for model in (then, now))
     layers_of_change: dict[str, list[int]] = {}
     for name in dict.fromkeys([*after, *before]):
         if before.get(name, _ABSENT) == after.get(name, _ABSENT):
@@ -110,6 +111,9 @@ def _settings(name: str, value: object) -> Iterator[tuple[str, Json]]:
         for field in fields(value):
             if field.name not in _FREE:
                 yield from _settings(f"{name}{field.name}.", getattr(value, field.name))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _settings(f"{name}{key}.", item)
     elif isinstance(value, tuple) and any(isinstance(item, tuple) or is_dataclass(item) for item in value):
         for index, item in enumerate(value):
             named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)  # a rotation with its name

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -155,7 +156,8 @@ def load_params(model: Model, path: Path) -> DecoderParams[Tensor]:
     """The global parameters in a checkpoint. Raises CheckpointError unless they are exactly those of the model."""
     like = model.abstract_params
     loaded = dict(read_params(model, path))
-    return tree.unflatten(tree.flatten(like)[1], [loaded[name] for name in tree.paths(like)])
+    leaves = [loaded[name] for name in tree.paths(like)]
+    return cast(DecoderParams[Tensor], tree.unflatten(tree.flatten(like)[1], leaves))
 
 
 def read_params(model: Model, path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -42,7 +42,7 @@ def compile_program(setup: RunSetup) -> Program:
 
 def _check_scans(model: Model, strategy: Strategy, num_ranks: int) -> None:
     """Raise ConfigError if layers that scan a sequence would have it out of order or in parts on different ranks."""
-    if num_ranks == 1 or not any(layer.sequential for layer in model.config.layers):
+    if num_ranks == 1 or not model.sequential:
         return
     wrong = ["sequence=zigzag"] * (strategy.sequence == "zigzag")
     wrong += [f"context_parallel={strategy.context_parallel}"] * ("ring" in (strategy.context_parallel or ""))

@@ -98,7 +98,7 @@ def write_hf(
         write_json(folder / "generation_config.json", json.loads(model.hf_generation_json))
     dtype = str(dtypes[next(iter(shapes))]).removeprefix("torch.")
     dtype_key = next((key for key in ("dtype", "torch_dtype") if key in model.hf_config), "torch_dtype")
-    written_keys = {"architectures": [model.architecture.hf_class], dtype_key: dtype, **_layers_behind(model)}
+    written_keys = {"architectures": [model.hf_class], dtype_key: dtype, **model.hf_keys}
     write_json(folder / "config.json", {**model.hf_config, **written_keys})
 
 
@@ -144,12 +144,6 @@ def _write(path: str, leaf: Tensor, stored: StoredLeaf, tensors: Mapping[str, Te
             "gather shards first"
         )
     stored.write(leaf, tensors)
-
-
-def _layers_behind(model: Model) -> dict[str, int]:
-    """The entry of config.json for the number of layers for further tokens; readers take it to be 1 if it is missing."""
-    key = model.architecture.layers_behind
-    return {} if key is None else {key: 0 if model.config.multi_token is None else 1}
 
 
 def _split(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:

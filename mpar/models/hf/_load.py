@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def load_params(
         cuts = [shard_slices(shape, spec, mesh, rank) for shape, spec in zip(shapes, placed, strict=True)]
     with HfReader(model, folder) as reader:
         leaves = [reader.read_leaf(path, cut).to(dtype) for path, cut in zip(paths, cuts, strict=True)]
-    return tree.unflatten(tree.flatten(like)[1], leaves)
+    return cast(DecoderParams[Tensor], tree.unflatten(tree.flatten(like)[1], leaves))
 
 
 def shard_slices(shape: Sequence[int], spec: P, mesh: Mesh, rank: int) -> tuple[slice, ...]:

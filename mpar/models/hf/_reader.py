@@ -87,7 +87,8 @@ class HfReader:
             if name not in self._file_of_tensor and not (none_of_further and name in further)
         ]
         if none_of_further:
-            layer = f"{self.model.architecture.base}layers.{self.model.config.num_layers}"
+            layer = min(further).partition(".layers.")[2].partition(".")[0]
+            layer = f"{self.model.base}layers.{layer}"
             problems.append(f"missing: all of {layer}, the layer for further tokens; without mtp_loss_weight it is not needed")
         not_needed = absent(self.model)
         others = [name for name in self._file_of_tensor if name not in expected]

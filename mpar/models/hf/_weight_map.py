@@ -87,7 +87,7 @@ def map_leaves_to_stored(
 
     Raises ConfigError for leaves that `names` lacks, and for entries whose name and transform do not fit each other.
     """
-    keys = {path: re.sub(r"\.\d+\.", ".{i}.", path, count=1) for path in shapes}
+    keys = {path: path if path in names else re.sub(r"\.\d+\.", ".{i}.", path, count=1) for path in shapes}
     missing = sorted({key for key in keys.values() if key not in names})
     if missing:
         raise ConfigError(f"the weight map has no stored tensor for {', '.join(missing)}")

@@ -1,0 +1,35 @@
+"""Models of transformers without a declaration: their layers are traced, and sharded by what the trace shows.
+
+Names are imported when they are first used, so that a declared model loads neither transformers nor the tracer.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpar.models.traced._imported import Imported, imported
+    from mpar.models.traced._model import TracedModel
+    from mpar.models.traced._self_check import check_traced, shrunken
+    from mpar.models.traced._skeleton import is_causal_type
+
+_HOME = {
+    "Imported": "_imported",
+    "TracedModel": "_model",
+    "check_traced": "_self_check",
+    "imported": "_imported",
+    "is_causal_type": "_skeleton",
+    "shrunken": "_self_check",
+}
+
+__all__ = ["Imported", "TracedModel", "check_traced", "imported", "is_causal_type", "shrunken"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

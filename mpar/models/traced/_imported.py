@@ -1,0 +1,194 @@
+"""Imported: all that is known of a traced model after its parts have run once without data: calls, layouts, equal layers."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mpar.errors import ConfigError, MparError
+from mpar.models.traced import _runs as runs
+from mpar.models.traced._layout import Layout, layouts
+from mpar.models.traced._mode import Weight
+from mpar.models.traced._skeleton import Skeleton, skeleton
+from mpar.ops import PRIMITIVES
+from mpar.sharding import LogicalGraph, trace
+from mpar.torch_private import FakeTensorMode
+
+__all__ = ["Imported", "imported"]
+
+_BATCH, _SEQ = 3, 11  # sizes that occur nowhere else
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A traced model.
+
+    calls:    how each layer is called. kinds: for each layer the index of the first one that computes the same.
+    embed, head: the names of the parameters that are read before and behind the layers.
+    layouts:  for each stored parameter how it is cut into leaves.
+    pairs:    for each layer a token's multiplications with each other token of a row: 2 n h for n heads of h.
+    """
+
+    skeleton: Skeleton
+    calls: tuple[runs.Call, ...]
+    kinds: tuple[int, ...]
+    embed: tuple[str, ...]
+    head: tuple[str, ...]
+    layouts: Mapping[str, Layout]
+    pairs: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.calls)
+
+    def layer_names(self, index: int) -> list[str]:
+        """The names of the parameters of a layer, within it."""
+        return [name for name, _ in self.skeleton.layers[index].named_parameters()]
+
+    def weights(self, names: Mapping[str, str], leaves: Mapping[str, Tensor | Mapping[str, Tensor]]) -> dict[str, Weight]:
+        """What runs read. names: for the name that a run has for a parameter its stored name; leaves: by the name of the run."""
+        return {name: self._weight(self.layouts[stored], leaves[name]) for name, stored in names.items()}
+
+    def _weight(self, layout: Layout, leaf: Tensor | Mapping[str, Tensor]) -> Weight:
+        given = [leaf] if isinstance(leaf, Tensor) else list(leaf.values())
+        parts = [x.reshape(like.stored_shape) for x, like in zip(given, layout.leaves, strict=True)]
+        return Weight(parts[0] if len(parts) == 1 else torch.cat(parts), parts, layout.axes)
+
+
+@functools.lru_cache(maxsize=16)
+def imported(config_json: str) -> Imported:
+    """The model that a Hugging Face config describes, through transformers. Raises ConfigError if it cannot be traced."""
+    found = skeleton(config_json)
+    name = type(found.module).__name__
+    try:
+        return _imported(found)
+    except MparError as error:
+        raise ConfigError(f"cannot trace {name} of transformers: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"cannot trace {name} of transformers: {type(error).__name__}: {str(error).splitlines()[:1]}"
+        ) from error
+
+
+def _imported(found: Skeleton) -> Imported:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tokens, positions = torch.zeros(_BATCH, _SEQ, dtype=torch.int64), torch.arange(_SEQ)[None]
+        calls, context = runs.layer_calls(found, tokens, positions)
+    if len(calls) != len(found.layers):
+        raise ConfigError(f"it has {len(found.layers)} layers and runs {len(calls)} of them")
+    context = {key: torch.empty(value.shape, dtype=value.dtype, device="meta") for key, value in context.items()}
+    found = replace(found, returns_tuple=_returns_tuple(found, calls, context))
+    signatures = [_signature(layer, call) for layer, call in zip(found.layers, calls, strict=True)]
+    kinds = tuple(signatures.index(signature) for signature in signatures)
+    known: dict[str, Layout] = {}
+    pairs: dict[int, int] = {}
+    for index in sorted(set(kinds)):
+        logical = _trace_layer(found, index, calls[index], context)
+        pairs[index] = _pairs(logical)
+        names = {f"0.{name}": name for name, _ in found.layers[index].named_parameters()}
+        cut = layouts(logical, names, "1", ("batch", "seq", "embed"))
+        for i in (i for i, kind in enumerate(kinds) if kind == index):
+            known |= {f"{found.names[i]}.{name}": layout for name, layout in cut.items()}
+    embed = _outside(found, known, before=True)
+    head = _outside(found, known, before=False)
+    unread = [name for name in found.parameters if name not in known]
+    if unread:
+        raise ConfigError(f"its parameters {', '.join(unread[:5])} are read by no part of it")
+    return Imported(found, tuple(calls), kinds, embed, head, known, tuple(pairs[kind] for kind in kinds))
+
+
+def _pairs(logical: LogicalGraph) -> int:
+    calls = [node for node in logical.graph.nodes if node.target == PRIMITIVES["attention"].op]
+    shapes = [(call.args[0].meta["val"].shape, call.args[2].meta["val"].shape) for call in calls]
+    return sum(q[2] * (q[3] + v[3]) for q, v in shapes)
+
+
+def _hidden_size(found: Skeleton) -> int:
+    return found.module.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+
+
+def _x(found: Skeleton) -> Tensor:
+    return torch.empty(_BATCH, _SEQ, _hidden_size(found), device="meta")
+
+
+def _plain(params: Mapping[str, Tensor]) -> dict[str, Weight]:
+    return {name: Weight(x, [x], (None,) * x.ndim) for name, x in params.items()}
+
+
+def _returns_tuple(found: Skeleton, calls: list[runs.Call], context: Mapping[str, Tensor]) -> bool:
+    module, given = found.layers[0], []
+    forward = module.forward
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        given.append(forward(*args, **kwargs))
+        return given[0]
+
+    def fn(params: dict[str, Tensor], x: Tensor, context: dict[str, Tensor]) -> Tensor:
+        module.forward = note
+        try:
+            return runs.layer(found, 0, _plain(params), x, calls[0], context)
+        finally:
+            del module.forward
+
+    trace(fn, (dict(module.named_parameters()), _x(found), context), canonical=False)
+    return isinstance(given[0], (tuple, list))
+
+
+def _trace_layer(found: Skeleton, index: int, call: runs.Call, context: Mapping[str, Tensor]) -> LogicalGraph:
+    def fn(params: dict[str, Tensor], x: Tensor, context: dict[str, Tensor]) -> Tensor:
+        return runs.layer(found, index, _plain(params), x, call, context)
+
+    return trace(fn, (dict(found.layers[index].named_parameters()), _x(found), dict(context)))
+
+
+def _outside(found: Skeleton, known: dict[str, Layout], *, before: bool) -> tuple[str, ...]:
+    """The parameters that are read before the layers, or behind them; adds their layouts to `known`."""
+    inside = tuple(f"{name}." for name in found.names)
+    params = {name: x for name, x in found.parameters.items() if not name.startswith(inside)}
+    tokens = torch.zeros(_BATCH, _SEQ, dtype=torch.int64, device="meta")
+
+    def fn(params: dict[str, Tensor], x: Tensor, reads: dict[str, Tensor]) -> Tensor:
+        if before:
+            return runs.embed(found, _plain(params), reads["tokens"], reads["positions"])
+        return runs.head(found, _plain(params), x, reads["tokens"], reads["positions"])
+
+    reads = {"tokens": tokens, "positions": tokens[:1]}
+    logical = trace(fn, (params, _x(found), reads))
+    read = _reached(logical.results)
+    live = {path for path, node in zip(logical.names, logical.placeholders, strict=True) if node in read}
+    names = {f"0.{name}": name for name in params if f"0.{name}" in live}
+    axes = ("batch", "seq", "embed" if before else "vocab")
+    for name, layout in layouts(logical, names, "" if before else "1", axes).items():
+        known.setdefault(name, layout)
+    return tuple(names.values())
+
+
+def _reached(results: list[fx.Node]) -> set[fx.Node]:
+    """The nodes that results depend on."""
+    found: set[fx.Node] = set()
+    todo = list(results)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def _signature(layer: Any, call: runs.Call) -> str:
+    """What a layer computes, as far as its modules say: their classes, settings and shapes, and how it is called."""
+    parts = []
+    for name, module in layer.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, (bool, int, float, str, tuple)) or value is None
+        }
+        settings = {key: value for key, value in settings.items() if key not in ("layer_idx", "layer_id", "training")}
+        shapes = {key: None if x is None else tuple(x.shape) for key, x in module._parameters.items()}
+        parts.append(f"{name} {type(module).__qualname__} {sorted(settings.items(), key=str)} {shapes}")
+    return "\n".join([*parts, str(call.leaves)])

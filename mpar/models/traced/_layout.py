@@ -1,0 +1,153 @@
+"""Layout: how the parameters of a traced model are cut into leaves, and the logical axes of these.
+
+A stored matrix of 32 heads of 128 rows becomes a leaf of shape (32, 128, ...), so that heads can be sharded.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mpar.chain import Axes
+from mpar.models.traced._dims import Dims, Factor
+from mpar.ops import PRIMITIVES
+from mpar.sharding import LogicalGraph
+
+__all__ = ["Layout", "LeafLayout", "layouts"]
+
+attention_p, einsum_p, embedding_p = (PRIMITIVES[name].op for name in ("attention", "einsum", "embedding"))
+
+
+@dataclass(frozen=True)
+class LeafLayout:
+    """A leaf: for each dim of the stored tensor the sizes of the leaf's dims there, major first, and the logical axes of all."""
+
+    sizes: tuple[tuple[int, ...], ...]
+    axes: Axes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the leaf."""
+        return tuple(size for sizes in self.sizes for size in sizes)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of what is stored of it."""
+        return tuple(torch.Size(sizes).numel() for sizes in self.sizes)
+
+    @property
+    def transform(self) -> str:
+        """As `mpar.models.hf` writes it: "(a b) c -> a b c"."""
+        letters = iter("abcdefghijklmnop")
+        dims = [[next(letters) for _ in sizes] for sizes in self.sizes]
+        left = " ".join(f"({' '.join(names)})" if len(names) > 1 else names[0] for names in dims)
+        return f"{left} -> {' '.join(name for names in dims for name in names)}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter is cut: one leaf, or several that lie along its first dim."""
+
+    leaves: tuple[LeafLayout, ...]
+
+    @property
+    def axes(self) -> Axes:
+        """For each stored dim of the first leaf, the first logical axis that is in it; None if there is none."""
+        leaf, remaining, out = self.leaves[0], list(self.leaves[0].axes), []
+        for sizes in leaf.sizes:
+            names = [remaining.pop(0) for _ in sizes]
+            out.append(next((name for name in names if name is not None), None))
+        return tuple(out)
+
+
+def layouts(logical: LogicalGraph, names: Mapping[str, str], x: str, result_axes: Axes) -> dict[str, Layout]:
+    """The layout of each parameter that a run reads.
+
+    names: the parameter of each placeholder that is one, by the placeholder's path. x: the path of the residual stream among the
+    placeholders; "" if there is none. result_axes: of the first result.
+    """
+    dims, placeholders = Dims(logical), dict(zip(logical.names, logical.placeholders, strict=True))
+    owned = {node: names[path] for path, node in placeholders.items() if path in names}
+    for node, axes in ((placeholders.get(x), ("batch", "seq", "embed")), (logical.results[0], result_axes)):
+        for factors, label in zip(dims.of(node) if node is not None else (), axes, strict=False):
+            _label(factors, label)
+    kv = {node for call in _calls(logical, attention_p) for operand in call.args[1:3] for node in _feeding(operand, owned)}
+    for call in _calls(logical, attention_p):
+        for operand in call.args[:2]:
+            _label([factor for factor in dims.of(operand)[2] if not factor.whole], "heads")
+    for call in _calls(logical, embedding_p):
+        if "tokens" in _path(call.args[0], placeholders):
+            _label(dims.of(call.args[1])[0], "vocab")
+    _label_hidden(dims, owned)
+    return {name: _layout(dims.of(node), is_kv=node in kv) for node, name in owned.items()}
+
+
+def _path(node: fx.Node, placeholders: Mapping[str, fx.Node]) -> str:
+    return next((path for path, placeholder in placeholders.items() if placeholder is node), "")
+
+
+def _calls(logical: LogicalGraph, op: object) -> list[fx.Node]:
+    return [node for node in logical.graph.nodes if node.target == op]
+
+
+def _feeding(node: fx.Node, parameters: Mapping[fx.Node, str]) -> set[fx.Node]:
+    """The parameters that `node` is made with, not farther away than the next product."""
+    found, seen, todo = set(), set(), [node]
+    while todo:
+        current = todo.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if current in parameters:
+            found.add(current)
+        if current.target == einsum_p:
+            todo += [operand for operand in current.all_input_nodes if _is_view_of(operand, parameters)]
+        elif current.op == "call_function":
+            todo += current.all_input_nodes
+    return found
+
+
+def _is_view_of(node: fx.Node, parameters: Mapping[fx.Node, str]) -> bool:
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node in parameters
+
+
+def _label(factors: Iterable[Factor], label: str | None) -> None:
+    for factor in factors:
+        found = factor.found()
+        found.label = found.label or label
+
+
+def _label_hidden(dims: Dims, owned: Mapping[fx.Node, str]) -> None:
+    """Factors without a label that several parameters share, and that no op needs whole, are hidden features."""
+    seen: dict[Factor, set[str]] = {}
+    for node, name in owned.items():
+        for factor in (factor for factors in dims.of(node) for factor in factors):
+            seen.setdefault(factor.found(), set()).add(name)
+    for factor, names in seen.items():
+        if len(names) > 1 and not factor.whole and factor.size > 1:
+            _label([factor], "mlp")
+
+
+def _layout(dims: Sequence[Sequence[Factor]], *, is_kv: bool) -> Layout:
+    """One leaf, whose dims are runs of factors with one label."""
+    sizes: list[tuple[int, ...]] = []
+    axes: list[str | None] = []
+    for factors in dims:
+        runs: list[tuple[str | None, int]] = []
+        for factor in factors:
+            label = factor.found().label
+            label = None if factor.whole and label not in ("embed", "vocab") else label
+            if runs and runs[-1][0] == label:
+                runs[-1] = (label, runs[-1][1] * factor.size)
+            elif factor.size > 1 or not runs:
+                runs.append((label, factor.size))
+        used: list[str | None] = []
+        for label, _ in runs:
+            name = "kv_heads" if label == "heads" and is_kv else label
+            used.append(None if name in (*axes, *used) else name)
+        sizes.append(tuple(size for _, size in runs))
+        axes += used
+    return Layout((LeafLayout(tuple(sizes), tuple(axes)),))

@@ -1,0 +1,96 @@
+"""Mode: while a traced model runs, some functions of torch become primitives, and products are marked for the strategy.
+
+A product whose result has a dim that tensor parallelism shards reads all positions; one that sums over such a dim gives a part of
+the residual stream (Shoeybi et al. 2019, arXiv:1909.08053, sec. 3; Korthikanti et al. 2022, arXiv:2205.05198, sec. 4).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpar import ops
+from mpar.chain import Axes
+from mpar.torch_private import TorchFunctionMode
+
+__all__ = ["Weight", "Weights"]
+
+SPLIT = frozenset({"heads", "kv_heads", "mlp", "vocab"})
+"""Logical axes that tensor parallelism shards."""
+_BLOCK, _RESIDUAL = ("batch", "seq", "embed"), ("batch", "residual_seq", "embed")
+
+
+class Weight:
+    """A parameter as the module reads it. parts: the leaves that it is made of, shaped as they are stored, along its first dim.
+    axes: for each dim of the parameter a logical axis that is in it; of parts, that of the first.
+    """
+
+    def __init__(self, whole: Tensor, parts: Sequence[Tensor], axes: Axes) -> None:
+        self.whole, self.parts, self.axes = whole, tuple(parts), axes
+
+
+class Weights(TorchFunctionMode):
+    """Replaces functions of torch that read these weights, and gates of feed-forward layers."""
+
+    def __init__(self, weights: Mapping[str, Weight]) -> None:
+        super().__init__()
+        self._of_tensor = {id(weight.whole): weight for weight in weights.values()}
+        self._keep = weights
+        self._gates: dict[int, tuple[Tensor, Tensor, Any]] = {}  # by id of a result: the result, what it is of, the fused op
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return self._linear(*args, **kwargs)
+        if func is F.embedding:
+            return self._embedding(func, *args, **kwargs)
+        if func in (F.silu, F.gelu):
+            return self._gate(func, args, kwargs)
+        if func in (torch.mul, Tensor.mul, Tensor.__mul__) and len(args) == 2 and not kwargs:
+            return self._product(func, *args)
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        known = self._of_tensor.get(id(weight))
+        if known is None or input.ndim != 3:
+            return F.linear(input, weight, bias)
+        gives, sums = (axis in SPLIT for axis in known.axes)
+        if gives:
+            input = ops.constrain(input, _BLOCK)
+        y = _joined([F.linear(input, part) for part in known.parts])
+        if sums:
+            y = ops.constrain(y, _RESIDUAL)
+        if bias is None:
+            return y
+        biases = self._of_tensor.get(id(bias))
+        return y + (_joined(biases.parts) if biases is not None else bias)
+
+    def _embedding(self, func: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if id(weight) not in self._of_tensor or kwargs.get("max_norm") is not None:
+            return func(input, weight, *args, **kwargs)
+        y = ops.embedding(input, self._of_tensor[id(weight)].parts[0])
+        axes: Axes = ("batch" if input.shape[0] > 1 else None, *_RESIDUAL[1:])
+        return ops.constrain(y, axes) if y.ndim == 3 else y
+
+    def _gate(self, func: Any, args: tuple, kwargs: dict) -> Tensor:
+        result = func(*args, **kwargs)
+        if func is F.silu and len(args) == 1:
+            self._gates[id(result)] = (result, args[0], ops.swiglu)
+        elif func is F.gelu and len(args) == 1:
+            approximate = kwargs.get("approximate", "none")
+            self._gates[id(result)] = (result, args[0], lambda gate, up: ops.geglu(gate, up, approximate))
+        return result
+
+    def _product(self, func: Any, a: Any, b: Any) -> Tensor:
+        """A gated product as one op. The element-wise op alone is then not read, and is erased."""
+        for gate, other in ((a, b), (b, a)):
+            noted = self._gates.get(id(gate))
+            if noted is not None and isinstance(other, Tensor) and (other.shape, other.dtype) == (gate.shape, gate.dtype):
+                return noted[2](noted[1], other)
+        return func(a, b)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)

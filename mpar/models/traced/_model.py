@@ -1,0 +1,193 @@
+"""TracedModel: a causal model of transformers as a chain of segments, without a declaration."""
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar import ops, tree
+from mpar.chain import Axes, Segment
+from mpar.errors import ConfigError, DataError
+from mpar.models._batch import BATCH_KEYS, ORDER, Batch, batch_weight, check_batch
+from mpar.models._model import Model
+from mpar.models.traced import _runs as runs
+from mpar.models.traced._imported import Imported, imported
+from mpar.models.traced._segments import EmbedRun, HeadRun, LayerRun
+from mpar.tree import Tree
+
+__all__ = ["TracedModel"]
+
+RESIDUAL: Axes = ("batch", "residual_seq", "embed")
+
+
+@dataclass(frozen=True)
+class TracedModel(Model):
+    """A causal model of transformers, traced. Its parameters have the names of its module; a path joins them with dots."""
+
+    hf_config_json: str
+    dtype: torch.dtype = torch.float32  # type: ignore[misc]
+    hf_generation_json: str | None = None
+
+    @property
+    def imported(self) -> Imported:
+        """What tracing has found."""
+        return imported(self.hf_config_json)
+
+    @property
+    def name(self) -> str:
+        """The Hugging Face model type."""
+        return str(self.hf_config["model_type"])
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens."""
+        return self.imported.skeleton.module.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Its config."""
+        return self.hf_config
+
+    @property
+    def multiplications(self) -> tuple[float, float]:
+        """The weights that a token is multiplied with, and its multiplications with each other token of a row."""
+        found = self.imported
+        matrices = {name: x.numel() for name, x in found.skeleton.parameters.items() if x.ndim > 1}
+        read = {name for name in matrices if name not in found.embed} | (set(found.head) & set(matrices))
+        return float(sum(matrices[name] for name in read)), float(sum(found.pairs))
+
+    @property
+    def hf_class(self) -> str:
+        """The class in transformers."""
+        return type(self.imported.skeleton.module).__name__
+
+    @property
+    def stored_names(self) -> dict[str, tuple[str, str]]:
+        """For paths of leaves: (name of the stored tensor, transform)."""
+        names = {}
+        for name, layout in self.imported.layouts.items():
+            many = len(layout.leaves) > 1
+            for index, leaf in enumerate(layout.leaves):
+                names[f"{name}.{index}" if many else name] = (name, f"{'+' if many else ''}{leaf.transform}")
+        return names
+
+    @property
+    def base(self) -> str:
+        """The prefix of the names of all stored tensors but those of the head."""
+        return f"{self.imported.skeleton.module.base_model_prefix}."
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """Patterns of names of tied weights and of buffers, which are not needed."""
+        skeleton = self.imported.skeleton
+        return tuple(re.escape(name) for name in (*skeleton.tied, *(name for name, _ in skeleton.module.named_buffers())))
+
+    @functools.cached_property
+    def abstract_params(self) -> Tree:
+        """The parameter tree with meta tensors."""
+        return self._tree(lambda leaf: torch.empty(leaf.shape, dtype=self.dtype, device="meta"))
+
+    @functools.cached_property
+    def param_axes(self) -> Tree:
+        """The parameter tree with the logical axes of each leaf."""
+        return self._tree(lambda leaf: leaf.axes)
+
+    def _tree(self, of_leaf: Any) -> Tree:
+        root: dict[str, Any] = {}
+        for name in self.imported.skeleton.parameters:
+            leaves = [of_leaf(leaf) for leaf in self.imported.layouts[name].leaves]
+            *keys, last = name.split(".")
+            node = root
+            for key in keys:
+                node = node.setdefault(key, {})
+            node[last] = leaves[0] if len(leaves) == 1 else {str(i): leaf for i, leaf in enumerate(leaves)}
+        return root
+
+    @property
+    def batch_axes(self) -> dict[str, Axes]:
+        """Every batch key that it reads: order (S,), all others (B, S); all but tokens and labels are optional."""
+        return {**dict.fromkeys(BATCH_KEYS, ("batch", "seq")), ORDER: ("seq",)}
+
+    @functools.cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """What is before the layers, the layers, what follows them."""
+        config, found = self.hf_config_json, self.imported
+        body = [
+            Segment(f"layers.{i}", LayerRun(config, kind), (name,), out_axes=RESIDUAL)
+            for i, (kind, name) in enumerate(zip(found.kinds, found.skeleton.names, strict=True))
+        ]
+        first = Segment("embed", EmbedRun(config), found.embed, out_axes=RESIDUAL)
+        return (first, *body, Segment("head", HeadRun(config, self.vocab_size), found.head))
+
+    def context(self, batch: Batch, row_length: int | None = None) -> Mapping[str, Tensor]:
+        """What segments read: the batch, positions (B or 1, S), and what layers are called with, such as tables of a rotation."""
+        check_batch(batch, (*BATCH_KEYS, ORDER), None, row_length)
+        tokens, positions, order = batch["tokens"], batch.get("positions"), batch.get(ORDER)
+        if positions is None:
+            positions = (torch.arange(tokens.shape[1], device=tokens.device) if order is None else order)[None]
+        _, called = runs.layer_calls(self.imported.skeleton, tokens, positions)
+        return {**batch, **called, "positions": positions}
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """The sum of the token_weights (default 1) of the tokens whose label is not -100: a scalar, float32 or wider."""
+        return batch_weight(batch, torch.promote_types(self.dtype, torch.float32))
+
+    @property
+    def forbids_slices(self) -> str | None:
+        """Why rows cannot be cut into slices."""
+        return "it is traced, and layers of transformers do not say what they carry from one slice to the next."
+
+    def with_dtype(self, dtype: torch.dtype) -> "TracedModel":
+        """The same model with parameters of another dtype."""
+        return replace(self, dtype=dtype)
+
+    def apply(self, params: Tree, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Logits (B, S, vocab_size) for each position's next token. `positions` (B, S) are 0, 1, ... by default.
+
+        `documents` (B, S): tokens see their own document only; -1 is padding.
+        """
+        batch = {"tokens": tokens_BS, "positions": positions, "documents": documents}
+        context = self.context({key: value for key, value in batch.items() if value is not None})
+        *body, last = self.segments
+        x: Any = None
+        for segment in body:
+            x, _ = segment.fn(_subtrees(segment, params), x, context, training=False)
+        return last.fn.logits(_subtrees(last, params), x, context)[..., : self.vocab_size]  # type: ignore[attr-defined]
+
+    def decode(self, params: Tree, tokens_BS: Tensor, state: object = None) -> tuple[Tensor, object]:
+        """Raises ConfigError: layers of transformers do not say what they keep."""
+        raise ConfigError(f"cannot go on from a state: this {self.name} model is traced; use apply")
+
+    def loss(self, params: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
+        """`(sum of token_weight * cross-entropy in nats, weight)`, as `mpar.models.Model.loss`."""
+        if "labels" not in batch:
+            raise DataError(f"cannot compute a loss: the batch has {sorted(batch)}, no labels")
+        context, x = self.context(batch), None
+        losses: dict[str, Tensor] = {}
+        for segment in self.segments:
+            x, losses = segment.fn(_subtrees(segment, params), x, context, training=True)
+        return losses["loss"], self.weight(dict(batch))
+
+    def init(self, seed: int, dtype: torch.dtype | None = None) -> Tree:
+        """Fresh parameters: matrices normal with the config's initializer_range, gains one, biases zero."""
+        like = self.abstract_params
+        leaves = [self.init_leaf(seed, path).to(dtype or self.dtype) for path in tree.paths(like)]
+        return tree.unflatten(tree.flatten(like)[1], leaves)
+
+    def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
+        """The elements within `slices` (default: all) of the leaf at `path` of `init(seed)`."""
+        shape = tree.get(self.abstract_params, path).shape
+        cuts = tuple(slices or [slice(None)] * len(shape))
+        if len(shape) < 2 or path.endswith("bias"):
+            gain = 0.0 if path.endswith("bias") else 1.0
+            return torch.full(shape, gain, dtype=self.dtype)[cuts]
+        std = float(str(self.hf_config.get("initializer_range", 0.02)))
+        return (ops.random_normal(ops.fold_key(seed, path), shape) * std).to(self.dtype)[cuts]
+
+
+def _subtrees(segment: Segment, params: Tree) -> tuple:
+    return tuple(tree.get(params, path) for path in segment.paths)

@@ -1,0 +1,77 @@
+"""Segments of a traced model: what is before its layers, one layer, and what follows them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mpar import ops
+from mpar.models.traced import _runs as runs
+from mpar.models.traced._imported import Imported, imported
+
+__all__ = ["EmbedRun", "HeadRun", "LayerRun"]
+
+
+@dataclass(frozen=True)
+class EmbedRun:
+    """From tokens to what the first layer reads."""
+
+    config_json: str
+
+    def __call__(
+        self, params: tuple, x: None, context: Mapping[str, Tensor], *, training: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`x` is None; gives (B, S, D)."""
+        model = imported(self.config_json)
+        weights = model.weights({name: name for name in model.embed}, dict(zip(model.embed, params, strict=True)))
+        x_BSD = runs.embed(model.skeleton, weights, context["tokens"], context["positions"])
+        return ops.constrain(x_BSD, ("batch", "residual_seq", "embed")), {}
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """One layer. Layers that compute the same have the `index` of the first of them, so that they are compiled once."""
+
+    config_json: str
+    index: int
+
+    def __call__(
+        self, params: tuple[Any], x: Tensor, context: Mapping[str, Tensor], *, training: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """(B, S, D) to (B, S, D)."""
+        model = imported(self.config_json)
+        names = model.layer_names(self.index)
+        stored = {name: f"{model.skeleton.names[self.index]}.{name}" for name in names}
+        weights = model.weights(stored, {name: _at(params[0], name) for name in names})
+        y = runs.layer(model.skeleton, self.index, weights, x, model.calls[self.index], context)
+        return ops.constrain(y, ("batch", "residual_seq", "embed")), {}
+
+
+@dataclass(frozen=True)
+class HeadRun:
+    """What follows the layers: logits, and the sum of the losses of all tokens."""
+
+    config_json: str
+    vocab_size: int
+
+    def __call__(
+        self, params: tuple, x: Tensor, context: Mapping[str, Tensor], *, training: bool
+    ) -> tuple[None, dict[str, Tensor]]:
+        """(B, S, D) to the sum of the losses of its tokens."""
+        weights = context.get("token_weights")
+        logits_BSV = self.logits(params, x, context)
+        loss, _ = ops.cross_entropy(logits_BSV, context["labels"], token_weights=weights, vocab_size=self.vocab_size)
+        return None, {"loss": loss}
+
+    def logits(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """(B, S, D) to logits (B, S, V)."""
+        model: Imported = imported(self.config_json)
+        weights = model.weights({name: name for name in model.head}, dict(zip(model.head, params, strict=True)))
+        return ops.name(runs.head(model.skeleton, weights, x, context["tokens"], context["positions"]), "logits")
+
+
+def _at(tree: Any, name: str) -> Any:
+    for key in name.split("."):
+        tree = tree[key]
+    return tree

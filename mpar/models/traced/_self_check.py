@@ -1,0 +1,127 @@
+"""Self-check: before a traced model is used, a small one of the same config is compared with transformers' own eager code.
+
+Some models ignore how attention is called, or read what tracing cannot see; then logits or gradients differ, and the model is
+refused.
+"""
+
+import functools
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpar import tree
+from mpar.errors import ConfigError
+from mpar.models.traced._model import TracedModel
+from mpar.models.traced._skeleton import load_transformers, transformers_config
+
+__all__ = ["check_traced", "shrunken"]
+
+_ROWS, _LENGTH = 2, 12
+_LOGITS, _GRADIENTS = 1e-5, 1e-4
+"""How much may differ, as a share of the largest logit, and of the largest gradient of a parameter."""
+
+_SIZES = {
+    64: ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"),
+    96: ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "n_inner"),
+    32: ("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank"),
+    16: ("head_dim", "v_head_dim", "kv_lora_rank", "qk_nope_head_dim"),
+    8: ("qk_rope_head_dim", "rotary_dim"),
+    128: ("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"),
+    4: ("num_experts", "num_local_experts", "n_routed_experts"),
+    2: ("num_experts_per_tok", "moe_topk"),
+    5: ("sliding_window",),
+}
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+@functools.lru_cache(maxsize=64)
+def check_traced(config_json: str) -> None:
+    """Raise ConfigError, which says what differs, unless a small model of this config gives the logits and gradients of
+    transformers' eager code."""
+    small = json.dumps(shrunken(json.loads(config_json)))
+    transformers = load_transformers()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            config = transformers_config(small)
+            eager = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    except Exception as error:
+        model_type = json.loads(config_json)["model_type"]
+        raise ConfigError(
+            f"cannot check this {model_type} model: transformers cannot make a small one of its config "
+            f"({type(error).__name__}: {str(error)[:200]})"
+        ) from error
+    model = TracedModel(small)
+    problems = list(_differences(model, eager))
+    if problems:
+        raise ConfigError(
+            f"cannot use {type(eager).__name__} by tracing: a small model of this config does not compute what transformers "
+            f"{transformers.__version__} computes:\n  " + "\n  ".join(problems[:6])
+        )
+
+
+def shrunken(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config with small sizes. Lists with an entry for each layer become as short as there are layers."""
+    full = transformers_config(json.dumps(raw)).get_text_config().to_dict()
+    small = dict(raw)
+    for size, keys in _SIZES.items():
+        small |= {key: min(size, full[key]) for key in keys if isinstance(full.get(key), int) and full[key] > 0}
+    heads = next((key for key in _HEADS if isinstance(full.get(key), int)), None)
+    if heads is not None:
+        small[heads] = min(4, full[heads])
+        for key in (key for key in _KV_HEADS if isinstance(full.get(key), int)):
+            small[key] = small[heads] if full[key] == full[heads] else 1 if full[key] == 1 else min(2, full[key])
+    for key in (key for key in _LAYERS if isinstance(full.get(key), int)):
+        count, small[key] = full[key], min(4, full[key])
+        lists = {name: value for name, value in full.items() if isinstance(value, list) and len(value) == count}
+        small |= {name: value[: small[key]] for name, value in lists.items()}
+    small |= {key: min(full[key], 2) for key in _IDS if isinstance(full.get(key), int)}
+    return small | {"initializer_range": 0.2}
+
+
+def _differences(model: TracedModel, eager: Any) -> Any:
+    """A line for everything in which the two differ."""
+    generator = torch.Generator().manual_seed(1)
+    parameters = dict(eager.named_parameters())
+    for parameter in parameters.values():
+        if parameter.ndim == 1:  # gains of one and biases of zero would hide what is done with them
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    ids = torch.randint(3, min(model.vocab_size, 128), (2, _ROWS, _LENGTH), generator=generator)
+    like = model.abstract_params
+    leaves = [_stored(parameters, path).reshape(leaf.shape).requires_grad_() for path, leaf in tree.leaves_with_path(like)]
+    params = tree.unflatten(tree.flatten(like)[1], leaves)
+    theirs = eager(ids[0], use_cache=False).logits
+    ours = model.apply(params, ids[0])
+    difference = _share(ours, theirs)
+    if not difference <= _LOGITS:
+        yield f"logits differ by {difference:.1e} of the largest ({_LOGITS:.0e} is allowed)"
+        return
+    torch.nn.functional.cross_entropy(theirs.flatten(0, 1), ids[1].flatten(), reduction="sum").backward()
+    loss, _ = model.loss(params, {"tokens": ids[0], "labels": ids[1]})
+    loss.backward()
+    largest = max(float(p.grad.abs().max()) for p in parameters.values() if p.grad is not None)
+    for path, leaf in zip(tree.paths(like), leaves, strict=True):
+        expected = _gradient(parameters, path)
+        given = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        wanted = torch.zeros_like(leaf) if expected is None else expected.reshape(leaf.shape)
+        size = max(float(wanted.abs().max()), 1e-3 * largest)
+        difference = float((given - wanted).abs().max()) / size
+        if not difference <= _GRADIENTS:
+            yield f"the gradient of {path} differs by {difference:.1e} ({_GRADIENTS:.0e} is allowed)"
+
+
+def _stored(parameters: dict[str, Tensor], path: str) -> Tensor:
+    return parameters[path].detach().clone()
+
+
+def _gradient(parameters: dict[str, Tensor], path: str) -> Tensor | None:
+    return parameters[path].grad
+
+
+def _share(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).detach().abs().max() / theirs.detach().abs().max())

@@ -1,0 +1,138 @@
+"""Skeleton: a causal model of transformers without weights, and where in it are the layers that follow one another.
+
+It is built on the meta device, so that a model of any size takes no memory; only buffers, such as frequencies of a rotation, have
+values.
+"""
+
+import functools
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpar.errors import ConfigError
+from mpar.models.traced._attention import ATTENTION, register_attention
+from mpar.models.traced._norms import replace_norms
+
+__all__ = ["Skeleton", "is_causal_type", "load_transformers", "skeleton", "transformers_config"]
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A causal model of transformers.
+
+    module:  the whole model, with its parameters on meta.
+    layers:  the layers, in order, and `names`, their names in the module.
+    tied:    for the name of a parameter that is another one too, the name under which it is stored.
+    returns_tuple: whether a layer returns a tuple, whose first item is x.
+    """
+
+    module: nn.Module
+    layers: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    tied: dict[str, str]
+    returns_tuple: bool = False
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Every stored parameter by its name; they are on meta."""
+        return dict(self.module.named_parameters())
+
+    @contextmanager
+    def forwards(self, replaced: list[Any]) -> Iterator[None]:
+        """While this is open, the layers call these functions in the place of their own."""
+        for layer, forward in zip(self.layers, replaced, strict=True):
+            layer.forward = forward
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                del layer.forward
+
+
+def load_transformers() -> Any:
+    """The module; raises ConfigError where it is not installed."""
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        raise ConfigError(
+            "models that mpar has no declaration of are read through transformers, which is not installed.\n"
+            "Install it: pip install 'mpar[hf]'"
+        ) from None
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return transformers
+
+
+def is_causal_type(model_type: object) -> bool:
+    """Whether transformers, if it is installed, has a causal model of this type."""
+    if importlib.util.find_spec("transformers") is None:
+        return False
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    return model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def transformers_config(config_json: str) -> Any:
+    """transformers' own config, a new one for each call: `from_config` writes into what it is given."""
+    raw = json.loads(config_json)
+    return load_transformers().AutoConfig.for_model(raw.pop("model_type"), **raw)
+
+
+@functools.lru_cache(maxsize=16)
+def skeleton(config_json: str) -> Skeleton:
+    """The model that a Hugging Face config describes. Raises ConfigError if transformers has no causal model for it, or if its
+    layers cannot be found.
+    """
+    transformers = load_transformers()
+    model_type = json.loads(config_json).get("model_type")
+    try:
+        config = transformers_config(config_json)
+        register_attention(transformers)
+        with torch.device("meta"):
+            module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+    except Exception as error:  # whatever a class of transformers raises
+        raise ConfigError(
+            f"cannot read a model of model_type={model_type!r} through transformers {transformers.__version__}: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+    module.eval()
+    _fill_buffers(module)
+    replace_norms(module)
+    names, layers = _layers(module, config)
+    return Skeleton(module, layers, names, _tied(module))
+
+
+def _fill_buffers(module: nn.Module) -> None:
+    """Give buffers their values, as transformers does when it reads weights into a model that was built on meta."""
+    for part in module.modules():
+        buffers = {name: buffer for name, buffer in part.named_buffers(recurse=False) if buffer.is_meta}
+        for name, buffer in buffers.items():
+            part._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+        if buffers:
+            module._init_weights(part)  # type: ignore[operator]
+
+
+def _layers(module: nn.Module, config: Any) -> tuple[tuple[str, ...], tuple[nn.Module, ...]]:
+    """The list of layers: of all lists with as many modules as the config has layers, the one with the most parameters."""
+    text = config.get_text_config()
+    count = getattr(text, "num_hidden_layers", None)
+    lists = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    if not lists:
+        raise ConfigError(f"cannot find the layers of {type(module).__name__}: it has no list of {count} modules")
+    name, found = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    return tuple(f"{name}.{i}" for i in range(len(found))), tuple(found)
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    tied = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        stored = first.setdefault(id(parameter), name)
+        if stored != name:
+            tied[name] = stored
+    return tied
