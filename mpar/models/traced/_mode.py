@@ -46,6 +46,8 @@ class Weights(TorchFunctionMode):
             return self._linear(*args, **kwargs)
         if func is F.embedding:
             return self._embedding(func, *args, **kwargs)
+        if func in (F.layer_norm, F.rms_norm):
+            return _norm(func, *args, **kwargs)
         if func in (F.silu, F.gelu):
             return self._gate(func, args, kwargs)
         if func in (torch.mul, Tensor.mul, Tensor.__mul__) and len(args) == 2 and not kwargs:
@@ -90,6 +92,17 @@ class Weights(TorchFunctionMode):
             if noted is not None and isinstance(other, Tensor) and (other.shape, other.dtype) == (gate.shape, gate.dtype):
                 return noted[2](noted[1], other)
         return func(a, b)
+
+
+def _norm(func: Any, x: Tensor, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float | None = None) -> Tensor:
+    """A norm of the last dim; `F.rms_norm` has no bias, and its eps stands in the place of one."""
+    if func is F.rms_norm and bias is not None:
+        bias, eps = None, bias
+    if len(shape) != 1:
+        return func(x, shape, weight, eps=eps) if func is F.rms_norm else func(x, shape, weight, bias, eps or 1e-5)
+    if func is F.rms_norm:
+        return ops.rms_norm(x, weight, eps=torch.finfo(x.dtype).eps if eps is None else eps)
+    return ops.layer_norm(x, weight, bias, eps=1e-5 if eps is None else eps)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

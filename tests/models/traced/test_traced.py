@@ -1,0 +1,193 @@
+"""Models of transformers without a declaration: what they compute, how they are sharded, what is refused."""
+
+import functools
+import json
+
+import pytest
+import torch
+import transformers
+
+import mpar
+from mpar import models, ops, tree
+from mpar.errors import ConfigError, UnknownNameError
+from mpar.models import traced
+from mpar.models.traced import _attention, _mode, _runs, _self_check
+from mpar.optim import SGD
+from tests.models.traced_kinds import EXACT, REFUSED
+
+SMALL = json.dumps({"model_type": "stablelm", **EXACT["stablelm"]})
+
+
+def eager_of(kind):
+    """transformers' own model of a tiny config, in float64."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **EXACT[kind])
+    eager = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().double()
+    for parameter in eager.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return eager
+
+
+def params_of(model, eager):
+    """The parameters of `eager` as the leaves of `model`."""
+    values = dict(eager.named_parameters())
+    like = model.abstract_params
+    leaves = [values[path].detach().reshape(leaf.shape) for path, leaf in tree.leaves_with_path(like)]
+    return tree.unflatten(tree.flatten(like)[1], leaves)
+
+
+@functools.cache
+def model_of(kind):
+    """The model that `models.from_config` makes."""
+    return models.from_config({"model_type": kind, **EXACT[kind]}, dtype=torch.float64)
+
+
+MESHES = [(mpar.Mesh(fsdp=2, tp=2), "zero3_tp_sp"), (mpar.Mesh(pp=2), "ddp"), (mpar.Mesh(cp=2), "ddp")]
+
+
+@pytest.mark.parametrize("kind", sorted(EXACT))
+def test_logits_and_gradients_on_every_mesh(kind):
+    """A step of plain gradient descent gives the gradients of transformers, whatever the mesh."""
+    model, eager = model_of(kind), eager_of(kind)
+    assert isinstance(model, traced.TracedModel)
+    params = params_of(model, eager)
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(3, 128, (2, 4, 12), generator=generator)
+    theirs = eager(tokens, use_cache=False).logits
+    torch.testing.assert_close(model.apply(params, tokens), theirs, rtol=1e-5, atol=1e-5)
+    loss = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), labels.flatten())
+    loss.backward()
+    loss = loss.detach()
+    expected = {name: x.grad for name, x in eager.named_parameters()}
+    largest = max(float(x.abs().max()) for x in expected.values() if x is not None)
+    for mesh, strategy in MESHES:
+        optimizer = SGD(lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=1e9)
+        program = mpar.compile_step(model, optimizer, mesh, strategy, (4, 12))
+        after, metrics = program.simulate(program.init_state(params), {"tokens": tokens, "labels": labels})
+        assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-6)
+        new = dict(tree.leaves_with_path(after.params(model.abstract_params)))
+        for path, old in tree.leaves_with_path(params):
+            given = old - new[path]
+            wanted = torch.zeros_like(old) if expected[path] is None else expected[path].reshape(old.shape)
+            bound = 1e-4 * max(float(wanted.abs().max()), 1e-3 * largest)
+            assert float((given - wanted).abs().max()) <= bound, (mesh, path)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("stablelm", 2), ("gpt_neox", 2), ("granite", 2), ("exaone4", 2)])
+def test_messages_of_a_layer_are_those_of_megatron(kind, count):
+    """Two all-reduces in the forward of a layer over tp=2."""
+    program = mpar.compile_step(model_of(kind), SGD(lr=1.0), mpar.Mesh(tp=2), "tp", (4, 12))
+    counts = [len(found.collectives) for name, found in program.kinds.items() if "layers" in name and "forward" in name]
+    assert set(counts) == {count}
+
+
+def test_heads_and_hidden_features_are_found():
+    """The axes of the leaves: a matrix of four heads of 16 rows has a dim for heads."""
+    axes = dict(tree.leaves_with_path(model_of("granite").param_axes, is_leaf=lambda x: isinstance(x, tuple)))
+    shapes = dict(tree.leaves_with_path(model_of("granite").abstract_params))
+    layer = "model.layers.1."
+    assert axes[f"{layer}self_attn.q_proj.weight"] == ("heads", None, "embed")
+    assert tuple(shapes[f"{layer}self_attn.k_proj.weight"].shape) == (2, 16, 64)
+    assert axes[f"{layer}self_attn.k_proj.weight"] == ("kv_heads", None, "embed")
+    assert axes[f"{layer}self_attn.o_proj.weight"] == ("embed", "heads", None)
+    assert axes[f"{layer}mlp.up_proj.weight"] == ("mlp", "embed") and axes[f"{layer}mlp.down_proj.weight"] == ("embed", "mlp")
+    assert axes["model.embed_tokens.weight"] == ("vocab", "embed")
+
+
+def test_equal_layers_are_compiled_once():
+    """Equal layers have one function; those that differ in their window do not."""
+    assert traced.imported(SMALL).kinds == (0, 0)
+    assert traced.imported(json.dumps({"model_type": "exaone4", **EXACT["exaone4"]})).kinds == (0, 1)
+
+
+def test_a_folder_comes_back_bit_by_bit(tmp_path):
+    """Read, written, and read by transformers: every tensor has its bits, and its name."""
+    eager = eager_of("stablelm").float()
+    eager.save_pretrained(tmp_path / "in")
+    model, params = models.from_hf(tmp_path / "in")
+    models.to_hf(model, params, tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected = eager.state_dict()
+    assert set(again.state_dict()) == set(expected)
+    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["StableLmForCausalLM"]
+
+
+@pytest.mark.parametrize("kind", sorted(REFUSED))
+def test_models_that_ignore_attention_are_refused(kind):
+    """Without its mask such a model would train on the future: the self-check sees other logits."""
+    config, words = REFUSED[kind]
+    with pytest.raises(ConfigError, match=words):
+        models.from_config({"model_type": kind, **config})
+
+
+@pytest.fixture
+def unchecked():
+    """Forget what was checked and traced, before and after."""
+    caches = (_self_check.check_traced, traced.imported)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def _no_mask(monkeypatch):
+    attention = ops.attention
+    monkeypatch.setattr(_attention.ops, "attention", lambda *args, **how: attention(*args, **{**how, "causal": False}))
+
+
+def _swapped_gate(monkeypatch):
+    swiglu = ops.swiglu
+    monkeypatch.setattr(_mode.ops, "swiglu", lambda gate, up: swiglu(up, gate))
+
+
+def _untied_head(monkeypatch):
+    head = _runs.head
+
+    def untied(skeleton, weights, *rest):
+        cut = {name: _mode.Weight(w.whole.detach(), [x.detach() for x in w.parts], w.axes) for name, w in weights.items()}
+        return head(skeleton, cut, *rest)
+
+    monkeypatch.setattr(_runs, "head", untied)
+
+
+def _detached_values(monkeypatch):
+    attention = ops.attention
+    monkeypatch.setattr(_attention.ops, "attention", lambda q, k, v, **how: attention(q, k, v.detach(), **how))
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (_no_mask, "logits differ"),
+        (_swapped_gate, "logits differ"),
+        (_untied_head, "gradient of lm_head.weight differs"),
+        (_detached_values, r"gradient of model.layers.\d.self_attn.v_proj"),
+    ],
+)
+def test_planted_errors_are_found(plant, words, monkeypatch, unchecked):
+    """A self-check that could not fail would be worth nothing."""
+    plant(monkeypatch)
+    with pytest.raises(ConfigError, match=words):
+        traced.check_traced(SMALL)
+
+
+def test_what_a_traced_model_cannot_have_is_refused():
+    """Options of declared models, and types that nobody knows."""
+    with pytest.raises(ConfigError, match="it is traced, and has only what transformers has"):
+        models.from_config({"model_type": "stablelm", **EXACT["stablelm"]}, mlp_chunk=8)
+    with pytest.raises(UnknownNameError, match="known ones"):
+        models.from_config({"model_type": "no_such_type"})
+    with pytest.raises(ConfigError, match="cannot go on from a state"):
+        model_of("stablelm").decode({}, torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_fresh_parameters_and_flops():
+    """Piecewise as whole; a weight counts six FLOPs a token."""
+    model = models.from_config({"model_type": "stablelm", **EXACT["stablelm"]})
+    params, path = model.init(seed=3), "model.layers.0.mlp.up_proj.weight"
+    torch.testing.assert_close(model.init_leaf(3, path, (slice(2, 5), slice(None))), tree.get(params, path)[2:5])
+    matrices = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96) + 128 * 64
+    assert models.flops_per_token(model, 10, causal=False) == 6 * matrices + 6 * 10 * 2 * 2 * 64
