@@ -29,7 +29,7 @@ from mpar.chain import Axes
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.tree import Tree
 
-__all__ = ["OptState", "Optimizer", "check_optimizer"]
+__all__ = ["LeafRule", "OptState", "Optimizer", "check_optimizer", "leaf_rule"]
 
 T = TypeVar("T")
 """The class of a tree of parameters; gradients and new parameters come in trees of the same class."""
@@ -40,11 +40,27 @@ class OptState:
     """State of an optimizer.
 
     step:   int64 scalar: the number of updates made so far.
-    slots:  slot name -> a tree like the parameters, every leaf shaped like its parameter.
+    slots:  slot name -> a tree like the parameters, every leaf shaped like its parameter; a parameter whose rule has no such
+            slot has a leaf without elements there.
     """
 
     step: Tensor
     slots: dict[str, Tree]
+
+
+class LeafRule(Protocol):
+    """How one parameter is updated: the names of its slots, and `update_leaf`. It must be hashable, as frozen dataclasses are."""
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The slots of the parameter: some of those of the optimizer, in their order."""
+        ...
+
+    def update_leaf(
+        self, param: Tensor, grad: Tensor, slots: tuple[Tensor, ...], lr: Tensor, step: Tensor, scale: Tensor, *, decays: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`(new param, new slots)` after one update, as in Optimizer."""
+        ...
 
 
 class Optimizer(Protocol):
@@ -98,35 +114,66 @@ class Optimizer(Protocol):
         compiler traces it once, so it must be pure and must not branch on values. In Python, the caller of `update` may call it.
         """
 
-    def init(self, params: Tree) -> OptState:
+    def leaf_rule(self, path: str, axes: Axes) -> LeafRule:
+        """The rule for the parameter at `path` with these logical axes. The default is the optimizer itself, for all parameters.
+
+        An optimizer that treats parameters differently, such as Muon, returns another one for some. The slots of a rule are some
+        of `slots`; the other ones are not kept for the parameter.
+        """
+        return self
+
+    def init(self, params: Tree, *, axes: Tree | None = None) -> OptState:
         """State before the first update: step 0 and zeros like `params`, which are float32 or float64 (else DtypeError).
 
-        Training in Python calls it once; a compiled program makes the same state shard by shard, from `slots` alone.
+        Training in Python calls it once; a compiled program makes the same state shard by shard, from the slots alone.
+        axes: the logical axes of each parameter (`Chain.param_axes`), for `leaf_rule`; None: no dim has a name.
         """
         _check_masters(type(self).__name__, params)
-        return OptState(_step_zero(params), {slot: _zeros_like(params) for slot in self.slots})
+        rules = _rules(self, params, axes)
+        return OptState(_step_zero(params), {slot: _zeros_like(params, slot, rules) for slot in self.slots})
 
-    def update(self, grads: T, state: OptState, params: T, *, scale: Tensor | float = 1.0) -> tuple[T, OptState]:
+    def update(
+        self, grads: T, state: OptState, params: T, *, scale: Tensor | float = 1.0, axes: Tree | None = None
+    ) -> tuple[T, OptState]:
         """`(new_params, new_state)` after one update with `grads * scale`. It changes none of its arguments.
 
         Training in Python calls it at every step. `grads` is a tree like `params`; `scale` is the clip factor. `update` does not
-        clip by itself: its caller computes the norm and the factor (`global_norm`, `scale`). Raises ShapeError if the trees do
-        not fit each other.
+        clip by itself: its caller computes the norm and the factor (`global_norm`, `scale`). `axes` are those that `init` was
+        given. Raises ShapeError if the trees do not fit each other.
         """
-        _check_trees(type(self).__name__, params, {"grads": grads, **state.slots})
+        rules = _rules(self, params, axes)
+        _check_trees(type(self).__name__, params, {"grads": grads, **state.slots}, rules)
         step = state.step + 1
         lr = torch.tensor(self.rate(int(step)), dtype=torch.float64, device=step.device)
         factor = torch.as_tensor(scale, dtype=torch.float64, device=step.device)
-        columns = [tree.leaves(state.slots[slot]) for slot in self.slots]
-        new_params, new_slots = [], []
+        columns = {slot: tree.leaves(state.slots[slot]) for slot in self.slots}
+        new_params = []
         for i, ((path, param), grad) in enumerate(zip(tree.leaves_with_path(params), tree.leaves(grads), strict=True)):
-            slots = tuple(column[i] for column in columns)
-            new_param, slots = self.update_leaf(param, grad, slots, lr, step, factor, decays=self.decays(path, param))
+            rule = rules[path]
+            slots = tuple(columns[slot][i] for slot in rule.slots)
+            new_param, new_slots = rule.update_leaf(param, grad, slots, lr, step, factor, decays=self.decays(path, param))
             new_params.append(new_param)
-            new_slots.append(slots)
+            for slot, new in zip(rule.slots, new_slots, strict=True):
+                columns[slot][i] = new
         _, structure = tree.flatten(params)
-        trees = {slot: tree.unflatten(structure, [slots[i] for slots in new_slots]) for i, slot in enumerate(self.slots)}
+        trees = {slot: tree.unflatten(structure, column) for slot, column in columns.items()}
         return tree.unflatten(structure, new_params), OptState(step, dict(trees))
+
+
+def leaf_rule(optimizer: Optimizer, path: str, axes: Axes) -> LeafRule:
+    """The rule of `optimizer` for one parameter; an object that does not say `leaf_rule` has one rule for all, itself.
+
+    Raises ConfigError if the rule has slots that the optimizer does not have, or in another order.
+    """
+    if not hasattr(optimizer, "leaf_rule"):
+        return optimizer
+    rule = optimizer.leaf_rule(path, axes)
+    if list(rule.slots) != [slot for slot in optimizer.slots if slot in rule.slots]:
+        raise ConfigError(
+            f"the rule of {optimizer!r} for parameter {path!r} has the slots {rule.slots}; the optimizer has {optimizer.slots}.\n"
+            "The slots of a rule are some of the optimizer's, in the same order: add them to `slots` of the optimizer."
+        )
+    return rule
 
 
 _METHODS = {
@@ -178,7 +225,7 @@ def _method_problems(optimizer: object, name: str) -> list[str]:
         signature, required = inspect.signature(method), inspect.signature(getattr(Optimizer, name))
     except ValueError:  # functions written in C may have no signature
         return []
-    arguments = [parameter for parameter in required.parameters.values() if parameter.name != "self"]
+    arguments = [parameter for parameter in required.parameters.values() if parameter.name not in ("self", "axes")]
     try:
         signature.bind(
             *(None for parameter in arguments if parameter.kind is not parameter.KEYWORD_ONLY),
@@ -204,8 +251,20 @@ def _check_masters(name: str, params: Tree) -> None:
         )
 
 
-def _zeros_like(params: T) -> T:
-    return tree.map_leaves(lambda leaf: torch.zeros_like(leaf, memory_format=torch.contiguous_format), params)
+def _rules(optimizer: Optimizer, params: Tree, axes: Tree | None) -> dict[str, LeafRule]:
+    """The rule for each parameter, by path."""
+    named = tree.leaves_with_path(params)
+    dims = [(None,) * leaf.ndim if axes is None else tuple(tree.get(axes, path)) for path, leaf in named]
+    return {path: leaf_rule(optimizer, path, leaf_axes) for (path, _), leaf_axes in zip(named, dims, strict=True)}
+
+
+def _zeros_like(params: T, slot: str, rules: Mapping[str, LeafRule]) -> T:
+    """Zeros like every parameter whose rule has this slot; no elements for the others."""
+    leaves = [
+        torch.zeros_like(leaf, memory_format=torch.contiguous_format) if slot in rules[path].slots else leaf.new_zeros(0)
+        for path, leaf in tree.leaves_with_path(params)
+    ]
+    return tree.unflatten(tree.flatten(params)[1], leaves)
 
 
 def _step_zero(params: Tree) -> Tensor:
@@ -214,8 +273,9 @@ def _step_zero(params: Tree) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
 
 
-def _check_trees(name: str, params: Tree, others: Mapping[str, Tree]) -> None:
-    """Raise ShapeError, listing all disagreements, unless every one of `others` has the paths and shapes of `params`."""
+def _check_trees(name: str, params: Tree, others: Mapping[str, Tree], rules: Mapping[str, LeafRule]) -> None:
+    """Raise ShapeError, listing all disagreements, unless every one of `others` has the paths and shapes of `params`. Where the
+    rule of a parameter does not have a slot, its leaf may have any shape."""
     expected = {path: tuple(leaf.shape) for path, leaf in tree.leaves_with_path(params)}
     problems = []
     for label, other in others.items():
@@ -225,7 +285,7 @@ def _check_trees(name: str, params: Tree, others: Mapping[str, Tree]) -> None:
         problems += [
             f"{label} {path} has shape {actual[path]}, the parameter {shape}"
             for path, shape in expected.items()
-            if path in actual and actual[path] != shape
+            if path in actual and actual[path] != shape and (label == "grads" or label in rules[path].slots)
         ]
     if problems:
         raise ShapeError(f"{name}.update: trees do not fit the parameters:\n  " + "\n  ".join(problems))

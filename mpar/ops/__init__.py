@@ -11,6 +11,7 @@ from mpar.ops._geglu import geglu
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy
 from mpar.ops._mlp_tiled import Activation, mlp_tiled
+from mpar.ops._newton_schulz import newton_schulz
 from mpar.ops._quantise_fp8 import (
     FP8_MAX,
     FP8_SIDE,
@@ -114,6 +115,7 @@ __all__ = [
     "merge_attention",
     "mlp_tiled",
     "name",
+    "newton_schulz",
     "parse_sharding",
     "permute",
     "primitive_of",

@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from mpar.optim._adamw import AdamW
     from mpar.optim._classes import CLASSES
     from mpar.optim._learning_rate import WSD, Constant, Cosine, LearningRate, Linear, learning_rate
+    from mpar.optim._lion import Lion
+    from mpar.optim._muon import Muon, MuonMatrix
     from mpar.optim._norm import clip_factor, global_norm
     from mpar.optim._settings import WeightDecayMask
     from mpar.optim._sgd import SGD
-    from mpar.optimizer import Optimizer, OptState, check_optimizer
+    from mpar.optimizer import LeafRule, Optimizer, OptState, check_optimizer
 
 _HOME = {
     "CLASSES": "mpar.optim._classes",
@@ -21,7 +23,11 @@ _HOME = {
     "Constant": "mpar.optim._learning_rate",
     "Cosine": "mpar.optim._learning_rate",
     "LearningRate": "mpar.optim._learning_rate",
+    "LeafRule": "mpar.optimizer",
     "Linear": "mpar.optim._learning_rate",
+    "Lion": "mpar.optim._lion",
+    "Muon": "mpar.optim._muon",
+    "MuonMatrix": "mpar.optim._muon",
     "OptState": "mpar.optimizer",
     "Optimizer": "mpar.optimizer",
     "SGD": "mpar.optim._sgd",
@@ -40,8 +46,12 @@ __all__ = [
     "AdamW",
     "Constant",
     "Cosine",
+    "LeafRule",
     "LearningRate",
     "Linear",
+    "Lion",
+    "Muon",
+    "MuonMatrix",
     "OptState",
     "Optimizer",
     "WeightDecayMask",

@@ -2,8 +2,10 @@
 
 from mpar.optim._adamw import AdamW
 from mpar.optim._learning_rate import WSD, Constant, Cosine, Linear
+from mpar.optim._lion import Lion
+from mpar.optim._muon import Muon
 from mpar.optim._sgd import SGD
 
 __all__ = ["CLASSES"]
 
-CLASSES = (AdamW, SGD, Constant, Linear, Cosine, WSD)
+CLASSES = (AdamW, SGD, Lion, Muon, Constant, Linear, Cosine, WSD)

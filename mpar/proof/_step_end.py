@@ -103,8 +103,9 @@ class StepEnd:
         if num < 1 or not all(made):
             return "does not make new parameters and slots"
         paths, slots = [path.removeprefix("params.") for path in made[:num]], made[num:]
-        if [path.split(".", 2)[-1] for path in slots] != paths * (len(slots) // num):
-            return f"makes slots that do not belong to {paths}"
+        kept = [path for path in results.values() if path.startswith("opt.") and path.split(".", 2)[-1] in paths]
+        if slots != kept:
+            return f"makes slots that are not those of {paths}"
         scalars: list[Meaning] = [Given("lr"), Given("step"), Result("norm", "", 1), Result("norm", "", 2)]
         if [*operands[:num], *operands[2 * num :]] != [*(Label(Given(path)) for path in made), *map(Label, scalars)]:
             return "does not read the parameters and slots whose new values it makes, and lr, step, scale and skip"

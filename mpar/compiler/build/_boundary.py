@@ -1,6 +1,6 @@
 """Boundary: the values that exist before the first instruction of a part: state, batch and scalars."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ class Boundary:
 
     state, batch, scalars: their leaves.
     params:                for each unit, the values of its parameters.
-    slots:                 for each unit and each slot of the optimizer, the values of that slot.
+    slots:                 for each unit and each slot of the optimizer, the values of that slot, for parameters that have it.
     batch_values:          for each piece, the values of its batch entries.
 
     The scalars are the learning rate, the number of the update, and the largest loss and gradient norm with which it is made.
@@ -51,16 +51,17 @@ def _declare_state(position: Position, values: Values) -> tuple[list[Leaf], dict
     units: Mapping[str, Unit] = position.units
     optimizer = position.blueprint.optimizer
 
-    def declare(prefix: str, unit: Unit, specs: list[P]) -> list[int]:
-        new = [values.leaf(f"{prefix}.{path}", leaf, spec) for (path, leaf), spec in zip(unit.leaves, specs, strict=True)]
+    def declare(prefix: str, unit: Unit, specs: list[P], indices: Sequence[int]) -> list[int]:
+        new = [values.leaf(f"{prefix}.{unit.paths[i]}", unit.leaves[i][1], specs[i]) for i in indices]
         leaves.extend(new)
         return [leaf.value for leaf in new]
 
-    params = {path: declare("params", unit, unit.storage) for path, unit in units.items()}
+    params = {path: declare("params", unit, unit.storage, range(len(unit.leaves))) for path, unit in units.items()}
     slots: dict[str, list[list[int]]] = {path: [] for path in units}
-    for slot in optimizer.slots if optimizer is not None else ():
-        for path, unit in units.items():
-            slots[path].append(declare(f"opt.{slot}", unit, unit.opt))
+    if optimizer is not None:
+        for slot in optimizer.slots:
+            for path, unit in units.items():
+                slots[path].append(declare(f"opt.{slot}", unit, unit.opt, unit.with_slot(optimizer, slot)))
     return leaves, params, slots
 
 

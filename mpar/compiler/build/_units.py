@@ -9,6 +9,7 @@ from torch import Tensor
 from mpar import tree
 from mpar.chain import Axes, Chain
 from mpar.mesh import Mesh
+from mpar.optimizer import Optimizer, leaf_rule
 from mpar.precision import Precision
 from mpar.spec import P
 from mpar.strategy import Strategy
@@ -41,6 +42,11 @@ class Unit:
     def paths(self) -> list[str]:
         """The path of each parameter."""
         return [path for path, _ in self.leaves]
+
+    def with_slot(self, optimizer: Optimizer, slot: str) -> list[int]:
+        """The indices of the parameters that have this slot of the optimizer."""
+        named = enumerate(zip(self.paths, self.axes, strict=True))
+        return [i for i, (path, axes) in named if slot in leaf_rule(optimizer, path, axes).slots]
 
     @property
     def needs_gather(self) -> bool:

@@ -12,7 +12,7 @@ from mpar.compiler.build._position import Position
 from mpar.compiler.build._units import Unit
 from mpar.compiler.build._writer import Writer
 from mpar.compiler.segment import Code
-from mpar.optimizer import Optimizer
+from mpar.optimizer import Optimizer, leaf_rule
 from mpar.spec import P
 
 __all__ = ["write_updates"]
@@ -50,7 +50,8 @@ def write_updates(
         code = _update_code(writer, optimizer, unit, grads[unit.path], rules, overwrite=overwrite)
         inputs = [*boundary.params[unit.path], *grads[unit.path], *(v for slot in slots for v in slot), *scalars]
         inputs += [value for value, _ in rules.values()]
-        names = [*(f"params.{p}" for p in unit.paths), *(f"opt.{slot}.{p}" for slot in optimizer.slots for p in unit.paths)]
+        names = [f"params.{path}" for path in unit.paths]
+        names += [f"opt.{slot}.{unit.paths[i]}" for slot in optimizer.slots for i in unit.with_slot(optimizer, slot)]
         new |= dict(zip(names, writer.emit("update", code, inputs, names, unit.path), strict=True))
     return new
 
@@ -66,34 +67,39 @@ def _update_code(
                so the parameter keeps the same bits everywhere.
     """
     decays = tuple(optimizer.decays(path, axes) for path, axes in zip(unit.paths, unit.axes, strict=True))
-    num_slots = len(optimizer.slots)
+    leaf_rules = tuple(leaf_rule(optimizer, path, axes) for path, axes in zip(unit.paths, unit.axes, strict=True))
+    holders = {slot: unit.with_slot(optimizer, slot) for slot in optimizer.slots}
 
     def update(
-        params: list, grads: list, slots: list, lr: Tensor, step: Tensor, scale: Tensor, skip: Tensor, given: list
+        params: list, grads: list, slots: dict, lr: Tensor, step: Tensor, scale: Tensor, skip: Tensor, given: list
     ) -> list[Tensor]:
         values, results = dict(zip(rules, given, strict=True)), []
         for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-            of_leaf = tuple(slot[i] for slot in slots)
+            of_leaf = tuple(dict(zip(holders[name], slots[name], strict=True))[i] for name in leaf_rules[i].slots)
             if not overwrite:
                 p, g, of_leaf = p.clone(), g.clone(), tuple(slot.clone() for slot in of_leaf)
             if i in rules:
                 results.append((torch.where(skip, p, rules[i][1](p, values[i])), of_leaf))
                 continue
-            new_p, new_slots = optimizer.update_leaf(p, g, of_leaf, lr, step, scale, decays=decays[i])
+            new_p, new_slots = leaf_rules[i].update_leaf(p, g, of_leaf, lr, step, scale, decays=decays[i])
             kept = [torch.where(skip, old, new) for old, new in zip((p, *of_leaf), (new_p, *new_slots), strict=True)]
             results.append((kept[0], tuple(kept[1:])))
-        return [new for new, _ in results] + [of_leaf[slot] for slot in range(num_slots) for _, of_leaf in results]
+        new_slots = [results[i][1][leaf_rules[i].slots.index(name)] for name, indices in holders.items() for i in indices]
+        return [new for new, _ in results] + new_slots
 
     leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for _, leaf in unit.leaves]
     scalars = [*[torch.empty((), dtype=torch.float64, device="meta")] * 3, torch.empty((), dtype=torch.bool, device="meta")]
     given = [value for value, _ in rules.values()]
     values = writer.values
-    specs = [*unit.storage, *values.specs(grads), *unit.opt * num_slots, *[P()] * len(scalars), *values.specs(given)]
+    slot_leaves = {slot: [leaves[i] for i in indices] for slot, indices in holders.items()}
+    slot_specs = [unit.opt[i] for indices in holders.values() for i in indices]
+    specs = [*unit.storage, *values.specs(grads), *slot_specs, *[P()] * len(scalars), *values.specs(given)]
     mask = "".join("-d"[decay] for decay in decays)
     name = f"update {unit.path.split('.')[0]}" + (f" [{mask}]" if len(set(decays)) > 1 or not all(decays) else "")
-    args = (leaves, values.globals(grads), [leaves] * num_slots, *scalars, values.globals(given))
-    targets = [*unit.storage, *unit.opt * num_slots]
-    variant = tuple((i, fn) for i, (_, fn) in rules.items())
+    args = (leaves, values.globals(grads), slot_leaves, *scalars, values.globals(given))
+    targets = [*unit.storage, *slot_specs]
+    different_rules = () if all(rule is optimizer for rule in leaf_rules) else leaf_rules
+    variant = (different_rules, *((i, fn) for i, (_, fn) in rules.items()))
     return writer.functions.compile(name, update, args, specs, targets, (*variant, overwrite), (join_updates,))
 
 
