@@ -29,7 +29,7 @@ from mpar.chain import Axes
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.tree import Tree
 
-__all__ = ["LeafRule", "OptState", "Optimizer", "check_optimizer", "leaf_rule"]
+__all__ = ["LeafRule", "OptState", "Optimizer", "check_optimizer", "check_result", "leaf_rule"]
 
 T = TypeVar("T")
 """The class of a tree of parameters; gradients and new parameters come in trees of the same class."""
@@ -174,6 +174,38 @@ def leaf_rule(optimizer: Optimizer, path: str, axes: Axes) -> LeafRule:
             "The slots of a rule are some of the optimizer's, in the same order: add them to `slots` of the optimizer."
         )
     return rule
+
+
+def check_result(optimizer: Optimizer, path: str, old: tuple[Tensor, ...], *result: object) -> None:
+    """Raise ConfigError unless `result`, of `update_leaf`, is a new parameter and new slots, shaped like those in `old`.
+
+    old: the parameter at `path`, and its slots.
+    """
+    call = f"update_leaf of {type(optimizer).__name__}, for parameter {path!r} {tuple(old[0].shape)}"
+    new_param, new_slots = result
+    if not isinstance(new_param, Tensor) or not isinstance(new_slots, (tuple, list)) or len(new_slots) != len(old) - 1:
+        number = len(new_slots) if isinstance(new_slots, (tuple, list)) else type(new_slots).__name__
+        raise ConfigError(
+            f"{call}: it returned a {type(new_param).__name__} and {number} slots; the parameter has {len(old) - 1}.\n"
+            "Return `(new param, new slots)`, with a tuple of one new tensor for each slot, in the order of `slots`."
+        )
+    names = ["new param", *(f"new slot {i}" for i in range(len(new_slots)))]
+    problems = [
+        f"{name} is {_look(new)}, and was {_look(before)}"
+        for name, before, new in zip(names, old, (new_param, *new_slots), strict=True)
+        if not isinstance(new, Tensor) or new.shape != before.shape or new.dtype != before.dtype
+    ]
+    if problems:
+        raise ConfigError(
+            f"{call}:\n  "
+            + "\n  ".join(problems)
+            + "\nResults have the shapes and dtypes of the parameter and its slots: "
+            "convert the gradient with grad.to(param.dtype), and do not change shapes."
+        )
+
+
+def _look(x: object) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
 _METHODS = {

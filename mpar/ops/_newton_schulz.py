@@ -21,8 +21,8 @@ def newton_schulz(x: Tensor, *, rows: int = 1, columns: int = 1, num_rounds: int
 
         X <- X / |X|;  num_rounds times: G <- X X^T; X <- a X + (b G + c G G) X
 
-    rows, columns: how many dims are merged into the rows and into the columns of a matrix; they are the last dims of `x`. The dims
-            before them count matrices.
+    rows, columns: how many dims are merged into the rows and into the columns of a matrix; they are the last dims of `x`, and the
+            dims before them count matrices.
     narrow: compute in bfloat16, as torch.optim.Muon does; else in the dtype of `x`.
 
     There is no gradient. Raises ShapeError unless rows and columns have dims, DtypeError if `x` is not floating point.
@@ -47,7 +47,7 @@ def _impl(x: Tensor, *, rows: int, columns: int, num_rounds: int, narrow: bool) 
     num, m, n = _sizes(x, rows, columns)
     matrices = x.reshape(num, m, n).mT  # (out, in), as torch.nn.Linear stores a weight, so that squares are treated as there
     ys = [_orthogonalised(matrix, num_rounds, narrow) for matrix in matrices.unbind()]
-    return torch.stack(ys).to(x.dtype).mT.reshape(x.shape) if ys else torch.empty_like(x)
+    return torch.stack(ys).to(x.dtype).mT.reshape(x.shape).contiguous() if ys else x.new_empty(x.shape)
 
 
 def _orthogonalised(matrix: Tensor, num_rounds: int, narrow: bool) -> Tensor:

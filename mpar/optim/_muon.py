@@ -46,9 +46,7 @@ class MuonMatrix(LeafRule):
         grad = grad.to(param.dtype) * scale.to(param.dtype)
         momentum = slots[0] + (1 - self.momentum) * (grad - slots[0])
         direction = grad + self.momentum * (momentum - grad) if self.nesterov else momentum
-        direction = newton_schulz(
-            direction, rows=self.rows, columns=self.columns, num_rounds=self.num_rounds, narrow=self.narrow
-        )
+        direction = newton_schulz(direction, rows=self.rows, columns=self.columns, num_rounds=self.num_rounds, narrow=self.narrow)
         middle = param.ndim - self.columns
         num_in, num_out = math.prod(param.shape[middle - self.rows : middle]), math.prod(param.shape[middle:])
         factor = 0.2 * max(num_in, num_out) ** 0.5 if self.adjust_lr == "match_rms_adamw" else max(1.0, num_out / num_in) ** 0.5
@@ -112,8 +110,17 @@ class Muon(Optimizer):
         sides = _sides(path, axes)
         if len(sides) != 2:
             return AdamW(self.lr, self.betas, self.eps, self.weight_decay, self.decay, self.clip_norm)
-        settings = (self.momentum, self.nesterov, self.weight_decay, self.num_rounds, self.adjust_lr, self.narrow)
-        return MuonMatrix(*sides, *settings)
+        rows, columns = sides
+        return MuonMatrix(
+            rows=rows,
+            columns=columns,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+            num_rounds=self.num_rounds,
+            adjust_lr=self.adjust_lr,
+            narrow=self.narrow,
+        )
 
     def update_leaf(
         self, param: Tensor, grad: Tensor, slots: tuple[Tensor, ...], lr: Tensor, step: Tensor, scale: Tensor, *, decays: bool

@@ -12,7 +12,7 @@ from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
 from mpar.models import Model, ModelOptions
-from mpar.optim import SGD, AdamW
+from mpar.optim import SGD, AdamW, Lion, Muon
 from mpar.program import Hardware
 from mpar.strategy import Strategy, preset
 from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TrainConfig
@@ -131,11 +131,25 @@ def batch_shapes(config: TrainConfig, model: Model) -> Mapping[str, tuple[tuple[
     return dict.fromkeys((*BATCH_KEYS, *model.next_keys), ((batch_size(config), seq_len(config)), torch.int64))
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> AdamW | SGD:
+def make_optimizer(config: OptimizerConfig, steps: int) -> AdamW | SGD | Lion | Muon:
     """The optimizer, with its learning rate for a run of `steps` updates. Raises ConfigError."""
     rate = make_learning_rate(config, steps)
     if config.kind == "sgd":
         return SGD(lr=rate, momentum=config.momentum, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
+    if config.kind == "lion":
+        return Lion(lr=rate, betas=config.betas, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
+    if config.kind == "muon":
+        return Muon(
+            lr=rate,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            weight_decay=config.weight_decay,
+            adjust_lr=config.adjust_lr,
+            num_rounds=config.num_rounds,
+            betas=config.betas,
+            eps=config.eps,
+            clip_norm=config.clip_norm,
+        )
     return AdamW(lr=rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
 
 

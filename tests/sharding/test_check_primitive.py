@@ -127,6 +127,7 @@ def calls():
         ops.dropout(x, 0.5, ops.fold_key(0)),
         ops.fold_in(key, 3),
         ops.sum_squares(x),
+        ops.newton_schulz(x.detach(), narrow=False),
         *updates(),
         _constrain.constrain_p.bind(x.detach(), axes="names:,,", mark=0),
         _constrain.name_p.bind(x, label="a"),

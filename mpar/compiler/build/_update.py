@@ -12,7 +12,7 @@ from mpar.compiler.build._position import Position
 from mpar.compiler.build._units import Unit
 from mpar.compiler.build._writer import Writer
 from mpar.compiler.segment import Code
-from mpar.optimizer import Optimizer, leaf_rule
+from mpar.optimizer import Optimizer, check_result, leaf_rule
 from mpar.spec import P
 
 __all__ = ["write_updates"]
@@ -82,10 +82,11 @@ def _update_code(
                 results.append((torch.where(skip, p, rules[i][1](p, values[i])), of_leaf))
                 continue
             new_p, new_slots = leaf_rules[i].update_leaf(p, g, of_leaf, lr, step, scale, decays=decays[i])
+            check_result(optimizer, unit.paths[i], (p, *of_leaf), new_p, new_slots)
             kept = [torch.where(skip, old, new) for old, new in zip((p, *of_leaf), (new_p, *new_slots), strict=True)]
             results.append((kept[0], tuple(kept[1:])))
-        new_slots = [results[i][1][leaf_rules[i].slots.index(name)] for name, indices in holders.items() for i in indices]
-        return [new for new, _ in results] + new_slots
+        all_slots = [results[i][1][leaf_rules[i].slots.index(name)] for name, indices in holders.items() for i in indices]
+        return [new for new, _ in results] + all_slots
 
     leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for _, leaf in unit.leaves]
     scalars = [*[torch.empty((), dtype=torch.float64, device="meta")] * 3, torch.empty((), dtype=torch.bool, device="meta")]
