@@ -119,8 +119,9 @@ def test_generation_reads_each_token_once(make_folder, monkeypatch):
     """The prompt goes through the model once, then each new token alone."""
     folder, _ = make_folder()
     model, params = models.from_hf(folder)
-    sizes, decode = [], models.DeclaredModel.decode
-    monkeypatch.setattr(models.DeclaredModel, "decode", lambda self, *args: (sizes.append(args[1].shape[1]), decode(self, *args))[1])
+    sizes, kind = [], models.DeclaredModel
+    decode = kind.decode
+    monkeypatch.setattr(kind, "decode", lambda self, *args: (sizes.append(args[1].shape[1]), decode(self, *args))[1])
     generate(model, params, TOKENS[:, :5], 4)
     assert sizes == [5, 1, 1, 1]
 
