@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +25,7 @@ _KEYS = ("batch", "attend_kv_seq", "attend_kv_heads", "head")
 _RESULT = ("batch", "seq", "heads", "head")
 
 
-def register_attention(transformers: Any) -> None:
+def register_attention(transformers: ModuleType) -> None:
     """Enter mpar's attention in transformers' table."""
     transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
 

@@ -123,7 +123,7 @@ def _returns_tuple(found: Skeleton, calls: list[runs.Call], context: Mapping[str
     module, given = found.layers[0], []
     forward = module.forward
 
-    def note(*args: Any, **kwargs: Any) -> Any:
+    def note(*args: object, **kwargs: object) -> object:
         given.append(forward(*args, **kwargs))
         return given[0]
 

@@ -53,7 +53,7 @@ def layer_calls(skeleton: Skeleton, tokens: Tensor, positions: Tensor) -> tuple[
     """`(how each layer is called, tensors of the context by their keys)`. Weights are not read: they count as zeros."""
     notes: list[tuple[tuple, dict]] = []
 
-    def note(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def note(x: Tensor, *args: object, **kwargs: object) -> object:
         notes.append((args, kwargs))
         if len(notes) == len(skeleton.layers):
             raise _ReachedError
@@ -80,7 +80,7 @@ def embed(skeleton: Skeleton, weights: Mapping[str, Weight], tokens: Tensor, pos
     """(B, S, D): what the first layer reads."""
     found: list[Tensor] = []
 
-    def note(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def note(x: Tensor, *args: object, **kwargs: object) -> object:
         found.append(x)
         raise _ReachedError
 
@@ -103,7 +103,7 @@ def head(skeleton: Skeleton, weights: Mapping[str, Weight], x: Tensor, tokens: T
     """(B, S, V): logits of what the last layer gives."""
     calls = 0
 
-    def put(given: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def put(given: Tensor, *args: object, **kwargs: object) -> object:
         nonlocal calls
         calls += 1
         return _as_layers_do(skeleton, x if calls == 1 else given)

@@ -6,6 +6,7 @@ refused.
 
 import functools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def check_traced(config_json: str) -> None:
         )
 
 
-def shrunken(raw: dict[str, Any]) -> dict[str, Any]:
+def shrunken(raw: Mapping[str, object]) -> dict[str, object]:
     """The config with small sizes. Lists with an entry for each layer become as short as there are layers."""
     full = transformers_config(json.dumps(raw)).get_text_config().to_dict()
     small = dict(raw)
@@ -77,9 +78,9 @@ def shrunken(raw: dict[str, Any]) -> dict[str, Any]:
         for key in (key for key in _KV_HEADS if isinstance(full.get(key), int)):
             small[key] = small[heads] if full[key] == full[heads] else 1 if full[key] == 1 else min(2, full[key])
     for key in (key for key in _LAYERS if isinstance(full.get(key), int)):
-        count, small[key] = full[key], min(4, full[key])
+        count, num_layers = full[key], min(4, full[key])
         lists = {name: value for name, value in full.items() if isinstance(value, list) and len(value) == count}
-        small |= {name: value[: small[key]] for name, value in lists.items()}
+        small |= {key: num_layers, **{name: value[:num_layers] for name, value in lists.items()}}
     small |= {key: min(full[key], 2) for key in _IDS if isinstance(full.get(key), int)}
     return small | {"initializer_range": 0.2}
 

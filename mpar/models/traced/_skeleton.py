@@ -8,9 +8,10 @@ import functools
 import importlib.util
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Skeleton:
         return dict(self.module.named_parameters())
 
     @contextmanager
-    def forwards(self, replaced: list[Any]) -> Iterator[None]:
+    def forwards(self, replaced: Sequence[Callable[..., object]]) -> Iterator[None]:
         """While this is open, the layers call these functions in the place of their own."""
         for layer, forward in zip(self.layers, replaced, strict=True):
             layer.forward = forward
@@ -56,7 +57,7 @@ class Skeleton:
                 del layer.forward
 
 
-def load_transformers() -> Any:
+def load_transformers() -> ModuleType:
     """The module; raises ConfigError where it is not installed."""
     try:
         transformers = importlib.import_module("transformers")
