@@ -165,7 +165,7 @@ def test_all_problems_are_in_one_error():
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "rwkv"},
+        {"model_type": "windmill"},
         {},
         {"model_type": ["llama"]},
         {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
