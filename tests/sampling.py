@@ -1,13 +1,15 @@
-"""Which cases of the parametrised tests the quick tier keeps: a pure function of the cases and a seed."""
+"""Which cases of the parametrised tests the quick and the wide tier keep: a pure function of the cases and a seed."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-__all__ = ["CASES", "Case", "sample"]
+__all__ = ["CASES", "EVERY_CASE", "WIDE", "Case", "sample"]
 
 CASES = 2  # how many cases of a function the quick tier keeps, unless the function's mark says another number
+WIDE = 4  # how many times as many the wide tier keeps
+EVERY_CASE = 10**6  # for the mark of functions whose cases take milliseconds: every tier runs them all
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class Case:
     most: int = CASES
 
 
-def sample(cases: Sequence[Case], seed: int) -> list[bool]:
-    """Whether the quick tier keeps each of `cases`.
+def sample(cases: Sequence[Case], seed: int, *, wide: bool = False) -> list[bool]:
+    """Whether the quick tier keeps each of `cases`; or the wide tier, which also has CASES of those left to the full tier.
 
     Of every function it keeps as many cases as the function allows, and prefers those that bring in values of parameters that no
     kept case has. Among equals the seed decides by a case's module and label alone, so functions of one module that have the same
@@ -36,7 +38,8 @@ def sample(cases: Sequence[Case], seed: int) -> list[bool]:
     order = sorted(range(len(cases)), key=lambda i: (cases[i].module, cases[i].function))
     for _, group in groupby(order, key=lambda i: (cases[i].module, cases[i].function)):
         ranked = sorted(group, key=lambda i: _rank(cases[i], seed))
-        for i in _covering(ranked, cases, min(cases[i].most for i in ranked)):
+        most = min(cases[i].most for i in ranked)
+        for i in _covering(ranked, cases, (most * WIDE or CASES) if wide else most):
             kept[i] = True
     return kept
 

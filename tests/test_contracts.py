@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import EVERY_CASE
 from tests.test_layers import FILES, ids, module
+
+pytestmark = pytest.mark.cases(EVERY_CASE)
 
 MOST_ANY = 20
 """Public functions whose signatures may say Any, in the whole project: what takes or gives anything at all."""

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import EVERY_CASE
+
+pytestmark = pytest.mark.cases(EVERY_CASE)
+
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "mpar").rglob("*.py"))
 

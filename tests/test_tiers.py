@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import PATIENCE_S
-from tests.sampling import CASES, Case, sample
+from tests.sampling import CASES, WIDE, Case, sample
 from tests.tiers import COLLECTED
 
 SEEDS = range(20)
@@ -103,6 +103,15 @@ def test_full_tier_keeps_all(run_tiny):
     text = run_tiny("--full", "-n", "2", "--sample-seed", "7")
     assert "tier: full, --sample-seed 7" in text
     assert re.search(rf"full tier: 55 of 55 tests in \d+ s of work; the sample of seed 7: {CASES + 3} tests in \d+ s", text), text
+
+
+def test_wide_tier_keeps_more(run_tiny):
+    """Four times as many cases as the quick tier, as many of the functions left to the full one as that keeps of others, and all
+    examples of a property."""
+    kept = count(collected(run_tiny("--collect-only", "-q", "--wide", "--sample-seed", "1")))
+    expected = {"a": {"many": WIDE * CASES, "slow": CASES}, "b": {"one": WIDE, "plain": 1, "property": 1}}
+    assert kept == expected
+    assert "<200 examples" in run_tiny("-rP", "-n0", "--wide", "--sample-seed", "3", ".")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A plugin of pytest: the quick tier runs a sample of the tests that a seed picks, the full tier (`--full`) runs all of them.
+"""A plugin of pytest: the quick tier runs a sample of the tests that a seed picks, the wide tier (`--wide`) a larger one, the
+full tier (`--full`) all of them.
 
 Tests that a person asks for by name (a file, a node id, `-k`, `--lf`) all run in either tier. Those that need a GPU all run with
 `-m gpu`, and none of them without.
@@ -38,6 +39,8 @@ def values_asked_for(request: pytest.FixtureRequest, values: Iterable[str]) -> l
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--full", action="store_true", help="run all tests instead of the quick tier's sample")
+    wide = "run four times as many cases of a function, and some of those left to the full tier, with all examples of properties"
+    group.addoption("--wide", action="store_true", help=wide)
     attacks = (
         "the full tier, with all attacks of tests/faults, 500 random programs over gloo and more mutants in place of samples"
     )
@@ -62,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for tier, max_examples in (("quick", 20), ("full", 100)):
         settings.register_profile(tier, max_examples=max_examples, deadline=None, print_blob=True)  # the machine may be busy
     if option.hypothesis_profile is None:
-        settings.load_profile(_tier(config))
+        settings.load_profile("quick" if _tier(config) == "quick" else "full")
     config.pluginmanager.register(_Ledger(config), "tiers_ledger")
 
 
@@ -93,7 +96,7 @@ class _Ledger:
         runnable = [item for item in items if wants_gpu or item.get_closest_marker("gpu") is None]
         cases = tuple(_case(item) for item in runnable)
         config.stash[COLLECTED] = cases
-        sampled = sample(cases, config.option.sample_seed)
+        sampled = sample(cases, config.option.sample_seed, wide=config.option.wide)
         self.in_sample = {item.nodeid: in_sample for item, in_sample in zip(runnable, sampled, strict=True)}
         everything = config.option.full or wants_gpu or bool(config.option.keyword) or bool(config.getoption("lf", False))
         named = _named_files(config)
@@ -129,7 +132,7 @@ def _wants_gpu(config: pytest.Config) -> bool:
 
 
 def _tier(config: pytest.Config) -> str:
-    return "full" if config.option.full else "quick"
+    return "full" if config.option.full else "wide" if config.option.wide else "quick"
 
 
 def _seed_of_commit(root: Path) -> int:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import EVERY_CASE
 from tests.test_layers import FILES, ids
+
+pytestmark = pytest.mark.cases(EVERY_CASE)
 
 GLOSSARY = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text(encoding="utf-8")
 ONE_MEANING = {
