@@ -6,7 +6,6 @@ all tokens in a part of the vocabulary. The sum over chunks is then the gradient
 the ratio of tokens to columns.
 """
 
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,7 @@
 """The data of a run: its tokenizer, the batches that it trains on, and those that it evaluates on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpar.checkpoint import Json
@@ -56,7 +56,11 @@ def load_data(setup: RunSetup, cache_dir: Path | None = None, malformed_file: Pa
     config, evaluation = setup.config, setup.config.evaluation
     folder = config.data.cache_dir or (None if cache_dir is None else str(cache_dir))
     tokenizer, vocab_size = make_tokenizer(config), setup.model.vocab_size
-    wanted = _data_config(config, config.data.sources, shuffle=config.data.shuffle, cache_dir=folder)
+    wanted = replace(
+        _data_config(config, config.data.sources, shuffle=config.data.shuffle, cache_dir=folder),
+        weights=config.data.weights,
+        num_samples=config.data.num_samples or config.steps * batch_size(config),
+    )
     batches, validation = load_dataset(wanted, tokenizer, vocab_size=vocab_size), None
     reports = [batches.report]
     if evaluation.sources is not None:
@@ -95,4 +99,7 @@ def _data_config(config: TrainConfig, sources: tuple[str, ...], *, shuffle: bool
         model_author=data.model_author,
         cache_dir=cache_dir,
         strict=data.strict,
+        columns=data.columns,
+        stop=data.stop,
+        isolate=data.isolate,
     )
