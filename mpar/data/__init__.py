@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mpar.data._documents import Documents, LoadReport
     from mpar.data._load import load_dataset
     from mpar.data._malformed import write_malformed
+    from mpar.data._preprocess import PreprocessConfig, preprocess
     from mpar.data._template import ChatTemplate, Message, RenderError, TemplateError
     from mpar.data._tokenizer import Tokenizer, byte_tokenizer
     from mpar.data.reading import find_sources
@@ -27,6 +28,8 @@ _HOME = {
     "DataConfig": "_config",
     "Progress": "_collect",
     "load_dataset": "_load",
+    "PreprocessConfig": "_preprocess",
+    "preprocess": "_preprocess",
     "write_malformed": "_malformed",
     "BadRow": "rows",
     "find_sources": "reading",
@@ -48,6 +51,7 @@ __all__ = [
     "Documents",
     "LoadReport",
     "Message",
+    "PreprocessConfig",
     "Progress",
     "RenderError",
     "TemplateError",
@@ -55,6 +59,7 @@ __all__ = [
     "byte_tokenizer",
     "find_sources",
     "load_dataset",
+    "preprocess",
     "write_malformed",
 ]
 
