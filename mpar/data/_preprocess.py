@@ -75,12 +75,15 @@ def preprocess(config: PreprocessConfig, progress: Progress | None = None) -> Lo
             if progress is not None:
                 progress(counts["num_rows"], writer.num_tokens)
         report = LoadReport(
+            num_rows=counts["num_rows"],
+            num_used=counts["num_used"],
+            num_malformed=counts["num_malformed"],
+            num_empty=counts["num_empty"],
             num_tokens=writer.num_tokens,
             num_trained=writer.num_tokens,
             num_documents=counts["num_used"],
             malformed=tuple(bad_rows),
             formats={"text": counts["num_used"]},
-            **counts,
         )
         if not report.num_used:
             raise DataError(f"cannot tokenise {', '.join(config.sources)}: no text is left.\n{report}")
@@ -120,12 +123,13 @@ def _tokenised(chunks: Iterator[list[AnyRow]], config: PreprocessConfig, eod: in
     with ProcessPoolExecutor(config.workers, context, initializer=_begin_worker, initargs=(config.tokenizer, eod)) as pool:
         try:
             pending: deque[tuple[list[AnyRow], Future[tuple[NDArray[np.integer], list[int]]]]] = deque()
-            for chunk in itertools.chain(chunks, [None]):
-                while pending and (chunk is None or len(pending) >= _CHUNKS_AHEAD * config.workers):
+            for chunk in chunks:
+                pending.append((chunk, pool.submit(_encode_in_worker, _texts(chunk))))
+                if len(pending) > _CHUNKS_AHEAD * config.workers:
                     done, future = pending.popleft()
                     yield done, *future.result()
-                if chunk is not None:
-                    pending.append((chunk, pool.submit(_encode_in_worker, _texts(chunk))))
+            for done, future in pending:
+                yield done, *future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mpar.data import DataConfig, PreprocessConfig, load_dataset, preprocess
+from mpar.data import DataConfig, PreprocessConfig, Tokenizer, load_dataset, preprocess
 from mpar.data.megatron import IndexedTokens
 from mpar.errors import ConfigError, DataError
 
@@ -27,7 +27,7 @@ def test_documents_are_the_texts_in_order(texts, byte_tokenizer, tmp_path):
     config = PreprocessConfig(texts, str(tmp_path / "out"), columns={"body": "text"})
     report = preprocess(config, lambda rows, tokens: seen.append((rows, tokens)))
     read = IndexedTokens.open(tmp_path / "out")
-    expected = [byte_tokenizer.encode(text) + [byte_tokenizer.eos_id] for text in (*TEXTS, "six") if text]
+    expected = [[*byte_tokenizer.encode(text), byte_tokenizer.eos_id] for text in (*TEXTS, "six") if text]
     assert [read.sequence(i).tolist() for i in range(read.num_sequences)] == expected
     assert np.diff(read.document_ends).tolist() == [1, 0, 1, 1, 1, 1] and read.tokens.dtype == np.uint16
     assert (report.num_rows, report.num_used, report.num_empty, report.num_malformed) == (7, 5, 1, 1)
@@ -76,8 +76,6 @@ def test_a_split_keeps_sequences_apart(tmp_path, byte_tokenizer, write_rows):
 
 def test_what_is_refused(texts, tmp_path, merged_backend):
     """No tokenizer's end of text, no text, tokens in place of text: nothing is written, and files that were there stay."""
-    from mpar.data import Tokenizer
-
     (tmp_path / "out.bin").write_bytes(b"kept")
     Tokenizer(merged_backend, special={}).save(tmp_path / "endless")
     with pytest.raises(ConfigError, match="has no end-of-text token"):
