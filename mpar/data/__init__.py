@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpar.data._load import load_dataset
     from mpar.data._malformed import write_malformed
     from mpar.data._preprocess import PreprocessConfig, preprocess
+    from mpar.data._stats import DataStats, data_stats
     from mpar.data._template import ChatTemplate, Message, RenderError, TemplateError
     from mpar.data._tokenizer import Tokenizer, byte_tokenizer
     from mpar.data.reading import find_sources
@@ -30,6 +31,8 @@ _HOME = {
     "load_dataset": "_load",
     "PreprocessConfig": "_preprocess",
     "preprocess": "_preprocess",
+    "DataStats": "_stats",
+    "data_stats": "_stats",
     "write_malformed": "_malformed",
     "BadRow": "rows",
     "find_sources": "reading",
@@ -47,6 +50,7 @@ __all__ = [
     "Batches",
     "ChatTemplate",
     "DataConfig",
+    "DataStats",
     "DocumentBatches",
     "Documents",
     "LoadReport",
@@ -57,6 +61,7 @@ __all__ = [
     "TemplateError",
     "Tokenizer",
     "byte_tokenizer",
+    "data_stats",
     "find_sources",
     "load_dataset",
     "preprocess",

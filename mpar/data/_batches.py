@@ -57,6 +57,11 @@ class Batches(ABC):
 
     @property
     @abstractmethod
+    def lengths(self) -> NDArray[np.integer]:
+        """The positions that each document takes, (documents,)."""
+
+    @property
+    @abstractmethod
     def steps_per_epoch(self) -> int:
         """The number of steps that feed all data once."""
 
@@ -87,6 +92,10 @@ class Batches(ABC):
         for out, row in enumerate(rows):
             self._fill_row(step, row, {name: array[out] for name, array in arrays.items()})
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    @abstractmethod
+    def names(self, step: int, row: int) -> list[str]:
+        """Where the documents of a row of `batch(step)` are from: for each its file and line."""
 
     @abstractmethod
     def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[np.int64]]) -> None:
@@ -157,6 +166,11 @@ class DocumentBatches(Batches):
         return self.documents.fingerprint
 
     @property
+    def lengths(self) -> NDArray[np.integer]:
+        """The positions that each document takes."""
+        return self.documents.lengths
+
+    @property
     def num_sequences(self) -> int:
         """Sequences in an epoch that hold a document."""
         return len(self._bins)
@@ -171,12 +185,20 @@ class DocumentBatches(Batches):
         """The share of positions that hold a document, in the sequences that hold any."""
         return float(self.documents.lengths.sum()) / (self.num_sequences * self.shape.seq_len)
 
+    def names(self, step: int, row: int) -> list[str]:
+        """Where the documents of a row of `batch(step)` are from."""
+        return [self.documents.names[self.documents.rows[document]] for document in self._documents_of(step, row)]
+
     def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[np.int64]]) -> None:
+        self._write(arrays, self._documents_of(step, row))
+
+    def _documents_of(self, step: int, row: int) -> NDArray[np.int64]:
+        """The documents of a row, in order; none in the padding at the end of an epoch."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         document_of_slot, sequence_order = self._layout(epoch)
         sequence = step_in_epoch * self.shape.batch_size + row
-        if sequence < len(self._bins):
-            self._write(arrays, document_of_slot[self._bins[sequence_order[sequence]]])
+        in_slots = self._bins[sequence_order[sequence]] if sequence < len(self._bins) else []
+        return document_of_slot[np.asarray(in_slots, dtype=np.int64)]
 
     def split(self, fraction: float) -> tuple["DocumentBatches", "DocumentBatches"]:
         """(training, validation): about `fraction` of the rows, at least one, go to validation, which is not shuffled.

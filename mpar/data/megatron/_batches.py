@@ -72,6 +72,11 @@ class IndexedBatches(Batches):
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
     @property
+    def lengths(self) -> NDArray[np.integer]:
+        """The tokens of each sequence of the files."""
+        return np.concatenate([file.lengths[slice(*self._bounds(file))] for file in self._files])
+
+    @property
     def steps_per_epoch(self) -> int:
         """The number of steps in which every sample is read once."""
         return -(-self.num_samples // self.shape.batch_size)
@@ -88,18 +93,30 @@ class IndexedBatches(Batches):
         training.report = replace(training.report, num_held_out=validation.report.num_used)
         return training, validation
 
+    def names(self, step: int, row: int) -> list[str]:
+        """The file and sequences that a row of `batch(step)` is from."""
+        file, number = self._sample(step, row)
+        return [f"{self._files[file].name}:{sequence}" for sequence, _, _ in self._samples[file].parts(number)]
+
+    def _bounds(self, file: IndexedTokens) -> tuple[int, int]:
+        """The first sequence of a file that belongs to these batches, and the one behind the last."""
+        begin, end = self._span
+        return round(begin * file.num_sequences), round(end * file.num_sequences)
+
+    def _sample(self, step: int, row: int) -> tuple[int, int]:
+        """The file, and the number of the sample in it, of a row."""
+        number = (step * self.shape.batch_size + row) % self.num_samples
+        return (0, number) if self._order is None else (int(self._order[0][number]), int(self._order[1][number]))
+
     def _draw(self, file: IndexedTokens, count: int | None) -> Samples:
-        begin, end = (round(share * file.num_sequences) for share in self._span)
-        sequences = np.arange(begin, end, dtype=np.int32)
+        sequences = np.arange(*self._bounds(file), dtype=np.int32)
         try:
             return draw_samples(file.lengths, sequences, seq_len=self.shape.seq_len, num_samples=count, seed=self.seed)
         except DataError as error:
             raise DataError(f"{file.name}: {error}") from None
 
     def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[np.int64]]) -> None:
-        number = (step * self.shape.batch_size + row) % self.num_samples
-        file, number = (0, number) if self._order is None else (int(self._order[0][number]), int(self._order[1][number]))
-        tokens = self._read(file, number)
+        tokens = self._read(*self._sample(step, row))
         arrays["tokens"][:], arrays["labels"][:] = tokens[:-1], tokens[1:]
         ends = np.zeros(0, np.int64) if self._options.eod_id is None else np.flatnonzero(tokens[:-1] == self._options.eod_id)
         begins = np.concatenate([[0], ends[ends < self.shape.seq_len - 1] + 1])
@@ -120,12 +137,7 @@ class IndexedBatches(Batches):
         return tokens
 
     def _report(self) -> LoadReport:
-        begin, end = self._span
-        bounds = [(round(begin * file.num_sequences), round(end * file.num_sequences)) for file in self._files]
-        num_sequences = sum(last - first for first, last in bounds)
-        num_tokens = sum(
-            int(file.lengths[first:last].sum(dtype=np.int64)) for file, (first, last) in zip(self._files, bounds, strict=True)
-        )
+        num_sequences, num_tokens = len(self.lengths), int(self.lengths.sum(dtype=np.int64))
         return LoadReport(
             num_rows=num_sequences,
             num_used=num_sequences,
@@ -133,6 +145,7 @@ class IndexedBatches(Batches):
             num_tokens=num_tokens,
             num_trained=num_tokens,
             formats={"indexed": num_sequences},
+            used_of_source={file.name: int(np.diff(self._bounds(file))[0]) for file in self._files},
         )
 
 
