@@ -197,7 +197,9 @@ def check_result(optimizer: Optimizer, path: str, old: tuple[Tensor, ...], *resu
     ]
     if problems:
         raise ConfigError(
-            f"{call}:\n  " + "\n  ".join(problems) + "\nResults have the shapes and dtypes of the parameter and its slots: "
+            f"{call}:\n  "
+            + "\n  ".join(problems)
+            + "\nResults have the shapes and dtypes of the parameter and its slots: "
             "convert the gradient with grad.to(param.dtype), and do not change shapes."
         )
 

@@ -81,7 +81,9 @@ def leaves(tree: Tree, is_leaf: Callable[[object], bool] | None = None) -> Seque
     return pytree.tree_leaves(tree, is_leaf=is_leaf)
 
 
-def map_leaves(fn: Callable[..., object], tree: T, *others: Tree, is_leaf: Callable[[object], bool] | None = None) -> T:
+def map_leaves(
+    fn: Callable[..., object], tree: T, *others: Tree, is_leaf: Callable[[object], bool] | None = None
+) -> T:
     """Apply `fn` leaf by leaf to `tree` and to `others`, which have the same structure."""
     return cast(T, pytree.tree_map(fn, tree, *others, is_leaf=is_leaf))
 

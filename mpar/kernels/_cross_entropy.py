@@ -30,7 +30,6 @@ __all__ = [
     "loss_rows",
 ]
 
-
 class RowParams(TypedDict):
     """The parameters on which the loss of a row depends besides its logits and label; see `mpar.ops.cross_entropy`."""
 

@@ -6,6 +6,7 @@ all tokens in a part of the vocabulary. The sum over chunks is then the gradient
 the ratio of tokens to columns.
 """
 
+
 import torch
 from torch import Tensor
 

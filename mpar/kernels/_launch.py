@@ -99,7 +99,9 @@ def tuned(kernel: str, x: Tensor, size: str | None = None) -> Tuning:
     return tuning(kernel, arch_of(x), size)
 
 
-def launch(kernel: Kernel, grid: Grid, *args: object, on: Tensor, tuning: Tuning, **constants: object) -> None:
+def launch(
+    kernel: Kernel, grid: Grid, *args: object, on: Tensor, tuning: Tuning, **constants: object
+) -> None:
     """Start `kernel` on the device of `on` with its arguments in order; `constants`: its compile-time parameters besides blocks.
 
     Products and sums may always be fused, so that bits do not depend on Triton's default, which changes with its version.

@@ -72,7 +72,9 @@ def linear_cross_entropy_grad(
     return loss, lse, *_gradients(x, head, grad_chunks(x, head, chunk), pull_back)
 
 
-def _per_token(x: Tensor, head: Tensor, labels: Tensor, chunk: int, params: LossParams, *, loss: bool) -> tuple[Tensor, Tensor]:
+def _per_token(
+    x: Tensor, head: Tensor, labels: Tensor, chunk: int, params: LossParams, *, loss: bool
+) -> tuple[Tensor, Tensor]:
     """The log-sum-exp of each token, and its loss, or without `loss` its target."""
     check_dtypes("linear_cross_entropy", x, head)
     x_TD, labels_T = x.reshape(-1, x.shape[-1]), labels.reshape(-1)

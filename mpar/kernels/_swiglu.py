@@ -24,7 +24,9 @@ def _swiglu_fwd(gate_ptr, up_ptr, y_ptr, D, blocks, gate_stride, up_stride, BLOC
 
 
 @triton.jit
-def _swiglu_bwd(gate_ptr, up_ptr, dy_ptr, dgate_ptr, dup_ptr, D, blocks, gate_stride, up_stride, dy_stride, BLOCK: tl.constexpr):
+def _swiglu_bwd(
+    gate_ptr, up_ptr, dy_ptr, dgate_ptr, dup_ptr, D, blocks, gate_stride, up_stride, dy_stride, BLOCK: tl.constexpr
+):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < D

@@ -46,4 +46,6 @@ swiglu_p.bwd.def_sharding("..., ..., ... -> ..., ...", linear="dy")
 swiglu_p.def_batching_leading()
 swiglu_p.bwd.def_batching_leading()
 swiglu_p.def_cost(lambda gate, up: Cost(flops=5 * gate.numel(), bytes=3 * gate.nbytes, transcendentals=gate.numel()))
-swiglu_p.bwd.def_cost(lambda gate, up, dy: Cost(flops=12 * gate.numel(), bytes=5 * gate.nbytes, transcendentals=2 * gate.numel()))
+swiglu_p.bwd.def_cost(
+    lambda gate, up, dy: Cost(flops=12 * gate.numel(), bytes=5 * gate.nbytes, transcendentals=2 * gate.numel())
+)

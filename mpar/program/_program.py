@@ -71,7 +71,9 @@ class Program(ProgramData):
         """The state of a rank before the first step, from global parameters or DTensors; None: a global state, for `simulate`."""
         return runtime.init_state(self, params, rank)
 
-    def simulate(self, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS) -> tuple[State, dict[str, Tensor]]:
+    def simulate(
+        self, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS
+    ) -> tuple[State, dict[str, Tensor]]:
         """One step of all ranks in this process, on a global state and batch; `state` is not changed. With a loss or a gradient
         norm that is not finite or exceeds `limits`, the new state has the values of the old one."""
         return runtime.simulate(self, state, batch, limits)

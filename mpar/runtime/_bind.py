@@ -63,7 +63,9 @@ def bind(
     return RankRun(program, comm, device, progress, inductor=inductor, threads=threads)
 
 
-def _over_network(program: ProgramData, comm: ProcessComm, counter: Counter | None, timeout_s: float | None) -> dict[str, Comm]:
+def _over_network(
+    program: ProgramData, comm: ProcessComm, counter: Counter | None, timeout_s: float | None
+) -> dict[str, Comm]:
     """The communication of each queue whose collectives all go over the network: groups of its own, so that no other queue comes
     in between. Memory that ranks share gains nothing from threads: its collectives take CPU time. All ranks must call this.
     """

@@ -40,7 +40,9 @@ class Replay:
         self.metrics: dict[str, Tensor] = {}
         self.replay: Callable[[], None] | None = None
 
-    def __call__(self, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS) -> tuple[State, dict[str, Tensor]]:
+    def __call__(
+        self, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS
+    ) -> tuple[State, dict[str, Tensor]]:
         """One step, like `RankRun`; from the second call on, the new state is in the same tensors."""
         self.calls += 1
         if self.calls == 1:

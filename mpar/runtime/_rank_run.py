@@ -95,7 +95,9 @@ class RankRun:
 
         return receive
 
-    def __call__(self, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS) -> tuple[State, dict[str, Tensor]]:
+    def __call__(
+        self, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS
+    ) -> tuple[State, dict[str, Tensor]]:
         """Run one step. `batch` is what `batch_rows` returns, piece after piece. The tensors of `state` are taken out of it.
 
         Returns the new state and the metrics: loss (mean), microbatch_losses, weight, grad_norm, skipped (whether loss or norm

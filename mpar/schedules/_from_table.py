@@ -48,7 +48,9 @@ def from_table(text: str, *, drop: bool = False) -> tuple[tuple[Action | Transfe
 
 def to_table(table: Actions | list[list[Action | Transfer]], *, waits: bool = True) -> str:
     """Write a pipeline order as `from_table` reads it. waits: False leaves out WAIT_F and WAIT_B, which torch does not read."""
-    lines = [[str(cell) for cell in cells if waits or not (isinstance(cell, Transfer) and cell.op == "wait")] for cells in table]
+    lines = [
+        [str(cell) for cell in cells if waits or not (isinstance(cell, Transfer) and cell.op == "wait")] for cells in table
+    ]
     return "".join(",".join(line) + "\n" for line in lines)
 
 

@@ -58,4 +58,6 @@ def find_places(table: Actions) -> Places:
 def _refuse(wrong: list[str]) -> None:
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        raise ProgramError("\n  ".join(["these actions do not do every stage of every microbatch once:", *wrong[:_SHOWN], *more]))
+        raise ProgramError(
+            "\n  ".join(["these actions do not do every stage of every microbatch once:", *wrong[:_SHOWN], *more])
+        )

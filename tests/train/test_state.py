@@ -1,5 +1,6 @@
 """The state of a rank, and the loop's own checks."""
 
+
 import pytest
 import torch
 
@@ -38,6 +39,7 @@ def test_shards_of_a_hugging_face_folder(config, program, tmp_path):
         if leaf.path.startswith("params."):
             found = assemble([state.leaves[leaf.path] for state in states], leaf.spec, program.mesh)
             assert torch.equal(found, whole[leaf.path.removeprefix("params.")])
+
 
 
 def test_resume_choices(tmp_path):

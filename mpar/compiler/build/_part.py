@@ -93,7 +93,9 @@ def _write_weight(blueprint: Blueprint, writer: Writer, boundary: Boundary) -> t
         total = weight if total is None else writer.add([total], [weight], ["weight"], "", piece)[0]
     assert total is not None
     values = writer.values
-    code = writer.functions.compile("total", _with_reciprocal, tuple(values.globals([total])), values.specs([total]), [P(), P()])
+    code = writer.functions.compile(
+        "total", _with_reciprocal, tuple(values.globals([total])), values.specs([total]), [P(), P()]
+    )
     total, cotangent = writer.emit("weight", code, [total], ["total", "cotangent"])
     return total, cotangent
 

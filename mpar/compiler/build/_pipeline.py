@@ -95,7 +95,9 @@ def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -
     if not options.training:
         table = [[action for action in row if action.kind == "F"] for row in table]
     elif not any(action.kind in "BW" for row in table for action in row):
-        raise ConfigError(f"cannot train by schedule {options.schedule.name!r}: it has forwards only; compile_eval runs those")
+        raise ConfigError(
+            f"cannot train by schedule {options.schedule.name!r}: it has forwards only; compile_eval runs those"
+        )
     entries = lower(table, stage_costs)
     if both_ways:
         entries = [_forwards_beside_backwards(items) for items in entries]

@@ -80,7 +80,9 @@ class _Results:
 
 
 @functools.lru_cache(maxsize=256)
-def _trace_joint(function: _Function, counts: tuple[int, int], key: tuple[Shape, ...]) -> TracedSegment:
+def _trace_joint(
+    function: _Function, counts: tuple[int, int], key: tuple[Shape, ...]
+) -> TracedSegment:
     """Trace the joint graph: results and gradients.
 
     counts: how many leaves the parameters and x have.

@@ -17,7 +17,9 @@ INIT_BLOCK = 1 << 22
 """How many elements are drawn at once, at most."""
 
 
-def init_leaf(config: DecoderConfig, dtype: torch.dtype, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
+def init_leaf(
+    config: DecoderConfig, dtype: torch.dtype, seed: int, path: str, slices: Sequence[slice] | None = None
+) -> Tensor:
     """The elements within `slices` (default: all) of a fresh leaf at `path`; no others are made.
 
     The part that the leaf belongs to may say how it starts (`Part.init`). All other matrices are normal with the config's

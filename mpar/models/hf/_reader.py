@@ -17,6 +17,7 @@ from mpar.models.hf._stored import absent, stored_leaves, with_base
 __all__ = ["HfReader"]
 
 
+
 class HfReader:
     """The weights of `model` in `folder`. Making it reads headers only, and checks every name, shape and dtype.
 
