@@ -9,6 +9,9 @@ _KEYS = {  # by key of mpar: its names elsewhere, without dashes and underscores
     "data.packing": "pack packsequences",
     "data.seq_len": "seqlength sequencelength maxlength maxseqlen maxseqlength contextlength blocksize cutofflen",
     "data.sources": "dataset datasets datapath trainfile trainfiles datafiles trainingfile files",
+    "data.columns": "columnmapping columnmap remapcolumns",
+    "data.weights": "interleaveprob interleaveprobs mixingweights datasetweights blend",
+    "data.truncation": "truncationstrategy truncationside",
     "data.tokenizer": "tokenizername tokenizerpath tokenizernameorpath tokenizermodel",
     "checkpoint.every": "savesteps saveinterval saveevery checkpointinterval ckptinterval checkpointevery",
     "checkpoint.keep": "savetotallimit keepcheckpoints maxcheckpoints keeplast",
@@ -53,6 +56,8 @@ _KEYS = {  # by key of mpar: its names elsewhere, without dashes and underscores
     "wandb": "usewandb wandbproject",
 }
 _VALUES = {  # by key: the value in mpar, with its names elsewhere
+    "data.stop": {"first": "firstexhausted", "all": "allexhausted"},
+    "data.truncation": {"right": "truncate truncation cut", "drop": "delete", "error": "raise"},
     "device": {"cuda": "gpu nvidia", "cpu": "host none"},
     "mesh": {"one": "single none 1 local"},
     "optimizer": {"adamw": "adam adamwtorch fusedadam adamwfused adamwtorchfused adamw8bit"},

@@ -14,7 +14,7 @@ from mpar.preset_names import PRESET_NAMES
 from mpar.schedules import SCHEDULES
 from mpar.train import PlainConfig, PlainValue, TrainConfig, value_problems, within_bounds
 
-__all__ = ["bind_run", "compose_run", "plan_problems", "run_problems"]
+__all__ = ["bind_run", "compose_run", "data_problems", "plan_problems", "run_problems"]
 
 _RANK_BYTES = 150 * 2**20  # what a process with torch holds at least
 
@@ -35,6 +35,13 @@ def bind_run(plain: PlainConfig, check: Check[TrainConfig]) -> tuple[TrainConfig
 def _with_folders(group: PlainValue, key: str) -> PlainValue:
     path = group.get(key) if isinstance(group, dict) else None
     return group | {key: local_folder(path)} if isinstance(group, dict) and isinstance(path, str) else group
+
+
+def data_problems(config: TrainConfig) -> list[str]:
+    """A line for everything that keeps the data of a run from being read: sources, and folders of tokenizers."""
+    tokenizer = config.data.tokenizer
+    missing = tokenizer not in (None, "bytes") and not Path(str(tokenizer)).is_dir()
+    return [*_of_sources(config), *[f"data.tokenizer={tokenizer}: there is no such folder"] * missing]
 
 
 def run_problems(config: TrainConfig) -> list[str]:

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from mpar.errors import MparError
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ByteProgress",
+    "RowProgress",
     "StepProgress",
     "Word",
     "encode_everything",
@@ -105,6 +114,30 @@ class ByteProgress:
     def __call__(self, done: int, total: int) -> None:
         """Show that `done` of `total` bytes are done."""
         self._bar.update(self._task, completed=done, total=total)
+
+
+class RowProgress:
+    """How many rows have been read and tokens made, and how fast: a line on a terminal, else nothing. Call it with both."""
+
+    def __init__(self, label: str, *, shown: bool) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn(label), SpinnerColumn(), TextColumn("{task.fields[text]}"), TimeElapsedColumn())
+        self._began = time.monotonic()
+        self._bar = Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True)
+        self._task = self._bar.add_task(label, total=None, text="")
+
+    def __enter__(self) -> "RowProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, num_rows: int, num_tokens: int) -> None:
+        """Show that so many rows have been read, of which so many tokens were made."""
+        elapsed_s = max(time.monotonic() - self._began, 1e-9)
+        text = f"{num_rows:,} rows, {num_tokens:,} tokens, {num_rows / elapsed_s:,.0f} rows/s"
+        self._bar.update(self._task, text=text)
 
 
 @dataclass(frozen=True)

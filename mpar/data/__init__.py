@@ -7,25 +7,35 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpar.data._batches import Batches, BatchShape
+    from mpar.data._batches import Batches, BatchShape, DocumentBatches
+    from mpar.data._collect import Progress
+    from mpar.data._config import DataConfig
     from mpar.data._documents import Documents, LoadReport
-    from mpar.data._load import DataConfig, Progress, load_dataset
+    from mpar.data._load import load_dataset
     from mpar.data._malformed import write_malformed
-    from mpar.data._rows import BadRow, find_sources
+    from mpar.data._preprocess import PreprocessConfig, preprocess
+    from mpar.data._stats import DataStats, data_stats
     from mpar.data._template import ChatTemplate, Message, RenderError, TemplateError
     from mpar.data._tokenizer import Tokenizer, byte_tokenizer
+    from mpar.data.reading import find_sources
+    from mpar.data.rows import BadRow
 
 _HOME = {
     "Batches": "_batches",
     "BatchShape": "_batches",
+    "DocumentBatches": "_batches",
     "Documents": "_documents",
     "LoadReport": "_documents",
-    "DataConfig": "_load",
-    "Progress": "_load",
+    "DataConfig": "_config",
+    "Progress": "_collect",
     "load_dataset": "_load",
+    "PreprocessConfig": "_preprocess",
+    "preprocess": "_preprocess",
+    "DataStats": "_stats",
+    "data_stats": "_stats",
     "write_malformed": "_malformed",
-    "BadRow": "_rows",
-    "find_sources": "_rows",
+    "BadRow": "rows",
+    "find_sources": "reading",
     "ChatTemplate": "_template",
     "Message": "_template",
     "RenderError": "_template",
@@ -40,16 +50,21 @@ __all__ = [
     "Batches",
     "ChatTemplate",
     "DataConfig",
+    "DataStats",
+    "DocumentBatches",
     "Documents",
     "LoadReport",
     "Message",
+    "PreprocessConfig",
     "Progress",
     "RenderError",
     "TemplateError",
     "Tokenizer",
     "byte_tokenizer",
+    "data_stats",
     "find_sources",
     "load_dataset",
+    "preprocess",
     "write_malformed",
 ]
 

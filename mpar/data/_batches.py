@@ -1,6 +1,7 @@
-"""Global batches by the number of their step: a pure function of the documents, the seed and the step, never of the mesh."""
+"""Global batches by the number of their step: a pure function of the data, the seed and the step, never of the mesh."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from mpar.data._documents import Documents, LoadReport
 from mpar.data._packing import pack
 from mpar.errors import ConfigError, DataError
 
-__all__ = ["BatchShape", "Batches"]
+__all__ = ["BatchShape", "Batches", "DocumentBatches"]
 
 _IGNORED = -100
 _DOCUMENT_ORDER, _SEQUENCE_ORDER, _SPLIT = range(3)  # purposes of random numbers, each of which has a stream of its own
@@ -28,8 +29,88 @@ class BatchShape:
     packing: bool = True
 
 
-class Batches:
+class Batches(ABC):
     """Random access to global batches. There is no iterator, so a run resumes with nothing but the number of its step.
+
+    shape:   rows and positions of each batch.
+    seed:    of the order. shuffle: whether the order is drawn, and not that of the data.
+    pad_id:  the token in positions that hold no data.
+    report:  what became of the rows of the data.
+    """
+
+    shape: BatchShape
+    seed: int
+    shuffle: bool
+    pad_id: int
+    report: LoadReport
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of everything that the batches depend on: data, shape, seed, shuffle, padding."""
+        content = (self.data_fingerprint, self.shape, self.seed, self.shuffle, self.pad_id)
+        return hashlib.sha256(repr(content).encode()).hexdigest()
+
+    @property
+    @abstractmethod
+    def data_fingerprint(self) -> str:
+        """A hash of the data alone."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> NDArray[np.integer]:
+        """The positions that each document takes, (documents,)."""
+
+    @property
+    @abstractmethod
+    def steps_per_epoch(self) -> int:
+        """The number of steps that feed all data once."""
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """The global batch of `step`, as int64 tensors of (batch_size, seq_len). Steps are counted from 0 through all epochs.
+
+        tokens:     ids of tokens; padding has the padding id.
+        labels:     the next token where it is trained on, else -100.
+        positions:  from 0 in each document; 0 in padding.
+        documents:  0, 1, ... within a sequence; -1 in padding.
+        Raises ConfigError if step < 0.
+        """
+        return self.rows(step, range(self.shape.batch_size))
+
+    def rows(self, step: int, rows: Sequence[int]) -> dict[str, Tensor]:
+        """These rows of `batch(step)`, in the given order. The data of other rows are not read.
+
+        Raises ConfigError if a row is not in [0, batch_size), DataError if a row cannot be read.
+        """
+        if step < 0:
+            raise ConfigError(f"cannot make the batch of step {step}: steps count from 0.")
+        outside = [row for row in rows if not 0 <= row < self.shape.batch_size]
+        if outside:
+            raise ConfigError(f"cannot read rows {outside} of a batch: it has {self.shape.batch_size} rows, counted from 0.")
+        fills = {"tokens": self.pad_id, "labels": _IGNORED, "positions": 0, "documents": -1}
+        size = (len(rows), self.shape.seq_len)
+        arrays = {name: np.full(size, value, dtype=np.int64) for name, value in fills.items()}
+        for out, row in enumerate(rows):
+            self._fill_row(step, row, {name: array[out] for name, array in arrays.items()})
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    @abstractmethod
+    def names(self, step: int, row: int) -> list[str]:
+        """Where the documents of a row of `batch(step)` are from: for each its file and line."""
+
+    @abstractmethod
+    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[np.int64]]) -> None:
+        """Write one row of a batch into arrays of (seq_len,), which hold padding."""
+
+    @abstractmethod
+    def split(self, fraction: float) -> tuple["Batches", "Batches"]:
+        """(training, validation): about `fraction` of the data, at least one piece, go to validation, which is not shuffled.
+
+        Raises ConfigError if `fraction` is not in (0, 1), DataError if the data cannot be split.
+        """
+
+
+class DocumentBatches(Batches):
+    """Batches of documents in memory.
 
     An epoch feeds every document once, and never cuts one. A sequence holds one document, or with `packing` all that were packed
     into it (best-fit decreasing over all documents, so that every epoch has the same number of sequences). For each (seed, epoch)
@@ -80,10 +161,14 @@ class Batches:
         self._layouts: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     @property
-    def fingerprint(self) -> str:
-        """A hash of everything that the batches depend on: documents, shape, seed, shuffle, padding."""
-        content = (self.documents.fingerprint, self.shape, self.seed, self.shuffle, self.pad_id)
-        return hashlib.sha256(repr(content).encode()).hexdigest()
+    def data_fingerprint(self) -> str:
+        """A hash of the documents."""
+        return self.documents.fingerprint
+
+    @property
+    def lengths(self) -> NDArray[np.integer]:
+        """The positions that each document takes."""
+        return self.documents.lengths
 
     @property
     def num_sequences(self) -> int:
@@ -100,40 +185,22 @@ class Batches:
         """The share of positions that hold a document, in the sequences that hold any."""
         return float(self.documents.lengths.sum()) / (self.num_sequences * self.shape.seq_len)
 
-    def batch(self, step: int) -> dict[str, Tensor]:
-        """The global batch of `step`, as int64 tensors of (batch_size, seq_len). Steps are counted from 0 through all epochs.
+    def names(self, step: int, row: int) -> list[str]:
+        """Where the documents of a row of `batch(step)` are from."""
+        return [self.documents.names[self.documents.rows[document]] for document in self._documents_of(step, row)]
 
-        tokens:     ids of tokens; padding has the padding id.
-        labels:     the next token where it is trained on, else -100.
-        positions:  from 0 in each document; 0 in padding.
-        documents:  0, 1, ... within a sequence; -1 in padding.
-        Raises ConfigError if step < 0.
-        """
-        return self.rows(step, range(self.shape.batch_size))
+    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[np.int64]]) -> None:
+        self._write(arrays, self._documents_of(step, row))
 
-    def rows(self, step: int, rows: Sequence[int]) -> dict[str, Tensor]:
-        """These rows of `batch(step)`, in the given order. Documents of other rows are not read.
-
-        Raises ConfigError if a row is not in [0, batch_size).
-        """
-        if step < 0:
-            raise ConfigError(f"cannot make the batch of step {step}: steps count from 0.")
-        outside = [row for row in rows if not 0 <= row < self.shape.batch_size]
-        if outside:
-            raise ConfigError(f"cannot read rows {outside} of a batch: it has {self.shape.batch_size} rows, counted from 0.")
+    def _documents_of(self, step: int, row: int) -> NDArray[np.int64]:
+        """The documents of a row, in order; none in the padding at the end of an epoch."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         document_of_slot, sequence_order = self._layout(epoch)
-        size = (len(rows), self.shape.seq_len)
-        fills = {"tokens": self.pad_id, "labels": _IGNORED, "positions": 0, "documents": -1}
-        arrays = {name: np.full(size, value, dtype=np.int64) for name, value in fills.items()}
-        for out, row in enumerate(rows):
-            sequence = step_in_epoch * self.shape.batch_size + row
-            if sequence < len(self._bins):
-                slots = self._bins[sequence_order[sequence]]
-                self._write({name: array[out] for name, array in arrays.items()}, document_of_slot[slots])
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        sequence = step_in_epoch * self.shape.batch_size + row
+        in_slots = self._bins[sequence_order[sequence]] if sequence < len(self._bins) else []
+        return document_of_slot[np.asarray(in_slots, dtype=np.int64)]
 
-    def split(self, fraction: float) -> tuple["Batches", "Batches"]:
+    def split(self, fraction: float) -> tuple["DocumentBatches", "DocumentBatches"]:
         """(training, validation): about `fraction` of the rows, at least one, go to validation, which is not shuffled.
 
         All documents of a row, and its repetitions, go to the same side. The choice depends only on the documents, not on the
@@ -151,8 +218,8 @@ class Batches:
         report = replace(self.report, num_held_out=count)
         return self._subset(training, self.shuffle, report), self._subset(held_out, False, report)
 
-    def _subset(self, rows: NDArray[np.int64], shuffle: bool, report: LoadReport) -> "Batches":
-        return Batches(
+    def _subset(self, rows: NDArray[np.int64], shuffle: bool, report: LoadReport) -> "DocumentBatches":
+        return DocumentBatches(
             self.documents.select(rows),
             self.shape,
             vocab_size=self._vocab_size,

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpar.data._documents import Documents, LoadReport
-from mpar.data._rows import BadRow
+from mpar.data.rows import BadRow
 from mpar.errors import DataError
 from mpar.files import Unreadable, open_regular
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mpar.data._rows import BadRow
+from mpar.data.rows import BadRow
 from mpar.errors import DataError
 
 __all__ = ["Documents", "LoadReport"]
@@ -23,15 +23,23 @@ class LoadReport:
     num_malformed: int = 0
     malformed: tuple[BadRow, ...] = ()  # the first ten thousand of them
     num_empty: int = 0  # plain text without a character
+    num_media: int = 0  # rows with images, sound or video, which are left out
     num_too_long: int = 0  # rows longer than a sequence, which are treated as `truncation` says
     num_dropped: int = 0  # rows that were too long and left out
+    num_unmixed: int = 0  # rows that were left out because of the weights of sources
+    num_repeated: int = 0  # rows that were added once more because of these weights
     num_documents: int = 0
     num_tokens: int = 0  # positions that documents take in sequences
     num_trained: int = 0  # those of these positions that have a label
     formats: dict[str, int] = field(default_factory=dict)  # used rows of each detected format
+    used_of_source: dict[str, int] = field(default_factory=dict)  # used rows of each source
     num_held_out: int = 0  # used rows that are evaluated on and not trained on; 0 if the data were not split
     cached: bool = False  # read from the cache; the numbers are those of the run that wrote it
     notice: str = ""  # why the entry of the cache was not used; empty if there was none, or it was used
+
+    @property
+    def _mixed(self) -> bool:
+        return bool(self.num_unmixed or self.num_repeated)
 
     @property
     def first_malformed(self) -> str:
@@ -41,10 +49,14 @@ class LoadReport:
     def __str__(self) -> str:
         """One line; more describe the first malformed row, if there is any, and an entry of the cache that was not used."""
         formats = ", ".join(f"{count} {name}" for name, count in sorted(self.formats.items()))
+        if len(self.used_of_source) > 1:
+            formats = "; ".join([formats, *(f"{count} of {name}" for name, count in self.used_of_source.items())])
         line = (
             f"{self.num_used} of {self.num_rows} rows used ({formats}): {self.num_documents} documents, "
             f"{self.num_tokens} tokens, {self.num_trained} trained; {self.num_malformed} malformed, {self.num_empty} empty, "
             f"{self.num_too_long} too long ({self.num_dropped} dropped)"
+            f"{f', {self.num_media} with media' if self.num_media else ''}"
+            f"{f'; by weight {self.num_unmixed} left out, {self.num_repeated} repeated' if self._mixed else ''}"
             f"{f'; {self.num_held_out} rows held out' if self.num_held_out else ''}{', from the cache' if self.cached else ''}"
         )
         first = f"first malformed row: {self.first_malformed}" if self.num_malformed else ""
@@ -94,6 +106,20 @@ class Documents:
             digest.update(f"{array.dtype}{array.shape}".encode())
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Positions of documents whose next token is trained on."""
+        sums = np.concatenate([[0], np.cumsum(self.trained)])
+        return int((sums[self.starts + self.lengths + 1] - sums[self.starts + 1]).sum())
+
+    def take(self, rows: NDArray[np.int64]) -> "Documents":
+        """The documents of these rows in this order, of a row that occurs twice, twice. The arrays of tokens are shared."""
+        order = np.argsort(self.rows, kind="stable")
+        begins = np.searchsorted(self.rows[order], rows, side="left")
+        counts = np.searchsorted(self.rows[order], rows, side="right") - begins
+        chosen = order[np.concatenate([np.arange(b, b + n) for b, n in zip(begins, counts, strict=True)])]
+        return replace(self, starts=self.starts[chosen], lengths=self.lengths[chosen], rows=self.rows[chosen])
 
     def select(self, rows: NDArray[np.int64]) -> "Documents":
         """The documents of these rows, in their present order. The arrays of tokens are shared, not copied."""

@@ -114,18 +114,15 @@ class Template:
         self, messages: Sequence[Message], tools: Sequence[object] | None, last_round: bool
     ) -> tuple[str, list[Span]]:
         """What `ChatTemplate.assistant_spans` gives for one conversation. Raises Refused or Unusable."""
-        answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        if last_round:
-            last_user = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=-1)
-            answers = [i for i in answers if i > last_user]
+        every = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        last_user = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=-1)
+        answers = [i for i in every if messages[i].get("loss", True) and (i > last_user or not last_round)]
+        messages = [{key: value for key, value in message.items() if key != "loss"} for message in messages]
         if not answers:
             return self.render(messages, tools, False), []
         if self._has_markers:
             text, spans = self._render_marked(messages, tools)
-            if last_round:
-                start = self._prompt_length(messages, answers[0], text, tools)
-                spans = [span for span in spans if span[0] >= start]
-            return text, spans
+            return text, self._spans_of(answers, every, spans, messages, tools, text)
         text = self.render(messages, tools, False)
         spans = []
         for i in answers:
@@ -135,6 +132,25 @@ class Template:
                 raise _unstable(messages, i + 1, text, text[:end])
             spans.append((start, start + len(self._strip_after_special(text[start:end]))))
         return text, spans
+
+    def _spans_of(
+        self,
+        answers: Sequence[int],
+        every: Sequence[int],
+        spans: list[Span],
+        messages: Sequence[Message],
+        tools: Sequence[object] | None,
+        text: str,
+    ) -> list[Span]:
+        """The marked spans that belong to the messages `answers`, some of `every` message of the assistant. Raises Refused."""
+        if len(answers) == len(every):
+            return spans
+        if len(spans) == len(every):
+            return [span for i, span in zip(every, spans, strict=True) if i in answers]
+        if list(answers) == list(every[-len(answers) :]):
+            start = self._prompt_length(messages, answers[0], text, tools)
+            return [span for span in spans if span[0] >= start]
+        raise Refused(f"marks {len(spans)} spans for {len(every)} answers, so it is not told which of them have no loss.")
 
     def _render_marked(self, messages: Sequence[Message], tools: Sequence[object] | None) -> tuple[str, list[Span]]:
         """The text of a conversation and the spans that `{% generation %}` encloses, in order."""

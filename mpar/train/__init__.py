@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mpar.train._metrics import MetricsFile, StepRecord, flops_per_token, read_metrics, tensorboard_writer, wandb_writer
     from mpar.train._origin import steps_done
     from mpar.train._place import Phase, Place, read_place
-    from mpar.train._run_data import RunData, load_data, make_tokenizer
+    from mpar.train._run_data import RunData, load_data, make_tokenizer, training_data
     from mpar.train._saving import Saving
     from mpar.train._setup import (
         RunSetup,
@@ -94,6 +94,7 @@ _HOME = {
     "RunData": "_run_data",
     "load_data": "_run_data",
     "make_tokenizer": "_run_data",
+    "training_data": "_run_data",
     "Saving": "_saving",
     "RunSetup": "_setup",
     "make_hardware": "_setup",
@@ -176,6 +177,7 @@ __all__ = [
     "start",
     "steps_done",
     "tensorboard_writer",
+    "training_data",
     "value_problems",
     "waits_for_others",
     "wandb_writer",

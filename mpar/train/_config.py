@@ -104,14 +104,26 @@ class ModelConfig:
 class DataGroup:
     """The data."""
 
-    sources: tuple[str, ...] = key("files, globs, self-cognition or python-stdlib; NAME#100 takes 100 rows of a source")
+    sources: tuple[str, ...] = key(
+        "files, folders, globs, addresses, self-cognition, python-stdlib, NAME of NAME.bin and NAME.idx; NAME#100 is 100 rows"
+    )
+    columns: dict[str, str] = key(
+        "for names of columns in the files, those that formats have, such as {ask: query, reply: response}", default_factory=dict
+    )
+    weights: tuple[float, ...] | None = key("the share of each source; null: every row of every source", default=None)
+    stop: Literal["first", "all"] = key(
+        "with weights, first: until a source is used up; all: until all are, rows of the others are repeated", default="first"
+    )
     batch_size: int | None = key(
         "sequences of a step, on all ranks together; null: 8, rounded up to fit mesh and microbatches", at_least=1
     )
     seq_len: int | None = key("positions of a sequence; null: model.seq_len", default=None, at_least=1)
     packing: bool = key("several documents share a sequence, without attending to each other", default=True)
     shuffle: bool = key("use a new order of the data in every epoch", default=True)
-    truncation: Literal["drop", "truncate", "error"] = key("what to do with conversations longer than seq_len", default="drop")
+    truncation: Literal["drop", "right", "left", "split", "error"] = key(
+        "conversations longer than seq_len: drop them, cut at the right or left, split them into documents, or stop",
+        default="drop",
+    )
     tokenizer: str | None = key(
         "`bytes`, or a folder with tokenizer.json; null: the folder of the model if it has one, else bytes", default=None
     )
@@ -124,6 +136,14 @@ class DataGroup:
     system: str | None = key("system message for conversations that have none", default=None, prose=True)
     cache_dir: str | None = key("folder in which tokenised data are kept from run to run", default=None)
     strict: bool = key("a malformed row is an error; false: run_dir/malformed.jsonl lists malformed rows", default=False)
+    num_samples: int | None = key(
+        "of indexed tokens, the samples of the whole run, on which their order depends; null: steps times batch_size",
+        default=None,
+        at_least=1,
+    )
+    isolate: bool = key(
+        "of indexed tokens: documents in a sample do not attend to each other; false: as Megatron's default", default=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,9 @@ def data_items(config: TrainConfig, tokenizer: Tokenizer, batches: Batches) -> d
         "seed": batches.seed,
         "padding id": batches.pad_id,
         "data.sources": list(data.sources),
+        "data.columns": dict(data.columns) or None,
+        "data.weights": None if data.weights is None else list(data.weights),
+        "data.stop": None if data.weights is None else data.stop,
         "data.truncation": data.truncation,
         "data.system": data.system,
         "data.model_name": _listed(data.model_name),
@@ -42,7 +45,7 @@ def data_items(config: TrainConfig, tokenizer: Tokenizer, batches: Batches) -> d
         "task.loss": task.loss,
         _TOKENIZER: tokenizer.text_fingerprint,
         _TEMPLATE: None if template is None else hashlib.sha256(template.source.encode()).hexdigest(),
-        _ROWS: batches.documents.fingerprint,
+        _ROWS: batches.data_fingerprint,
     }
 
 

@@ -113,7 +113,9 @@ def _files(config: TrainConfig) -> Iterator[tuple[Path, bool]]:
 def _data_files(config: TrainConfig) -> Iterator[Path]:
     for names in (config.data.sources, config.evaluation.sources or ()):
         for source in find_sources(config.task.kind, names) if names else ():
-            yield from source.files
+            if source.remote:
+                raise _NotKeptError
+            yield from source.paths
     if config.schedule.table is not None:
         yield Path(config.schedule.table)
 

@@ -1,7 +1,7 @@
 """The data of a run: its tokenizer, the batches that it trains on, and those that it evaluates on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpar.checkpoint import Json
@@ -11,7 +11,7 @@ from mpar.train._data_items import data_items
 from mpar.train._setup import RunSetup
 from mpar.train._sizes import batch_size, seq_len
 
-__all__ = ["RunData", "load_data", "make_tokenizer"]
+__all__ = ["RunData", "load_data", "make_tokenizer", "training_data"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def load_data(setup: RunSetup, cache_dir: Path | None = None, malformed_file: Pa
     config, evaluation = setup.config, setup.config.evaluation
     folder = config.data.cache_dir or (None if cache_dir is None else str(cache_dir))
     tokenizer, vocab_size = make_tokenizer(config), setup.model.vocab_size
-    wanted = _data_config(config, config.data.sources, shuffle=config.data.shuffle, cache_dir=folder)
+    wanted = training_data(config, folder)
     batches, validation = load_dataset(wanted, tokenizer, vocab_size=vocab_size), None
     reports = [batches.report]
     if evaluation.sources is not None:
@@ -68,6 +68,13 @@ def load_data(setup: RunSetup, cache_dir: Path | None = None, malformed_file: Pa
     written = malformed_file is not None and write_malformed(malformed_file, reports)
     items = data_items(config, tokenizer, batches)
     return RunData(tokenizer, batches, validation, items, malformed_file if written else None)
+
+
+def training_data(config: TrainConfig, cache_dir: str | None) -> DataConfig:
+    """The data that a run trains on, before some of them are held out."""
+    data = config.data
+    chosen = _data_config(config, data.sources, shuffle=data.shuffle, cache_dir=cache_dir)
+    return replace(chosen, weights=data.weights, num_samples=data.num_samples or config.steps * batch_size(config))
 
 
 def make_tokenizer(config: TrainConfig) -> Tokenizer:
@@ -95,4 +102,7 @@ def _data_config(config: TrainConfig, sources: tuple[str, ...], *, shuffle: bool
         model_author=data.model_author,
         cache_dir=cache_dir,
         strict=data.strict,
+        columns=data.columns,
+        stop=data.stop,
+        isolate=data.isolate,
     )

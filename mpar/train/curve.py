@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-__all__ = ["draw_experts", "draw_loss", "draw_losses"]
+__all__ = ["draw_experts", "draw_lengths", "draw_loss", "draw_losses"]
 
 _PANELS = {
     "max_load": ("max / mean load of an expert", 1.0, None),
@@ -35,6 +35,22 @@ def draw_loss(records: Sequence[Mapping[str, float]], path: Path, title: str) ->
     rates = axes.twinx()
     rates.plot(steps, [record["lr"] for record in records], color="tab:orange", alpha=0.6, linewidth=1)
     rates.set_ylabel("learning rate", color="tab:orange")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def draw_lengths(lengths: Sequence[int], seq_len: int, path: Path) -> Path:
+    """Write a picture of how many documents have which length in positions, and where a sequence ends, on logarithmic axes."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    longest = max(2, *lengths, seq_len)
+    edges = sorted({round(longest ** (i / 40)) for i in range(41)} | {longest + 1})
+    axes.hist(lengths, bins=edges, color="tab:blue")
+    axes.axvline(seq_len, color="tab:orange", label=f"seq_len={seq_len}")
+    axes.set(xlabel="positions of a document", ylabel="documents", xscale="log", yscale="log")
+    axes.legend()
+    axes.grid(True, alpha=0.3)
     figure.savefig(path, dpi=120)
     return path
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpar.data import Batches, BatchShape, Documents
+from mpar.data import BatchShape, DocumentBatches, Documents
 from mpar.data._packing import pack
 from mpar.errors import ConfigError, DataError
 from tests.tiers import examples
@@ -25,7 +25,7 @@ def make_documents(lengths, vocab_size=97, seed=0):
 
 def make_batches(lengths, batch_size=3, seq_len=16, packing=True, **options):
     documents = Documents.from_ids(make_documents(lengths))
-    return Batches(documents, BatchShape(batch_size, seq_len, packing), vocab_size=97, pad_id=96, **options)
+    return DocumentBatches(documents, BatchShape(batch_size, seq_len, packing), vocab_size=97, pad_id=96, **options)
 
 
 def expected_inputs(lengths):
@@ -96,8 +96,8 @@ def test_reading_rows_reads_their_documents_alone():
     documents = Documents.from_ids(make_documents([9] * 24))
     tokens = documents.tokens.view(Recorded)
     tokens.reads = []
-    batches = Batches(replace(documents, tokens=tokens), BatchShape(6, 16), vocab_size=97, shuffle=True)
-    shuffled = Batches(documents, BatchShape(6, 16), vocab_size=97, shuffle=True)
+    batches = DocumentBatches(replace(documents, tokens=tokens), BatchShape(6, 16), vocab_size=97, shuffle=True)
+    shuffled = DocumentBatches(documents, BatchShape(6, 16), vocab_size=97, shuffle=True)
     tokens.reads.clear()
     rows = batches.rows(1, [4, 1])
     assert sorted(read.stop - read.start for read in tokens.reads) == [8] * 8  # two documents a row, tokens and labels
@@ -236,10 +236,10 @@ def test_ids_outside_the_vocabulary_are_named():
         [([1, 2], [True, True]), ([3, 99, 4], [False] * 3), ([5, 97], [True] * 2)], ["a:1", "a:2", "b:7"]
     )
     with pytest.raises(DataError, match=r"2 ids .* vocabulary of 97: a:2 has id 99; b:7 has id 97"):
-        Batches(documents, BatchShape(1, 8), vocab_size=97)
+        DocumentBatches(documents, BatchShape(1, 8), vocab_size=97)
     negative = Documents.from_ids([([1, -1], [True, True])])
     with pytest.raises(DataError, match="document 0 has id -1"):
-        Batches(negative, BatchShape(1, 8), vocab_size=97)
+        DocumentBatches(negative, BatchShape(1, 8), vocab_size=97)
 
 
 def test_documents_that_do_not_fit_are_refused():
@@ -252,7 +252,7 @@ def test_documents_that_do_not_fit_are_refused():
 def test_impossible_settings_are_refused_together():
     """Sizes, seed and padding id are checked at once."""
     with pytest.raises(ConfigError, match="batch_size=0, seq_len=-1, seed=-2, pad_id=97"):
-        Batches(Documents.from_ids(make_documents([4])), BatchShape(0, -1), vocab_size=97, pad_id=97, seed=-2)
+        DocumentBatches(Documents.from_ids(make_documents([4])), BatchShape(0, -1), vocab_size=97, pad_id=97, seed=-2)
 
 
 def test_negative_step_is_refused():

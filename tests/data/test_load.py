@@ -6,12 +6,14 @@ import subprocess
 import sys
 from collections import Counter
 from importlib import resources
+from pathlib import Path
 
 import pytest
 import torch
 
 from mpar import data
-from mpar.data import DataConfig, _rows, load_dataset
+from mpar.data import DataConfig, load_dataset
+from mpar.data.reading import _json
 from mpar.errors import ConfigError, DataError
 
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -90,7 +92,7 @@ BAD = [
     ({"messages": [{"role": "asistant", "content": "q"}]}, "role 'asistant'"),
     ({"messages": [{"role": ["user"], "content": "q"}]}, "role ['user']"),
     ({"messages": [{"role": "assistant", "content": None}]}, "content of type NoneType"),
-    ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}, "content of type list"),
+    ({"messages": [{"role": "assistant", "content": [{"text": 3}]}]}, "a block of content that is"),
     (b'{"query": "\\ud800", "response": "a"}\n', "half a surrogate pair"),
     ({"query": "q"}, "no response"),
     ({"query": "q", "response": "a", "history": ["q"]}, "'history'"),
@@ -149,7 +151,7 @@ def test_empty_answer_trains_its_end(byte_tokenizer, write_rows):
     assert texts(batches, byte_tokenizer, "labels") == ["<|im_end|>"]
 
 
-@pytest.mark.parametrize(("truncation", "used", "dropped"), [("drop", 1, 2), ("truncate", 2, 1)])
+@pytest.mark.parametrize(("truncation", "used", "dropped"), [("drop", 1, 2), ("right", 2, 1)])
 def test_long_conversations(byte_tokenizer, write_rows, truncation, used, dropped):
     """Dropped, or cut at the end; one whose answer lies beyond the cut is dropped. All are counted."""
     rows = [GOOD, {"query": "q", "response": "a" * 10**6}, {"query": "q" * 10**6, "response": "a"}]
@@ -157,7 +159,7 @@ def test_long_conversations(byte_tokenizer, write_rows, truncation, used, droppe
     report = batches.report
     assert (report.num_used, report.num_too_long, report.num_dropped, report.num_malformed) == (used, 2, dropped, 0)
     assert int(batches.documents.lengths.max()) == (
-        256 if truncation == "truncate" else len("<|>user\nq<|>\n<|>assistant\na<|>") - 8
+        256 if truncation == "right" else len("<|>user\nq<|>\n<|>assistant\na<|>") - 8
     )
 
 
@@ -246,10 +248,10 @@ def test_repeated_rows_do_not_leak_into_validation(byte_tokenizer, write_rows):
     ("kind", "source", "reason"),
     [
         ("sft", "missing/*.jsonl", "no such file"),
-        ("sft", ".", "it is a folder"),
+        ("sft", str(Path(__file__).parent / "megatron"), "the folder has no file that ends in"),
         ("sft", "python-stdlib", "it holds plain text"),
         ("pt", "self-cognition", "it holds conversations"),
-        ("sft", __file__, r"kind sft reads \.jsonl and \.json"),
+        ("sft", __file__, r"kind sft reads \.jsonl, \.json, \.csv"),
     ],
 )
 def test_sources_that_cannot_be(byte_tokenizer, kind, source, reason):
@@ -365,7 +367,7 @@ def test_list_is_read_in_pieces(byte_tokenizer, write_rows, monkeypatch):
     content = json.dumps(rows, ensure_ascii=False, indent=1)
     path = write_rows(content.encode(), name="rows.json")
     expected = texts(load_dataset(config(write_rows(*rows)), byte_tokenizer), byte_tokenizer)
-    monkeypatch.setattr(_rows, "_MIN_READ", 3)
+    monkeypatch.setattr(_json, "_MIN_READ", 3)
     batches = load_dataset(config(path), byte_tokenizer)
     assert texts(batches, byte_tokenizer) == expected and batches.report.num_rows == len(expected) == 40
     for cut, used, reason in [

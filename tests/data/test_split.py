@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mpar.data import Batches, BatchShape, Documents
+from mpar.data import BatchShape, DocumentBatches, Documents
 from mpar.errors import ConfigError, DataError
 
 SMALL, LARGE = 1e-9, 1 - 1e-9
@@ -16,7 +16,7 @@ def batches_of(num_rows, chunks=1):
     documents = Documents.from_ids([([row, 50, 51], [True] * 3) for row in range(num_rows) for _ in range(chunks)])
     names = tuple(f"file:{row}" for row in range(num_rows))
     documents = dataclasses.replace(documents, rows=np.arange(num_rows).repeat(chunks), names=names)
-    return Batches(documents, BatchShape(2, 4), vocab_size=97)
+    return DocumentBatches(documents, BatchShape(2, 4), vocab_size=97)
 
 
 def rows_of(batches):

@@ -1,0 +1,179 @@
+"""Tokenises plain text once, into a pair of Megatron's indexed files, on several processes."""
+
+import itertools
+import os
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpar.data._collect import Progress
+from mpar.data._documents import LoadReport
+from mpar.data._tokenizer import Tokenizer, byte_tokenizer
+from mpar.data.megatron import IndexedWriter, dtype_for
+from mpar.data.reading import find_sources
+from mpar.data.rows import AnyRow, BadRow, EmptyRow, Row, read_rows
+from mpar.errors import ConfigError, DataError
+
+__all__ = ["PreprocessConfig", "preprocess"]
+
+_ROWS_AT_ONCE = 512
+_CHARACTERS_AT_ONCE = 2**20
+_CHUNKS_AHEAD = 4  # of each process
+_MOST_REPORTED = 10_000
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """sources:  text, as for kind `pt`: files of plain text, and rows with a column `text` or `content`.
+    out:        the files are out.bin and out.idx.
+    tokenizer:  `bytes`, or a folder with tokenizer.json.
+    columns:    for names of columns in the files, the names by which formats know them.
+    append_eod: whether the end-of-text token follows each text that has a token.
+    workers:    processes that tokenise.
+    """
+
+    sources: tuple[str, ...]
+    out: str
+    tokenizer: str = "bytes"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    append_eod: bool = True
+    workers: int = 1
+
+
+def preprocess(config: PreprocessConfig, progress: Progress | None = None) -> LoadReport:
+    """Write the documents of all sources, in their order, whatever the number of workers. A text without a character becomes a
+    document without a sequence, as Megatron writes it.
+
+    Raises ConfigError if the tokenizer has no end-of-text token, DataError if a source has no file or no text is left. Files
+    that were there are replaced only once all is written.
+    """
+    tokenizer = _tokenizer(config.tokenizer)
+    if config.append_eod and tokenizer.eos_id is None:
+        raise ConfigError(
+            f"cannot end texts: the tokenizer {config.tokenizer} has no end-of-text token.\n"
+            "Name it as eos_token in its tokenizer_config.json, or set append_eod=false."
+        )
+    if config.workers < 1:
+        raise ConfigError(f"cannot tokenise with workers={config.workers}: at least one process is needed.")
+    sources = find_sources("pt", config.sources)
+    indexed = [source.name for source in sources if source.indexed]
+    if indexed:
+        raise DataError(f"cannot tokenise {', '.join(indexed)}: they are indexed tokens already. Train on them as they are.")
+    counts: Counter[str] = Counter()
+    bad_rows: list[BadRow] = []
+    rows = (row for source in sources for row in read_rows("pt", source, config.columns))
+    eod = tokenizer.eos_id if config.append_eod else None
+    with IndexedWriter(config.out, dtype_for(tokenizer.vocab_size)) as writer:
+        for chunk, tokens, lengths in _tokenised(_chunks(rows), config, eod):
+            writer.add(tokens, [length for length in lengths if length], [int(length > 0) for length in lengths])
+            _count(chunk, lengths, counts, bad_rows)
+            if progress is not None:
+                progress(counts["num_rows"], writer.num_tokens)
+        report = LoadReport(
+            num_rows=counts["num_rows"],
+            num_used=counts["num_used"],
+            num_malformed=counts["num_malformed"],
+            num_empty=counts["num_empty"],
+            num_tokens=writer.num_tokens,
+            num_trained=writer.num_tokens,
+            num_documents=counts["num_used"],
+            malformed=tuple(bad_rows),
+            formats={"text": counts["num_used"]},
+        )
+        if not report.num_used:
+            raise DataError(f"cannot tokenise {', '.join(config.sources)}: no text is left.\n{report}")
+    return report
+
+
+def _tokenizer(name: str) -> Tokenizer:
+    return byte_tokenizer() if name == "bytes" else Tokenizer.from_folder(name)
+
+
+def _chunks(rows: Iterable[AnyRow]) -> Iterator[list[AnyRow]]:
+    """Rows in lists of some hundred rows and about a million characters."""
+    chunk: list[AnyRow] = []
+    num_characters = 0
+    for row in rows:
+        chunk.append(row)
+        num_characters += row.num_characters if isinstance(row, Row) else 0
+        if len(chunk) == _ROWS_AT_ONCE or num_characters > _CHARACTERS_AT_ONCE:
+            yield chunk
+            chunk, num_characters = [], 0
+    if chunk:
+        yield chunk
+
+
+Tokenised = tuple[list[AnyRow], NDArray[np.integer], list[int]]
+"""Rows, the tokens of those that are documents, and the number of tokens of each of them."""
+
+
+def _tokenised(chunks: Iterator[list[AnyRow]], config: PreprocessConfig, eod: int | None) -> Iterator[Tokenised]:
+    """Each chunk with its tokens, in order."""
+    if config.workers == 1:
+        tokenizer = _tokenizer(config.tokenizer)
+        for chunk in chunks:
+            yield chunk, *_encode(tokenizer, _texts(chunk), eod)
+        return
+    context = get_context("spawn")
+    with ProcessPoolExecutor(config.workers, context, initializer=_begin_worker, initargs=(config.tokenizer, eod)) as pool:
+        try:
+            pending: deque[tuple[list[AnyRow], Future[tuple[NDArray[np.integer], list[int]]]]] = deque()
+            for chunk in chunks:
+                pending.append((chunk, pool.submit(_encode_in_worker, _texts(chunk))))
+                if len(pending) > _CHUNKS_AHEAD * config.workers:
+                    done, future = pending.popleft()
+                    yield done, *future.result()
+            for done, future in pending:
+                yield done, *future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _texts(chunk: Sequence[AnyRow]) -> list[str]:
+    """The texts of the rows that are documents; an empty one has no token."""
+    return [row.text if isinstance(row, Row) else "" for row in chunk if isinstance(row, Row | EmptyRow)]
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str], eod: int | None) -> tuple[NDArray[np.integer], list[int]]:
+    ids_of = [
+        ids if text else [] for text, ids in zip(texts, tokenizer.encode_batch(texts, add_special_tokens=True), strict=True)
+    ]
+    ended = [[*ids, eod] if ids and eod is not None and ids[-1] != eod else ids for ids in ids_of]
+    flat = np.fromiter(itertools.chain.from_iterable(ended), np.int64, sum(map(len, ended)))
+    return flat.astype(dtype_for(tokenizer.vocab_size)), [len(ids) for ids in ended]
+
+
+_worker: dict[str, object] = {}
+
+
+def _begin_worker(name: str, eod: int | None) -> None:
+    """What each process does first: tokenise on one core alone, since there are as many processes as cores are to be used."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker.update(tokenizer=_tokenizer(name), eod=eod)
+
+
+def _encode_in_worker(texts: Sequence[str]) -> tuple[NDArray[np.integer], list[int]]:
+    return _encode(_worker["tokenizer"], texts, _worker["eod"])  # type: ignore[arg-type]  # as _begin_worker has put them
+
+
+def _count(chunk: Sequence[AnyRow], lengths: Sequence[int], counts: Counter[str], bad_rows: list[BadRow]) -> None:
+    """Count what became of the rows of a chunk. A text that has characters and no token is malformed."""
+    sizes = iter(lengths)
+    for row in chunk:
+        counts["num_rows"] += 1
+        if isinstance(row, EmptyRow):
+            next(sizes)
+            counts["num_empty"] += 1
+        elif isinstance(row, Row) and next(sizes):
+            counts["num_used"] += 1
+        else:
+            counts["num_malformed"] += 1
+            bad = row.malformed("no token") if isinstance(row, Row) else row
+            if len(bad_rows) < _MOST_REPORTED and isinstance(bad, BadRow):
+                bad_rows.append(bad)

@@ -1,0 +1,72 @@
+"""What data are like: how many there are of what, how long, how often the same, and how full their sequences."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from mpar.data._batches import Batches, DocumentBatches
+from mpar.data._documents import LoadReport
+
+__all__ = ["DataStats", "data_stats"]
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class DataStats:
+    """report: what became of the rows. lengths: positions of each document. num_duplicates: documents with the tokens of an
+    earlier one; None if that was not looked for. fill_ratio: the share of positions that hold data, in the sequences of an epoch.
+    """
+
+    report: LoadReport
+    lengths: NDArray[np.integer]
+    num_duplicates: int | None
+    fill_ratio: float
+    num_sequences: int
+    steps_per_epoch: int
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Each number with its name, as a person reads them."""
+        report, percentiles = self.report, np.percentile(self.lengths, PERCENTILES)
+        share = 100 * report.num_trained / max(report.num_tokens, 1)
+        at = ", ".join(f"{p} %: {value:,.0f}" for p, value in zip(PERCENTILES, percentiles, strict=True))
+        reasons = {
+            "malformed": report.num_malformed,
+            "empty": report.num_empty,
+            "with media": report.num_media,
+            "too long": report.num_dropped,
+            "by weight": report.num_unmixed,
+        }
+        left_out = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "none"
+        out = [("rows", f"{report.num_rows:,}"), ("used", f"{report.num_used:,}"), ("left out", left_out)]
+        out += [(f"  {name}", f"{count:,} rows used") for name, count in report.used_of_source.items()]
+        out += [(f"  as {name}", f"{count:,} rows") for name, count in sorted(report.formats.items())]
+        out += [
+            ("documents", f"{len(self.lengths):,}"),
+            ("tokens", f"{report.num_tokens:,}, of which {report.num_trained:,} are trained on ({share:.1f} %)"),
+            ("length", f"{at}, longest {int(self.lengths.max()):,}"),
+        ]
+        out += [] if self.num_duplicates is None else [("duplicates", f"{self.num_duplicates:,} documents")]
+        return [
+            *out,
+            ("sequences", f"{self.num_sequences:,} an epoch, {100 * self.fill_ratio:.1f} % full"),
+            ("steps", f"{self.steps_per_epoch:,} an epoch"),
+        ]
+
+
+def data_stats(batches: Batches) -> DataStats:
+    """The statistics of all data of an epoch."""
+    duplicates, fill, num_sequences = None, 1.0, batches.steps_per_epoch * batches.shape.batch_size
+    if isinstance(batches, DocumentBatches):
+        duplicates, fill, num_sequences = _num_duplicates(batches), batches.fill_ratio, batches.num_sequences
+    return DataStats(batches.report, batches.lengths, duplicates, fill, num_sequences, batches.steps_per_epoch)
+
+
+def _num_duplicates(batches: DocumentBatches) -> int:
+    documents = batches.documents
+    seen: set[bytes] = set()
+    for start, length in zip(documents.starts.tolist(), documents.lengths.tolist(), strict=True):
+        seen.add(xxhash.xxh3_128_digest(np.ascontiguousarray(documents.tokens[start : start + length + 1]).data))
+    return len(documents) - len(seen)

@@ -1,0 +1,98 @@
+"""Opens data files: local ones and those of other file systems, compressed or not."""
+
+import bz2
+import contextlib
+import gzip
+import hashlib
+import importlib
+import io
+import lzma
+import os
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from types import ModuleType
+from typing import BinaryIO, cast
+
+from mpar.errors import ConfigError
+from mpar.files import Unreadable, open_regular
+
+__all__ = ["COMPRESSED", "file_digest", "file_format", "is_remote", "open_data", "optional"]
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd")
+
+
+def is_remote(name: str) -> bool:
+    """Whether a name is an address such as `s3://bucket/rows.jsonl`, which fsspec opens."""
+    return "://" in name
+
+
+def file_format(name: str) -> str:
+    """The suffix that says what a file holds, in lower case, without that of a compression: `.jsonl` for `rows.JSONL.gz`."""
+    path = PurePosixPath(name.rpartition("://")[2])
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+@contextlib.contextmanager
+def open_data(name: str) -> Iterator[BinaryIO]:
+    """The content of a file, decompressed as it is read. Raises Unreadable, also while it is read."""
+    raw = _remote(name) if is_remote(name) else open_regular(name)
+    try:
+        with raw, _decompressed(raw, name) as file:
+            yield file
+    except EOFError:
+        raise Unreadable("its compressed content ends too early") from None
+    except (OSError, lzma.LZMAError) as error:
+        raise Unreadable(f"not readable: {getattr(error, 'strerror', None) or error}") from None
+    except Exception as error:
+        if type(error).__module__.startswith("zstandard"):
+            raise Unreadable(f"not readable: {error}") from None
+        raise
+
+
+def file_digest(name: str) -> bytes:
+    """A hash of the content of a file as it lies there; of one that cannot be read, of the reason."""
+    try:
+        with _remote(name) if is_remote(name) else open_regular(name) as file:
+            return hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]  # fsspec's files have readinto
+    except (OSError, Unreadable) as error:
+        return str(error).encode("utf-8", "backslashreplace")
+
+
+def optional(module: str, purpose: str) -> ModuleType:
+    """A module that is installed with `mpar[data]`. Raises ConfigError if it is not there."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(
+            f"cannot read {purpose}: it takes {module.partition('.')[0]}, which is not installed.\n"
+            "pip install 'mpar[data]', or write the rows as .jsonl."
+        ) from None
+
+
+def _remote(name: str) -> BinaryIO:
+    scheme = name.partition("://")[0]
+    fsspec = optional("fsspec", f"files of {scheme}://")
+    try:
+        return cast(BinaryIO, fsspec.open(name, "rb").open())
+    except ImportError as error:
+        raise ConfigError(f"cannot read {name}: {error}.\nInstall what fsspec names, or copy the file here.") from None
+    except ValueError as error:
+        raise Unreadable(f"fsspec cannot open it: {error}") from None
+
+
+def _decompressed(raw: BinaryIO, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
+    suffix = os.path.splitext(name)[1].lower()
+    if suffix == ".gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    if suffix == ".bz2":
+        return cast(BinaryIO, bz2.BZ2File(raw))
+    if suffix == ".xz":
+        return cast(BinaryIO, lzma.LZMAFile(raw))
+    if suffix in (".zst", ".zstd"):
+        zstandard = optional("zstandard", f"{name}")
+        stream = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(raw, read_across_frames=True)
+        return cast(BinaryIO, io.BufferedReader(stream))
+    return contextlib.nullcontext(raw)

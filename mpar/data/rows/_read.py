@@ -1,0 +1,75 @@
+"""Rows of sources: the columns of each record are renamed as the user says, and their format is recognised."""
+
+from collections.abc import Iterator, Mapping
+
+from mpar.data._mix import choose
+from mpar.data.reading import Record, Source, read_records
+from mpar.data.rows._conversation import conversation, keys_of
+from mpar.data.rows._message import Media, check_unicode
+from mpar.data.rows._row import BadRow, EmptyRow, MediaRow, Row, RowFault
+from mpar.errors import brief
+
+__all__ = ["AnyRow", "read_rows"]
+
+AnyRow = Row | BadRow | EmptyRow | MediaRow
+
+
+def read_rows(kind: str, source: Source, columns: Mapping[str, str]) -> Iterator[AnyRow]:
+    """The rows of a source in the order of its files; with a limit, a fixed choice of that many usable rows.
+
+    columns: for names of columns in the files, the names that formats have.
+
+    If the limit is above the number of usable rows, rows are repeated: all equally often, give or take one. The choice depends
+    only on these two numbers.
+    """
+    rows = (_row(kind, record, columns) for file in source.files for record in read_records(file))
+    if source.limit is None:
+        yield from rows
+        return
+    usable: list[Row] = []
+    for row in rows:
+        if isinstance(row, Row):
+            usable.append(row)
+        else:
+            yield row
+    if usable:
+        yield from (usable[i] for i in choose(source.limit, len(usable)))
+
+
+def _row(kind: str, record: Record, columns: Mapping[str, str]) -> AnyRow:
+    value = record.value
+    try:
+        if isinstance(value, ValueError):
+            raise RowFault(str(value))
+        if isinstance(value, str):
+            return Row(record.file, record.line, "file", text=value, excerpt=record.excerpt) if value else EmptyRow()
+        if not isinstance(value, dict):
+            raise RowFault(f"it is a JSON {type(value).__name__}, not an object")
+        value = _renamed(value, columns)
+        if kind == "pt":
+            text = _plain_text(value)
+            return Row(record.file, record.line, "text", text=text, excerpt=record.excerpt) if text else EmptyRow()
+        name, messages, tools = conversation(value)
+        return Row(record.file, record.line, name, messages=messages, tools=tools, excerpt=record.excerpt)
+    except Media:
+        return MediaRow()
+    except RowFault as fault:
+        return BadRow(record.file, record.line, str(fault), record.excerpt)
+
+
+def _renamed(value: Mapping[str, object], columns: Mapping[str, str]) -> Mapping[str, object]:
+    """`value` with the names of formats. A column whose own name is that of another's new name gives way to it."""
+    if not columns:
+        return value
+    taken = {columns[name] for name in value if name in columns}
+    others = {name: item for name, item in value.items() if name not in columns and name not in taken}
+    return others | {columns[name]: item for name, item in value.items() if name in columns}
+
+
+def _plain_text(value: Mapping[str, object]) -> str:
+    text = value.get("text", value.get("content"))
+    if not isinstance(text, str):
+        named = brief(text) if "text" in value or "content" in value else "no column"
+        raise RowFault(f"{named} under 'text' or 'content', where a string is wanted; its columns are {keys_of(value)}")
+    check_unicode(text)
+    return text
