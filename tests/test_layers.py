@@ -23,6 +23,7 @@ VALUES = (
     "arrange",
     "precision",
     "plain_value",
+    "plug_ins",
     "preset_names",
     "shards",
     "chain",
@@ -35,6 +36,7 @@ VALUES = (
     "op_shape",
     "testing",
     "torch_private",
+    "typed_values",
 )
 BELOW = {name: set(VALUES) for name in VALUES}
 """By room, the rooms that it may import besides itself. A facade, such as `program`, is imported by nobody below it."""

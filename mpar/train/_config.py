@@ -76,7 +76,7 @@ def within_bounds(*groups: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model: either `config`, with the keys of a config.json of Hugging Face, or a folder with such a file and weights."""
+    """The model: `config`, with the keys of a config.json of Hugging Face; a folder with that file and weights; or a plug-in."""
 
     name: str = key("what the model is called in file names and on the screen")
     seq_len: int = key("positions of a sequence, unless data.seq_len is given", at_least=1)
@@ -98,6 +98,8 @@ class ModelConfig:
         "options of expert routers: capacity_factor, padded, token_groups=[2,1] or group=rank, side losses, bias_rate",
         default=None,
     )
+    plugin: str | None = key("module:function that makes the model; `model=module:function` sets it", default=None)
+    options: dict[str, Any] = key("parameters of the plug-in; `model.NAME=value` sets one", default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,11 @@ class TaskConfig:
         default=None,
     )
     max_new_tokens: int = key("the most tokens of such an answer", default=128, at_least=1)
+    plugin: str | None = key(
+        "module:function that makes the chain to train of the model: it has another loss; `task=module:function` sets it",
+        default=None,
+    )
+    options: dict[str, Any] = key("parameters of the plug-in; `task.NAME=value` sets one", default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +227,7 @@ class ScheduleConfig:
         at_least=0,
     )
     options: dict[str, Any] = key("options of the schedule, such as extra_warmup", default_factory=dict)
+    plugin: str | None = key("module:function that gives the orders; `schedule=module:function` sets it", default=None)
     table: str | None = key("a file with the actions of every position, in torch's format; replaces `name`", default=None)
 
 
@@ -227,7 +235,7 @@ class ScheduleConfig:
 class OptimizerConfig:
     """The update and the learning rate."""
 
-    kind: Literal["adamw", "sgd", "lion", "muon"] = key("the rule of the update")
+    kind: Literal["adamw", "sgd", "lion", "muon"] | None = key("the rule of the update; null: that of `plugin`")
     lr: float = key("peak learning rate", at_least=0)
     lr_decay: Literal["constant", "linear", "cosine", "wsd"] = key("how the rate falls after warm-up", default="cosine")
     warmup_steps: int | None = key("first steps in which the rate rises; null: by warmup_ratio", default=None, at_least=0)
@@ -254,6 +262,8 @@ class OptimizerConfig:
     )
     weight_decay: float = key("decoupled weight decay", default=0.1, at_least=0)
     clip_norm: float | None = key("larger gradients are scaled to this global norm; null: no clipping", default=1.0, above=0)
+    plugin: str | None = key("module:function that makes the optimizer; `optimizer=module:function` sets it", default=None)
+    options: dict[str, Any] = key("parameters of the plug-in; `optimizer.NAME=value` sets one", default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
