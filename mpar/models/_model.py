@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpar import tree
-from mpar.chain import Chain
+from mpar.chain import Axes, Chain
 from mpar.models._batch import Batch
 from mpar.models._init import normal
 from mpar.ops import fold_key
@@ -22,8 +22,17 @@ __all__ = ["Model", "Trainable"]
 class Trainable(Chain):
     """A chain that `mpar train` can train: it has a vocabulary, and says how its parameters begin.
 
-    A subclass defines the members of a chain and `vocab_size`; the others have defaults.
+    A subclass defines `vocab_size`, `segments`, `abstract_params`, `param_axes` and `context`; the others have defaults.
     """
+
+    @property
+    def batch_axes(self) -> dict[str, Axes]:
+        """Every batch key that it reads, with its logical axes: by default tokens and labels, (B, S)."""
+        return {"tokens": ("batch", "seq"), "labels": ("batch", "seq")}
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """What the loss sum of this batch is divided by: by default the number of labels that are not -100."""
+        return (batch["labels"] != -100).sum().to(torch.float32)
 
     @property
     @abstractmethod

@@ -65,7 +65,7 @@ def run_of(*overrides: str, user_dir: Path | None = None) -> TrainConfig:
 
 
 def test_parameters_come_from_signatures(own):
-    """Keys of a group that mpar knows keep their meaning; all others are parameters, in the types that they are annotated with."""
+    """Keys that mpar knows keep their meaning; all others are parameters, in the types that they are annotated with."""
     words = [f"model={own}:build", "model.layers=2", "model.tied=false", f"optimizer={own}:Mine", "optimizer.lr=1e-3"]
     config = run_of(*words, "optimizer.betas=[0.8,0.95]", "steps=10", f"schedule={own}:order", "schedule.early=1", "mesh=pp2")
     setup = make_setup(config)
@@ -139,7 +139,7 @@ def test_a_sweep_may_mix_them(own):
 
 def test_configurations_without_them_are_strict():
     """Without a plug-in an unknown key is refused at once, as ever."""
-    with pytest.raises(UnknownNameError, match="did you mean optimizer.lr"):
+    with pytest.raises(UnknownNameError, match=r"did you mean optimizer\.lr"):
         run_of("optimizer.learning_rate=1")
     assert asdict(run_of("optimizer=adamw").optimizer)["options"] == {}
 
