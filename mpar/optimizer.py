@@ -29,7 +29,7 @@ from mpar.chain import Axes
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.tree import Tree
 
-__all__ = ["LeafRule", "OptState", "Optimizer", "check_optimizer", "check_result", "leaf_rule"]
+__all__ = ["LeafRule", "OptState", "Optimizer", "check_optimizer", "check_result", "leaf_rule", "slot_dims"]
 
 T = TypeVar("T")
 """The class of a tree of parameters; gradients and new parameters come in trees of the same class."""
@@ -40,8 +40,8 @@ class OptState:
     """State of an optimizer.
 
     step:   int64 scalar: the number of updates made so far.
-    slots:  slot name -> a tree like the parameters, every leaf shaped like its parameter; a parameter whose rule has no such
-            slot has a leaf without elements there.
+    slots:  slot name -> a tree like the parameters, every leaf with the dims that the rule of the parameter says, which are those
+            of the parameter unless it says others; a parameter whose rule has no such slot has a leaf without elements there.
     """
 
     step: Tensor
@@ -62,6 +62,14 @@ class LeafRule(Protocol):
         """`(new param, new slots)` after one update, as in Optimizer."""
         ...
 
+    def slot_dims(self, slot: str, ndim: int) -> tuple[int, ...]:
+        """The dims of a slot of a parameter with `ndim` dims, as dims of the parameter: `(0, 0)` is a square of its first dim.
+
+        The default is `(0, 1, ..., ndim - 1)`: the shape of the parameter. A slot is stored like the parameter, sharded along the
+        same axes; where it has a dim of the parameter twice, the second one is not sharded.
+        """
+        return tuple(range(ndim))
+
 
 class Optimizer(Protocol):
     """An optimizer without state of its own. One that travels to ranks inside the file of a program must be a dataclass."""
@@ -71,9 +79,9 @@ class Optimizer(Protocol):
     def slots(self) -> tuple[str, ...]:
         """The names of the tensors that are kept for each parameter, such as `("m", "v")`; `()` for none.
 
-        They are read when a step is compiled and when a state is made. Each slot of a parameter has the shape and dtype of the
-        parameter, is sharded by the strategy's table for optimizer state, starts at zero, and is called `opt.<slot>.<path>` in
-        checkpoints.
+        They are read when a step is compiled and when a state is made. Each slot of a parameter has its dtype, and its shape
+        unless the rule says other dims (`LeafRule.slot_dims`). It is sharded by the strategy's table for optimizer state, starts
+        at zero, and is called `opt.<slot>.<path>` in checkpoints.
         """
 
     @abstractmethod
@@ -121,6 +129,10 @@ class Optimizer(Protocol):
         of `slots`; the other ones are not kept for the parameter.
         """
         return self
+
+    def slot_dims(self, slot: str, ndim: int) -> tuple[int, ...]:
+        """The dims of a slot where the optimizer itself is the rule, as in LeafRule: by default those of the parameter."""
+        return tuple(range(ndim))
 
     def init(self, params: Tree, *, axes: Tree | None = None) -> OptState:
         """State before the first update: step 0 and zeros like `params`, which are float32 or float64 (else DtypeError).
@@ -174,6 +186,22 @@ def leaf_rule(optimizer: Optimizer, path: str, axes: Axes) -> LeafRule:
             "The slots of a rule are some of the optimizer's, in the same order: add them to `slots` of the optimizer."
         )
     return rule
+
+
+def slot_dims(rule: LeafRule, slot: str, ndim: int) -> tuple[int, ...]:
+    """The dims of a slot of a parameter with `ndim` dims, as dims of the parameter; without `slot_dims` those of the parameter.
+
+    Raises ConfigError if the rule names a dim that the parameter does not have.
+    """
+    if not hasattr(rule, "slot_dims"):
+        return tuple(range(ndim))
+    dims = rule.slot_dims(slot, ndim)
+    if not isinstance(dims, tuple) or not all(isinstance(dim, int) and 0 <= dim < ndim for dim in dims):
+        raise ConfigError(
+            f"slot_dims of {rule!r} for slot {slot!r} is {dims!r}, which are not dims of a parameter with {ndim}.\n"
+            "Return a tuple of dims of the parameter, counted from 0, such as (0, 0) for a square of its first dim."
+        )
+    return dims
 
 
 def check_result(optimizer: Optimizer, path: str, old: tuple[Tensor, ...], *result: object) -> None:
@@ -291,12 +319,16 @@ def _rules(optimizer: Optimizer, params: Tree, axes: Tree | None) -> dict[str, L
 
 
 def _zeros_like(params: T, slot: str, rules: Mapping[str, LeafRule]) -> T:
-    """Zeros like every parameter whose rule has this slot; no elements for the others."""
+    """Zeros for every parameter whose rule has this slot; no elements for the others."""
     leaves = [
-        torch.zeros_like(leaf, memory_format=torch.contiguous_format) if slot in rules[path].slots else leaf.new_zeros(0)
+        leaf.new_zeros(_slot_shape(leaf, slot, rules[path])) if slot in rules[path].slots else leaf.new_zeros(0)
         for path, leaf in tree.leaves_with_path(params)
     ]
     return tree.unflatten(tree.flatten(params)[1], leaves)
+
+
+def _slot_shape(param: Tensor, slot: str, rule: LeafRule) -> tuple[int, ...]:
+    return tuple(param.shape[dim] for dim in slot_dims(rule, slot, param.ndim))
 
 
 def _step_zero(params: Tree) -> Tensor:
@@ -306,9 +338,10 @@ def _step_zero(params: Tree) -> Tensor:
 
 
 def _check_trees(name: str, params: Tree, others: Mapping[str, Tree], rules: Mapping[str, LeafRule]) -> None:
-    """Raise ShapeError, listing all disagreements, unless every one of `others` has the paths and shapes of `params`. Where the
-    rule of a parameter does not have a slot, its leaf may have any shape."""
-    expected = {path: tuple(leaf.shape) for path, leaf in tree.leaves_with_path(params)}
+    """Raise ShapeError, listing all disagreements, unless every one of `others` has the paths of `params`, `grads` their shapes,
+    and slots the shapes that the rules say. Where the rule of a parameter does not have a slot, its leaf may have any shape."""
+    leaves = dict(tree.leaves_with_path(params))
+    expected = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     problems = []
     for label, other in others.items():
         actual = {path: tuple(leaf.shape) for path, leaf in tree.leaves_with_path(other)}
@@ -317,7 +350,12 @@ def _check_trees(name: str, params: Tree, others: Mapping[str, Tree], rules: Map
         problems += [
             f"{label} {path} has shape {actual[path]}, the parameter {shape}"
             for path, shape in expected.items()
-            if path in actual and actual[path] != shape and (label == "grads" or label in rules[path].slots)
+            if path in actual and label == "grads" and actual[path] != shape
+        ]
+        problems += [
+            f"{label} {path} has shape {actual[path]}, its rule says {shape}"
+            for path, leaf in leaves.items()
+            if path in actual and label in rules[path].slots and actual[path] != (shape := _slot_shape(leaf, label, rules[path]))
         ]
     if problems:
         raise ShapeError(f"{name}.update: trees do not fit the parameters:\n  " + "\n  ".join(problems))

@@ -171,6 +171,7 @@ LAZY = {
     "mpar/models/traced/__init__.py": "public names, so that a declared model loads no tracer",
     "mpar/models/traced/_skeleton.py": "transformers, where it is installed",
     "mpar/kernels/_catalogue.py": "a kernel when it is launched: a laptop without Triton reads the catalogue",
+    "mpar/plug_ins.py": "modules of the user's own, which a command names",
     "mpar/optim/__init__.py": "public names, so that a learning rate is checked before torch is loaded",
     "mpar/schedules/__init__.py": "public names, so that a rank loads no search",
     "mpar/torch_private.py": "private names of torch, of which a rank needs few",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mpar.optim._norm import clip_factor, global_norm
     from mpar.optim._settings import WeightDecayMask
     from mpar.optim._sgd import SGD
+    from mpar.optim._soap import SOAP, SoapMatrix
     from mpar.optimizer import LeafRule, Optimizer, OptState, check_optimizer
 
 _HOME = {
@@ -31,6 +32,8 @@ _HOME = {
     "OptState": "mpar.optimizer",
     "Optimizer": "mpar.optimizer",
     "SGD": "mpar.optim._sgd",
+    "SOAP": "mpar.optim._soap",
+    "SoapMatrix": "mpar.optim._soap",
     "WSD": "mpar.optim._learning_rate",
     "WeightDecayMask": "mpar.optim._settings",
     "check_optimizer": "mpar.optimizer",
@@ -42,6 +45,7 @@ _HOME = {
 __all__ = [
     "CLASSES",
     "SGD",
+    "SOAP",
     "WSD",
     "AdamW",
     "Constant",
@@ -54,6 +58,7 @@ __all__ = [
     "MuonMatrix",
     "OptState",
     "Optimizer",
+    "SoapMatrix",
     "WeightDecayMask",
     "check_optimizer",
     "clip_factor",

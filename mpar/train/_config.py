@@ -235,7 +235,7 @@ class ScheduleConfig:
 class OptimizerConfig:
     """The update and the learning rate."""
 
-    kind: Literal["adamw", "sgd", "lion", "muon"] | None = key("the rule of the update; null: that of `plugin`")
+    kind: Literal["adamw", "sgd", "lion", "muon", "soap"] | None = key("the rule of the update; null: that of `plugin`")
     lr: float = key("peak learning rate", at_least=0)
     lr_decay: Literal["constant", "linear", "cosine", "wsd"] = key("how the rate falls after warm-up", default="cosine")
     warmup_steps: int | None = key("first steps in which the rate rises; null: by warmup_ratio", default=None, at_least=0)
@@ -248,18 +248,19 @@ class OptimizerConfig:
         "wsd: the share of all steps, at the end, in which the rate falls", default=None, above=0, at_most=1
     )
     betas: tuple[float, float] = key(
-        "adamw, and muon where it is not for matrices: decay of the two moments; lion: those of its step and its momentum",
+        "adamw and soap, and muon where it is not for matrices: decay of the two moments; lion: of its step and its momentum",
         default=(0.9, 0.95),
         at_least=0,
         below=1,
     )
-    eps: float = key("adamw and muon: added to the root of the second moment", default=1e-8, above=0)
+    eps: float = key("adamw, muon and soap: added to the root of the second moment", default=1e-8, above=0)
     momentum: float = key("sgd and muon: momentum", default=0.0, at_least=0, below=1)
     nesterov: bool = key("muon: the step looks ahead along the momentum", default=True)
     num_rounds: int = key("muon: rounds of Newton-Schulz", default=5, at_least=1)
     adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "muon: the rate of a matrix, so that a rate for adamw fits; or times sqrt(max(1, out / in))", default="match_rms_adamw"
     )
+    precondition_frequency: int = key("soap: steps from one computation of eigenvectors to the next", default=10, at_least=1)
     weight_decay: float = key("decoupled weight decay", default=0.1, at_least=0)
     clip_norm: float | None = key("larger gradients are scaled to this global norm; null: no clipping", default=1.0, above=0)
     plugin: str | None = key("module:function that makes the optimizer; `optimizer=module:function` sets it", default=None)

@@ -14,7 +14,7 @@ from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
 from mpar.models import ModelOptions, Trainable
-from mpar.optim import SGD, AdamW, Lion, Muon, Optimizer, check_optimizer
+from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
 from mpar.strategy import Strategy, preset
 from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TrainConfig
@@ -207,6 +207,15 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:
             num_rounds=config.num_rounds,
             betas=config.betas,
             eps=config.eps,
+            clip_norm=config.clip_norm,
+        )
+    if config.kind == "soap":
+        return SOAP(
+            lr=rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            precondition_frequency=config.precondition_frequency,
             clip_norm=config.clip_norm,
         )
     return AdamW(lr=rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, clip_norm=config.clip_norm)

@@ -92,8 +92,9 @@ def _update_code(
     scalars = [*[torch.empty((), dtype=torch.float64, device="meta")] * 3, torch.empty((), dtype=torch.bool, device="meta")]
     given = [value for value, _ in rules.values()]
     values = writer.values
-    slot_leaves = {slot: [leaves[i] for i in indices] for slot, indices in holders.items()}
-    slot_specs = [unit.opt[i] for indices in holders.values() for i in indices]
+    stored = {slot: [unit.slot(optimizer, slot, i) for i in indices] for slot, indices in holders.items()}
+    slot_leaves = {slot: [leaf for leaf, _ in of_slot] for slot, of_slot in stored.items()}
+    slot_specs = [spec for of_slot in stored.values() for _, spec in of_slot]
     specs = [*unit.storage, *values.specs(grads), *slot_specs, *[P()] * len(scalars), *values.specs(given)]
     mask = "".join("-d"[decay] for decay in decays)
     name = f"update {unit.path.split('.')[0]}" + (f" [{mask}]" if len(set(decays)) > 1 or not all(decays) else "")
