@@ -76,10 +76,11 @@ def _sharding(*, dims: int, every: int) -> ShardingRule:
 
 
 eigenbasis_p.def_batching_leading()
+eigenbasis_p.asks_host = True  # for the number of the step
 
 
 @eigenbasis_p.def_cost
 def _cost(matrix, basis, step, *, dims, every):
     """The mean over steps: most of them copy the basis, one of `every` multiplies and factorises (QR with Q: 8/3 n^3)."""
     num, n = _sizes(matrix, dims)
-    return Cost(flops=num * (2 + 8 / 3) * n**3 / every, bytes=2 * basis.nbytes, workspace=3 * basis.nbytes)
+    return Cost(flops=round(num * (2 + 8 / 3) * n**3 / every), bytes=2 * basis.nbytes, workspace=3 * basis.nbytes)
