@@ -28,8 +28,19 @@ from mpar import tree
 from mpar.chain import Axes
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.tree import Tree
+from mpar.user_code import user_code
 
-__all__ = ["LeafRule", "OptState", "Optimizer", "check_optimizer", "check_result", "leaf_rule", "slot_dims"]
+__all__ = [
+    "LeafRule",
+    "OptState",
+    "Optimizer",
+    "check_optimizer",
+    "decays",
+    "gradient_factor",
+    "leaf_rule",
+    "slot_dims",
+    "updated",
+]
 
 T = TypeVar("T")
 """The class of a tree of parameters; gradients and new parameters come in trees of the same class."""
@@ -163,7 +174,8 @@ class Optimizer(Protocol):
         for i, ((path, param), grad) in enumerate(zip(tree.leaves_with_path(params), tree.leaves(grads), strict=True)):
             rule = rules[path]
             slots = tuple(columns[slot][i] for slot in rule.slots)
-            new_param, new_slots = rule.update_leaf(param, grad, slots, lr, step, factor, decays=self.decays(path, param))
+            old, kept = (param, *slots), decays(self, path, param)
+            new_param, new_slots = updated(self, rule, path, old, grad, lr, step, factor, decays=kept)
             new_params.append(new_param)
             for slot, new in zip(rule.slots, new_slots, strict=True):
                 columns[slot][i] = new
@@ -175,11 +187,17 @@ class Optimizer(Protocol):
 def leaf_rule(optimizer: Optimizer, path: str, axes: Axes) -> LeafRule:
     """The rule of `optimizer` for one parameter; an object that does not say `leaf_rule` has one rule for all, itself.
 
-    Raises ConfigError if the rule has slots that the optimizer does not have, or in another order.
+    Raises ConfigError if it is no rule, or has slots that the optimizer does not have, or in another order.
     """
     if not hasattr(optimizer, "leaf_rule"):
         return optimizer
-    rule = optimizer.leaf_rule(path, axes)
+    with user_code(f"leaf_rule of {type(optimizer).__name__}, for parameter {path!r},"):
+        rule = optimizer.leaf_rule(path, axes)
+    if not callable(getattr(rule, "update_leaf", None)) or not isinstance(getattr(rule, "slots", None), tuple):
+        raise ConfigError(
+            f"leaf_rule of {type(optimizer).__name__}, for parameter {path!r}, returned {rule!r}, which is no rule.\n"
+            "Return an object with `slots`, a tuple of names, and `update_leaf`: the optimizer itself, or one for this parameter."
+        )
     if list(rule.slots) != [slot for slot in optimizer.slots if slot in rule.slots]:
         raise ConfigError(
             f"the rule of {optimizer!r} for parameter {path!r} has the slots {rule.slots}; the optimizer has {optimizer.slots}.\n"
@@ -204,13 +222,55 @@ def slot_dims(rule: LeafRule, slot: str, ndim: int) -> tuple[int, ...]:
     return dims
 
 
-def check_result(optimizer: Optimizer, path: str, old: tuple[Tensor, ...], *result: object) -> None:
-    """Raise ConfigError unless `result`, of `update_leaf`, is a new parameter and new slots, shaped like those in `old`.
+def decays(optimizer: Optimizer, path: str, leaf: Tensor | Axes) -> bool:
+    """Whether weight decay applies to the parameter at `path`. Raises ConfigError if the optimizer does not say so."""
+    with user_code(f"decays of {type(optimizer).__name__}, for parameter {path!r},"):
+        answer = optimizer.decays(path, leaf)
+    if not isinstance(answer, bool):
+        raise ConfigError(
+            f"decays of {type(optimizer).__name__}, for parameter {path!r}, returned {answer!r}: return True or False.\n"
+            "`leaf` is the tuple of the names of the parameter's dims where a step is compiled, and its tensor in `update`."
+        )
+    return answer
 
-    old: the parameter at `path`, and its slots.
+
+def gradient_factor(optimizer: Optimizer, norm: Tensor) -> Tensor:
+    """The factor for all gradients, given their global norm, as a scalar. Raises ConfigError if the optimizer gives another."""
+    call = f"scale of {type(optimizer).__name__}"
+    with user_code(call):
+        factor = optimizer.scale(norm)
+    if not isinstance(factor, Tensor) or factor.ndim or not factor.is_floating_point():
+        shown = factor if isinstance(factor, (int, float)) else _look(factor)
+        raise ConfigError(
+            f"{call} returned {shown}: it must be a floating-point tensor without dims.\n"
+            "Compute it from `norm`: torch.ones_like(norm) where nothing is clipped."
+        )
+    return factor
+
+
+def updated(
+    optimizer: Optimizer, rule: LeafRule, path: str, old: tuple[Tensor, ...], grad: Tensor, *scalars: Tensor, decays: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`(new param, new slots)` of `rule.update_leaf`.
+
+    old: the parameter at `path` and its slots. scalars: lr, step, scale.
+    Raises ConfigError unless they are shaped like the old ones, TraceError for what the rule raises.
     """
     call = f"update_leaf of {type(optimizer).__name__}, for parameter {path!r} {tuple(old[0].shape)}"
-    new_param, new_slots = result
+    lr, step, scale = scalars
+    with user_code(f"{call},"):
+        result = rule.update_leaf(old[0], grad, old[1:], lr, step, scale, decays=decays)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigError(
+            f"{call}: it returned {_look(result)}, not a pair.\n"
+            "Return `(new param, new slots)`, with a tuple of one new tensor for each slot, in the order of `slots`."
+        )
+    _check_result(call, old, *result)
+    return result[0], tuple(result[1])
+
+
+def _check_result(call: str, old: tuple[Tensor, ...], new_param: object, new_slots: object) -> None:
+    """Raise ConfigError unless the new parameter and slots are shaped like those in `old`."""
     if not isinstance(new_param, Tensor) or not isinstance(new_slots, (tuple, list)) or len(new_slots) != len(old) - 1:
         number = len(new_slots) if isinstance(new_slots, (tuple, list)) else type(new_slots).__name__
         raise ConfigError(
@@ -233,6 +293,8 @@ def check_result(optimizer: Optimizer, path: str, old: tuple[Tensor, ...], *resu
 
 
 def _look(x: object) -> str:
+    if x is None:
+        return "nothing"
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
@@ -253,12 +315,20 @@ def check_optimizer(optimizer: object) -> None:
         problems = [f"it is a class; pass an optimizer, such as {optimizer.__name__}(...)"]
     else:
         problems = [*_slot_problems(optimizer), *(line for name in _METHODS for line in _method_problems(optimizer, name))]
+        problems = problems or _rate_problems(optimizer)
     if problems:
         raise ConfigError(
             f"cannot compile a step with the optimizer {optimizer!r}:\n  "
             + "\n  ".join(problems)
             + "\nmpar.optim.Optimizer says what each must be; a subclass of it has init and update already."
         )
+
+
+def _rate_problems(optimizer: object) -> list[str]:
+    with user_code(f"rate of {type(optimizer).__name__}, for step 1,"):
+        rate = optimizer.rate(1)  # type: ignore[attr-defined]
+    is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+    return [] if is_number else [f"its `rate(1)` is {rate!r}, which is not a number: {_METHODS['rate']}"]
 
 
 _ABSENT = object()

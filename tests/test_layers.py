@@ -37,6 +37,7 @@ VALUES = (
     "testing",
     "torch_private",
     "typed_values",
+    "user_code",
 )
 BELOW = {name: set(VALUES) for name in VALUES}
 """By room, the rooms that it may import besides itself. A facade, such as `program`, is imported by nobody below it."""

@@ -132,7 +132,8 @@ class SOAP(Optimizer):
         sides = matrix_sides(path, axes)
         if len(sides) != 2:
             return AdamW(self.lr, self.betas, self.eps, self.weight_decay, self.decay, self.clip_norm)
-        return SoapMatrix(*sides, self.betas, self.eps, self.weight_decay, self.precondition_frequency)
+        rows, columns = sides
+        return SoapMatrix(rows, columns, self.betas, self.eps, self.weight_decay, self.precondition_frequency)
 
     def update_leaf(
         self, param: Tensor, grad: Tensor, slots: tuple[Tensor, ...], lr: Tensor, step: Tensor, scale: Tensor, *, decays: bool
