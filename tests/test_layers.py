@@ -27,6 +27,7 @@ VALUES = (
     "preset_names",
     "shards",
     "chain",
+    "check_optimizer",
     "collectives",
     "conf_dir",
     "exit_codes",

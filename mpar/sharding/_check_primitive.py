@@ -69,7 +69,7 @@ def check_primitive(
     Raises ConfigError for a primitive that lacks rules or contradicts itself; ShardingError, which names the primitive, how it
     was sharded, the mesh and the first result that differs.
     """
-    check_declared(primitive, operands, params)
+    check_declared(primitive, None if within else operands, params)
     if sum(result.type.kind() == "ListType" for result in primitive.op._schema.returns) > 1:
         raise ShardingError(f"cannot check primitive {primitive.name!r}: ops with several lists of results are not sharded")
     logical = trace(within or (lambda *given: primitive.op(*given, **params)), operands, canonical=within is not None)

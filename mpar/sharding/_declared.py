@@ -13,13 +13,18 @@ from mpar.user_code import user_code
 __all__ = ["check_declared"]
 
 
-def check_declared(primitive: Primitive, operands: Sequence[Operand], params: Mapping[str, Static]) -> None:
+def check_declared(primitive: Primitive, operands: Sequence[Operand] | None, params: Mapping[str, Static]) -> None:
     """Raise ConfigError, with all problems, unless the primitive has the rules that a check needs, takes these operands, and its
-    implementation returns what its abstract rule says."""
+    implementation returns what its abstract rule says.
+
+    operands: None if they are those of a function around the primitive: then only its rules are looked for.
+    """
     if not isinstance(primitive, Primitive):
         raise ConfigError(f"cannot check {primitive!r}: pass the object that Primitive(...) made, such as squared_relu_p")
-    problems = [*_missing(primitive), *_operand_problems(primitive, operands, params)]
-    if not problems:
+    problems = [*_missing(primitive)]
+    if operands is not None:
+        problems += _operand_problems(primitive, operands, params)
+    if operands is not None and not problems:
         found = (_rank_problems, _result_problems, _cost_problems)
         problems = [line for problems_of in found for line in problems_of(primitive, operands, params)]
     if problems:
@@ -39,8 +44,9 @@ def _missing(primitive: Primitive) -> Iterator[str]:
 def _operand_problems(primitive: Primitive, operands: Sequence[Operand], params: Mapping[str, Static]) -> Iterator[str]:
     if len(operands) != len(primitive.operands):
         yield f"{len(operands)} operands are given, it takes {len(primitive.operands)}: {', '.join(primitive.operands)}"
-    if set(params) != set(primitive.params):
-        yield f"the parameters {sorted(params)} are given, it takes {sorted(primitive.params)}"
+    unknown = sorted(set(params) - set(primitive.params))
+    if unknown:
+        yield f"the parameters {unknown} are given, it takes {sorted(primitive.params)}"
 
 
 def _rank_problems(primitive: Primitive, operands: Sequence[Operand], params: Mapping[str, Static]) -> Iterator[str]:

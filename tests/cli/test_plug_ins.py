@@ -21,16 +21,17 @@ from dataclasses import dataclass, replace
 
 from mpar import models, optim
 from mpar.models import Model
+from mpar.models.architectures import LLAMA
 from mpar.schedules import Action, actions
 from {name}_helper import HIDDEN
 
 
 def build(layers: int, *, tied: bool = True) -> Model:
     return models.from_config({{
-        "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": layers,
+        "model_type": "own_llama", "hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": layers,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings": 128,
         "tie_word_embeddings": tied,
-    }})
+    }}, architectures={{"own_llama": replace(LLAMA, name="own_llama")}})
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ def test_caches_notice_changes(own, tmp_path):
 
 @pytest.mark.gloo
 def test_a_sweep_trains_and_goes_on(own, tmp_path):
-    """Jobs of a sweep find the module, ranks too; a plug-in that is a built-in optimizer has its numbers; a run goes on, and
-    one whose module is gone says so.
+    """Jobs of a sweep find the module, ranks too; a plug-in that is a built-in optimizer has its numbers; a run goes on, and its
+    model, of a type that only the module declares, answers. Without the module that is refused.
     """
     words = [
         f"model={own}:build",
@@ -126,6 +127,8 @@ def test_a_sweep_trains_and_goes_on(own, tmp_path):
     more = run_mpar(["train", *again, "steps=4", "run_dir=sweep/0"], tmp_path)
     assert more.returncode == 0 and "goes on from sweep/0/checkpoints/step_00000003" in more.stderr, more.stderr
     assert json.loads((tmp_path / "sweep" / "0" / "hf" / "config.json").read_text())["hidden_size"] == 32
+    said = run_mpar(["generate", "path=sweep/0", "prompt=hello", "max_new_tokens=2"], tmp_path)
+    assert said.returncode == 0, said.stderr
     (tmp_path / f"{own}.py").rename(tmp_path / "elsewhere.py")
     lost = run_mpar(["export", "run_dir=sweep/0", "out=exported"], tmp_path)
     assert lost.returncode != 0 and f"model={own}:build: there is no module '{own}'" in lost.stderr and len(lost.stderr) < 600

@@ -184,7 +184,7 @@ def test_slots_of_a_program():
 
 def test_a_rule_with_a_slot_that_the_optimizer_lacks():
     """It is refused when the step is compiled, and the message says where to add it."""
-    wrong = type("Wrong", (Lion,), {"leaf_rule": lambda self, path, axes: SimpleNamespace(slots=("extra",))})
+    wrong = type("Wrong", (Lion,), {"leaf_rule": lambda self, path, axes: SimpleNamespace(slots=("extra",), update_leaf=print)})
     with pytest.raises(ConfigError, match=r"has the slots \('extra',\); the optimizer has \('m',\).\nThe slots of a rule"):
         mpar.compile_step(models.from_config(CONFIG), wrong(0.1), mpar.Mesh(), "ddp", (4, 16))
 
