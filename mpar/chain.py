@@ -6,15 +6,16 @@ and are compiled once.
 
 import difflib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 
 from mpar import tree
-from mpar.errors import ConfigError
+from mpar.errors import ConfigError, brief
 from mpar.tree import Tree
+from mpar.user_code import user_code
 
 __all__ = ["CONTEXT_OF_PAST", "Axes", "Carry", "Chain", "Segment", "Update", "check_chain", "is_axes", "of_past"]
 
@@ -153,11 +154,25 @@ def check_chain(chain: Chain) -> None:
 
     Its functions are not traced here: what only that shows, such as the leaves that a segment returns, is checked at compilation.
     """
-    problems = [f"it lacks `{name}`: {_meaning(name)}" for name in _MEMBERS if not hasattr(chain, name)]
+    with user_code(f"making the members of {type(chain).__name__}"):
+        problems = [f"it lacks `{name}`: {_meaning(name)}" for name in _MEMBERS if not hasattr(chain, name)]
+    problems = problems or [*_member_problems(chain)]
     if not problems:
         problems = [*_axes_problems(chain), *_segment_problems(chain)]
     if problems:
         raise ConfigError(f"cannot compile {type(chain).__name__} as a chain of segments:\n  " + "\n  ".join(problems))
+
+
+def _member_problems(chain: Chain) -> Iterator[str]:
+    """Members of other types than they must be."""
+    segments, batch_axes = chain.segments, chain.batch_axes
+    if not isinstance(segments, (tuple, list)) or not segments or not all(isinstance(item, Segment) for item in segments):
+        yield f"`segments` is {brief(segments)}: it must be a tuple of mpar.chain.Segment"
+    if not isinstance(batch_axes, Mapping):
+        yield f"`batch_axes` is {brief(batch_axes)}: it must be a dict from batch keys to the names of their dims"
+    wrong = [path for path, leaf in tree.leaves_with_path(chain.abstract_params) if not isinstance(leaf, Tensor)]
+    if wrong:
+        yield f"`abstract_params` has no tensors at {', '.join(wrong[:4])}: use torch.empty(shape, device='meta')"
 
 
 def _meaning(name: str) -> str:

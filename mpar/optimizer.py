@@ -16,7 +16,6 @@ To write one, subclass `Optimizer` and define five members, or pass any object t
 with the shards that its rank stores.
 """
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Protocol, TypeVar
@@ -28,8 +27,18 @@ from mpar import tree
 from mpar.chain import Axes
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.tree import Tree
+from mpar.user_code import user_code
 
-__all__ = ["LeafRule", "OptState", "Optimizer", "check_optimizer", "check_result", "leaf_rule"]
+__all__ = [
+    "LeafRule",
+    "OptState",
+    "Optimizer",
+    "decays",
+    "gradient_factor",
+    "leaf_rule",
+    "slot_dims",
+    "updated",
+]
 
 T = TypeVar("T")
 """The class of a tree of parameters; gradients and new parameters come in trees of the same class."""
@@ -40,8 +49,8 @@ class OptState:
     """State of an optimizer.
 
     step:   int64 scalar: the number of updates made so far.
-    slots:  slot name -> a tree like the parameters, every leaf shaped like its parameter; a parameter whose rule has no such
-            slot has a leaf without elements there.
+    slots:  slot name -> a tree like the parameters, every leaf with the dims that the rule of the parameter says, which are those
+            of the parameter unless it says others; a parameter whose rule has no such slot has a leaf without elements there.
     """
 
     step: Tensor
@@ -62,6 +71,14 @@ class LeafRule(Protocol):
         """`(new param, new slots)` after one update, as in Optimizer."""
         ...
 
+    def slot_dims(self, slot: str, ndim: int) -> tuple[int, ...]:
+        """The dims of a slot of a parameter with `ndim` dims, as dims of the parameter: `(0, 0)` is a square of its first dim.
+
+        The default is `(0, 1, ..., ndim - 1)`: the shape of the parameter. A slot is stored like the parameter, sharded along the
+        same axes; where it has a dim of the parameter twice, the second one is not sharded.
+        """
+        return tuple(range(ndim))
+
 
 class Optimizer(Protocol):
     """An optimizer without state of its own. One that travels to ranks inside the file of a program must be a dataclass."""
@@ -71,9 +88,9 @@ class Optimizer(Protocol):
     def slots(self) -> tuple[str, ...]:
         """The names of the tensors that are kept for each parameter, such as `("m", "v")`; `()` for none.
 
-        They are read when a step is compiled and when a state is made. Each slot of a parameter has the shape and dtype of the
-        parameter, is sharded by the strategy's table for optimizer state, starts at zero, and is called `opt.<slot>.<path>` in
-        checkpoints.
+        They are read when a step is compiled and when a state is made. Each slot of a parameter has its dtype, and its shape
+        unless the rule says other dims (`LeafRule.slot_dims`). It is sharded by the strategy's table for optimizer state, starts
+        at zero, and is called `opt.<slot>.<path>` in checkpoints.
         """
 
     @abstractmethod
@@ -122,6 +139,10 @@ class Optimizer(Protocol):
         """
         return self
 
+    def slot_dims(self, slot: str, ndim: int) -> tuple[int, ...]:
+        """The dims of a slot where the optimizer itself is the rule, as in LeafRule: by default those of the parameter."""
+        return tuple(range(ndim))
+
     def init(self, params: Tree, *, axes: Tree | None = None) -> OptState:
         """State before the first update: step 0 and zeros like `params`, which are float32 or float64 (else DtypeError).
 
@@ -151,7 +172,8 @@ class Optimizer(Protocol):
         for i, ((path, param), grad) in enumerate(zip(tree.leaves_with_path(params), tree.leaves(grads), strict=True)):
             rule = rules[path]
             slots = tuple(columns[slot][i] for slot in rule.slots)
-            new_param, new_slots = rule.update_leaf(param, grad, slots, lr, step, factor, decays=self.decays(path, param))
+            old, kept = (param, *slots), decays(self, path, param)
+            new_param, new_slots = updated(self, rule, path, old, grad, lr, step, factor, decays=kept)
             new_params.append(new_param)
             for slot, new in zip(rule.slots, new_slots, strict=True):
                 columns[slot][i] = new
@@ -163,11 +185,17 @@ class Optimizer(Protocol):
 def leaf_rule(optimizer: Optimizer, path: str, axes: Axes) -> LeafRule:
     """The rule of `optimizer` for one parameter; an object that does not say `leaf_rule` has one rule for all, itself.
 
-    Raises ConfigError if the rule has slots that the optimizer does not have, or in another order.
+    Raises ConfigError if it is no rule, or has slots that the optimizer does not have, or in another order.
     """
     if not hasattr(optimizer, "leaf_rule"):
         return optimizer
-    rule = optimizer.leaf_rule(path, axes)
+    with user_code(f"leaf_rule of {type(optimizer).__name__}, for parameter {path!r},"):
+        rule = optimizer.leaf_rule(path, axes)
+    if not callable(getattr(rule, "update_leaf", None)) or not isinstance(getattr(rule, "slots", None), tuple):
+        raise ConfigError(
+            f"leaf_rule of {type(optimizer).__name__}, for parameter {path!r}, returned {rule!r}, which is no rule.\n"
+            "Return an object with `slots`, a tuple of names, and `update_leaf`: the optimizer itself, or one for this parameter."
+        )
     if list(rule.slots) != [slot for slot in optimizer.slots if slot in rule.slots]:
         raise ConfigError(
             f"the rule of {optimizer!r} for parameter {path!r} has the slots {rule.slots}; the optimizer has {optimizer.slots}.\n"
@@ -176,13 +204,71 @@ def leaf_rule(optimizer: Optimizer, path: str, axes: Axes) -> LeafRule:
     return rule
 
 
-def check_result(optimizer: Optimizer, path: str, old: tuple[Tensor, ...], *result: object) -> None:
-    """Raise ConfigError unless `result`, of `update_leaf`, is a new parameter and new slots, shaped like those in `old`.
+def slot_dims(rule: LeafRule, slot: str, ndim: int) -> tuple[int, ...]:
+    """The dims of a slot of a parameter with `ndim` dims, as dims of the parameter; without `slot_dims` those of the parameter.
 
-    old: the parameter at `path`, and its slots.
+    Raises ConfigError if the rule names a dim that the parameter does not have.
+    """
+    if not hasattr(rule, "slot_dims"):
+        return tuple(range(ndim))
+    dims = rule.slot_dims(slot, ndim)
+    if not isinstance(dims, tuple) or not all(isinstance(dim, int) and 0 <= dim < ndim for dim in dims):
+        raise ConfigError(
+            f"slot_dims of {rule!r} for slot {slot!r} is {dims!r}, which are not dims of a parameter with {ndim}.\n"
+            "Return a tuple of dims of the parameter, counted from 0, such as (0, 0) for a square of its first dim."
+        )
+    return dims
+
+
+def decays(optimizer: Optimizer, path: str, leaf: Tensor | Axes) -> bool:
+    """Whether weight decay applies to the parameter at `path`. Raises ConfigError if the optimizer does not say so."""
+    with user_code(f"decays of {type(optimizer).__name__}, for parameter {path!r},"):
+        answer = optimizer.decays(path, leaf)
+    if not isinstance(answer, bool):
+        raise ConfigError(
+            f"decays of {type(optimizer).__name__}, for parameter {path!r}, returned {answer!r}: return True or False.\n"
+            "`leaf` is the tuple of the names of the parameter's dims where a step is compiled, and its tensor in `update`."
+        )
+    return answer
+
+
+def gradient_factor(optimizer: Optimizer, norm: Tensor) -> Tensor:
+    """The factor for all gradients, given their global norm, as a scalar. Raises ConfigError if the optimizer gives another."""
+    call = f"scale of {type(optimizer).__name__}"
+    with user_code(call):
+        factor = optimizer.scale(norm)
+    if not isinstance(factor, Tensor) or factor.ndim or not factor.is_floating_point():
+        shown = factor if isinstance(factor, (int, float)) else _look(factor)
+        raise ConfigError(
+            f"{call} returned {shown}: it must be a floating-point tensor without dims.\n"
+            "Compute it from `norm`: torch.ones_like(norm) where nothing is clipped."
+        )
+    return factor
+
+
+def updated(
+    optimizer: Optimizer, rule: LeafRule, path: str, old: tuple[Tensor, ...], grad: Tensor, *scalars: Tensor, decays: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`(new param, new slots)` of `rule.update_leaf`.
+
+    old: the parameter at `path` and its slots. scalars: lr, step, scale.
+    Raises ConfigError unless they are shaped like the old ones, TraceError for what the rule raises.
     """
     call = f"update_leaf of {type(optimizer).__name__}, for parameter {path!r} {tuple(old[0].shape)}"
-    new_param, new_slots = result
+    lr, step, scale = scalars
+    with user_code(f"{call},"):
+        result = rule.update_leaf(old[0], grad, old[1:], lr, step, scale, decays=decays)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigError(
+            f"{call}: it returned {_look(result)}, not a pair.\n"
+            "Return `(new param, new slots)`, with a tuple of one new tensor for each slot, in the order of `slots`."
+        )
+    _check_result(call, old, *result)
+    return result[0], tuple(result[1])
+
+
+def _check_result(call: str, old: tuple[Tensor, ...], new_param: object, new_slots: object) -> None:
+    """Raise ConfigError unless the new parameter and slots are shaped like those in `old`."""
     if not isinstance(new_param, Tensor) or not isinstance(new_slots, (tuple, list)) or len(new_slots) != len(old) - 1:
         number = len(new_slots) if isinstance(new_slots, (tuple, list)) else type(new_slots).__name__
         raise ConfigError(
@@ -205,67 +291,9 @@ def check_result(optimizer: Optimizer, path: str, old: tuple[Tensor, ...], *resu
 
 
 def _look(x: object) -> str:
+    if x is None:
+        return "nothing"
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-
-
-_METHODS = {
-    "init": "init(params) -> the state before the first update, zeros",
-    "update": "update(grads, state, params, *, scale) -> (new params, new state), for whole trees",
-    "update_leaf": "update_leaf(param, grad, slots, lr, step, scale, *, decays) -> (new param, new slots), for one parameter",
-    "decays": "decays(path, leaf) -> whether weight decay applies to a parameter",
-    "rate": "rate(step) -> the learning rate of an update, counted from 1",
-    "scale": "scale(norm) -> the factor for all gradients, given their global norm",
-}
-"""How each method of an Optimizer is called, for messages."""
-
-
-def check_optimizer(optimizer: object) -> None:
-    """Raise ConfigError, listing every member that is missing or wrong, unless `optimizer` is an Optimizer."""
-    if isinstance(optimizer, type):
-        problems = [f"it is a class; pass an optimizer, such as {optimizer.__name__}(...)"]
-    else:
-        problems = [*_slot_problems(optimizer), *(line for name in _METHODS for line in _method_problems(optimizer, name))]
-    if problems:
-        raise ConfigError(
-            f"cannot compile a step with the optimizer {optimizer!r}:\n  "
-            + "\n  ".join(problems)
-            + "\nmpar.optim.Optimizer says what each must be; a subclass of it has init and update already."
-        )
-
-
-_ABSENT = object()
-
-
-def _slot_problems(optimizer: object) -> list[str]:
-    slots = getattr(optimizer, "slots", _ABSENT)
-    meaning = 'the names of the tensors that are kept for each parameter, such as ("m", "v"), or ()'
-    if slots is _ABSENT:
-        return [f"it lacks `slots`: {meaning}"]
-    if not isinstance(slots, tuple) or not all(isinstance(name, str) and name and "." not in name for name in slots):
-        return [f"its `slots` is {slots!r}, which is not a tuple of names without dots: {meaning}"]
-    repeated = sorted({name for name in slots if slots.count(name) > 1})
-    return [f"its `slots` has {repeated} more than once"] if repeated else []
-
-
-def _method_problems(optimizer: object, name: str) -> list[str]:
-    method = getattr(optimizer, name, _ABSENT)
-    if method is _ABSENT:
-        return [f"it lacks `{name}`: {_METHODS[name]}"]
-    if not callable(method):
-        return [f"its `{name}` is {method!r}, which cannot be called: {_METHODS[name]}"]
-    try:
-        signature, required = inspect.signature(method), inspect.signature(getattr(Optimizer, name))
-    except ValueError:  # functions written in C may have no signature
-        return []
-    arguments = [parameter for parameter in required.parameters.values() if parameter.name not in ("self", "axes")]
-    try:
-        signature.bind(
-            *(None for parameter in arguments if parameter.kind is not parameter.KEYWORD_ONLY),
-            **{parameter.name: None for parameter in arguments if parameter.kind is parameter.KEYWORD_ONLY},
-        )
-    except TypeError as error:
-        return [f"its `{name}{signature}` cannot be called as it is ({error}): {_METHODS[name]}"]
-    return []
 
 
 def _check_masters(name: str, params: Tree) -> None:
@@ -291,12 +319,16 @@ def _rules(optimizer: Optimizer, params: Tree, axes: Tree | None) -> dict[str, L
 
 
 def _zeros_like(params: T, slot: str, rules: Mapping[str, LeafRule]) -> T:
-    """Zeros like every parameter whose rule has this slot; no elements for the others."""
+    """Zeros for every parameter whose rule has this slot; no elements for the others."""
     leaves = [
-        torch.zeros_like(leaf, memory_format=torch.contiguous_format) if slot in rules[path].slots else leaf.new_zeros(0)
+        leaf.new_zeros(_slot_shape(leaf, slot, rules[path])) if slot in rules[path].slots else leaf.new_zeros(0)
         for path, leaf in tree.leaves_with_path(params)
     ]
     return tree.unflatten(tree.flatten(params)[1], leaves)
+
+
+def _slot_shape(param: Tensor, slot: str, rule: LeafRule) -> tuple[int, ...]:
+    return tuple(param.shape[dim] for dim in slot_dims(rule, slot, param.ndim))
 
 
 def _step_zero(params: Tree) -> Tensor:
@@ -306,9 +338,10 @@ def _step_zero(params: Tree) -> Tensor:
 
 
 def _check_trees(name: str, params: Tree, others: Mapping[str, Tree], rules: Mapping[str, LeafRule]) -> None:
-    """Raise ShapeError, listing all disagreements, unless every one of `others` has the paths and shapes of `params`. Where the
-    rule of a parameter does not have a slot, its leaf may have any shape."""
-    expected = {path: tuple(leaf.shape) for path, leaf in tree.leaves_with_path(params)}
+    """Raise ShapeError, listing all disagreements, unless every one of `others` has the paths of `params`, `grads` their shapes,
+    and slots the shapes that the rules say. Where the rule of a parameter does not have a slot, its leaf may have any shape."""
+    leaves = dict(tree.leaves_with_path(params))
+    expected = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     problems = []
     for label, other in others.items():
         actual = {path: tuple(leaf.shape) for path, leaf in tree.leaves_with_path(other)}
@@ -317,7 +350,12 @@ def _check_trees(name: str, params: Tree, others: Mapping[str, Tree], rules: Map
         problems += [
             f"{label} {path} has shape {actual[path]}, the parameter {shape}"
             for path, shape in expected.items()
-            if path in actual and actual[path] != shape and (label == "grads" or label in rules[path].slots)
+            if path in actual and label == "grads" and actual[path] != shape
+        ]
+        problems += [
+            f"{label} {path} has shape {actual[path]}, its rule says {shape}"
+            for path, leaf in leaves.items()
+            if path in actual and label in rules[path].slots and actual[path] != (shape := _slot_shape(leaf, label, rules[path]))
         ]
     if problems:
         raise ShapeError(f"{name}.update: trees do not fit the parameters:\n  " + "\n  ".join(problems))

@@ -89,6 +89,13 @@ class Strategy:
         if self.reduce not in (None, "each", "last"):
             raise UnknownNameError(f"strategy {self.name!r}: reduce is {self.reduce!r}; it is 'each', 'last' or None")
         tables = (self.param_storage, self.grad_storage, self.opt_storage)
+        rows = [(name, axes) for table in (self.compute, *tables) for name, axes in table.items()]
+        wrong = [f"{name!r}: {axes!r}" for name, axes in rows if not isinstance(axes, tuple) or len({*axes}) < len(axes)]
+        if wrong:
+            raise ShardingError(
+                f"strategy {self.name!r} has rows that are no tuples of different mesh axes: {', '.join(wrong)}.\n"
+                "A row with one axis is written with a comma, such as ('tp',)."
+            )
         unknown = sorted({name for table in tables for name in table} - set(self.compute))
         if unknown:
             raise UnknownNameError(

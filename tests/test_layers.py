@@ -27,9 +27,11 @@ VALUES = (
     "arrange",
     "precision",
     "plain_value",
+    "plug_ins",
     "preset_names",
     "shards",
     "chain",
+    "check_optimizer",
     "collectives",
     "conf_dir",
     "exit_codes",
@@ -39,6 +41,8 @@ VALUES = (
     "op_shape",
     "testing",
     "torch_private",
+    "typed_values",
+    "user_code",
 )
 BELOW = {name: set(VALUES) for name in VALUES}
 """By room, the rooms that it may import besides itself. A facade, such as `program`, is imported by nobody below it."""
@@ -174,6 +178,7 @@ LAZY = {
     "mpar/models/traced/__init__.py": "public names, so that a declared model loads no tracer",
     "mpar/models/traced/_skeleton.py": "transformers, where it is installed",
     "mpar/kernels/_catalogue.py": "a kernel when it is launched: a laptop without Triton reads the catalogue",
+    "mpar/plug_ins.py": "modules of the user's own, which a command names",
     "mpar/optim/__init__.py": "public names, so that a learning rate is checked before torch is loaded",
     "mpar/schedules/__init__.py": "public names, so that a rank loads no search",
     "mpar/torch_private.py": "private names of torch, of which a rank needs few",

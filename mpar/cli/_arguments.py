@@ -10,6 +10,7 @@ __all__ = ["CONFIG_DIR_HELP", "SWITCHES_HELP", "Arguments", "read_arguments"]
 
 CONFIG_DIR_HELP = (
     "--config-dir DIR: adds your files to mpar's: experiment=mine reads DIR/experiment/mine.yaml, model=mine DIR/model/mine.yaml."
+    "\nmodel=, optimizer=, task= and schedule= also take module:function, of a module of your own; other keys are its parameters."
 )
 SWITCHES_HELP = """--cfg job: prints the composed configuration. --version and --info: what is installed, and where.
 Texts (paths, data.system, prompt) are taken as they are, commas, quotes and equals signs included. `null` is no text, and quotes

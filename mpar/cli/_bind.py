@@ -2,21 +2,18 @@
 
 import dataclasses
 import difflib
-import math
-import sys
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from mpar.cli._elsewhere import aliases, key_elsewhere, not_there, value_elsewhere
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.train import outside
+from mpar.typed_values import converted, describe, options_of
 
 __all__ = [
     "Check",
     "TextKey",
     "bind",
-    "describe",
     "key_of_word",
     "known_keys",
     "listed",
@@ -28,7 +25,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_LARGEST = sys.float_info.max
 _MOST_LINES = 18  # of a message
 _LONGEST = 200  # characters of a value in a message
 
@@ -80,7 +76,7 @@ def open_keys(cls: type) -> list[str]:
     for name, hint in get_type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
             out += [f"{name}.{sub}" for sub in open_keys(hint)]  # type: ignore[arg-type]
-        elif any(get_origin(option) is dict for option in _options(hint)):
+        elif any(get_origin(option) is dict for option in options_of(hint)):
             out.append(name)
     return out
 
@@ -102,7 +98,7 @@ def text_keys(cls: type) -> dict[str, TextKey]:
     out: dict[str, TextKey] = {}
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        hint, options = hints[field.name], _options(hints[field.name])
+        hint, options = hints[field.name], options_of(hints[field.name])
         if dataclasses.is_dataclass(hint):
             out |= {f"{field.name}.{sub}": text for sub, text in text_keys(hint).items()}  # type: ignore[arg-type]
             if hasattr(hint, "key_of_word"):
@@ -149,11 +145,10 @@ def _convert(hint: Any, value: Any, path: str, found: _Found) -> Any:
     """`value` converted to the type `hint`. What is wrong with it is added to `found`."""
     if dataclasses.is_dataclass(hint):
         return _convert_group(hint, value, path, found)  # type: ignore[arg-type]
-    for option in _options(hint):
-        ok, converted = _try(option, value)
-        if ok:
-            return converted
-    words = [word for option in _options(hint) if get_origin(option) is Literal for word in get_args(option)]
+    ok, result = converted(hint, value)
+    if ok:
+        return result
+    words = [word for option in options_of(hint) if get_origin(option) is Literal for word in get_args(option)]
     near = f"; did you mean {nearest_value(path, value, words)}?" if words and isinstance(value, str) else ""
     found.wrong.append(f"{path}={_shown(value)}: must be {describe(hint)}{near}")
     return None
@@ -193,67 +188,3 @@ def _shown(value: object) -> str:
     """A value for a message, cut off if it is very long."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _try(hint: Any, value: Any) -> tuple[bool, Any]:
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return True, value
-    if hint in (type(None), None):
-        return value is None, None
-    if origin is Literal:
-        return value in args, value
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool), float(value) if _is_number(value) else math.nan
-    if hint is int:
-        is_whole = isinstance(value, float) and value.is_integer()
-        return (isinstance(value, int) and not isinstance(value, bool)) or is_whole, int(value) if _is_number(value) else None
-    if origin is tuple:
-        return _try_tuple(args, value)
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            return False, None
-        pairs = {key: _try(args[1], item) for key, item in value.items()}
-        return all(ok for ok, _ in pairs.values()), {key: item for key, (_, item) in pairs.items()}
-    return isinstance(value, hint), value
-
-
-def _try_tuple(args: tuple[Any, ...], value: Any) -> tuple[bool, Any]:
-    if not isinstance(value, (list, tuple)):
-        return False, None
-    hints = [args[0]] * len(value) if args[1:] == (Ellipsis,) else list(args)
-    if len(hints) != len(value):
-        return False, None
-    items = [_try(hint, item) for hint, item in zip(hints, value, strict=True)]
-    return all(ok for ok, _ in items), tuple(item for _, item in items)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and -_LARGEST <= value <= _LARGEST
-
-
-def describe(hint: object) -> str:
-    """The type `hint` in words."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(describe(arg) for arg in args)
-    if origin is Literal:
-        return " or ".join(str(arg) for arg in args)
-    if origin is tuple:
-        inner = f"{describe(args[0])}, ..." if args[1:] == (Ellipsis,) else ", ".join(describe(arg) for arg in args)
-        return f"[{inner}]"
-    if origin is dict:
-        return f"{{key: {describe(args[1])}}}"
-    names = {
-        type(None): "null",
-        str: "text",
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        Any: "a value",
-    }
-    return names.get(hint, str(hint))

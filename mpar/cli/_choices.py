@@ -7,7 +7,7 @@ from pathlib import Path
 from mpar.cli._bind import nearest_value
 from mpar.cli._named import NAMED, is_named
 from mpar.cli._own_conf import own_choices, packaged_choices
-from mpar.train import MESH_GRAMMAR, mesh_problem, nearest_mesh_name
+from mpar.train import MESH_GRAMMAR, PLUGGABLE, mesh_problem, nearest_mesh_name
 
 __all__ = ["Choices", "choices"]
 
@@ -24,6 +24,8 @@ class Choices:
 
     def refusal(self, group: str, name: str) -> str:
         """Why `group=name` cannot be composed, and the ways out."""
+        if group in PLUGGABLE and ":" in name:
+            return f"{name!r} is no plug-in: write module:function, such as {group}=my_module:build"
         if group != "mesh":
             near = nearest_value(group, name, self.shown[group])
             return f"there is no {group} {name!r}; did you mean {group}={near}? ({', '.join(self.shown[group])})"
@@ -31,8 +33,10 @@ class Choices:
         return f"there is no mesh {name!r}: {mesh_problem(name)}; did you mean mesh={near}? ({self.line('mesh')})"
 
     def line(self, group: str) -> str:
-        """All choices of a group in one line. For `mesh`, how its names are made, and the user's files."""
-        return "; ".join([MESH_GRAMMAR, *self._mesh_files()]) if group == "mesh" else " ".join(self.shown[group])
+        """All choices of a group in one line: files, or how names are made, and whether a plug-in may be named."""
+        if group == "mesh":
+            return "; ".join([MESH_GRAMMAR, *self._mesh_files()])
+        return " ".join([*self.shown[group], *(["or module:function"] if group in PLUGGABLE else [])])
 
     def _mesh_files(self) -> list[str]:
         return [name for name in self.shown["mesh"] if not is_named("mesh", name)]

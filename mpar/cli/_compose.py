@@ -22,7 +22,7 @@ from mpar.cli._own_conf import OwnSource
 from mpar.cli._written import cannot_read, quote_texts, without_dashes
 from mpar.conf_dir import conf_dir
 from mpar.errors import ConfigError, UnknownNameError
-from mpar.train import PlainConfig
+from mpar.train import PLUGGABLE, PlainConfig, with_options
 
 __all__ = ["check_overrides", "compose_config", "compose_plain", "hydra_ready", "plain_config"]
 
@@ -49,10 +49,10 @@ def compose_plain(name: str, cls: type, overrides: Sequence[str], user_dir: Path
 
 
 def plain_config(composed: DictConfig) -> PlainConfig:
-    """A configuration that Hydra composed as plain data, without the settings of Hydra."""
+    """A composed configuration as plain data: without the settings of Hydra, parameters of plug-ins in `options`."""
     plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items() if key != _HYDRA}
+    return with_options({str(key): value for key, value in plain.items() if key != _HYDRA})
 
 
 @contextmanager
@@ -99,14 +99,14 @@ def check_overrides(
     groups = known if name == "train" else Choices({})
     keys, dict_keys = known_keys(cls), open_keys(cls)
     overrides, problems = without_dashes(overrides, [*keys, *groups.shown])
-    checked = []
+    checked, plugged = [], _plugged(overrides, user_dir) if groups.shown else set()
     for argument in overrides if multirun else quote_texts(overrides, text_keys(cls)):
         try:
             (override,) = OverridesParser.create().parse_overrides([argument])
         except HydraException as error:
             problems.append(cannot_read(argument, str(error)))
             continue
-        found = list(_problems(override, groups, keys, dict_keys))
+        found = list(_problems(override, groups, keys, dict_keys)) if not _of_plug_in(override, plugged) else []
         if not found and not multirun and override.is_sweep_override():
             found = [f"{override.input_line}: several values are a sweep; write mpar train -m, or quotes around one text"]
         problems += found
@@ -114,6 +114,18 @@ def check_overrides(
     if problems:
         raise UnknownNameError(f"unknown arguments:{listed(problems)}")
     return checked
+
+
+def _plugged(overrides: Sequence[str], user_dir: Path | None) -> set[str]:
+    """The groups that may have a plug-in, whose parameters are known only when everything is composed."""
+    named = {name for name in PLUGGABLE for word in overrides if word.startswith(f"{name}=") and ":" in word}
+    return named if user_dir is None else set(PLUGGABLE)
+
+
+def _of_plug_in(override: Override, plugged: set[str]) -> bool:
+    """Whether the key of an override may be a parameter of a plug-in."""
+    group, dot, _ = override.key_or_group.partition(".")
+    return bool(dot) and group in plugged
 
 
 def _forced(override: Override, groups: Choices, cls: type) -> str:

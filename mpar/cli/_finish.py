@@ -12,7 +12,7 @@ from mpar.cli._screen import encode_everything, say
 from mpar.errors import CheckpointError
 from mpar.train import TrainConfig, make_mesh, make_tokenizer, num_threads, read_job, read_metrics
 from mpar.train.curve import draw_experts, draw_loss
-from mpar.train.export import answer, export_hf
+from mpar.train.export import answer, export_hf, exportable
 
 __all__ = ["finish", "main"]
 
@@ -27,7 +27,7 @@ def finish(config: TrainConfig) -> None:
     newest = checkpoint.latest(run_dir / "checkpoints")
     if newest is None:
         raise CheckpointError(f"cannot export {run_dir}: it holds no complete checkpoint")
-    folder = export_hf(config, make_tokenizer(config), newest, run_dir / "hf")
+    folder = export_hf(config, make_tokenizer(config), newest, run_dir / "hf") if exportable(config) else None
     records = read_metrics(run_dir / "metrics.jsonl")
     lines, pictures = [], {}
     if records:
@@ -41,8 +41,13 @@ def finish(config: TrainConfig) -> None:
             lines.append(f"experts: the busiest of a layer has {last['max_load']:.2f} times the mean load{dropped}")
         if "eval_loss" in last:
             lines.append(f"evaluation: loss {last['eval_loss']:.4f}, perplexity {last['perplexity']:,.4g}")
-    lines += _conversation(folder, _questions(config), config.task.max_new_tokens) if config.task.kind == "sft" else []
-    lines += [f"{label:12} {path}" for label, path in ({"checkpoint": newest, "model": folder} | pictures).items()]
+    if folder is not None and config.task.kind == "sft":
+        lines += _conversation(config, folder)
+    results = {
+        "checkpoint": newest,
+        "model": folder or f"no Hugging Face folder: {config.model.name} does not say how to write one",
+    }
+    lines += [f"{label:12} {path}" for label, path in (results | pictures).items()]
     note_finished(run_dir, int(newest.name.rpartition("_")[2]))
     say("\n".join(lines))
 
@@ -54,8 +59,9 @@ def _questions(config: TrainConfig) -> Sequence[str]:
     return _SAMPLE_QUESTIONS if any(name.partition("#")[0] == _SAMPLE for name in config.data.sources) else ()
 
 
-def _conversation(folder: Path, questions: Sequence[str], max_new_tokens: int) -> list[str]:
-    answers = answer(folder, questions, max_new_tokens=max_new_tokens)
+def _conversation(config: TrainConfig, folder: Path) -> list[str]:
+    questions = _questions(config)
+    answers = answer(folder, questions, max_new_tokens=config.task.max_new_tokens, group=config.model)
     lines = []
     for question, said in zip(questions, answers, strict=True):
         lines += [f"user       {question}", f"assistant  {said}"]

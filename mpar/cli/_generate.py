@@ -5,14 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from mpar.cli._arguments import SWITCHES_HELP, read_arguments
+from mpar.cli._bind import bind
 from mpar.cli._compose import compose_config
 from mpar.cli._later import later
 from mpar.cli._local_model import local_folder
 from mpar.cli._screen import say, say_aside
 from mpar.cli._switches import answer_switches
 from mpar.errors import CheckpointError
-from mpar.train import key
+from mpar.files import MAX_TABLE_BYTES, Unreadable, read_text
+from mpar.train import ModelConfig, TrainConfig, key
 
 __all__ = ["GenerateConfig", "main"]
 
@@ -51,8 +55,21 @@ def main(args: Sequence[str]) -> int:
 
 
 def _answer(config: GenerateConfig, folder: Path, question: str) -> str:
-    answer = later("mpar.train.export").answer
-    return answer(folder, [question], max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed)[0]
+    answer, group = later("mpar.train.export").answer, _model_of_run(folder.parent)
+    how = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature, "seed": config.seed}
+    return answer(folder, [question], **how, group=group)[0]
+
+
+def _model_of_run(run_dir: Path) -> ModelConfig | None:
+    """How the run in this folder made its model; None if it is the folder of no run."""
+    record = run_dir / "config.yaml"
+    if not record.is_file():
+        return None
+    try:
+        plain = yaml.safe_load(read_text(record, MAX_TABLE_BYTES))
+    except (Unreadable, yaml.YAMLError) as error:
+        raise CheckpointError(f"cannot read {record}: {error}") from None
+    return bind(TrainConfig, plain).model if isinstance(plain, dict) and {"model", "steps"} <= set(plain) else None
 
 
 def _model_folder(path: Path) -> Path:

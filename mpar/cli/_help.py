@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_type_hints
 
-from mpar.cli._bind import describe
 from mpar.cli._choices import choices
 from mpar.cli._compose import compose_plain
 from mpar.schedules import SCHEDULES
 from mpar.train import PlainValue, bounds_of
+from mpar.typed_values import describe
 
 __all__ = ["describe_config"]
 

@@ -1,4 +1,7 @@
-"""Choices without a file: `mesh=pp2_fsdp2_tp2` and `strategy=zero3_tp_sp` are parsed, and Hydra gets their values from here."""
+"""Choices without a file: names such as `mesh=pp2_fsdp2_tp2`, `strategy=zero3_tp_sp`, and plug-ins, `model=my_module:build`.
+
+They are parsed, and Hydra gets their values from here.
+"""
 
 from dataclasses import asdict
 
@@ -7,8 +10,10 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 
 from mpar.errors import UnknownNameError
+from mpar.plain_value import PlainValue
+from mpar.plug_ins import is_reference
 from mpar.preset_names import PRESET_NAMES
-from mpar.train import MESH_EXAMPLES, mesh_by_name
+from mpar.train import MESH_EXAMPLES, PLUGGABLE, mesh_by_name, values_of_reference
 
 __all__ = ["NAMED", "NameSource", "is_named", "values_of_name"]
 
@@ -16,8 +21,10 @@ NAMED = {"mesh": MESH_EXAMPLES, "strategy": PRESET_NAMES}
 """The groups whose choices are parsed, each with the names to show in help texts: examples of meshes, all presets."""
 
 
-def values_of_name(group: str, name: str) -> dict[str, int] | dict[str, str]:
-    """The keys and values that `name` stands for in `group`, one of NAMED. Raises UnknownNameError if it stands for none."""
+def values_of_name(group: str, name: str) -> dict[str, PlainValue]:
+    """The keys and values that `name` stands for in `group`, one of NAMED or PLUGGABLE. Raises UnknownNameError for none."""
+    if group in PLUGGABLE:
+        return values_of_reference(group, name)
     if group == "mesh":
         return asdict(mesh_by_name(name))
     if name not in PRESET_NAMES:
@@ -26,9 +33,9 @@ def values_of_name(group: str, name: str) -> dict[str, int] | dict[str, str]:
 
 
 def is_named(group: str, name: str) -> bool:
-    """Whether `group` is one of NAMED and `name` stands for values in it."""
+    """Whether `name` stands for values in `group`: in one of NAMED; in one of PLUGGABLE, if it is `module:function`."""
     if group not in NAMED:
-        return False
+        return group in PLUGGABLE and is_reference(name)
     try:
         values_of_name(group, name)
     except UnknownNameError:
@@ -51,8 +58,8 @@ class NameSource(ConfigSource):
         return True
 
     def is_group(self, config_path: str) -> bool:
-        """Whether `config_path` is one of NAMED, or the root above them."""
-        return config_path in ("", *NAMED)
+        """Whether `config_path` is one of the groups whose names are parsed, or the root above them."""
+        return config_path in ("", *NAMED, *PLUGGABLE)
 
     def is_config(self, config_path: str) -> bool:
         """Whether `config_path`, such as `mesh/dp2`, is a valid name."""
@@ -68,5 +75,5 @@ class NameSource(ConfigSource):
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """The groups, or the names to show of one group."""
         if config_path == "":
-            return [] if results_filter == ObjectType.CONFIG else sorted(NAMED)
+            return [] if results_filter == ObjectType.CONFIG else sorted({*NAMED, *PLUGGABLE})
         return [] if results_filter == ObjectType.GROUP else sorted(NAMED.get(config_path, ()))

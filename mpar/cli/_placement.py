@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mpar.arrange import arrange, sequence_order
 from mpar.mesh import Mesh
-from mpar.models import DeclaredModel, Model, MoeConfig
+from mpar.models import DeclaredModel, MoeConfig, Trainable
 from mpar.program import Hardware, Program
 from mpar.strategy import Strategy, dim_sizes
 
@@ -16,7 +16,7 @@ _WAITING = {"tp": "every layer", "cp": "every attention"}
 """Mesh axes whose ranks communicate often, and what waits for this."""
 
 
-def placement(model: Model, strategy: Strategy, program: Program, rank: int) -> list[str]:
+def placement(model: Trainable, strategy: Strategy, program: Program, rank: int) -> list[str]:
     """Lines on the sequence, if ranks share it, on the experts, if the model has any, and on storage rules without effect."""
     mesh, chosen = program.facts.mesh, program.facts.context_parallel
     by_time = ", by predicted time" if strategy.context_parallel == "auto" else ""
@@ -32,7 +32,7 @@ def placement(model: Model, strategy: Strategy, program: Program, rank: int) -> 
     return [*lines, first + _capacity(model, strategy, mesh, program.facts.batch["tokens"]), *further]
 
 
-def slow_axes(strategy: Strategy, mesh: Mesh, model: Model, hardware: Hardware) -> list[str]:
+def slow_axes(strategy: Strategy, mesh: Mesh, model: Trainable, hardware: Hardware) -> list[str]:
     """A warning for each group of ranks that communicates often and is not within one node of `hardware`, and for each axis whose
     ranks hold different experts and do the same work otherwise.
     """
@@ -77,7 +77,7 @@ def _sequence(strategy: Strategy, mesh: Mesh, program: Program, rank: int, metho
     ]
 
 
-def _method(model: Model, strategy: Strategy, mesh: Mesh) -> str:
+def _method(model: Trainable, strategy: Strategy, mesh: Mesh) -> str:
     """How layers see all positions of a sequence, told by where the strategy puts queries and keys."""
     ranks, queries, keys = (mesh.axis_size(strategy.compute[row]) for row in ("seq", "attend_seq", "attend_kv_seq"))
     if queries == 1:
@@ -89,7 +89,7 @@ def _method(model: Model, strategy: Strategy, mesh: Mesh) -> str:
     return "ring" if keys > 1 else "all_gather"
 
 
-def _capacity(model: Model, strategy: Strategy, mesh: Mesh, tokens: tuple[int, int]) -> str:
+def _capacity(model: Trainable, strategy: Strategy, mesh: Mesh, tokens: tuple[int, int]) -> str:
     """How many rows an expert takes from which group of tokens, and a note where one group is on several ranks."""
     layers = model.config.layers if isinstance(model, DeclaredModel) else ()
     layer = next((layer.mlp for layer in layers if isinstance(layer.mlp, MoeConfig)), None)

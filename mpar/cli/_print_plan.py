@@ -21,7 +21,7 @@ from mpar.cli._run_problems import compose_run, plan_problems
 from mpar.cli._screen import say, say_aside
 from mpar.cli._timeline import check_suffix, write_pictures
 from mpar.errors import ConfigError
-from mpar.models import Model
+from mpar.models import Trainable
 from mpar.program import Hardware, Prediction, Program, diff, format_bytes, format_time
 from mpar.schedules import num_stages
 from mpar.train import (
@@ -241,7 +241,7 @@ def _uses(program: Program, rank: int) -> Iterator[tuple[tuple[str, str, int, st
             yield ("send", f"to pp={instruction.peer}", 2, label), program.values[instruction.inputs[0]].bytes
 
 
-def _times(model: Model, program: Program, profiles: list[Hardware]) -> Table:
+def _times(model: Trainable, program: Program, profiles: list[Hardware]) -> Table:
     """A table of the memory and time of one step on each hardware profile.
 
     MFU counts attention as if it were full, "causal" half of it; HFU counts what is executed: no masked blocks, but

@@ -12,7 +12,7 @@ from mpar.data import find_sources
 from mpar.errors import MparError
 from mpar.preset_names import PRESET_NAMES
 from mpar.schedules import SCHEDULES
-from mpar.train import PlainConfig, PlainValue, TrainConfig, value_problems, within_bounds
+from mpar.train import PlainConfig, PlainValue, TrainConfig, plug_ins, value_problems, within_bounds
 
 __all__ = ["bind_run", "compose_run", "data_problems", "plan_problems", "run_problems"]
 
@@ -55,12 +55,13 @@ def run_problems(config: TrainConfig) -> list[str]:
         *_of_sources(config),
         *_of_paths(config),
         *_of_packages(config),
+        *_of_plug_ins(config),
     ]
 
 
 def plan_problems(config: TrainConfig) -> list[str]:
     """A line for everything that keeps `mpar plan` from starting: values, and the config.json of the model."""
-    return [*_unknown_names(config), *value_problems(config), *_of_model_folder(config, weights=False)]
+    return [*_unknown_names(config), *value_problems(config), *_of_model_folder(config, weights=False), *_of_plug_ins(config)]
 
 
 def _unknown_names(config: TrainConfig) -> Iterator[str]:
@@ -135,6 +136,11 @@ def _of_paths(config: TrainConfig) -> Iterator[str]:
 def _of_packages(config: TrainConfig) -> Iterator[str]:
     if config.wandb and importlib.util.find_spec("wandb") is None:
         yield "wandb=true: the package wandb is not installed; pip install wandb, or mpar[track]"
+
+
+def _of_plug_ins(config: TrainConfig) -> list[str]:
+    """A line for everything that is wrong with the plug-ins and their parameters. Importing them may load torch."""
+    return [line for plug_in in plug_ins(config) for line in plug_in.problems()]
 
 
 def _unwritable(key: str, folder: Path) -> Iterator[str]:

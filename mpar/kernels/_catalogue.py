@@ -31,7 +31,7 @@ from mpar.kernels._moe_support import (
     rows_support,
 )
 
-__all__ = ["CATALOGUE", "REFERENCE_WORKSPACE", "Implementation"]
+__all__ = ["CATALOGUE", "REFERENCE_WORKSPACE", "Implementation", "Supports", "floating", "no_workspace"]
 
 Supports = Callable[..., str | None]
 """`supports(arch, *operands, **params)`: why the kernel cannot carry out this call; None if it can. Operands need no data."""
@@ -128,7 +128,7 @@ def _attention() -> tuple[str, tuple[Implementation, ...]]:
     return primitive, (triton, gluon)  # in this order until Gluon's has been measured
 
 
-CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
+CATALOGUE: dict[str, tuple[Implementation, ...]] = dict(
     [
         _attention(),
         _triton("attention_bwd", "_attention", attention_supports, attention_bwd_workspace),
@@ -170,7 +170,7 @@ CATALOGUE: Mapping[str, tuple[Implementation, ...]] = dict(
         _triton("linear_cross_entropy_stats", "_linear_cross_entropy", workspace=forward_workspace),
     ]
 )
-"""Implementations of each primitive, best first: `kernels=auto` takes the first that supports the call."""
+"""Implementations of each primitive, best first: `kernels=auto` takes the first that supports the call. `def_kernel` adds one."""
 
 REFERENCE_WORKSPACE: Mapping[str, Callable[..., int]] = {
     "attention": scores_workspace,

@@ -7,7 +7,7 @@ layers:        what decoders are made of.          hf: folders of weights.
 from mpar.models._build import build, from_config, from_hf
 from mpar.models._declared import DeclaredModel
 from mpar.models._flops import flops_per_token
-from mpar.models._model import Model
+from mpar.models._model import Model, Trainable
 from mpar.models._options import ModelOptions
 from mpar.models._storage import storage_specs
 from mpar.models.architectures import (
@@ -73,6 +73,7 @@ __all__ = [
     "Model",
     "ModelOptions",
     "MoeConfig",
+    "Trainable",
     "build",
     "compare_hf",
     "flops_per_token",

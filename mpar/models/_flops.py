@@ -1,11 +1,11 @@
 """FLOPs of a model per token, by the two conventions in use: attention counted in full, or halved because it is causal."""
 
-from mpar.models._model import Model
+from mpar.models._model import Trainable
 
 __all__ = ["flops_per_token"]
 
 
-def flops_per_token(model: Model, seq_len: int, *, causal: bool) -> float:
+def flops_per_token(model: Trainable, seq_len: int, *, causal: bool) -> float:
     """FLOPs of the model for one token, forward and backward, without recomputation (PaLM, arXiv:2204.02311, appendix B).
 
         6 N + 6 P s            N: weights that a token is multiplied with: all matrices and the head, tied or not, but not the

@@ -1,21 +1,113 @@
-"""Model: what every language model has, whether mpar has a declaration of it or it is traced."""
+"""Trainable: what a run needs of a chain. Model: what every language model has, whether it is declared or traced."""
 
 import functools
 import json
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mpar.chain import Chain
+from mpar import tree
+from mpar.chain import Axes, Chain
 from mpar.models._batch import Batch
+from mpar.models._init import normal
+from mpar.ops import fold_key
 from mpar.tree import Tree
 
-__all__ = ["Model"]
+__all__ = ["Model", "Trainable"]
 
 
-class Model(Chain):
+class Trainable(Chain):
+    """A chain that `mpar train` can train: it has a vocabulary, and says how its parameters begin.
+
+    A subclass defines `vocab_size`, `segments`, `abstract_params`, `param_axes` and `context`; the others have defaults.
+    """
+
+    @property
+    def batch_axes(self) -> dict[str, Axes]:
+        """Every batch key that it reads, with its logical axes: by default tokens and labels, (B, S)."""
+        return {"tokens": ("batch", "seq"), "labels": ("batch", "seq")}
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """What the loss sum of this batch is divided by: by default the number of labels that are not -100."""
+        return (batch["labels"] != -100).sum().to(torch.float32)
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """The number of tokens, without padding."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
+
+    @property
+    def settings(self) -> object:
+        """All that says what it computes: a dataclass or a dict. A run goes on from a checkpoint only with equal settings."""
+        return self
+
+    @property
+    def multiplications(self) -> tuple[float, float]:
+        """`(weights that a token is multiplied with, its multiplications with each other token of a row)`: all matrices and the
+        head, but not the lookup in the embedding, and of experts only those that the token is sent to; 2 n h for n heads of h.
+
+        They count in the FLOP/s that are reported. By default these are all parameters of two or more dims, and no pairs.
+        """
+        return float(sum(leaf.numel() for leaf in tree.leaves(self.abstract_params) if leaf.ndim > 1)), 0.0
+
+    @property
+    def sequential(self) -> bool:
+        """Whether a layer scans the sequence, so that its rows are never permuted."""
+        return False
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest row that the model can take. Only learned positions set a bound; without them it is None."""
+        return None
+
+    @property
+    def next_keys(self) -> tuple[str, ...]:
+        """The batch keys besides tokens and labels that multi-token prediction needs; empty without it."""
+        return ()
+
+    @property
+    def hf_config(self) -> dict[str, object] | None:
+        """The Hugging Face config that it was made from, which an export writes again; None: it cannot be exported."""
+        return None
+
+    def without_multi_token(self) -> "Trainable":
+        """The same model without the layer that learns further tokens; its logits do not need that layer."""
+        return self
+
+    def init_std(self, path: str) -> float:
+        """The standard deviation of the first values of the parameter at `path`, for `init_leaf`."""
+        return 0.02
+
+    def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
+        """The elements within `slices` (default: all) of the first value of the parameter at `path`; no others are made.
+
+        Every element must depend only on `seed`, `path` and its global index, so that it is the same on every mesh. By default
+        parameters with one dim are one, biases zero, and all others normal with `init_std`.
+        """
+        leaf = tree.get(self.abstract_params, path)
+        bounds = [range(size)[cut] for size, cut in zip(leaf.shape, slices or [slice(None)] * leaf.ndim, strict=True)]
+        sizes = [len(bound) for bound in bounds]
+        if "bias" in path.rpartition(".")[2] or math.prod(sizes) == 0:
+            return torch.zeros(sizes, dtype=leaf.dtype)
+        if leaf.ndim < 2:
+            return torch.ones(sizes, dtype=leaf.dtype)
+        return normal(fold_key(seed, path), bounds, leaf.dtype).mul_(self.init_std(path))
+
+    def init(self, seed: int, dtype: torch.dtype | None = None) -> Tree:
+        """Fresh parameters, of the dtype `dtype` or their own. Every element depends only on `seed`, its path and its index."""
+        named, structure = tree.leaves_with_path(self.abstract_params), tree.flatten(self.abstract_params)[1]
+        return tree.unflatten(structure, [self.init_leaf(seed, path).to(dtype or leaf.dtype) for path, leaf in named])
+
+
+class Model(Trainable):
     """A language model as a chain of segments; it holds no tensors.
 
     dtype: that of its parameters; tables of RoPE and the loss are float32 or wider.
@@ -33,43 +125,21 @@ class Model(Chain):
 
     @property
     @abstractmethod
-    def vocab_size(self) -> int:
-        """The number of tokens, without padding."""
-
-    @property
-    @abstractmethod
     def settings(self) -> object:
         """All that says what it computes: a dataclass or a dict."""
 
     @property
     @abstractmethod
     def multiplications(self) -> tuple[float, float]:
-        """`(weights that a token is multiplied with, its multiplications with each other token of a row)`: all matrices and the
-        head, but not the lookup in the embedding, and of experts only those that the token is sent to; 2 n h for n heads of h.
-        """
-
-    @property
-    def sequential(self) -> bool:
-        """Whether a layer scans the sequence, so that its rows are never permuted."""
-        return False
+        """`(weights that a token is multiplied with, its multiplications with each other token of a row)`."""
 
     @property
     def can_decode(self) -> bool:
         """Whether `decode` can go on from a state."""
         return False
 
-    @property
-    def max_positions(self) -> int | None:
-        """The longest row that the model can take. Only learned positions set a bound; without them it is None."""
-        return None
-
-    @property
-    def next_keys(self) -> tuple[str, ...]:
-        """The batch keys besides tokens and labels that multi-token prediction needs; empty without it."""
-        return ()
-
     @functools.cached_property
-    def hf_config(self) -> dict[str, object]:
+    def hf_config(self) -> dict[str, object]:  # type: ignore[override]
         """The Hugging Face config that the model was made from; do not change it."""
         return json.loads(self.hf_config_json)
 

@@ -5,6 +5,7 @@ from mpar.ops._add_layer_norm import add_layer_norm
 from mpar.ops._add_rms_norm import add_rms_norm
 from mpar.ops._constrain import Marks, constrain, decode_axes, marking, name
 from mpar.ops._cross_entropy import cross_entropy
+from mpar.ops._eigenbasis import eigenbasis
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
 from mpar.ops._geglu import geglu
@@ -94,6 +95,7 @@ __all__ = [
     "dequantise_fp8",
     "dispatch",
     "dropout",
+    "eigenbasis",
     "einsum",
     "embedding",
     "expert_counts",

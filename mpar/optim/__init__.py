@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpar.check_optimizer import check_optimizer
     from mpar.optim._adamw import AdamW
     from mpar.optim._classes import CLASSES
     from mpar.optim._learning_rate import WSD, Constant, Cosine, LearningRate, Linear, learning_rate
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from mpar.optim._norm import clip_factor, global_norm
     from mpar.optim._settings import WeightDecayMask
     from mpar.optim._sgd import SGD
-    from mpar.optimizer import LeafRule, Optimizer, OptState, check_optimizer
+    from mpar.optim._soap import SOAP, SoapMatrix
+    from mpar.optimizer import LeafRule, Optimizer, OptState
 
 _HOME = {
     "CLASSES": "mpar.optim._classes",
@@ -31,9 +33,11 @@ _HOME = {
     "OptState": "mpar.optimizer",
     "Optimizer": "mpar.optimizer",
     "SGD": "mpar.optim._sgd",
+    "SOAP": "mpar.optim._soap",
+    "SoapMatrix": "mpar.optim._soap",
     "WSD": "mpar.optim._learning_rate",
     "WeightDecayMask": "mpar.optim._settings",
-    "check_optimizer": "mpar.optimizer",
+    "check_optimizer": "mpar.check_optimizer",
     "clip_factor": "mpar.optim._norm",
     "global_norm": "mpar.optim._norm",
     "learning_rate": "mpar.optim._learning_rate",
@@ -42,6 +46,7 @@ _HOME = {
 __all__ = [
     "CLASSES",
     "SGD",
+    "SOAP",
     "WSD",
     "AdamW",
     "Constant",
@@ -54,6 +59,7 @@ __all__ = [
     "MuonMatrix",
     "OptState",
     "Optimizer",
+    "SoapMatrix",
     "WeightDecayMask",
     "check_optimizer",
     "clip_factor",

@@ -5,7 +5,8 @@ from mpar.optim._learning_rate import WSD, Constant, Cosine, Linear
 from mpar.optim._lion import Lion
 from mpar.optim._muon import Muon
 from mpar.optim._sgd import SGD
+from mpar.optim._soap import SOAP
 
 __all__ = ["CLASSES"]
 
-CLASSES = (AdamW, SGD, Lion, Muon, Constant, Linear, Cosine, WSD)
+CLASSES = (AdamW, SGD, Lion, Muon, SOAP, Constant, Linear, Cosine, WSD)

@@ -10,12 +10,11 @@ from mpar.chain import Axes
 from mpar.ops import newton_schulz
 from mpar.optim._adamw import AdamW
 from mpar.optim._learning_rate import LearningRate, learning_rate
+from mpar.optim._matrix_sides import matrix_sides
 from mpar.optim._settings import WeightDecayMask, check_settings, clip_scale, decays
 from mpar.optimizer import LeafRule, Optimizer
 
 __all__ = ["Muon", "MuonMatrix"]
-
-_HEADS = ("heads", "kv_heads")
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Muon(Optimizer):
         `conv` in its name. A dim of heads and the dim of their features after it are one side of a matrix, which is the one that
         torch.nn.Linear stores, transposed: `q_DNH` is D x (N H), `o_NHD` is (N H) x D. A dim of experts counts matrices.
         """
-        sides = _sides(path, axes)
+        sides = matrix_sides(path, axes)
         if len(sides) != 2:
             return AdamW(self.lr, self.betas, self.eps, self.weight_decay, self.decay, self.clip_norm)
         rows, columns = sides
@@ -140,19 +139,3 @@ class Muon(Optimizer):
     def scale(self, norm: Tensor) -> Tensor:
         """The factor for gradients of global `norm`: the one that clips them to `clip_norm`, or 1."""
         return clip_scale(norm, self.clip_norm)
-
-
-def _sides(path: str, axes: Axes) -> list[int]:
-    """How many dims each side of a hidden matrix has; another number of sides than 2 for what is no such matrix."""
-    parts = path.split(".")
-    if "vocab" in axes or parts[0] in ("embed", "head") or "bias" in parts[-1] or "conv" in parts[-1]:
-        return []
-    sides: list[int] = []
-    previous: str | None = None
-    for axis in axes[1:] if axes[:1] == ("expert",) else axes:
-        if previous in _HEADS:
-            sides[-1] += 1
-        else:
-            sides.append(1)
-        previous = axis
-    return sides

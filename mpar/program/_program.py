@@ -9,6 +9,7 @@ from torch import Tensor
 from mpar import forecast, plain, proof, runtime
 from mpar.hardware import Hardware, hardware
 from mpar.ir import CollectiveUse, ProgramData
+from mpar.optimizer import Optimizer
 from mpar.program._picture import picture
 from mpar.program._text import text
 from mpar.runtime import NO_LIMITS, Counter, Limits, Progress, RankRun, Replay, State
@@ -43,6 +44,10 @@ class Program(ProgramData):
         """
         return plain.from_text(cls, text, classes)
 
+    def with_optimizer(self, optimizer: Optimizer | None) -> "Program":
+        """The same program with another learning rate, or none: ranks ask the optimizer only for that, all else is compiled."""
+        return dataclasses.replace(self, facts=dataclasses.replace(self.facts, optimizer=optimizer))
+
     def verify(self) -> None:
         """Raise ProgramError, naming the line, unless the program is valid; `mpar.proof.verify` says what is checked."""
         proof.verify(self)
@@ -71,9 +76,7 @@ class Program(ProgramData):
         """The state of a rank before the first step, from global parameters or DTensors; None: a global state, for `simulate`."""
         return runtime.init_state(self, params, rank)
 
-    def simulate(
-        self, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS
-    ) -> tuple[State, dict[str, Tensor]]:
+    def simulate(self, state: State, batch: Mapping[str, Tensor], limits: Limits = NO_LIMITS) -> tuple[State, dict[str, Tensor]]:
         """One step of all ranks in this process, on a global state and batch; `state` is not changed. With a loss or a gradient
         norm that is not finite or exceeds `limits`, the new state has the values of the old one."""
         return runtime.simulate(self, state, batch, limits)

@@ -1,11 +1,12 @@
 """Compile a training or evaluation program. Importing this loads the compiler, which importing `mpar.program` does not."""
 
 from mpar.chain import Chain, check_chain
+from mpar.check_optimizer import check_optimizer
 from mpar.compiler import BUCKET_BYTES, BatchShape, CompileOptions, RecomputePolicy, Schedule, build, policy
 from mpar.hardware import Hardware
 from mpar.kernels import Kernels
 from mpar.mesh import Mesh
-from mpar.optimizer import Optimizer, check_optimizer
+from mpar.optimizer import Optimizer
 from mpar.precision import Precision
 from mpar.precision import precision as make_precision
 from mpar.program._program import Program

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpar.schedules._action import KINDS, Action, Actions, num_microbatches, num_stages
+    from mpar.schedules._action import KINDS, Action, Actions, check_table, num_microbatches, num_stages
     from mpar.schedules._auto import Auto, Trial, auto, auto_actions
     from mpar.schedules._chrome import chrome_trace
     from mpar.schedules._dual_pipe import dual_pipe
@@ -37,6 +37,7 @@ _HOME = {
     "SCHEDULES": "_names",
     "Action": "_action",
     "Actions": "_action",
+    "check_table": "_action",
     "Auto": "_auto",
     "Bar": "_picture",
     "Costs": "_timeline",
@@ -101,6 +102,7 @@ __all__ = [
     "auto_actions",
     "balance",
     "check_order",
+    "check_table",
     "chrome_trace",
     "dual_pipe",
     "dual_pipe_v",

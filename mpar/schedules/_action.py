@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["KINDS", "Action", "Actions", "num_microbatches", "num_stages"]
+from mpar.errors import ConfigError, brief
+
+__all__ = ["KINDS", "Action", "Actions", "check_table", "num_microbatches", "num_stages"]
 
 KINDS = ("F", "B", "I", "W")
 
@@ -25,6 +27,18 @@ class Action(NamedTuple):
 
 Actions = Sequence[Sequence[Action]]
 """The actions of each rank, in order. All work on a (stage, microbatch) is on the rank that has its F; any rank can have it."""
+
+
+def check_table(table: object) -> None:
+    """Raise ConfigError unless `table` is a list of lists of actions, one for each position."""
+    if not isinstance(table, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in table):
+        raise ConfigError(f"the table of a schedule is {brief(table)}: it must be a list of actions for each position along pp")
+    strange = next((item for row in table for item in row if not isinstance(item, Action) or item.kind not in KINDS), None)
+    if strange is not None:
+        raise ConfigError(
+            f"the table of a schedule has {strange!r} among its actions: each must be a mpar.schedules.Action of kind F, B, I "
+            "or W, such as Action(stage=0, kind='F', microbatch=2). from_table makes them of texts such as 0F2"
+        )
 
 
 def num_stages(table: Actions) -> int:

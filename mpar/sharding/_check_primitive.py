@@ -17,6 +17,7 @@ from mpar import testing, tree
 from mpar.errors import MparError, ShardingError
 from mpar.mesh import Mesh
 from mpar.ops import Operand, Primitive, Static
+from mpar.sharding._declared import check_declared
 from mpar.sharding._lower import RankGraph, lower
 from mpar.sharding._rules import NodeRule, rule_of
 from mpar.sharding._simulate import distribute, run_lockstep
@@ -65,8 +66,10 @@ def check_primitive(
               operands are sharded, and their names are returned.
     table:    for the logical axes that the local program asks for, mesh axes: `a` of size 2 or 4, or `a` and `b` of size 2.
 
-    Raises ShardingError, which names the primitive, how it was sharded, the mesh and the first result that differs.
+    Raises ConfigError for a primitive that lacks rules or contradicts itself; ShardingError, which names the primitive, how it
+    was sharded, the mesh and the first result that differs.
     """
+    check_declared(primitive, None if within else operands, params)
     if sum(result.type.kind() == "ListType" for result in primitive.op._schema.returns) > 1:
         raise ShardingError(f"cannot check primitive {primitive.name!r}: ops with several lists of results are not sharded")
     logical = trace(within or (lambda *given: primitive.op(*given, **params)), operands, canonical=within is not None)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         BOUNDS,
         HardwareConfig,
         MeshConfig,
+        ModelConfig,
         PlainConfig,
         PlainValue,
         PlanConfig,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from mpar.train._metrics import MetricsFile, StepRecord, flops_per_token, read_metrics, tensorboard_writer, wandb_writer
     from mpar.train._origin import steps_done
     from mpar.train._place import Phase, Place, read_place
+    from mpar.train._plug_ins import PLUGGABLE, plug_ins, values_of_reference, with_options
     from mpar.train._run_data import RunData, load_data, make_tokenizer, training_data
     from mpar.train._saving import Saving
     from mpar.train._setup import (
@@ -57,6 +59,7 @@ _HOME = {
     "key": "_config",
     "HardwareConfig": "_config",
     "MeshConfig": "_config",
+    "ModelConfig": "_config",
     "PlainConfig": "_config",
     "PlainValue": "_config",
     "PlanConfig": "_config",
@@ -65,6 +68,10 @@ _HOME = {
     "seconds": "_duration",
     "Stop": "_stop",
     "steps_done": "_origin",
+    "PLUGGABLE": "_plug_ins",
+    "plug_ins": "_plug_ins",
+    "values_of_reference": "_plug_ins",
+    "with_options": "_plug_ins",
     "Phase": "_place",
     "Evaluation": "_evaluation",
     "ExpertLoad": "_experts",
@@ -123,12 +130,14 @@ __all__ = [
     "MALFORMED_FILE",
     "MESH_EXAMPLES",
     "MESH_GRAMMAR",
+    "PLUGGABLE",
     "Evaluation",
     "ExpertLoad",
     "HardwareConfig",
     "Job",
     "MeshConfig",
     "MetricsFile",
+    "ModelConfig",
     "Phase",
     "Place",
     "PlainConfig",
@@ -166,6 +175,7 @@ __all__ = [
     "num_microbatches",
     "num_threads",
     "outside",
+    "plug_ins",
     "read_job",
     "read_metrics",
     "read_place",
@@ -179,8 +189,10 @@ __all__ = [
     "tensorboard_writer",
     "training_data",
     "value_problems",
+    "values_of_reference",
     "waits_for_others",
     "wandb_writer",
+    "with_options",
     "within_bounds",
     "write_job",
     "write_run_dir",

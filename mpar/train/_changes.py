@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from mpar.checkpoint import Json
-from mpar.models import Model
+from mpar.models import Trainable
 from mpar.train._config import ModelConfig, PlainConfig, TrainConfig
 from mpar.train._setup import model_of
 
@@ -71,7 +71,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def model_then(config: Mapping[str, Json], hf_config: Mapping[str, Json] | None) -> Model | None:
+def model_then(config: Mapping[str, Json], hf_config: Mapping[str, Json] | None) -> Trainable | None:
     """The model of a checkpoint: `config` is the configuration that it records, `hf_config` the content of config.json.
 
     None for a checkpoint of an older version that lacks what is needed. Raises an MparError if no model can be made of it.
@@ -81,13 +81,13 @@ def model_then(config: Mapping[str, Json], hf_config: Mapping[str, Json] | None)
         return None
     known: dict[str, Any] = {field.name: group[field.name] for field in fields(ModelConfig) if field.name in group}
     raw = hf_config or known.get("config")
-    if not raw:
-        return None
-    known |= {"config": dict(raw), "path": None, "ignore": tuple(known.get("ignore") or ())}
-    return model_of(ModelConfig(**known))
+    known |= {"ignore": tuple(known.get("ignore") or ())}
+    if known.get("plugin") is not None:
+        return model_of(ModelConfig(**known))
+    return model_of(ModelConfig(**known | {"config": dict(raw), "path": None})) if raw else None
 
 
-def function_changes(then: Model, now: Model) -> list[str]:
+def function_changes(then: Trainable, now: Trainable) -> list[str]:
     """A line for everything in which the functions of two models differ; equal changes of many layers are one line."""
     counts = [sum(segment.name.startswith("layers.") for segment in model.segments) for model in (then, now)]
     if counts[0] != counts[1]:

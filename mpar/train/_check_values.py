@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mpar.errors import ConfigError
-from mpar.train._config import EvaluationConfig, ModelConfig, TrainConfig, within_bounds
+from mpar.train._config import EvaluationConfig, ModelConfig, OptimizerConfig, TrainConfig, within_bounds
 from mpar.train._duration import deadline_after
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._sizes import batch_size, num_microbatches, seq_len
@@ -23,6 +23,7 @@ def value_problems(config: TrainConfig, memory_bytes: int | None = None) -> list
     """
     return [
         *_of_model(config.model),
+        *_of_optimizer(config.optimizer),
         *_of_learning_rate(config),
         *_of_evaluation(config.evaluation),
         *_of_checkpoints(config),
@@ -32,10 +33,20 @@ def value_problems(config: TrainConfig, memory_bytes: int | None = None) -> list
 
 
 def _of_model(model: ModelConfig) -> Iterator[str]:
-    if model.path is None and model.config is None:
+    given = [name for name, value in (("path", model.path), ("config", model.config)) if value is not None]
+    if model.plugin is not None and given:
+        yield f"model.plugin={model.plugin} and model.{given[0]} are both given: choose one"
+    if model.plugin is None and not given:
         yield "model.path and model.config are both missing: give one of them"
     if model.path is not None and model.config is not None:
         yield "model.path and model.config are both given: a folder has a config of its own, choose it with model=hf"
+
+
+def _of_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
+    if optimizer.plugin is None and optimizer.kind is None:
+        yield "optimizer.kind is missing: it is null, and there is no optimizer.plugin"
+    if optimizer.plugin is not None and optimizer.kind is not None:
+        yield f"optimizer.plugin={optimizer.plugin} and optimizer.kind={optimizer.kind} are both given: choose one"
 
 
 def _of_learning_rate(config: TrainConfig) -> list[str]:

@@ -76,7 +76,7 @@ def within_bounds(*groups: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model: either `config`, with the keys of a config.json of Hugging Face, or a folder with such a file and weights."""
+    """The model: `config`, with the keys of a config.json of Hugging Face; a folder with that file and weights; or a plug-in."""
 
     name: str = key("what the model is called in file names and on the screen")
     seq_len: int = key("positions of a sequence, unless data.seq_len is given", at_least=1)
@@ -98,6 +98,8 @@ class ModelConfig:
         "options of expert routers: capacity_factor, padded, token_groups=[2,1] or group=rank, side losses, bias_rate",
         default=None,
     )
+    plugin: str | None = key("module:function that makes the model; `model=module:function` sets it", default=None)
+    options: dict[str, Any] = key("parameters of the plug-in; `model.NAME=value` sets one", default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +159,11 @@ class TaskConfig:
         default=None,
     )
     max_new_tokens: int = key("the most tokens of such an answer", default=128, at_least=1)
+    plugin: str | None = key(
+        "module:function that makes the chain to train of the model: it has another loss; `task=module:function` sets it",
+        default=None,
+    )
+    options: dict[str, Any] = key("parameters of the plug-in; `task.NAME=value` sets one", default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +247,7 @@ class ScheduleConfig:
         at_least=0,
     )
     options: dict[str, Any] = key("options of the schedule, such as extra_warmup", default_factory=dict)
+    plugin: str | None = key("module:function that gives the orders; `schedule=module:function` sets it", default=None)
     table: str | None = key("a file with the actions of every position, in torch's format; replaces `name`", default=None)
 
 
@@ -247,7 +255,7 @@ class ScheduleConfig:
 class OptimizerConfig:
     """The update and the learning rate."""
 
-    kind: Literal["adamw", "sgd", "lion", "muon"] = key("the rule of the update")
+    kind: Literal["adamw", "sgd", "lion", "muon", "soap"] | None = key("the rule of the update; null: that of `plugin`")
     lr: float = key("peak learning rate", at_least=0)
     lr_decay: Literal["constant", "linear", "cosine", "wsd"] = key("how the rate falls after warm-up", default="cosine")
     warmup_steps: int | None = key("first steps in which the rate rises; null: by warmup_ratio", default=None, at_least=0)
@@ -260,20 +268,23 @@ class OptimizerConfig:
         "wsd: the share of all steps, at the end, in which the rate falls", default=None, above=0, at_most=1
     )
     betas: tuple[float, float] = key(
-        "adamw, and muon where it is not for matrices: decay of the two moments; lion: those of its step and its momentum",
+        "adamw and soap, and muon where it is not for matrices: decay of the two moments; lion: of its step and its momentum",
         default=(0.9, 0.95),
         at_least=0,
         below=1,
     )
-    eps: float = key("adamw and muon: added to the root of the second moment", default=1e-8, above=0)
+    eps: float = key("adamw, muon and soap: added to the root of the second moment", default=1e-8, above=0)
     momentum: float = key("sgd and muon: momentum", default=0.0, at_least=0, below=1)
     nesterov: bool = key("muon: the step looks ahead along the momentum", default=True)
     num_rounds: int = key("muon: rounds of Newton-Schulz", default=5, at_least=1)
     adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "muon: the rate of a matrix, so that a rate for adamw fits; or times sqrt(max(1, out / in))", default="match_rms_adamw"
     )
+    precondition_frequency: int = key("soap: steps from one computation of eigenvectors to the next", default=10, at_least=1)
     weight_decay: float = key("decoupled weight decay", default=0.1, at_least=0)
     clip_norm: float | None = key("larger gradients are scaled to this global norm; null: no clipping", default=1.0, above=0)
+    plugin: str | None = key("module:function that makes the optimizer; `optimizer=module:function` sets it", default=None)
+    options: dict[str, Any] = key("parameters of the plug-in; `optimizer.NAME=value` sets one", default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

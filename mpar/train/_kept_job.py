@@ -2,8 +2,8 @@
 
 An entry is the folder of a prepared job as one file: a line with the checksum of the rest, a line of JSON (the key, what was
 printed, the names and sizes of the files), then the files one after the other. It is found by a hash of all that preparing
-depends on: the configuration, the content of the data and of the files that it names, the source of mpar, and the versions of
-packages. Whatever is wrong with an entry, the job is prepared again.
+depends on: the configuration, the content of the data and of the files that it names, the source of mpar and of plug-ins, and the
+versions of packages. Whatever is wrong with an entry, the job is prepared again.
 """
 
 import hashlib
@@ -18,9 +18,11 @@ from mpar.data import find_sources
 from mpar.errors import MparError
 from mpar.files import Unreadable, open_regular
 from mpar.kept_files import KeptFiles, NotUsableError
+from mpar.plug_ins import source_digests
 from mpar.train._code import code_facts, digest_of
 from mpar.train._config import PlainConfig, TrainConfig
 from mpar.train._job_folder import DATA_FOLDER, JOB_FILE, write_private
+from mpar.train._plug_ins import plug_ins
 
 __all__ = ["KeptJob", "find_kept_job"]
 
@@ -79,10 +81,11 @@ def find_kept_job(folder: Path, config: TrainConfig, resolved: PlainConfig) -> K
     if config.resume.path not in ("auto", "never") or config.resume.state != "all":
         return None
     try:
-        contents = list(_contents(config))
+        contents, sources = list(_contents(config)), source_digests(plug_ins(config))
     except (OSError, Unreadable, MparError, _NotKeptError):  # preparing the job says what is wrong
         return None
-    facts = [asdict(config) | {"run_dir": None}, resolved | {"run_dir": None}, str(Path.cwd()), *code_facts(_PACKAGES)]
+    code = [*code_facts(_PACKAGES), *sources]
+    facts = [asdict(config) | {"run_dir": None}, resolved | {"run_dir": None}, str(Path.cwd()), *code]
     text = json.dumps(facts, sort_keys=True, default=repr).encode()
     return KeptJob(folder, digest_of([("configuration", text), *contents]))
 

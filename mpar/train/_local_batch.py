@@ -56,7 +56,8 @@ class LocalBatches:
         rows = self._batches.rows(step, self._rows)
         if self._next_tokens:  # must come before positions are cut, because the following token may be on another rank
             rows = with_next_tokens(rows)
-        part = cut_rows(self._program, rows, self._rank)
+        read = {key: value for key, value in rows.items() if key in self._program.facts.batch}
+        part = cut_rows(self._program, read, self._rank)
         if self._stream is None:
             return part
         with torch.cuda.stream(self._stream):

@@ -1,12 +1,12 @@
 """The training loop of one rank: batch, step, record, checkpoint. It prints nothing; `on_step` gets a record of every step."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def start(rank: Rank, resume: Path | None, init: Path | None = None) -> tuple[St
     or a Hugging Face folder, if it is given. Raises CheckpointError if the checkpoint `resume` was trained on other data.
     """
     config, model, data = rank.setup.config, rank.setup.model, rank.batches.fingerprint
-    hf_config = json.loads(model.hf_config_json)
+    hf_config = cast(Mapping[str, Json] | None, model.hf_config)
     if resume is not None:
         params_only = config.resume.state == "weights"
         state, reached = load_state(rank.program, resume, rank.rank, rank.device, params_only=params_only)

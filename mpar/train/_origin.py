@@ -7,7 +7,7 @@ from pathlib import Path
 from mpar import checkpoint, tree
 from mpar.checkpoint import Json
 from mpar.errors import CheckpointError
-from mpar.models import Model
+from mpar.models import Trainable
 from mpar.train._changes import config_changes, function_changes, model_then
 from mpar.train._config import PlainConfig, TrainConfig
 from mpar.train._data_items import BATCH_SIZE
@@ -61,7 +61,7 @@ def find_origin(setup: RunSetup, resolved: PlainConfig) -> Origin:
     if not config.resume.allow_change:
         _check_function(resume, model_then(then, reached.hf_config), model_of(config.model))
     if config.resume.state == "all":
-        _check_optimizer(resume, then, config.optimizer.kind)
+        _check_optimizer(resume, then, str(config.optimizer.plugin or config.optimizer.kind))
     return Origin(resume, reached, changes=tuple(config_changes(then, resolved)))
 
 
@@ -121,7 +121,7 @@ def _config_in(extras: Mapping[str, Json]) -> Mapping[str, Json]:
     return config if isinstance(config, Mapping) else {}
 
 
-def _check_function(path: Path, then: Model | None, now: Model) -> None:
+def _check_function(path: Path, then: Trainable | None, now: Trainable) -> None:
     changes = [] if then is None else function_changes(then, now)
     if then is None or not changes:
         return
@@ -135,15 +135,15 @@ def _check_function(path: Path, then: Model | None, now: Model) -> None:
     )
 
 
-def _shapes(model: Model) -> list[tuple[str, tuple[int, ...]]]:
+def _shapes(model: Trainable) -> list[tuple[str, tuple[int, ...]]]:
     return [(path, tuple(leaf.shape)) for path, leaf in tree.leaves_with_path(model.abstract_params)]
 
 
 def _check_optimizer(path: Path, then: Mapping[str, Json], kind: str) -> None:
     group = then.get("optimizer")
-    before = group.get("kind") if isinstance(group, Mapping) else None
+    before = group.get("plugin") or group.get("kind") if isinstance(group, Mapping) else None
     if before is not None and before != kind:
         raise CheckpointError(
-            f"cannot go on from {path} with optimizer.kind={kind}: it has the state of {before}.\n"
+            f"cannot go on from {path} with optimizer={kind}: it has the state of {before}.\n"
             f"Use {before}; or go on with the parameters only, and a fresh optimizer: resume=weights."
         )

@@ -9,17 +9,18 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mpar import plain
 from mpar.errors import PlainDataError
 from mpar.files import MAX_TABLE_BYTES, Unreadable, read_text
 from mpar.kept_files import KeptFiles, NotUsableError, reason
-from mpar.optim import CLASSES
+from mpar.plug_ins import source_digests
 from mpar.program import Program
 from mpar.train._code import code_facts
-from mpar.train._setup import RunSetup, make_optimizer
+from mpar.train._plug_ins import RATE_KEYS, plug_ins
+from mpar.train._setup import RunSetup
 
 __all__ = ["ProgramCache", "program_key"]
 
@@ -47,18 +48,19 @@ class _Entry:
 def program_key(setup: RunSetup, role: str) -> str:
     """A hash of everything that the program of `setup` for `role`, `training` or `evaluation`, depends on.
 
-    That is the configuration, the files that it names, the source of mpar, and the versions of Python and of its packages. The
-    learning rate does not count, because it is no part of the code: `ProgramCache.get` is given the optimizer.
+    That is the configuration, the files that it names, the source of mpar and of plug-ins, and the versions of Python and of its
+    packages. The learning rate does not count, because it is no part of the code.
     """
     config = asdict(setup.config)
     facts = {name: value for name, value in config.items() if name not in _NOT_COMPILED}
     facts["data"] = {name: config["data"][name] for name in _DATA_KEYS}
-    facts["optimizer"] = repr(replace(make_optimizer(setup.config.optimizer, setup.config.steps), lr=0.0))
-    table, files = setup.config.schedule.table, {"model": setup.model.hf_config_json}
+    facts["optimizer"] = {name: value for name, value in config["optimizer"].items() if name not in RATE_KEYS}
+    facts["task"] = {name: config["task"][name] for name in ("plugin", "options")}
+    table, files = setup.config.schedule.table, {"model": json.dumps(setup.model.hf_config)}
     if table is not None:
         with suppress(Unreadable):  # the compiler says that it cannot read the table
             files["table"] = read_text(table, MAX_TABLE_BYTES)
-    here = [repr(setup.kernels), *code_facts(_PACKAGES)]
+    here = [repr(setup.kernels), *code_facts(_PACKAGES), *source_digests(plug_ins(setup.config))]
     text = json.dumps([role, facts, files, here], sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -72,8 +74,8 @@ class ProgramCache:
     def get(self, key: str, compile_program: Callable[[], Program]) -> tuple[Program, str]:
         """The program kept under `key`, else that of `compile_program`, which is then kept; and a line on which of them it was.
 
-        The optimizer of a kept program may have another learning rate. What `compile_program` raises is raised; that an entry
-        cannot be read or written is only said in the line.
+        A kept program has no optimizer, as its learning rate may be another one: the caller gives it one. What
+        `compile_program` raises is raised; that an entry cannot be read or written is only said in the line.
         """
         began, kept = time.perf_counter(), KeptFiles(self.folder, _SUFFIX, _MOST_ENTRIES, _MOST_BYTES)
         try:
@@ -87,14 +89,14 @@ class ProgramCache:
         program = compile_program()
         note = f"program compiled in {time.perf_counter() - began:.1f} s{problem}"
         try:
-            kept.write(key, plain.to_text(_Entry, _Entry(key, program), CLASSES))
+            kept.write(key, plain.to_text(_Entry, _Entry(key, program.with_optimizer(None))))
         except (NotUsableError, PlainDataError, OSError) as error:
             return program, f"{note}; it is not kept: {reason(error)}"
         return program, note
 
 
 def _program_in(text: bytes, key: str) -> Program:
-    entry = plain.from_text(_Entry, text, CLASSES)
+    entry = plain.from_text(_Entry, text)
     if entry.key != key:
         raise NotUsableError("it is the program of another configuration")
     return entry.program

@@ -3,25 +3,29 @@
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import cast
 
 import torch
 
-from mpar import models
+from mpar import models, tree
 from mpar.arrange import arrange
+from mpar.chain import Chain, check_chain
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
-from mpar.models import Model, ModelOptions
-from mpar.optim import SGD, AdamW, Lion, Muon
+from mpar.models import ModelOptions, Trainable
+from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
 from mpar.strategy import Strategy, preset
 from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TrainConfig
 from mpar.train._learning_rate import make_learning_rate
+from mpar.train._plug_ins import plug_in_of
 from mpar.train._sizes import batch_size, seq_len
 
 __all__ = [
     "RunSetup",
     "batch_shapes",
+    "chain_of",
     "check_device",
     "make_hardware",
     "make_mesh",
@@ -36,12 +40,16 @@ BATCH_KEYS = ("tokens", "labels", "positions", "documents")
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A configuration and the objects that it names. Every process makes this once and passes it to what needs it."""
+    """A configuration and the objects that it names. Every process makes this once and passes it to what needs it.
+
+    chain: what is trained, which is the model itself unless a task of the user's own makes another chain of it.
+    """
 
     config: TrainConfig
     mesh: Mesh
     strategy: Strategy
-    model: Model
+    model: Trainable
+    chain: Chain
     hardware: Hardware
     kernels: Kernels
 
@@ -53,7 +61,7 @@ def make_setup(config: TrainConfig) -> RunSetup:
     """
     mesh, strategy = make_mesh(config), _strategy(config)
     model = _model(config.model, mesh, strategy)
-    return RunSetup(config, mesh, strategy, model, make_hardware(config.hardware), _kernels(config))
+    return RunSetup(config, mesh, strategy, model, chain_of(config, model), make_hardware(config.hardware), _kernels(config))
 
 
 def make_mesh(config: TrainConfig) -> Mesh:
@@ -74,7 +82,7 @@ def _strategy(config: TrainConfig) -> Strategy:
     return replace(preset(config.strategy.name), **asked)
 
 
-def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Model:
+def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Trainable:
     """The model, with master parameters in float32. Raises ConfigError or CheckpointError.
 
     `model.router.group=rank` is replaced by `token_groups`: one group for each part of a microbatch that different ranks have in
@@ -95,13 +103,23 @@ def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Model:
     return plain if groups == (1, 1) else _model_of(group, {**router, "token_groups": groups})
 
 
-def model_of(group: ModelConfig) -> Model:
+def model_of(group: ModelConfig) -> Trainable:
     """The model of `group` on a mesh that does not divide the tokens of its routers: what it computes without a mesh."""
     router = group.router and {name: value for name, value in group.router.items() if name != "group"}
     return _model_of(group, router)
 
 
-def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Model:
+def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Trainable:
+    plug_in = plug_in_of(group)
+    if plug_in is not None:
+        model = plug_in.call()
+        if not isinstance(model, Trainable):
+            raise ConfigError(
+                f"{plug_in.label} returned {_a(model)}, not a model: return a mpar.models.Trainable, which is a chain with a "
+                "vocabulary, or what models.from_config returns."
+            )
+        check_chain(model)
+        return model
     if (group.path is None) == (group.config is None):
         raise ConfigError(
             "cannot build the model: model.path and model.config are "
@@ -121,19 +139,60 @@ def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Model:
     return models.from_config(source, options)
 
 
+def chain_of(config: TrainConfig, model: Trainable) -> Chain:
+    """What is trained: `model`, or what a task of the user's own makes of it. Raises ConfigError if that is no chain with the
+    parameters of the model.
+    """
+    plug_in = plug_in_of(config.task)
+    if plug_in is None:
+        return model
+    made = plug_in.call(model)
+    if isinstance(made, type) or not hasattr(made, "segments"):
+        raise ConfigError(
+            f"{plug_in.label} returned {_a(made)}, not a chain: it is given the model, and returns a mpar.chain.Chain."
+        )
+    chain = cast(Chain, made)
+    check_chain(chain)
+    before, after = (_shapes(item) for item in (model, chain))
+    if before != after:
+        changed = [path for path in {**before, **after} if before.get(path) != after.get(path)]
+        lines = "\n  ".join(f"{path}: {before.get(path, 'none')} -> {after.get(path, 'none')}" for path in changed[:10])
+        raise ConfigError(
+            f"{plug_in.label} returned a chain with other parameters than the model (model -> chain):\n  {lines}\n"
+            "A task changes the loss. A chain with parameters of its own is a model: model=module:function."
+        )
+    return chain
+
+
+def _shapes(chain: Chain) -> dict[str, tuple[int, ...]]:
+    return {path: tuple(leaf.shape) for path, leaf in tree.leaves_with_path(chain.abstract_params)}
+
+
+def _a(value: object) -> str:
+    return (
+        "nothing" if value is None else f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    )
+
+
 def num_threads(config: TrainConfig, local_ranks: int) -> int:
     """CPU threads of one rank: as configured, or the cores of this machine divided by its ranks, at least 1."""
     return config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
-def batch_shapes(config: TrainConfig, model: Model) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
-    """The shape and dtype of every entry of a global batch for `model`."""
-    return dict.fromkeys((*BATCH_KEYS, *model.next_keys), ((batch_size(config), seq_len(config)), torch.int64))
+def batch_shapes(config: TrainConfig, chain: Chain, model: Trainable) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
+    """The shape and dtype of every entry of a global batch that `chain`, made of `model`, reads."""
+    keys = [key for key in (*BATCH_KEYS, *model.next_keys) if key in chain.batch_axes]
+    return dict.fromkeys(keys, ((batch_size(config), seq_len(config)), torch.int64))
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> AdamW | SGD | Lion | Muon:
+def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:
     """The optimizer, with its learning rate for a run of `steps` updates. Raises ConfigError."""
     rate = make_learning_rate(config, steps)
+    plug_in = plug_in_of(config)
+    if plug_in is not None:
+        made = plug_in.call(lr=rate)
+        check_optimizer(made)
+        return cast(Optimizer, made)
     if config.kind == "sgd":
         return SGD(lr=rate, momentum=config.momentum, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
     if config.kind == "lion":
@@ -148,6 +207,15 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> AdamW | SGD | Lion | 
             num_rounds=config.num_rounds,
             betas=config.betas,
             eps=config.eps,
+            clip_norm=config.clip_norm,
+        )
+    if config.kind == "soap":
+        return SOAP(
+            lr=rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            precondition_frequency=config.precondition_frequency,
             clip_norm=config.clip_norm,
         )
     return AdamW(lr=rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, clip_norm=config.clip_norm)

@@ -13,7 +13,7 @@ from mpar import checkpoint, tree
 from mpar.checkpoint import Json
 from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
-from mpar.models import DecoderParams, HfReader, Model, shard_slices
+from mpar.models import DecoderParams, HfReader, Model, Trainable, shard_slices
 from mpar.program import Leaf, Program, State
 from mpar.spec import local_shape
 from mpar.train._config import PlainConfig, ResumeConfig
@@ -104,12 +104,12 @@ class Progress:
         return reached if resume.state == "all" else replace(reached, optimizer_start=self.step, health=Health())
 
 
-def fresh_state(program: Program, model: Model, rank: int, *, seed: int, hf_path: str | None, device: torch.device) -> State:
+def fresh_state(program: Program, model: Trainable, rank: int, *, seed: int, hf_path: str | None, device: torch.device) -> State:
     """This rank's shards before the first step. Parameters are drawn from `seed`, or read from the weights in `hf_path`; the
     optimizer's state is zero.
     """
     leaves: dict[str, Tensor] = {}
-    reader = None if hf_path is None else HfReader(model, hf_path)
+    reader = None if hf_path is None else HfReader(_exportable(model, hf_path), hf_path)
     for leaf in program.part(rank).state_in:
         kind, _, path = leaf.path.partition(".")
         if kind != "params":
@@ -119,6 +119,15 @@ def fresh_state(program: Program, model: Model, rank: int, *, seed: int, hf_path
         part = model.init_leaf(seed, path, cut) if reader is None else reader.read_leaf(path, cut)
         leaves[leaf.path] = part.to(device=device, dtype=leaf.dtype).contiguous()
     return State(leaves)
+
+
+def _exportable(model: Trainable, folder: str) -> Model:
+    if isinstance(model, Model):
+        return model
+    raise CheckpointError(
+        f"cannot start from the weights in {folder}: {model.name} does not say how its parameters are called in such folders.\n"
+        "Give init_from= a run or a checkpoint, or leave it out."
+    )
 
 
 def load_state(
@@ -152,7 +161,7 @@ def _zeros(leaf: Leaf, mesh: Mesh, device: torch.device) -> Tensor:
     return torch.zeros(local_shape(leaf.shape, leaf.spec, mesh), dtype=leaf.dtype, device=device)
 
 
-def load_params(model: Model, path: Path) -> DecoderParams[Tensor]:
+def load_params(model: Trainable, path: Path) -> DecoderParams[Tensor]:
     """The global parameters in a checkpoint. Raises CheckpointError unless they are exactly those of the model."""
     like = model.abstract_params
     loaded = dict(read_params(model, path))
@@ -160,7 +169,7 @@ def load_params(model: Model, path: Path) -> DecoderParams[Tensor]:
     return cast(DecoderParams[Tensor], tree.unflatten(tree.flatten(like)[1], leaves))
 
 
-def read_params(model: Model, path: Path) -> Iterator[tuple[str, Tensor]]:
+def read_params(model: Trainable, path: Path) -> Iterator[tuple[str, Tensor]]:
     """The global parameters in a checkpoint with their paths, one after the other.
 
     Raises CheckpointError, before the first, unless they are exactly those of the model, and if one that is read is damaged.

@@ -6,13 +6,15 @@ from dataclasses import replace
 from mpar.compiler import Schedule, policy
 from mpar.errors import ConfigError
 from mpar.files import MAX_TABLE_BYTES, Unreadable, read_text
-from mpar.models import Model
+from mpar.models import Trainable
 from mpar.program import Program
 from mpar.program.compile import compile_eval, compile_step
 from mpar.schedules import Action, from_table, layout_letters
 from mpar.strategy import Strategy
 from mpar.train._config import TrainConfig
-from mpar.train._setup import RunSetup, batch_shapes, make_optimizer
+from mpar.train._orders import orders
+from mpar.train._plug_ins import plug_in_of
+from mpar.train._setup import RunSetup, batch_shapes, chain_of, make_optimizer
 from mpar.train._sizes import num_microbatches
 
 __all__ = ["compile_evaluation", "compile_program", "make_schedule"]
@@ -23,11 +25,11 @@ def compile_program(setup: RunSetup) -> Program:
     config, recompute = setup.config, setup.config.recompute
     _check_scans(setup.model, setup.strategy, config.mesh.cp)
     return compile_step(
-        setup.model,
+        setup.chain,
         make_optimizer(config.optimizer, config.steps),
         setup.mesh,
         setup.strategy,
-        batch_shapes(config, setup.model),
+        batch_shapes(config, setup.chain, setup.model),
         schedule=make_schedule(config),
         num_microbatches=num_microbatches(config),
         num_slices=config.schedule.num_slices,
@@ -40,7 +42,7 @@ def compile_program(setup: RunSetup) -> Program:
     )
 
 
-def _check_scans(model: Model, strategy: Strategy, num_ranks: int) -> None:
+def _check_scans(model: Trainable, strategy: Strategy, num_ranks: int) -> None:
     """Raise ConfigError if layers that scan a sequence would have it out of order or in parts on different ranks."""
     if num_ranks == 1 or not model.sequential:
         return
@@ -61,17 +63,18 @@ def compile_evaluation(setup: RunSetup, program: Program) -> Program:
     loss of the next token.
     """
     config, model = setup.config, setup.model.without_multi_token()
-    names = {segment.name for segment in model.segments}
+    chain = setup.chain if model is setup.model else chain_of(config, model)
+    names = {segment.name for segment in chain.segments}
     stage_of = {name: stage for name, stage in program.facts.stage_of.items() if name in names}
     strategy, chosen = setup.strategy, program.facts.context_parallel
     if chosen is not None:  # predicted times of forwards alone could choose a way that stores parameters elsewhere
         strategy = replace(strategy, context_parallel=chosen)
     forwards = [[action for action in position_actions if action.kind == "F"] for position_actions in program.schedule]
     return compile_eval(
-        model,
+        chain,
         setup.mesh,
         strategy,
-        batch_shapes(config, model),
+        batch_shapes(config, chain, model),
         schedule=Schedule("forwards", layout=layout_letters(stage_of), table=forwards),
         num_microbatches=num_microbatches(config),
         num_slices=config.schedule.num_slices,
@@ -84,8 +87,8 @@ def compile_evaluation(setup: RunSetup, program: Program) -> Program:
 
 
 def make_schedule(config: TrainConfig) -> Schedule:
-    """The schedule that the configuration describes. Raises ConfigError if its table cannot be read."""
-    group = config.schedule
+    """The schedule that the configuration describes. Raises ConfigError if its table or plug-in cannot be read."""
+    group, plug_in = config.schedule, plug_in_of(config.schedule)
     table = None
     if group.table is not None:
         try:
@@ -97,8 +100,11 @@ def make_schedule(config: TrainConfig) -> Schedule:
             raise type(error)(f"schedule.table={group.table}: {error}") from None
         except csv.Error as error:
             raise ConfigError(f"cannot read schedule.table={group.table}: it is no comma-separated text ({error})") from None
+    elif plug_in is not None:
+        table = orders(plug_in, config.mesh.pp, group.num_chunks, num_microbatches(config))
     elif group.name == "forward_only":
         raise ConfigError(
             "cannot train with schedule.name=forward_only: it has no backwards. An evaluation uses the schedule of the training."
         )
-    return Schedule(group.name, group.num_chunks, group.layout, group.options, table, group.paired)
+    options = group.options if plug_in is None else {}
+    return Schedule(group.name, group.num_chunks, group.layout, options, table, group.paired)

@@ -17,11 +17,11 @@ from mpar.errors import CheckpointError
 from mpar.infer import generate
 from mpar.models import HfReader, Model
 from mpar.train._changes import function_changes, model_then
-from mpar.train._config import TrainConfig
+from mpar.train._config import ModelConfig, TrainConfig
 from mpar.train._setup import model_of
 from mpar.train._state import Progress, checkpoint_in, read_params
 
-__all__ = ["DTYPES", "SOURCE", "ExportOptions", "answer", "export_hf"]
+__all__ = ["DTYPES", "SOURCE", "ExportOptions", "answer", "export_hf", "exportable"]
 
 SOURCE = "source"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -64,7 +64,8 @@ def export_hf(
         models.write_hf(model, leaves.read(), draft, _dtypes(config, model, options.dtype), options.max_file_bytes)
         if options.check:
             models.compare_hf(model, leaves.read(), draft)
-            _check_config(config, draft)
+            if config.model.plugin is None:  # a plug-in makes the model, whatever config.json says
+                _check_config(config, draft)
         tokenizer.save(draft)
         if folder.exists() and not options.replaces:
             raise CheckpointError(f"cannot export to {folder}: it was made meanwhile. Choose another folder, or delete it.")
@@ -122,7 +123,7 @@ def _as_trained(config: TrainConfig, checkpoint: Path) -> tuple[TrainConfig, Mod
     group = config.model
     if group.path is not None and recorded is not None and not (Path(group.path) / "config.json").is_file():
         config = replace(config, model=replace(group, path=None, config=dict(recorded)))
-    model = model_of(config.model)
+    model = _exportable(config.model)
     plain = extras.get("config")
     then = model_then(plain, recorded) if isinstance(plain, Mapping) else None
     changes = [] if then is None else function_changes(then, model)
@@ -132,6 +133,16 @@ def _as_trained(config: TrainConfig, checkpoint: Path) -> tuple[TrainConfig, Mod
             "\n  " + "\n  ".join(changes) + f"\nIs {group.path or 'config.yaml'} as it was?"
         )
     return config, model
+
+
+def _exportable(group: ModelConfig) -> Model:
+    model = model_of(group)
+    if not isinstance(model, Model):
+        raise CheckpointError(
+            f"cannot write {model.name} as a Hugging Face folder: it does not say how its parameters are called there.\n"
+            "Its parameters are in the checkpoint, as safetensors."
+        )
+    return model
 
 
 def _dtypes(config: TrainConfig, model: Model, dtype: str) -> dict[str, torch.dtype]:
@@ -163,9 +174,29 @@ def _check_config(config: TrainConfig, folder: Path) -> None:
         )
 
 
-def answer(folder: Path, questions: Sequence[str], *, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> list[str]:
-    """The answers of the model in an HF `folder`. Each question is asked by itself."""
-    model, params = models.from_hf(folder, dtype=torch.float32)
+def exportable(config: TrainConfig) -> bool:
+    """Whether the model of the run can be written as a folder of Hugging Face: it says under which names."""
+    return isinstance(model_of(config.model), Model)
+
+
+def answer(
+    folder: Path,
+    questions: Sequence[str],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    group: ModelConfig | None = None,
+) -> list[str]:
+    """The answers of the model in an HF `folder`. Each question is asked by itself.
+
+    group: how the model was made, if the folder alone does not tell because it is a plug-in's.
+    """
+    if group is None or group.plugin is None:
+        model, params = models.from_hf(folder, dtype=torch.float32)
+    else:
+        model = _exportable(group)
+        params = models.load_params(model, folder)
     tokenizer = Tokenizer.from_folder(folder)
     eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     answers = []

@@ -50,12 +50,11 @@ def prepare(setup: RunSetup, resolved: PlainConfig, folder: Path, kept_programs:
         reached = reached.go_on(origin.resume, config.resume, data.training.fingerprint, data.items)
     program, compiled = _kept(kept_programs, setup, "training", lambda: _compiler().compile_program(setup))
     steps = config.steps - reached.optimizer_start
-    optimizer = make_optimizer(config.optimizer, steps)  # a kept program may have another learning rate
-    program.facts = dataclasses.replace(program.facts, optimizer=optimizer)
+    program = program.with_optimizer(make_optimizer(config.optimizer, steps))  # a kept program has none
     evaluation = None
     if data.evaluation is not None:
         evaluation, _ = _kept(kept_programs, setup, "evaluation", lambda: _compiler().compile_evaluation(setup, program))
-    job = Job(config, resolved, program, origin.resume, evaluation, origin.init, origin.changes, data.fingerprint)
+    job = Job(config, resolved, program, origin.resume, evaluation, origin.init, origin.changes, data.fingerprint, steps)
     write_job(folder, job)
     return Prepared(job, data, compiled, moved)
 

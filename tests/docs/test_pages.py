@@ -46,6 +46,13 @@ def test_blocks_of_the_readme():
     check("README.md")
 
 
+def test_examples_of_ones_own_are_short():
+    """A file on a page of what users bring along has at most 60 lines."""
+    for page in sorted((ROOT / "docs" / "bring_your_own").glob("*.md")):
+        for name, text in re.findall(r"^```\w+ title=\"([^\"]+)\"\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+            assert text.count("\n") <= 60, f"{page.name}: {name}"
+
+
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):

@@ -7,7 +7,7 @@ import torch
 
 from mpar import models, testing, tree
 from mpar.errors import ConfigError, DataError, DtypeError, ShapeError
-from mpar.models.decoder import _init
+from mpar.models import _init
 from mpar.models.decoder._embed import rounded
 from mpar.models.layers import MoeConfig
 from tests.models.variants import KINDS, VARIANTS

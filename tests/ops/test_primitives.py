@@ -103,6 +103,7 @@ def _calls(x):
         ops.sum_squares(x(2, 3)),
         ops.newton_schulz(x(3, 2, 3, 4).detach(), rows=2),
         ops.newton_schulz(x(4, 2).detach(), narrow=False),
+        ops.eigenbasis(x(3, 2, 2).detach(), x(3, 2, 2).detach(), _number(3), every=1),
         *ops.adamw(*(x(2, 3).detach() for _ in range(4)), _number(0.1), _number(1), _number(1), **HYPER),
         *ops.adamw_many(lists(), lists(), lists(), lists(), _number(0.1), _number(1), _number(1), **HYPER),
         *ops.sgd(*(x(2, 3).detach() for _ in range(3)), _number(0.1), _number(1), momentum=0.9),
@@ -186,6 +187,7 @@ def test_sharding_rules_are_consistent(primitive):
     params |= {"quantise_fp8": {"block": "1x128"}, "dequantise_fp8": {"block": "row", "dtype": torch.float32}}
     params["fp8_matmul"] = {"a_block": "1x128", "b_block": "128x128", "dtype": torch.bfloat16}
     params |= {name: {"group": [1, 2]} for name in ("limit_capacity", "sinkhorn", "expert_slots")}
+    params["eigenbasis"] = {"dims": 1, "every": 1}
     params["newton_schulz"] = {"rows": 1, "columns": 1, "num_rounds": 5, "narrow": False}
     rule = primitive.sharding_rule(**params.get(primitive.name, {}))
     factors = {name for dims in (*rule.operands, *rule.results) for names in dims for name in names}

@@ -28,6 +28,9 @@ CONFIG = {
 }
 
 
+MESHES = [({"dp": 2}, "ddp"), ({"fsdp": 4}, "zero3"), ({"fsdp": 2, "tp": 2}, "zero3_tp"), ({"pp": 2, "dp": 2}, "zero1")]
+
+
 def make_params():
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
@@ -146,12 +149,27 @@ def test_what_newton_schulz_refuses(make_tensor):
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("optimizer", [Lion(1e-3), Muon(1e-2, narrow=False), Muon(1e-2)], ids=repr)
-@pytest.mark.parametrize(
-    ("mesh", "strategy"),
-    [({"dp": 2}, "ddp"), ({"fsdp": 4}, "zero3"), ({"fsdp": 2, "tp": 2}, "zero3_tp"), ({"pp": 2, "dp": 2}, "zero1")],
-)
+@pytest.mark.parametrize(("mesh", "strategy"), MESHES)
 def test_meshes_agree(optimizer, mesh, strategy):
     """Three steps in float64 on a mesh equal those on one rank, parameters and slots alike."""
+    program, actual, expected = on_a_mesh(optimizer, mesh, strategy, 3)
+    assert set(actual) == set(expected) and not program.facts.fallbacks
+    for path, value in expected.items():
+        testing.assert_close(actual[path], value, name=path, rtol=1e-11)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(("mesh", "strategy"), MESHES)
+def test_meshes_agree_for_100_steps(mesh, strategy):
+    """The parameters after 100 steps of Muon in float64 on a mesh are those on one rank."""
+    _, actual, expected = on_a_mesh(Muon(1e-3, narrow=False), mesh, strategy, STEPS)
+    for path, value in expected.items():
+        if path.startswith("params."):
+            testing.assert_close(actual[path], value, name=path, rtol=1e-11)
+
+
+def on_a_mesh(optimizer, mesh, strategy, steps):
+    """`(program, state on the mesh, state on one rank)` after some steps."""
     model = models.from_config(CONFIG, models.ModelOptions(dtype=torch.float64))
     params = model.init(seed=0)
     tokens = torch.randint(128, (8, 17), generator=torch.Generator().manual_seed(0))
@@ -160,15 +178,13 @@ def test_meshes_agree(optimizer, mesh, strategy):
     def train(mesh, strategy, **options):
         program = mpar.compile_step(model, optimizer, mesh, strategy, (8, 16), num_microbatches=2)
         state = program.init_state(tree.map_leaves(torch.clone, params))
-        for _ in range(3):
+        for _ in range(steps):
             state, _ = program.simulate(state, batch)
         return program, state.leaves
 
     _, expected = train(mpar.Mesh(dp=1), "ddp")
     program, actual = train(mpar.Mesh(**mesh), strategy)
-    assert set(actual) == set(expected) and not program.facts.fallbacks
-    for path, value in expected.items():
-        testing.assert_close(actual[path], value, name=path, rtol=1e-11)
+    return program, actual, expected
 
 
 def test_slots_of_a_program():
@@ -184,7 +200,7 @@ def test_slots_of_a_program():
 
 def test_a_rule_with_a_slot_that_the_optimizer_lacks():
     """It is refused when the step is compiled, and the message says where to add it."""
-    wrong = type("Wrong", (Lion,), {"leaf_rule": lambda self, path, axes: SimpleNamespace(slots=("extra",))})
+    wrong = type("Wrong", (Lion,), {"leaf_rule": lambda self, path, axes: SimpleNamespace(slots=("extra",), update_leaf=print)})
     with pytest.raises(ConfigError, match=r"has the slots \('extra',\); the optimizer has \('m',\).\nThe slots of a rule"):
         mpar.compile_step(models.from_config(CONFIG), wrong(0.1), mpar.Mesh(), "ddp", (4, 16))
 

@@ -128,6 +128,7 @@ def calls():
         ops.fold_in(key, 3),
         ops.sum_squares(x),
         ops.newton_schulz(x.detach(), narrow=False),
+        ops.eigenbasis(draw(4, 8, 8).detach(), draw(4, 8, 8, seed=1).detach(), torch.tensor(4.0, dtype=torch.float64), every=1),
         *updates(),
         _constrain.constrain_p.bind(x.detach(), axes="names:,,", mark=0),
         _constrain.name_p.bind(x, label="a"),

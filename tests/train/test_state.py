@@ -69,7 +69,8 @@ def test_default_batch_size(config):
     """8 sequences, or as many as mesh and microbatches need."""
     big = _with(config, fsdp=48)
     assert batch_size(big) == 96
-    assert batch_shapes(config, make_setup(config).model)["tokens"][0] == (4, 128)
+    setup = make_setup(config)
+    assert batch_shapes(config, setup.chain, setup.model)["tokens"][0] == (4, 128)
 
 
 def _with(config, fsdp):

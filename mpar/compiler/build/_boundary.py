@@ -1,9 +1,10 @@
 """Boundary: the values that exist before the first instruction of a part: state, batch and scalars."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mpar.compiler.build._position import Position
 from mpar.compiler.build._units import Unit
@@ -51,17 +52,21 @@ def _declare_state(position: Position, values: Values) -> tuple[list[Leaf], dict
     units: Mapping[str, Unit] = position.units
     optimizer = position.blueprint.optimizer
 
-    def declare(prefix: str, unit: Unit, specs: list[P], indices: Sequence[int]) -> list[int]:
-        new = [values.leaf(f"{prefix}.{unit.paths[i]}", unit.leaves[i][1], specs[i]) for i in indices]
+    def declare(prefix: str, unit: Unit, stored: Mapping[int, tuple[Tensor, P]]) -> list[int]:
+        new = [values.leaf(f"{prefix}.{unit.paths[i]}", leaf, spec) for i, (leaf, spec) in stored.items()]
         leaves.extend(new)
         return [leaf.value for leaf in new]
 
-    params = {path: declare("params", unit, unit.storage, range(len(unit.leaves))) for path, unit in units.items()}
+    params = {
+        path: declare("params", unit, {i: (leaf, unit.storage[i]) for i, (_, leaf) in enumerate(unit.leaves)})
+        for path, unit in units.items()
+    }
     slots: dict[str, list[list[int]]] = {path: [] for path in units}
     if optimizer is not None:
         for slot in optimizer.slots:
             for path, unit in units.items():
-                slots[path].append(declare(f"opt.{slot}", unit, unit.opt, unit.with_slot(optimizer, slot)))
+                stored = {i: unit.slot(optimizer, slot, i) for i in unit.with_slot(optimizer, slot)}
+                slots[path].append(declare(f"opt.{slot}", unit, stored))
     return leaves, params, slots
 
 

@@ -12,6 +12,7 @@ from mpar.compiler.build._report import widest
 from mpar.compiler.build._writer import Writer
 from mpar.compiler.segment import Code
 from mpar.ops import constrain, sum_squares
+from mpar.optimizer import gradient_factor
 from mpar.spec import P
 
 __all__ = ["write_norm"]
@@ -46,7 +47,7 @@ def write_norm(
         total = constrain(squares, P()).sum().sqrt()
         # limits are finite, and a comparison with NaN is false, so only a finite norm is within its limit
         within = (loss.abs() < math.inf) & (loss <= max_loss) & (total <= max_grad_norm)
-        return total, optimizer.scale(total).to(torch.float64), ~within
+        return total, gradient_factor(optimizer, total).to(torch.float64), ~within
 
     operands = [vector, loss, *limits]
     args, specs = tuple(writer.values.globals(operands)), writer.values.specs(operands)

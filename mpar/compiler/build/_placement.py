@@ -21,6 +21,7 @@ from mpar.ir import segment_time
 from mpar.mesh import Mesh
 from mpar.precision import Precision
 from mpar.strategy import Strategy
+from mpar.user_code import user_code
 
 __all__ = ["Placement", "global_results", "place"]
 
@@ -97,14 +98,24 @@ def _place(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor
     units = make_units(model, strategy, mesh, precision)
     specs = [strategy.compute_spec(model.batch_axes[key], mesh) for key in batch]
     length = length_of(batch)
-    make_context: Callable[..., Mapping[str, Tensor]] = model.context
-    if num_slices > 1:
-        make_context = functools.partial(model.context, row_length=num_slices * length)
-    context = compile_function("context", make_context, (batch,), target, specs, resolve=True)
-    weight = compile_function("weight", model.weight, (batch,), target, specs)
+    how = {"row_length": num_slices * length} if num_slices > 1 else {}
+    context = compile_function("context", _of_model(model, "context", **how), (batch,), target, specs, resolve=True)
+    weight = compile_function("weight", _of_model(model, "weight"), (batch,), target, specs)
     compiler = SegmentCompiler(model, strategy, target, precision, units, num_slices, length, options.training)
     segments = compiler.compile_all(global_results(context, mesh), context.out_specs)
     return Placement(strategy, target, precision, batch, order_parts, units, context, weight, segments)
+
+
+def _of_model(model: Chain, member: str, **how: int) -> Callable[..., object]:
+    """A method of the model that is called with a batch; what it raises says which it was."""
+    method = getattr(model, member)
+
+    @functools.wraps(method)
+    def call(batch: Mapping[str, Tensor]) -> object:
+        with user_code(f"{type(model).__name__}.{member}, of a batch with {sorted(batch)},"):
+            return method(batch, **how)
+
+    return call
 
 
 def global_results(code: Code, mesh: Mesh) -> Mapping[str, Tensor]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mpar.schedules import Action
+from mpar.schedules import Action, check_table
 
 __all__ = ["Schedule"]
 
@@ -37,6 +37,10 @@ class Schedule:
     options: Mapping[str, object] = field(default_factory=dict)
     table: Sequence[Sequence[Action]] | None = None
     paired: bool = False
+
+    def __post_init__(self) -> None:
+        if self.table is not None:
+            check_table(self.table)
 
     def pairs_both_ways(self, num_positions: int) -> bool:
         """Whether pairs are a forward and a backward, of two microbatches, at so many positions along pp."""

@@ -1,6 +1,6 @@
 """Units: the parameters at one path of the chain, which are stored, gathered, reduced and updated together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from mpar import tree
 from mpar.chain import Axes, Chain
 from mpar.mesh import Mesh
-from mpar.optimizer import Optimizer, leaf_rule
+from mpar.optimizer import Optimizer, leaf_rule, slot_dims
 from mpar.precision import Precision
 from mpar.spec import P
 from mpar.strategy import Strategy
@@ -24,7 +24,8 @@ class Unit:
     leaves:             the path of the parameter, and a global tensor without data.
     axes:               its logical axes.
     compute, compute_dtypes: its spec and dtype while it is used.
-    storage, grad, opt: the specs at which the parameter, its gradient and its slots of the optimizer are stored.
+    storage, grad:      the specs at which the parameter and its gradient are stored.
+    slot_spec:          gives the spec at which a slot of the optimizer with some logical axes is stored.
     users:              the numbers of the segments that read the unit.
     """
 
@@ -35,7 +36,7 @@ class Unit:
     compute_dtypes: list[torch.dtype]
     storage: list[P]
     grad: list[P]
-    opt: list[P]
+    slot_spec: Callable[[Axes], P]
     users: list[int] = field(default_factory=list)
 
     @property
@@ -47,6 +48,13 @@ class Unit:
         """The indices of the parameters that have this slot of the optimizer."""
         named = enumerate(zip(self.paths, self.axes, strict=True))
         return [i for i, (path, axes) in named if slot in leaf_rule(optimizer, path, axes).slots]
+
+    def slot(self, optimizer: Optimizer, slot: str, index: int) -> tuple[Tensor, P]:
+        """A slot of the parameter at `index`: a global tensor without data, and the spec at which it is stored."""
+        path, leaf = self.leaves[index]
+        dims = slot_dims(leaf_rule(optimizer, path, self.axes[index]), slot, leaf.ndim)
+        axes = tuple(self.axes[index][dim] if dim not in dims[:place] else None for place, dim in enumerate(dims))
+        return torch.empty([leaf.shape[dim] for dim in dims], dtype=leaf.dtype, device="meta"), self.slot_spec(axes)
 
     @property
     def needs_gather(self) -> bool:
@@ -83,7 +91,7 @@ def _make_unit(model: Chain, path: str, strategy: Strategy, mesh: Mesh, precisio
         [precision.compute_dtype(p, leaf.dtype) for p, leaf in leaves],
         [strategy.storage_spec(a, "param", mesh) for a in axes],
         [strategy.storage_spec(a, "grad", mesh) for a in axes],
-        [strategy.storage_spec(a, "opt", mesh) for a in axes],
+        lambda a: strategy.storage_spec(a, "opt", mesh),
     )
 
 

@@ -12,7 +12,7 @@ from mpar.compiler.build._position import Position
 from mpar.compiler.build._units import Unit
 from mpar.compiler.build._writer import Writer
 from mpar.compiler.segment import Code
-from mpar.optimizer import Optimizer, check_result, leaf_rule
+from mpar.optimizer import Optimizer, decays, leaf_rule, updated
 from mpar.spec import P
 
 __all__ = ["write_updates"]
@@ -66,7 +66,7 @@ def _update_code(
                several positions that hold a parameter may have to do that; the same kernel then runs there as at the others,
                so the parameter keeps the same bits everywhere.
     """
-    decays = tuple(optimizer.decays(path, axes) for path, axes in zip(unit.paths, unit.axes, strict=True))
+    decay = tuple(decays(optimizer, path, axes) for path, axes in zip(unit.paths, unit.axes, strict=True))
     leaf_rules = tuple(leaf_rule(optimizer, path, axes) for path, axes in zip(unit.paths, unit.axes, strict=True))
     holders = {slot: unit.with_slot(optimizer, slot) for slot in optimizer.slots}
 
@@ -81,9 +81,9 @@ def _update_code(
             if i in rules:
                 results.append((torch.where(skip, p, rules[i][1](p, values[i])), of_leaf))
                 continue
-            new_p, new_slots = leaf_rules[i].update_leaf(p, g, of_leaf, lr, step, scale, decays=decays[i])
-            check_result(optimizer, unit.paths[i], (p, *of_leaf), new_p, new_slots)
-            kept = [torch.where(skip, old, new) for old, new in zip((p, *of_leaf), (new_p, *new_slots), strict=True)]
+            old = (p, *of_leaf)
+            new_p, new_slots = updated(optimizer, leaf_rules[i], unit.paths[i], old, g, lr, step, scale, decays=decay[i])
+            kept = [torch.where(skip, before, new) for before, new in zip(old, (new_p, *new_slots), strict=True)]
             results.append((kept[0], tuple(kept[1:])))
         all_slots = [results[i][1][leaf_rules[i].slots.index(name)] for name, indices in holders.items() for i in indices]
         return [new for new, _ in results] + all_slots
@@ -92,11 +92,12 @@ def _update_code(
     scalars = [*[torch.empty((), dtype=torch.float64, device="meta")] * 3, torch.empty((), dtype=torch.bool, device="meta")]
     given = [value for value, _ in rules.values()]
     values = writer.values
-    slot_leaves = {slot: [leaves[i] for i in indices] for slot, indices in holders.items()}
-    slot_specs = [unit.opt[i] for indices in holders.values() for i in indices]
+    stored = {slot: [unit.slot(optimizer, slot, i) for i in indices] for slot, indices in holders.items()}
+    slot_leaves = {slot: [leaf for leaf, _ in of_slot] for slot, of_slot in stored.items()}
+    slot_specs = [spec for of_slot in stored.values() for _, spec in of_slot]
     specs = [*unit.storage, *values.specs(grads), *slot_specs, *[P()] * len(scalars), *values.specs(given)]
-    mask = "".join("-d"[decay] for decay in decays)
-    name = f"update {unit.path.split('.')[0]}" + (f" [{mask}]" if len(set(decays)) > 1 or not all(decays) else "")
+    mask = "".join("-d"[answer] for answer in decay)
+    name = f"update {unit.path.split('.')[0]}" + (f" [{mask}]" if len(set(decay)) > 1 or not all(decay) else "")
     args = (leaves, values.globals(grads), slot_leaves, *scalars, values.globals(given))
     targets = [*unit.storage, *slot_specs]
     different_rules = () if all(rule is optimizer for rule in leaf_rules) else leaf_rules

@@ -12,8 +12,10 @@ from torch import Tensor
 from mpar import tree
 from mpar.chain import Segment
 from mpar.compiler.segment._code import TracedSegment
+from mpar.errors import ConfigError
 from mpar.sharding import trace
 from mpar.tree import Tree
+from mpar.user_code import user_code
 
 __all__ = ["trace_segment"]
 
@@ -54,9 +56,37 @@ class _Function:
 
     def __call__(self, leaves: Sequence[Tensor]) -> "_Results":
         params, x, context = tree.unflatten(self.structure, list(leaves))
-        out, losses, *metrics = self.fn(params, None if self.first else x, context, training=self.training)
-        x_leaves, structure = tree.flatten(() if out is None else out)
-        return _Results(x_leaves, structure, losses, metrics[0] if metrics else {})
+        call = f"the segment function {getattr(self.fn, '__qualname__', None) or repr(self.fn)}"
+        with user_code(call):
+            result = self.fn(params, None if self.first else x, context, training=self.training)
+        if not isinstance(result, tuple) or len(result) not in (2, 3):
+            raise ConfigError(f"{call} returned a {_kind(result)}: return (x, losses), or (x, losses, metrics).")
+        x_leaves, structure = tree.flatten(() if result[0] is None else result[0])
+        _check_results(call, x_leaves, result[1:])
+        return _Results(x_leaves, structure, result[1], result[2] if len(result) > 2 else {})
+
+
+def _kind(value: object) -> str:
+    return "tensor" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _check_results(call: str, x: Sequence[object], others: Sequence[object]) -> None:
+    """Raise ConfigError, with all problems, unless x is tensors, and losses and metrics are tensors by name; something must have
+    a gradient."""
+    strange = [type(leaf).__name__ for leaf in x if not isinstance(leaf, Tensor)]
+    problems = [f"x has a {name} among its leaves, which is no tensor" for name in strange]
+    for label, named in zip(("losses", "metrics"), others, strict=False):
+        if not isinstance(named, Mapping):
+            problems.append(f"{label} are a {_kind(named)}, not a dict of tensors by name")
+            continue
+        wrong = [(name, value) for name, value in named.items() if not isinstance(value, Tensor)]
+        problems += [f"{label} has {name!r}, a {type(value).__name__}, which is no tensor" for name, value in wrong]
+    if not problems:
+        assert isinstance(others[0], Mapping)
+        if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in (*x, *others[0].values())):
+            problems.append("it returns neither a floating-point x nor a loss, so that nothing has a gradient")
+    if problems:
+        raise ConfigError(f"{call} returned what cannot be compiled:\n  " + "\n  ".join(problems))
 
 
 @dataclass(frozen=True)

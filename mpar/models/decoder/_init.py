@@ -1,25 +1,20 @@
 """Fresh parameters: any elements of any leaf, since each depends only on the seed, the path of its leaf and its global index."""
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mpar import ops, tree
+from mpar.models._init import normal
 from mpar.models.decoder._config import DecoderConfig
 from mpar.models.decoder._params import axes, shapes
 from mpar.models.layers import part_of
 
 __all__ = ["init_leaf"]
 
-INIT_BLOCK = 1 << 22
-"""How many elements are drawn at once, at most."""
 
-
-def init_leaf(
-    config: DecoderConfig, dtype: torch.dtype, seed: int, path: str, slices: Sequence[slice] | None = None
-) -> Tensor:
+def init_leaf(config: DecoderConfig, dtype: torch.dtype, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
     """The elements within `slices` (default: all) of a fresh leaf at `path`; no others are made.
 
     The part that the leaf belongs to may say how it starts (`Part.init`). All other matrices are normal with the config's
@@ -36,7 +31,7 @@ def init_leaf(
         return torch.zeros(sizes, dtype=dtype)
     if "norm" in field:
         return torch.full(sizes, config.norm.first_gain, dtype=dtype)
-    values = _normal(ops.fold_key(seed, path), bounds, dtype).mul_(config.initializer_range)
+    values = normal(ops.fold_key(seed, path), bounds, dtype).mul_(config.initializer_range)
     if "vocab" in names:
         dim = names.index("vocab")
         real = torch.arange(bounds[dim].start, bounds[dim].stop) < config.vocab_size
@@ -55,17 +50,3 @@ def _part_leaf(config: DecoderConfig, dtype: torch.dtype, seed: int, path: str, 
         if part.field == keys[2] and part.init is not None:
             return part.init(part_config, ".".join(keys[3:]), ops.fold_key(seed, path), bounds, dtype)
     return None
-
-
-def _normal(key: ops.Key, bounds: Sequence[range], dtype: torch.dtype) -> Tensor:
-    """Normal numbers: the elements within `bounds`.
-
-    They are drawn some rows at a time, because the generator needs a workspace many times as large as its result.
-    """
-    sizes, starts = [len(bound) for bound in bounds], [bound.start for bound in bounds]
-    out = torch.empty(sizes, dtype=dtype)
-    num_rows = max(1, INIT_BLOCK // max(1, math.prod(sizes[1:])))
-    for row in range(0, sizes[0], num_rows):
-        rows = out[row : row + num_rows]
-        rows.copy_(ops.random_normal(key, rows.shape, starts=[starts[0] + row, *starts[1:]]))
-    return out

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpar.errors import ConfigError, ShardingError
 from mpar.op_shape import AttentionShape, MatmulShape
 from mpar.ops.primitive._autograd import Operand, Static, Transforms, Vjp, gradients_like_operands, make_function, no_gradient
 from mpar.ops.primitive._batching import BatchingRule, batch_by_loop, batch_folded, batch_leading
+from mpar.ops.primitive._declaration import check_name, check_rule, check_rule_text
 from mpar.ops.primitive._sharding_rule import Placement, ShardingRule, parse_sharding
 from mpar.ops.primitive._signature import parse_signature
 
@@ -53,6 +55,7 @@ class Primitive:
     """
 
     def __init__(self, name: str, signature: str, **params: str) -> None:
+        check_name(name, signature, PRIMITIVES)
         self.name = name
         self.signature = parse_signature(signature, params)
         self.abstract: Callable | None = None
@@ -63,7 +66,14 @@ class Primitive:
         self.placement = Placement()
         self.mutates: tuple[str, ...] = ()
         self.asks_host = False
-        _LIBRARY.define(f"{name}{self.signature.schema}")
+        try:
+            _LIBRARY.define(f"{name}{self.signature.schema}")
+        except RuntimeError as error:
+            kinds = ", ".join(f"{key}={kind!r}" for key, kind in params.items())
+            raise ConfigError(
+                f"cannot declare primitive {name!r} with the parameters {kinds}: torch has no such types, as it says:\n"
+                + "\n".join(str(error).strip().splitlines()[:3])
+            ) from None
         torch.library.register_fake(f"mpar::{name}", self._run_abstract, lib=_LIBRARY)
         self.op = getattr(torch.ops.mpar, name).default
         self._function = make_function(name, self.op, self.signature, self.transforms)
@@ -159,6 +169,7 @@ class Primitive:
 
         extras: keyword arguments of `parse_sharding`: need_replication, linear, follows, as_is, ragged, leads, sizes.
         """
+        check_rule_text(self.name, rule)
         self.placement.rule = self._check_rule(parse_sharding(rule, **extras))
 
     def def_sharding_from(self, fn: Callable[..., ShardingRule]) -> Callable[..., ShardingRule]:
@@ -169,7 +180,8 @@ class Primitive:
     def sharding_rule(self, **params: Static) -> ShardingRule:
         """The sharding rule for these static parameters."""
         rule = self.placement.rule
-        assert rule is not None, f"primitive {self.name} has no sharding rule"
+        if rule is None:
+            raise ShardingError(f"primitive {self.name!r} has no sharding rule: declare one with def_sharding")
         return rule if isinstance(rule, ShardingRule) else self._check_rule(rule(**params))
 
     def def_sharded(self, factor: str) -> Callable[[Callable], Callable]:
@@ -214,12 +226,12 @@ class Primitive:
         self.transforms.batching = batch_folded(self.bind, self.sharding_rule)
 
     def _check_rule(self, rule: ShardingRule) -> ShardingRule:
-        assert len(rule.operands) == len(self.operands), (self.name, rule)
-        assert len(rule.results) == len(self.results), (self.name, rule)
+        check_rule(self.name, rule, self.operands, self.results)
         return rule
 
     def _run_abstract(self, *operands: Operand, **params: Static) -> Any:
-        assert self.abstract is not None, f"primitive {self.name} has no abstract rule"
+        if self.abstract is None:
+            raise ConfigError(f"primitive {self.name!r} has no abstract rule: say with def_abstract what its results are like")
         return self.abstract(*operands, **params)
 
     def _may_be_none(self, name: str) -> bool:
