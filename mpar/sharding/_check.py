@@ -140,7 +140,7 @@ class _AxisCheck:
     def op(self, node: fx.Node) -> Types:
         rule = derived_rule(node)
         types = [self.types[operand] for operand in rule.operands]
-        params = [self.types[n] for n in node.kwargs.values() if isinstance(n, fx.Node)]
+        params = [self.types[n] for n in node.all_input_nodes if n not in rule.operands]  # such as the offsets of a shard
         if "V" in types or "V" in params:
             return self.varying(node, rule, types)
         factor, partial = None, False

@@ -224,6 +224,8 @@ class _Lowering:
         local_nodes = self.placed[node]
         if target in local_nodes:
             return local_nodes[target]
+        if self.made_anywhere(node) and not target.partial:
+            return self.make_shard(node, target)
         shape = shape_of(node)
         nbytes = node.meta["val"].nbytes
         candidates = [
@@ -247,6 +249,25 @@ class _Lowering:
             local.meta["labels"] = labels_of(node)
             local_nodes.setdefault(move.after, local)
         return local
+
+    def made_anywhere(self, node: fx.Node) -> bool:
+        """Whether each rank can make any shard of a value itself, as of random numbers: no operand has a factor of its dims."""
+        primitive = primitive_of(node.target)
+        if primitive is None or not primitive.placement.sharded:
+            return False
+        rule = rule_of(node)
+        names = {name for dims in rule.results for factors in dims for name in factors}
+        read = {name for dims in rule.factors for factors in dims for name in factors}
+        return len(rule.results) == 1 and names <= set(primitive.placement.sharded) and not names & read
+
+    def make_shard(self, node: fx.Node, spec: P) -> fx.Node:
+        """The shard of a value for which `made_anywhere` holds, made in its place instead of cut out of the global tensor."""
+        rule, placed, first = rule_of(node), self.placed[node], self.specs[node]
+        axes_of = {names[0]: spec.dim(dim) for dim, names in enumerate(rule.results[0]) if names and spec.dim(dim)}
+        locals_ = [self.redistribute(operand, P()) for operand in rule.operands]
+        self.finish(node, rule, locals_, axes_of, [spec])
+        self.placed[node], self.specs[node] = {**placed, **self.placed[node]}, first
+        return self.placed[node][spec]
 
     def call(self, node: fx.Node) -> None:
         """Lower one call: an item of several results, a mark, or an op."""
