@@ -5,13 +5,14 @@ Names that only the compiler needs are loaded when first used, so that a worker 
 
 import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "checkpoint_disabled",
     "current_autograd_node",
     "defunctionalise",
     "flash_attention_cpu",
@@ -73,6 +74,28 @@ def last_autograd_node() -> int:
 def original_views() -> contextlib.AbstractContextManager[None]:
     """In this context the gradient of a write into a view repeats the view; otherwise it would read memory by strides."""
     return torch.autograd._force_original_view_tracking(True)
+
+
+@contextlib.contextmanager
+def checkpoint_disabled() -> Iterator[None]:
+    """In this context `torch.utils.checkpoint` calls the function. Its hooks do not work inside transforms of `torch.func`."""
+    module: Any = importlib.import_module("torch.utils.checkpoint")
+    saved = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+    module._checkpoint_without_reentrant_generator, module.CheckpointFunction = _yield_once, _PlainCall
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator, module.CheckpointFunction = saved
+
+
+def _yield_once(*_: object, **__: object) -> Iterator[None]:
+    yield
+
+
+class _PlainCall:
+    @staticmethod
+    def apply(fn: Callable[..., object], preserve_rng_state: bool, *args: object) -> object:
+        return fn(*args)
 
 
 def functionalise(x: torch.Tensor) -> torch.Tensor:

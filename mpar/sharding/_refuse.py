@@ -33,7 +33,7 @@ def explain(name: str, watch: Watch, error: Exception) -> Exception:
             f"cannot trace {name}: the result of {getattr(error, 'func', error)}{at} has a shape that depends on "
             "data.\nUse masks and fixed shapes (torch.where) instead."
         )
-    if isinstance(error, MparError) or _is_users_own(error):
+    if isinstance(error, (MparError, Warning)) or _is_users_own(error):
         return error
     text = str(error).strip()
     text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -17,6 +17,7 @@ from mpar.sharding._writes import replace_writes
 from mpar.torch_private import (
     FakeTensorMode,
     FunctionalTensorMode,
+    checkpoint_disabled,
     defunctionalise,
     functionalise,
     make_fx,
@@ -71,7 +72,7 @@ def trace(fn: Callable[..., object], args: Sequence[object], *, canonical: bool 
     if foreign:
         raise TraceError(
             f"cannot trace {_name(fn)}: arguments {foreign} are not tensors.\n"
-            "Close over static values (functools.partial) or make them tensors."
+            "Make them tensors, close over them (functools.partial), or name their parameters in `static=` of jit."
         )
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in leaves]
@@ -112,7 +113,7 @@ def _trace_flat(name: str, flat: Callable, names: Sequence[str], fakes: list[Ten
             return [defunctionalise(x) for x in results]
 
     try:
-        with marking(), preserve_node_meta(), original_views():
+        with marking(), preserve_node_meta(), original_views(), checkpoint_disabled():
             module = make_fx(functional)(*fakes)
     except Exception as error:
         refusal = explain(name, watch, error)

@@ -3,7 +3,7 @@
 import bisect
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -40,6 +40,16 @@ INSTEAD = {
 COMPILER = frozenset({"compiler", "ir", "ops", "program", "runtime", "sharding", "torch_private.py"})
 """Parts of mpar whose lines are never reported: what they do, they do for the line of a model or a user that called them."""
 STRIDED = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 0:
+        raise TraceError("one_hot without num_classes makes a shape from the data of a tensor: give num_classes")
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
+
+
+WITHOUT_DATA: dict[Any, Callable[..., Tensor]] = {torch.nn.functional.one_hot: _one_hot}
+"""Functions of torch that look at data to check it, and what they compute."""
 
 
 class Watch(TorchDispatchMode):
@@ -96,6 +106,7 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(func, "__name__", str(func))
+        func = WITHOUT_DATA.get(func, func)
         try:
             out = func(*args, **(kwargs or {}))
         except Exception:
