@@ -5,6 +5,7 @@ Names that only the compiler needs are loaded when first used, so that a worker 
 
 import contextlib
 import importlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "last_autograd_node",
     "original_views",
     "pytree",
+    "quiet_errors",
     "storage_key",
     "was_written",
 ]
@@ -96,6 +98,18 @@ class _PlainCall:
     @staticmethod
     def apply(fn: Callable[..., object], preserve_rng_state: bool, *args: object) -> object:
         return fn(*args)
+
+
+@contextlib.contextmanager
+def quiet_errors() -> Iterator[None]:
+    """In this context torch does not log errors of tensors without data, with tracebacks, beside raising them."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def functionalise(x: torch.Tensor) -> torch.Tensor:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, fx
 
 from mpar import tree
-from mpar.errors import ShardingError
+from mpar.errors import MparError, ShardingError
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES, Marks, decode_axes, primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._canonicalise import labels_of, shape_of
 from mpar.sharding._emit import Emit, Pending, Placed
 from mpar.sharding._redistribute import plan, plan_bytes
-from mpar.sharding._rules import NodeRule, has_rule, rule_of
+from mpar.sharding._rules import NodeRule, has_rule, rule_of, tensor_operands
 from mpar.sharding._trace import LogicalGraph, source_line
 from mpar.spec import P, check_spec, local_shape, normalise
 from mpar.strategy import AxisTable, spec_from_axes
@@ -144,8 +144,22 @@ class _Lowering:
                     origin,
                 )
             else:
-                self.call(node)
+                self.lower_call(node)
         raise AssertionError("graph without output")
+
+    def lower_call(self, node: fx.Node) -> None:
+        """Lower one call. Errors of torch and of rules become a ShardingError with op and line."""
+        try:
+            self.call(node)
+        except MparError:
+            raise
+        except Exception as error:
+            at = f" at {source_line(node)}" if source_line(node) else ""
+            placed = ", ".join(f"{shape_of(n)} {self.specs[n]}" for n in tensor_operands(node))
+            raise ShardingError(
+                f"cannot lower {node.target}{at} for operands {placed}.\n{type(error).__name__}: {error}\n"
+                f"mesh: {self.mesh}. Use other ops for it, or place its operands otherwise (ops.constrain)."
+            ) from error
 
     def placeholder(self, node: fx.Node, spec: P) -> fx.Node:
         """The local input that holds the shard of a global input."""

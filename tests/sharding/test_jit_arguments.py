@@ -95,7 +95,10 @@ def test_parameters_that_are_not_there_are_refused():
             lambda: jit(scaled, mesh=MESH, static=("mode",)).lower(X, mode=["twice"]),
             r"static parameters \['mode'\] are not hashable",
         ),
-        (lambda: jit(scaled, mesh=MESH).lower(X, power=3), r"arguments \['1'\] are not tensors.\n.*`static=` of jit"),
+        (
+            lambda: jit(scaled, mesh=MESH).lower(X, power=3),
+            r"arguments \['1'\] are not tensors, or are sparse ones.\n.*`static=` of jit",
+        ),
     ],
     ids=["signature", "unhashable", "not static"],
 )
