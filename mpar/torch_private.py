@@ -28,6 +28,8 @@ _LAZY = {
     "TorchDispatchMode": "torch.utils._python_dispatch",
     "TorchFunctionMode": "torch.overrides",
     "UnsupportedFakeTensorException": "torch._subclasses.fake_tensor",
+    "_core_aten_decompositions_post_autograd": "torch._decomp",
+    "decomposition_table": "torch._decomp",
     "get_current_meta": "torch.fx.traceback",
     "make_fx": "torch.fx.experimental.proxy_tensor",
     "preserve_node_meta": "torch.fx.traceback",

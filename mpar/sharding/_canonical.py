@@ -13,11 +13,12 @@ from mpar.sharding._canonicalise import (
     shrink_constants,
     split_means,
 )
+from mpar.sharding._decompose import decompose
 from mpar.sharding._expands import expand_late, merge_expands
 
 __all__ = ["CANONICAL", "canonicalise"]
 
-ONCE = (erase_identities, restore_einsums, split_means, shrink_constants)
+ONCE = (decompose, erase_identities, restore_einsums, split_means, shrink_constants)
 AGAIN = (merge_views, merge_expands, expand_late)
 """These are repeated until none changes anything, because each may give another something to do. This ends, because each merges
 views or moves an expand towards the results."""

@@ -14,7 +14,7 @@ from torch import fx
 from mpar.ops import PRIMITIVES
 from mpar.sharding._pass import graph_pass
 
-__all__ = ["call_like", "common_subexpressions", "labels_of", "shape_of", "view_groups"]
+__all__ = ["call_like", "common_subexpressions", "is_zero", "labels_of", "shape_of", "view_groups"]
 
 aten = torch.ops.aten
 name_p, einsum_p = PRIMITIVES["named"], PRIMITIVES["einsum"]
@@ -52,6 +52,12 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 def labels_of(node: fx.Node) -> tuple[str, ...]:
     """The labels that `ops.name` gave this value."""
     return tuple(node.meta.get("labels", ()))
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Whether a node of a canonical graph is known to hold zeros only."""
+    source = node.args[0] if node.target == aten.expand.default else node
+    return isinstance(source, fx.Node) and source.target == aten.full.default and source.args[1] == 0
 
 
 @graph_pass

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from mpar.errors import MparError, ShardingError
 from mpar.ops import primitive_of
 from mpar.sharding import _collectives as collectives
-from mpar.sharding._check_order import check_order
+from mpar.sharding._check_order import check_order, specs_of
 from mpar.sharding._derive import derived_rule
 from mpar.sharding._lower import RankGraph
 from mpar.sharding._rules import NodeRule
@@ -71,11 +71,7 @@ class _AxisCheck:
     def widen(self, node: fx.Node) -> None:
         """Give `meta["val"]` of a node the shape that its value has when it is gathered along this axis."""
         value = node.meta["val"]
-        if isinstance(value, (tuple, list)):
-            parts = {user.args[1]: user.meta.get("spec") for user in node.users if user.target is operator.getitem}
-            specs = [parts.get(index) for index in range(len(value))]
-        else:
-            specs = [node.meta.get("spec")]
+        specs = specs_of(node)
         if node.meta.get("opaque") and all(spec is None for spec in specs):
             return
         if node.op == "call_function" and all(spec is None for spec in specs):  # inside a primitive's local program

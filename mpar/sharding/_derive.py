@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from mpar.ops import primitive_of
 from mpar.sharding._canonicalise import shape_of
+from mpar.sharding._probe import probed_rule
 from mpar.sharding._rules import Factors, NodeRule, rule_of, tensor_operands
 
 __all__ = ["derived_rule"]
@@ -100,6 +101,8 @@ def derived_rule(node: fx.Node) -> NodeRule:
         return rule_of(node)
     operands = tensor_operands(node)
     rule = _dims(node, operands)
+    if rule is None:
+        return probed_rule(node)
     if node.target in EACH:
         rule.linear = set(range(len(operands)))
     elif node.target in FIRST and node.args[0] is operands[0]:
@@ -108,8 +111,8 @@ def derived_rule(node: fx.Node) -> NodeRule:
     return rule
 
 
-def _dims(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
-    """The rule of an op of torch, without what it says of linearity."""
+def _dims(node: fx.Node, operands: list[fx.Node]) -> NodeRule | None:
+    """The rule of an op of torch, without what it says of linearity; None if only a run of the op can tell."""
     target = node.target
     if target == aten.reshape.default:
         return _cuts(node)
@@ -130,7 +133,7 @@ def _dims(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
         return NodeRule(operands, terms, [out], sizes)
     if torch.Tag.pointwise in getattr(target, "tags", ()) or target in ELEMENTWISE:
         return _same_place(operands, _values(node), lambda i: True)
-    return _whole(node, operands, unread={0} if target == aten.new_empty.default else set())
+    return _whole(node, operands, {0}) if target == aten.new_empty.default else None
 
 
 def _whole(node: fx.Node, operands: list[fx.Node], unread: set[int]) -> NodeRule:

@@ -362,6 +362,7 @@ class _Lowering:
                 args, kwargs = rule.localise(args, kwargs, shapes)
             local = self.emit(node.target, args, kwargs)
             if isinstance(node.meta["val"], (tuple, list)):
+                local.meta["result_specs"] = result_specs
                 items = [self.emit(operator.getitem, (local, i), {}) for i in range(len(values))]
             else:
                 items = [local]

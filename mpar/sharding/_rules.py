@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from mpar.ops import Primitive, primitive_of
 from mpar.sharding._canonicalise import PRODUCTS, shape_of, view_groups
 
-__all__ = ["Factors", "NodeRule", "has_rule", "rule_of", "tensor_operands"]
+__all__ = ["RULES", "Factors", "NodeRule", "has_rule", "pointwise", "rule_of", "tensor_operands", "whole"]
 
 aten = torch.ops.aten
 Factors = tuple[tuple[str, ...], ...]
@@ -64,8 +64,8 @@ def rule_of(node: fx.Node) -> NodeRule:
     if node.target in RULES:
         return RULES[node.target](node)
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return _pointwise(node)
-    return _replicated(node)
+        return pointwise(node)
+    return whole(node)
 
 
 def has_rule(node: fx.Node) -> bool:
@@ -170,7 +170,8 @@ def _solve_composites(factors: list[Factors], shapes: list[tuple[int, ...]], siz
                 sizes[unknown[0]] = size // math.prod(sizes[name] for name in names if name in sizes)
 
 
-def _pointwise(node: fx.Node) -> NodeRule:
+def pointwise(node: fx.Node) -> NodeRule:
+    """The rule of an element-wise op."""
     values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
     shape = tuple(values[0].shape)
     operands = tensor_operands(node)
@@ -195,7 +196,8 @@ def _pointwise(node: fx.Node) -> NodeRule:
     return rule
 
 
-def _replicated(node: fx.Node) -> NodeRule:
+def whole(node: fx.Node) -> NodeRule:
+    """The rule of an op that lets no dim be sharded."""
     operands = tensor_operands(node)
     values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
     factors: list[Factors] = [((),) * len(shape_of(operand)) for operand in operands]
@@ -205,7 +207,7 @@ def _replicated(node: fx.Node) -> NodeRule:
 
 def _unread(node: fx.Node) -> NodeRule:
     """The rule of an op that reads no data of its operand, which may thus have any spec."""
-    rule = _replicated(node)
+    rule = whole(node)
     rule.as_is = {0}
     return rule
 
@@ -307,7 +309,7 @@ def _reshape(node: fx.Node) -> NodeRule:
     x = node.args[0]
     before, after = shape_of(x), shape_of(node)
     if 0 in before:
-        return _replicated(node)
+        return whole(node)
     left: list[tuple[str, ...]] = [()] * len(before)
     right: list[tuple[str, ...]] = [()] * len(after)
     sizes: dict[str, int] = {}
@@ -421,12 +423,12 @@ RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     **{op: _product(equation) for op, equation in PRODUCTS.items()},
     aten.tril.default: _masked_triangle,
     aten.triu.default: _masked_triangle,
-    aten.softplus_backward.default: _pointwise,  # which torch does not tag as such
-    aten._to_copy.default: _pointwise,
-    aten.clone.default: _pointwise,
-    aten.empty_like.default: _pointwise,
-    aten.fill.Scalar: _pointwise,
-    aten.zeros_like.default: _pointwise,
-    aten.ones_like.default: _pointwise,
+    aten.softplus_backward.default: pointwise,  # which torch does not tag as such
+    aten._to_copy.default: pointwise,
+    aten.clone.default: pointwise,
+    aten.empty_like.default: pointwise,
+    aten.fill.Scalar: pointwise,
+    aten.zeros_like.default: pointwise,
+    aten.ones_like.default: pointwise,
     aten.new_empty.default: _unread,
 }
