@@ -72,7 +72,7 @@ def _inline(graph: fx.Graph, node: fx.Node) -> bool:
 
     inner = make_fx(torch.func.functionalize(call), decomposition_table=_table())(*fakes).graph
     inner.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
-    if any(_impure(n) or n.target == node.target for n in inner.nodes):
+    if any(_impure(n) or n.target == node.target for n in inner.nodes) or _shapes(inner.output_node()) != _shapes(node):
         return False
     copies = dict(zip(inner.find_nodes(op="placeholder"), operands, strict=True))
     with graph.inserting_before(node):
@@ -89,6 +89,16 @@ def _inline(graph: fx.Graph, node: fx.Node) -> bool:
             graph.erase_node(user)
     graph.erase_node(node)
     return True
+
+
+def _shapes(node: fx.Node) -> list[tuple[Any, ...]]:
+    """Shapes and dtypes of the results: some decompositions do not give all that the op gives."""
+    if node.op == "output":
+        out = node.args[0]
+        values = [n and n.meta["val"] for n in (out if isinstance(out, (list, tuple)) else [out])]
+    else:
+        values = node.meta["val"] if isinstance(node.meta["val"], (list, tuple)) else [node.meta["val"]]
+    return [(value.shape, value.dtype) if isinstance(value, Tensor) else () for value in values]
 
 
 def _impure(node: fx.Node) -> bool:

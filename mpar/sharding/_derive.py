@@ -2,7 +2,7 @@
 
 The lowering reads a table of rules (`_rules.py`). If the check read the same table, it would not notice a wrong entry. So it
 takes nothing from there: element-wise ops are known by torch's tag, views by the strides of their results, reshapes by the places
-where both shapes can be cut, reductions and ops along a dim by the argument that torch calls `dim`, linear ops by a list.
+where both shapes can be cut, reductions by the argument that torch calls `dim`. All other ops are run (`_probe.py`).
 """
 
 import operator
@@ -53,18 +53,6 @@ REDUCTIONS = {
     aten.sum.dim_IntList,
     aten.var.correction,
 }
-ALONG = {
-    aten._log_softmax.default,
-    aten._log_softmax_backward_data.default,
-    aten._softmax.default,
-    aten._softmax_backward_data.default,
-    aten.cat.default,
-    aten.cumsum.default,
-    aten.flip.default,
-    aten.slice_backward.default,
-}
-"""Ops that work across the dims given by `dim` or `dims`, and treat the indices of all other dims independently."""
-TRIANGLES = {aten.tril.default, aten.triu.default}
 PRODUCTS = {
     aten.mm.default: (("m", "c"), ("c", "n"), ("m", "n")),
     aten.bmm.default: (("z", "m", "c"), ("z", "c", "n"), ("z", "m", "n")),
@@ -74,24 +62,20 @@ PRODUCTS = {
 
 FIRST = {
     *VIEWS,
-    *TRIANGLES,
     aten.clone.default,
     aten.div.Scalar,
     aten.div.Tensor,
     aten.expand.default,
-    aten.flip.default,
     aten.mul.Scalar,
     aten.neg.default,
     aten.reshape.default,
-    aten.select_backward.default,
-    aten.slice_backward.default,
     aten.sum.default,
     aten.sum.dim_IntList,
 }
 """f(a + b) = f(a) + f(b) in the first operand, the others held fixed."""
 EACH = {aten.mul.Tensor, *PRODUCTS}
 """Ops that are linear in each operand while the others are held fixed."""
-TOGETHER = {aten.add.Tensor, aten.cat.default, aten.stack.default, aten.sub.Tensor}
+TOGETHER = {aten.add.Tensor, aten.sub.Tensor}
 """f(a + b, c + d) = f(a, c) + f(b, d), if all operands are tensors."""
 
 
@@ -107,7 +91,7 @@ def derived_rule(node: fx.Node) -> NodeRule:
         rule.linear = set(range(len(operands)))
     elif node.target in FIRST and node.args[0] is operands[0]:
         rule.linear = {0}
-    rule.jointly = node.target in TOGETHER and len(operands) == len(list(_flat(node.args)))
+    rule.jointly = node.target in TOGETHER and len(operands) == len(node.args)
     return rule
 
 
@@ -120,13 +104,6 @@ def _dims(node: fx.Node, operands: list[fx.Node]) -> NodeRule | None:
         return _strides(node)
     if target in REDUCTIONS:
         return _reduced(node)
-    if target in ALONG:
-        across = _named_dims(node, len(shape_of(operands[0])))
-        return _same_place(operands, _values(node), lambda i: i not in across)
-    if target in TRIANGLES:
-        return _same_place(operands, _values(node), lambda i: i < len(shape_of(node)) - 2)
-    if target in (aten.stack.default, aten.select_backward.default):
-        return _new_dim(node, operands)
     if target in PRODUCTS:
         *terms, out = (tuple((name,) for name in dims) for dims in PRODUCTS[target])
         sizes = {name: n for operand, dims in zip(operands, terms, strict=True) for (name,), n in _zip(dims, shape_of(operand))}
@@ -217,15 +194,6 @@ def _reduced(node: fx.Node) -> NodeRule:
     return NodeRule([x], [factors], [result] * len(values), {f"d{i}": n for i, n in enumerate(shape)}, replicate=across)
 
 
-def _new_dim(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
-    """The rule of an op whose result has one more dim than its operands, at the place that `dim` gives."""
-    rank = len(shape_of(node))
-    (new,) = _named_dims(node, rank)
-    result = tuple((f"d{i}",) if i != new and n > 1 else () for i, n in enumerate(shape_of(node)))
-    factors = tuple(names for i, names in enumerate(result) if i != new)
-    return NodeRule(operands, [factors] * len(operands), [result], {f"d{i}": n for i, n in enumerate(shape_of(node))})
-
-
 def _named_dims(node: fx.Node, rank: int) -> set[int]:
     """The dims that a node gives for the argument which torch's schema calls `dim` or `dims`, as indices from 0."""
     for place, argument in enumerate(node.target._schema.arguments):
@@ -239,12 +207,6 @@ def _named_dims(node: fx.Node, rank: int) -> set[int]:
 def _values(node: fx.Node) -> list[Tensor]:
     value = node.meta["val"]
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _flat(args: Sequence[object]) -> Sequence[object]:
-    """The items that are added or joined. If numbers are among them, the op is not linear, because it adds a constant."""
-    first = args[0]
-    return [item for item in first if item is not None] if isinstance(first, (list, tuple)) else args
 
 
 def _zip(*columns: Sequence) -> list[tuple]:

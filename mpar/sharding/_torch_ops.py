@@ -64,6 +64,17 @@ def _convolution_backward(node: fx.Node) -> NodeRule:
     return rule
 
 
+def _attention(node: fx.Node) -> NodeRule:
+    """The rule of attention and of its gradients. The gradients of keys and values are sums over the queries."""
+    queries = "_" if argument_of(node, "is_causal") else "s"
+    mask = argument_of(node, "attn_mask")
+    masks = "*" if mask is None else f"b h {queries} _" if len(shape_of(mask)) == 4 else f"{queries} _"
+    q, k = f"b h {queries} _", "b h _ _"
+    if node.target == aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return Pattern(f"{q}, {k}, {k}, {masks} -> {q}, b h {queries}")(node)
+    return Pattern(f"{q}, {q}, {k}, {k}, {q}, b h {queries}, {masks} -> {q}, {k}, {k}", linear="")(node)
+
+
 def _indexed(node: fx.Node) -> NodeRule:
     """The rule of `x[indices]` and of `index_put`, which writes or adds values there.
 
@@ -163,6 +174,7 @@ PATTERNS = [
     (Pattern("... _ -> ...", linear="self"), "view_as_complex"),
     (_convolution, "convolution"),
     (_convolution_backward, "convolution_backward"),
+    (_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"),
     (_indexed, "index.Tensor index_put _unsafe_index.Tensor _unsafe_index_put"),
     (_layer_norm_backward, "native_layer_norm_backward"),
     (_repeated, "repeat"),
