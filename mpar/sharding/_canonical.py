@@ -9,6 +9,7 @@ from mpar.sharding._canonicalise import (
     common_subexpressions,
     erase_identities,
     merge_views,
+    resolve_views,
     restore_einsums,
     shrink_constants,
     split_means,
@@ -18,7 +19,7 @@ from mpar.sharding._expands import expand_late, merge_expands
 
 __all__ = ["CANONICAL", "canonicalise"]
 
-ONCE = (decompose, erase_identities, restore_einsums, split_means, shrink_constants)
+ONCE = (decompose, resolve_views, erase_identities, restore_einsums, split_means, shrink_constants)
 AGAIN = (merge_views, merge_expands, expand_late)
 """These are repeated until none changes anything, because each may give another something to do. This ends, because each merges
 views or moves an expand towards the results."""

@@ -34,6 +34,7 @@ PRODUCTS = {
     aten.mv.default: "ab,b->a",
     aten.dot.default: "a,a->",
 }
+LAZY = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
 LIKE = {
     aten.zeros_like.default: 0,
     aten.ones_like.default: 1,
@@ -58,6 +59,19 @@ def is_zero(node: fx.Node) -> bool:
     """Whether a node of a canonical graph is known to hold zeros only."""
     source = node.args[0] if node.target == aten.expand.default else node
     return isinstance(source, fx.Node) and source.target == aten.full.default and source.args[1] == 0
+
+
+@graph_pass
+def resolve_views(graph: fx.Graph) -> dict[str, int]:
+    """Let conjugates and negatives be values of their own: torch makes views of them, of which some ops want a copy.
+
+    before:  %y = _conj(%x)
+    after:   %y = conj_physical(%x)
+    """
+    lazy = [node for node in graph.nodes if node.target in LAZY]
+    for node in lazy:
+        node.target = LAZY[node.target]
+    return {"views_resolved": len(lazy)}
 
 
 @graph_pass

@@ -22,6 +22,7 @@ MORE = (
     aten.addmv.default,
     aten.as_strided_copy.default,
     aten.dist.default,
+    aten.narrow_copy.default,
     aten.native_batch_norm.default,
     aten.permute_copy.default,
     aten.soft_margin_loss.default,

@@ -34,7 +34,6 @@ ELEMENTWISE = {
     aten.empty_like.default,
     aten.fill.Scalar,
     aten.ones_like.default,
-    aten.softplus_backward.default,
     aten.zeros_like.default,
 }
 """Element-wise ops that torch does not tag as such."""

@@ -204,8 +204,12 @@ class _Lowering:
         meta_args, meta_kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         if "device" in meta_kwargs:
             meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
+        return self.describe(node, target(*meta_args, **meta_kwargs), spec)
+
+    def describe(self, node: fx.Node, value: Any, spec: P | None = None) -> fx.Node:
+        """Note the value, the spec and the source line of a new local node."""
         assert self.current is not None
-        node.meta = {"val": target(*meta_args, **meta_kwargs), "spec": spec, "line": source_line(self.current), "labels": ()}
+        node.meta = {"val": value, "spec": spec, "line": source_line(self.current), "labels": ()}
         return node
 
     def start(self, axes: tuple[str, ...], extent: int) -> fx.Node | int:
@@ -360,7 +364,11 @@ class _Lowering:
         else:
             if rule.localise is not None:
                 args, kwargs = rule.localise(args, kwargs, shapes)
-            local = self.emit(node.target, args, kwargs)
+            if has_rule(node):
+                local = self.emit(node.target, args, kwargs)
+            else:  # not all of them can run without data; on global operands the shapes are those of the trace
+                value = tree.map_leaves(_without_data, node.meta["val"])
+                local = self.describe(self.graph.call_function(node.target, args, kwargs), value)
             if isinstance(node.meta["val"], (tuple, list)):
                 local.meta["result_specs"] = result_specs
                 items = [self.emit(operator.getitem, (local, i), {}) for i in range(len(values))]
@@ -517,6 +525,10 @@ def _may_grow(node: fx.Node) -> bool:
     """Whether a pending sum may pass through an op even if the result has more bytes."""
     primitive = primitive_of(node.target)
     return primitive is not None and primitive.placement.may_grow_pending
+
+
+def _without_data(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
 
 def _appears(factor: str, dims: tuple[tuple[str, ...], ...]) -> bool:

@@ -423,7 +423,6 @@ RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     **{op: _product(equation) for op, equation in PRODUCTS.items()},
     aten.tril.default: _masked_triangle,
     aten.triu.default: _masked_triangle,
-    aten.softplus_backward.default: pointwise,  # which torch does not tag as such
     aten._to_copy.default: pointwise,
     aten.clone.default: pointwise,
     aten.empty_like.default: pointwise,

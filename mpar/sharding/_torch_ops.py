@@ -116,7 +116,6 @@ ALONG = [
     (Across("dim1 dim2", of="result", sized="input_sizes", linear="grad_output"), "diagonal_backward"),
     (Across("dim1 dim2", jointly=True), "diagonal_scatter"),
     (Across(jointly=True), "select_scatter slice_scatter"),
-    (Across("axis"), "segment_reduce"),
     (Across(picks="index", linear="self"), "gather"),
     (Across(picks="index", whole="index", linear="self"), "index_select"),
     (Across(adds="index src"), "scatter_add"),
@@ -144,7 +143,7 @@ LAST = [
     (Across(2, sized="input_size", linear="grad_output"), "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward"),
     (Across(3, sized="input_size", linear="grad_output"), "upsample_nearest3d_backward upsample_trilinear3d_backward"),
     (Across(3, sized="input_size", linear="grad_output"), "_upsample_nearest_exact3d_backward"),
-    (Across(2), "_linalg_det _linalg_eigh _linalg_slogdet _linalg_svd cholesky cholesky_inverse geqrf linalg_cholesky_ex linalg_eig"),
+    (Across(2), "_linalg_det _linalg_eigh _linalg_slogdet _linalg_svd cholesky cholesky_inverse linalg_cholesky_ex linalg_eig"),
     (Across(2), "linalg_householder_product linalg_inv_ex linalg_ldl_factor_ex linalg_lu linalg_lu_factor_ex linalg_matrix_exp"),
     (Across(2), "linalg_qr lu_unpack ormqr linalg_eigvals linalg_ldl_solve"),
     (Across(2, linear="self"), "tril triu"),
@@ -180,7 +179,8 @@ PATTERNS = [
     (_repeated, "repeat"),
 ]
 """Ops whose tensors have dims of their own."""
-ELEMENTWISE = "complex polar masked_fill.Tensor"
+ELEMENTWISE = """_prelu_kernel _prelu_kernel_backward complex copy elu_backward hardshrink_backward hardsigmoid_backward hardswish
+hardswish_backward hardtanh_backward leaky_relu_backward masked_fill.Tensor polar softplus_backward softshrink_backward"""
 """Element-wise ops that torch does not tag as such."""
 
 
