@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from mpar.ops import primitive_of
+from mpar.sharding import _collectives as collectives
 from mpar.sharding._canonicalise import shape_of
 from mpar.sharding._rules import Factors, NodeRule, rule_of, tensor_operands
 
@@ -26,6 +27,7 @@ VIEWS = {
     aten.split.Tensor,
     aten.split_with_sizes.default,
     aten.unbind.int,
+    aten.unsqueeze.default,
 }
 ELEMENTWISE = {
     aten._to_copy.default,
@@ -38,19 +40,30 @@ ELEMENTWISE = {
 }
 """Element-wise ops that torch does not tag as such."""
 REDUCTIONS = {
+    aten.all.default,
     aten.all.dim,
+    aten.all.dims,
     aten.amax.default,
     aten.amin.default,
+    aten.any.default,
     aten.any.dim,
+    aten.any.dims,
     aten.argmax.default,
+    aten.argmin.default,
     aten.linalg_vector_norm.default,
     aten.logsumexp.default,
+    aten.max.default,
     aten.max.dim,
+    aten.min.default,
     aten.min.dim,
+    aten.prod.default,
     aten.prod.dim_int,
+    aten.std.correction,
+    aten.std_mean.correction,
     aten.sum.default,
     aten.sum.dim_IntList,
     aten.var.correction,
+    aten.var_mean.correction,
 }
 ALONG = {
     aten._log_softmax.default,
@@ -61,6 +74,7 @@ ALONG = {
     aten.cumsum.default,
     aten.flip.default,
     aten.slice_backward.default,
+    aten.topk.default,
 }
 """Ops that work across the dims given by `dim` or `dims`, and treat the indices of all other dims independently."""
 TRIANGLES = {aten.tril.default, aten.triu.default}
@@ -70,6 +84,17 @@ PRODUCTS = {
     aten.mv.default: (("m", "c"), ("c",), ("m",)),
     aten.dot.default: (("c",), ("c",), ()),
 }
+CHOOSE = {
+    aten.embedding.default: ("weight", "indices"),
+    aten.embedding_dense_backward.default: ("", "indices"),
+    aten.gather.default: ("self", "index"),
+    aten.index.Tensor: ("self", "indices"),
+    aten.index_add.default: ("self", "index"),
+    aten.index_put.default: ("self", "indices"),
+    aten.index_select.default: ("self", "index"),
+    aten.scatter_add.default: ("self", "index"),
+}
+"""Ops that read or write where an index says: the arguments with the tensor in which they choose, and with the index."""
 
 FIRST = {
     *VIEWS,
@@ -77,8 +102,13 @@ FIRST = {
     aten.clone.default,
     aten.div.Scalar,
     aten.div.Tensor,
+    aten.embedding.default,
+    aten.embedding_dense_backward.default,
     aten.expand.default,
     aten.flip.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.index_select.default,
     aten.mul.Scalar,
     aten.neg.default,
     aten.reshape.default,
@@ -88,6 +118,8 @@ FIRST = {
     aten.sum.dim_IntList,
 }
 """f(a + b) = f(a) + f(b) in the first operand, the others held fixed."""
+ADD_UP = {aten.index_add.default: 2, aten.index_put.default: -1, aten.scatter_add.default: 2}
+"""Ops that add an operand into the first: the operand's number. They are linear in it if the first is zero."""
 EACH = {aten.mul.Tensor, *PRODUCTS}
 """Ops that are linear in each operand while the others are held fixed."""
 TOGETHER = {aten.add.Tensor, aten.cat.default, aten.stack.default, aten.sub.Tensor}
@@ -104,6 +136,10 @@ def derived_rule(node: fx.Node) -> NodeRule:
         rule.linear = set(range(len(operands)))
     elif node.target in FIRST and node.args[0] is operands[0]:
         rule.linear = {0}
+    elif node.target == aten.masked_fill.Scalar and node.args[2] == 0:
+        rule.linear = {0}
+    elif node.target in ADD_UP and _made_of_zeros(node.args[0]):
+        rule.linear = {ADD_UP[node.target] % len(operands)}
     rule.jointly = node.target in TOGETHER and len(operands) == len(list(_flat(node.args)))
     return rule
 
@@ -124,6 +160,8 @@ def _dims(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
         return _same_place(operands, _values(node), lambda i: i < len(shape_of(node)) - 2)
     if target in (aten.stack.default, aten.select_backward.default):
         return _new_dim(node, operands)
+    if target in CHOOSE:
+        return _chosen(node, operands)
     if target in PRODUCTS:
         *terms, out = (tuple((name,) for name in dims) for dims in PRODUCTS[target])
         sizes = {name: n for operand, dims in zip(operands, terms, strict=True) for (name,), n in _zip(dims, shape_of(operand))}
@@ -147,7 +185,10 @@ def _same_place(operands: list[fx.Node], values: list[Tensor], alone: Callable[[
     A dim has a factor if the op treats its indices independently, as `alone` says, and if its size is not broadcast.
     """
     rank = max(value.ndim for value in values)
-    sizes = {f"d{i}": n for value in values for i, n in enumerate(value.shape, rank - value.ndim)}
+    sizes: dict[str, int] = {}
+    for value in values:  # a result that nobody reads may come with its local shape
+        for i, n in enumerate(value.shape, rank - value.ndim):
+            sizes[f"d{i}"] = max(n, sizes.get(f"d{i}", 0))
 
     def names(shape: Sequence[int]) -> Factors:
         places = enumerate(shape, rank - len(shape))
@@ -212,6 +253,67 @@ def _reduced(node: fx.Node) -> NodeRule:
     adds = node.target in (aten.sum.default, aten.sum.dim_IntList)
     across = set() if adds else {name for i in gone for name in factors[i]}
     return NodeRule([x], [factors], [result] * len(values), {f"d{i}": n for i, n in enumerate(shape)}, replicate=across)
+
+
+def _chosen(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
+    """The rule of an op that reads elements of a tensor, or adds to them, where an index says.
+
+    Every element of the index is alone with what it chooses: these are the entries. If the op adds to zeros, entries are summed:
+    what a part of them gives is a part of the sum. The dims in which the index chooses are crossed, all others are alone.
+    """
+    into, of = CHOOSE[node.target]
+    given = dict(zip((known.name for known in node.target._schema.arguments), node.args, strict=False))
+    indices = given[of] if isinstance(given[of], (list, tuple)) else [given[of]]
+    adds = not into or node.target in ADD_UP
+    shape = shape_of(node) if adds else shape_of(given[into])
+    elementwise = node.target in (aten.gather.default, aten.scatter_add.default)
+    if isinstance(given[of], (list, tuple)):
+        crossed = [i for i, index in enumerate(indices) if index is not None]
+    else:
+        crossed = [given["dim"] % max(len(shape), 1)] if "dim" in given else [0]
+    zeros = not into or _made_of_zeros(given[into])
+    free = not adds or (zeros and given.get("accumulate", True) and not given.get("scale_grad_by_freq", False))
+    if any(index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8) for index in indices):
+        return _whole(node, operands, set())
+    entry_shape = torch.broadcast_shapes(*(shape_of(index) for index in indices if index is not None))
+    names = [() if i in crossed else (f"d{i}",) for i in range(len(shape))]
+    picked = list(names)
+    if elementwise:
+        picked[crossed[0]] = ("e0",)
+        of_index: list[tuple[str, ...]] = list(picked)
+    else:
+        of_index = [(f"e{i}",) for i in range(len(entry_shape))]
+        place = crossed[0] if crossed[-1] - crossed[0] == len(crossed) - 1 else 0
+        picked = [name for i, name in enumerate(names) if i not in crossed]
+        picked[place:place] = of_index
+    factors, results = [], [tuple(names) if adds else tuple(picked)]
+    for operand in operands:
+        is_index = any(operand is index for index in indices)
+        dims = of_index if is_index else names if into and operand is given[into] else picked
+        ndim = len(shape_of(operand))
+        factors.append(tuple(dims[len(dims) - ndim :]) if ndim <= len(dims) else ((),) * ndim)
+    return _fitting(operands, factors, results, [shape_of(o) for o in operands] + [shape_of(node)], set() if free else {"e"})
+
+
+def _fitting(
+    operands: list[fx.Node], factors: list, results: list, shapes: list[tuple[int, ...]], bound: set[str]
+) -> NodeRule:
+    """A rule without the factors that have several sizes, and without those whose first letter is in `bound`."""
+    found: dict[str, set[int]] = {}
+    for dims, shape in _zip([*factors, *results], shapes):
+        for names, n in _zip(dims, shape):
+            for name in names:
+                found.setdefault(name, set()).add(n)
+    sizes = {name: min(known) for name, known in found.items() if len(known) == 1 and name[0] not in bound and known != {1}}
+    kept = [tuple(tuple(n for n in names if n in sizes) for names in dims) for dims in [*factors, *results]]
+    return NodeRule(operands, kept[: len(operands)], kept[len(operands) :], sizes)
+
+
+def _made_of_zeros(node: fx.Node) -> bool:
+    """Whether a value is an expanded 0."""
+    while node.op == "call_function" and (node.target == aten.expand.default or node.target is collectives.shard):
+        node = node.all_input_nodes[0]
+    return node.target == aten.full.default and node.args[1] == 0
 
 
 def _new_dim(node: fx.Node, operands: list[fx.Node]) -> NodeRule:

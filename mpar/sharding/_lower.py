@@ -20,6 +20,7 @@ from mpar.errors import ShardingError
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES, Marks, decode_axes, primitive_of
 from mpar.sharding import _collectives as collectives
+from mpar.sharding import _local_reductions, _local_rows  # noqa: F401  importing them fills the table of rules
 from mpar.sharding._canonicalise import labels_of, shape_of
 from mpar.sharding._emit import Emit, Pending, Placed
 from mpar.sharding._redistribute import plan, plan_bytes
@@ -342,7 +343,7 @@ class _Lowering:
         self.finish(node, rule, locals_, axes_of, result_specs)
 
     def finish(self, node: fx.Node, rule: NodeRule, locals_: list[fx.Node], axes_of: dict, result_specs: list[P]) -> None:
-        """Add an op with the local operands `locals_`, or the local program of its primitive, and note its results."""
+        """Add an op with the local operands `locals_`, or the local program of its rule, and note its results."""
         values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
         shapes = [
             local_shape(tuple(v.shape), spec, self.mesh) if isinstance(v, Tensor) else ()
@@ -351,10 +352,12 @@ class _Lowering:
         remaining = iter(locals_)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: next(remaining))
         primitive = primitive_of(node.target)
-        active = [factor for factor in (primitive.placement.sharded if primitive else ()) if axes_of.get(factor)]
-        if primitive is not None and (active or primitive.placement.lowered is not None):
-            emit = Emit(self, rule, axes_of, active[0] if active else "")
-            out = (primitive.placement.lowered or primitive.placement.sharded[active[0]])(emit, *args, **kwargs)
+        active = [factor for factor in rule.programs if axes_of.get(factor)]
+        program = primitive.placement.lowered if primitive else None
+        program = program or (rule.programs[active[0]] if active else None)
+        if program is not None:
+            emit = Emit(self, rule, axes_of, [factor for factor in active if rule.programs[factor] is rule.programs[active[0]]])
+            out = program(emit, *args, **kwargs)
             items = list(out) if isinstance(out, (tuple, list)) else [out]
             placed_results = [self.placed_result(item, spec, emit.axes) for item, spec in zip(items, result_specs, strict=True)]
         else:

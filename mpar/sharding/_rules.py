@@ -6,7 +6,7 @@ for every op that is deterministic, functional and of static shape, but slow.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ class NodeRule:
     linear:     the numbers of operands in each of which the op is linear while the others are held fixed.
     jointly:    whether the op is linear in all operands together, as a sum is.
     localise:   (args, kwargs, local result shapes) -> (args, kwargs): puts local sizes into arguments that hold sizes.
+    programs:   for factors across which the op works, the local program of a rank when that factor is sharded.
     follows, as_is, ragged, leads: as in `ShardingRule`, with the numbers of operands in the place of names.
     """
 
@@ -49,6 +50,7 @@ class NodeRule:
     as_is: set[int] = field(default_factory=set)
     ragged: dict[str, int] = field(default_factory=dict)
     leads: set[int] = field(default_factory=set)
+    programs: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def shardable(self) -> set[str]:
@@ -127,6 +129,7 @@ def _primitive_rule(node: fx.Node, primitive: Primitive) -> NodeRule:
         as_is={at[name] for name in rule.as_is},
         ragged={factor: at[name] for factor, name in rule.ragged},
         leads={at[name] for name in rule.leads},
+        programs=primitive.placement.sharded,
     )
 
 
@@ -191,6 +194,8 @@ def _pointwise(node: fx.Node) -> NodeRule:
         and node.args[0] is not node.args[1]
         and isinstance(node.args[0], fx.Node)
     ) or node.target in (aten.neg.default, aten.clone.default):
+        rule.linear = {0}
+    elif node.target == aten.masked_fill.Scalar and node.args[2] == 0:
         rule.linear = {0}
     return rule
 
