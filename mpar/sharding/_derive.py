@@ -95,6 +95,10 @@ CHOOSE = {
     aten.scatter_add.default: ("self", "index"),
 }
 """Ops that read or write where an index says: the arguments with the tensor in which they choose, and with the index."""
+LAYER_NORMS = {aten.native_layer_norm.default: 1, aten.native_layer_norm_backward.default: 2}
+"""Ops that work across as many of the last dims as the argument of this number has sizes."""
+BATCH_NORMS = {aten.native_batch_norm.default, aten.native_batch_norm_backward.default}
+"""Ops that work across all dims but dim 1."""
 
 FIRST = {
     *VIEWS,
@@ -162,6 +166,11 @@ def _dims(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
         return _new_dim(node, operands)
     if target in CHOOSE:
         return _chosen(node, operands)
+    if target in LAYER_NORMS:
+        num = len(node.args[LAYER_NORMS[target]])
+        return _same_place(operands, _values(node), lambda i: i < len(shape_of(operands[0])) - num)
+    if target in BATCH_NORMS:
+        return _of_channels(node, operands)
     if target in PRODUCTS:
         *terms, out = (tuple((name,) for name in dims) for dims in PRODUCTS[target])
         sizes = {name: n for operand, dims in zip(operands, terms, strict=True) for (name,), n in _zip(dims, shape_of(operand))}
@@ -184,9 +193,10 @@ def _same_place(operands: list[fx.Node], values: list[Tensor], alone: Callable[[
 
     A dim has a factor if the op treats its indices independently, as `alone` says, and if its size is not broadcast.
     """
-    rank = max(value.ndim for value in values)
+    given = [value for value in values if value is not None]
+    rank = max(value.ndim for value in given)
     sizes: dict[str, int] = {}
-    for value in values:  # a result that nobody reads may come with its local shape
+    for value in given:  # a result that nobody reads may come with its local shape
         for i, n in enumerate(value.shape, rank - value.ndim):
             sizes[f"d{i}"] = max(n, sizes.get(f"d{i}", 0))
 
@@ -194,7 +204,8 @@ def _same_place(operands: list[fx.Node], values: list[Tensor], alone: Callable[[
         places = enumerate(shape, rank - len(shape))
         return tuple((f"d{i}",) if n > 1 and n == sizes[f"d{i}"] and alone(i) else () for i, n in places)
 
-    return NodeRule(operands, [names(shape_of(o)) for o in operands], [names(v.shape) for v in values], sizes)
+    results = [() if v is None else names(v.shape) for v in values]
+    return NodeRule(operands, [names(shape_of(o)) for o in operands], results, sizes)
 
 
 def _strides(node: fx.Node) -> NodeRule:
@@ -293,6 +304,16 @@ def _chosen(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
         ndim = len(shape_of(operand))
         factors.append(tuple(dims[len(dims) - ndim :]) if ndim <= len(dims) else ((),) * ndim)
     return _fitting(operands, factors, results, [shape_of(o) for o in operands] + [shape_of(node)], set() if free else {"e"})
+
+
+def _of_channels(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
+    """The rule of an op in which only the channels are alone: they are dim 1, and the one dim of each vector."""
+    channels = shape_of(operands[0])[1]
+    known = ("c",) if channels > 1 else ()
+    factors: list[Factors] = [tuple(known if i == 1 or len(shape_of(o)) == 1 else () for i in range(len(shape_of(o)))) for o in operands]
+    values = node.meta["val"]
+    results = [() if v is None else tuple(known if i == 1 or v.ndim == 1 and v.numel() else () for i in range(v.ndim)) for v in values]
+    return NodeRule(operands, factors, results, {"c": channels})
 
 
 def _fitting(

@@ -20,7 +20,7 @@ from mpar.errors import ShardingError
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES, Marks, decode_axes, primitive_of
 from mpar.sharding import _collectives as collectives
-from mpar.sharding import _local_reductions, _local_rows  # noqa: F401  importing them fills the table of rules
+from mpar.sharding import _local_norms, _local_reductions, _local_rows  # noqa: F401  importing them fills the table of rules
 from mpar.sharding._canonicalise import labels_of, shape_of
 from mpar.sharding._emit import Emit, Pending, Placed
 from mpar.sharding._redistribute import plan, plan_bytes
@@ -374,7 +374,7 @@ class _Lowering:
         else:
             self.define(node, *placed_results[0])
 
-    def placed_result(self, item: fx.Node | Placed | Pending, spec: P, axes: tuple[str, ...]) -> tuple[fx.Node, P]:
+    def placed_result(self, item: fx.Node | Placed | Pending | None, spec: P, axes: tuple[str, ...]) -> tuple[Any, P]:
         """A result of a primitive's local program: its local node and its spec.
 
         The program may state the spec itself (`Placed`); otherwise `spec`, which follows from the factors, counts. Over `axes`,

@@ -6,7 +6,17 @@ import torch
 from mpar import Mesh, P, jit
 from mpar.errors import ShardingError
 from mpar.sharding import _rules
-from mpar.sharding._derive import ALONG, ELEMENTWISE, REDUCTIONS, TRIANGLES, VIEWS, derived_rule
+from mpar.sharding._derive import (
+    ALONG,
+    BATCH_NORMS,
+    CHOOSE,
+    ELEMENTWISE,
+    LAYER_NORMS,
+    REDUCTIONS,
+    TRIANGLES,
+    VIEWS,
+    derived_rule,
+)
 from mpar.sharding._rules import RULES, NodeRule, has_rule
 
 aten = torch.ops.aten
@@ -65,7 +75,7 @@ def test_the_right_entry_is_accepted(name):
 
 def test_every_entry_of_the_table_is_known_to_the_check():
     """What the lowering may shard the check can follow; else a right graph would be refused."""
-    known = {*VIEWS, *ELEMENTWISE, *REDUCTIONS, *ALONG, *TRIANGLES, *_rules.PRODUCTS}
+    known = {*VIEWS, *ELEMENTWISE, *REDUCTIONS, *ALONG, *TRIANGLES, *CHOOSE, *LAYER_NORMS, *BATCH_NORMS, *_rules.PRODUCTS}
     known |= {aten.reshape.default, aten.expand.default, aten.stack.default, aten.select_backward.default, aten.new_empty.default}
     assert set(RULES) <= known
 
