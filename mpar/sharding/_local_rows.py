@@ -122,6 +122,27 @@ def index_add(emit: Emit, x: fx.Node, dim: int, index: fx.Node, source: fx.Node,
     return emit(aten.index_add.default, x, dim, place, source, alpha=alpha)
 
 
+def _selected(node: fx.Node) -> NodeRule:
+    """The rule of a selection of one index of a dim."""
+    (x,) = tensor_operands(node)
+    shape = shape_of(x)
+    dim = argument(node, "dim") % len(shape)
+    names = tuple((ROWS if i == dim else f"d{i}",) if n > 1 else () for i, n in enumerate(shape))
+    result = tuple(name for i, name in enumerate(names) if i != dim)
+    return NodeRule([x], [names], [result], _sizes([(names, shape)]), {ROWS} if names[dim] else set(), {0})
+
+
+@local_program(_selected, aten.select.int)
+def select(emit: Emit, x: fx.Node, dim: int, position: int) -> Any:
+    """A pending sum of the size of the result."""
+    size = emit.size_of(ROWS)
+    rank = emit.coordinate(emit.axes)
+    dim, owner = dim % len(emit.shape(x)), position % size // emit.extent_of(ROWS)
+    y = emit(aten.select.int, x, dim, position % size % emit.extent_of(ROWS))
+    other = emit(aten.ne.Scalar, emit(aten.scalar_tensor.default, rank, dtype=torch.int64, device=torch.device("cpu")), owner)
+    return _only_mine(emit, y, other)
+
+
 def _table(node: fx.Node) -> NodeRule:
     """The rule of an embedding: rows of a table, one for each id."""
     table, ids = tensor_operands(node)
