@@ -34,6 +34,7 @@ PRODUCTS = {
     aten.mv.default: "ab,b->a",
     aten.dot.default: "a,a->",
 }
+SUMS = (aten.sum.default, aten.sum.dim_IntList)
 LIKE = {
     aten.zeros_like.default: 0,
     aten.ones_like.default: 1,
@@ -107,19 +108,31 @@ def split_means(graph: fx.Graph) -> dict[str, int]:
 
     before:  %y = mean(%x, [1])
     after:   %s = sum(%x, [1]); %y = div(%s, size of dim 1)
+
+    Means and sums of a dtype narrower than float32 are added in float32, across ranks too, and rounded once, as torch does on one
+    device: 70 000 ones have no sum in float16, and have a mean.
+
+    before:  %s = sum(%x, [1])                              # %x: float16
+    after:   %w = sum(%x, [1], dtype=float32); %s = _to_copy(%w, dtype=float16)
     """
     split = 0
     for node in list(graph.nodes):
-        if node.target not in (aten.mean.default, aten.mean.dim):
+        is_mean = node.target in (aten.mean.default, aten.mean.dim)
+        dtype = node.meta["val"].dtype if is_mean or node.target in SUMS else torch.float32
+        wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+        if not is_mean and wide == dtype:
             continue
         x = node.args[0]
         dims = list(node.args[1]) if len(node.args) > 1 and node.args[1] else list(range(len(shape_of(x))))
         keep = node.args[2] if len(node.args) > 2 else False
-        count = math.prod(shape_of(x)[dim] for dim in dims)
         with graph.inserting_before(node):
-            total = call_like(graph, node, aten.sum.dim_IntList, (x, dims, keep), node.kwargs)
-            mean = call_like(graph, node, aten.div.Tensor, (total, count))
-        node.replace_all_uses_with(mean)
+            kwargs = node.kwargs if wide == dtype else {"dtype": wide}
+            result = call_like(graph, node, aten.sum.dim_IntList, (x, dims, keep), kwargs)
+            if is_mean:
+                result = call_like(graph, node, aten.div.Tensor, (result, math.prod(shape_of(x)[dim] for dim in dims)))
+            if wide != dtype:
+                result = call_like(graph, node, aten._to_copy.default, (result,), {"dtype": dtype})
+        node.replace_all_uses_with(result)
         split += 1
     return {"means_split": split}
 

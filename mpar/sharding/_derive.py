@@ -142,6 +142,8 @@ def derived_rule(node: fx.Node) -> NodeRule:
         rule.linear = {0}
     elif node.target == aten.masked_fill.Scalar and node.args[2] == 0:
         rule.linear = {0}
+    elif node.target == aten._to_copy.default:  # but for rounding
+        rule.linear = {0} if node.meta["val"].is_floating_point() and operands[0].meta["val"].is_floating_point() else set()
     elif node.target in ADD_UP and _made_of_zeros(node.args[0]):
         rule.linear = {ADD_UP[node.target] % len(operands)}
     rule.jointly = node.target in TOGETHER and len(operands) == len(list(_flat(node.args)))

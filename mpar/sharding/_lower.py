@@ -24,7 +24,7 @@ from mpar.sharding import _local_norms, _local_reductions, _local_rows  # noqa: 
 from mpar.sharding._canonicalise import labels_of, shape_of
 from mpar.sharding._emit import Emit, Pending, Placed
 from mpar.sharding._redistribute import plan, plan_bytes
-from mpar.sharding._rules import NodeRule, has_rule, rule_of
+from mpar.sharding._rules import NodeRule, has_rule, is_float_cast, rule_of
 from mpar.sharding._trace import LogicalGraph, source_line
 from mpar.spec import P, check_spec, local_shape, normalise
 from mpar.strategy import AxisTable, spec_from_axes
@@ -103,6 +103,7 @@ class _Lowering:
         self.starts: dict[tuple, fx.Node] = {}  # (mesh axes, local size) -> the node that holds this rank's first index
         self.fallbacks: list[str] = []
         self.hints: dict[fx.Node, P] = {}  # logical node -> the spec that is preferred for it
+        self.may_stay_pending: set[fx.Node] = set()  # results whose spec the caller leaves open, and what they view
         self.current: fx.Node | None = None
 
     def take_hints(self, hints: Sequence[P | None]) -> None:
@@ -121,6 +122,8 @@ class _Lowering:
 
     def run(self, in_specs: list[P], out_specs: list[P | None]) -> RankGraph:
         """Lower every node, in order."""
+        free = [node for node, spec in zip(self.logical.results, out_specs, strict=True) if spec is None]
+        self.may_stay_pending = {source for node in free for source in _seen_through_views(node)}
         specs = iter(in_specs)
         for node in self.logical.graph.nodes:
             self.current = node
@@ -481,6 +484,9 @@ class _Lowering:
         An op that is linear in all operands together leaves those sums pending that all operands have. Any other op must be
         linear in the one operand that is a pending sum over an axis. Its results must not have more bytes than that operand,
         because to sum them later would then move more bytes than to sum the operand now.
+
+        A cast to a narrower dtype is linear but for rounding. It leaves sums pending only for a caller who adds them up later, as
+        a step adds up the gradients of its microbatches.
         """
         used = {axis for axes in axes_of.values() for axis in axes}
         pending = [set(spec.partial) for spec in specs]
@@ -488,7 +494,8 @@ class _Lowering:
             return set.intersection(*pending) - used if pending else set()
         out_bytes = sum(v.nbytes for v in _tensors(node.meta["val"]))
         passed = set()
-        for i in rule.linear:
+        casts = {0} if node in self.may_stay_pending and is_float_cast(node) else set()
+        for i in rule.linear | casts:
             only_here = pending[i] - used - set().union(*(p for j, p in enumerate(pending) if j != i))
             if out_bytes <= rule.operands[i].meta["val"].nbytes or _may_grow(node):
                 passed |= only_here
@@ -513,6 +520,14 @@ class _Lowering:
             where = f" at {source_line(node)}" if source_line(node) else ""
             why = "has a sharding rule that lets no dim be sharded" if has_rule(node) else "has no sharding rule"
             warnings.warn(f"{node.target}{where} {why}: it is computed whole on every rank", ReplicatedFallback, 2)
+
+
+def _seen_through_views(node: fx.Node) -> list[fx.Node]:
+    """A node and, if it is a view, all that it views."""
+    nodes = [node]
+    while nodes[-1].target in (torch.ops.aten.reshape.default, torch.ops.aten.permute.default):
+        nodes.append(nodes[-1].args[0])
+    return nodes
 
 
 def _may_grow(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from mpar.ops import Primitive, primitive_of
 from mpar.sharding._canonicalise import PRODUCTS, shape_of, view_groups
 
-__all__ = ["Factors", "NodeRule", "has_rule", "rule_of", "tensor_operands"]
+__all__ = ["Factors", "NodeRule", "has_rule", "is_float_cast", "rule_of", "tensor_operands"]
 
 aten = torch.ops.aten
 Factors = tuple[tuple[str, ...], ...]
@@ -74,6 +74,11 @@ def has_rule(node: fx.Node) -> bool:
     """Whether there is a sharding rule for the op of a node."""
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return primitive_of(node.target) is not None or node.target in RULES or pointwise
+
+
+def is_float_cast(node: fx.Node) -> bool:
+    """Whether a node only rounds its operand: it casts floats to floats."""
+    return node.target == aten._to_copy.default and all(n.meta["val"].is_floating_point() for n in (node, *node.all_input_nodes))
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
