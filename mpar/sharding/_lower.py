@@ -23,7 +23,7 @@ from mpar.sharding import _collectives as collectives
 from mpar.sharding import _local_norms, _local_reductions, _local_rows  # noqa: F401  importing them fills the table of rules
 from mpar.sharding._canonicalise import labels_of, shape_of
 from mpar.sharding._emit import Emit, Pending, Placed
-from mpar.sharding._redistribute import plan, plan_bytes
+from mpar.sharding._redistribute import Move, plan, plan_bytes
 from mpar.sharding._rules import NodeRule, has_rule, is_float_cast, rule_of
 from mpar.sharding._trace import LogicalGraph, source_line
 from mpar.spec import P, check_spec, local_shape, normalise
@@ -228,15 +228,7 @@ class _Lowering:
         local_nodes = self.placed[node]
         if target in local_nodes:
             return local_nodes[target]
-        shape = shape_of(node)
-        nbytes = node.meta["val"].nbytes
-        candidates = [
-            (plan_bytes(moves, nbytes, self.mesh), len(moves), index, spec, moves)
-            for index, spec in enumerate(local_nodes)
-            if set(target.partial) <= set(spec.partial)
-            for moves in [plan(spec, target, len(shape), self.mesh)]
-        ]
-        *_, spec, moves = min(candidates, key=lambda c: c[:3])
+        _, spec, moves = self.cheapest(node, target)
         local = local_nodes[spec]
         for move in moves:
             size = self.mesh.axis_size(move.axes)
@@ -251,6 +243,18 @@ class _Lowering:
             local.meta["labels"] = labels_of(node)
             local_nodes.setdefault(move.after, local)
         return local
+
+    def cheapest(self, node: fx.Node, target: P) -> tuple[int, P, list[Move]]:
+        """The cheapest way to the spec `target`: the bytes that a rank receives, the spec where it begins, and the moves."""
+        shape, nbytes = shape_of(node), node.meta["val"].nbytes
+        ways = [
+            (plan_bytes(moves, nbytes, self.mesh), len(moves), index, spec, moves)
+            for index, spec in enumerate(self.placed[node])
+            if set(target.partial) <= set(spec.partial)
+            for moves in [plan(spec, target, len(shape), self.mesh)]
+        ]
+        received, _, _, spec, moves = min(ways, key=lambda way: way[:3])
+        return received, spec, moves
 
     def call(self, node: fx.Node) -> None:
         """Lower one call: an item of several results, a mark, or an op."""
@@ -326,24 +330,33 @@ class _Lowering:
         rule = rule_of(node)
         self.note_fallback(node, rule)
         specs = [self.specs[operand] for operand in rule.operands]
-        axes_of = self.choose(rule, specs)
+        axes_of = self.choose(node, rule, specs)
         self.follow_hints(node, rule, specs, axes_of)
         passed = self.pass_partial(node, rule, specs, axes_of)
-        locals_ = []
-        for i, (operand, spec, dims) in enumerate(zip(rule.operands, specs, rule.factors, strict=True)):
+        targets = self.operand_specs(rule, specs, axes_of, passed)
+        locals_ = [self.redistribute(operand, target) for operand, target in zip(rule.operands, targets, strict=True)]
+        self.finish(node, rule, locals_, axes_of, self.result_specs(rule, axes_of, passed))
+
+    def operand_specs(self, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]], passed: set[str]) -> list[P]:
+        """The specs to which operands are moved. Pending sums over the axes `passed` stay pending."""
+        targets = []
+        for i, (spec, dims) in enumerate(zip(specs, rule.factors, strict=True)):
             if i in rule.as_is:
                 staying = (() if rule.replicate & set(names) else spec.dim(dim) for dim, names in enumerate(dims))
-                target = P(*staying, partial=spec.partial)
+                targets.append(P(*staying, partial=spec.partial))
             else:
-                target = P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(set(spec.partial) & passed))
-            locals_.append(self.redistribute(operand, target))
-        result_specs = []
-        for dims in rule.results:  # a result whose dims lack a factor is a pending sum over the axes that shard this factor
+                targets.append(P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(set(spec.partial) & passed)))
+        return targets
+
+    def result_specs(self, rule: NodeRule, axes_of: dict[str, tuple[str, ...]], passed: set[str]) -> list[P]:
+        """The specs of the results. One whose dims lack a factor is a pending sum over the axes that shard this factor."""
+        specs = []
+        for dims in rule.results:
             dim_axes = self.dims_of(dims, axes_of)
             sharding = {axis for axes in dim_axes for axis in axes}
             summed = {axis for factor, axes in axes_of.items() if not _appears(factor, dims) for axis in axes} - sharding
-            result_specs.append(P(*dim_axes, partial=self.mesh.ordered(summed | passed)))
-        self.finish(node, rule, locals_, axes_of, result_specs)
+            specs.append(P(*dim_axes, partial=self.mesh.ordered(summed | passed)))
+        return specs
 
     def finish(self, node: fx.Node, rule: NodeRule, locals_: list[fx.Node], axes_of: dict, result_specs: list[P]) -> None:
         """Add an op with the local operands `locals_`, or the local program of its rule, and note its results."""
@@ -389,21 +402,46 @@ class _Lowering:
         pending_axes = set(spec.partial) - set(axes) | (set(axes) if pending else set())
         return item.value if pending else item, P(*spec.dims, partial=self.mesh.ordered(pending_axes))
 
-    def choose(self, rule: NodeRule, specs: list[P]) -> dict[str, tuple[str, ...]]:
+    def choose(self, node: fx.Node, rule: NodeRule, specs: list[P]) -> dict[str, tuple[str, ...]]:
         """Choose the mesh axes that shard each factor: those that shard it in an operand, if no other factor uses them yet.
 
         Operands have their say one after the other: first those that the op takes as they are, then those that lead by its rule,
         then those with larger shards. So where two operands want one axis for different factors, the smaller one is moved, which
-        takes smaller messages.
+        takes smaller messages. Another order is taken if the op as a whole then receives fewer bytes: the operands that move, and
+        the pending sums that are left. So is an order in which an op of torch gathers what it works across.
         """
-        axes_of: dict[str, tuple[str, ...]] = {}
-        used: set[str] = set()
         local_bytes = [
             x.meta["val"].nbytes / self.mesh.axis_size(tuple(axis for dim in spec.dims for axis in dim))
             for x, spec in zip(rule.operands, specs, strict=True)
         ]
         order = sorted(range(len(specs)), key=lambda i: (i not in rule.as_is, i not in rule.leads, -local_bytes[i], i))
-        unsharded = {*rule.replicate, *rule.follows}
+        ways = [self.in_order(rule, specs, order, ())]
+        if not (rule.as_is or rule.leads or rule.follows or rule.ragged):
+            ways += [self.in_order(rule, specs, [i, *(j for j in order if j != i)], ()) for i in order[1:]]
+        if primitive_of(node.target) is None and rule.programs:
+            ways.append(self.in_order(rule, specs, order, tuple(rule.programs)))
+        distinct = [way for index, way in enumerate(ways) if way not in ways[:index]]
+        return min(distinct, key=lambda way: self.received(node, rule, specs, way)) if len(distinct) > 1 else distinct[0]
+
+    def received(self, node: fx.Node, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]]) -> int:
+        """The bytes that a rank receives for an op whose factors are sharded so, with the carrying out of the sums that it leaves
+        pending, or that its local program carries out."""
+        passed = self.pass_partial(node, rule, specs, axes_of)
+        targets = self.operand_specs(rule, specs, axes_of, passed)
+        total = sum(self.cheapest(operand, target)[0] for operand, target in zip(rule.operands, targets, strict=True))
+        values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+        for value, spec in zip(values, self.result_specs(rule, axes_of, passed), strict=True):
+            if isinstance(value, Tensor):
+                total += plan_bytes(plan(spec, spec.without_partial(), value.ndim, self.mesh), value.nbytes, self.mesh)
+        return total
+
+    def in_order(
+        self, rule: NodeRule, specs: list[P], order: Sequence[int], gathered: Sequence[str]
+    ) -> dict[str, tuple[str, ...]]:
+        """The mesh axes of each factor if operands have their say in this order, and the factors `gathered` are not sharded."""
+        axes_of: dict[str, tuple[str, ...]] = {}
+        used: set[str] = set()
+        unsharded = {*rule.replicate, *rule.follows, *gathered}
         unsharded |= {name for name, i in rule.ragged.items() if not specs[i].axes}
         for i in rule.as_is:  # a factor that is not sharded in an operand which the op takes as it is, is sharded in no operand
             unsharded |= {name for dim, names in enumerate(rule.factors[i]) for name in names if not specs[i].dim(dim)}
