@@ -10,7 +10,6 @@ from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower
 from mpar.sharding._overlap import overlap_posted
 from mpar.sharding._pass import erase_dead_nodes, graph_pass
 from mpar.sharding._ragged import mark_ragged
-from mpar.sharding import _torch_ops as _torch_ops  # fills the table of rules
 from mpar.sharding._rules import NodeRule, rule_of
 from mpar.sharding._simulate import simulate_graph
 from mpar.sharding._trace import LogicalGraph, source_line, trace

@@ -27,6 +27,7 @@ VIEWS = {
     aten.split.Tensor,
     aten.split_with_sizes.default,
     aten.unbind.int,
+    aten.unsqueeze.default,
 }
 ELEMENTWISE = {
     aten._to_copy.default,
@@ -38,19 +39,30 @@ ELEMENTWISE = {
 }
 """Element-wise ops that torch does not tag as such."""
 REDUCTIONS = {
+    aten.all.default,
     aten.all.dim,
+    aten.all.dims,
     aten.amax.default,
     aten.amin.default,
+    aten.any.default,
     aten.any.dim,
+    aten.any.dims,
     aten.argmax.default,
+    aten.argmin.default,
     aten.linalg_vector_norm.default,
     aten.logsumexp.default,
+    aten.max.default,
     aten.max.dim,
+    aten.min.default,
     aten.min.dim,
+    aten.prod.default,
     aten.prod.dim_int,
+    aten.std.correction,
+    aten.std_mean.correction,
     aten.sum.default,
     aten.sum.dim_IntList,
     aten.var.correction,
+    aten.var_mean.correction,
 }
 PRODUCTS = {
     aten.mm.default: (("m", "c"), ("c", "n"), ("m", "n")),
@@ -90,6 +102,10 @@ def derived_rule(node: fx.Node) -> NodeRule:
         rule.linear = set(range(len(operands)))
     elif node.target in FIRST and node.args[0] is operands[0]:
         rule.linear = {0}
+    elif node.target == aten.masked_fill.Scalar and node.args[2] == 0:
+        rule.linear = {0}
+    elif node.target == aten._to_copy.default:  # but for rounding
+        rule.linear = {0} if node.meta["val"].is_floating_point() and operands[0].meta["val"].is_floating_point() else set()
     rule.jointly = node.target in TOGETHER and len(operands) == len(node.args)
     return rule
 
@@ -125,14 +141,19 @@ def _same_place(operands: list[fx.Node], values: list[Tensor], alone: Callable[[
 
     A dim has a factor if the op treats its indices independently, as `alone` says, and if its size is not broadcast.
     """
-    rank = max(value.ndim for value in values)
-    sizes = {f"d{i}": n for value in values for i, n in enumerate(value.shape, rank - value.ndim)}
+    given = [value for value in values if value is not None]
+    rank = max(value.ndim for value in given)
+    sizes: dict[str, int] = {}
+    for value in given:  # a result that nobody reads may come with its local shape
+        for i, n in enumerate(value.shape, rank - value.ndim):
+            sizes[f"d{i}"] = max(n, sizes.get(f"d{i}", 0))
 
     def names(shape: Sequence[int]) -> Factors:
         places = enumerate(shape, rank - len(shape))
         return tuple((f"d{i}",) if n > 1 and n == sizes[f"d{i}"] and alone(i) else () for i, n in places)
 
-    return NodeRule(operands, [names(shape_of(o)) for o in operands], [names(v.shape) for v in values], sizes)
+    results = [() if v is None else names(v.shape) for v in values]
+    return NodeRule(operands, [names(shape_of(o)) for o in operands], results, sizes)
 
 
 def _strides(node: fx.Node) -> NodeRule:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from mpar.sharding._canonicalise import is_zero, shape_of
+from mpar.sharding._canonicalise import shape_of
 from mpar.sharding._rules import Factors, NodeRule, whole
 
 __all__ = ["Across", "Pattern", "argument_of", "fitted", "named_operands", "values_of"]
@@ -30,8 +30,6 @@ class Across:
              the node that gives dims.
     of:      whose dims these are: those of the first operand, or those of the "result".
     whole:   operands that are replicated, though their number of dims might say otherwise.
-    picks:   the operand whose entries each choose an element along the dim: these are independent of each other.
-    adds:    operands whose entries are added into the first operand. If that is zero, parts of them make parts of a sum.
     linear:  operands in each of which the op is linear while the others are held fixed.
     jointly: whether the op is linear in all operands together.
     sized:   the argument that holds the sizes of the result.
@@ -40,8 +38,6 @@ class Across:
     dims: str | int | Callable[[fx.Node], Sequence[int]] = "dim"
     of: str = "operand"
     whole: str = ""
-    picks: str = ""
-    adds: str = ""
     linear: str = ""
     jointly: bool = False
     sized: str = ""
@@ -51,17 +47,11 @@ class Across:
         named, values = named_operands(node), values_of(node)
         ndim = len(shape_of(named[0][1])) if self.of == "operand" else values[0].ndim
         crossed = self.crossed(node, ndim)
-        adds = self.adds.split() if self.adds and is_zero(named[0][1]) else []
-        linear = (self.linear if not adds else f"{self.linear} {adds[-1]}").split()
 
         def factors(value: Tensor | None, name: str = "") -> Factors:
-            chooses = name in (self.picks, *adds) if name else self.picks
-            entry = ("entry",) if chooses else ()
             if value is None:
                 return ()
-            if name in self.whole.split():
-                return (entry,) * value.ndim
-            return _placed(value.ndim, ndim, crossed, entry)
+            return ((),) * value.ndim if name in self.whole.split() else _placed(value.ndim, ndim, crossed)
 
         return fitted(
             NodeRule(
@@ -69,7 +59,7 @@ class Across:
                 [factors(operand.meta["val"], name) for name, operand in named],
                 [factors(value) for value in values],
                 {},
-                linear={i for i, (name, _) in enumerate(named) if name in linear},
+                linear={i for i, (name, _) in enumerate(named) if name in self.linear.split()},
                 jointly=self.jointly,
                 localise=_sizes_into(node, self.sized),
             ),
@@ -173,10 +163,10 @@ def fitted(rule: NodeRule, values: Sequence[Tensor | None], *, broadcasts: bool 
     return rule
 
 
-def _placed(ndim: int, full: int, crossed: set[int], entry: tuple[str, ...]) -> Factors:
-    """The factors of a tensor with `ndim` dims of an op on `full` dims. A dim that the op works across has the factor `entry`."""
+def _placed(ndim: int, full: int, crossed: set[int]) -> Factors:
+    """The factors of a tensor with `ndim` dims of an op on `full` dims, which works across the dims `crossed`."""
     kept = tuple((f"d{i}",) for i in range(full) if i not in crossed)
-    every = tuple(entry if i in crossed else (f"d{i}",) for i in range(full))
+    every = tuple(() if i in crossed else (f"d{i}",) for i in range(full))
     by_number = {full + 1: (*every, ()), len(kept) + 1: (*kept, ()), len(kept): kept, full: every}
     return by_number.get(ndim, ((),) * ndim)
 

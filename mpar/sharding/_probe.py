@@ -5,7 +5,7 @@ runs the op on two halves and compares with the op on both, and for each operand
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -26,26 +26,39 @@ _found: dict[str, tuple[frozenset[str], frozenset[int], bool]] = {}
 
 def probed_rule(node: fx.Node) -> NodeRule:
     """The rule that the table has for a node, without the factors and the linearity that do not hold when the op runs."""
-    rule = rule_of(node)
-    names = sorted({name for dims in (*rule.factors, *rule.results) for factors in dims for name in factors})
+    claimed = rule_of(node)
+    names = _names(claimed) - claimed.replicate - claimed.programs.keys()
+    rule = _only(claimed, names)
     if not names and not rule.linear and not rule.jointly:
         return rule
     zero = [is_zero(operand) for operand in rule.operands]
     values = [operand.meta["val"] for operand in rule.operands]
     arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"].dtype)
-    shapes = [tuple(n for n, names in zip(v.shape, dims, strict=True) if not names) for v, dims in zip(values, rule.factors, strict=True)]
-    key = repr((node.target, arguments, shapes, zero, rule.factors, rule.results, rule.linear, rule.jointly))
+    sizes = [
+        [n for n, factors in zip(value.shape, dims, strict=True) if not factors]
+        for value, dims in zip(values, rule.factors, strict=True)
+    ]
+    key = repr((node.target, arguments, sizes, zero, rule.factors, rule.results, rule.linear, rule.jointly))
     if key not in _found:
         probe = _Probe(node, rule, zero)
         true = frozenset(name for name in names if probe.independent(name))
         linear = frozenset(i for i in rule.linear if probe.linear({i}))
         _found[key] = true, linear, rule.jointly and probe.linear(set(range(len(rule.operands))))
     true, linear, jointly = _found[key]
+    return replace(_only(rule, true), linear=set(linear), jointly=jointly)
+
+
+def _names(rule: NodeRule) -> set[str]:
+    return {name for dims in (*rule.factors, *rule.results) for factors in dims for name in factors}
+
+
+def _only(rule: NodeRule, names: Set[str]) -> NodeRule:
+    """`rule` without other factors than `names`."""
 
     def kept(dims: Factors) -> Factors:
-        return tuple(tuple(name for name in factors if name in true) for factors in dims)
+        return tuple(tuple(name for name in factors if name in names) for factors in dims)
 
-    return replace(rule, factors=[*map(kept, rule.factors)], results=[*map(kept, rule.results)], linear=set(linear), jointly=jointly)
+    return replace(rule, factors=[*map(kept, rule.factors)], results=[*map(kept, rule.results)])
 
 
 class _Probe:
@@ -54,7 +67,7 @@ class _Probe:
     def __init__(self, node: fx.Node, rule: NodeRule, zero: Sequence[bool]) -> None:
         self.node, self.rule, self.zero = node, rule, zero
         self.generator = torch.Generator().manual_seed(0)
-        self.sizes = dict.fromkeys({name for dims in (*rule.factors, *rule.results) for names in dims for name in names}, WHOLE)
+        self.sizes = dict.fromkeys(_names(rule), WHOLE)
         self.operands, self.expected = self.start()
 
     def start(self) -> tuple[list[Tensor], list[Tensor]]:

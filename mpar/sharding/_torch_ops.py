@@ -3,9 +3,9 @@
 import torch
 from torch import fx
 
-from mpar.sharding._canonicalise import is_zero, shape_of
+from mpar.sharding._canonicalise import shape_of
 from mpar.sharding._pass_through import Across, Pattern, argument_of, fitted, named_operands, values_of
-from mpar.sharding._rules import RULES, NodeRule, pointwise, whole
+from mpar.sharding._rules import RULES, NodeRule, pointwise
 
 aten = torch.ops.aten
 
@@ -14,18 +14,6 @@ def _padded(node: fx.Node) -> list[int]:
     """The dims that a constant pad makes longer or shorter."""
     pad = argument_of(node, "pad")
     return [-1 - i // 2 for i, size in enumerate(pad) if size]
-
-
-def _normalised(node: fx.Node) -> list[int]:
-    """The dims over which a layer norm takes statistics."""
-    return [-1 - i for i in range(len(argument_of(node, "normalized_shape")))]
-
-
-def _layer_norm_backward(node: fx.Node) -> NodeRule:
-    """The rule of the gradients of a layer norm: those of weight and bias are sums over the dims that pass through."""
-    num = len(argument_of(node, "normalized_shape"))
-    pattern = "... =, ... =, ... =, ... =, *, * -> ... =, *, *"
-    return Pattern(pattern.replace("=", "_ " * num), linear="grad_out")(node)
 
 
 def _repeated(node: fx.Node) -> NodeRule:
@@ -75,39 +63,13 @@ def _attention(node: fx.Node) -> NodeRule:
     return Pattern(f"{q}, {q}, {k}, {k}, {q}, b h {queries}, {masks} -> {q}, {k}, {k}", linear="")(node)
 
 
-def _indexed(node: fx.Node) -> NodeRule:
-    """The rule of `x[indices]` and of `index_put`, which writes or adds values there.
-
-    Dims without an index pass through; so do those of the indices, where they choose elements. Where they say where to add to
-    zeros, parts of them make parts of a sum.
-    """
-    operands, indices = named_operands(node), argument_of(node, "indices")
-    if any(index is not None and not index.meta["val"].dtype.is_signed for index in indices):
-        return whole(node)  # a mask stands for all its dims
-    places = [i for i, index in enumerate(indices) if index is not None]
-    entries = max(len(shape_of(indices[i])) for i in places)
-    names = tuple((f"d{i}",) for i in range(len(shape_of(node.args[0]))))
-    kept = tuple(() if i in places else name for i, name in enumerate(names))
-    puts = any(name == "values" for name, _ in operands)
-    adds = puts and bool(argument_of(node, "accumulate")) and is_zero(node.args[0])
-    chosen = tuple((f"entry{i}",) if adds or not puts else () for i in range(entries))
-    together = places[-1] - places[0] + 1 == len(places)
-    at = places[0] if together else 0
-    remaining = [name for i, name in enumerate(names) if i not in places]
-    picked = (*remaining[:at], *chosen, *remaining[at:])
-    of = {"self": kept, "values": picked}
-    factors = [(of[name] if name in of else chosen)[-x.meta["val"].ndim or len(names) :] for name, x in operands]
-    number = {name: i for i, (name, _) in enumerate(operands)}
-    linear = {0} if not puts else {number["values"]} if adds else set()
-    rule = NodeRule([x for _, x in operands], factors, [kept if puts else picked], {}, linear=linear)
-    return fitted(rule, values_of(node), broadcasts=True)
-
-
-
 ALONG = [
     (Across(), "cummax cummin cumprod glu glu_backward kthvalue linalg_cross logcumsumexp median.dim mode nanmedian.dim"),
-    (Across(), "sort sort.stable topk scatter_reduce.two scatter.src scatter.value scatter.reduce scatter.value_reduce"),
-    (Across("dim", linear="self"), "cumsum _fft_c2c _fft_r2c _fft_c2r"),
+    (Across(), "sort sort.stable scatter_reduce.two scatter.src scatter.value scatter.reduce scatter.value_reduce"),
+    (Across("dim", linear="self"), "cumsum _fft_c2c _fft_r2c _fft_c2r slice.Tensor split.Tensor split_with_sizes unbind.int"),
+    (Across("dim", jointly=True), "cat"),
+    (Across("dim", of="result", jointly=True), "stack"),
+    (Across("dim", of="result", sized="input_sizes", linear="grad_output"), "select_backward slice_backward"),
     (Across("dims", linear="self"), "roll flip"),
     (Across("dimension", linear="self"), "unfold"),
     (Across("dim", of="result", sized="input_sizes", linear="grad_in"), "unfold_backward"),
@@ -116,10 +78,6 @@ ALONG = [
     (Across("dim1 dim2", of="result", sized="input_sizes", linear="grad_output"), "diagonal_backward"),
     (Across("dim1 dim2", jointly=True), "diagonal_scatter"),
     (Across(jointly=True), "select_scatter slice_scatter"),
-    (Across(picks="index", linear="self"), "gather"),
-    (Across(picks="index", whole="index", linear="self"), "index_select"),
-    (Across(adds="index src"), "scatter_add"),
-    (Across(whole="index", adds="index source"), "index_add"),
     (Across(whole="index value"), "index_copy index_fill.int_Scalar index_fill.int_Tensor index_reduce"),
 ]
 """Ops that work across the dim that they are given."""
@@ -148,7 +106,6 @@ LAST = [
     (Across(2), "linalg_qr lu_unpack ormqr linalg_eigvals linalg_ldl_solve"),
     (Across(2, linear="self"), "tril triu"),
     (Across(_padded), "constant_pad_nd"),
-    (Across(_normalised, whole="weight bias"), "native_layer_norm"),
 ]
 """Ops that work across their last dims."""
 PATTERNS = [
@@ -157,8 +114,6 @@ PATTERNS = [
     (Pattern("... _ _, ... _, ... _ _ -> ... _ _"), "linalg_lu_solve"),
     (Pattern("... m _, ... n _ -> ... m n"), "_cdist_forward _euclidean_dist"),
     (Pattern("... m n, ... m _, ... n _, ... m n -> ... m _", linear="grad"), "_cdist_backward"),
-    (Pattern("_ d, ... -> ... d", linear="weight"), "embedding"),
-    (Pattern("... d, ... -> _ d", linear="grad_output"), "embedding_dense_backward"),
     (Pattern("b _ *, _, _ -> b _ *, b _, b _", sized="N:0"), "native_group_norm"),
     (Pattern("b _ *, b _ *, b _, b _, _ -> b _ *, _, _", sized="N:0"), "native_group_norm_backward"),
     (Pattern("b _ _ _ -> b _ _"), "im2col"),
@@ -174,8 +129,6 @@ PATTERNS = [
     (_convolution, "convolution"),
     (_convolution_backward, "convolution_backward"),
     (_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"),
-    (_indexed, "index.Tensor index_put _unsafe_index.Tensor _unsafe_index_put"),
-    (_layer_norm_backward, "native_layer_norm_backward"),
     (_repeated, "repeat"),
 ]
 """Ops whose tensors have dims of their own."""

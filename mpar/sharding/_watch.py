@@ -93,9 +93,16 @@ class Calls(TorchFunctionMode):
 
 
 def functional_form(func: Any) -> Any:
-    """The op that returns what the in-place `func` writes: `aten.add.Tensor` for `aten.add_.Tensor`; None if there is none."""
+    """The op that returns what the in-place `func` writes: `aten.add.Tensor` for `aten.add_.Tensor`; None if there is none.
+
+    It is the overload that takes the same types, because names may differ: `aten.pow_.Scalar` writes `aten.pow.Tensor_Scalar`.
+    """
     packet = getattr(getattr(torch.ops, func.namespace), func._schema.name.split("::")[1].removesuffix("_"), None)
-    return getattr(packet, func._overloadname, None)
+    forms = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    takes = [str(argument.type) for argument in func._schema.arguments]
+    fitting = [form for form in forms if [str(argument.type) for argument in form._schema.arguments] == takes]
+    same_name = [form for form in fitting if form._overloadname == func._overloadname]
+    return next(iter([*same_name, *fitting]), None)
 
 
 def _problem(func: Any, args: tuple, kwargs: dict) -> str:

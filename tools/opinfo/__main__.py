@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tools import opinfo
 from tools.opinfo._cases import outcomes_of
+from tools.opinfo._page import write_page
 from tools.opinfo._samples import ENTRIES
 
 
@@ -22,9 +23,14 @@ def main() -> None:
     survey.add_argument("names", nargs="*", help="only entries whose name contains one of these")
     survey.add_argument("--samples", type=int, default=4, help="how many samples of each entry, each with its gradient")
     survey.add_argument("--cases", type=int, default=7, help="how many ways to shard each sample")
+    page = commands.add_parser("page", help="write the lists of docs/torch_ops.md")
+    page.add_argument("--samples", type=int, default=2, help="how many samples of each entry, each with its gradient")
     options = parser.parse_args()
     logging.disable()
     warnings.simplefilter("ignore")
+    if options.command == "page":
+        write_page(options.samples)
+        return
     names = [name for name in ENTRIES if not options.names or any(part in name for part in options.names)]
     found = {name: list(outcomes_of(name, options.samples, options.cases)) for name in names}
     options.file.write_text(json.dumps({name: [asdict(outcome) for outcome in rows] for name, rows in found.items()}, indent=1))
