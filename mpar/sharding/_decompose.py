@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from mpar.sharding._pass import graph_pass
+from mpar.sharding._pass_through import argument_of
 from mpar.sharding._rules import RULES, has_rule, tensor_operands
 from mpar.torch_private import FakeTensorMode, _core_aten_decompositions_post_autograd, decomposition_table, make_fx
 
@@ -41,21 +42,30 @@ MORE = (
 def decompose(graph: fx.Graph) -> dict[str, int]:
     """Replace ops without a rule by torch's decompositions of them, if these are pure.
 
-    before:  %y = glu(%x, 1)
-    after:   %a = slice(%x, 1, 0, 4); %b = slice(%x, 1, 4, 8); %s = sigmoid(%b); %y = mul(%a, %s)      # %x: [2, 8]
+    before:  %l = mse_loss(%x, %y, 0)
+    after:   %d = sub(%x, %y); %l = pow(%d, 2)
     """
     decomposed = 0
     for node in list(graph.nodes):
-        if node.op == "call_function" and not has_rule(node) and node.target in _table():
+        if node.op == "call_function" and node.target in _table() and not (has_rule(node) and _keeps_rule(node)):
             decomposed += _inline(graph, node)
     return {"ops_decomposed": decomposed}
+
+
+def _keeps_rule(node: fx.Node) -> bool:
+    """Whether an op that has a rule keeps it. A batch norm by given statistics is element-wise, which only its parts show."""
+    return node.target != aten.native_batch_norm.default or bool(argument_of(node, "training"))
 
 
 @cache
 def _table() -> dict[Any, Any]:
     """Torch's decompositions of the ops that have no rule."""
     every = {**_core_aten_decompositions_post_autograd(), **{op: decomposition_table[op] for op in MORE}}
-    return {op: fn for op, fn in every.items() if op not in RULES and torch.Tag.pointwise not in getattr(op, "tags", ())}
+    return {
+        op: fn
+        for op, fn in every.items()
+        if (op in MORE or op not in RULES) and torch.Tag.pointwise not in getattr(op, "tags", ())
+    }
 
 
 def _inline(graph: fx.Graph, node: fx.Node) -> bool:
@@ -96,7 +106,7 @@ def _shapes(node: fx.Node) -> list[tuple[Any, ...]]:
     """Shapes and dtypes of the results: some decompositions do not give all that the op gives."""
     if node.op == "output":
         out = node.args[0]
-        values = [n and n.meta["val"] for n in (out if isinstance(out, (list, tuple)) else [out])]
+        values: Any = [n and n.meta["val"] for n in (out if isinstance(out, (list, tuple)) else [out])]
     else:
         values = node.meta["val"] if isinstance(node.meta["val"], (list, tuple)) else [node.meta["val"]]
     return [(value.shape, value.dtype) if isinstance(value, Tensor) else () for value in values]

@@ -13,7 +13,7 @@ from torch import fx
 from mpar.sharding._canonicalise import is_zero, shape_of
 from mpar.sharding._emit import Emit, Pending
 from mpar.sharding._local_programs import along, argument, local_program
-from mpar.sharding._rules import Factors, NodeRule, tensor_operands
+from mpar.sharding._rules import Factors, NodeRule, replicated, tensor_operands
 
 __all__: list[str] = []
 
@@ -30,6 +30,8 @@ def _elementwise_index(node: fx.Node) -> NodeRule:
     """The rule of gather and scatter_add, whose index has as many dims as the tensor."""
     operands = tensor_operands(node)
     x, *others = (shape_of(operand) for operand in operands)
+    if any(len(shape) != len(x) for shape in others):
+        return replicated(node)  # an index without entries may have any number of dims
     dim = argument(node, "dim") % max(len(x), 1)
     adds = node.target == aten.scatter_add.default
     same = all(len({shape[i] for shape in (x, *others)}) == 1 for i in range(len(x)) if i != dim) and len(set(others)) == 1

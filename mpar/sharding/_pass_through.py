@@ -1,8 +1,8 @@
 """Pass through: rules of ops of torch that work across some dims of their tensors and treat the indices of all others alone.
 
-Two ways to write such a rule as data. `Across` names the arguments of the op that hold the dims it works across, or says how many of
-the last dims these are. `Pattern` writes the dims of all tensors in letters, as `"b i *, o i * -> b o *"`. The table is in
-`_torch_ops.py`.
+There are two ways to write such a rule as data. `Across` names the arguments of the op that hold the dims it works across, or
+says how many of the last dims these are. `Pattern` writes the dims of all tensors in letters: `"b i *, o i * -> b o *"`. The
+table is in `_torch_ops.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from mpar.sharding._canonicalise import shape_of
-from mpar.sharding._rules import Factors, NodeRule, whole
+from mpar.sharding._rules import Factors, NodeRule, replicated
 
 __all__ = ["Across", "Pattern", "argument_of", "fitted", "named_operands", "values_of"]
 
@@ -26,18 +26,18 @@ class Across:
     A tensor may lack the dims that the op works across, as the result of a reduction does; or it may have one new dim, the last,
     in their place, as a diagonal has, or beside them, as windows have. Any other tensor is replicated.
 
-    dims:    the names of the arguments that hold dims, where None stands for all; or the number of last dims; or a function of
-             the node that gives dims.
-    of:      whose dims these are: those of the first operand, or those of the "result".
-    whole:   operands that are replicated, though their number of dims might say otherwise.
-    linear:  operands in each of which the op is linear while the others are held fixed.
-    jointly: whether the op is linear in all operands together.
-    sized:   the argument that holds the sizes of the result.
+    dims:       the names of the arguments that hold dims, where None stands for all; or the number of last dims; or a function
+                of the node that gives dims.
+    of:         whose dims these are: those of the first operand, or those of the "result".
+    replicated: operands that no dim of is sharded, though their number of dims might say otherwise.
+    linear:     operands in each of which the op is linear while the others are held fixed.
+    jointly:    whether the op is linear in all operands together.
+    sized:      the argument that holds the sizes of the result.
     """
 
     dims: str | int | Callable[[fx.Node], Sequence[int]] = "dim"
     of: str = "operand"
-    whole: str = ""
+    replicated: str = ""
     linear: str = ""
     jointly: bool = False
     sized: str = ""
@@ -45,13 +45,13 @@ class Across:
     def __call__(self, node: fx.Node) -> NodeRule:
         """The rule of `node`."""
         named, values = named_operands(node), values_of(node)
-        ndim = len(shape_of(named[0][1])) if self.of == "operand" else values[0].ndim
+        ndim = len(shape_of(named[0][1] if self.of == "operand" else node))
         crossed = self.crossed(node, ndim)
 
         def factors(value: Tensor | None, name: str = "") -> Factors:
             if value is None:
                 return ()
-            return ((),) * value.ndim if name in self.whole.split() else _placed(value.ndim, ndim, crossed)
+            return ((),) * value.ndim if name in self.replicated.split() else _placed(value.ndim, ndim, crossed)
 
         return fitted(
             NodeRule(
@@ -80,10 +80,10 @@ class Across:
 
 @dataclass(frozen=True)
 class Pattern:
-    """The rule of an op whose tensors have a fixed order of dims, which `dims` writes in letters.
+    """The rule of an op whose tensors have dims in an order of their own, which `dims` writes in letters.
 
-    There is one entry for each operand that the op may have, in the order of its arguments, and for each result. `_` is a dim that
-    must not be sharded, `*` any number of such dims, `...` any number of dims that are independent. Dims of size 1 are
+    There is one entry for each operand that the op may have, in the order of its arguments, and for each result. `_` is a dim
+    that must not be sharded, `*` any number of such dims, `...` any number of dims that are independent. Dims of size 1 are
     broadcast. What a result lacks is summed over.
 
     linear: operands in each of which the op is linear while the others are held fixed.
@@ -98,18 +98,18 @@ class Pattern:
         """The rule of `node`."""
         named, values = named_operands(node), values_of(node)
         left, right = ([part.split() for part in side.split(",")] for side in self.dims.split("->"))
-        kinds = [argument.name for argument in node.target._schema.arguments if "Tensor" in str(argument.type)]  # type: ignore[union-attr]
-        written = dict(zip(kinds, left, strict=False))
+        arguments = node.target._schema.arguments  # type: ignore[union-attr]
+        written = dict(zip((known.name for known in arguments if "Tensor" in str(known.type)), left, strict=False))
         of_operands = [(written.get(name, ["*"]), operand.meta["val"].ndim) for name, operand in named]
         of_results = [(words, value.ndim) for words, value in zip(right, values, strict=True) if value is not None]
         if any(ndim < sum(word not in ("*", "...") for word in words) for words, ndim in (*of_operands, *of_results)):
-            return whole(node)
-        most = max(ndim - len(words) + 1 for words, ndim in (*of_operands, *of_results) if "..." in words or words is left[0])
-        remaining = iter(_expanded(words, ndim, most) for words, ndim in of_results)
+            return replicated(node)
+        longest = max(ndim - len(words) + 1 for words, ndim in (*of_operands, *of_results) if "..." in words or words is left[0])
+        remaining = iter(_expanded(words, ndim, longest) for words, ndim in of_results)
         return fitted(
             NodeRule(
                 [operand for _, operand in named],
-                [_expanded(words, ndim, most) for words, ndim in of_operands],
+                [_expanded(words, ndim, longest) for words, ndim in of_operands],
                 [() if value is None else next(remaining) for value in values],
                 {},
                 linear={i for i, (name, _) in enumerate(named) if name in self.linear.split()},
@@ -156,7 +156,9 @@ def fitted(rule: NodeRule, values: Sequence[Tensor | None], *, broadcasts: bool 
     rule.sizes = {name: size for name, known in sizes.items() if len(known) == 1 for size in known if size > 1}
 
     def kept(dims: Factors, shape: tuple[int, ...]) -> Factors:
-        return tuple(names if size > 1 and set(names) <= rule.sizes.keys() else () for names, size in zip(dims, shape, strict=True))
+        return tuple(
+            names if size > 1 and set(names) <= rule.sizes.keys() else () for names, size in zip(dims, shape, strict=True)
+        )
 
     fitting = [kept(dims, shape) for dims, shape in zip((*rule.factors, *rule.results), shapes, strict=True)]
     rule.factors, rule.results = fitting[: len(rule.operands)], fitting[len(rule.operands) :]
@@ -171,13 +173,13 @@ def _placed(ndim: int, full: int, crossed: set[int]) -> Factors:
     return by_number.get(ndim, ((),) * ndim)
 
 
-def _expanded(words: Sequence[str], ndim: int, most: int) -> Factors:
-    """The factors that the words of a pattern give to a tensor with `ndim` dims; `most` is the largest number of dims for `...`."""
+def _expanded(words: Sequence[str], ndim: int, longest: int) -> Factors:
+    """The factors that the words of a pattern give to a tensor of `ndim` dims. `...` stands for at most `longest` dims."""
     variadic = ndim - len(words) + 1
     out: list[tuple[str, ...]] = []
     for word in words:
         if word == "...":
-            out += ((f"leading{most - variadic + i}",) for i in range(variadic))
+            out += ((f"leading{longest - variadic + i}",) for i in range(variadic))
         elif word == "*":
             out += [()] * variadic
         else:

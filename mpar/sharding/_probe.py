@@ -1,7 +1,8 @@
 """Probe: what an op of torch does with the dims of its tensors, found by running it on small random numbers.
 
-The table of the lowering says which dims an op treats independently. The check of rank graphs does not believe it: for each dim it
-runs the op on two halves and compares with the op on both, and for each operand in which the op is said to be linear it adds.
+The table of the lowering says which dims an op treats independently. The check of rank graphs does not believe it: for each
+such dim it runs the op on two halves and compares with the op on both. Where the table says that the op is linear in an operand,
+it runs the op on two operands and on their sum.
 """
 
 import math
@@ -126,9 +127,7 @@ class _Probe:
             first, second = (self.run(half, {**self.sizes, factor: HALF}) for half in halves)
         except (IndexError, RuntimeError, ValueError):
             return False
-        joined = [
-            _joined(a, b, dims, factor, self.sizes) for a, b, dims in zip(first, second, self.rule.results, strict=True)
-        ]
+        joined = [_joined(a, b, dims, factor, self.sizes) for a, b, dims in zip(first, second, self.rule.results, strict=True)]
         return _same(joined, self.expected)
 
     def linear(self, indices: set[int]) -> bool:
@@ -163,7 +162,7 @@ def _half(x: Tensor, dims: Factors, factor: str, sizes: Mapping[str, int], at: i
     split, place = _split(x, dims, factor, sizes)
     if place < 0:
         return x
-    return split.narrow(place, at, HALF).reshape(_shape(x.shape, dims, {**sizes, factor: HALF}))
+    return split.narrow(place, at, HALF).reshape(_shape(x.shape, dims, {**sizes, factor: HALF})).contiguous()
 
 
 def _joined(a: Tensor | None, b: Tensor | None, dims: Factors, factor: str, sizes: Mapping[str, int]) -> Tensor | None:

@@ -25,7 +25,7 @@ __all__ = [
     "pointwise",
     "rule_of",
     "tensor_operands",
-    "whole",
+    "replicated",
 ]
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ def rule_of(node: fx.Node) -> NodeRule:
         return RULES[node.target](node)
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return pointwise(node)
-    return whole(node)
+    return replicated(node)
 
 
 def has_rule(node: fx.Node) -> bool:
@@ -216,7 +216,7 @@ def pointwise(node: fx.Node) -> NodeRule:
     return rule
 
 
-def whole(node: fx.Node) -> NodeRule:
+def replicated(node: fx.Node) -> NodeRule:
     """The rule of an op that lets no dim be sharded."""
     operands = tensor_operands(node)
     values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
@@ -227,7 +227,7 @@ def whole(node: fx.Node) -> NodeRule:
 
 def _unread(node: fx.Node) -> NodeRule:
     """The rule of an op that reads no data of its operand, which may thus have any spec."""
-    rule = whole(node)
+    rule = replicated(node)
     rule.as_is = {0}
     return rule
 
@@ -264,7 +264,7 @@ def _reshape(node: fx.Node) -> NodeRule:
     x = node.args[0]
     before, after = shape_of(x), shape_of(node)
     if 0 in before:
-        return whole(node)
+        return replicated(node)
     left: list[tuple[str, ...]] = [()] * len(before)
     right: list[tuple[str, ...]] = [()] * len(after)
     sizes: dict[str, int] = {}

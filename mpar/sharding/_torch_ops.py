@@ -1,13 +1,16 @@
 """The table of torch's ops that pass through: for each the dims that it works across; all other dims shard freely."""
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
 from mpar.sharding._canonicalise import shape_of
-from mpar.sharding._pass_through import Across, Pattern, argument_of, fitted, named_operands, values_of
-from mpar.sharding._rules import RULES, NodeRule, pointwise
+from mpar.sharding._pass_through import Across, Pattern, argument_of, fitted, values_of
+from mpar.sharding._rules import RULES, NodeRule, pointwise, replicated
 
 aten = torch.ops.aten
+Entries = list[tuple[Callable[[fx.Node], NodeRule], str]]
 
 
 def _padded(node: fx.Node) -> list[int]:
@@ -52,6 +55,14 @@ def _convolution_backward(node: fx.Node) -> NodeRule:
     return rule
 
 
+def _solved(node: fx.Node) -> NodeRule:
+    """The rule of solving linear equations with as many matrices as right sides, which are matrices or vectors."""
+    matrix, right = shape_of(node.args[0]), shape_of(node.args[1])
+    if right == matrix[:-1]:
+        return Pattern("... _ _, ... _ -> ... _, ... _ _, ... _, ...")(node)
+    return Pattern("... _ _, ... _ _ -> ... _ _, ... _ _, ... _, ...")(node) if right[:-2] == matrix[:-2] else replicated(node)
+
+
 def _attention(node: fx.Node) -> NodeRule:
     """The rule of attention and of its gradients. The gradients of keys and values are sums over the queries."""
     queries = "_" if argument_of(node, "is_causal") else "s"
@@ -60,10 +71,10 @@ def _attention(node: fx.Node) -> NodeRule:
     q, k = f"b h {queries} _", "b h _ _"
     if node.target == aten._scaled_dot_product_flash_attention_for_cpu.default:
         return Pattern(f"{q}, {k}, {k}, {masks} -> {q}, b h {queries}")(node)
-    return Pattern(f"{q}, {q}, {k}, {k}, {q}, b h {queries}, {masks} -> {q}, {k}, {k}", linear="")(node)
+    return Pattern(f"{q}, {q}, {k}, {k}, {q}, b h {queries}, {masks} -> {q}, {k}, {k}")(node)
 
 
-ALONG = [
+ALONG: Entries = [
     (Across(), "cummax cummin cumprod glu glu_backward kthvalue linalg_cross logcumsumexp median.dim mode nanmedian.dim"),
     (Across(), "sort sort.stable scatter_reduce.two scatter.src scatter.value scatter.reduce scatter.value_reduce"),
     (Across("dim", linear="self"), "cumsum _fft_c2c _fft_r2c _fft_c2r slice.Tensor split.Tensor split_with_sizes unbind.int"),
@@ -78,10 +89,10 @@ ALONG = [
     (Across("dim1 dim2", of="result", sized="input_sizes", linear="grad_output"), "diagonal_backward"),
     (Across("dim1 dim2", jointly=True), "diagonal_scatter"),
     (Across(jointly=True), "select_scatter slice_scatter"),
-    (Across(whole="index value"), "index_copy index_fill.int_Scalar index_fill.int_Tensor index_reduce"),
+    (Across(replicated="index value"), "index_copy index_fill.int_Scalar index_fill.int_Tensor index_reduce"),
 ]
 """Ops that work across the dim that they are given."""
-LAST = [
+LAST: Entries = [
     (Across(1), "adaptive_avg_pool1d reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward"),
     (Across(1, linear="self"), "upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d"),
     (Across(2), "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward avg_pool2d"),
@@ -108,7 +119,7 @@ LAST = [
     (Across(_padded), "constant_pad_nd"),
 ]
 """Ops that work across their last dims."""
-PATTERNS = [
+PATTERNS: Entries = [
     (Pattern("... _ _, ... _ _ -> ... _ _"), "cholesky_solve linalg_solve_triangular linalg_pinv.atol_rtol_tensor"),
     (Pattern("... _ _, ... _ _ -> ... _ _, ... _ _"), "triangular_solve"),
     (Pattern("... _ _, ... _, ... _ _ -> ... _ _"), "linalg_lu_solve"),
@@ -130,6 +141,7 @@ PATTERNS = [
     (_convolution_backward, "convolution_backward"),
     (_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"),
     (_repeated, "repeat"),
+    (_solved, "_linalg_solve_ex"),
 ]
 """Ops whose tensors have dims of their own."""
 ELEMENTWISE = """_prelu_kernel _prelu_kernel_backward complex copy elu_backward hardshrink_backward hardsigmoid_backward hardswish
@@ -137,9 +149,10 @@ hardswish_backward hardtanh_backward leaky_relu_backward masked_fill.Tensor pola
 """Element-wise ops that torch does not tag as such."""
 
 
-def _overload(name: str) -> object:
+def _overload(name: str) -> torch._ops.OpOverload:
     packet, _, overload = name.partition(".")
     return getattr(getattr(aten, packet), overload or "default")
 
 
-RULES |= {_overload(name): rule for rule, names in (*ALONG, *LAST, *PATTERNS, (pointwise, ELEMENTWISE)) for name in names.split()}
+TABLE: Entries = [*ALONG, *LAST, *PATTERNS, (pointwise, ELEMENTWISE)]
+RULES.update({_overload(name): rule for rule, names in TABLE for name in names.split()})

@@ -8,7 +8,7 @@ from mpar import Mesh, P, jit
 from mpar.errors import ShardingError
 from mpar.sharding import _rules
 from mpar.sharding._derive import derived_rule
-from mpar.sharding._pass_through import Across, Pattern
+from mpar.sharding._pass_through import Across
 from mpar.sharding._rules import RULES, NodeRule, has_rule
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ PLANTS = {
     "softmax along shards": (aten._softmax.default, shards_every_dim, lambda x: x.softmax(0), P("a")),
     "triangle of shards": (aten.tril.default, shards_every_dim, lambda x: x.tril(), P("a")),
     "sort along shards": (aten.sort.default, shards_every_dim, lambda x: x.sort(0).values, P("a")),
-    "means of windows of shards": (aten.avg_pool2d.default, Across(1), lambda x: F.avg_pool2d(x[None], (3, 1), 1, (1, 0)), P("a")),
+    "pool of shards": (aten.avg_pool2d.default, Across(1), lambda x: F.avg_pool2d(x[None], (3, 1), 1, (1, 0)), P("a")),
     "spectrum of shards": (aten._fft_c2c.default, Across(0), lambda x: torch.fft.fft(x + 0j, dim=0).real, P("a")),
     "median lets a pending sum pass": (aten.median.dim, Across(linear="self"), lambda x: x.median(1).values, P(partial="a")),
     "cumprod lets a pending sum pass": (aten.cumprod.default, Across(linear="self"), lambda x: x.cumprod(1), P(partial="a")),

@@ -1,4 +1,4 @@
-"""Ops of torch are right on shards; what no part of can be computed alone is computed whole, with one warning; transforms work."""
+"""Ops of torch are right on shards; those that work across a sharded dim are computed whole, with one warning."""
 
 import warnings
 
@@ -92,7 +92,9 @@ def test_op_is_exact(name, specs):
 def test_fallback_warns_once_and_names_the_op():
     """An op without a rule says that it is computed whole, and where."""
     fn = lambda x: x.masked_scatter(x > 0, x) + x.masked_scatter(x < 0, x)  # noqa: E731
-    with pytest.warns(ReplicatedFallback, match=r"aten.masked_scatter.*at sharding/test_torch_ops.py:\d+ has no sharding rule") as record:
+    with pytest.warns(
+        ReplicatedFallback, match=r"aten.masked_scatter.*at sharding/test_torch_ops.py:\d+ has no sharding rule"
+    ) as record:
         lowered = jit(fn, mesh=MESH, in_specs=P("a")).lower(operands()[0])
     assert len(record) == 1
     assert lowered.ranked.fallbacks == ("aten.masked_scatter.default",)

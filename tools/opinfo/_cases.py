@@ -34,8 +34,8 @@ def _factor(size: int) -> int:
 
 
 def run_case(logical: LogicalGraph, tensors: Sequence[Tensor], expected: Any, mesh: Mesh, specs: Sequence[P]) -> str:
-    """Compile one case and compare. Returns the ops that were computed whole, else whether shards were gathered ("gathered"), else
-    "sharded". Raises AssertionError where numbers differ."""
+    """Compile one case and compare. Returns the ops that were computed whole; without any, "gathered" if shards were gathered,
+    and "sharded" if none were. Raises AssertionError where numbers differ."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ReplicatedFallback)
         ranked = lower(logical, mesh, specs)
@@ -88,7 +88,7 @@ def outcomes_of(name: str, samples: int, cases: int) -> Iterator[Outcome]:
         expected = sample.fn(*(x.clone() for x in sample.tensors))
         try:
             logical = trace(sample.fn, sample.tensors)
-        except Exception as error:  # noqa: BLE001 - errors of any kind are what is looked for
+        except Exception as error:  # errors of any kind are what is looked for
             yield Outcome(_kind_of(error), str(error), sample.label)
             continue
         for mesh, specs in placements(sample.tensors, cases):
@@ -99,7 +99,7 @@ def outcomes_of(name: str, samples: int, cases: int) -> Iterator[Outcome]:
 def _outcome(sample: Sample, logical: LogicalGraph, expected: Any, mesh: Mesh, specs: Sequence[P], place: str) -> Outcome:
     try:
         found = run_case(logical, sample.tensors, expected, mesh, specs)
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:
         return Outcome(_kind_of(error), str(error), sample.label, place)
     return Outcome(found if found in ("sharded", "gathered") else "whole", found, sample.label, place)
 

@@ -39,7 +39,8 @@ def reason_of(error: MparError) -> str:
 
 def without_rule(node: fx.Node) -> bool:
     """Whether a node of a logical graph is computed whole because its op has no rule."""
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not has_rule(node) and bool(tensor_operands(node))
+    is_op = isinstance(node.target, torch._ops.OpOverload)
+    return is_op and not has_rule(node) and bool(tensor_operands(node))
 
 
 @cache

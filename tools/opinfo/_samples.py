@@ -53,7 +53,7 @@ class Sample:
 
 
 def calls_of(op: OpInfo, count: int) -> Iterator[Sample]:
-    """At most `count` calls in float64 with something to shard, evenly taken from those that torch has, each with its gradient."""
+    """At most `count` calls in float64 with something to shard, evenly taken from torch's, each with its gradient."""
     torch.manual_seed(0)
     found = []
     for number, sample in enumerate(op.sample_inputs("cpu", torch.float64, requires_grad=op.supports_autograd)):
@@ -65,7 +65,7 @@ def calls_of(op: OpInfo, count: int) -> Iterator[Sample]:
     step = max(1, math.ceil(len(found) / count))
     for forward in found[step // 2 :: step][:count]:
         yield forward
-        if op.supports_autograd and (_differentiable(forward)):
+        if op.supports_autograd and _differentiable(forward):
             yield Sample(f"gradient of {forward.label}", _gradient(forward), forward.tensors)
 
 
@@ -102,7 +102,7 @@ def _gradient(forward: Sample) -> Callable[..., object]:
 
 
 def _differentiable(forward: Sample) -> bool:
-    """Whether plain torch can differentiate by all floating tensors: some ops take weights by which they are not differentiable."""
+    """Whether plain torch can differentiate by all floating tensors: some ops take weights that have no gradient."""
     try:
         _gradient(forward)(*(x.clone() for x in forward.tensors))
     except RuntimeError:
