@@ -120,7 +120,8 @@ LAST: Entries = [
 ]
 """Ops that work across their last dims."""
 PATTERNS: Entries = [
-    (Pattern("... _ _, ... _ _ -> ... _ _"), "cholesky_solve linalg_solve_triangular linalg_pinv.atol_rtol_tensor"),
+    (Pattern("... _ _, ... _ _ -> ... _ _"), "cholesky_solve linalg_solve_triangular"),
+    (Pattern("... _ _, ..., ... -> ... _ _"), "linalg_pinv.atol_rtol_tensor"),
     (Pattern("... _ _, ... _ _ -> ... _ _, ... _ _"), "triangular_solve"),
     (Pattern("... _ _, ... _, ... _ _ -> ... _ _"), "linalg_lu_solve"),
     (Pattern("... m _, ... n _ -> ... m n"), "_cdist_forward _euclidean_dist"),
