@@ -195,7 +195,8 @@ def shrink_constants(graph: fx.Graph) -> dict[str, int]:
 
 @graph_pass
 def merge_views(graph: fx.Graph) -> dict[str, int]:
-    """Merge chains of views and erase those that change nothing.
+    """Merge chains of views and erase those that change nothing. Dims are permuted before they are merged, so that the view that
+    splits them again, as in the gradient of a product of matrices by heads, meets the one that merged them.
 
     before:  %a = view(%x, [6]); %b = view(%a, [2, 3])      # %x: [2, 3]
     after:   users of %b read %x
@@ -214,6 +215,8 @@ def merge_views(graph: fx.Graph) -> dict[str, int]:
             inner = [dim % len(shape_of(node)) for dim in node.args[0].args[1]]
             node.args = (node.args[0].args[0], [inner[dim] for dim in node.args[1]])
             merged += 1
+        if node.target == aten.permute.default and node.args[0].target == aten.reshape.default:
+            merged += _permute_first(graph, node)
         if node.target == aten.permute.default and [dim % len(shape_of(node)) for dim in node.args[1]] == list(
             range(len(shape_of(node)))
         ):
@@ -271,6 +274,22 @@ def view_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[
         groups.append((left, right))
         i, j = i + len(left), j + len(right)
     return groups
+
+
+def _permute_first(graph: fx.Graph, node: fx.Node) -> bool:
+    """Turn a permute of a view that only merges dims into a view of a permute; returns whether it was possible."""
+    view = node.args[0]
+    groups = view_groups(shape_of(view.args[0]), shape_of(view))
+    if any(len(right) != 1 for _, right in groups):
+        return False
+    sources = {right[0]: left for left, right in groups}
+    order = [dim for position in _order(node) for dim in sources[position]]
+    with graph.inserting_before(node):
+        permuted = call_like(graph, node, aten.permute.default, (view.args[0], order))
+        result = call_like(graph, node, aten.reshape.default, (permuted, list(shape_of(node))))
+    result.meta["labels"] = labels_of(node)
+    node.replace_all_uses_with(result)
+    return True
 
 
 def _absorb(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

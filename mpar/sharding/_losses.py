@@ -26,6 +26,8 @@ def expand_losses(graph: fx.Graph) -> dict[str, int]:
 
     before:  %l = nll_loss_forward(%logp, %labels, None, mean, -100)       # %logp: [rows, classes]
     after:   %p = gather(%logp, 1, %labels); %l = sum(masked(-%p)) / count
+
+    The gradient adds its one element per row to zeros.
     """
     expanded = 0
     for node in list(graph.nodes):
@@ -76,11 +78,9 @@ def _forward(
 def _backward(
     call: Call, dy: fx.Node, logp: fx.Node, labels: fx.Node, weight: Any, reduction: int, ignore_index: int, count: fx.Node
 ) -> fx.Node:
-    shape, dim = shape_of(logp), 1 if len(shape_of(logp)) > 1 else 0
+    dim = 1 if len(shape_of(logp)) > 1 else 0
     safe, weights = _weights(call, logp, labels, weight, ignore_index)
     slope = call(aten.mul.Tensor, call(aten.neg.default, weights), call(aten.div.Tensor, dy, count) if reduction == MEAN else dy)
-    classes = call(aten.arange.default, shape[dim], dtype=torch.int64, device=torch.device("cpu"))
-    classes = call(aten.reshape.default, classes, [-1] + [1] * (len(shape) - 1 - dim))
-    mine = call(aten.eq.Tensor, call(aten.unsqueeze.default, safe, dim), classes)
-    zeros = call(aten.fill.Scalar, logp, 0.0)  # has the spec of `logp`, and the lowering shards the gradient like it
-    return call(aten.where.self, mine, call(aten.unsqueeze.default, slope, dim), zeros)
+    zeros = call(aten.fill.Scalar, logp, 0.0)  # unlike new zeros it has the spec of `logp`, so that the gradient gets it too
+    slope, safe = (call(aten.unsqueeze.default, value, dim) for value in (slope, safe))
+    return call(aten.scatter_add.default, zeros, dim, safe, slope)

@@ -77,7 +77,7 @@ def _attention(node: fx.Node) -> NodeRule:
 ALONG: Entries = [
     (Across(), "cummax cummin cumprod glu glu_backward kthvalue linalg_cross logcumsumexp median.dim mode nanmedian.dim"),
     (Across(), "sort sort.stable scatter_reduce.two scatter.src scatter.value scatter.reduce scatter.value_reduce"),
-    (Across("dim", linear="self"), "cumsum _fft_c2c _fft_r2c _fft_c2r slice.Tensor split.Tensor split_with_sizes unbind.int"),
+    (Across("dim", linear="self"), "_fft_c2c _fft_r2c _fft_c2r slice.Tensor split.Tensor split_with_sizes unbind.int"),
     (Across("dim", jointly=True), "cat"),
     (Across("dim", of="result", jointly=True), "stack"),
     (Across("dim", of="result", sized="input_sizes", linear="grad_output"), "select_backward slice_backward"),
@@ -155,5 +155,8 @@ def _overload(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(aten, packet), overload or "default")
 
 
-TABLE: Entries = [*ALONG, *LAST, *PATTERNS, (pointwise, ELEMENTWISE)]
-RULES.update({_overload(name): rule for rule, names in TABLE for name in names.split()})
+TABLE = {
+    _overload(name): rule for rule, names in (*ALONG, *LAST, *PATTERNS, (pointwise, ELEMENTWISE)) for name in names.split()
+}
+assert not TABLE.keys() & RULES.keys(), "an op has two rules"
+RULES.update(TABLE)

@@ -101,9 +101,8 @@ def test_fallback_warns_once_and_names_the_op():
 
 
 WHOLE = {
-    "a median over a sharded dim": (lambda x: x.median(0).values, "median", P("a")),
-    "an order along a sharded dim": (lambda x: x[:, 0].sort().values, "sort", P("a")),
-    "a running sum of a sharded vector": (lambda x: x[:, 0].cumsum(0), "cumsum", P("a")),
+    "a running product of a sharded vector": (lambda x: x[:, 0].cumprod(0), "cumprod", P("a")),
+    "a reversed dim that is sharded": (lambda x: x[:, 0].flip(0), "flip", P("a")),
     "an op without a rule on a pending sum": (lambda x: x.masked_scatter(x > 0, x), "masked_scatter", P(partial="a")),
 }
 
@@ -119,6 +118,9 @@ def test_what_is_computed_whole_says_so(name):
 
 
 PARTS = {
+    "a norm over a sharded dim": (lambda x: torch.linalg.vector_norm(x), P("a")),
+    "a maximum over a sharded dim": (lambda x: x[:, 0].amax(), P("a")),
+    "a running sum of a sharded vector": (lambda x: x[:, 0].cumsum(0), P("a")),
     "a norm of each row": (lambda x: torch.linalg.vector_norm(x, dim=1), P("a")),
     "a maximum of each row": (lambda x: x.amax(1), P("a")),
     "a running sum of each row": (lambda x: x.cumsum(1), P("a")),
