@@ -100,9 +100,7 @@ def derived_rule(node: fx.Node) -> NodeRule:
         return probed_rule(node)
     if node.target in EACH:
         rule.linear = set(range(len(operands)))
-    elif node.target in FIRST and node.args[0] is operands[0]:
-        rule.linear = {0}
-    elif node.target == aten.masked_fill.Scalar and node.args[2] == 0:
+    elif (node.target in FIRST and node.args[0] is operands[0]) or (node.target == aten.masked_fill.Scalar and node.args[2] == 0):
         rule.linear = {0}
     elif node.target == aten._to_copy.default:  # but for rounding
         rule.linear = {0} if node.meta["val"].is_floating_point() and operands[0].meta["val"].is_floating_point() else set()

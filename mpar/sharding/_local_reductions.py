@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mpar.sharding._local_programs import along, dims_of, local_program, peak, reduction, total, wide, without
 from mpar.sharding._emit import Emit
+from mpar.sharding._local_programs import along, dims_of, local_program, peak, reduction, total, wide, without
 
 __all__: list[str] = []
 

@@ -36,15 +36,23 @@ def _elementwise_index(node: fx.Node) -> NodeRule:
     adds = node.target == aten.scatter_add.default
     same = all(len({shape[i] for shape in (x, *others)}) == 1 for i in range(len(x)) if i != dim) and len(set(others)) == 1
     alone = tuple((f"d{i}",) if i != dim and n > 1 and len({s[i] for s in (x, *others)}) == 1 else () for i, n in enumerate(x))
-    of_x = tuple((ROWS,) if i == dim and n > 1 and (same or not adds) else names for i, (names, n) in enumerate(zip(alone, x)))
-    entries = not adds or is_zero(operands[0])
-    chosen = tuple(
-        ("entry",) if i == dim and others and others[0][i] > 1 and entries else names for i, names in enumerate(alone)
+    of_x = tuple(
+        (ROWS,) if i == dim and n > 1 and (same or not adds) else names
+        for i, (names, n) in enumerate(zip(alone, x, strict=False))
     )
+    entries = not adds or is_zero(operands[0])
+    chosen = tuple(("entry",) if i == dim and others and others[0][i] > 1 and entries else names for i, names in enumerate(alone))
     factors = [of_x, *[chosen if len(set(others)) == 1 else alone] * len(others)]
     results = [of_x if adds else chosen]
     linear = {0} if not adds else {2} if entries else set()
-    return NodeRule(operands, factors, results, _sizes(list(zip(factors, (x, *others)))), {ROWS} if (ROWS,) in of_x else set(), linear)
+    return NodeRule(
+        operands,
+        factors,
+        results,
+        _sizes(list(zip(factors, (x, *others), strict=False))),
+        {ROWS} if (ROWS,) in of_x else set(),
+        linear,
+    )
 
 
 def _vector_index(node: fx.Node) -> NodeRule:
@@ -199,7 +207,9 @@ def _indexed(node: fx.Node) -> NodeRule:
     factors: list[Factors] = [of_x]
     for i in at:
         sizes = shape_of(indices[i])
-        factors.append(tuple(names if n > 1 else () for names, n in zip(of_entries[len(entries) - len(sizes) :], sizes, strict=True)))
+        factors.append(
+            tuple(names if n > 1 else () for names, n in zip(of_entries[len(entries) - len(sizes) :], sizes, strict=True))
+        )
     if adds:
         values = shape_of(argument(node, "values"))
         factors.append(tuple(chosen) if list(values) == chosen_shape else ((),) * len(values))
@@ -249,7 +259,7 @@ def index_put(emit: Emit, x: fx.Node, indices: list, values: fx.Node, accumulate
 
 
 @local_program(along(), aten.topk.default)
-def topk(emit: Emit, x: fx.Node, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:  # noqa: A002
+def topk(emit: Emit, x: fx.Node, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """Two all_gathers, of the k best of each shard and of their indices, then the best of these."""
     dim = dim % len(emit.shape(x))
     best = emit(aten.topk.default, x, min(k, emit.shape(x)[dim]), dim, largest, True)

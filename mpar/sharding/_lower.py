@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from mpar import tree
-from mpar.errors import ShardingError
+from mpar.errors import MparError, ShardingError
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES, Marks, decode_axes, primitive_of
 from mpar.sharding import _collectives as collectives
@@ -24,7 +24,7 @@ from mpar.sharding import _local_norms, _local_reductions, _local_rows, _torch_o
 from mpar.sharding._canonicalise import labels_of, shape_of
 from mpar.sharding._emit import Emit, Pending, Placed
 from mpar.sharding._redistribute import Move, plan, plan_bytes
-from mpar.sharding._rules import NodeRule, has_rule, is_float_cast, rule_of
+from mpar.sharding._rules import NodeRule, has_rule, is_float_cast, rule_of, tensor_operands
 from mpar.sharding._trace import LogicalGraph, source_line
 from mpar.spec import P, check_spec, local_shape, normalise
 from mpar.strategy import AxisTable, spec_from_axes
@@ -148,8 +148,22 @@ class _Lowering:
                     origin,
                 )
             else:
-                self.call(node)
+                self.lower_call(node)
         raise AssertionError("graph without output")
+
+    def lower_call(self, node: fx.Node) -> None:
+        """Lower one call. Errors of torch and of rules become a ShardingError with op and line."""
+        try:
+            self.call(node)
+        except MparError:
+            raise
+        except Exception as error:
+            at = f" at {source_line(node)}" if source_line(node) else ""
+            placed = ", ".join(f"{shape_of(n)} {self.specs[n]}" for n in tensor_operands(node))
+            raise ShardingError(
+                f"cannot lower {node.target}{at} for operands {placed}.\n{type(error).__name__}: {error}\n"
+                f"mesh: {self.mesh}. Use other ops for it, or place its operands otherwise (ops.constrain)."
+            ) from error
 
     def placeholder(self, node: fx.Node, spec: P) -> fx.Node:
         """The local input that holds the shard of a global input."""
@@ -232,6 +246,8 @@ class _Lowering:
         local_nodes = self.placed[node]
         if target in local_nodes:
             return local_nodes[target]
+        if self.made_anywhere(node) and not target.partial:
+            return self.make_shard(node, target)
         _, spec, moves = self.cheapest(node, target)
         local = local_nodes[spec]
         for move in moves:
@@ -259,6 +275,25 @@ class _Lowering:
         ]
         received, _, _, spec, moves = min(ways, key=lambda way: way[:3])
         return received, spec, moves
+
+    def made_anywhere(self, node: fx.Node) -> bool:
+        """Whether each rank can make any shard of a value itself, as of random numbers: no operand has a factor of its dims."""
+        primitive = primitive_of(node.target)
+        if primitive is None or not primitive.placement.sharded:
+            return False
+        rule = rule_of(node)
+        names = {name for dims in rule.results for factors in dims for name in factors}
+        read = {name for dims in rule.factors for factors in dims for name in factors}
+        return len(rule.results) == 1 and names <= set(primitive.placement.sharded) and not names & read
+
+    def make_shard(self, node: fx.Node, spec: P) -> fx.Node:
+        """The shard of a value for which `made_anywhere` holds, made in its place instead of cut out of the global tensor."""
+        rule, placed, first = rule_of(node), self.placed[node], self.specs[node]
+        axes_of = {names[0]: spec.dim(dim) for dim, names in enumerate(rule.results[0]) if names and spec.dim(dim)}
+        locals_ = [self.redistribute(operand, P()) for operand in rule.operands]
+        self.finish(node, rule, locals_, axes_of, [spec])
+        self.placed[node], self.specs[node] = {**placed, **self.placed[node]}, first
+        return self.placed[node][spec]
 
     def call(self, node: fx.Node) -> None:
         """Lower one call: an item of several results, a mark, or an op."""

@@ -23,9 +23,9 @@ __all__ = [
     "has_rule",
     "is_float_cast",
     "pointwise",
+    "replicated",
     "rule_of",
     "tensor_operands",
-    "replicated",
 ]
 
 aten = torch.ops.aten
@@ -206,12 +206,14 @@ def pointwise(node: fx.Node) -> NodeRule:
     elif node.target in (aten.mul.Tensor, aten.mul.Scalar) and (num_tensors == 1 or node.args[0] is not node.args[1]):
         rule.linear = set(range(num_tensors))
     elif (
-        node.target in (aten.div.Tensor, aten.div.Scalar)
-        and node.args[0] is not node.args[1]
-        and isinstance(node.args[0], fx.Node)
-    ) or node.target in (aten.neg.default, aten.clone.default):
-        rule.linear = {0}
-    elif node.target == aten.masked_fill.Scalar and node.args[2] == 0:
+        (
+            node.target in (aten.div.Tensor, aten.div.Scalar)
+            and node.args[0] is not node.args[1]
+            and isinstance(node.args[0], fx.Node)
+        )
+        or node.target in (aten.neg.default, aten.clone.default)
+        or (node.target == aten.masked_fill.Scalar and node.args[2] == 0)
+    ):
         rule.linear = {0}
     return rule
 

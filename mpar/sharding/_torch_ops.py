@@ -155,8 +155,6 @@ def _overload(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(aten, packet), overload or "default")
 
 
-TABLE = {
-    _overload(name): rule for rule, names in (*ALONG, *LAST, *PATTERNS, (pointwise, ELEMENTWISE)) for name in names.split()
-}
+TABLE = {_overload(name): rule for rule, names in (*ALONG, *LAST, *PATTERNS, (pointwise, ELEMENTWISE)) for name in names.split()}
 assert not TABLE.keys() & RULES.keys(), "an op has two rules"
 RULES.update(TABLE)
