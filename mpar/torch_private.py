@@ -47,6 +47,8 @@ _LAZY = {
     "TorchFunctionMode": "torch.overrides",
     "UnsupportedFakeTensorException": "torch._subclasses.fake_tensor",
     "flex_attention_op": "torch._higher_order_ops.flex_attention",
+    "_core_aten_decompositions_post_autograd": "torch._decomp",
+    "decomposition_table": "torch._decomp",
     "get_current_meta": "torch.fx.traceback",
     "make_fx": "torch.fx.experimental.proxy_tensor",
     "no_score_change": "torch.nn.attention.flex_attention",
