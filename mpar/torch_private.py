@@ -27,6 +27,7 @@ __all__ = [
     "last_autograd_node",
     "original_views",
     "outside_the_trace",
+    "overload_of",
     "pytree",
     "quiet_errors",
     "storage_key",
@@ -156,6 +157,11 @@ def visible_keys(mask_mod: Callable, *sizes: int) -> torch.Tensor | None:
     except RuntimeError:
         return None
     return mask if type(mask) is torch.Tensor else None
+
+
+def overload_of(op: Any) -> Any:
+    """The overload behind what `torch.library.custom_op` returns; an overload is returned as it is."""
+    return getattr(op, "_opoverload", op)
 
 
 def functionalise(x: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ HIGHER_ORDER = {
 WAYS_OUT = {
     "dynamo-optimized function": "Call the function without torch.compile: the whole function is compiled here.",
     "must override the setup_context": "Split its forward into forward(*operands) and setup_context(ctx, inputs, output).",
-    "no fake impl registered": "Register one (register_fake), or make the op a primitive (docs/bring_your_own/primitive.md).",
+    "no fake impl registered": "Register one (register_fake), and how the op may be sharded (mpar.ops.declare_sharding).",
 }
 """What torch says, and what to do."""
 OTHERWISE = "If it fails in the same way on plain tensors of these shapes, correct the call; otherwise use other ops for it."
