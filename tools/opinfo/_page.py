@@ -24,7 +24,8 @@ REASONS = {
     "shape depends on data": "shape that depends on data",
     "value depends on data": "makes a Python value or a shape from the data",
     "reads memory by strides": "reads memory by strides",
-    "writes into a tensor": "writes into a tensor",
+    "writes into an argument": "writes into",
+    "reads data": " fails.",
 }
 """For each reason to refuse an operator, the words of the error that tell it."""
 
