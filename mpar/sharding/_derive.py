@@ -138,9 +138,7 @@ def derived_rule(node: fx.Node) -> NodeRule:
     rule = _dims(node, operands)
     if node.target in EACH:
         rule.linear = set(range(len(operands)))
-    elif node.target in FIRST and node.args[0] is operands[0]:
-        rule.linear = {0}
-    elif node.target == aten.masked_fill.Scalar and node.args[2] == 0:
+    elif (node.target in FIRST and node.args[0] is operands[0]) or (node.target == aten.masked_fill.Scalar and node.args[2] == 0):
         rule.linear = {0}
     elif node.target == aten._to_copy.default:  # but for rounding
         rule.linear = {0} if node.meta["val"].is_floating_point() and operands[0].meta["val"].is_floating_point() else set()
@@ -289,13 +287,14 @@ def _chosen(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
     if any(index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8) for index in indices):
         return _whole(node, operands, set())
     entry_shape = torch.broadcast_shapes(*(shape_of(index) for index in indices if index is not None))
-    names = [() if i in crossed else (f"d{i}",) for i in range(len(shape))]
+    names: list[tuple[str, ...]] = [() if i in crossed else (f"d{i}",) for i in range(len(shape))]
     picked = list(names)
     if elementwise:
         picked[crossed[0]] = ("e0",)
-        of_index: list[tuple[str, ...]] = list(picked)
+        of_index: list[tuple[str, ...]] = [*picked]
     else:
-        of_index = [(f"e{i}",) for i in range(len(entry_shape))]
+        of_index = []
+        of_index += ((f"e{i}",) for i in range(len(entry_shape)))
         place = crossed[0] if crossed[-1] - crossed[0] == len(crossed) - 1 else 0
         picked = [name for i, name in enumerate(names) if i not in crossed]
         picked[place:place] = of_index
@@ -311,16 +310,16 @@ def _chosen(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
 def _of_channels(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
     """The rule of an op in which only the channels are alone: they are dim 1, and the one dim of each vector."""
     channels = shape_of(operands[0])[1]
-    known = ("c",) if channels > 1 else ()
-    factors: list[Factors] = [tuple(known if i == 1 or len(shape_of(o)) == 1 else () for i in range(len(shape_of(o)))) for o in operands]
-    values = node.meta["val"]
-    results = [() if v is None else tuple(known if i == 1 or v.ndim == 1 and v.numel() else () for i in range(v.ndim)) for v in values]
-    return NodeRule(operands, factors, results, {"c": channels})
+
+    def names(value: Tensor | None) -> Factors:
+        ndim = 0 if value is None else value.ndim
+        alone = channels > 1 and value is not None and value.numel() > 0
+        return tuple(("c",) if alone and (ndim == 1 or i == 1) else () for i in range(ndim))
+
+    return NodeRule(operands, [names(o.meta["val"]) for o in operands], [names(v) for v in node.meta["val"]], {"c": channels})
 
 
-def _fitting(
-    operands: list[fx.Node], factors: list, results: list, shapes: list[tuple[int, ...]], bound: set[str]
-) -> NodeRule:
+def _fitting(operands: list[fx.Node], factors: list, results: list, shapes: list[tuple[int, ...]], bound: set[str]) -> NodeRule:
     """A rule without the factors that have several sizes, and without those whose first letter is in `bound`."""
     found: dict[str, set[int]] = {}
     for dims, shape in _zip([*factors, *results], shapes):

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from mpar.ops import Primitive, primitive_of
 from mpar.sharding._canonicalise import PRODUCTS, shape_of, view_groups
 
-__all__ = ["Factors", "NodeRule", "has_rule", "is_float_cast", "rule_of", "tensor_operands"]
+__all__ = ["Factors", "NodeRule", "has_rule", "is_float_cast", "programs_of", "rule_of", "tensor_operands"]
 
 aten = torch.ops.aten
 Factors = tuple[tuple[str, ...], ...]
@@ -34,7 +34,6 @@ class NodeRule:
     linear:     the numbers of operands in each of which the op is linear while the others are held fixed.
     jointly:    whether the op is linear in all operands together, as a sum is.
     localise:   (args, kwargs, local result shapes) -> (args, kwargs): puts local sizes into arguments that hold sizes.
-    programs:   for factors across which the op works, the local program of a rank when that factor is sharded.
     follows, as_is, ragged, leads: as in `ShardingRule`, with the numbers of operands in the place of names.
     """
 
@@ -50,7 +49,6 @@ class NodeRule:
     as_is: set[int] = field(default_factory=set)
     ragged: dict[str, int] = field(default_factory=dict)
     leads: set[int] = field(default_factory=set)
-    programs: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def shardable(self) -> set[str]:
@@ -68,6 +66,17 @@ def rule_of(node: fx.Node) -> NodeRule:
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return _pointwise(node)
     return _replicated(node)
+
+
+def programs_of(node: fx.Node) -> Mapping[str, Callable]:
+    """For factors across which an op works, the local program of a rank if that factor is sharded."""
+    primitive = primitive_of(node.target)
+    if primitive is not None:
+        return primitive.placement.sharded
+    if node.target not in PROGRAMS:
+        return {}
+    rule, program = PROGRAMS[node.target]
+    return dict.fromkeys(sorted(rule(node).replicate), program)
 
 
 def has_rule(node: fx.Node) -> bool:
@@ -134,7 +143,6 @@ def _primitive_rule(node: fx.Node, primitive: Primitive) -> NodeRule:
         as_is={at[name] for name in rule.as_is},
         ragged={factor: at[name] for factor, name in rule.ragged},
         leads={at[name] for name in rule.leads},
-        programs=primitive.placement.sharded,
     )
 
 
@@ -200,7 +208,7 @@ def _pointwise(node: fx.Node) -> NodeRule:
         and isinstance(node.args[0], fx.Node)
     ) or node.target in (aten.neg.default, aten.clone.default):
         rule.linear = {0}
-    elif node.target == aten.masked_fill.Scalar and node.args[2] == 0:
+    if node.target == aten.masked_fill.Scalar and node.args[2] == 0:
         rule.linear = {0}
     return rule
 
@@ -395,6 +403,9 @@ def _product(equation: str) -> Callable[[fx.Node], NodeRule]:
 
     return rule
 
+
+PROGRAMS: dict[Any, tuple[Callable[[fx.Node], NodeRule], Callable]] = {}
+"""Ops of torch with a local program, each with a rule that names in `replicate` the factors across which the op works."""
 
 RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     aten.sum.default: _reduction(linear=True),

@@ -56,8 +56,8 @@ MESSAGES = {
     "cumsum": (lambda x: x.cumsum(0), ["all_gather 64"], None),
     "cumsum of integers": (lambda x: (x * 4).long().cumsum(0), ["all_gather 64"], None),
     # mean and squares; in the gradient both sums in one message; then the sum of the loss
-    "batch_norm": (lambda x: F.batch_norm(x, None, None, WEIGHT, WEIGHT, training=True), TWICE, [*TWICE, "all_reduce 128", "all_reduce 8"]),
-    "layer_norm of all dims": (lambda x: F.layer_norm(x, (8, 8)), ["all_reduce 8"] * 2, ["all_reduce 8"] * 2 + ["all_reduce 16", "all_reduce 8"]),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, WEIGHT, WEIGHT, training=True), TWICE, [*TWICE, "all_reduce 128"]),
+    "layer_norm of all dims": (lambda x: F.layer_norm(x, (8, 8)), ["all_reduce 8"] * 2, ["all_reduce 8"] * 2 + ["all_reduce 16"]),
     # a pending sum of what is chosen; nothing for its gradient but the sum of the loss, or what the loss itself needs
     "gather": (lambda x: x.gather(0, FIRST[None].expand(3, 8)), ["all_reduce 192"], ["all_reduce 192"]),
     "index_select": (lambda x: x.index_select(0, FIRST[:2]), ["all_reduce 128"], ["all_reduce 128"]),
