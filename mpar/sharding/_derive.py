@@ -73,6 +73,7 @@ ALONG = {
     aten.cat.default,
     aten.cumsum.default,
     aten.flip.default,
+    aten.roll.default,
     aten.slice_backward.default,
     aten.topk.default,
 }
@@ -116,6 +117,7 @@ FIRST = {
     aten.mul.Scalar,
     aten.neg.default,
     aten.reshape.default,
+    aten.roll.default,
     aten.select_backward.default,
     aten.slice_backward.default,
     aten.sum.default,
@@ -138,7 +140,9 @@ def derived_rule(node: fx.Node) -> NodeRule:
     rule = _dims(node, operands)
     if node.target in EACH:
         rule.linear = set(range(len(operands)))
-    elif (node.target in FIRST and node.args[0] is operands[0]) or (node.target == aten.masked_fill.Scalar and node.args[2] == 0):
+    elif (node.target in FIRST and node.args[0] is operands[0]) or (
+        node.target in (aten.masked_fill.Scalar, aten.constant_pad_nd.default) and (*node.args, 0)[2] == 0
+    ):
         rule.linear = {0}
     elif node.target == aten._to_copy.default:  # but for rounding
         rule.linear = {0} if node.meta["val"].is_floating_point() and operands[0].meta["val"].is_floating_point() else set()
@@ -166,6 +170,9 @@ def _dims(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
         return _new_dim(node, operands)
     if target in CHOOSE:
         return _chosen(node, operands)
+    if target == aten.constant_pad_nd.default:
+        changed = {len(shape_of(operands[0])) - 1 - i // 2 for i, rows in enumerate(node.args[1]) if rows}
+        return _same_place(operands, _values(node), lambda i: i not in changed)
     if target in LAYER_NORMS:
         num = len(node.args[LAYER_NORMS[target]])
         return _same_place(operands, _values(node), lambda i: i < len(shape_of(operands[0])) - num)

@@ -71,6 +71,10 @@ class Emit:
         """The mesh axes that shard any of these factors, in mesh order."""
         return self.ordered(axis for factor in factors for axis in self._axes_of.get(factor, ()))
 
+    def order_of(self, factor: str) -> tuple[str, ...]:
+        """The mesh axes that shard a factor, major first."""
+        return self._axes_of.get(factor, ())
+
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
         """`axes` in mesh order."""
         return self._lowering.mesh.ordered(set(axes))
@@ -93,7 +97,11 @@ class Emit:
 
     def coordinate(self, axes: tuple[str, ...]) -> fx.Node | int:
         """This rank's coordinate along `axes`, counted as if they were one axis."""
-        return self._lowering.start(axes, 1)
+        return self.start_with(axes, 1)
+
+    def start_with(self, axes: tuple[str, ...], extent: int) -> fx.Node | int:
+        """The index of this rank's first element if every rank along `axes` has `extent` of them."""
+        return self._lowering.start(axes, extent)
 
     def placed(self, value: fx.Node, *dims: tuple[str, ...], partial: Iterable[str] = ()) -> Placed:
         """A result whose spec is `P(*dims, partial=...)`, whatever follows from its factors."""

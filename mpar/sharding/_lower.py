@@ -20,7 +20,7 @@ from mpar.errors import ShardingError
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES, Marks, decode_axes, primitive_of
 from mpar.sharding import _collectives as collectives
-from mpar.sharding import _local_norms, _local_reductions, _local_rows  # noqa: F401  importing them fills the table of rules
+from mpar.sharding import _local_borders, _local_norms, _local_reductions, _local_rows  # noqa: F401  importing them fills the table of rules
 from mpar.sharding._canonicalise import labels_of, shape_of
 from mpar.sharding._emit import Emit, Pending, Placed
 from mpar.sharding._redistribute import Move, plan, plan_bytes
