@@ -1,7 +1,7 @@
 """Windows: slices, their gradients and pads along a dim, two in a row, become one pad if together they keep the size.
 
-A shift by one position is written as `pad(x, (1, 0))[:-1]`, or the other way round. Between the two the dim has a size that no mesh
-axis divides; together they are a move of every row to the next place, for which shards exchange their borders.
+A shift by one position is written as `pad(x, (1, 0))[:-1]`, or the other way round. Between the two the dim has a size that no
+mesh axis divides; together they are a move of every row to the next place, for which shards exchange their borders.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Window:
-    """Rows that are added (positive) or cut off (negative) before and after those of `source` along `dim`; added ones have `value`
-    everywhere."""
+    """Rows that are added (positive) or cut off (negative) before and after those of `source` along `dim`.
+
+    Elements of added rows are `value`.
+    """
 
     source: fx.Node
     dim: int
