@@ -3,36 +3,61 @@
 Names that only the compiler needs are loaded when first used, so that a worker that runs a compiled program stays small.
 """
 
+import contextlib
 import importlib
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "checkpoint_disabled",
     "current_autograd_node",
+    "data_checks",
+    "defunctionalise",
     "flash_attention_cpu",
     "flash_attention_cpu_backward",
+    "flex_attention_called",
+    "functionalise",
     "fused_adamw_",
     "grouped_mm",
+    "is_functional",
     "last_autograd_node",
+    "original_views",
+    "outside_the_trace",
+    "overload_of",
     "pytree",
+    "quiet_errors",
     "storage_key",
+    "visible_keys",
+    "was_written",
 ]
 
+_NAMES = {"flex_attention_op": "flex_attention", "no_score_change": "_identity"}
+"""What torch calls a name, where this file calls it otherwise."""
 _LAZY = {
     "DataDependentOutputException": "torch._subclasses.fake_tensor",
     "DynamicOutputShapeException": "torch._subclasses.fake_tensor",
     "FakeTensor": "torch._subclasses.fake_tensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor",
+    "FunctionalTensor": "torch._subclasses.functional_tensor",
+    "FunctionalTensorMode": "torch._subclasses.functional_tensor",
     "TorchDispatchMode": "torch.utils._python_dispatch",
     "TorchFunctionMode": "torch.overrides",
     "UnsupportedFakeTensorException": "torch._subclasses.fake_tensor",
+    "flex_attention_op": "torch._higher_order_ops.flex_attention",
+    "_core_aten_decompositions_post_autograd": "torch._decomp",
+    "decomposition_table": "torch._decomp",
     "get_current_meta": "torch.fx.traceback",
     "make_fx": "torch.fx.experimental.proxy_tensor",
+    "no_score_change": "torch.nn.attention.flex_attention",
     "preserve_node_meta": "torch.fx.traceback",
 }
 
+data_checks = frozenset({torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg})
+"""Ops without a result, which raise an error for some data: compiled functions do without them."""
 flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_attention_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 fused_adamw_ = torch._fused_adamw_
@@ -41,7 +66,7 @@ grouped_mm = torch._grouped_mm
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        return getattr(importlib.import_module(_LAZY[name]), _NAMES.get(name, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -59,3 +84,113 @@ def current_autograd_node() -> int | None:
 def last_autograd_node() -> int:
     """The sequence number of the last autograd node that this thread has made."""
     return torch.autograd._get_sequence_nr() - 1
+
+
+def original_views() -> contextlib.AbstractContextManager[None]:
+    """In this context the gradient of a write into a view repeats the view; otherwise it would read memory by strides."""
+    return torch.autograd._force_original_view_tracking(True)
+
+
+@contextlib.contextmanager
+def checkpoint_disabled() -> Iterator[None]:
+    """In this context `torch.utils.checkpoint` calls the function. Its hooks do not work inside transforms of `torch.func`."""
+    module: Any = importlib.import_module("torch.utils.checkpoint")
+    saved = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+    module._checkpoint_without_reentrant_generator, module.CheckpointFunction = _yield_once, _PlainCall
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator, module.CheckpointFunction = saved
+
+
+def _yield_once(*_: object, **__: object) -> Iterator[None]:
+    yield
+
+
+class _PlainCall:
+    @staticmethod
+    def apply(fn: Callable[..., object], preserve_rng_state: bool, *args: object) -> object:
+        return fn(*args)
+
+
+@contextlib.contextmanager
+def quiet_errors() -> Iterator[None]:
+    """In this context torch does not log errors of tensors without data, with tracebacks, beside raising them."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def flex_attention_called() -> Iterator[None]:
+    """In this context torch's flex_attention calls its op with the functions that it was given, without compiling them.
+
+    Nor does it refuse gradients of tensors that are on no GPU.
+    """
+    module: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    saved = module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG, module._validate_device
+    module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG, module._validate_device = True, lambda *_: None
+    try:
+        yield
+    finally:
+        module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG, module._validate_device = saved
+
+
+@contextlib.contextmanager
+def outside_the_trace() -> Iterator[None]:
+    """In this context ops on tensors with data are computed and not traced, also inside transforms of `torch.func`."""
+    functorch: Any = importlib.import_module("torch._functorch.pyfunctorch")
+    dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
+    with functorch.temporarily_clear_interpreter_stack(), dispatch._disable_current_modes():
+        yield
+
+
+def visible_keys(mask_mod: Callable, *sizes: int) -> torch.Tensor | None:
+    """The mask (batch, heads, queries, keys) of a function of indices; None if it reads tensors without data."""
+    module: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    try:
+        mask = module.create_mask(mask_mod, *sizes, device="cpu")
+    except RuntimeError:
+        return None
+    return mask if type(mask) is torch.Tensor else None
+
+
+def overload_of(op: Any) -> Any:
+    """The overload behind what `torch.library.custom_op` returns; an overload is returned as it is."""
+    return getattr(op, "_opoverload", op)
+
+
+def functionalise(x: torch.Tensor) -> torch.Tensor:
+    """`x` as a tensor for which torch replaces writes by ops that return their result; a `FunctionalTensorMode` is active."""
+    return importlib.import_module(_LAZY["FunctionalTensor"]).FunctionalTensor.to_functional(x)
+
+
+def defunctionalise(x: torch.Tensor) -> torch.Tensor:
+    """The tensor behind a functional one, after all writes into it; other tensors are returned as they are."""
+    if not is_functional(x):
+        return x
+    torch._sync(x)
+    return importlib.import_module(_LAZY["FunctionalTensor"]).FunctionalTensor.from_functional(x)
+
+
+def is_functional(x: torch.Tensor) -> bool:
+    """Whether `x` is what `functionalise` returns, or computed from it while a `FunctionalTensorMode` was active."""
+    return isinstance(x, importlib.import_module(_LAZY["FunctionalTensor"]).FunctionalTensor)
+
+
+def was_written(x: torch.Tensor) -> bool:
+    """Whether data, shape or strides of a functional tensor, or data of another one of the same storage, were changed in place.
+
+    `x` may be wrapped by transforms of `torch.func`.
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    inner = getattr(x, "elem", None)
+    if inner is None or not torch._is_functional_tensor(inner):
+        return False
+    in_data: Callable[[torch.Tensor], bool] = getattr(torch, "_functionalize_has_data_mutation")  # noqa: B009  torch's stubs lack it
+    return in_data(inner) or torch._functionalize_has_metadata_mutation(inner)
