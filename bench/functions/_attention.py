@@ -1,4 +1,4 @@
-"""Attention written by hand. The queries of a rank need all keys and values, so these are gathered where the sequence is split."""
+"""Attention written by hand. Queries need all keys and values, so these are gathered where the sequence is split."""
 
 import torch
 import torch.nn.functional as F

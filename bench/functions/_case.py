@@ -10,15 +10,15 @@ from torch import Tensor
 from mpar import Mesh, P
 from mpar.tree import Tree
 
-__all__ = ["MESHES", "SIZES", "Arg", "Function", "bits", "fixed", "integers", "real"]
+__all__ = ["MESHES", "SIZES", "Arg", "Function", "bits", "distinct", "fixed", "integers", "real"]
 
 SIZES = {
-    **{"batch": 8, "seq": 16, "keys": 16},
+    **{"batch": 8, "seq": 16, "keys": 16, "long": 70_000, "history": 6, "beams": 4},
     **{"heads": 8, "kv_heads": 4, "head": 8, "heads_out": 8},
-    **{"hidden": 32, "embed": 32, "mlp": 64, "mlp_whole": 64, "embed_out": 32, "out": 16, "rank": 4},
-    **{"vocab": 64, "classes": 12, "experts": 8, "slots": 4},
-    **{"channels": 16, "height": 8, "width": 8, "kernel": 4, "kernel_out": 4, "hidden_in": 16, "kernel_h": 3, "kernel_w": 3, "one": 1, "rgb": 4},
-    **{"buckets": 8, "edges": 7, "grid": 9, "segments": 6, "beams": 4, "history": 6, "long": 70_000, "two": 2},
+    **{"hidden": 32, "hidden_in": 16, "embed": 32, "embed_out": 32, "mlp": 64, "mlp_whole": 64, "out": 16, "rank": 4},
+    **{"vocab": 64, "classes": 12, "experts": 8, "slots": 4, "segments": 6, "buckets": 8, "edges": 7, "grid": 9},
+    **{"channels": 16, "rgb": 4, "height": 8, "width": 8, "one": 1, "two": 2},
+    **{"kernel": 4, "kernel_out": 4, "kernel_h": 3, "kernel_w": 3},
 }
 """How many elements each dim has."""
 
@@ -74,6 +74,15 @@ def fixed(dims: str) -> Arg:
 def integers(dims: str, *, below: str) -> Arg:
     """Integers from 0 up to the size of the dim `below`."""
     return Arg(tuple(dims.split()), lambda shape, g: torch.randint(SIZES[below], shape, generator=g), varies=False)
+
+
+def distinct(dims: str, *, below: str) -> Arg:
+    """The same, but no integer stands twice along the last dim."""
+
+    def draw(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
+        return torch.rand(*shape[:-1], SIZES[below], generator=g).argsort(-1)[..., : shape[-1]].contiguous()
+
+    return Arg(tuple(dims.split()), draw, varies=False)
 
 
 def bits(dims: str) -> Arg:

@@ -57,8 +57,8 @@ class Outcome:
 def parts_of(function: Function, mesh: str) -> list[Part]:
     """A function and, if it has one, its gradient.
 
-    The gradient is that of the sum of the sines of all results: a plain sum would have none for a softmax, and a sum of squares none
-    for a norm. Gradients lie where their arguments do; of a result the compiler chooses the place.
+    The gradient is that of the sum of the sines of all results: a plain sum would have none for a softmax, and a sum of squares
+    none for a norm. Gradients lie where their arguments do; of a result the compiler chooses the place.
     """
     args, specs = function.draw(), [arg.spec(mesh) for arg in function.args]
     parts = [Part("forward", function.fn, function.fn, tuple(args), tuple(specs), None)]

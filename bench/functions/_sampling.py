@@ -1,9 +1,9 @@
-"""What comes after the logits, and dropout. To sort a split vocabulary is to gather it; a threshold of k needs k of each shard."""
+"""What comes after the logits, and dropout. To sort a split vocabulary is to gather it; the k largest need k of each shard."""
 
 import torch
 from torch import Tensor
 
-from bench.functions._case import Function, fixed, integers, real
+from bench.functions._case import Function, distinct, fixed, integers, real
 from mpar import ops
 
 __all__ = ["SAMPLING"]
@@ -54,7 +54,7 @@ SAMPLING = (
     Function(top_k_filter, (_LOGITS,), {"tp": ("the ten largest of each shard",)}),
     Function(top_p_filter, (_LOGITS,), {"tp": ("logits",)}),
     Function(min_p_filter, (_LOGITS,)),
-    Function(repetition_penalty, (_LOGITS, integers("batch history", below="vocab"))),
+    Function(repetition_penalty, (_LOGITS, distinct("batch history", below="vocab"))),
     Function(beam_step, (fixed("batch beams vocab"), fixed("batch beams")), {"tp": ("the best of each shard", "their indices")}),
     Function(dropout, (real("batch seq hidden"), integers("two", below="vocab"), real("hidden"))),
 )
