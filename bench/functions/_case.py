@@ -16,7 +16,7 @@ SIZES = {
     **{"batch": 8, "seq": 16, "keys": 16, "long": 70_000, "history": 6, "beams": 4},
     **{"heads": 8, "kv_heads": 4, "head": 8, "heads_out": 8},
     **{"hidden": 32, "hidden_in": 16, "embed": 32, "embed_out": 32, "mlp": 64, "mlp_whole": 64, "out": 16, "rank": 4},
-    **{"vocab": 64, "classes": 12, "experts": 8, "slots": 4, "segments": 6, "buckets": 8, "edges": 7, "grid": 9},
+    **{"vocab": 512, "classes": 12, "experts": 8, "slots": 4, "segments": 6, "buckets": 8, "edges": 7, "grid": 9},
     **{"channels": 16, "rgb": 4, "height": 8, "width": 8, "one": 1, "two": 2},
     **{"kernel": 4, "kernel_out": 4, "kernel_h": 3, "kernel_w": 3},
 }
