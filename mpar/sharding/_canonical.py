@@ -14,14 +14,13 @@ from mpar.sharding._canonicalise import (
     split_means,
 )
 from mpar.sharding._expands import expand_late, merge_expands
-from mpar.sharding._flatten_late import flatten_late
 
 __all__ = ["CANONICAL", "canonicalise"]
 
-ONCE = (erase_identities, split_means, shrink_constants)
-AGAIN = (restore_einsums, merge_views, flatten_late, merge_expands, expand_late)
+ONCE = (erase_identities, restore_einsums, split_means, shrink_constants)
+AGAIN = (merge_views, merge_expands, expand_late)
 """These are repeated until none changes anything, because each may give another something to do. This ends, because each merges
-views, or moves a view or an expand towards the results."""
+views or moves an expand towards the results."""
 CANONICAL = (*ONCE, *AGAIN, common_subexpressions)
 
 

@@ -16,7 +16,6 @@ from mpar.sharding._canonicalise import (
     view_groups,
 )
 from mpar.sharding._expands import expand_late, merge_expands
-from mpar.sharding._flatten_late import flatten_late
 
 X = torch.empty(2, 3, 4, dtype=torch.float64, device="meta")
 W = torch.empty(4, 5, dtype=torch.float64, device="meta")
@@ -153,29 +152,6 @@ def test_merge_views():
         "permute_1 = permute(arg0_1, [0, 2, 1])",
         "return unsqueeze, arg0_1, permute_1",
     ]
-
-
-def test_flatten_late():
-    """A permute of flattened dims is one of the dims themselves; nothing is left of a flattening that is undone."""
-    x = torch.empty(2, 3, 4, 5, dtype=torch.float64, device="meta")
-
-    def transposed(x):
-        return x.view(6, 4, 5).transpose(1, 2)
-
-    passes = (merge_views, flatten_late, merge_views)
-    _, after = before_and_after(lambda x: transposed(x).reshape(2, 3, 5, 4), *passes, args=(x,))
-    assert after == ["permute_default = permute(arg0_1, [0, 1, 3, 2])", "return permute_default"]
-    _, after = before_and_after(lambda x: transposed(x).reshape(3, 10, 4), *passes, args=(x,))
-    assert after[0] == "permute_default = permute(arg0_1, [0, 1, 3, 2])" and "reshape(permute_default, [3, 10, 4])" in after[1]
-
-
-def test_flatten_late_leaves_views_that_split():
-    """A permute of dims that a view has split cannot come before it, and one that nothing views again stays where it is."""
-    x = torch.empty(6, 4, dtype=torch.float64, device="meta")
-    for fn in (lambda x: x.view(2, 3, 4).permute(1, 0, 2).reshape(6, 4), lambda x: x.view(24, 1).t().sin()):
-        _, before = before_and_after(fn, merge_views, args=(x,))
-        _, after = before_and_after(fn, merge_views, flatten_late, args=(x,))
-        assert after == before
 
 
 def test_common_subexpressions():
