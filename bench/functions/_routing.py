@@ -81,7 +81,7 @@ def group_limited_router(x: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
 
 
 _X, _GATE, _LOGITS = real("batch seq embed"), real("embed experts"), real("batch seq experts")
-_CHOICE = {"tp": ("logits",)}
+_CHOICE = {"tp": ("the two largest logits of each shard", "their indices")}
 
 ROUTING = (
     Function(topk_router, (_X, _GATE), _CHOICE),
