@@ -15,6 +15,8 @@ from mpar.spec import P
 
 __all__ = ["Emit", "Pending", "Placed"]
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class Pending:
@@ -32,7 +34,7 @@ class Placed:
 
 
 class Emit:
-    """With this the functions given to `def_sharded`, and those of `_local_programs.py`, write their local program; operands and results
+    """With this the functions given to `def_sharded`, and those for ops of torch, write their local program; operands and results
     are local nodes.
 
     factors: the sharded factors for which the program is written; `axes` are the mesh axes that shard them.
@@ -69,6 +71,10 @@ class Emit:
         """The mesh axes that shard any of these factors, in mesh order."""
         return self.ordered(axis for factor in factors for axis in self._axes_of.get(factor, ()))
 
+    def order_of(self, factor: str) -> tuple[str, ...]:
+        """The mesh axes that shard a factor, major first."""
+        return self._axes_of.get(factor, ())
+
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
         """`axes` in mesh order."""
         return self._lowering.mesh.ordered(set(axes))
@@ -91,7 +97,11 @@ class Emit:
 
     def coordinate(self, axes: tuple[str, ...]) -> fx.Node | int:
         """This rank's coordinate along `axes`, counted as if they were one axis."""
-        return self._lowering.start(axes, 1)
+        return self.start_with(axes, 1)
+
+    def start_with(self, axes: tuple[str, ...], extent: int) -> fx.Node | int:
+        """The index of this rank's first element if every rank along `axes` has `extent` of them."""
+        return self._lowering.start(axes, extent)
 
     def placed(self, value: fx.Node, *dims: tuple[str, ...], partial: Iterable[str] = ()) -> Placed:
         """A result whose spec is `P(*dims, partial=...)`, whatever follows from its factors."""
@@ -157,16 +167,16 @@ class Emit:
 
     def positions(self, factor: str, ndim: int, dim: int) -> fx.Node:
         """The global indices of this rank's elements of `factor`, along `dim` of a value with `ndim` dims."""
-        every = self(torch.ops.aten.arange.default, self.size_of(factor), dtype=torch.int64, device=torch.device("cpu"))
+        every = self(aten.arange.default, self.size_of(factor), dtype=torch.int64, device=torch.device("cpu"))
         value = self.shard(every, factor, 0)
         for new in [0] * dim + [-1] * (ndim - dim - 1):
-            value = self(torch.ops.aten.unsqueeze.default, value, new)
+            value = self(aten.unsqueeze.default, value, new)
         return value
 
     def cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
         """`value` in `dtype`."""
         same = value.meta["val"].dtype == dtype
-        return value if same else self(torch.ops.aten._to_copy.default, value, dtype=dtype)
+        return value if same else self(aten._to_copy.default, value, dtype=dtype)
 
     def dtype(self, result: int = 0) -> torch.dtype:
         """The dtype of one of the op's results."""

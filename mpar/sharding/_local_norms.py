@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -101,7 +100,7 @@ def layer_norm_backward(
     weight: fx.Node | None,
     bias: fx.Node | None,
     output_mask: list[bool],
-) -> list[Any]:
+) -> list[fx.Node | None]:
     """One all_reduce of twice the size of the mean; the gradients of weight and bias are sharded as these are."""
     first = len(emit.shape(x)) - len(normalized_shape)
     dims, others = list(range(first, len(emit.shape(x)))), list(range(first))
@@ -128,7 +127,7 @@ def _others(emit: Emit, x: fx.Node) -> tuple[list[int], int]:
 
 
 @local_program(_batch_norm_rule, aten.native_batch_norm.default)
-def batch_norm(emit: Emit, x: fx.Node, weight: Any, bias: Any, *others: Any) -> list[fx.Node]:
+def batch_norm(emit: Emit, x: fx.Node, weight: fx.Node | None, bias: fx.Node | None, *others: float) -> list[fx.Node]:
     """Two all_reduces of a number for each channel."""
     (dims, count), ndim = _others(emit, x), len(emit.shape(x))
     deviation, mean, rstd = _statistics(emit, wide(emit, x), dims, count, others[-1])
@@ -140,9 +139,20 @@ def batch_norm(emit: Emit, x: fx.Node, weight: Any, bias: Any, *others: Any) -> 
 
 
 @local_program(_batch_norm_rule, aten.native_batch_norm_backward.default)
-def batch_norm_backward(emit: Emit, dy: fx.Node, x: fx.Node, weight: fx.Node | None, *others: Any) -> list[Any]:
+def batch_norm_backward(
+    emit: Emit,
+    dy: fx.Node,
+    x: fx.Node,
+    weight: fx.Node | None,
+    running_mean: fx.Node | None,
+    running_var: fx.Node | None,
+    mean: fx.Node,
+    rstd: fx.Node,
+    train: bool,
+    eps: float,
+    output_mask: list[bool],
+) -> list[fx.Node | None]:
     """One all_reduce of two numbers for each channel."""
-    _, _, mean, rstd, _, _, output_mask = others
     (dims, count), ndim = _others(emit, x), len(emit.shape(x))
     mean, rstd = _channels(emit, mean, ndim), _channels(emit, rstd, ndim)
     normal = emit(aten.mul.Tensor, emit(aten.sub.Tensor, wide(emit, x), mean), rstd)

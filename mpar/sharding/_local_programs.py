@@ -6,39 +6,43 @@ if none is, the op itself runs on shards of its other dims. What each program se
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mpar.sharding._canonicalise import shape_of
 from mpar.sharding._emit import Emit
-from mpar.sharding._rules import RULES, Factors, NodeRule, tensor_operands
+from mpar.sharding._rules import PROGRAMS, RULES, Factors, NodeRule, tensor_operands
 
-__all__ = ["along", "argument", "dims_of", "local_program", "peak", "reduction", "total", "values_of", "wide", "without"]
+__all__ = ["Dims", "along", "argument", "dims_of", "local_program", "peak", "reduction", "total", "values_of", "wide", "without"]
 
 aten = torch.ops.aten
 Program = Callable[..., Any]
 Rule = Callable[[fx.Node], NodeRule]
+Dims = int | Sequence[int] | None
+"""The dims that an argument gives; None or none stands for all."""
+Argument: TypeAlias = Any
+"""What torch's schema allows for an argument: a node, a number, a dtype, or a list of these."""
 
 
-def local_program(rule: Rule, *ops: Any) -> Callable[[Program], Program]:
+def local_program(rule: Rule, *ops: Callable) -> Callable[[Program], Program]:
     """Register a local program for `ops`; `rule` names in `replicate` the factors across which they work."""
 
-    def register(program: Program) -> Program:
-        def with_program(node: fx.Node) -> NodeRule:
-            found = rule(node)
-            found.programs, found.replicate = dict.fromkeys(sorted(found.replicate), program), set()
-            return found
+    def with_factors(node: fx.Node) -> NodeRule:
+        found = rule(node)
+        found.replicate = set()
+        return found
 
+    def register(program: Program) -> Program:
         for op in ops:
-            RULES[op] = with_program
+            RULES[op], PROGRAMS[op] = with_factors, (rule, program)
         return program
 
     return register
 
 
-def argument(node: fx.Node, name: str) -> Any:
+def argument(node: fx.Node, name: str) -> Argument:
     """The value that a node gives for an argument of its op, or the default."""
     for place, known in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if known.name == name:
@@ -46,13 +50,13 @@ def argument(node: fx.Node, name: str) -> Any:
     raise AssertionError(f"{node.target} has no argument {name!r}")
 
 
-def dims_of(ndim: int, dims: Any) -> list[int]:
+def dims_of(ndim: int, dims: Dims) -> list[int]:
     """`dims`, which may be None, empty, a number or a list, as numbers from 0; none given stands for all."""
     given = [dims] if isinstance(dims, int) else list(dims or range(ndim))
     return sorted(dim % max(ndim, 1) for dim in given)
 
 
-def values_of(node: fx.Node) -> list[Any]:
+def values_of(node: fx.Node) -> list[Tensor]:
     """The values of all results of a node."""
     return list(node.meta["val"]) if isinstance(node.meta["val"], (list, tuple)) else [node.meta["val"]]
 

@@ -1,12 +1,12 @@
 """Local programs of reductions: of maxima, of sums of squares and powers, of probabilities, of running sums."""
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import fx
 
 from mpar.sharding._emit import Emit
-from mpar.sharding._local_programs import along, dims_of, local_program, peak, reduction, total, wide, without
+from mpar.sharding._local_programs import Dims, along, dims_of, local_program, peak, reduction, total, wide, without
 
 __all__: list[str] = []
 
@@ -67,14 +67,14 @@ def logsumexp(emit: Emit, x: fx.Node, dim: list[int], keepdim: bool = False) -> 
 
 
 @local_program(reduction, aten.amax.default, aten.max.default)
-def amax(emit: Emit, x: fx.Node, dim: Any = None, keepdim: bool = False) -> fx.Node:
+def amax(emit: Emit, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> fx.Node:
     """One all_reduce of the size of the result."""
     dims = dims_of(len(emit.shape(x)), dim)
     return emit.cast(without(emit, peak(emit, _countable(emit, x), dims), dims, keepdim), emit.dtype())
 
 
 @local_program(reduction, aten.amin.default, aten.min.default)
-def amin(emit: Emit, x: fx.Node, dim: Any = None, keepdim: bool = False) -> fx.Node:
+def amin(emit: Emit, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> fx.Node:
     """One all_reduce of the size of the result."""
     dims = dims_of(len(emit.shape(x)), dim)
     most = peak(emit, _countable(emit, _reversed(emit, x)), dims)
@@ -151,7 +151,7 @@ def _first(emit: Emit, index: fx.Node, found: fx.Node, dims: list[int]) -> fx.No
 
 
 @local_program(reduction, aten.any.default, aten.any.dim, aten.any.dims)
-def any_(emit: Emit, x: fx.Node, dim: Any = None, keepdim: bool = False) -> fx.Node:
+def any_(emit: Emit, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> fx.Node:
     """One all_reduce of the size of the result, one byte for each element."""
     dims = dims_of(len(emit.shape(x)), dim)
     true = emit.cast(emit(aten.ne.Scalar, x, 0), torch.uint8)
@@ -159,7 +159,7 @@ def any_(emit: Emit, x: fx.Node, dim: Any = None, keepdim: bool = False) -> fx.N
 
 
 @local_program(reduction, aten.all.default, aten.all.dim, aten.all.dims)
-def all_(emit: Emit, x: fx.Node, dim: Any = None, keepdim: bool = False) -> fx.Node:
+def all_(emit: Emit, x: fx.Node, dim: Dims = None, keepdim: bool = False) -> fx.Node:
     """One all_reduce of the size of the result, one byte for each element."""
     dims = dims_of(len(emit.shape(x)), dim)
     false = emit.cast(emit(aten.eq.Scalar, x, 0), torch.uint8)
@@ -181,7 +181,7 @@ def prod_of_all(emit: Emit, x: fx.Node, *, dtype: torch.dtype | None = None) -> 
     return emit(aten.prod.default, emit.all_gather(here, emit.axes, 0), dtype=dtype)
 
 
-def _moments(emit: Emit, x: fx.Node, dim: Any, correction: float | None) -> tuple[fx.Node, fx.Node]:
+def _moments(emit: Emit, x: fx.Node, dim: Dims, correction: float | None) -> tuple[fx.Node, fx.Node]:
     """Variance and mean over `dim`, whose dims have size 1 in them: an all_reduce for each."""
     x, dims = wide(emit, x), dims_of(len(emit.shape(x)), dim)
     count = 1
@@ -193,8 +193,10 @@ def _moments(emit: Emit, x: fx.Node, dim: Any, correction: float | None) -> tupl
     return emit(aten.div.Scalar, squares, max(count - (1 if correction is None else correction), 0.0)), mean
 
 
-def _spread(root: bool, with_mean: bool) -> Any:
-    def program(emit: Emit, x: fx.Node, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+def _spread(root: bool, with_mean: bool) -> Callable[..., fx.Node | list[fx.Node]]:
+    def program(
+        emit: Emit, x: fx.Node, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
+    ) -> fx.Node | list[fx.Node]:
         """Two all_reduces of the size of the result: of the mean, and of the squares of deviations from it."""
         dims = dims_of(len(emit.shape(x)), dim)
         spread, mean = _moments(emit, x, dim, correction)
@@ -213,7 +215,7 @@ local_program(reduction, aten.std_mean.correction)(_spread(root=True, with_mean=
 
 @local_program(reduction, aten.linalg_vector_norm.default)
 def vector_norm(
-    emit: Emit, x: fx.Node, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    emit: Emit, x: fx.Node, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> fx.Node:
     """One all_reduce of the size of the result."""
     dims = dims_of(len(emit.shape(x)), dim)

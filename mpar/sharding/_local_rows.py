@@ -1,11 +1,10 @@
-"""Local programs of ops that choose elements along a dim by an index, or add to them: a rank serves what its shard has.
+"""Local programs of ops that choose elements by an index, or add to them: a rank serves what its shard has.
 
-To choose, a rank takes the elements that its shard has and zeros for all others: a pending sum, of the size of the result. To add,
-it leaves out what belongs to other shards: no message.
+To choose, a rank takes the elements that its shard has and zeros for all others: a pending sum, of the size of the result. When
+it adds, it leaves out what belongs to other shards: no message.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -36,23 +35,15 @@ def _elementwise_index(node: fx.Node) -> NodeRule:
     adds = node.target == aten.scatter_add.default
     same = all(len({shape[i] for shape in (x, *others)}) == 1 for i in range(len(x)) if i != dim) and len(set(others)) == 1
     alone = tuple((f"d{i}",) if i != dim and n > 1 and len({s[i] for s in (x, *others)}) == 1 else () for i, n in enumerate(x))
-    of_x = tuple(
-        (ROWS,) if i == dim and n > 1 and (same or not adds) else names
-        for i, (names, n) in enumerate(zip(alone, x, strict=False))
-    )
+    crossed = bool(x) and x[dim] > 1 and (same or not adds)
+    of_x = tuple((ROWS,) if i == dim and crossed else names for i, names in enumerate(alone))
     entries = not adds or is_zero(operands[0])
-    chosen = tuple(("entry",) if i == dim and others and others[0][i] > 1 and entries else names for i, names in enumerate(alone))
+    chosen = tuple(("entry",) if i == dim and others[0][i] > 1 and entries else names for i, names in enumerate(alone))
     factors = [of_x, *[chosen if len(set(others)) == 1 else alone] * len(others)]
     results = [of_x if adds else chosen]
     linear = {0} if not adds else {2} if entries else set()
-    return NodeRule(
-        operands,
-        factors,
-        results,
-        _sizes(list(zip(factors, (x, *others), strict=False))),
-        {ROWS} if (ROWS,) in of_x else set(),
-        linear,
-    )
+    sizes = _sizes(list(zip(factors, (x, *others), strict=True)))
+    return NodeRule(operands, factors, results, sizes, {ROWS} if crossed else set(), linear)
 
 
 def _vector_index(node: fx.Node) -> NodeRule:
@@ -95,14 +86,14 @@ def _spread(emit: Emit, mask: fx.Node, dim: int, ndim: int) -> fx.Node:
 
 
 @local_program(_elementwise_index, aten.gather.default)
-def gather(emit: Emit, x: fx.Node, dim: int, index: fx.Node, *, sparse_grad: bool = False) -> Any:
+def gather(emit: Emit, x: fx.Node, dim: int, index: fx.Node, *, sparse_grad: bool = False) -> Pending | fx.Node:
     """A pending sum of the size of the result."""
     place, outside = _mine(emit, index)
     return _only_mine(emit, emit(aten.gather.default, x, dim, place), outside)
 
 
 @local_program(_vector_index, aten.index_select.default)
-def index_select(emit: Emit, x: fx.Node, dim: int, index: fx.Node) -> Any:
+def index_select(emit: Emit, x: fx.Node, dim: int, index: fx.Node) -> Pending | fx.Node:
     """A pending sum of the size of the result."""
     place, outside = _mine(emit, index)
     ndim = len(emit.shape(x))
@@ -137,7 +128,7 @@ def _selected(node: fx.Node) -> NodeRule:
 
 
 @local_program(_selected, aten.select.int)
-def select(emit: Emit, x: fx.Node, dim: int, position: int) -> Any:
+def select(emit: Emit, x: fx.Node, dim: int, position: int) -> Pending | fx.Node:
     """A pending sum of the size of the result."""
     size = emit.size_of(ROWS)
     rank = emit.coordinate(emit.axes)
@@ -158,7 +149,7 @@ def _table(node: fx.Node) -> NodeRule:
 
 
 @local_program(_table, aten.embedding.default)
-def embedding(emit: Emit, table: fx.Node, ids: fx.Node, *others: Any) -> Any:
+def embedding(emit: Emit, table: fx.Node, ids: fx.Node, *others: int) -> Pending | fx.Node:
     """A pending sum of the size of the result."""
     place, outside = _mine(emit, ids)
     return _only_mine(emit, emit(aten.embedding.default, table, place), emit(aten.unsqueeze.default, outside, -1))
@@ -188,36 +179,33 @@ def embedding_gradient(emit: Emit, dy: fx.Node, ids: fx.Node, num_rows: int, pad
 
 def _indexed(node: fx.Node) -> NodeRule:
     """The rule of `x[i, :, j]` and of adding to it. Indices are broadcast together; their dims stand where the first index is, or
-    in front if the indices are not side by side."""
-    x, indices = shape_of(node.args[0]), argument(node, "indices")
+    in front if the indices are not side by side. Masks, and writes that do not add, let no indexed dim be sharded."""
+    operands, x, indices = tensor_operands(node), shape_of(node.args[0]), argument(node, "indices")
     at = [i for i, index in enumerate(indices) if index is not None]
-    adds = node.target == aten.index_put.default
-    masks = any(not indices[i].meta["val"].dtype.is_signed for i in at)
+    if any(not indices[i].meta["val"].dtype.is_signed for i in at):
+        return replicated(node)
     entries = torch.broadcast_shapes(*(shape_of(indices[i]) for i in at))
     front = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     chosen_shape = [n for i, n in enumerate(x) if i not in at]
     chosen_shape[front:front] = entries
-    parts = not adds or (argument(node, "accumulate") and is_zero(node.args[0]))
-    whole = adds and (not argument(node, "accumulate") or list(shape_of(argument(node, "values"))) != chosen_shape)
-    of_x = tuple(() if n == 1 or (i in at and (whole or masks)) else (f"d{i}",) for i, n in enumerate(x))
-    of_entries = tuple((f"entry{i}",) if n > 1 and parts and not masks and not whole else () for i, n in enumerate(entries))
-    chosen = [names if not masks else () for i, names in enumerate(of_x) if i not in at]
-    of_x = of_x if not masks else ((),) * len(x)
+    writes = node.target == aten.index_put.default
+    adds = writes and argument(node, "accumulate") and list(shape_of(argument(node, "values"))) == chosen_shape
+    parts = not writes or (adds and is_zero(node.args[0]))
+    of_x = tuple(() if n == 1 or (i in at and writes and not adds) else (f"d{i}",) for i, n in enumerate(x))
+    of_entries = tuple((f"entry{i}",) if n > 1 and parts else () for i, n in enumerate(entries))
+    chosen = [names for i, names in enumerate(of_x) if i not in at]
     chosen[front:front] = of_entries
     factors: list[Factors] = [of_x]
     for i in at:
-        sizes = shape_of(indices[i])
-        factors.append(
-            tuple(names if n > 1 else () for names, n in zip(of_entries[len(entries) - len(sizes) :], sizes, strict=True))
-        )
-    if adds:
-        values = shape_of(argument(node, "values"))
-        factors.append(tuple(chosen) if list(values) == chosen_shape else ((),) * len(values))
-    operands = tensor_operands(node)
-    sizes = _sizes([(of_x, x), (tuple(chosen), chosen_shape)] if not masks else [])
-    linear = {0} if not adds else {len(operands) - 1} if parts and not whole else set()
+        shape = shape_of(indices[i])
+        last = of_entries[len(entries) - len(shape) :]
+        factors.append(tuple(names if n > 1 else () for names, n in zip(last, shape, strict=True)))
+    if writes:
+        factors.append(tuple(chosen) if adds else ((),) * len(shape_of(argument(node, "values"))))
+    sizes = _sizes([(of_x, x), (tuple(chosen), chosen_shape)])
+    linear = {0} if not writes else {len(operands) - 1} if parts else set()
     crossed = {f"d{i}" for i in at if of_x[i]}
-    return NodeRule(operands, factors, [of_x if adds else tuple(chosen)], sizes, crossed, linear)
+    return NodeRule(operands, factors, [of_x if writes else tuple(chosen)], sizes, crossed, linear)
 
 
 def _my_indices(emit: Emit, x: fx.Node, indices: list) -> tuple[list, fx.Node]:
@@ -243,7 +231,7 @@ def _beside(emit: Emit, mask: fx.Node, indices: list, ndim: int) -> fx.Node:
 
 
 @local_program(_indexed, aten.index.Tensor)
-def index(emit: Emit, x: fx.Node, indices: list) -> Any:
+def index(emit: Emit, x: fx.Node, indices: list) -> Pending | fx.Node:
     """A pending sum of the size of the result."""
     places, outside = _my_indices(emit, x, indices)
     outside = _beside(emit, outside, indices, len(emit.shape(x)))
@@ -259,7 +247,7 @@ def index_put(emit: Emit, x: fx.Node, indices: list, values: fx.Node, accumulate
 
 
 @local_program(along(), aten.topk.default)
-def topk(emit: Emit, x: fx.Node, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+def topk(emit: Emit, x: fx.Node, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[fx.Node, fx.Node]:
     """Two all_gathers, of the k best of each shard and of their indices, then the best of these."""
     dim = dim % len(emit.shape(x))
     best = emit(aten.topk.default, x, min(k, emit.shape(x)[dim]), dim, largest, True)

@@ -20,11 +20,11 @@ from mpar.errors import MparError, ShardingError
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES, Marks, decode_axes, primitive_of
 from mpar.sharding import _collectives as collectives
-from mpar.sharding import _local_norms, _local_reductions, _local_rows, _torch_ops  # noqa: F401  these fill the table of rules
+from mpar.sharding import _local_borders, _local_norms, _local_reductions, _local_rows, _torch_ops  # noqa: F401  they fill tables
 from mpar.sharding._canonicalise import labels_of, shape_of
 from mpar.sharding._emit import Emit, Pending, Placed
 from mpar.sharding._redistribute import Move, plan, plan_bytes
-from mpar.sharding._rules import NodeRule, has_rule, is_float_cast, rule_of, tensor_operands
+from mpar.sharding._rules import NodeRule, has_rule, is_float_cast, programs_of, rule_of, tensor_operands
 from mpar.sharding._trace import LogicalGraph, source_line
 from mpar.spec import P, check_spec, local_shape, normalise
 from mpar.strategy import AxisTable, spec_from_axes
@@ -100,7 +100,6 @@ class _Lowering:
         self.specs: dict[fx.Node, P] = {}  # logical node -> the spec that its op, or a mark on it, gave it
         self.tuples: dict[fx.Node, list[tuple[fx.Node, P]]] = {}  # op with several results -> the local node and spec of each
         self.marks: dict[int, P] = {}  # number of a `constrain` -> the spec that its operand had before
-        self.starts: dict[tuple, fx.Node] = {}  # (mesh axes, local size) -> the node that holds this rank's first index
         self.fallbacks: list[str] = []
         self.hints: dict[fx.Node, P] = {}  # logical node -> the spec that is preferred for it
         self.may_stay_pending: set[fx.Node] = set()  # results whose spec the caller leaves open, and what they view
@@ -234,9 +233,9 @@ class _Lowering:
         """The global index of this rank's first element of a factor that is sharded by `axes` and has `extent` elements here."""
         if not axes:
             return 0
-        if (axes, extent) not in self.starts:
-            self.starts[axes, extent] = self.emit(collectives.start, (), {"axes": axes, "extent": extent})
-        return self.starts[axes, extent]
+        kwargs = {"axes": axes, "extent": extent}
+        known = (node for node in self.graph.find_nodes(op="call_function", target=collectives.start) if node.kwargs == kwargs)
+        return next(known, None) or self.emit(collectives.start, (), kwargs)
 
     def redistribute(self, node: fx.Node, target: P) -> fx.Node:
         """The local node that holds `node` at the spec `target`.
@@ -407,11 +406,12 @@ class _Lowering:
         remaining = iter(locals_)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: next(remaining))
         primitive = primitive_of(node.target)
-        active = [factor for factor in rule.programs if axes_of.get(factor)]
+        programs = programs_of(node)
+        active = [factor for factor in programs if axes_of.get(factor)]
         program = primitive.placement.lowered if primitive else None
-        program = program or (rule.programs[active[0]] if active else None)
+        program = program or (programs[active[0]] if active else None)
         if program is not None:
-            emit = Emit(self, rule, axes_of, [factor for factor in active if rule.programs[factor] is rule.programs[active[0]]])
+            emit = Emit(self, rule, axes_of, [factor for factor in active if programs[factor] is programs[active[0]]])
             out = program(emit, *args, **kwargs)
             items = list(out) if isinstance(out, (tuple, list)) else [out]
             placed_results = [self.placed_result(item, spec, emit.axes) for item, spec in zip(items, result_specs, strict=True)]
@@ -434,7 +434,7 @@ class _Lowering:
         else:
             self.define(node, *placed_results[0])
 
-    def placed_result(self, item: fx.Node | Placed | Pending | None, spec: P, axes: tuple[str, ...]) -> tuple[Any, P]:
+    def placed_result(self, item: fx.Node | Placed | Pending | None, spec: P, axes: tuple[str, ...]) -> tuple[fx.Node | None, P]:
         """A result of a primitive's local program: its local node and its spec.
 
         The program may state the spec itself (`Placed`); otherwise `spec`, which follows from the factors, counts. Over `axes`,
@@ -444,7 +444,7 @@ class _Lowering:
             return item.value, item.spec
         pending = isinstance(item, Pending)
         pending_axes = set(spec.partial) - set(axes) | (set(axes) if pending else set())
-        return item.value if pending else item, P(*spec.dims, partial=self.mesh.ordered(pending_axes))
+        return item.value if isinstance(item, Pending) else item, P(*spec.dims, partial=self.mesh.ordered(pending_axes))
 
     def choose(self, node: fx.Node, rule: NodeRule, specs: list[P]) -> dict[str, tuple[str, ...]]:
         """Choose the mesh axes that shard each factor: those that shard it in an operand, if no other factor uses them yet.
@@ -462,8 +462,8 @@ class _Lowering:
         ways = [self.in_order(rule, specs, order, ())]
         if not (rule.as_is or rule.leads or rule.follows or rule.ragged):
             ways += [self.in_order(rule, specs, [i, *(j for j in order if j != i)], ()) for i in order[1:]]
-        if primitive_of(node.target) is None and rule.programs:
-            ways.append(self.in_order(rule, specs, order, tuple(rule.programs)))
+        if primitive_of(node.target) is None and (programs := programs_of(node)):
+            ways.append(self.in_order(rule, specs, order, tuple(programs)))
         distinct = [way for index, way in enumerate(ways) if way not in ways[:index]]
         return min(distinct, key=lambda way: self.received(node, rule, specs, way)) if len(distinct) > 1 else distinct[0]
 

@@ -26,8 +26,7 @@ class Across:
     A tensor may lack the dims that the op works across, as the result of a reduction does; or it may have one new dim, the last,
     in their place, as a diagonal has, or beside them, as windows have. Any other tensor is replicated.
 
-    dims:       the names of the arguments that hold dims, where None stands for all; or the number of last dims; or a function
-                of the node that gives dims.
+    dims:       the names of the arguments that hold dims, where None stands for all; or the number of last dims.
     of:         whose dims these are: those of the first operand, or those of the "result".
     replicated: operands that no dim of is sharded, though their number of dims might say otherwise.
     linear:     operands in each of which the op is linear while the others are held fixed.
@@ -35,7 +34,7 @@ class Across:
     sized:      the argument that holds the sizes of the result.
     """
 
-    dims: str | int | Callable[[fx.Node], Sequence[int]] = "dim"
+    dims: str | int = "dim"
     of: str = "operand"
     replicated: str = ""
     linear: str = ""
@@ -71,10 +70,9 @@ class Across:
         if isinstance(self.dims, int):
             return set(range(max(ndim - self.dims, 0), ndim))
         given: list[int] = []
-        for name in self.dims.split() if isinstance(self.dims, str) else ():
+        for name in self.dims.split():
             value = argument_of(node, name)
             given += [value] if isinstance(value, int) else range(ndim) if value in (None, []) else value
-        given += () if isinstance(self.dims, str) else self.dims(node)
         return {dim % max(ndim, 1) for dim in given}
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from mpar.sharding._canonicalise import is_zero, shape_of
-from mpar.sharding._rules import Factors, NodeRule, rule_of
+from mpar.sharding._rules import Factors, NodeRule, programs_of, rule_of
 
 __all__ = ["probed_rule"]
 
@@ -28,7 +28,7 @@ _found: dict[str, tuple[frozenset[str], frozenset[int], bool]] = {}
 def probed_rule(node: fx.Node) -> NodeRule:
     """The rule that the table has for a node, without the factors and the linearity that do not hold when the op runs."""
     claimed = rule_of(node)
-    names = _names(claimed) - claimed.replicate - claimed.programs.keys()
+    names = _names(claimed) - claimed.replicate - programs_of(node).keys()
     rule = _only(claimed, names)
     if not names and not rule.linear and not rule.jointly:
         return rule

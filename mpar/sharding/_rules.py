@@ -23,6 +23,7 @@ __all__ = [
     "has_rule",
     "is_float_cast",
     "pointwise",
+    "programs_of",
     "replicated",
     "rule_of",
     "tensor_operands",
@@ -44,7 +45,6 @@ class NodeRule:
     linear:     the numbers of operands in each of which the op is linear while the others are held fixed.
     jointly:    whether the op is linear in all operands together, as a sum is.
     localise:   (args, kwargs, local result shapes) -> (args, kwargs): puts local sizes into arguments that hold sizes.
-    programs:   for factors across which the op works, the local program of a rank when that factor is sharded.
     follows, as_is, ragged, leads: as in `ShardingRule`, with the numbers of operands in the place of names.
     """
 
@@ -60,7 +60,6 @@ class NodeRule:
     as_is: set[int] = field(default_factory=set)
     ragged: dict[str, int] = field(default_factory=dict)
     leads: set[int] = field(default_factory=set)
-    programs: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def shardable(self) -> set[str]:
@@ -78,6 +77,17 @@ def rule_of(node: fx.Node) -> NodeRule:
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return pointwise(node)
     return replicated(node)
+
+
+def programs_of(node: fx.Node) -> Mapping[str, Callable]:
+    """For factors across which an op works, the local program of a rank if that factor is sharded."""
+    primitive = primitive_of(node.target)
+    if primitive is not None:
+        return primitive.placement.sharded
+    if node.target not in PROGRAMS:
+        return {}
+    rule, program = PROGRAMS[node.target]
+    return dict.fromkeys(sorted(rule(node).replicate), program)
 
 
 def has_rule(node: fx.Node) -> bool:
@@ -144,7 +154,6 @@ def _primitive_rule(node: fx.Node, primitive: Primitive) -> NodeRule:
         as_is={at[name] for name in rule.as_is},
         ragged={factor: at[name] for factor, name in rule.ragged},
         leads={at[name] for name in rule.leads},
-        programs=primitive.placement.sharded,
     )
 
 
@@ -314,6 +323,9 @@ def _product(equation: str) -> Callable[[fx.Node], NodeRule]:
 
     return rule
 
+
+PROGRAMS: dict[Any, tuple[Callable[[fx.Node], NodeRule], Callable]] = {}
+"""Ops of torch with a local program, each with a rule that names in `replicate` the factors across which the op works."""
 
 RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     aten.sum.default: _sum,

@@ -13,12 +13,6 @@ aten = torch.ops.aten
 Entries = list[tuple[Callable[[fx.Node], NodeRule], str]]
 
 
-def _padded(node: fx.Node) -> list[int]:
-    """The dims that a constant pad makes longer or shorter."""
-    pad = argument_of(node, "pad")
-    return [-1 - i // 2 for i, size in enumerate(pad) if size]
-
-
 def _repeated(node: fx.Node) -> NodeRule:
     """The rule of `repeat`: a dim that is repeated once passes through."""
     x, repeats = node.args[0], node.args[1]
@@ -81,7 +75,7 @@ ALONG: Entries = [
     (Across("dim", jointly=True), "cat"),
     (Across("dim", of="result", jointly=True), "stack"),
     (Across("dim", of="result", sized="input_sizes", linear="grad_output"), "select_backward slice_backward"),
-    (Across("dims", linear="self"), "roll flip"),
+    (Across("dims", linear="self"), "flip"),
     (Across("dimension", linear="self"), "unfold"),
     (Across("dim", of="result", sized="input_sizes", linear="grad_in"), "unfold_backward"),
     (Across("dim1 dim2", linear="self"), "diagonal diagonal_copy"),
@@ -116,7 +110,6 @@ LAST: Entries = [
     (Across(2), "linalg_householder_product linalg_inv_ex linalg_ldl_factor_ex linalg_lu linalg_lu_factor_ex linalg_matrix_exp"),
     (Across(2), "linalg_qr lu_unpack ormqr linalg_eigvals linalg_ldl_solve"),
     (Across(2, linear="self"), "tril triu"),
-    (Across(_padded), "constant_pad_nd"),
 ]
 """Ops that work across their last dims."""
 PATTERNS: Entries = [

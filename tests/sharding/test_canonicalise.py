@@ -266,11 +266,12 @@ def test_view_groups(before, after, groups):
 
 
 def test_gradient_of_a_product_by_heads_gathers_nothing():
-    """Torch merges batch and heads for a product of matrices, and permutes what it merged for the gradient: heads stay sharded."""
+    """Torch merges batch and heads for a product of matrices, and permutes them merged for the gradient: heads stay sharded."""
     q, k = (torch.randn(4, 4, 8, 6, dtype=torch.float64) for _ in range(2))
     fn = lambda q, k: value_and_grad(lambda pair: (pair[0] @ pair[1].mT).sin().sum())([q, k])  # noqa: E731
     lowered = jit(fn, mesh=Mesh(a=4), in_specs=P(None, "a")).lower(q, k)
     assert [found.op for found in collectives_of(lowered.ranked)] == ["all_reduce"]
     leaves = [x.clone().requires_grad_() for x in (q, k)]
-    for actual, expected in zip(lowered.simulate(q, k)[1], torch.autograd.grad((leaves[0] @ leaves[1].mT).sin().sum(), leaves), strict=True):
+    gradients = torch.autograd.grad((leaves[0] @ leaves[1].mT).sin().sum(), leaves)
+    for actual, expected in zip(lowered.simulate(q, k)[1], gradients, strict=True):
         torch.testing.assert_close(actual, expected)

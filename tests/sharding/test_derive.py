@@ -9,7 +9,7 @@ from mpar.errors import ShardingError
 from mpar.sharding import _rules
 from mpar.sharding._derive import derived_rule
 from mpar.sharding._pass_through import Across
-from mpar.sharding._rules import RULES, NodeRule, has_rule
+from mpar.sharding._rules import PROGRAMS, RULES, NodeRule, has_rule
 
 aten = torch.ops.aten
 MESH = Mesh(a=2)
@@ -57,6 +57,7 @@ def test_a_wrong_entry_of_the_table_is_refused(name, monkeypatch):
     """The lowering believes its table; the check names the op and what is wrong with it."""
     op, entry, fn, spec = PLANTS[name]
     monkeypatch.setitem(RULES, op, entry)
+    monkeypatch.delitem(PROGRAMS, op, raising=False)
     with pytest.raises(ShardingError, match=rf"ill-typed rank graph.*{op}"):
         jit(fn, mesh=MESH, in_specs=spec).lower(X)
 

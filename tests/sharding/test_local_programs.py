@@ -56,8 +56,8 @@ MESSAGES = {
     "cumsum": (lambda x: x.cumsum(0), ["all_gather 64"], None),
     "cumsum of integers": (lambda x: (x * 4).long().cumsum(0), ["all_gather 64"], None),
     # mean and squares; in the gradient both sums in one message; then the sum of the loss
-    "batch_norm": (lambda x: F.batch_norm(x, None, None, WEIGHT, WEIGHT, training=True), TWICE, [*TWICE, "all_reduce 128", "all_reduce 8"]),
-    "layer_norm of all dims": (lambda x: F.layer_norm(x, (8, 8)), ["all_reduce 8"] * 2, ["all_reduce 8"] * 2 + ["all_reduce 16", "all_reduce 8"]),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, WEIGHT, WEIGHT, training=True), TWICE, [*TWICE, "all_reduce 128"]),
+    "layer_norm of all dims": (lambda x: F.layer_norm(x, (8, 8)), ["all_reduce 8"] * 2, ["all_reduce 8"] * 2 + ["all_reduce 16"]),
     # a pending sum of what is chosen; nothing for its gradient but the sum of the loss, or what the loss itself needs
     "gather": (lambda x: x.gather(0, FIRST[None].expand(3, 8)), ["all_reduce 192"], ["all_reduce 192"]),
     "index_select": (lambda x: x.index_select(0, FIRST[:2]), ["all_reduce 128"], ["all_reduce 128"]),
@@ -66,6 +66,12 @@ MESSAGES = {
     "select": (lambda x: x[3], REDUCE, REDUCE),
     "embedding": (lambda x: F.embedding(SECOND[:2], x), ["all_reduce 128"], ["all_reduce 128"]),
     "gather of truths": (lambda x: (x > 0).gather(0, FIRST[None]), ["all_reduce 8"], None),
+    # the rows that cross a border, one per rank; the gradient moves them back
+    "roll": (lambda x: x.roll(1, 0), ["all_gather 64"], ["all_gather 64"] * 2),
+    "roll back": (lambda x: x.roll(-9, 0), ["all_gather 64"], ["all_gather 64"] * 2),
+    "pad and slice": (lambda x: F.pad(x, (0, 0, 1, 0))[:-1], ["all_gather 64"], ["all_gather 64"] * 2),
+    "slice and pad": (lambda x: F.pad(x[1:], (0, 0, 0, 1), value=2.0), ["all_gather 64"], ["all_gather 64"] * 2),
+    "zeros before": (lambda x: torch.cat([x.new_zeros(1, 8), x[:-1]]), ["all_gather 64"], ["all_gather 64"] * 2),
     "topk": (lambda x: x.topk(1, dim=0).values, ["all_gather 64"], None),
 }  # fmt: skip
 """What crosses dim 0 of an 8 x 8 tensor that four ranks share: the messages of the function, and of it with its gradient."""
@@ -93,6 +99,13 @@ MORE = {
     "index beside a slice": lambda x: x.view(2, 4, 8)[:, FIRST % 4, SECOND],
     "index around a slice": lambda x: x.view(2, 4, 8)[FIRST % 2, :, SECOND],
     "padded embedding": lambda x: F.embedding(torch.stack([FIRST, SECOND]), x, padding_idx=2),
+    "roll of both dims": lambda x: x.roll((1, -2), (0, 1)),
+    "roll of all elements": lambda x: x.roll(3),
+    "roll beyond a shard": lambda x: x.roll(3, 0) + x.roll(4, 1),
+    "shift beyond a shard": lambda x: F.pad(x[:-5], (0, 0, 5, 0), value=1.0),
+    "shift of both dims": lambda x: F.pad(x, (1, -1, -2, 2)),
+    "pad": lambda x: F.pad(x, (1, 1)) + F.pad(x, (2, 0)),
+    "crop that is filled": lambda x: F.pad(x[1:], (0, 0, 1, 0), value=3.0),
     "smallest five": lambda x: x.topk(5, dim=1, largest=False).values,
     "places of the largest": lambda x: x.topk(3, dim=0).indices,
     "choice of the largest": lambda x: x.gather(1, x.argmax(1, keepdim=True)),

@@ -9,7 +9,7 @@ from mpar.errors import MparError
 from mpar.ops import primitive_of
 from mpar.sharding import trace
 from mpar.sharding._probe import probed_rule
-from mpar.sharding._rules import has_rule, rule_of
+from mpar.sharding._rules import has_rule, programs_of, rule_of
 from tools.opinfo import ENTRIES, PAGE, calls_of, lists_of_page, placements, reason_of, rules_table, run_case, without_rule
 
 SAMPLES, CASES = 2, 3
@@ -49,7 +49,7 @@ def claims(node: fx.Node) -> list[str]:
     if node.op != "call_function" or primitive_of(node.target) is not None or not has_rule(node):
         return []
     claimed, true = rule_of(node), probed_rule(node)
-    names = claimed.shardable - claimed.programs.keys()
+    names = claimed.shardable - programs_of(node).keys()
     missing = sorted(names - true.shardable) + sorted(f"linear in {i}" for i in claimed.linear - true.linear)
     return [f"{node.format_node()}: {name}" for name in missing]
 

@@ -24,7 +24,8 @@ REASONS = {
     "shape depends on data": "shape that depends on data",
     "value depends on data": "makes a Python value or a shape from the data",
     "reads memory by strides": "reads memory by strides",
-    "writes into a tensor": "writes into a tensor",
+    "writes into an argument": "writes into",
+    "reads data": " fails.",
 }
 """For each reason to refuse an operator, the words of the error that tell it."""
 
@@ -65,9 +66,7 @@ def _words(rule: object) -> str:
     if isinstance(rule, Across):
         if isinstance(rule.dims, int):
             return "across the last dim" if rule.dims == 1 else f"across the last {rule.dims} dims"
-        if isinstance(rule.dims, str):
-            return "across the dims that " + " and ".join(f"`{name}`" for name in rule.dims.split()) + " give"
-        return "across " + _first_words(rule.dims)
+        return "across the dims that " + " and ".join(f"`{name}`" for name in rule.dims.split()) + " give"
     return _first_words(rule)
 
 
