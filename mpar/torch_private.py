@@ -27,6 +27,7 @@ __all__ = [
     "last_autograd_node",
     "original_views",
     "outside_the_trace",
+    "overload_of",
     "pytree",
     "quiet_errors",
     "storage_key",
@@ -49,6 +50,9 @@ _LAZY = {
     "_core_aten_decompositions_post_autograd": "torch._decomp",
     "decomposition_table": "torch._decomp",
     "flex_attention_op": "torch._higher_order_ops.flex_attention",
+    "flex_attention_op": "torch._higher_order_ops.flex_attention",
+    "_core_aten_decompositions_post_autograd": "torch._decomp",
+    "decomposition_table": "torch._decomp",
     "get_current_meta": "torch.fx.traceback",
     "make_fx": "torch.fx.experimental.proxy_tensor",
     "no_score_change": "torch.nn.attention.flex_attention",
@@ -156,6 +160,11 @@ def visible_keys(mask_mod: Callable, *sizes: int) -> torch.Tensor | None:
     except RuntimeError:
         return None
     return mask if type(mask) is torch.Tensor else None
+
+
+def overload_of(op: Any) -> Any:
+    """The overload behind what `torch.library.custom_op` returns; an overload is returned as it is."""
+    return getattr(op, "_opoverload", op)
 
 
 def functionalise(x: torch.Tensor) -> torch.Tensor:
