@@ -5,6 +5,7 @@ usage: torchrun --nproc-per-node 4 jit_worker.py
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import distribute_tensor
 
 import mpar
@@ -17,6 +18,13 @@ def loss(params, x_BD):
     """Mean square of a two-layer network."""
     up_DF, down_FD = params
     return ((torch.relu(x_BD @ up_DF) @ down_FD) ** 2).mean()
+
+
+def crosses(x_BD):
+    """Ops along sharded dims, whose local programs reduce, gather, and know which rank they are on."""
+    shifted = F.pad(x_BD, (0, 0, 1, 0))[:-1] + x_BD.roll(-1, 1)
+    found = x_BD.argmax(0).double() + (x_BD > 0).any(0) + x_BD[3] + x_BD.gather(0, x_BD.argmax(0, keepdim=True))[0]
+    return x_BD.softmax(0).cumsum(1) + x_BD.std(1, keepdim=True) + found + shifted + x_BD.prod(0)
 
 
 def main():
@@ -40,6 +48,11 @@ def main():
     for grad, spec, plain in zip(grads, specs[0], expected_grads, strict=True):
         assert from_placements(grad.placements, mesh, 2) == spec
         torch.testing.assert_close(grad.full_tensor(), plain)
+    crossing = mpar.jit(mpar.value_and_grad(lambda x: crosses(x).sin().sum()), mesh=mesh, in_specs=P("fsdp", "tp"))
+    value, grad = crossing(place(x_BD, P("fsdp", "tp")))
+    expected, expected_grad = mpar.value_and_grad(lambda x: crosses(x).sin().sum())(x_BD)
+    torch.testing.assert_close(value.full_tensor(), expected)
+    torch.testing.assert_close(grad.full_tensor(), expected_grad)
     try:
         step((args[0][1], args[0][0]), x_BD)
     except ShardingError as error:
