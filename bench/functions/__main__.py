@@ -9,7 +9,7 @@ from bench._result import RESULTS, Result, append_results, read_results
 from bench.functions._all import FUNCTIONS
 from bench.functions._case import MESHES
 from bench.functions._run import run
-from bench.functions._table import gspmd_line, result_lines, table, totals, traffic_of
+from bench.functions._table import gspmd_line, page, result_lines, table, totals, traffic_of
 
 
 def main() -> int:
@@ -33,6 +33,7 @@ def _run(args: argparse.Namespace) -> int:
     outcomes = [outcome for name in args.functions for mesh in args.meshes for outcome in run(FUNCTIONS[name], mesh)]
     gspmd = traffic_of(read_results(args.out))
     _replace(args.out, result_lines(outcomes, this_run()))
+    args.out.with_suffix(".md").write_text(page(read_results(args.out)), encoding="utf-8")
     sys.stdout.write(table(outcomes, gspmd, messages=args.messages) + totals(outcomes, gspmd))
     return int(any(outcome.verdict in ("wrong", "crash") for outcome in outcomes))
 

@@ -71,7 +71,9 @@ def pool_and_repeat(x: Tensor, weight: Tensor) -> Tensor:
 _X, _HEADS, _IMAGE = real("batch seq hidden"), real("batch heads seq head"), real("batch channels height width")
 
 SEQUENCE = (
-    Function(token_shift, (_X, real("hidden"))),
+    Function(
+        token_shift, (_X, real("hidden")), {"sp": ("the last row of each shard",)}, {"sp": ("the first cotangent of each",)}
+    ),
     Function(causal_conv1d, (real("batch channels seq"), real("channels one kernel"), real("channels"))),
     Function(depthwise_conv2d, (_IMAGE, real("channels one kernel_h kernel_w"), real("channels out"))),
     Function(

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from bench._result import Origin, Result
 from bench.functions._run import Outcome
 
-__all__ = ["Traffic", "gspmd_line", "ratio", "result_lines", "table", "totals", "traffic_of"]
+__all__ = ["Traffic", "gspmd_line", "outcomes_of", "page", "ratio", "result_lines", "table", "totals", "traffic_of"]
 
 OURS, THEIRS = "functions", "functions gspmd"
 
@@ -39,6 +39,32 @@ def traffic_of(results: Iterable[Result]) -> Traffic:
             for mesh, parts in line.figures.items():
                 out |= {(line.text("name"), mesh, part): facts["sent"] for part, facts in parts.items()}
     return out
+
+
+def outcomes_of(results: Iterable[Result]) -> list[Outcome]:
+    """What became of every function, by the lines of a file."""
+    return [
+        Outcome(
+            *(line.text("name"), mesh, part, facts["verdict"], facts.get("message", "")),
+            *(tuple(facts.get("collectives", {}).items()), facts.get("sent", 0), facts.get("needless", 0)),
+        )
+        for line in results
+        if line.text("bench") == OURS
+        for mesh, parts in line.figures.items()
+        for part, facts in parts.items()
+    ]
+
+
+def page(results: Sequence[Result]) -> str:
+    """The totals of a file, and every program that is not exact or gathers what theory leaves in its place."""
+    outcomes, gspmd = outcomes_of(results), traffic_of(results)
+    lacking = [each for each in outcomes if each.needless or each.verdict != "exact"]
+    origin = next(line.origin for line in results if line.text("bench") == OURS)
+    return (
+        f"# Functions that researchers write\n\n`{origin.command}`, commit {origin.commit}, {origin.date}, {origin.cpu}, "
+        f"torch {origin.torch}. Written by the run.\n{totals(outcomes, gspmd)}\n"
+        "Programs that are not exact, or gather values that theory leaves where they are:\n\n" + table(lacking, gspmd)
+    )
 
 
 def table(outcomes: Sequence[Outcome], gspmd: Traffic, *, messages: bool = False) -> str:

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from bench._result import RESULTS, read_results
+from bench._result import RESULTS, Origin, read_results
 from bench.functions._all import FUNCTIONS, KINDS
 from bench.functions._case import MESHES, Function, real
 from bench.functions._hlo import HloError, Sent, sent_by
 from bench.functions._run import run
-from bench.functions._table import ratio, table, totals
+from bench.functions._table import outcomes_of, page, ratio, result_lines, table, totals
 
 X = (real("batch hidden"),)
 
@@ -99,6 +99,14 @@ def test_tables_show_both_compilers():
     assert f"| {outcomes[0].sent:,} | {2 * outcomes[0].sent:,} |" in table(outcomes, theirs)
     assert "= 0.500\nswiglu_mlp 0.50" in ratio(outcomes, theirs)
     assert "1 functions: 1 exact, 0 wrong, 0 refused, 0 crash" in totals(outcomes, theirs)
+
+
+def test_the_page_is_what_the_lines_say():
+    """The committed page is made of the committed lines, which give back what a run found."""
+    results = read_results(RESULTS / "functions.jsonl")
+    assert (RESULTS / "functions.md").read_text() == page(results)
+    outcomes = run(FUNCTIONS["swiglu_mlp"], "tp4")
+    assert outcomes_of(result_lines(outcomes, Origin())) == outcomes
 
 
 MODULE = """\
