@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mpar.sharding._local_programs import argument
 from mpar.sharding._pass import graph_pass
-from mpar.sharding._pass_through import argument_of
 from mpar.sharding._rules import RULES, has_rule, tensor_operands
 from mpar.torch_private import FakeTensorMode, _core_aten_decompositions_post_autograd, decomposition_table, make_fx
 
@@ -54,7 +54,7 @@ def decompose(graph: fx.Graph) -> dict[str, int]:
 
 def _keeps_rule(node: fx.Node) -> bool:
     """Whether an op that has a rule keeps it. A batch norm by given statistics is element-wise, which only its parts show."""
-    return node.target != aten.native_batch_norm.default or bool(argument_of(node, "training"))
+    return node.target != aten.native_batch_norm.default or bool(argument(node, "training"))
 
 
 @cache
@@ -75,7 +75,7 @@ def _inline(graph: fx.Graph, node: fx.Node) -> bool:
         values = [operand.meta["val"] for operand in operands]
         fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu") for x in values]
 
-    def call(*tensors: Tensor) -> Any:
+    def call(*tensors: Tensor) -> object:
         remaining = iter(tensors)
         given = fx.node.map_arg((node.args, node.kwargs), lambda n: next(remaining))
         args, kwargs = fx.node.map_aggregate(given, lambda item: item)

@@ -223,7 +223,7 @@ class _Lowering:
             meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
         return self.describe(node, target(*meta_args, **meta_kwargs), spec)
 
-    def describe(self, node: fx.Node, value: Any, spec: P | None = None) -> fx.Node:
+    def describe(self, node: fx.Node, value: object, spec: P | None = None) -> fx.Node:
         """Note the value, the spec and the source line of a new local node."""
         assert self.current is not None
         node.meta = {"val": value, "spec": spec, "line": source_line(self.current), "labels": ()}

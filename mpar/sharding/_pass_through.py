@@ -7,14 +7,14 @@ table is in `_torch_ops.py`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, fx
 
 from mpar.sharding._canonicalise import shape_of
+from mpar.sharding._local_programs import argument
 from mpar.sharding._rules import Factors, NodeRule, replicated
 
-__all__ = ["Across", "Pattern", "argument_of", "fitted", "named_operands", "values_of"]
+__all__ = ["Across", "Pattern", "fitted", "named_operands", "values_of"]
 
 Localise = Callable[[tuple, dict, list[tuple[int, ...]]], tuple[tuple, dict]]
 
@@ -71,7 +71,7 @@ class Across:
             return set(range(max(ndim - self.dims, 0), ndim))
         given: list[int] = []
         for name in self.dims.split():
-            value = argument_of(node, name)
+            value = argument(node, name)
             given += [value] if isinstance(value, int) else range(ndim) if value in (None, []) else value
         return {dim % max(ndim, 1) for dim in given}
 
@@ -120,18 +120,10 @@ class Pattern:
 
 def named_operands(node: fx.Node) -> list[tuple[str, fx.Node]]:
     """The tensor operands of a node in order, each with the name of its argument; items of a list have that of the list."""
-    known = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    known = [known.name for known in node.target._schema.arguments]  # type: ignore[union-attr]
     given = [*zip(known, node.args, strict=False), *node.kwargs.items()]
     found = [(name, item) for name, value in given for item in (value if isinstance(value, (list, tuple)) else [value])]
     return [(name, item) for name, item in found if isinstance(item, fx.Node) and isinstance(item.meta["val"], Tensor)]
-
-
-def argument_of(node: fx.Node, name: str) -> Any:
-    """The value that a node gives for an argument of its op, or the default."""
-    for place, known in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if known.name == name:
-            return node.kwargs.get(name, node.args[place] if place < len(node.args) else known.default_value)
-    raise AssertionError(f"{node.target} has no argument {name!r}")
 
 
 def values_of(node: fx.Node) -> list[Tensor | None]:
@@ -190,7 +182,7 @@ def _sizes_into(node: fx.Node, sized: str) -> Localise | None:
     if not sized:
         return None
     name, _, factor = sized.partition(":")
-    known = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    known = [known.name for known in node.target._schema.arguments]  # type: ignore[union-attr]
 
     def localise(args: tuple, kwargs: dict, shapes: list[tuple[int, ...]]) -> tuple[tuple, dict]:
         value = shapes[0][int(factor)] if factor else list(shapes[0])

@@ -6,7 +6,8 @@ import torch
 from torch import fx
 
 from mpar.sharding._canonicalise import shape_of
-from mpar.sharding._pass_through import Across, Pattern, argument_of, fitted, values_of
+from mpar.sharding._local_programs import argument
+from mpar.sharding._pass_through import Across, Pattern, fitted, values_of
 from mpar.sharding._rules import RULES, NodeRule, pointwise, replicated
 
 aten = torch.ops.aten
@@ -23,9 +24,9 @@ def _repeated(node: fx.Node) -> NodeRule:
 
 def _convolution(node: fx.Node) -> NodeRule:
     """The rule of convolutions. With groups or a bias, no part of the input's channels can be summed alone."""
-    inner = "_" if argument_of(node, "bias") is not None else "i"
-    weight = f"{inner} o *" if argument_of(node, "transposed") else f"o {inner} *"
-    if argument_of(node, "groups") > 1:
+    inner = "_" if argument(node, "bias") is not None else "i"
+    weight = f"{inner} o *" if argument(node, "transposed") else f"o {inner} *"
+    if argument(node, "groups") > 1:
         return Pattern("b _ *, _ _ *, _ -> b _ *", linear="input weight" if inner == "i" else "")(node)
     return Pattern(f"b {inner} *, {weight}, o -> b o *", linear="input weight" if inner == "i" else "")(node)
 
@@ -35,12 +36,12 @@ def _convolution_backward(node: fx.Node) -> NodeRule:
 
     That of a bias does not depend on the input's channels, so these cannot be sharded if it is asked for.
     """
-    inner = "_" if argument_of(node, "output_mask")[2] else "i"
-    weight = f"{inner} o *" if argument_of(node, "transposed") else f"o {inner} *"
-    if argument_of(node, "groups") > 1:
+    inner = "_" if argument(node, "output_mask")[2] else "i"
+    weight = f"{inner} o *" if argument(node, "transposed") else f"o {inner} *"
+    if argument(node, "groups") > 1:
         return Pattern("b _ *, b _ *, _ _ * -> b _ *, _ _ *, _", linear="grad_output")(node)
     rule = Pattern(f"b o *, b {inner} *, {weight} -> b {inner} *, {weight}, o", linear="grad_output")(node)
-    place = [argument.name for argument in node.target._schema.arguments].index("bias_sizes")  # type: ignore[union-attr]
+    place = [known.name for known in node.target._schema.arguments].index("bias_sizes")  # type: ignore[union-attr]
 
     def localise(args: tuple, kwargs: dict, shapes: list[tuple[int, ...]]) -> tuple[tuple, dict]:
         return (*args[:place], list(shapes[2]) if args[place] and shapes[2] else args[place], *args[place + 1 :]), kwargs
@@ -59,8 +60,8 @@ def _solved(node: fx.Node) -> NodeRule:
 
 def _attention(node: fx.Node) -> NodeRule:
     """The rule of attention and of its gradients. The gradients of keys and values are sums over the queries."""
-    queries = "_" if argument_of(node, "is_causal") else "s"
-    mask = argument_of(node, "attn_mask")
+    queries = "_" if argument(node, "is_causal") else "s"
+    mask = argument(node, "attn_mask")
     masks = "*" if mask is None else f"b h {queries} _" if len(shape_of(mask)) == 4 else f"{queries} _"
     q, k = f"b h {queries} _", "b h _ _"
     if node.target == aten._scaled_dot_product_flash_attention_for_cpu.default:
@@ -143,7 +144,7 @@ hardswish_backward hardtanh_backward leaky_relu_backward masked_fill.Tensor pola
 """Element-wise ops that torch does not tag as such."""
 
 
-def _overload(name: str) -> torch._ops.OpOverload:
+def _overload(name: str) -> Callable:
     packet, _, overload = name.partition(".")
     return getattr(getattr(aten, packet), overload or "default")
 
