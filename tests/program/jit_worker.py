@@ -12,6 +12,7 @@ import mpar
 from mpar import Mesh, P, ops
 from mpar.dtensor import from_placements, to_placements
 from mpar.errors import ShardingError
+from mpar.sharding import collectives_of
 
 
 def loss(params, x_BD):
@@ -19,6 +20,11 @@ def loss(params, x_BD):
     up_DF, down_FD = params
     hidden_BF = ops.dropout(torch.relu(x_BD @ up_DF), 0.25, (1, 2))
     return ((hidden_BF @ down_FD) ** 2).mean()
+
+
+def scaled(scales, x_BD):
+    """A function of small parameters, each of which has a gradient that is a sum over the batch."""
+    return ((x_BD * scales[0] + scales[1]).tanh() * scales[2]).sum()
 
 
 def crosses(x_BD):
@@ -54,6 +60,14 @@ def main():
     expected, expected_grad = mpar.value_and_grad(lambda x: crosses(x).sin().sum())(x_BD)
     torch.testing.assert_close(value.full_tensor(), expected)
     torch.testing.assert_close(grad.full_tensor(), expected_grad)
+    scales = [torch.randn(8, dtype=torch.float64) for _ in range(3)]
+    small = mpar.jit(mpar.value_and_grad(scaled), mesh=mesh, in_specs=(P(), P("fsdp")))
+    value, grads = small([place(x, P()) for x in scales], args[1])
+    expected, expected_grads = mpar.value_and_grad(scaled)(scales, x_BD)
+    for found, plain in zip((value, *grads), (expected, *expected_grads), strict=True):
+        torch.testing.assert_close(found.full_tensor(), plain)
+    (executable,) = small._ready.values()
+    assert [found.op for found in collectives_of(executable.ranked)] == ["all_reduce"], "sums of gradients are one message"
     try:
         step((args[0][1], args[0][0]), x_BD)
     except ShardingError as error:
