@@ -5,9 +5,9 @@ equal everywhere does the primitive take the place of torch's op.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -51,9 +51,9 @@ def flex_attention(
     k_BKMH: Tensor,
     v_BKMH: Tensor,
     score_mod: Callable,
-    block_mask: tuple[Any, ...],
+    block_mask: tuple[object, ...],
     scale: float,
-    kernel_options: dict[str, Any],
+    kernel_options: Mapping[str, object],
     *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What torch's op of this name returns: the averages, the log-sum-exp to base 2, and no maxima.
@@ -64,7 +64,8 @@ def flex_attention(
         raise TraceError(f"flex_attention with a score_mod or with maxima has no counterpart.\n{INSTEAD}")
     num_queries, num_keys = q_BNSH.shape[2], k_BKMH.shape[2]
     with outside_the_trace():
-        visible = visible_keys(block_mask[-1], q_BNSH.shape[0], q_BNSH.shape[1], num_queries, num_keys)
+        mask_mod = cast(Callable[..., Tensor], block_mask[-1])
+        visible = visible_keys(mask_mod, q_BNSH.shape[0], q_BNSH.shape[1], num_queries, num_keys)
         mask = None if visible is None else _recognise(visible)
     if mask is None:
         raise TraceError(f"flex_attention: its mask is not known to be causal, a window, or documents.\n{INSTEAD}")
