@@ -16,7 +16,7 @@ from mpar.optim import AdamW
 PAGE = (Path(__file__).parents[1] / "docs" / "walks.md").read_text(encoding="utf-8")
 RELATIONS = "calls |returns to |makes |contains |runs the code of "
 STEP = re.compile(rf"^(\d+)\. ({RELATIONS})?`([\w.]+):([\w.]+)`(?:, as `[\w.]*?(\w+)`)?", re.MULTILINE)
-MOST = {"A parameter, from `mpar train` to its collective": 22, "A row, from jsonl to the loss": 14}
+MOST = {"A parameter, from `mpar train` to its collective": 22, "A row, from jsonl to the loss": 16}
 WALKS = {section.partition("\n")[0]: STEP.findall(section) for section in PAGE.split("\n## ")[1:]}
 TINY = {
     "model_type": "llama",

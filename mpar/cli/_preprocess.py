@@ -33,6 +33,7 @@ class PreprocessKeys:
     columns: dict[str, str] = key(
         "for names of columns in the files, those that formats have, such as {body: text}", default_factory=dict
     )
+    preprocess: str | None = key("module:function of your own, as data.preprocess of mpar train", default=None)
     append_eod: bool = key("end each text with the end-of-text token", default=True)
     workers: int | None = key("processes that tokenise; null: as many as there are cores", default=None, at_least=1)
     overwrite: bool = key("replace files of this name", default=False)
@@ -49,7 +50,7 @@ def main(args: Sequence[str]) -> int:
     if there and not keys.overwrite:
         raise ConfigError(f"cannot write {' and '.join(there)}: it exists. Choose another out=, or set overwrite=true.")
     workers = keys.workers or len(os.sched_getaffinity(0))
-    config = PreprocessConfig(keys.sources, keys.out, keys.tokenizer, keys.columns, keys.append_eod, workers)
+    config = PreprocessConfig(keys.sources, keys.out, keys.tokenizer, keys.columns, keys.preprocess, keys.append_eod, workers)
     with RowProgress("preprocess", shown=keys.progress) as progress:
         report = preprocess(config, progress)
     malformed = Path(f"{keys.out}.malformed.jsonl")

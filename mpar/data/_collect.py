@@ -16,7 +16,7 @@ from mpar.data._mix import choose, rows_by_weight
 from mpar.data._template import Message, TemplateError
 from mpar.data._tokenizer import Tokenizer
 from mpar.data.reading import Source
-from mpar.data.rows import AnyRow, BadRow, EmptyRow, MediaRow, Row, read_rows
+from mpar.data.rows import AnyRow, BadRow, Columns, EmptyRow, FilteredRow, MediaRow, Row, read_rows
 from mpar.errors import DataError
 
 __all__ = ["Collector", "Progress", "refuse_malformed"]
@@ -58,7 +58,7 @@ class Collector:
         try:
             for source in sources:
                 before = self.counts["num_used"]
-                self.add_all(read_rows(self.config.kind, source, self.config.columns))
+                self.add_all(read_rows(self.config.kind, source, Columns(self.config.columns, self.config.preprocess)))
                 self.used_of[source.name] = self.used_of.get(source.name, 0) + self.counts["num_used"] - before
                 ends.append(len(self.kept.starts))
         finally:
@@ -125,6 +125,7 @@ class Collector:
             num_malformed=self.counts["num_malformed"],
             num_empty=self.counts["num_empty"],
             num_media=self.counts["num_media"],
+            num_filtered=self.counts["num_filtered"],
             num_too_long=self.counts["num_too_long"],
             num_dropped=self.counts["num_dropped"],
             num_unmixed=self.counts["num_unmixed"],
@@ -146,6 +147,8 @@ class Collector:
             self.counts["num_empty"] += 1
         elif isinstance(row, MediaRow):
             self.counts["num_media"] += 1
+        elif isinstance(row, FilteredRow):
+            self.counts["num_filtered"] += 1
         return isinstance(row, Row)
 
     def malformed(self, row: BadRow) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from mpar.data._tokenizer import Tokenizer
 from mpar.data.reading import SELF_COGNITION, is_indexed
-from mpar.data.rows import COLUMNS
+from mpar.data.rows import COLUMNS, preprocess_plug_in
 from mpar.errors import ConfigError
 
 __all__ = ["DataConfig", "check_config"]
@@ -28,6 +28,8 @@ class DataConfig:
     sources: files, folders, globs, addresses, `self-cognition` or `python-stdlib`; `NAME#N` takes N rows of a source. Or pairs
         NAME.bin and NAME.idx of Megatron's indexed tokens.
     columns: for names of columns in the files, the names by which formats know them, such as {"ask": "query"}.
+    preprocess: `module:function` of one's own, which is given the columns of each row, renamed, as a dict, and returns other
+        ones; a list of rows in place of the row; or None to leave it out.
     weights: the share of each source; None: every row of every source. With stop=`first` there are as many rows as the first
         source has that is used up, with `all` as many as the last one, and rows of the others are repeated.
     batch_size, seq_len: rows and positions of the global batch. A document of S + 1 tokens fits into S positions, because its
@@ -52,6 +54,7 @@ class DataConfig:
     batch_size: int
     seq_len: int
     columns: Mapping[str, str] = field(default_factory=dict)
+    preprocess: str | None = None
     weights: tuple[float, ...] | None = None
     stop: str = "first"
     seed: int = 0
@@ -81,6 +84,8 @@ def check_config(config: DataConfig, tokenizer: Tokenizer) -> None:
     unknown = sorted(set(config.columns.values()) - set(COLUMNS))
     if unknown:
         faults.append(f"columns maps to {', '.join(unknown)}, which no format has; formats have {', '.join(COLUMNS)}")
+    if config.preprocess is not None:
+        faults += preprocess_plug_in(config.preprocess).problems()
     if config.kind == "sft" and tokenizer.template is None:
         faults.append("kind='sft' needs a tokenizer with a chat template; put a chat_template.jinja into its folder")
     indexed = any(map(is_indexed, config.sources))

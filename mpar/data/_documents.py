@@ -24,6 +24,7 @@ class LoadReport:
     malformed: tuple[BadRow, ...] = ()  # the first ten thousand of them
     num_empty: int = 0  # plain text without a character
     num_media: int = 0  # rows with images, sound or video, which are left out
+    num_filtered: int = 0  # rows that the user's own function left out
     num_too_long: int = 0  # rows longer than a sequence, which are treated as `truncation` says
     num_dropped: int = 0  # rows that were too long and left out
     num_unmixed: int = 0  # rows that were left out because of the weights of sources
@@ -56,6 +57,7 @@ class LoadReport:
             f"{self.num_tokens} tokens, {self.num_trained} trained; {self.num_malformed} malformed, {self.num_empty} empty, "
             f"{self.num_too_long} too long ({self.num_dropped} dropped)"
             f"{f', {self.num_media} with media' if self.num_media else ''}"
+            f"{f', {self.num_filtered} left out by data.preprocess' if self.num_filtered else ''}"
             f"{f'; by weight {self.num_unmixed} left out, {self.num_repeated} repeated' if self._mixed else ''}"
             f"{f'; {self.num_held_out} rows held out' if self.num_held_out else ''}{', from the cache' if self.cached else ''}"
         )

@@ -14,6 +14,8 @@ from mpar.data._documents import Documents, LoadReport
 from mpar.data._tokenizer import Tokenizer
 from mpar.data.megatron import IndexedBatches, IndexedOptions, IndexedTokens
 from mpar.data.reading import Source, file_digest, find_sources
+from mpar.data.rows import preprocess_plug_in
+from mpar.plug_ins import source_digests
 
 __all__ = ["load_dataset"]
 
@@ -80,9 +82,12 @@ def _cache_key(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[Sourc
     digest = hashlib.sha256()
     settings = (
         _CACHE_FORMAT, config.kind, config.seq_len, config.truncation, config.loss, config.system, dict(config.columns),
+        config.preprocess,
         config.weights, config.stop, config.model_name, config.model_author, tokenizer.fingerprint,
     )  # fmt: skip
     digest.update(json.dumps(settings).encode())
+    if config.preprocess is not None:
+        digest.update("\n".join(source_digests([preprocess_plug_in(config.preprocess)])).encode())
     for source in sources:
         digest.update(json.dumps([source.name, source.limit, list(source.files)]).encode())
         for file in source.files:

@@ -16,7 +16,7 @@ from mpar.data._documents import LoadReport
 from mpar.data._tokenizer import Tokenizer, byte_tokenizer
 from mpar.data.megatron import IndexedWriter, dtype_for
 from mpar.data.reading import find_sources
-from mpar.data.rows import AnyRow, BadRow, EmptyRow, Row, read_rows
+from mpar.data.rows import AnyRow, BadRow, Columns, EmptyRow, FilteredRow, Row, read_rows
 from mpar.errors import ConfigError, DataError
 
 __all__ = ["PreprocessConfig", "preprocess"]
@@ -33,6 +33,7 @@ class PreprocessConfig:
     out:        the files are out.bin and out.idx.
     tokenizer:  `bytes`, or a folder with tokenizer.json.
     columns:    for names of columns in the files, the names by which formats know them.
+    preprocess: `module:function` of one's own, as for training.
     append_eod: whether the end-of-text token follows each text that has a token.
     workers:    processes that tokenise.
     """
@@ -41,6 +42,7 @@ class PreprocessConfig:
     out: str
     tokenizer: str = "bytes"
     columns: Mapping[str, str] = field(default_factory=dict)
+    preprocess: str | None = None
     append_eod: bool = True
     workers: int = 1
 
@@ -66,7 +68,7 @@ def preprocess(config: PreprocessConfig, progress: Progress | None = None) -> Lo
         raise DataError(f"cannot tokenise {', '.join(indexed)}: they are indexed tokens already. Train on them as they are.")
     counts: Counter[str] = Counter()
     bad_rows: list[BadRow] = []
-    rows = (row for source in sources for row in read_rows("pt", source, config.columns))
+    rows = (row for source in sources for row in read_rows("pt", source, Columns(config.columns, config.preprocess)))
     eod = tokenizer.eos_id if config.append_eod else None
     with IndexedWriter(config.out, dtype_for(tokenizer.vocab_size)) as writer:
         for chunk, tokens, lengths in _tokenised(_chunks(rows), config, eod):
@@ -79,6 +81,7 @@ def preprocess(config: PreprocessConfig, progress: Progress | None = None) -> Lo
             num_used=counts["num_used"],
             num_malformed=counts["num_malformed"],
             num_empty=counts["num_empty"],
+            num_filtered=counts["num_filtered"],
             num_tokens=writer.num_tokens,
             num_trained=writer.num_tokens,
             num_documents=counts["num_used"],
@@ -170,6 +173,8 @@ def _count(chunk: Sequence[AnyRow], lengths: Sequence[int], counts: Counter[str]
         if isinstance(row, EmptyRow):
             next(sizes)
             counts["num_empty"] += 1
+        elif isinstance(row, FilteredRow):
+            counts["num_filtered"] += 1
         elif isinstance(row, Row) and next(sizes):
             counts["num_used"] += 1
         else:

@@ -36,6 +36,7 @@ class DataStats:
             "malformed": report.num_malformed,
             "empty": report.num_empty,
             "with media": report.num_media,
+            "by data.preprocess": report.num_filtered,
             "too long": report.num_dropped,
             "by weight": report.num_unmixed,
         }

@@ -112,6 +112,10 @@ class DataGroup:
     columns: dict[str, str] = key(
         "for names of columns in the files, those that formats have, such as {ask: query, reply: response}", default_factory=dict
     )
+    preprocess: str | None = key(
+        "module:function of your own: from the columns of a row as a dict to others, a list of rows, or None to leave it out",
+        default=None,
+    )
     weights: tuple[float, ...] | None = key("the share of each source; null: every row of every source", default=None)
     stop: Literal["first", "all"] = key(
         "with weights, first: until a source is used up; all: until all are, rows of the others are repeated", default="first"

@@ -34,6 +34,7 @@ def data_items(config: TrainConfig, tokenizer: Tokenizer, batches: Batches) -> d
         "padding id": batches.pad_id,
         "data.sources": list(data.sources),
         "data.columns": dict(data.columns) or None,
+        "data.preprocess": data.preprocess,
         "data.weights": None if data.weights is None else list(data.weights),
         "data.stop": None if data.weights is None else data.stop,
         "data.truncation": data.truncation,

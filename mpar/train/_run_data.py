@@ -103,6 +103,7 @@ def _data_config(config: TrainConfig, sources: tuple[str, ...], *, shuffle: bool
         cache_dir=cache_dir,
         strict=data.strict,
         columns=data.columns,
+        preprocess=data.preprocess,
         stop=data.stop,
         isolate=data.isolate,
     )

@@ -181,6 +181,38 @@ def test_columns_are_renamed(byte_tokenizer, write_rows):
         load_dataset(config(write_rows(row), columns={"reply": "answre"}), byte_tokenizer)
 
 
+OWN = """
+def rows(row):
+    if row["n"] == 0:
+        return None
+    if row["n"] == 1:
+        raise KeyError("one")
+    if row["n"] == 2:
+        return "two"
+    return [{"query": row["question"], "response": str(i)} for i in range(row["n"])]
+"""
+
+
+def test_rows_go_through_the_users_own_function(byte_tokenizer, write_rows, tmp_path, monkeypatch):
+    """It may leave a row out or make several of it; a row for which it raises or returns something else is malformed; a change
+    of its code makes the tokenised data anew."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_rows_of_a_test.py").write_text(OWN)
+    path = write_rows(*[{"asked": "why", "n": n} for n in range(4)])
+    wanted = config(path, preprocess="own_rows_of_a_test:rows", columns={"asked": "question"}, cache_dir=str(tmp_path / "cache"))
+    report = load_dataset(wanted, byte_tokenizer).report
+    assert (report.num_rows, report.num_used, report.num_filtered, report.num_malformed) == (6, 3, 1, 2)
+    assert "own_rows_of_a_test:rows raised KeyError" in report.first_malformed
+    assert "returned 'two'" in str(report.malformed[1])
+    assert "1 left out by data.preprocess" in str(report)
+    assert load_dataset(wanted, byte_tokenizer).report.cached
+    (tmp_path / "own_rows_of_a_test.py").write_text("# another\n" + OWN)
+    assert not load_dataset(wanted, byte_tokenizer).report.cached
+    with pytest.raises(ConfigError, match=r"own_rows_of_a_test .* has no 'row'; did you mean 'rows'"):
+        load_dataset(config(path, preprocess="own_rows_of_a_test:row"), byte_tokenizer)
+
+
 def test_text_in_rows(byte_tokenizer, write_rows, tmp_path):
     """Plain text comes from `text` or `content` of rows, from columns that are mapped, and from files in folders."""
     (tmp_path / "texts").mkdir()

@@ -1,7 +1,19 @@
 """From records to rows: conversations of every known format, and plain text."""
 
 from mpar.data.rows._conversation import COLUMNS
-from mpar.data.rows._read import AnyRow, read_rows
-from mpar.data.rows._row import BadRow, EmptyRow, MediaRow, Row
+from mpar.data.rows._preprocess import preprocess_plug_in
+from mpar.data.rows._read import AnyRow, Columns, read_rows
+from mpar.data.rows._row import BadRow, EmptyRow, FilteredRow, MediaRow, Row
 
-__all__ = ["COLUMNS", "AnyRow", "BadRow", "EmptyRow", "MediaRow", "Row", "read_rows"]
+__all__ = [
+    "COLUMNS",
+    "AnyRow",
+    "BadRow",
+    "Columns",
+    "EmptyRow",
+    "FilteredRow",
+    "MediaRow",
+    "Row",
+    "preprocess_plug_in",
+    "read_rows",
+]

@@ -1,28 +1,41 @@
 """Rows of sources: the columns of each record are renamed as the user says, and their format is recognised."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from mpar.data._mix import choose
 from mpar.data.reading import Record, Source, read_records
 from mpar.data.rows._conversation import conversation, keys_of
 from mpar.data.rows._message import Media, check_unicode
-from mpar.data.rows._row import BadRow, EmptyRow, MediaRow, Row, RowFault
+from mpar.data.rows._preprocess import Preprocess, preprocess_function
+from mpar.data.rows._row import BadRow, EmptyRow, FilteredRow, MediaRow, Row, RowFault
 from mpar.errors import brief
 
-__all__ = ["AnyRow", "read_rows"]
+__all__ = ["AnyRow", "Columns", "read_rows"]
 
-AnyRow = Row | BadRow | EmptyRow | MediaRow
+AnyRow = Row | BadRow | EmptyRow | MediaRow | FilteredRow
 
 
-def read_rows(kind: str, source: Source, columns: Mapping[str, str]) -> Iterator[AnyRow]:
+@dataclass(frozen=True)
+class Columns:
+    """What the columns of a record become before its format is recognised.
+
+    names: for names of columns in the files, the names that formats have. preprocess: `module:function` of the user's own.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    preprocess: str | None = None
+
+
+def read_rows(kind: str, source: Source, columns: Columns) -> Iterator[AnyRow]:
     """The rows of a source in the order of its files; with a limit, a fixed choice of that many usable rows.
-
-    columns: for names of columns in the files, the names that formats have.
 
     If the limit is above the number of usable rows, rows are repeated: all equally often, give or take one. The choice depends
     only on these two numbers.
     """
-    rows = (_row(kind, record, columns) for file in source.files for record in read_records(file))
+    preprocess = preprocess_function(columns.preprocess)
+    records = (record for file in source.files for record in read_records(file))
+    rows = (row for record in records for row in _rows(kind, record, columns.names, preprocess))
     if source.limit is None:
         yield from rows
         return
@@ -36,16 +49,30 @@ def read_rows(kind: str, source: Source, columns: Mapping[str, str]) -> Iterator
         yield from (usable[i] for i in choose(source.limit, len(usable)))
 
 
-def _row(kind: str, record: Record, columns: Mapping[str, str]) -> AnyRow:
+def _rows(kind: str, record: Record, names: Mapping[str, str], preprocess: Preprocess) -> Iterator[AnyRow]:
+    """The rows that a record stands for: one, unless the user's function makes none or several of it."""
     value = record.value
     try:
         if isinstance(value, ValueError):
             raise RowFault(str(value))
         if isinstance(value, str):
-            return Row(record.file, record.line, "file", text=value, excerpt=record.excerpt) if value else EmptyRow()
+            yield Row(record.file, record.line, "file", text=value, excerpt=record.excerpt) if value else EmptyRow()
+            return
         if not isinstance(value, dict):
             raise RowFault(f"it is a JSON {type(value).__name__}, not an object")
-        value = _renamed(value, columns)
+        made = preprocess(_renamed(value, names))
+    except RowFault as fault:
+        yield BadRow(record.file, record.line, str(fault), record.excerpt)
+        return
+    if not made:
+        yield FilteredRow()
+    for one in made:
+        yield _row(kind, record, one)
+
+
+def _row(kind: str, record: Record, value: Mapping[str, object]) -> AnyRow:
+    """The row that the columns `value` of a record are."""
+    try:
         if kind == "pt":
             text = _plain_text(value)
             return Row(record.file, record.line, "text", text=text, excerpt=record.excerpt) if text else EmptyRow()

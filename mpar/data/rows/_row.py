@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from mpar.data._template import Message
 
-__all__ = ["BadRow", "EmptyRow", "MediaRow", "Row", "RowFault"]
+__all__ = ["BadRow", "EmptyRow", "FilteredRow", "MediaRow", "Row", "RowFault"]
 
 
 class RowFault(Exception):
@@ -60,3 +60,8 @@ class EmptyRow:
 @dataclass(frozen=True)
 class MediaRow:
     """A row with images, sound or video. Its text alone would teach to describe what is not there, so it is left out."""
+
+
+@dataclass(frozen=True)
+class FilteredRow:
+    """A row that the user's own function left out."""
