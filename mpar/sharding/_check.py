@@ -173,6 +173,8 @@ class _AxisCheck:
                 if factor not in names:
                     self.fail(node, f"operands are sharded along different factors, {factor} and {names}")
             partial = partial or now == "P"
+        if factor is not None and partial:
+            self.fail(node, f"reads pending sums beside operands that are sharded along factor {factor}")
         if factor is not None:
             return self.sharded(node, rule, types, factor)
         if partial:

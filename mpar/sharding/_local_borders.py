@@ -17,18 +17,24 @@ def _moved(emit: Emit, x: fx.Node, dim: int, by: int, fill: float | None) -> fx.
     """The rows of this rank after all rows moved `by` places along `dim`; what comes in at the end is `fill`, or, if that is
     None, what went out at the other end.
 
-    One all_gather of as many rows as move across a border; of the whole shard if they move farther than that.
+    The rows that move across a border go to the neighbour by a shift. Shifts go to the next rank only: if rows move back among
+    more than two ranks, or over mesh axes in another order, borders are gathered; whole shards are if rows move farther.
     """
     factor, ndim, size = f"d{dim}", len(emit.shape(x)), emit.shape(x)[dim]
     axes = emit.order_of(factor)
     sent = min(abs(by), size)
     part = emit(aten.slice.Tensor, x, dim, size - sent, size) if by > 0 else emit(aten.slice.Tensor, x, dim, 0, sent)
-    borders = emit.all_gather(part, axes, dim)
+    neighbour = sent < size and (by > 0 or emit.size(axes) == 2) and axes == emit.ordered(axes)
     counted = emit(aten.arange.default, sent, dtype=torch.int64, device=torch.device("cpu"))
     # of the rows of all borders: those of the rank before, or behind, or as far away as the rows come from
     first = emit(aten.add.Tensor, counted, emit.start_with(axes, sent))
     rows = emit(aten.sub.Tensor, first, by if sent == size else sent if by > 0 else -sent)
-    arrived = emit(aten.index_select.default, borders, dim, emit(aten.remainder.Scalar, rows, sent * emit.size(axes)))
+    if neighbour:
+        part = emit(aten.clone.default, part, memory_format=torch.contiguous_format)
+        (arrived,) = emit.arrived(emit.shift([part], axes), [part])
+    else:
+        around = emit(aten.remainder.Scalar, rows, sent * emit.size(axes))
+        arrived = emit(aten.index_select.default, emit.all_gather(part, axes, dim), dim, around)
     if fill is not None:
         beyond = emit(aten.lt.Scalar, rows, 0) if by > 0 else emit(aten.ge.Scalar, rows, sent * emit.size(axes))
         for new in [0] * dim + [-1] * (ndim - dim - 1):
@@ -50,7 +56,7 @@ def _rolled(node: fx.Node) -> NodeRule:
 
 @local_program(_rolled, aten.roll.default)
 def roll(emit: Emit, x: fx.Node, shifts: list[int], dims: list[int]) -> fx.Node:
-    """One all_gather, for each sharded dim, of the rows that cross a border."""
+    """One message for each sharded dim, of the rows that cross a border."""
     ndim = len(emit.shape(x))
     for shift, dim in zip(shifts, dims, strict=True):
         if not emit.axes_of(f"d{dim % ndim}"):
@@ -83,7 +89,7 @@ def _sides(pad: list[int], ndim: int) -> list[tuple[int, int]]:
 
 @local_program(_padded, aten.constant_pad_nd.default)
 def pad(emit: Emit, x: fx.Node, pad: list[int], value: float = 0) -> fx.Node:
-    """One all_gather, for each sharded dim that moves, of the rows that cross a border."""
+    """One message for each sharded dim that moves, of the rows that cross a border."""
     ndim = len(emit.shape(x))
     sides = _sides(pad, ndim)
     moving = [i for i in range(ndim) if emit.axes_of(f"d{i}") and any(sides[i])]

@@ -71,6 +71,49 @@ def test_the_right_entry_is_accepted(name):
     torch.testing.assert_close(actual, fn(X))
 
 
+def keeps_its_maximum(emit, x, dim, half_to_float):
+    """Subtracts the maximum of the shard, not of all ranks."""
+    return emit(aten.exp.default, emit(aten.sub.Tensor, x, emit(aten.amax.default, x, [dim], True)))
+
+
+def keeps_its_sum(emit, x, dim, half_to_float):
+    """Divides by the sum of the shard."""
+    return emit(aten.div.Tensor, x, emit(aten.sum.dim_IntList, x, [dim], True))
+
+
+def adds_maxima(emit, x, dim, half_to_float):
+    """Adds what must be compared."""
+    return emit(aten.sub.Tensor, x, emit.all_reduce(emit(aten.amax.default, x, [dim], True), "sum"))
+
+
+def returns_its_part(emit, x, dims, keep=False):
+    """Says that the maximum of a shard is that of all."""
+    return emit(aten.amax.default, x, dims, keep)
+
+
+def returns_its_product(emit, x, dim, keep=False, dtype=None):
+    """Says that the product of a shard is that of all."""
+    return emit(aten.prod.dim_int, x, dim, keep)
+
+
+FORGETFUL = {
+    "a maximum": (aten._softmax.default, keeps_its_maximum, lambda x: x.softmax(0), "reads a pending maximum"),
+    "a sum": (aten._softmax.default, keeps_its_sum, lambda x: x.softmax(0), "reads pending sums"),
+    "to compare": (aten._softmax.default, adds_maxima, lambda x: x.softmax(0), "a pending maximum"),
+    "the other maxima": (aten.amax.default, returns_its_part, lambda x: x.amax(0), "is a pending maximum"),
+    "the other products": (aten.prod.dim_int, returns_its_product, lambda x: x.prod(0), "computed differently on each rank"),
+}
+
+
+@pytest.mark.parametrize("name", FORGETFUL)
+def test_a_local_program_that_forgets_a_collective_is_refused(name, monkeypatch):
+    """Nodes of local programs are checked like all others: no program is believed."""
+    op, program, fn, why = FORGETFUL[name]
+    monkeypatch.setitem(PROGRAMS, op, (PROGRAMS[op][0], program))
+    with pytest.raises(ShardingError, match=rf"ill-typed rank graph.*{why}"):
+        jit(fn, mesh=MESH, in_specs=P("a")).lower(X)
+
+
 LINEAR = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,

@@ -66,12 +66,12 @@ MESSAGES = {
     "select": (lambda x: x[3], REDUCE, REDUCE),
     "embedding": (lambda x: F.embedding(SECOND[:2], x), ["all_reduce 128"], ["all_reduce 128"]),
     "gather of truths": (lambda x: (x > 0).gather(0, FIRST[None]), ["all_reduce 8"], None),
-    # the rows that cross a border, one per rank; the gradient moves them back
-    "roll": (lambda x: x.roll(1, 0), ["all_gather 64"], ["all_gather 64"] * 2),
-    "roll back": (lambda x: x.roll(-9, 0), ["all_gather 64"], ["all_gather 64"] * 2),
-    "pad and slice": (lambda x: F.pad(x, (0, 0, 1, 0))[:-1], ["all_gather 64"], ["all_gather 64"] * 2),
-    "slice and pad": (lambda x: F.pad(x[1:], (0, 0, 0, 1), value=2.0), ["all_gather 64"], ["all_gather 64"] * 2),
-    "zeros before": (lambda x: torch.cat([x.new_zeros(1, 8), x[:-1]]), ["all_gather 64"], ["all_gather 64"] * 2),
+    # the row that crosses a border goes to the next rank; the gradient moves it back, which among four ranks is a gather of them
+    "roll": (lambda x: x.roll(1, 0), ["shift 64"], ["shift 64", "all_gather 64"]),
+    "roll back": (lambda x: x.roll(-9, 0), ["all_gather 64"], ["all_gather 64", "shift 64"]),
+    "pad and slice": (lambda x: F.pad(x, (0, 0, 1, 0))[:-1], ["shift 64"], ["shift 64", "all_gather 64"]),
+    "slice and pad": (lambda x: F.pad(x[1:], (0, 0, 0, 1), value=2.0), ["all_gather 64"], ["all_gather 64", "shift 64"]),
+    "zeros before": (lambda x: torch.cat([x.new_zeros(1, 8), x[:-1]]), ["shift 64"], ["shift 64", "all_gather 64"]),
     "topk": (lambda x: x.topk(1, dim=0).values, ["all_gather 64"], None),
 }  # fmt: skip
 """What crosses dim 0 of an 8 x 8 tensor that four ranks share: the messages of the function, and of it with its gradient."""
