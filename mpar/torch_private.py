@@ -15,21 +15,28 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "checkpoint_disabled",
     "current_autograd_node",
+    "data_checks",
     "defunctionalise",
     "flash_attention_cpu",
     "flash_attention_cpu_backward",
+    "flex_attention_called",
     "functionalise",
     "fused_adamw_",
     "grouped_mm",
     "is_functional",
     "last_autograd_node",
     "original_views",
+    "outside_the_trace",
+    "overload_of",
     "pytree",
     "quiet_errors",
     "storage_key",
+    "visible_keys",
     "was_written",
 ]
 
+_NAMES = {"flex_attention_op": "flex_attention", "no_score_change": "_identity"}
+"""What torch calls a name, where this file calls it otherwise."""
 _LAZY = {
     "DataDependentOutputException": "torch._subclasses.fake_tensor",
     "DynamicOutputShapeException": "torch._subclasses.fake_tensor",
@@ -40,13 +47,17 @@ _LAZY = {
     "TorchDispatchMode": "torch.utils._python_dispatch",
     "TorchFunctionMode": "torch.overrides",
     "UnsupportedFakeTensorException": "torch._subclasses.fake_tensor",
+    "flex_attention_op": "torch._higher_order_ops.flex_attention",
     "_core_aten_decompositions_post_autograd": "torch._decomp",
     "decomposition_table": "torch._decomp",
     "get_current_meta": "torch.fx.traceback",
     "make_fx": "torch.fx.experimental.proxy_tensor",
+    "no_score_change": "torch.nn.attention.flex_attention",
     "preserve_node_meta": "torch.fx.traceback",
 }
 
+data_checks = frozenset({torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg})
+"""Ops without a result, which raise an error for some data: compiled functions do without them."""
 flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_attention_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 fused_adamw_ = torch._fused_adamw_
@@ -55,7 +66,7 @@ grouped_mm = torch._grouped_mm
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        return getattr(importlib.import_module(_LAZY[name]), _NAMES.get(name, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -112,6 +123,45 @@ def quiet_errors() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def flex_attention_called() -> Iterator[None]:
+    """In this context torch's flex_attention calls its op with the functions that it was given, without compiling them.
+
+    Nor does it refuse gradients of tensors that are on no GPU.
+    """
+    module: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    saved = module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG, module._validate_device
+    module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG, module._validate_device = True, lambda *_: None
+    try:
+        yield
+    finally:
+        module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG, module._validate_device = saved
+
+
+@contextlib.contextmanager
+def outside_the_trace() -> Iterator[None]:
+    """In this context ops on tensors with data are computed and not traced, also inside transforms of `torch.func`."""
+    functorch: Any = importlib.import_module("torch._functorch.pyfunctorch")
+    dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
+    with functorch.temporarily_clear_interpreter_stack(), dispatch._disable_current_modes():
+        yield
+
+
+def visible_keys(mask_mod: Callable, *sizes: int) -> torch.Tensor | None:
+    """The mask (batch, heads, queries, keys) of a function of indices; None if it reads tensors without data."""
+    module: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    try:
+        mask = module.create_mask(mask_mod, *sizes, device="cpu")
+    except RuntimeError:
+        return None
+    return mask if type(mask) is torch.Tensor else None
+
+
+def overload_of(op: Any) -> Any:
+    """The overload behind what `torch.library.custom_op` returns; an overload is returned as it is."""
+    return getattr(op, "_opoverload", op)
 
 
 def functionalise(x: torch.Tensor) -> torch.Tensor:

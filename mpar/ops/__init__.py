@@ -57,6 +57,8 @@ from mpar.ops.primitive import (
     Primitive,
     ShardingRule,
     Static,
+    declare_sharding,
+    declared_rule,
     parse_sharding,
     primitive_of,
 )
@@ -90,6 +92,8 @@ __all__ = [
     "combine",
     "constrain",
     "cross_entropy",
+    "declare_sharding",
+    "declared_rule",
     "decode_axes",
     "dequantise_fp8",
     "dispatch",

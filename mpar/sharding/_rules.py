@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mpar.ops import Primitive, primitive_of
+from mpar.ops import Primitive, ShardingRule, declared_rule, primitive_of
 from mpar.sharding._canonicalise import PRODUCTS, shape_of, view_groups
 
 __all__ = [
@@ -74,6 +74,9 @@ def rule_of(node: fx.Node) -> NodeRule:
         return _primitive_rule(node, primitive)
     if node.target in RULES:
         return RULES[node.target](node)
+    declared = declared_rule(node.target)
+    if declared is not None:
+        return _declared(node, declared)
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return pointwise(node)
     return replicated(node)
@@ -93,7 +96,8 @@ def programs_of(node: fx.Node) -> Mapping[str, Callable]:
 def has_rule(node: fx.Node) -> bool:
     """Whether there is a sharding rule for the op of a node."""
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return primitive_of(node.target) is not None or node.target in RULES or pointwise
+    stated = primitive_of(node.target) is not None or node.target in RULES or declared_rule(node.target) is not None
+    return stated or pointwise
 
 
 def is_float_cast(node: fx.Node) -> bool:
@@ -155,6 +159,29 @@ def _primitive_rule(node: fx.Node, primitive: Primitive) -> NodeRule:
         ragged={factor: at[name] for factor, name in rule.ragged},
         leads={at[name] for name in rule.leads},
     )
+
+
+def _declared(node: fx.Node, rule: ShardingRule) -> NodeRule:
+    """The rule of an op for which `declare_sharding` has stated one."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+    names = [argument.name for argument in arguments if "Tensor" in str(argument.type)]
+    by_name = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
+    given = [
+        (name, by_name[name], dims) for name, dims in zip(names, rule.operands, strict=True) if by_name.get(name) is not None
+    ]
+    all_dims = (*(dims for _, _, dims in given), *rule.results)
+    leading = _num_leading(all_dims, [*(_num_dims(operand) for _, operand, _ in given), *(value.ndim for value in values)])
+    sizes: dict[str, int] = {}
+    factors = [_without_broadcasts(_expanded(dims, leading), shape_of(operand), sizes) for _, operand, dims in given]
+    results = [
+        _without_broadcasts(_expanded(dims, leading), tuple(value.shape), sizes)
+        for value, dims in zip(values, rule.results, strict=True)
+    ]
+    operands = [operand for _, operand, _ in given]
+    _solve_composites(factors, [shape_of(operand) for operand in operands], sizes)
+    linear = {i for i, (name, _, _) in enumerate(given) if name in rule.linear}
+    return NodeRule(operands, factors, results, sizes, set(rule.need_replication), linear)
 
 
 def _num_dims(argument: Any) -> int | None:

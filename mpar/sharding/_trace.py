@@ -20,6 +20,7 @@ from mpar.torch_private import (
     FunctionalTensorMode,
     checkpoint_disabled,
     defunctionalise,
+    flex_attention_called,
     functionalise,
     make_fx,
     original_views,
@@ -122,7 +123,7 @@ def _trace_flat(name: str, flat: Callable, names: Sequence[str], fakes: list[Ten
             return [defunctionalise(x) for x in results]
 
     try:
-        with marking(), preserve_node_meta(), original_views(), checkpoint_disabled(), quiet_errors():
+        with marking(), preserve_node_meta(), original_views(), checkpoint_disabled(), flex_attention_called(), quiet_errors():
             module = make_fx(functional)(*fakes)
     except Exception as error:
         refusal = explain(name, watch, error)

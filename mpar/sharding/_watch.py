@@ -3,7 +3,7 @@
 import bisect
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.errors import TraceError
+from mpar.sharding._replaced import REPLACED
 from mpar.torch_private import (
     TorchDispatchMode,
     TorchFunctionMode,
     current_autograd_node,
+    data_checks,
     get_current_meta,
     is_functional,
     last_autograd_node,
@@ -40,32 +42,6 @@ INSTEAD = {
 COMPILER = frozenset({"compiler", "ir", "ops", "program", "runtime", "sharding", "torch_private.py"})
 """Parts of mpar whose lines are never reported: what they do, they do for the line of a model or a user that called them."""
 STRIDED = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
-
-
-def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    if num_classes < 0:
-        raise TraceError("one_hot without num_classes makes a shape from the data of a tensor: give num_classes")
-    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
-
-
-def _write_item(x: Tensor, index: Any, value: Any) -> None:
-    number = isinstance(value, (int, float, complex)) or (isinstance(value, Tensor) and value.numel() == 1)
-    if not (isinstance(index, Tensor) and index.dtype == torch.bool and number):
-        return Tensor.__setitem__(x, index, value)
-    mask = index.reshape(*index.shape, *[1] * (x.ndim - index.ndim))
-    x.masked_fill_(mask, value.reshape(()).to(x.dtype) if isinstance(value, Tensor) else value)
-    return None
-
-
-WITHOUT_DATA: dict[Any, Callable[..., Tensor | None]] = {
-    torch.nn.functional.one_hot: _one_hot,
-    Tensor.__setitem__: _write_item,
-}
-"""Functions of torch that look at data, to check it or for their gradient, and how they do without."""
-
-
-CHECKS = frozenset({torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg})
-"""Ops without a result, which raise an error for some data: compiled functions do without them."""
 
 
 QUANTISED = frozenset({torch.qint8, torch.qint32, torch.quint8})
@@ -102,7 +78,7 @@ class Watch(TorchDispatchMode):
         problem = _problem(func, args, kwargs or {})
         if problem:
             self.refuse(func, problem)
-        if func in CHECKS:
+        if func in data_checks:
             return None
         if _writes_outside(func, args, kwargs or {}):
             raise TraceError(self.offenders[-1])  # if it ran, it would write into a tensor of the user
@@ -131,7 +107,7 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        func = WITHOUT_DATA.get(func, func)
+        func = REPLACED.get(func, func)
         try:
             out = func(*args, **(kwargs or {}))
         except Exception:

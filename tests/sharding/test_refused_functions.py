@@ -85,7 +85,7 @@ BAD = {
     "outside": (lambda x: OUTSIDE.copy_(x[0]), "from outside"),
     "quantised": (lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8), "quantize_per_tensor"),
     "rand": (lambda x: x + torch.rand(8, 8), "random_uniform"),
-    "repeat_interleave by data": (lambda x: x.repeat_interleave(torch.tensor([1, 2] * 4), 0), "repeat_interleave"),
+    "repeat_interleave by data": (lambda x: x.repeat_interleave(x[:, 0].long(), 0), "repeat_interleave"),
     "scan": (lambda x: scan(lambda c, row: (c + row, c * row), x[0], x)[1], "for loop"),
     "sparse": (lambda x: x.to_sparse(), "_to_sparse"),
     "text in the place of a number": (lambda x: torch.sum(x, "a"), "sum"),
