@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mpar.chain import Axes
 from mpar.models.traced._dims import Dims, Factor
@@ -50,6 +50,11 @@ class Layout:
     """How a parameter is cut: one leaf, or several that lie along its first dim."""
 
     leaves: tuple[LeafLayout, ...]
+
+    def cut(self, stored: Tensor) -> list[Tensor]:
+        """The leaves of a stored tensor, as views of it."""
+        parts = stored.split([leaf.stored_shape[0] for leaf in self.leaves]) if len(self.leaves) > 1 else [stored]
+        return [part.reshape(leaf.shape) for part, leaf in zip(parts, self.leaves, strict=True)]
 
     @property
     def axes(self) -> Axes:

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from mpar.models._batch import BATCH_KEYS, ORDER, Batch, batch_weight, check_bat
 from mpar.models._model import Model
 from mpar.models.traced import _runs as runs
 from mpar.models.traced._imported import Imported, imported
+from mpar.models.traced._layout import Layout
 from mpar.models.traced._segments import EmbedRun, HeadRun, LayerRun
 from mpar.tree import Tree
 
@@ -89,17 +90,23 @@ class TracedModel(Model):
     @functools.cached_property
     def abstract_params(self) -> Tree:
         """The parameter tree with meta tensors."""
-        return self._tree(lambda leaf: torch.empty(leaf.shape, dtype=self.dtype, device="meta"))
+        return self._tree(
+            lambda _, layout: [torch.empty(leaf.shape, dtype=self.dtype, device="meta") for leaf in layout.leaves]
+        )
 
     @functools.cached_property
     def param_axes(self) -> Tree:
         """The parameter tree with the logical axes of each leaf."""
-        return self._tree(lambda leaf: leaf.axes)
+        return self._tree(lambda _, layout: [leaf.axes for leaf in layout.leaves])
 
-    def _tree(self, of_leaf: Any) -> Tree:
+    def leaves(self, stored: Mapping[str, Tensor]) -> Tree:
+        """The parameter tree of tensors that have the names and shapes of those of transformers' module."""
+        return self._tree(lambda name, layout: layout.cut(stored[name]))
+
+    def _tree(self, of_parameter: Callable[[str, Layout], list[Any]]) -> Tree:
         root: dict[str, Any] = {}
         for name in self.imported.skeleton.parameters:
-            leaves = [of_leaf(leaf) for leaf in self.imported.layouts[name].leaves]
+            leaves = of_parameter(name, self.imported.layouts[name])
             *keys, last = name.split(".")
             node = root
             for key in keys:

@@ -93,9 +93,7 @@ def _differences(model: TracedModel, eager: Any) -> Any:
         if parameter.ndim == 1:  # gains of one and biases of zero would hide what is done with them
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     ids = torch.randint(3, min(model.vocab_size, 128), (2, _ROWS, _LENGTH), generator=generator)
-    like = model.abstract_params
-    leaves = [_stored(parameters, path).reshape(leaf.shape).requires_grad_() for path, leaf in tree.leaves_with_path(like)]
-    params = tree.unflatten(tree.flatten(like)[1], leaves)
+    params = tree.map_leaves(lambda x: x.detach().clone().requires_grad_(), model.leaves(parameters))
     theirs = eager(ids[0], use_cache=False).logits
     ours = model.apply(params, ids[0])
     difference = _share(ours, theirs)
@@ -106,22 +104,13 @@ def _differences(model: TracedModel, eager: Any) -> Any:
     loss, _ = model.loss(params, {"tokens": ids[0], "labels": ids[1]})
     loss.backward()
     largest = max(float(p.grad.abs().max()) for p in parameters.values() if p.grad is not None)
-    for path, leaf in zip(tree.paths(like), leaves, strict=True):
-        expected = _gradient(parameters, path)
+    expected = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+    wanted = dict(tree.leaves_with_path(model.leaves(expected)))
+    for path, leaf in tree.leaves_with_path(params):
         given = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        wanted = torch.zeros_like(leaf) if expected is None else expected.reshape(leaf.shape)
-        size = max(float(wanted.abs().max()), 1e-3 * largest)
-        difference = float((given - wanted).abs().max()) / size
+        difference = float((given - wanted[path]).abs().max()) / max(float(wanted[path].abs().max()), 1e-3 * largest)
         if not difference <= _GRADIENTS:
             yield f"the gradient of {path} differs by {difference:.1e} ({_GRADIENTS:.0e} is allowed)"
-
-
-def _stored(parameters: dict[str, Tensor], path: str) -> Tensor:
-    return parameters[path].detach().clone()
-
-
-def _gradient(parameters: dict[str, Tensor], path: str) -> Tensor | None:
-    return parameters[path].grad
 
 
 def _share(ours: Tensor, theirs: Tensor) -> float:
