@@ -90,7 +90,7 @@ def survey(model_type: str, told: Callable[[dict[str, object]], None]) -> None:
         "cache": lambda: _cache(subject),
         "export": lambda: _export(subject),
     }
-    row = replace(row, **_messages(model))
+    row = replace(row, **_messages(subject))
     for name, check in checks.items():
         row = replace(row, **{name: _said(check)})
         told(asdict(row))
@@ -119,7 +119,7 @@ def _subject(raw: Mapping[str, object], model: TracedModel) -> Subject:
     generator = torch.Generator().manual_seed(1)
     tokens, labels = torch.randint(3, min(model.vocab_size, 128), (2, _ROWS, _LENGTH), generator=generator)
     subject = Subject(model, eager, {"tokens": tokens, "labels": labels})
-    stored = dict(eager.named_parameters())
+    stored = {name: x for name, x in eager.state_dict(keep_vars=True).items() if name in model.imported.skeleton.parameters}
     subject.params = model.leaves({name: x.detach() for name, x in stored.items()})
     logits = eager(tokens, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -153,12 +153,13 @@ def _axes(model: TracedModel) -> dict[str, tuple]:
     return dict(tree.leaves_with_path(model.param_axes, is_leaf=lambda x: isinstance(x, tuple)))
 
 
-def _messages(model: TracedModel) -> dict[str, Any]:
-    axes, matrices = _axes(model), 0
+def _messages(subject: Subject) -> dict[str, Any]:
+    model, matrices = subject.model, 0
+    axes = _axes(model)
     divided = 0
     inside = tuple(f"{name}." for name in model.imported.skeleton.names)
     for path, leaf in tree.leaves_with_path(model.abstract_params):
-        if path.startswith(inside) and leaf.ndim > 1:
+        if path.startswith(inside) and leaf.ndim > 1 and bool(subject.gradients[path].any()):  # some layers do not read all
             matrices += leaf.numel()
             divided += leaf.numel() * bool(_SPLIT & set(axes[path]))
     try:

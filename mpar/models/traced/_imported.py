@@ -1,7 +1,7 @@
 """Imported: all that is known of a traced model after its parts have run once without data: calls, layouts, equal layers."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from mpar.errors import ConfigError, MparError
 from mpar.models.traced import _runs as runs
 from mpar.models.traced._layout import Layout, layouts
 from mpar.models.traced._mode import Weight
+from mpar.models.traced._reading import Reading
 from mpar.models.traced._skeleton import Skeleton, skeleton
 from mpar.ops import PRIMITIVES
 from mpar.sharding import LogicalGraph, trace
@@ -30,6 +31,7 @@ class Imported:
     embed, head: the names of the parameters that are read before and behind the layers.
     layouts:  for each stored parameter how it is cut into leaves.
     pairs:    for each layer a token's multiplications with each other token of a row: 2 n h for n heads of h.
+    windows:  for each layer the windows of its calls of attention; None is a call that sees the whole row.
     """
 
     skeleton: Skeleton
@@ -39,6 +41,7 @@ class Imported:
     head: tuple[str, ...]
     layouts: Mapping[str, Layout]
     pairs: tuple[int, ...]
+    windows: tuple[tuple[int | None, ...], ...]
 
     @property
     def num_layers(self) -> int:
@@ -85,10 +88,10 @@ def _imported(found: Skeleton) -> Imported:
     signatures = [_signature(layer, call) for layer, call in zip(found.layers, calls, strict=True)]
     kinds = tuple(signatures.index(signature) for signature in signatures)
     known: dict[str, Layout] = {}
-    pairs: dict[int, int] = {}
+    attends: dict[int, list[fx.Node]] = {}
     for index in sorted(set(kinds)):
         logical = _trace_layer(found, index, calls[index], context)
-        pairs[index] = _pairs(logical)
+        attends[index] = [node for node in logical.graph.nodes if node.target == PRIMITIVES["attention"].op]
         names = {f"0.{name}": name for name, _ in found.layers[index].named_parameters()}
         cut = layouts(logical, names, "1", ("batch", "seq", "embed"))
         for i in (i for i, kind in enumerate(kinds) if kind == index):
@@ -98,11 +101,12 @@ def _imported(found: Skeleton) -> Imported:
     unread = [name for name in found.parameters if name not in known]
     if unread:
         raise ConfigError(f"its parameters {', '.join(unread[:5])} are read by no part of it")
-    return Imported(found, tuple(calls), kinds, embed, head, known, tuple(pairs[kind] for kind in kinds))
+    pairs = tuple(_pairs(attends[kind]) for kind in kinds)
+    windows = tuple(tuple(call.kwargs.get("window") for call in attends[kind]) for kind in kinds)
+    return Imported(found, tuple(calls), kinds, embed, head, known, pairs, windows)  # type: ignore[arg-type]
 
 
-def _pairs(logical: LogicalGraph) -> int:
-    calls = [node for node in logical.graph.nodes if node.target == PRIMITIVES["attention"].op]
+def _pairs(calls: Sequence[fx.Node]) -> int:
     shapes = [(call.args[0].meta["val"].shape, call.args[2].meta["val"].shape) for call in calls]
     return sum(q[2] * (q[3] + v[3]) for q, v in shapes)
 
@@ -130,7 +134,7 @@ def _returns_tuple(found: Skeleton, calls: list[runs.Call], context: Mapping[str
     def fn(params: dict[str, Tensor], x: Tensor, context: dict[str, Tensor]) -> Tensor:
         module.forward = note
         try:
-            return runs.layer(found, 0, _plain(params), x, calls[0], context)
+            return runs.layer(found, 0, _plain(params), x, calls[0], Reading(context, _BATCH, _SEQ))
         finally:
             del module.forward
 
@@ -140,7 +144,7 @@ def _returns_tuple(found: Skeleton, calls: list[runs.Call], context: Mapping[str
 
 def _trace_layer(found: Skeleton, index: int, call: runs.Call, context: Mapping[str, Tensor]) -> LogicalGraph:
     def fn(params: dict[str, Tensor], x: Tensor, context: dict[str, Tensor]) -> Tensor:
-        return runs.layer(found, index, _plain(params), x, call, context)
+        return runs.layer(found, index, _plain(params), x, call, Reading(context, _BATCH, _SEQ))
 
     return trace(fn, (dict(found.layers[index].named_parameters()), _x(found), dict(context)))
 

@@ -16,7 +16,9 @@ from mpar.sharding import LogicalGraph
 
 __all__ = ["Layout", "LeafLayout", "layouts"]
 
-attention_p, einsum_p, embedding_p = (PRIMITIVES[name].op for name in ("attention", "einsum", "embedding"))
+attention_p, einsum_p, embedding_p, grouped_matmul_p = (
+    PRIMITIVES[name].op for name in ("attention", "einsum", "embedding", "grouped_matmul")
+)
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ def layouts(logical: LogicalGraph, names: Mapping[str, str], x: str, result_axes
     for call in _calls(logical, embedding_p):
         if "tokens" in _path(call.args[0], placeholders):
             _label(dims.of(call.args[1])[0], "vocab")
+    for call in _calls(logical, grouped_matmul_p):
+        expert, *inner = dims.of(call.args[1])
+        _label(expert, "expert")
+        for factor in (factor for factors in inner for factor in factors if not factor.whole):
+            _label([factor], "expert_mlp")
     _label_hidden(dims, owned)
     return {name: _layout(dims.of(node), is_kv=node in kv) for node, name in owned.items()}
 

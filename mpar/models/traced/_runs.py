@@ -6,16 +6,15 @@ So no name of a model's own is needed, only that its layers follow one another.
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpar.models.traced._attention import READ
 from mpar.models.traced._mode import Weight, Weights
+from mpar.models.traced._reading import Reading, reading
 from mpar.models.traced._skeleton import Skeleton
 from mpar.torch_private import pytree
 
@@ -88,13 +87,11 @@ def embed(skeleton: Skeleton, weights: Mapping[str, Weight], tokens: Tensor, pos
     return found[0]
 
 
-def layer(
-    skeleton: Skeleton, index: int, weights: Mapping[str, Weight], x: Tensor, call: Call, context: Mapping[str, Tensor]
-) -> Tensor:
+def layer(skeleton: Skeleton, index: int, weights: Mapping[str, Weight], x: Tensor, call: Call, found: Reading) -> Tensor:
     """(B, S, D) behind layer `index`. Weights are called as in the layer's module."""
-    args, kwargs = call.arguments(context)
+    args, kwargs = call.arguments(found.context)
     given = {name: weight.whole for name, weight in weights.items()}
-    with _LOCK, _reading(context), Weights(weights):
+    with _LOCK, reading(found), Weights(weights):
         out = torch.func.functional_call(skeleton.layers[index], given, (x, *args), kwargs)
     return out[0] if isinstance(out, (tuple, list)) else out
 
@@ -130,13 +127,3 @@ def _run(skeleton: Skeleton, weights: Mapping[str, Weight], tokens: Tensor, posi
 
 def _as_layers_do(skeleton: Skeleton, x: Tensor) -> Any:
     return (x,) if skeleton.returns_tuple else x
-
-
-@contextmanager
-def _reading(context: Mapping[str, Tensor]) -> Iterator[None]:
-    """While it is open, attention reads the order and the documents of `context`."""
-    token = READ.set(context)
-    try:
-        yield
-    finally:
-        READ.reset(token)

@@ -9,6 +9,7 @@ from torch import Tensor
 from mpar import ops
 from mpar.models.traced import _runs as runs
 from mpar.models.traced._imported import Imported, imported
+from mpar.models.traced._reading import Keys, Reading
 
 __all__ = ["EmbedRun", "HeadRun", "LayerRun"]
 
@@ -40,12 +41,35 @@ class LayerRun:
         self, params: tuple[Any], x: Tensor, context: Mapping[str, Tensor], *, training: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(B, S, D) to (B, S, D)."""
+        return self._run(params, x, Reading(context, x.shape[0], x.shape[1])), {}
+
+    def slice(
+        self,
+        params: tuple[Any],
+        x: Tensor,
+        context: Mapping[str, Tensor],
+        past: tuple[tuple[Keys[Tensor], ...], ...],
+        *,
+        training: bool,
+    ) -> tuple[Tensor, tuple[Keys[Tensor], ...], dict[str, Tensor]]:
+        """`__call__` for a slice of rows, see `Carry.fn`; keys and values are carried to later slices."""
+        found = Reading(context, x.shape[0], x.shape[1], past)
+        return self._run(params, x, found), tuple(found.carried), {}
+
+    def decode(
+        self, params: tuple[Any], x: Tensor, context: Mapping[str, Tensor], state: tuple[Keys[Tensor], ...]
+    ) -> tuple[Tensor, tuple[Keys[Tensor], ...]]:
+        """`__call__` for tokens that follow those whose keys `state` has; and the keys that the next token needs."""
+        found = Reading(context, x.shape[0], x.shape[1], state=state)
+        return self._run(params, x, found), tuple(found.carried)
+
+    def _run(self, params: tuple[Any], x: Tensor, found: Reading) -> Tensor:
         model = imported(self.config_json)
         names = model.layer_names(self.index)
         stored = {name: f"{model.skeleton.names[self.index]}.{name}" for name in names}
         weights = model.weights(stored, {name: _at(params[0], name) for name in names})
-        y = runs.layer(model.skeleton, self.index, weights, x, model.calls[self.index], context)
-        return ops.constrain(y, ("batch", "residual_seq", "embed")), {}
+        y = runs.layer(model.skeleton, self.index, weights, x, model.calls[self.index], found)
+        return ops.constrain(y, ("batch", "residual_seq", "embed"))
 
 
 @dataclass(frozen=True)

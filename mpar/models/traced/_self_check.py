@@ -6,7 +6,8 @@ refused.
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.errors import ConfigError
+from mpar.models.traced._find_traits import find_traits
 from mpar.models.traced._model import TracedModel
 from mpar.models.traced._skeleton import load_transformers, transformers_config
+from mpar.models.traced._traits import Traits
+from mpar.tree import Tree
 
 __all__ = ["check_traced", "shrunken"]
 
@@ -41,29 +45,33 @@ _IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @functools.lru_cache(maxsize=64)
-def check_traced(config_json: str) -> None:
-    """Raise ConfigError, which says what differs, unless a small model of this config gives the logits and gradients of
-    transformers' eager code."""
+def check_traced(config_json: str) -> Traits:
+    """What rows of the model allow. Raises ConfigError, which says what differs, unless a small model of this config gives the
+    logits and gradients of transformers' eager code."""
     small = json.dumps(shrunken(json.loads(config_json)))
     transformers = load_transformers()
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             config = transformers_config(small)
-            eager = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+            eager = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+            ).eval()
     except Exception as error:
         model_type = json.loads(config_json)["model_type"]
         raise ConfigError(
             f"cannot check this {model_type} model: transformers cannot make a small one of its config "
             f"({type(error).__name__}: {str(error)[:200]})"
         ) from error
-    model = TracedModel(small)
-    problems = list(_differences(model, eager))
+    problems, traits = _compared(TracedModel(small), eager)
     if problems:
         raise ConfigError(
             f"cannot use {type(eager).__name__} by tracing: a small model of this config does not compute what transformers "
             f"{transformers.__version__} computes:\n  " + "\n  ".join(problems[:6])
         )
+    if traits.first_position:
+        traits = replace(traits, first_position=_after_padding(json.loads(config_json)))
+    return traits
 
 
 def shrunken(raw: Mapping[str, object]) -> dict[str, object]:
@@ -85,32 +93,49 @@ def shrunken(raw: Mapping[str, object]) -> dict[str, object]:
     return small | {"initializer_range": 0.2}
 
 
-def _differences(model: TracedModel, eager: Any) -> Any:
-    """A line for everything in which the two differ."""
+def _compared(model: TracedModel, eager: Any) -> tuple[list[str], Traits]:
+    """A line for everything in which the two differ, and what rows allow."""
     generator = torch.Generator().manual_seed(1)
-    parameters = dict(eager.named_parameters())
-    for parameter in parameters.values():
-        if parameter.ndim == 1:  # gains of one and biases of zero would hide what is done with them
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    stored = {name: x for name, x in eager.state_dict(keep_vars=True).items() if name in model.imported.skeleton.parameters}
+    for x in stored.values():
+        if x.ndim == 1:  # gains of one and biases of zero would hide what is done with them
+            x.data += 0.1 * torch.randn(x.shape, generator=generator)
+    params = tree.map_leaves(lambda x: x.detach().clone().requires_grad_(), model.leaves(stored))
     ids = torch.randint(3, min(model.vocab_size, 128), (2, _ROWS, _LENGTH), generator=generator)
-    params = tree.map_leaves(lambda x: x.detach().clone().requires_grad_(), model.leaves(parameters))
     theirs = eager(ids[0], use_cache=False).logits
-    ours = model.apply(params, ids[0])
-    difference = _share(ours, theirs)
+    difference = _share(model.apply(params, ids[0]), theirs)
+    after_padding = _after_padding(model.hf_config)
+    if not difference <= _LOGITS and after_padding:
+        shifted = replace(model, traits=replace(model.traits, first_position=after_padding))
+        if _share(shifted.apply(params, ids[0]), theirs) <= _LOGITS:
+            model, difference = shifted, 0.0
     if not difference <= _LOGITS:
-        yield f"logits differ by {difference:.1e} of the largest ({_LOGITS:.0e} is allowed)"
-        return
+        return [f"logits differ by {difference:.1e} of the largest ({_LOGITS:.0e} is allowed)"], model.traits
+    problems = list(_gradients_that_differ(model, params, stored, theirs, ids))
+    with torch.no_grad():
+        return problems, find_traits(model, params, eager, ids[0])
+
+
+def _gradients_that_differ(
+    model: TracedModel, params: Tree, stored: Mapping[str, Tensor], theirs: Tensor, ids: Tensor
+) -> Iterator[str]:
     torch.nn.functional.cross_entropy(theirs.flatten(0, 1), ids[1].flatten(), reduction="sum").backward()
     loss, _ = model.loss(params, {"tokens": ids[0], "labels": ids[1]})
     loss.backward()
-    largest = max(float(p.grad.abs().max()) for p in parameters.values() if p.grad is not None)
-    expected = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+    largest = max(float(x.grad.abs().max()) for x in stored.values() if x.grad is not None)
+    expected = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in stored.items()}
     wanted = dict(tree.leaves_with_path(model.leaves(expected)))
     for path, leaf in tree.leaves_with_path(params):
         given = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         difference = float((given - wanted[path]).abs().max()) / max(float(wanted[path].abs().max()), 1e-3 * largest)
         if not difference <= _GRADIENTS:
             yield f"the gradient of {path} differs by {difference:.1e} ({_GRADIENTS:.0e} is allowed)"
+
+
+def _after_padding(raw: Mapping[str, object]) -> int:
+    """Where models count positions from the id of padding on, the position of the first token; 0 without such an id."""
+    padding = transformers_config(json.dumps(raw)).get_text_config().pad_token_id
+    return 0 if padding is None else padding + 1
 
 
 def _share(ours: Tensor, theirs: Tensor) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mpar.errors import ConfigError
 from mpar.models.traced._attention import ATTENTION, register_attention
+from mpar.models.traced._experts import EXPERTS, register_experts
 from mpar.models.traced._norms import replace_norms
 
 __all__ = ["Skeleton", "is_causal_type", "load_transformers", "skeleton", "transformers_config"]
@@ -94,8 +95,11 @@ def skeleton(config_json: str) -> Skeleton:
     try:
         config = transformers_config(config_json)
         register_attention(transformers)
+        register_experts(transformers)
         with torch.device("meta"):
-            module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+            module = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, experts_implementation=EXPERTS, dtype=torch.float32
+            )
     except Exception as error:  # whatever a class of transformers raises
         raise ConfigError(
             f"cannot read a model of model_type={model_type!r} through transformers {transformers.__version__}: "
@@ -109,22 +113,28 @@ def skeleton(config_json: str) -> Skeleton:
 
 
 def _fill_buffers(module: nn.Module) -> None:
-    """Give buffers their values, as transformers does when it reads weights into a model that was built on meta."""
+    """Give buffers their values, as transformers does when it reads weights into a model that was built on meta. A buffer that
+    checkpoints have, such as a bias of a router, becomes a parameter: its values are not known before they are read."""
     for part in module.modules():
         buffers = {name: buffer for name, buffer in part.named_buffers(recurse=False) if buffer.is_meta}
         for name, buffer in buffers.items():
             part._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
         if buffers:
             module._init_weights(part)  # type: ignore[operator]
+        for name in buffers:
+            if name not in part._non_persistent_buffers_set and buffers[name].is_floating_point():
+                del part._buffers[name]
+                part.register_parameter(name, nn.Parameter(buffers[name]))
 
 
 def _layers(module: nn.Module, config: Any) -> tuple[tuple[str, ...], tuple[nn.Module, ...]]:
-    """The list of layers: of all lists with as many modules as the config has layers, the one with the most parameters."""
-    text = config.get_text_config()
-    count = getattr(text, "num_hidden_layers", None)
-    lists = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    """The list of layers: of all lists, if possible those with as many modules as the config has layers, the one with the most
+    parameters."""
+    count = getattr(config.get_text_config(), "num_hidden_layers", None)
+    lists = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
+    lists = [(name, part) for name, part in lists if len(part) == count] or lists  # a decoder may have another count
     if not lists:
-        raise ConfigError(f"cannot find the layers of {type(module).__name__}: it has no list of {count} modules")
+        raise ConfigError(f"cannot find the layers of {type(module).__name__}: it has no list of modules")
     name, found = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
     return tuple(f"{name}.{i}" for i in range(len(found))), tuple(found)
 
