@@ -3,7 +3,9 @@
 Names that only the compiler needs are loaded when first used, so that a worker that runs a compiled program stays small.
 """
 
+import contextlib
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,13 +13,18 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "current_autograd_node",
+    "defunctionalise",
     "flash_attention_cpu",
     "flash_attention_cpu_backward",
+    "functionalise",
     "fused_adamw_",
     "grouped_mm",
+    "is_functional",
     "last_autograd_node",
+    "original_views",
     "pytree",
     "storage_key",
+    "was_written",
 ]
 
 _LAZY = {
@@ -25,6 +32,8 @@ _LAZY = {
     "DynamicOutputShapeException": "torch._subclasses.fake_tensor",
     "FakeTensor": "torch._subclasses.fake_tensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor",
+    "FunctionalTensor": "torch._subclasses.functional_tensor",
+    "FunctionalTensorMode": "torch._subclasses.functional_tensor",
     "TorchDispatchMode": "torch.utils._python_dispatch",
     "TorchFunctionMode": "torch.overrides",
     "UnsupportedFakeTensorException": "torch._subclasses.fake_tensor",
@@ -59,3 +68,40 @@ def current_autograd_node() -> int | None:
 def last_autograd_node() -> int:
     """The sequence number of the last autograd node that this thread has made."""
     return torch.autograd._get_sequence_nr() - 1
+
+
+def original_views() -> contextlib.AbstractContextManager[None]:
+    """In this context the gradient of a write into a view repeats the view; otherwise it would read memory by strides."""
+    return torch.autograd._force_original_view_tracking(True)
+
+
+def functionalise(x: torch.Tensor) -> torch.Tensor:
+    """`x` as a tensor for which torch replaces writes by ops that return their result; a `FunctionalTensorMode` is active."""
+    return importlib.import_module(_LAZY["FunctionalTensor"]).FunctionalTensor.to_functional(x)
+
+
+def defunctionalise(x: torch.Tensor) -> torch.Tensor:
+    """The tensor behind a functional one, after all writes into it; other tensors are returned as they are."""
+    if not is_functional(x):
+        return x
+    torch._sync(x)
+    return importlib.import_module(_LAZY["FunctionalTensor"]).FunctionalTensor.from_functional(x)
+
+
+def is_functional(x: torch.Tensor) -> bool:
+    """Whether `x` is what `functionalise` returns, or computed from it while a `FunctionalTensorMode` was active."""
+    return isinstance(x, importlib.import_module(_LAZY["FunctionalTensor"]).FunctionalTensor)
+
+
+def was_written(x: torch.Tensor) -> bool:
+    """Whether data, shape or strides of a functional tensor, or data of another one of the same storage, were changed in place.
+
+    `x` may be wrapped by transforms of `torch.func`.
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    inner = getattr(x, "elem", None)
+    if inner is None or not torch._is_functional_tensor(inner):
+        return False
+    in_data: Callable[[torch.Tensor], bool] = getattr(torch, "_functionalize_has_data_mutation")  # noqa: B009  torch's stubs lack it
+    return in_data(inner) or torch._functionalize_has_metadata_mutation(inner)

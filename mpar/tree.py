@@ -21,6 +21,7 @@ __all__ = [
     "Structure",
     "Tree",
     "flatten",
+    "flatten_present",
     "get",
     "leaves",
     "leaves_with_path",
@@ -41,9 +42,13 @@ Leaf = TypeVar("Leaf")
 
 @dataclass(frozen=True)
 class Structure(Generic[T]):
-    """A tree of class `T` without its leaves: `flatten` returns it beside the leaves, and `unflatten` needs it."""
+    """A tree of class `T` without its leaves: `flatten` returns it beside the leaves, and `unflatten` needs it.
+
+    absent: the places, among the leaves, of those that are None and that `flatten_present` did not return.
+    """
 
     spec: pytree.TreeSpec
+    absent: tuple[int, ...] = ()
 
 
 @dataclass_transform(frozen_default=True)
@@ -67,9 +72,19 @@ def flatten(tree: T, is_leaf: Callable[[object], bool] | None = None) -> tuple[S
     return leaves_, Structure(spec)
 
 
+def flatten_present(tree: T) -> tuple[list[Tensor], Structure[T]]:
+    """Like `flatten`, without the leaves that are None: the structure remembers where they were."""
+    leaves_, spec = pytree.tree_flatten(tree)
+    absent = tuple(index for index, leaf in enumerate(leaves_) if leaf is None)
+    return [leaf for leaf in leaves_ if leaf is not None], Structure(spec, absent)
+
+
 def unflatten(structure: Structure[T], leaves: Sequence[object]) -> T:
     """The tree with this structure and these leaves, which need not have the type of those that `flatten` returned."""
-    return cast(T, pytree.tree_unflatten(list(leaves), structure.spec))
+    filled = list(leaves)
+    for index in structure.absent:
+        filled.insert(index, None)
+    return cast(T, pytree.tree_unflatten(filled, structure.spec))
 
 
 @overload
@@ -81,9 +96,7 @@ def leaves(tree: Tree, is_leaf: Callable[[object], bool] | None = None) -> Seque
     return pytree.tree_leaves(tree, is_leaf=is_leaf)
 
 
-def map_leaves(
-    fn: Callable[..., object], tree: T, *others: Tree, is_leaf: Callable[[object], bool] | None = None
-) -> T:
+def map_leaves(fn: Callable[..., object], tree: T, *others: Tree, is_leaf: Callable[[object], bool] | None = None) -> T:
     """Apply `fn` leaf by leaf to `tree` and to `others`, which have the same structure."""
     return cast(T, pytree.tree_map(fn, tree, *others, is_leaf=is_leaf))
 

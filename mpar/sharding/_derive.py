@@ -61,6 +61,7 @@ ALONG = {
     aten.cumsum.default,
     aten.flip.default,
     aten.slice_backward.default,
+    aten.slice_scatter.default,
 }
 """Ops that work across the dims given by `dim` or `dims`, and treat the indices of all other dims independently."""
 TRIANGLES = {aten.tril.default, aten.triu.default}

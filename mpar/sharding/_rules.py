@@ -407,6 +407,7 @@ RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     aten.select_backward.default: _select_backward,
     aten.slice.Tensor: _linear_along(1),
     aten.slice_backward.default: _slice_backward,
+    aten.slice_scatter.default: _along(2),
     aten.split.Tensor: _linear_along(2),
     aten.split_with_sizes.default: _linear_along(2),
     aten.unbind.int: _unbind,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -12,13 +11,16 @@ from mpar.errors import TraceError
 from mpar.ops import marking
 from mpar.sharding._canonical import canonicalise
 from mpar.sharding._pass import erase_dead_nodes
-from mpar.sharding._watch import Calls, Watch, functional_form
+from mpar.sharding._refuse import explain, impure
+from mpar.sharding._watch import Calls, Watch
+from mpar.sharding._writes import replace_writes
 from mpar.torch_private import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensorMode,
-    UnsupportedFakeTensorException,
+    FunctionalTensorMode,
+    defunctionalise,
+    functionalise,
     make_fx,
+    original_views,
     preserve_node_meta,
 )
 
@@ -39,8 +41,8 @@ class LogicalGraph:
     graph: fx.Graph
     names: tuple[str, ...]
     constants: dict[str, Tensor]
-    inputs: Any
-    outputs: Any
+    inputs: tree.Structure
+    outputs: tree.Structure
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -63,10 +65,9 @@ def trace(fn: Callable[..., object], args: Sequence[object], *, canonical: bool 
 
     Raises TraceError, listing all offenders with their lines, for randomness, mutation, or shapes that depend on data.
     """
-    all_leaves, structure = tree.flatten(tuple(args))
-    leaves = [leaf for leaf in all_leaves if leaf is not None]  # None is part of the structure, not an input
-    named = [(path, leaf) for path, leaf in tree.leaves_with_path(tuple(args)) if leaf is not None]
-    foreign = [path for path, leaf in named if not isinstance(leaf, Tensor)]
+    leaves, structure = tree.flatten_present(tuple(args))
+    names = tuple(path for path, leaf in tree.leaves_with_path(tuple(args)) if leaf is not None)
+    foreign = [name for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, Tensor)]
     if foreign:
         raise TraceError(
             f"cannot trace {_name(fn)}: arguments {foreign} are not tensors.\n"
@@ -74,93 +75,53 @@ def trace(fn: Callable[..., object], args: Sequence[object], *, canonical: bool 
         )
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in leaves]
-    out_structure: list[Any] = []
+    out_structure: list[tree.Structure] = []
 
     def flat(*flat_args: Tensor) -> list[Tensor]:
-        given = iter(flat_args)
-        full = [leaf if leaf is None else next(given) for leaf in all_leaves]
-        out, out_spec = tree.flatten(fn(*tree.unflatten(structure, full)))
+        out, out_spec = tree.flatten_present(fn(*tree.unflatten(structure, flat_args)))
         out_structure.append(out_spec)
-        strange = [type(value).__name__ for value in out if not isinstance(value, (Tensor, int, float))]
+        strange = [type(value).__name__ for value in out if not isinstance(value, (Tensor, int, float, complex))]
         if strange:
             raise TraceError(f"cannot trace {_name(fn)}: it returns {strange}; a compiled function returns tensors and numbers")
         with mode:
             return [value if isinstance(value, Tensor) else torch.tensor(value) for value in out]
 
-    module = _trace_flat(fn, flat, fakes)
+    module = _trace_flat(_name(fn), flat, names, fakes)
     graph = module.graph
-    _functionalise(fn, graph)
     erase_dead_nodes(graph)
     constants = {}
     for node in graph.find_nodes(op="get_attr"):
         constants[node.target] = getattr(module, node.target)
         node.meta.setdefault("val", torch.empty_like(constants[node.target], device="meta"))
+    replace_writes(graph)
     if canonical:
         canonicalise(graph)
-    names = tuple(path for path, _ in named)
     return LogicalGraph(graph, names, constants, structure, out_structure[0])
 
 
-def _trace_flat(fn: Callable, flat: Callable, fakes: list[Tensor]) -> fx.GraphModule:
+def _trace_flat(name: str, flat: Callable, names: Sequence[str], fakes: list[Tensor]) -> fx.GraphModule:
+    """The graph of `flat`, without writes. Raises TraceError, for the function `name`, if it cannot be traced."""
     watch = Watch()
 
-    def watched(*flat_args: Tensor) -> list[Tensor]:
-        with watch, Calls(watch):
-            return flat(*flat_args)
+    def functional(*flat_args: Tensor) -> list[Tensor]:
+        with watch, FunctionalTensorMode():
+            copies = [functionalise(x) for x in flat_args]
+            with Calls(watch, names, copies) as calls:
+                results = flat(*copies)
+            calls.refuse_written("the function")
+            return [defunctionalise(x) for x in results]
 
     try:
-        with marking(), preserve_node_meta():
-            module = make_fx(watched)(*fakes)
-    except DataDependentOutputException as error:
-        raise TraceError(
-            f"cannot trace {_name(fn)}: {error.func}{_at(watch)} makes a Python value or a shape from the data of a tensor.\n"
-            "Use torch.where and fixed shapes, or compute the value outside and close over it."
-        ) from error
-    except (DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
-        raise TraceError(
-            f"cannot trace {_name(fn)}: the result of {getattr(error, 'func', error)}{_at(watch)} has a shape that depends on "
-            "data.\nUse masks and fixed shapes (torch.where) instead."
-        ) from error
+        with marking(), preserve_node_meta(), original_views():
+            module = make_fx(functional)(*fakes)
+    except Exception as error:
+        refusal = explain(name, watch, error)
+        if refusal is error:
+            raise
+        raise refusal from error
     if watch.offenders:
-        offenders = "\n  ".join(dict.fromkeys(watch.offenders))
-        raise TraceError(f"cannot compile {_name(fn)}, it is not a pure function of static shapes:\n  {offenders}")
+        raise impure(name, watch)
     return module
-
-
-def _at(watch: Watch) -> str:
-    return f" at {watch.line}" if watch.line else ""
-
-
-def _functionalise(fn: Callable, graph: fx.Graph) -> None:
-    """Replace in-place ops by ops that return their result. Torch's own functions contain such ops, which write into tensors that
-    they have just made. Raise TraceError for any other in-place op."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        written: Any = node.args[0] if node.args else None
-        form = functional_form(node.target)
-        moves = torch.Tag.inplace_view in node.target.tags  # writes shape and strides, not data
-        fresh = isinstance(written, fx.Node) and written.op == "call_function" and (moves or not _aliases(written))
-        seen_later = fresh and any(order[user] > order[node] or _aliases(user) for user in written.users if user is not node)
-        if form is None or not fresh or seen_later:
-            where = f" at {source_line(node)}" if source_line(node) else ""
-            raise TraceError(f"cannot compile {_name(fn)}: {node.target}{where} writes into a tensor that others may see")
-        value = form(*fx.node.map_arg(node.args, _shape_only), **fx.node.map_arg(node.kwargs, _shape_only))
-        node.target = form
-        if value.dtype != node.meta["val"].dtype or value.shape != node.meta["val"].shape:
-            raise TraceError(f"cannot compile {_name(fn)}: {form} does not give what {node.target} writes")
-
-
-def _aliases(node: fx.Node) -> bool:
-    """Whether the result of `node` shares memory with an operand."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(result.alias_info is not None for result in schema.returns) and not schema.is_mutable
-
-
-def _shape_only(node: fx.Node) -> Any:
-    return tree.map_leaves(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), node.meta["val"])
 
 
 def source_line(node: fx.Node) -> str:

@@ -3,21 +3,27 @@
 import bisect
 import functools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from mpar import tree
+from mpar.errors import TraceError
 from mpar.torch_private import (
     TorchDispatchMode,
     TorchFunctionMode,
     current_autograd_node,
     get_current_meta,
+    is_functional,
     last_autograd_node,
+    was_written,
 )
 
-__all__ = ["Calls", "Watch", "functional_form"]
+__all__ = ["Calls", "Watch", "is_users"]
 
 _HERE = Path(__file__).resolve().parent.parent
 _TORCH = str(Path(torch.__file__).resolve().parent)
@@ -31,21 +37,22 @@ INSTEAD = {
     "uniform": "mpar.ops.random_uniform(key, shape)",
 }
 
-COMPILER = frozenset({"compiler", "ir", "ops", "program", "runtime", "sharding"})
-"""Packages of mpar whose lines are never reported: what they do, they do for the line of a model or a user that called them."""
-WRITERS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"})
+COMPILER = frozenset({"compiler", "ir", "ops", "program", "runtime", "sharding", "torch_private.py"})
+"""Parts of mpar whose lines are never reported: what they do, they do for the line of a model or a user that called them."""
+STRIDED = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
 
 
 class Watch(TorchDispatchMode):
     """Notes, for each op, the line of the user's or a model's code that caused it; of a gradient, that of its forward op.
 
-    `offenders` lists what makes the function impure; `line` is the line of the op that ran last.
+    `offenders` lists what makes the function impure; `line` is the line of the op that ran last, `failed` the call that
+    raised an error.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.offenders: list[str] = []
-        self.line = ""
+        self.line = self.failed = ""
         self._nodes: list[int] = []  # numbers of autograd nodes, ascending: the newest one at the time of an op
         self._lines: list[str] = []  # the line of that op
 
@@ -65,7 +72,13 @@ class Watch(TorchDispatchMode):
         problem = _problem(func, args, kwargs or {})
         if problem:
             self.refuse(func, problem)
-        return func(*args, **(kwargs or {}))
+        if _writes_outside(func, args, kwargs or {}):
+            raise TraceError(self.offenders[-1])  # if it ran, it would write into a tensor of the user
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.failed = self.failed or str(func)
+            raise
 
     def _forward_line(self, backward: int) -> str:
         """The line of the forward op for which the autograd node `backward` was made: first comes the node, then the op runs."""
@@ -74,28 +87,31 @@ class Watch(TorchDispatchMode):
 
 
 class Calls(TorchFunctionMode):
-    """Refuses calls of the user that write into a tensor. Torch's own functions may write into tensors that they have made."""
+    """Refuses calls that write into an argument of the traced function, each argument once."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, names: Sequence[str], arguments: Sequence[Tensor]) -> None:
         super().__init__()
         self.watch = watch
+        self.unwritten = dict(zip(names, arguments, strict=True))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        if name in WRITERS or in_place or kwargs.get("inplace"):
+        name = getattr(func, "__name__", str(func))
+        try:
+            out = func(*args, **(kwargs or {}))
+        except Exception:
+            self.watch.failed = self.watch.failed or name
+            raise
+        if any(isinstance(value, Tensor) and was_written(value) for value in tree.leaves((args, kwargs))):
+            self.refuse_written(name)
+        return out
+
+    def refuse_written(self, offender: str) -> None:
+        """Refuse `offender` for all arguments that have been written into."""
+        for name in [name for name, argument in self.unwritten.items() if was_written(argument)]:
+            del self.unwritten[name]
             self.watch.refuse(
-                name, "writes into a tensor: use the op without the trailing underscore, or torch.where for parts of a tensor"
+                offender, f"writes into argument {name}: write into a copy (`.clone()`), and return it if the caller needs it"
             )
-        elif kwargs.get("out") is not None:
-            self.watch.refuse(name, "writes into a tensor: use what it returns instead of out=")
-        return func(*args, **kwargs)
-
-
-def functional_form(func: Any) -> Any:
-    """The op that returns what the in-place `func` writes: `aten.add.Tensor` for `aten.add_.Tensor`; None if there is none."""
-    packet = getattr(getattr(torch.ops, func.namespace), func._schema.name.split("::")[1].removesuffix("_"), None)
-    return getattr(packet, func._overloadname, None)
 
 
 def _problem(func: Any, args: tuple, kwargs: dict) -> str:
@@ -103,9 +119,20 @@ def _problem(func: Any, args: tuple, kwargs: dict) -> str:
         name = func._schema.name.split("::")[1]
         instead = next((text for key, text in INSTEAD.items() if key in name), "mpar.ops.random_uniform or random_normal")
         return f"draws from torch's generator: use {instead}, with a key"
-    if func is torch.ops.aten.as_strided.default:
+    if _writes_outside(func, args, kwargs):
+        return "writes into a tensor from outside the function: make it an argument, write into a copy of it and return the copy"
+    if func in STRIDED:
         return "reads memory by strides, which differ when sharded: use views, slices or torch.gather"
     return ""
+
+
+def _writes_outside(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an op writes into a tensor that was made outside of the traced function and is no argument of it."""
+    if not func._schema.is_mutable:
+        return False
+    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    targets = tree.leaves([_argument(func, name, args, kwargs) for name in written])
+    return any(isinstance(target, Tensor) and not is_functional(target) for target in targets)
 
 
 def _argument(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
@@ -119,7 +146,7 @@ def _argument(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 def _user_line() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if _is_users(frame.f_code):
+        if is_users(frame.f_code):
             path = Path(frame.f_code.co_filename)
             return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
         frame = frame.f_back
@@ -127,7 +154,8 @@ def _user_line() -> str:
 
 
 @functools.cache
-def _is_users(code: CodeType) -> bool:
+def is_users(code: CodeType) -> bool:
+    """Whether code is the user's or a model's, and neither torch's nor the compiler's."""
     path = Path(code.co_filename)
     is_compiler = _HERE in path.parents and path.relative_to(_HERE).parts[0] in COMPILER
     return not is_compiler and not code.co_filename.startswith((_TORCH, "<"))
