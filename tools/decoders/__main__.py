@@ -17,6 +17,7 @@ from tools.decoders._configs import causal_types
 from tools.decoders._table import ROWS_FILE, read_rows, write_rows, write_table
 
 LIMIT_S = 240.0
+_FIRST = "arcee"
 
 
 def main() -> int:
@@ -32,6 +33,7 @@ def main() -> int:
         write_table()
         return 0
     torch.set_num_threads(1)  # a child that is forked from a process with threads could wait for a lock for ever
+    survey(_FIRST, lambda row: None)  # children need not import again what this has imported
     rows = read_rows() if ROWS_FILE.exists() else {}
     for name in options.types or causal_types():
         start = time.perf_counter()

@@ -14,6 +14,28 @@ _BERTS += " roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xm
 
 _TINY: Mapping[str, Mapping[str, object]] = {
     **{name: _DECODER for name in _BERTS.split()},
+    "cpmant": {"vocab_size": 128, "dim_ff": 96, "dim_head": 16, "prompt_types": 2, "prompt_length": 4, "segment_types": 4},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16,
+                     "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8},
+    "gemma4_text": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0},
+    "inkling_text": {"unpadded_vocab_size": 128},
+    "kimi_linear": {"linear_attn_config": None},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "num_layers": 2},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "reformer": {"is_decoder": True},
+    "roc_bert": {**_DECODER, "pronunciation_vocab_size": 32, "shape_vocab_size": 32,
+                 "pronunciation_embed_dim": 16, "shape_embed_dim": 16},
+    "xlm": {"emb_dim": 64, "n_words": 128, "vocab_size": 128, "causal": True},
+    "xmod": {**_DECODER, "default_language": "en_XX", "languages": ["en_XX"]},
 }
 """What a type needs besides the sizes that `shrunken` gives to its default config."""
 

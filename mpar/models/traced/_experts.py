@@ -72,9 +72,9 @@ def _halves(module: Any, stored: Tensor) -> list[Tensor]:
     if not module.has_gate:
         return [stored]
     dim = stored.ndim - 1 if module.is_transposed or stored.ndim == 2 else 1  # noqa: PLR2004
-    half = stored.shape[dim] // 2
-    sizes = (2, half) if module.is_concatenated else (half, 2)
-    return list(stored.unflatten(dim, sizes).unbind(dim if module.is_concatenated else dim + 1))
+    if module.is_concatenated:
+        return list(stored.chunk(2, dim))
+    return list(stored.unflatten(dim, (stored.shape[dim] // 2, 2)).unbind(dim + 1))
 
 
 class _GateAndUp:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mpar import tree
 from mpar.errors import ConfigError, MparError
 from mpar.models.traced import _runs as runs
 from mpar.models.traced._layout import Layout, layouts
@@ -20,6 +21,7 @@ from mpar.torch_private import FakeTensorMode
 
 __all__ = ["Imported", "imported"]
 
+_Cut = tuple[int, tuple[int, ...]]
 _BATCH, _SEQ = 3, 11  # sizes that occur nowhere else
 
 
@@ -54,12 +56,14 @@ class Imported:
 
     def weights(self, names: Mapping[str, str], leaves: Mapping[str, Tensor | Mapping[str, Tensor]]) -> dict[str, Weight]:
         """What runs read. names: for the name that a run has for a parameter its stored name; leaves: by the name of the run."""
-        return {name: self._weight(self.layouts[stored], leaves[name]) for name, stored in names.items()}
+        buffers = self.skeleton.buffers
+        given = {name: tree.map_leaves(Tensor.detach, x) if names[name] in buffers else x for name, x in leaves.items()}
+        return {name: self._weight(self.layouts[stored], given[name]) for name, stored in names.items()}
 
     def _weight(self, layout: Layout, leaf: Tensor | Mapping[str, Tensor]) -> Weight:
         given = [leaf] if isinstance(leaf, Tensor) else list(leaf.values())
         parts = [x.reshape(like.stored_shape) for x, like in zip(given, layout.leaves, strict=True)]
-        return Weight(parts[0] if len(parts) == 1 else torch.cat(parts), parts, layout.axes)
+        return Weight(parts, layout.axes, layout.joined)
 
 
 @functools.lru_cache(maxsize=16)
@@ -90,12 +94,15 @@ def _imported(found: Skeleton) -> Imported:
     known: dict[str, Layout] = {}
     attends: dict[int, list[fx.Node]] = {}
     for index in sorted(set(kinds)):
-        logical = _trace_layer(found, index, calls[index], context)
+        cuts, _ = _trace_layer(found, index, calls[index], context, {})
+        _, logical = _trace_layer(found, index, calls[index], context, cuts)
         attends[index] = [node for node in logical.graph.nodes if node.target == PRIMITIVES["attention"].op]
-        names = {f"0.{name}": name for name, _ in found.layers[index].named_parameters()}
-        cut = layouts(logical, names, "1", ("batch", "seq", "embed"))
-        for i in (i for i, kind in enumerate(kinds) if kind == index):
-            known |= {f"{found.names[i]}.{name}": layout for name, layout in cut.items()}
+        names = {path: path.removeprefix("0.") for path in logical.names if path.startswith("0.")}
+        leaves = layouts(logical, names, "1", ("batch", "seq", "embed"))
+        for name, _ in found.layers[index].named_parameters():
+            joined, sizes = cuts.get(name, (None, (1,)))
+            layout = Layout(tuple(leaves[f"{name}.{part}"] for part in range(len(sizes))), joined)
+            known |= {f"{found.names[i]}.{name}": layout for i, kind in enumerate(kinds) if kind == index}
     embed = _outside(found, known, before=True)
     head = _outside(found, known, before=False)
     unread = [name for name in found.parameters if name not in known]
@@ -120,7 +127,7 @@ def _x(found: Skeleton) -> Tensor:
 
 
 def _plain(params: Mapping[str, Tensor]) -> dict[str, Weight]:
-    return {name: Weight(x, [x], (None,) * x.ndim) for name, x in params.items()}
+    return {name: Weight([x], (None,) * x.ndim) for name, x in params.items()}
 
 
 def _returns_tuple(found: Skeleton, calls: list[runs.Call], context: Mapping[str, Tensor]) -> bool:
@@ -142,11 +149,23 @@ def _returns_tuple(found: Skeleton, calls: list[runs.Call], context: Mapping[str
     return isinstance(given[0], (tuple, list))
 
 
-def _trace_layer(found: Skeleton, index: int, call: runs.Call, context: Mapping[str, Tensor]) -> LogicalGraph:
-    def fn(params: dict[str, Tensor], x: Tensor, context: dict[str, Tensor]) -> Tensor:
-        return runs.layer(found, index, _plain(params), x, call, Reading(context, _BATCH, _SEQ))
+def _trace_layer(
+    found: Skeleton, index: int, call: runs.Call, context: Mapping[str, Tensor], cuts: Mapping[str, _Cut]
+) -> tuple[dict[str, _Cut], LogicalGraph]:
+    """`(how parameters could be cut, the graph of a layer)`, where parameters are cut as `cuts` says."""
+    seen: dict[str, Weight] = {}
 
-    return trace(fn, (dict(found.layers[index].named_parameters()), _x(found), dict(context)))
+    def fn(params: dict[str, list[Tensor]], x: Tensor, context: dict[str, Tensor]) -> Tensor:
+        for name, parts in params.items():
+            seen[name] = Weight(parts, (None,) * parts[0].ndim, cuts[name][0] if name in cuts else None)
+        return runs.layer(found, index, seen, x, call, Reading(context, _BATCH, _SEQ))
+
+    params = {}
+    for name, parameter in found.layers[index].named_parameters():
+        along, sizes = cuts.get(name, (0, ()))
+        params[name] = list(parameter.detach().split(sizes, along)) if sizes else [parameter.detach()]
+    logical = trace(fn, (params, _x(found), dict(context)))
+    return {name: next(iter(weight.cuts)) for name, weight in seen.items() if len(weight.cuts) == 1}, logical
 
 
 def _outside(found: Skeleton, known: dict[str, Layout], *, before: bool) -> tuple[str, ...]:
@@ -166,8 +185,8 @@ def _outside(found: Skeleton, known: dict[str, Layout], *, before: bool) -> tupl
     live = {path for path, node in zip(logical.names, logical.placeholders, strict=True) if node in read}
     names = {f"0.{name}": name for name in params if f"0.{name}" in live}
     axes = ("batch", "seq", "embed" if before else "vocab")
-    for name, layout in layouts(logical, names, "" if before else "1", axes).items():
-        known.setdefault(name, layout)
+    for name, leaf in layouts(logical, names, "" if before else "1", axes).items():
+        known.setdefault(name, Layout((leaf,)))
     return tuple(names.values())
 
 

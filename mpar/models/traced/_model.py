@@ -20,6 +20,7 @@ from mpar.models.traced._imported import Imported, imported
 from mpar.models.traced._layout import Layout
 from mpar.models.traced._reading import Keys
 from mpar.models.traced._segments import EmbedRun, HeadRun, LayerRun
+from mpar.models.traced._stored import stored_names
 from mpar.models.traced._traits import Traits
 from mpar.tree import Tree
 
@@ -74,15 +75,21 @@ class TracedModel(Model):
         """The class in transformers."""
         return type(self.imported.skeleton.module).__name__
 
-    @property
+    @functools.cached_property
     def stored_names(self) -> dict[str, tuple[str, str]]:
         """For paths of leaves: (name of the stored tensor, transform)."""
-        names = {}
+        skeleton, out = self.imported.skeleton, {}
+        stored = stored_names(skeleton.module, skeleton.parameters)
         for name, layout in self.imported.layouts.items():
-            many = len(layout.leaves) > 1
+            tensors, count = stored[name], len(layout.leaves)
+            if len(tensors) not in (1, count):
+                raise ConfigError(f"cannot read {name} from {len(tensors)} tensors of each expert: it has {count} leaves")
             for index, leaf in enumerate(layout.leaves):
-                names[f"{name}.{index}" if many else name] = (name, f"{'+' if many else ''}{leaf.transform}")
-        return names
+                tensor = tensors[index % len(tensors)]
+                transform = leaf.transform(layout.joined if len(tensors) < count else None)
+                transform = transform.removeprefix("a ") if "{a}" in tensor else transform
+                out[f"{name}.{index}" if count > 1 else name] = (tensor, transform)
+        return out
 
     @property
     def base(self) -> str:
@@ -149,15 +156,22 @@ class TracedModel(Model):
     def segments(self) -> tuple[Segment, ...]:
         """What is before the layers, the layers, what follows them."""
         config, found = self.hf_config_json, self.imported
-        body = []
-        for i, (kind, name) in enumerate(zip(found.kinds, found.skeleton.names, strict=True)):
-            run, windows = LayerRun(config, kind), found.windows[kind]
-            reach = max((window for window in windows if window is not None), default=None)
-            axes = (CARRIED_AXES,) * len(windows)
-            carry = Carry(run.slice, axes, None if None in windows else reach) if self.traits.continues and windows else None
-            body.append(Segment(f"layers.{i}", run, (name,), RESIDUAL, carry))
+        runs_of_kind = {kind: self._layer_run(kind) for kind in set(found.kinds)}
+        body = [
+            Segment(f"layers.{i}", run, (name,), RESIDUAL, carry)
+            for i, (name, (run, carry)) in enumerate(
+                zip(found.skeleton.names, map(runs_of_kind.__getitem__, found.kinds), strict=True)
+            )
+        ]
         first = Segment("embed", EmbedRun(config), found.embed, out_axes=RESIDUAL)
         return (first, *body, Segment("head", HeadRun(config, self.vocab_size), found.head))
+
+    def _layer_run(self, kind: int) -> tuple[LayerRun, Carry | None]:
+        run, windows = LayerRun(self.hf_config_json, kind), self.imported.windows[kind]
+        if not (self.traits.continues and windows):
+            return run, None
+        reach = max((window for window in windows if window is not None), default=None)
+        return run, Carry(run.slice, (CARRIED_AXES,) * len(windows), None if None in windows else reach)
 
     def context(self, batch: Batch, row_length: int | None = None) -> Mapping[str, Tensor]:
         """What segments read: the batch, positions (B or 1, S), and what layers are called with, such as tables of a rotation."""

@@ -34,11 +34,12 @@ _SIZES = {
     16: ("head_dim", "v_head_dim", "kv_lora_rank", "qk_nope_head_dim"),
     8: ("qk_rope_head_dim", "rotary_dim"),
     128: ("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"),
-    4: ("num_experts", "num_local_experts", "n_routed_experts"),
-    2: ("num_experts_per_tok", "moe_topk"),
+    4: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    2: ("num_experts_per_tok", "moe_topk", "n_group", "num_expert_group", "moe_top_k", "top_k_experts", "moe_k"),
+    1: ("topk_group",),
     5: ("sliding_window",),
 }
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -76,21 +77,48 @@ def check_traced(config_json: str) -> Traits:
 
 def shrunken(raw: Mapping[str, object]) -> dict[str, object]:
     """The config with small sizes. Lists with an entry for each layer become as short as there are layers."""
-    full = transformers_config(json.dumps(raw)).get_text_config().to_dict()
-    small = dict(raw)
-    for size, keys in _SIZES.items():
-        small |= {key: min(size, full[key]) for key in keys if isinstance(full.get(key), int) and full[key] > 0}
+    config = transformers_config(json.dumps(raw))
+    try:
+        text = config.get_text_config()
+    except ValueError:  # there are several
+        text = config.get_text_config(decoder=True)
+    full = text.to_dict()
+    small = _sizes(full) | _head_sizes(full) | _layer_counts(full)
+    small |= {key: min(full[key], 2) for key in _IDS if isinstance(full.get(key), int)}
+    small |= {"initializer_range": 0.2}
+    nested = next((key for key in getattr(config, "sub_configs", {}) if getattr(config, key, None) is text), None)
+    return {**raw, **small} if nested is None else {**raw, nested: {**full, **small}}
+
+
+def _sizes(full: Mapping[str, Any]) -> dict[str, object]:
+    return {
+        key: min(size, full[key])
+        for size, keys in _SIZES.items()
+        for key in keys
+        if isinstance(full.get(key), int) and full[key] > 0
+    }
+
+
+def _head_sizes(full: Mapping[str, Any]) -> dict[str, object]:
+    """Numbers of heads; and the size of a head, where it is the size of the part that is rotated."""
+    small: dict[str, object] = {}
     heads = next((key for key in _HEADS if isinstance(full.get(key), int)), None)
     if heads is not None:
-        small[heads] = min(4, full[heads])
+        count = small[heads] = min(4, full[heads])
         for key in (key for key in _KV_HEADS if isinstance(full.get(key), int)):
-            small[key] = small[heads] if full[key] == full[heads] else 1 if full[key] == 1 else min(2, full[key])
+            small[key] = count if full[key] == full[heads] else 1 if full[key] == 1 else min(2, full[key])
+    if full.get("head_dim") is not None and full.get("head_dim") == full.get("qk_rope_head_dim"):
+        small["head_dim"] = 8
+    return small
+
+
+def _layer_counts(full: Mapping[str, Any]) -> dict[str, object]:
+    small: dict[str, object] = {}
     for key in (key for key in _LAYERS if isinstance(full.get(key), int)):
         count, num_layers = full[key], min(4, full[key])
         lists = {name: value for name, value in full.items() if isinstance(value, list) and len(value) == count}
         small |= {key: num_layers, **{name: value[:num_layers] for name, value in lists.items()}}
-    small |= {key: min(full[key], 2) for key in _IDS if isinstance(full.get(key), int)}
-    return small | {"initializer_range": 0.2}
+    return small
 
 
 def _compared(model: TracedModel, eager: Any) -> tuple[list[str], Traits]:

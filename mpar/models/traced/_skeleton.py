@@ -32,6 +32,7 @@ class Skeleton:
     module:  the whole model, with its parameters on meta.
     layers:  the layers, in order, and `names`, their names in the module.
     tied:    for the name of a parameter that is another one too, the name under which it is stored.
+    buffers: the names of parameters that are buffers in transformers: they are read from checkpoints, and have no gradient.
     returns_tuple: whether a layer returns a tuple, whose first item is x.
     """
 
@@ -39,6 +40,7 @@ class Skeleton:
     layers: tuple[nn.Module, ...]
     names: tuple[str, ...]
     tied: dict[str, str]
+    buffers: frozenset[str]
     returns_tuple: bool = False
 
     @property
@@ -106,25 +108,31 @@ def skeleton(config_json: str) -> Skeleton:
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
     module.eval()
-    _fill_buffers(module)
+    buffers = _fill_buffers(module)
     replace_norms(module)
     names, layers = _layers(module, config)
-    return Skeleton(module, layers, names, _tied(module))
+    return Skeleton(module, layers, names, _tied(module), buffers)
 
 
-def _fill_buffers(module: nn.Module) -> None:
-    """Give buffers their values, as transformers does when it reads weights into a model that was built on meta. A buffer that
-    checkpoints have, such as a bias of a router, becomes a parameter: its values are not known before they are read."""
-    for part in module.modules():
+def _fill_buffers(module: nn.Module) -> frozenset[str]:
+    """Give buffers their values, as transformers does when it reads weights into a model that was built on meta.
+
+    A buffer that checkpoints have, such as a bias of a router, becomes a parameter, whose values are not known before they are
+    read. Returns the names of these.
+    """
+    read = set()
+    for prefix, part in module.named_modules():
         buffers = {name: buffer for name, buffer in part.named_buffers(recurse=False) if buffer.is_meta}
         for name, buffer in buffers.items():
             part._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
         if buffers:
             module._init_weights(part)  # type: ignore[operator]
-        for name in buffers:
-            if name not in part._non_persistent_buffers_set and buffers[name].is_floating_point():
+        for name, buffer in buffers.items():
+            if name not in part._non_persistent_buffers_set and buffer.is_floating_point():
                 del part._buffers[name]
-                part.register_parameter(name, nn.Parameter(buffers[name]))
+                part.register_parameter(name, nn.Parameter(buffer))
+                read.add(f"{prefix}.{name}".lstrip("."))
+    return frozenset(read)
 
 
 def _layers(module: nn.Module, config: Any) -> tuple[tuple[str, ...], tuple[nn.Module, ...]]:
