@@ -38,7 +38,8 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
     if attention_mask is not None or strange or options.get("is_causal") is False:
         what = strange or ("a mask of its own" if attention_mask is not None else "no causal mask")
         raise ConfigError(f"{type(module).__name__} calls attention with {what}, which mpar's primitive has not")
-    q_BSNH, k_BSKH, v_BSKH = (x.transpose(1, 2) for x in (query, key, value))
+    # a rotation by a table of float32 may have made queries and keys wider
+    q_BSNH, k_BSKH, v_BSKH = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
     found, apply = current(module), _in_rows
     if found.state is not None:
         apply = _after_state

@@ -88,14 +88,14 @@ def _imported(found: Skeleton) -> Imported:
     if len(calls) != len(found.layers):
         raise ConfigError(f"it has {len(found.layers)} layers and runs {len(calls)} of them")
     context = {key: torch.empty(value.shape, dtype=value.dtype, device="meta") for key, value in context.items()}
-    found = replace(found, returns_tuple=_returns_tuple(found, calls, context))
     signatures = [_signature(layer, call) for layer, call in zip(found.layers, calls, strict=True)]
     kinds = tuple(signatures.index(signature) for signature in signatures)
     known: dict[str, Layout] = {}
     attends: dict[int, list[fx.Node]] = {}
     for index in sorted(set(kinds)):
-        cuts, _ = _trace_layer(found, index, calls[index], context, {})
-        _, logical = _trace_layer(found, index, calls[index], context, cuts)
+        logical, cuts, gives_tuple = _trace_layer(found, index, calls[index], context, {})
+        if cuts:
+            logical, *_ = _trace_layer(found, index, calls[index], context, cuts)
         attends[index] = [node for node in logical.graph.nodes if node.target == PRIMITIVES["attention"].op]
         names = {path: path.removeprefix("0.") for path in logical.names if path.startswith("0.")}
         leaves = layouts(logical, names, "1", ("batch", "seq", "embed"))
@@ -103,6 +103,7 @@ def _imported(found: Skeleton) -> Imported:
             joined, sizes = cuts.get(name, (None, (1,)))
             layout = Layout(tuple(leaves[f"{name}.{part}"] for part in range(len(sizes))), joined)
             known |= {f"{found.names[i]}.{name}": layout for i, kind in enumerate(kinds) if kind == index}
+    found = replace(found, returns_tuple=gives_tuple)
     embed = _outside(found, known, before=True)
     head = _outside(found, known, before=False)
     unread = [name for name in found.parameters if name not in known]
@@ -130,42 +131,28 @@ def _plain(params: Mapping[str, Tensor]) -> dict[str, Weight]:
     return {name: Weight([x], (None,) * x.ndim) for name, x in params.items()}
 
 
-def _returns_tuple(found: Skeleton, calls: list[runs.Call], context: Mapping[str, Tensor]) -> bool:
-    module, given = found.layers[0], []
-    forward = module.forward
-
-    def note(*args: object, **kwargs: object) -> object:
-        given.append(forward(*args, **kwargs))
-        return given[0]
-
-    def fn(params: dict[str, Tensor], x: Tensor, context: dict[str, Tensor]) -> Tensor:
-        module.forward = note
-        try:
-            return runs.layer(found, 0, _plain(params), x, calls[0], Reading(context, _BATCH, _SEQ))
-        finally:
-            del module.forward
-
-    trace(fn, (dict(module.named_parameters()), _x(found), context), canonical=False)
-    return isinstance(given[0], (tuple, list))
-
-
 def _trace_layer(
     found: Skeleton, index: int, call: runs.Call, context: Mapping[str, Tensor], cuts: Mapping[str, _Cut]
-) -> tuple[dict[str, _Cut], LogicalGraph]:
-    """`(how parameters could be cut, the graph of a layer)`, where parameters are cut as `cuts` says."""
+) -> tuple[LogicalGraph, dict[str, _Cut], bool]:
+    """`(the graph of a layer whose parameters are cut as cuts says, how they could be cut, whether it returns a tuple)`."""
     seen: dict[str, Weight] = {}
+    gives_tuple = False
 
     def fn(params: dict[str, list[Tensor]], x: Tensor, context: dict[str, Tensor]) -> Tensor:
+        nonlocal gives_tuple
         for name, parts in params.items():
             seen[name] = Weight(parts, (None,) * parts[0].ndim, cuts[name][0] if name in cuts else None)
-        return runs.layer(found, index, seen, x, call, Reading(context, _BATCH, _SEQ))
+        reading = Reading(context, _BATCH, _SEQ)
+        y = runs.layer(found, index, seen, x, call, reading)
+        gives_tuple = reading.gives_tuple
+        return y
 
     params = {}
     for name, parameter in found.layers[index].named_parameters():
         along, sizes = cuts.get(name, (0, ()))
         params[name] = list(parameter.detach().split(sizes, along)) if sizes else [parameter.detach()]
     logical = trace(fn, (params, _x(found), dict(context)))
-    return {name: next(iter(weight.cuts)) for name, weight in seen.items() if len(weight.cuts) == 1}, logical
+    return logical, {name: next(iter(weight.cuts)) for name, weight in seen.items() if len(weight.cuts) == 1}, gives_tuple
 
 
 def _outside(found: Skeleton, known: dict[str, Layout], *, before: bool) -> tuple[str, ...]:

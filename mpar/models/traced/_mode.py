@@ -43,6 +43,7 @@ class Weights(TorchFunctionMode):
         super().__init__()
         self._of_tensor = {id(weight.whole): weight for weight in weights.values()}
         self._keep = weights
+        self._blocks: dict[int, tuple[Tensor, Tensor]] = {}  # by id of what products read: it, and it with all its positions
         self._gates: dict[int, tuple[Tensor, Tensor, Any]] = {}  # by id of a result: the result, what it is of, the fused op
         self._products: dict[int, tuple[Tensor, list[Tensor], list[Weight]]] = {}  # by id: a product, its parts, what made it
 
@@ -67,8 +68,8 @@ class Weights(TorchFunctionMode):
         if known is None or input.ndim != 3:
             return F.linear(input, weight, bias)
         gives, sums = (axis in SPLIT for axis in known.axes)
-        if gives:
-            input = ops.constrain(input, _BLOCK)
+        if gives:  # products of one input share its gather, and one reduction in the backward
+            _, input = self._blocks.setdefault(id(input), (input, ops.constrain(input, _BLOCK)))
         parts = [F.linear(input, part) for part in known.parts]
         made_with, biases = [known], self._of_tensor.get(id(bias))
         if sums:

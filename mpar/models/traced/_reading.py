@@ -31,6 +31,7 @@ class Reading:
     past:    what earlier slices of the same rows carried: for each of them, for each call of attention in the layer, its keys.
     state:   while tokens are generated: for each call of attention the keys so far. None: tokens are not generated.
     carried: filled by the run: the keys of each call of attention, for later slices or tokens.
+    gives_tuple: filled by the run: whether the layer returns a tuple, whose first item is x.
     """
 
     context: Mapping[str, Tensor]
@@ -39,6 +40,7 @@ class Reading:
     past: Sequence[Sequence[Keys[Tensor]]] = ()
     state: Sequence[Keys[Tensor]] | None = None
     carried: list[Keys[Tensor]] = field(default_factory=list)
+    gives_tuple: bool = False
 
 
 _current: ContextVar[Reading | None] = ContextVar("mpar_reading", default=None)

@@ -93,7 +93,8 @@ def layer(skeleton: Skeleton, index: int, weights: Mapping[str, Weight], x: Tens
     given = {name: weight.whole for name, weight in weights.items()}
     with _LOCK, reading(found), Weights(weights):
         out = torch.func.functional_call(skeleton.layers[index], given, (x, *args), kwargs)
-    return out[0] if isinstance(out, (tuple, list)) else out
+    found.gives_tuple = isinstance(out, (tuple, list))
+    return out[0] if found.gives_tuple else out
 
 
 def head(skeleton: Skeleton, weights: Mapping[str, Weight], x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:

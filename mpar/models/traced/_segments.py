@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpar import ops
@@ -69,7 +70,7 @@ class LayerRun:
         stored = {name: f"{model.skeleton.names[self.index]}.{name}" for name in names}
         weights = model.weights(stored, {name: _at(params[0], name) for name in names})
         y = runs.layer(model.skeleton, self.index, weights, x, model.calls[self.index], found)
-        return ops.constrain(y, ("batch", "residual_seq", "embed"))
+        return ops.constrain(y.to(x.dtype), ("batch", "residual_seq", "embed"))
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class HeadRun:
         """(B, S, D) to logits (B, S, V)."""
         model: Imported = imported(self.config_json)
         weights = model.weights({name: name for name in model.head}, dict(zip(model.head, params, strict=True)))
-        return ops.name(runs.head(model.skeleton, weights, x, context["tokens"], context["positions"]), "logits")
+        logits = runs.head(model.skeleton, weights, x, context["tokens"], context["positions"])
+        return ops.name(logits.to(torch.promote_types(logits.dtype, x.dtype)), "logits")
 
 
 def _at(tree: Any, name: str) -> Any:

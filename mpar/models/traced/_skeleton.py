@@ -21,6 +21,7 @@ from mpar.errors import ConfigError
 from mpar.models.traced._attention import ATTENTION, register_attention
 from mpar.models.traced._experts import EXPERTS, register_experts
 from mpar.models.traced._norms import replace_norms
+from mpar.models.traced._rotations import replace_rotations
 
 __all__ = ["Skeleton", "is_causal_type", "load_transformers", "skeleton", "transformers_config"]
 
@@ -110,6 +111,7 @@ def skeleton(config_json: str) -> Skeleton:
     module.eval()
     buffers = _fill_buffers(module)
     replace_norms(module)
+    replace_rotations(module)
     names, layers = _layers(module, config)
     return Skeleton(module, layers, names, _tied(module), buffers)
 

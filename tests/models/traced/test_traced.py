@@ -12,6 +12,7 @@ from mpar import models, ops, tree
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.models import traced
 from mpar.models.traced import _attention, _mode, _runs, _self_check
+from mpar.models.traced._traits import Traits
 from mpar.optim import SGD
 from tests.models.traced_kinds import EXACT, REFUSED
 
@@ -31,10 +32,7 @@ def eager_of(kind):
 
 def params_of(model, eager):
     """The parameters of `eager` as the leaves of `model`."""
-    values = dict(eager.named_parameters())
-    like = model.abstract_params
-    leaves = [values[path].detach().reshape(leaf.shape) for path, leaf in tree.leaves_with_path(like)]
-    return tree.unflatten(tree.flatten(like)[1], leaves)
+    return model.leaves({name: x.detach() for name, x in eager.state_dict().items()})
 
 
 @functools.cache
@@ -59,8 +57,9 @@ def test_logits_and_gradients_on_every_mesh(kind):
     loss = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), labels.flatten())
     loss.backward()
     loss = loss.detach()
-    expected = {name: x.grad for name, x in eager.named_parameters()}
-    largest = max(float(x.abs().max()) for x in expected.values() if x is not None)
+    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in eager.state_dict(keep_vars=True).items()}
+    expected = dict(tree.leaves_with_path(model.leaves(gradients)))
+    largest = max(float(x.abs().max()) for x in expected.values())
     for mesh, strategy in MESHES:
         optimizer = SGD(lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=1e9)
         program = mpar.compile_step(model, optimizer, mesh, strategy, (4, 12))
@@ -68,8 +67,7 @@ def test_logits_and_gradients_on_every_mesh(kind):
         assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-6)
         new = dict(tree.leaves_with_path(after.params(model.abstract_params)))
         for path, old in tree.leaves_with_path(params):
-            given = old - new[path]
-            wanted = torch.zeros_like(old) if expected[path] is None else expected[path].reshape(old.shape)
+            given, wanted = old - new[path], expected[path]
             bound = 1e-4 * max(float(wanted.abs().max()), 1e-3 * largest)
             assert float((given - wanted).abs().max()) <= bound, (mesh, path)
 
@@ -134,8 +132,10 @@ def unchecked():
 
 
 def _no_mask(monkeypatch):
-    attention = ops.attention
-    monkeypatch.setattr(_attention.ops, "attention", lambda *args, **how: attention(*args, **{**how, "causal": False}))
+    def unmasked(q, own, past, *, sinks_N, **how):
+        return ops.attention(q, own.k_BMKH, own.v_BMKH, causal=False, sinks=sinks_N, **how)[0]
+
+    monkeypatch.setattr(_attention.ops, "attention_parts", unmasked)
 
 
 def _swapped_gate(monkeypatch):
@@ -147,15 +147,19 @@ def _untied_head(monkeypatch):
     head = _runs.head
 
     def untied(skeleton, weights, *rest):
-        cut = {name: _mode.Weight(w.whole.detach(), [x.detach() for x in w.parts], w.axes) for name, w in weights.items()}
+        cut = {name: _mode.Weight([x.detach() for x in w.parts], w.axes, w.joined) for name, w in weights.items()}
         return head(skeleton, cut, *rest)
 
     monkeypatch.setattr(_runs, "head", untied)
 
 
 def _detached_values(monkeypatch):
-    attention = ops.attention
-    monkeypatch.setattr(_attention.ops, "attention", lambda q, k, v, **how: attention(q, k, v.detach(), **how))
+    attention = ops.attention_parts
+
+    def detached(q, own, past, **how):
+        return attention(q, own._replace(v_BMKH=own.v_BMKH.detach()), past, **how)
+
+    monkeypatch.setattr(_attention.ops, "attention_parts", detached)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +185,7 @@ def test_what_a_traced_model_cannot_have_is_refused():
     with pytest.raises(UnknownNameError, match="known ones"):
         models.from_config({"model_type": "no_such_type"})
     with pytest.raises(ConfigError, match="cannot go on from a state"):
-        model_of("stablelm").decode({}, torch.zeros(1, 1, dtype=torch.int64))
+        traced.TracedModel(SMALL, traits=Traits(continues=False)).decode({}, torch.zeros(1, 1, dtype=torch.int64))
 
 
 def test_fresh_parameters_and_flops():
