@@ -11,10 +11,10 @@ from torch import Tensor, fx
 from mpar import tree
 from mpar.errors import ConfigError, MparError
 from mpar.models.traced import _runs as runs
-from mpar.models.traced._layout import Layout, layouts
+from mpar.models.traced._layout import Layout, LeafLayout, layouts
 from mpar.models.traced._mode import Weight
 from mpar.models.traced._reading import Reading
-from mpar.models.traced._skeleton import Skeleton, skeleton
+from mpar.models.traced._skeleton import Skeleton, Source, skeleton
 from mpar.ops import PRIMITIVES
 from mpar.sharding import LogicalGraph, trace
 from mpar.torch_private import FakeTensorMode
@@ -30,7 +30,7 @@ class Imported:
     """A traced model.
 
     calls:    how each layer is called. kinds: for each layer the index of the first one that computes the same.
-    embed, head: the names of the parameters that are read before and behind the layers.
+    embed, head: the names of the parameters that are read before and behind the layers; the latter with those that nothing reads.
     layouts:  for each stored parameter how it is cut into leaves.
     pairs:    for each layer a token's multiplications with each other token of a row: 2 n h for n heads of h.
     windows:  for each layer the windows of its calls of attention; None is a call that sees the whole row.
@@ -67,9 +67,9 @@ class Imported:
 
 
 @functools.lru_cache(maxsize=16)
-def imported(config_json: str) -> Imported:
+def imported(source: Source) -> Imported:
     """The model that a Hugging Face config describes, through transformers. Raises ConfigError if it cannot be traced."""
-    found = skeleton(config_json)
+    found = skeleton(source)
     name = type(found.module).__name__
     try:
         return _imported(found)
@@ -106,9 +106,9 @@ def _imported(found: Skeleton) -> Imported:
     found = replace(found, returns_tuple=gives_tuple)
     embed = _outside(found, known, before=True)
     head = _outside(found, known, before=False)
-    unread = [name for name in found.parameters if name not in known]
-    if unread:
-        raise ConfigError(f"its parameters {', '.join(unread[:5])} are read by no part of it")
+    unread = {name: x for name, x in found.parameters.items() if name not in known}  # a folder has them: they come along
+    known |= {name: Layout((LeafLayout(tuple((n,) for n in x.shape), (None,) * x.ndim),)) for name, x in unread.items()}
+    head = (*head, *unread)
     pairs = tuple(_pairs(attends[kind]) for kind in kinds)
     windows = tuple(tuple(call.kwargs.get("window") for call in attends[kind]) for kind in kinds)
     return Imported(found, tuple(calls), kinds, embed, head, known, pairs, windows)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from mpar.models.traced._imported import Imported, imported
 from mpar.models.traced._layout import Layout
 from mpar.models.traced._reading import Keys
 from mpar.models.traced._segments import EmbedRun, HeadRun, LayerRun
+from mpar.models.traced._skeleton import Source
 from mpar.models.traced._stored import stored_names
 from mpar.models.traced._traits import Traits
 from mpar.tree import Tree
@@ -45,7 +46,12 @@ class TracedModel(Model):
     @property
     def imported(self) -> Imported:
         """What tracing has found."""
-        return imported(self.hf_config_json)
+        return imported(self.source)
+
+    @property
+    def source(self) -> Source:
+        """What it is made from."""
+        return Source(self.hf_config_json, self.traits.attention)
 
     @property
     def name(self) -> str:
@@ -86,6 +92,7 @@ class TracedModel(Model):
                 raise ConfigError(f"cannot read {name} from {len(tensors)} tensors of each expert: it has {count} leaves")
             for index, leaf in enumerate(layout.leaves):
                 tensor = tensors[index % len(tensors)]
+                tensor = skeleton.saved.get(tensor, tensor)
                 transform = leaf.transform(layout.joined if len(tensors) < count else None)
                 transform = transform.removeprefix("a ") if "{a}" in tensor else transform
                 out[f"{name}.{index}" if count > 1 else name] = (tensor, transform)
@@ -155,7 +162,7 @@ class TracedModel(Model):
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
         """What is before the layers, the layers, what follows them."""
-        config, found = self.hf_config_json, self.imported
+        source, found = self.source, self.imported
         runs_of_kind = {kind: self._layer_run(kind) for kind in set(found.kinds)}
         body = [
             Segment(f"layers.{i}", run, (name,), RESIDUAL, carry)
@@ -163,11 +170,11 @@ class TracedModel(Model):
                 zip(found.skeleton.names, map(runs_of_kind.__getitem__, found.kinds), strict=True)
             )
         ]
-        first = Segment("embed", EmbedRun(config), found.embed, out_axes=RESIDUAL)
-        return (first, *body, Segment("head", HeadRun(config, self.vocab_size), found.head))
+        first = Segment("embed", EmbedRun(source), found.embed, out_axes=RESIDUAL)
+        return (first, *body, Segment("head", HeadRun(source, self.vocab_size), found.head))
 
     def _layer_run(self, kind: int) -> tuple[LayerRun, Carry | None]:
-        run, windows = LayerRun(self.hf_config_json, kind), self.imported.windows[kind]
+        run, windows = LayerRun(self.source, kind), self.imported.windows[kind]
         if not (self.traits.continues and windows):
             return run, None
         reach = max((window for window in windows if window is not None), default=None)

@@ -70,6 +70,8 @@ def layer_calls(skeleton: Skeleton, tokens: Tensor, positions: Tensor) -> tuple[
                 key = keys.setdefault(id(leaf), f"call.{len(keys)}")
                 context[key] = leaf
                 leaf = Key(key)
+            elif hasattr(leaf, "get_seq_length"):  # a cache of keys, which some models make without being asked
+                leaf = None
             entries.append(leaf)
         calls.append(Call(structure, tuple(entries)))
     return calls, context
@@ -118,6 +120,8 @@ def _run(skeleton: Skeleton, weights: Mapping[str, Weight], tokens: Tensor, posi
             given[name] = torch.zeros((), dtype=dtype).expand(parameter.shape)
     known = inspect.signature(skeleton.module.forward).parameters
     options = {"use_cache": False, "position_ids": positions, "return_dict": True}
+    if skeleton.masked:  # without a mask transformers would look for packed rows in the values of positions
+        options["attention_mask"] = torch.ones_like(tokens)
     options = {key: value for key, value in options.items() if key in known or key == "return_dict"}
     try:
         with _LOCK, skeleton.forwards(forwards), Weights(weights):

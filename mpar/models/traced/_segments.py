@@ -11,6 +11,7 @@ from mpar import ops
 from mpar.models.traced import _runs as runs
 from mpar.models.traced._imported import Imported, imported
 from mpar.models.traced._reading import Keys, Reading
+from mpar.models.traced._skeleton import Source
 
 __all__ = ["EmbedRun", "HeadRun", "LayerRun"]
 
@@ -19,13 +20,13 @@ __all__ = ["EmbedRun", "HeadRun", "LayerRun"]
 class EmbedRun:
     """From tokens to what the first layer reads."""
 
-    config_json: str
+    source: Source
 
     def __call__(
         self, params: tuple, x: None, context: Mapping[str, Tensor], *, training: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`x` is None; gives (B, S, D)."""
-        model = imported(self.config_json)
+        model = imported(self.source)
         weights = model.weights({name: name for name in model.embed}, dict(zip(model.embed, params, strict=True)))
         x_BSD = runs.embed(model.skeleton, weights, context["tokens"], context["positions"])
         return ops.constrain(x_BSD, ("batch", "residual_seq", "embed")), {}
@@ -35,7 +36,7 @@ class EmbedRun:
 class LayerRun:
     """One layer. Layers that compute the same have the `index` of the first of them, so that they are compiled once."""
 
-    config_json: str
+    source: Source
     index: int
 
     def __call__(
@@ -65,7 +66,7 @@ class LayerRun:
         return self._run(params, x, found), tuple(found.carried)
 
     def _run(self, params: tuple[Any], x: Tensor, found: Reading) -> Tensor:
-        model = imported(self.config_json)
+        model = imported(self.source)
         names = model.layer_names(self.index)
         stored = {name: f"{model.skeleton.names[self.index]}.{name}" for name in names}
         weights = model.weights(stored, {name: _at(params[0], name) for name in names})
@@ -77,7 +78,7 @@ class LayerRun:
 class HeadRun:
     """What follows the layers: logits, and the sum of the losses of all tokens."""
 
-    config_json: str
+    source: Source
     vocab_size: int
 
     def __call__(
@@ -91,7 +92,7 @@ class HeadRun:
 
     def logits(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """(B, S, D) to logits (B, S, V)."""
-        model: Imported = imported(self.config_json)
+        model: Imported = imported(self.source)
         weights = model.weights({name: name for name in model.head}, dict(zip(model.head, params, strict=True)))
         logits = runs.head(model.skeleton, weights, x, context["tokens"], context["positions"])
         return ops.name(logits.to(torch.promote_types(logits.dtype, x.dtype)), "logits")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.errors import ConfigError
+from mpar.models.traced._attention import ATTENTION
 from mpar.models.traced._find_traits import find_traits
 from mpar.models.traced._model import TracedModel
 from mpar.models.traced._skeleton import load_transformers, transformers_config
@@ -48,31 +49,58 @@ _IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 @functools.lru_cache(maxsize=64)
 def check_traced(config_json: str) -> Traits:
     """What rows of the model allow. Raises ConfigError, which says what differs, unless a small model of this config gives the
-    logits and gradients of transformers' eager code."""
+    logits and gradients of transformers' eager code.
+
+    A model that does not call mpar's attention, or not in a way that it understands, is tried with its own.
+    """
     small = json.dumps(shrunken(json.loads(config_json)))
-    transformers = load_transformers()
+    reasons = []
+    for attention in (ATTENTION, "eager"):
+        try:
+            traits = _checked(TracedModel(small, traits=Traits(attention=attention)))
+        except ConfigError as error:
+            reasons.append(str(error))
+            continue
+        return replace(traits, first_position=_after_padding(config_json)) if traits.first_position else traits
+    raise ConfigError("\nWith attention of its own: ".join(dict.fromkeys(reasons)))
+
+
+def _checked(model: TracedModel) -> Traits:
+    eager = _eager(model)
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            config = transformers_config(small)
-            eager = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
-            ).eval()
-    except Exception as error:
-        model_type = json.loads(config_json)["model_type"]
-        raise ConfigError(
-            f"cannot check this {model_type} model: transformers cannot make a small one of its config "
-            f"({type(error).__name__}: {str(error)[:200]})"
-        ) from error
-    problems, traits = _compared(TracedModel(small), eager)
+        problems, traits = _compared(model, eager)
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"cannot trace {type(eager).__name__} of transformers: {type(error).__name__}: {error}") from error
     if problems:
         raise ConfigError(
             f"cannot use {type(eager).__name__} by tracing: a small model of this config does not compute what transformers "
-            f"{transformers.__version__} computes:\n  " + "\n  ".join(problems[:6])
+            f"{load_transformers().__version__} computes:\n  " + "\n  ".join(problems[:6])
         )
-    if traits.first_position:
-        traits = replace(traits, first_position=_after_padding(json.loads(config_json)))
     return traits
+
+
+def _eager(model: TracedModel) -> Any:
+    """transformers' own model of the same config, with random weights."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return (
+                load_transformers()
+                .AutoModelForCausalLM.from_config(
+                    transformers_config(model.hf_config_json),
+                    attn_implementation="eager",
+                    experts_implementation="eager",
+                    dtype=torch.float32,
+                )
+                .eval()
+            )
+    except Exception as error:
+        raise ConfigError(
+            f"cannot check this {model.name} model: transformers cannot make a small one of its config "
+            f"({type(error).__name__}: {str(error)[:200]})"
+        ) from error
 
 
 def shrunken(raw: Mapping[str, object]) -> dict[str, object]:
@@ -132,7 +160,7 @@ def _compared(model: TracedModel, eager: Any) -> tuple[list[str], Traits]:
     ids = torch.randint(3, min(model.vocab_size, 128), (2, _ROWS, _LENGTH), generator=generator)
     theirs = eager(ids[0], use_cache=False).logits
     difference = _share(model.apply(params, ids[0]), theirs)
-    after_padding = _after_padding(model.hf_config)
+    after_padding = _after_padding(model.hf_config_json)
     if not difference <= _LOGITS and after_padding:
         shifted = replace(model, traits=replace(model.traits, first_position=after_padding))
         if _share(shifted.apply(params, ids[0]), theirs) <= _LOGITS:
@@ -160,9 +188,9 @@ def _gradients_that_differ(
             yield f"the gradient of {path} differs by {difference:.1e} ({_GRADIENTS:.0e} is allowed)"
 
 
-def _after_padding(raw: Mapping[str, object]) -> int:
+def _after_padding(config_json: str) -> int:
     """Where models count positions from the id of padding on, the position of the first token; 0 without such an id."""
-    padding = transformers_config(json.dumps(raw)).get_text_config().pad_token_id
+    padding = transformers_config(config_json).get_text_config().pad_token_id
     return 0 if padding is None else padding + 1
 
 

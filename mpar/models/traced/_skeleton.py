@@ -23,7 +23,16 @@ from mpar.models.traced._experts import EXPERTS, register_experts
 from mpar.models.traced._norms import replace_norms
 from mpar.models.traced._rotations import replace_rotations
 
-__all__ = ["Skeleton", "is_causal_type", "load_transformers", "skeleton", "transformers_config"]
+__all__ = ["Skeleton", "Source", "is_causal_type", "load_transformers", "skeleton", "transformers_config"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a traced model is made from: its config, and the name of the attention that transformers calls, which is mpar's or
+    "eager": torch ops with a mask."""
+
+    config_json: str
+    attention: str = ATTENTION
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,10 @@ class Skeleton:
 
     module:  the whole model, with its parameters on meta.
     layers:  the layers, in order, and `names`, their names in the module.
-    tied:    for the name of a parameter that is another one too, the name under which it is stored.
+    tied:    for the name of a parameter that is another one too, the name of that one.
+    saved:   for the name of a tied parameter the name under which folders have it.
     buffers: the names of parameters that are buffers in transformers: they are read from checkpoints, and have no gradient.
+    masked:  whether its attention is its own, which reads a mask.
     returns_tuple: whether a layer returns a tuple, whose first item is x.
     """
 
@@ -41,7 +52,9 @@ class Skeleton:
     layers: tuple[nn.Module, ...]
     names: tuple[str, ...]
     tied: dict[str, str]
+    saved: dict[str, str]
     buffers: frozenset[str]
+    masked: bool
     returns_tuple: bool = False
 
     @property
@@ -89,19 +102,19 @@ def transformers_config(config_json: str) -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def skeleton(config_json: str) -> Skeleton:
+def skeleton(source: Source) -> Skeleton:
     """The model that a Hugging Face config describes. Raises ConfigError if transformers has no causal model for it, or if its
     layers cannot be found.
     """
     transformers = load_transformers()
-    model_type = json.loads(config_json).get("model_type")
+    model_type = json.loads(source.config_json).get("model_type")
     try:
-        config = transformers_config(config_json)
+        config = transformers_config(source.config_json)
         register_attention(transformers)
         register_experts(transformers)
         with torch.device("meta"):
             module = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation=ATTENTION, experts_implementation=EXPERTS, dtype=torch.float32
+                config, attn_implementation=source.attention, experts_implementation=EXPERTS, dtype=torch.float32
             )
     except Exception as error:  # whatever a class of transformers raises
         raise ConfigError(
@@ -113,7 +126,8 @@ def skeleton(config_json: str) -> Skeleton:
     replace_norms(module)
     replace_rotations(module)
     names, layers = _layers(module, config)
-    return Skeleton(module, layers, names, _tied(module), buffers)
+    saved = dict(getattr(module, "all_tied_weights_keys", None) or {})
+    return Skeleton(module, layers, names, _tied(module), saved, buffers, source.attention != ATTENTION)
 
 
 def _fill_buffers(module: nn.Module) -> frozenset[str]:

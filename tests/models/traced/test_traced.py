@@ -12,6 +12,7 @@ from mpar import models, ops, tree
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.models import traced
 from mpar.models.traced import _attention, _mode, _runs, _self_check
+from mpar.models.traced._skeleton import Source
 from mpar.models.traced._traits import Traits
 from mpar.optim import SGD
 from tests.models.traced_kinds import EXACT, REFUSED
@@ -95,8 +96,8 @@ def test_heads_and_hidden_features_are_found():
 
 def test_equal_layers_are_compiled_once():
     """Equal layers have one function; those that differ in their window do not."""
-    assert traced.imported(SMALL).kinds == (0, 0)
-    assert traced.imported(json.dumps({"model_type": "exaone4", **EXACT["exaone4"]})).kinds == (0, 1)
+    assert traced.imported(Source(SMALL)).kinds == (0, 0)
+    assert traced.imported(Source(json.dumps({"model_type": "exaone4", **EXACT["exaone4"]}))).kinds == (0, 1)
 
 
 def test_a_folder_comes_back_bit_by_bit(tmp_path):
