@@ -55,7 +55,7 @@ class Row:
     @property
     def minimal(self) -> bool:
         """Whether a layer over tp=2 has no more messages than Megatron's, and divides nearly all of its matrices."""
-        return self.messages is not None and self.messages <= 2 and (self.split or 0.0) >= 0.9  # noqa: PLR2004
+        return self.messages is not None and self.messages <= 2 and (self.split or 0.0) >= 0.9
 
 
 @dataclass
@@ -137,7 +137,7 @@ def _step(subject: Subject, mesh: mpar.Mesh, strategy: str, *, num_slices: int =
     model = subject.model
     program = mpar.compile_step(model, optimizer, mesh, rows, (_ROWS, _LENGTH), num_slices=num_slices)
     after, metrics = program.simulate(program.init_state(subject.params), subject.batch)
-    if not abs(float(metrics["loss"]) - subject.loss) <= 1e-6 * max(1.0, abs(subject.loss)):  # noqa: PLR2004
+    if not abs(float(metrics["loss"]) - subject.loss) <= 1e-6 * max(1.0, abs(subject.loss)):
         return f"the loss is {float(metrics['loss']):.6f}, that of transformers {subject.loss:.6f}"
     new = dict(tree.leaves_with_path(after.params(model.abstract_params)))
     largest = max(float(x.abs().max()) for x in subject.gradients.values())

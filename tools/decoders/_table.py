@@ -55,7 +55,7 @@ def table(document: Mapping[str, object]) -> str:
     }
     lines = [
         f"Of {len(rows)} types (torch {document['torch']}, transformers {document['transformers']}, commit {document['commit']}, "
-        f"{document['date']}):",
+        f"{document['date']}; two simulated ranks, four for the first column, float64):",
         "",
         *(f"- {count} {what}" for what, count in counts.items()),
         "",
@@ -64,8 +64,8 @@ def table(document: Mapping[str, object]) -> str:
     ]
     for name, row in traced.items():
         messages = "-" if row.messages is None else f"{row.messages}, {100 * (row.split or 0.0):.0f} %"
-        marks = [_mark(row.fsdp_tp), _mark(row.pp), messages, *map(_mark, (row.cp, row.slices, row.cache, row.experts, row.export))]
-        lines.append(f"| {name} | {' | '.join(marks)} |")
+        before, behind = (row.fsdp_tp, row.pp), (row.cp, row.slices, row.cache, row.experts, row.export)
+        lines.append(f"| {name} | {' | '.join([*map(_mark, before), messages, *map(_mark, behind)])} |")
     lines += ["", "| type | why it is refused |", "| --- | --- |"]
     lines += [f"| {name} | {_short(row.load)} |" for name, row in rows.items() if row.load]
     return "\n".join(lines)

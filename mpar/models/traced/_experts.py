@@ -35,9 +35,7 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     if num_tokens != found.rows * found.length or module.has_post_expert_norm:
         what = "a norm behind each expert" if module.has_post_expert_norm else f"{num_tokens} tokens, which are not those of x"
         raise ConfigError(f"{type(module).__name__} has {what}, which mpar's experts have not")
-    x_BSD, experts_BSK, weights_BSK = (
-        x.view(found.rows, found.length, -1) for x in (hidden_states, top_k_index, top_k_weights)
-    )
+    x_BSD, experts_BSK, weights_BSK = (x.view(found.rows, found.length, -1) for x in (hidden_states, top_k_index, top_k_weights))
     rows_RD, offsets_E, inverse_BSK, traffic_2E = ops.dispatch(
         ops.constrain(x_BSD, _TOKENS), experts_BSK, num_experts=module.num_experts
     )
@@ -71,7 +69,7 @@ def _halves(module: Any, stored: Tensor) -> list[Tensor]:
     """Gate and up, which are stored one behind the other, or in turns, along one dim; the tensor itself if there is no gate."""
     if not module.has_gate:
         return [stored]
-    dim = stored.ndim - 1 if module.is_transposed or stored.ndim == 2 else 1  # noqa: PLR2004
+    dim = stored.ndim - 1 if module.is_transposed or stored.ndim == 2 else 1
     if module.is_concatenated:
         return list(stored.chunk(2, dim))
     return list(stored.unflatten(dim, (stored.shape[dim] // 2, 2)).unbind(dim + 1))

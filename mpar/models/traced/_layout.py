@@ -137,7 +137,7 @@ def _label_experts(dims: Dims, products: Sequence[fx.Node]) -> None:
     for names in ({"embed": "expert_mlp"}, {"expert_mlp": "embed"}):
         for expert, summed, given in weights:
             _label(expert, "expert")
-            for label in {factor.found().label for factor in summed} & set(names):
+            for label in {label for label in (factor.found().label for factor in summed) if label in names}:
                 _label([factor for factor in given if not factor.whole], names[label])
 
 

@@ -89,7 +89,7 @@ class Weights(TorchFunctionMode):
         product = self._products.get(id(x))
         cut = tuple(piece.shape[dim] for piece in pieces)
         if product is None:
-            weights, parts, along = [self._of_tensor[id(x)]], self._of_tensor[id(x)].parts, dim % x.ndim
+            weights, parts, along = [self._of_tensor[id(x)]], list(self._of_tensor[id(x)].parts), dim % x.ndim
         else:
             (_, parts, weights), along = product, 0
             if dim % x.ndim != x.ndim - 1:

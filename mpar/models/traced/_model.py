@@ -112,9 +112,7 @@ class TracedModel(Model):
     @functools.cached_property
     def abstract_params(self) -> Tree:
         """The parameter tree with meta tensors."""
-        return self._tree(
-            lambda _, layout: [torch.empty(leaf.shape, dtype=self.dtype, device="meta") for leaf in layout.leaves]
-        )
+        return self._tree(lambda _, layout: [torch.empty(leaf.shape, dtype=self.dtype, device="meta") for leaf in layout.leaves])
 
     @functools.cached_property
     def param_axes(self) -> Tree:

@@ -1,4 +1,4 @@
-"""Rotations of a traced model: functions that turn queries and keys, and equal a primitive on random numbers, are replaced by it."""
+"""Rotations of a traced model: functions that turn queries and keys are replaced by a primitive that they equal on random numbers."""
 
 import inspect
 from collections.abc import Callable
@@ -55,10 +55,10 @@ def replace_rotations(module: nn.Module) -> None:
 
 def _replaced(forward: Any) -> FunctionType | None:
     """`forward` with another function under that name; None if it calls none, or one that no primitive equals."""
-    if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
+    if not isinstance(forward, FunctionType) or _NAME not in {*forward.__code__.co_names} & {*forward.__globals__}:
         return None
-    theirs = forward.__globals__.get(_NAME)
-    rotation = next((each for each in _CANDIDATES if theirs is not None and _equal(theirs, each)), None)
+    theirs = forward.__globals__[_NAME]
+    rotation = next((each for each in _CANDIDATES if _equal(theirs, each)), None)
     if rotation is None:
         return None
 

@@ -30,9 +30,10 @@ def stored_names(module: nn.Module, parameters: Mapping[str, Tensor]) -> dict[st
         raise ConfigError(
             f"checkpoints of {type(module).__name__} store tensors in another form, by {', '.join(sorted(strange))}"
         )
-    numbered, owners = {}, []
+    numbered: dict[str, Tensor] = {}
+    owners: list[str] = []
     for name, x in parameters.items():
-        shape = (min(2, x.shape[0]), min(2, x.shape[1]), 1) if x.ndim == 3 else (1,) * x.ndim  # noqa: PLR2004
+        shape = (min(2, x.shape[0]), min(2, x.shape[1]), 1) if x.ndim == 3 else (1,) * x.ndim
         first = 4 * len(owners)
         numbered[name] = torch.arange(first, first + torch.Size(shape).numel()).reshape(shape)
         owners.append(name)

@@ -2,19 +2,23 @@
 
 import functools
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
 import mpar
-from mpar import models, ops, tree
+from mpar import models, ops, testing, tree
 from mpar.errors import ConfigError, UnknownNameError
+from mpar.infer import generate
 from mpar.models import traced
-from mpar.models.traced import _attention, _mode, _runs, _self_check
+from mpar.models.traced import _attention, _find_traits, _mode, _runs, _self_check
 from mpar.models.traced._skeleton import Source
 from mpar.models.traced._traits import Traits
 from mpar.optim import SGD
+from mpar.strategy import preset
 from tests.models.traced_kinds import EXACT, REFUSED
 
 SMALL = json.dumps({"model_type": "stablelm", **EXACT["stablelm"]})
@@ -100,9 +104,10 @@ def test_equal_layers_are_compiled_once():
     assert traced.imported(Source(json.dumps({"model_type": "exaone4", **EXACT["exaone4"]}))).kinds == (0, 1)
 
 
-def test_a_folder_comes_back_bit_by_bit(tmp_path):
-    """Read, written, and read by transformers: every tensor has its bits, and its name."""
-    eager = eager_of("stablelm").float()
+@pytest.mark.parametrize(("kind", "words"), [("stablelm", "StableLmForCausalLM"), ("olmoe", "OlmoeForCausalLM")])
+def test_a_folder_comes_back_bit_by_bit(kind, words, tmp_path):
+    """Read, written, and read by transformers: every tensor has its bits, and its name; of olmoe each expert has a tensor."""
+    eager = eager_of(kind).float()
     eager.save_pretrained(tmp_path / "in")
     model, params = models.from_hf(tmp_path / "in")
     models.to_hf(model, params, tmp_path / "out")
@@ -110,12 +115,72 @@ def test_a_folder_comes_back_bit_by_bit(tmp_path):
     expected = eager.state_dict()
     assert set(again.state_dict()) == set(expected)
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["StableLmForCausalLM"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [words]
+
+
+def loss_and_params(kind, mesh, strategy, **how):
+    """The loss of a step, and the parameters after it."""
+    model = model_of(kind)
+    program = mpar.compile_step(model, SGD(lr=1.0), mesh, strategy, (4, 12), **how)
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(3, 128, (2, 4, 12), generator=generator)
+    state = program.init_state(model.init(seed=0))
+    after, metrics = program.simulate(state, {"tokens": tokens, "labels": labels})
+    return metrics["loss"], tree.leaves(after.params(model.abstract_params))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "strategy", "how"),
+    [
+        ("exaone4", mpar.Mesh(), preset("ddp"), {"num_slices": 3}),
+        ("olmoe", mpar.Mesh(fsdp=2), replace(preset("zero3"), expert_parallel=2), {}),
+    ],
+)
+def test_slices_and_experts_on_ranks_change_nothing(kind, mesh, strategy, how):
+    """Rows in slices, with a window shorter than a slice and a whole row; and experts that are spread over ranks."""
+    loss, params = loss_and_params(kind, mesh, strategy, **how)
+    expected_loss, expected = loss_and_params(kind, mpar.Mesh(), preset("ddp"))
+    testing.assert_close(loss, expected_loss, name="loss")
+    for given, wanted in zip(params, expected, strict=True):
+        testing.assert_close(given, wanted, name="parameter")
+
+
+@pytest.mark.parametrize("kind", ["exaone4", "gpt_neox"])
+def test_tokens_through_a_cache_are_those_without(kind):
+    """Greedy tokens; the logits of transformers choose the same."""
+    model, eager = model_of(kind), eager_of(kind)
+    prompt = torch.randint(3, 128, (2, 4), generator=torch.Generator().manual_seed(2))
+    assert model.can_decode
+    ours, theirs = generate(model, params_of(model, eager), prompt, 8), prompt
+    with torch.no_grad():
+        for _ in range(8):
+            theirs = torch.cat([theirs, eager(theirs, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(ours, theirs)
+
+
+def test_what_rows_allow_is_found_by_trying(monkeypatch, unchecked):
+    """A layer that adds up earlier positions would be wrong in slices, in packed rows, and in another order."""
+    assert traced.check_traced(SMALL) == Traits()
+    layer = _runs.layer
+
+    def mixing(skeleton, index, weights, x, *rest):
+        return layer(skeleton, index, weights, x, *rest) + 0.01 * x.cumsum(1)
+
+    model = traced.TracedModel(SMALL)
+    params = model.init(seed=0)
+    tokens = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(_runs, "layer", mixing)
+
+    def eager(tokens, use_cache):
+        return SimpleNamespace(logits=model.apply(params, tokens))
+
+    found = _find_traits.find_traits(model, params, eager, tokens)
+    assert not (found.permutable or found.documents or found.continues)
 
 
 @pytest.mark.parametrize("kind", sorted(REFUSED))
-def test_models_that_ignore_attention_are_refused(kind):
-    """Without its mask such a model would train on the future: the self-check sees other logits."""
+def test_models_that_cannot_be_traced_are_refused(kind):
+    """With the reason."""
     config, words = REFUSED[kind]
     with pytest.raises(ConfigError, match=words):
         models.from_config({"model_type": kind, **config})
