@@ -5,13 +5,15 @@ Names that only the compiler needs are loaded when first used, so that a worker 
 
 import contextlib
 import importlib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "checkpoint_disabled",
     "current_autograd_node",
     "defunctionalise",
     "flash_attention_cpu",
@@ -23,6 +25,7 @@ __all__ = [
     "last_autograd_node",
     "original_views",
     "pytree",
+    "quiet_errors",
     "storage_key",
     "was_written",
 ]
@@ -37,6 +40,8 @@ _LAZY = {
     "TorchDispatchMode": "torch.utils._python_dispatch",
     "TorchFunctionMode": "torch.overrides",
     "UnsupportedFakeTensorException": "torch._subclasses.fake_tensor",
+    "_core_aten_decompositions_post_autograd": "torch._decomp",
+    "decomposition_table": "torch._decomp",
     "get_current_meta": "torch.fx.traceback",
     "make_fx": "torch.fx.experimental.proxy_tensor",
     "preserve_node_meta": "torch.fx.traceback",
@@ -73,6 +78,40 @@ def last_autograd_node() -> int:
 def original_views() -> contextlib.AbstractContextManager[None]:
     """In this context the gradient of a write into a view repeats the view; otherwise it would read memory by strides."""
     return torch.autograd._force_original_view_tracking(True)
+
+
+@contextlib.contextmanager
+def checkpoint_disabled() -> Iterator[None]:
+    """In this context `torch.utils.checkpoint` calls the function. Its hooks do not work inside transforms of `torch.func`."""
+    module: Any = importlib.import_module("torch.utils.checkpoint")
+    saved = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+    module._checkpoint_without_reentrant_generator, module.CheckpointFunction = _yield_once, _PlainCall
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator, module.CheckpointFunction = saved
+
+
+def _yield_once(*_: object, **__: object) -> Iterator[None]:
+    yield
+
+
+class _PlainCall:
+    @staticmethod
+    def apply(fn: Callable[..., object], preserve_rng_state: bool, *args: object) -> object:
+        return fn(*args)
+
+
+@contextlib.contextmanager
+def quiet_errors() -> Iterator[None]:
+    """In this context torch does not log errors of tensors without data, with tracebacks, beside raising them."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def functionalise(x: torch.Tensor) -> torch.Tensor:

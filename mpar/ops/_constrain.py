@@ -98,6 +98,11 @@ def _constrain_vjp(dy, *, axes, mark):
     return constrain_bwd_p.bind(dy, mark=mark)
 
 
+@constrain_bwd_p.def_vjp_by_ops("ddx -> ddy")  # second derivatives stay where their ops make them
+def _constrain_bwd_vjp(ddx, *, mark):
+    return ddx
+
+
 @name_p.def_vjp_by_ops("dy -> dx")
 def _name_vjp(dy, *, label):
     return dy

@@ -1,9 +1,11 @@
 """jit: compile any pure function of tensors for a mesh, print the result, simulate it, or run it on DTensors."""
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from mpar import tree
 from mpar.compiler import choose_kernels, coordinates_of, generate
 from mpar.dtensor import to_local, wrap
-from mpar.errors import ShardingError
+from mpar.errors import ConfigError, ShardingError, TraceError
 from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
 from mpar.runtime import ALONE, Comm, ProcessComm, load
@@ -25,28 +27,58 @@ from mpar.tree import Tree
 __all__ = ["Compiled", "Lowered", "jit", "value_and_grad"]
 
 
-def value_and_grad(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tree]]:
-    """`value_and_grad(fn)(x, *others)` is `(fn(x, *others), gradients of the leaves of x)`: value first, as in JAX."""
-    grad_and_value = torch.func.grad_and_value(fn)
+def value_and_grad(
+    fn: Callable[..., Tree], *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[..., tuple[Tree, Tree]]:
+    """`value_and_grad(fn)(x, *others)` is `(fn(x, *others), gradients of the leaves of x)`: value first, as in JAX.
 
-    def wrapped(*args: Tree) -> tuple[Tensor, Tree]:
-        grads, value = grad_and_value(*args)
-        return value, grads
+    argnums: the number of the argument that is differentiated, or several.
+    has_aux: whether `fn` returns `(value, aux)`; aux is not differentiated, and the result is `((value, aux), gradients)`.
+    """
+
+    def wrapped(*args: Tree, **kwargs: Tree) -> tuple[Tree, Tree]:
+        aux: list[Tree] = []
+
+        def of_tensors(*args: Tree, **kwargs: Tree) -> tuple[Tree, list[Tensor]]:
+            value, extra = cast(tuple[Tree, Tree], fn(*args, **kwargs)) if has_aux else (fn(*args, **kwargs), None)
+            aux.append(extra)
+            return value, [leaf for leaf in tree.leaves(extra) if isinstance(leaf, Tensor)]
+
+        grads, (value, tensors) = torch.func.grad_and_value(of_tensors, argnums=argnums, has_aux=True)(*args, **kwargs)
+        if not has_aux:
+            return value, grads
+        outside = iter(tensors)
+        return (value, tree.map_leaves(lambda leaf: next(outside) if isinstance(leaf, Tensor) else leaf, aux[-1])), grads
 
     return wrapped
 
 
 def jit(
-    fn: Callable[..., Tree], *, mesh: Mesh, in_specs: Tree = None, out_specs: Tree = None, table: AxisTable | None = None
+    fn: Callable[..., Tree],
+    *,
+    mesh: Mesh,
+    in_specs: Tree = None,
+    out_specs: Tree = None,
+    table: AxisTable | None = None,
+    static: Sequence[str] = (),
 ) -> "Compiled":
     """Compile a pure function of pytrees of tensors for `mesh`.
 
     in_specs:  a tuple with one entry per argument, each a pytree of `P` that is a prefix of the argument (one `P` stands for a
-               whole subtree). None is replicated.
+               whole subtree). None is replicated. Or a dict from the names of parameters to such entries.
     out_specs: the same for what `fn` returns; None leaves each result as its op makes it, except that pending sums are made.
     table:     from logical axis names, as used in `ops.constrain`, to mesh axes.
+    static:    the names of parameters that take hashable values of Python, such as flags; they have no entry in `in_specs`. The
+               function is compiled anew for each value.
+
+    Raises ConfigError if `static` or `in_specs` names a parameter that `fn` does not have.
     """
-    return Compiled(fn, mesh, in_specs, out_specs, table or {})
+    named = [*static, *(in_specs if isinstance(in_specs, dict) else ())]
+    known = inspect.signature(fn).parameters if named else {}
+    unknown = [name for name in named if name not in known]
+    if unknown:
+        raise ConfigError(f"jit: {_name(fn)} has no parameters {unknown}; it has {list(known)}")
+    return Compiled(fn, mesh, in_specs, out_specs, table or {}, tuple(static))
 
 
 @dataclass(frozen=True)
@@ -58,12 +90,16 @@ class Compiled:
     in_specs: Tree
     out_specs: Tree
     table: AxisTable
+    static: tuple[str, ...] = ()
     _ready: dict[Any, "_Executable"] = field(default_factory=dict, repr=False, compare=False)
 
-    def lower(self, *args: Tree) -> "Lowered":
-        """Compile for tensors shaped like `args` (real or meta). Raises TraceError or ShardingError."""
-        logical = trace(self.fn, args)
-        in_specs = [spec or P() for spec in _broadcast("in_specs", self.in_specs, tuple(args), P())]
+    def lower(self, *args: Tree, **kwargs: Tree) -> "Lowered":
+        """Compile for tensors shaped like the arguments (real or meta). Raises TraceError or ShardingError."""
+        call = self.bind(args, kwargs)
+        logical = trace(call.fn, call.args)
+        given = self.in_specs
+        given = tuple(given.get(name) for name in call.names) if isinstance(given, dict) else given
+        in_specs = [spec or P() for spec in _broadcast("in_specs", given, call.args, P())]
         probe = tree.unflatten(logical.outputs, logical.results)
         out_specs = _broadcast("out_specs", self.out_specs, probe, None)
         ranked = lower(logical, self.mesh, in_specs, out_specs, self.table)
@@ -71,21 +107,62 @@ class Compiled:
             resolved = [asked or spec.without_partial() for asked, spec in zip(out_specs, ranked.out_specs, strict=True)]
             ranked = lower(logical, self.mesh, in_specs, resolved, self.table)
         check(ranked)
-        return Lowered(ranked)
+        return Lowered(ranked, self)
 
-    def __call__(self, *args: Tree) -> Any:
+    def bind(self, args: tuple[Tree, ...], kwargs: Mapping[str, Tree]) -> "_Call":
+        """The call of the function with these arguments, in the order of its parameters.
+
+        Raises TraceError if they do not fit the parameters, or if a static value is not hashable.
+        """
+        if not kwargs and not self.static and not isinstance(self.in_specs, dict):
+            return _Call(self.fn, args, (), ())
+        signature = inspect.signature(self.fn)
+        try:
+            bound = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TraceError(f"cannot call {_name(self.fn)}{signature}: {error}") from error
+        static = {name: bound.pop(name) for name in self.static if name in bound}
+        changing = [name for name, value in static.items() if not isinstance(value, Hashable)]
+        if changing:
+            raise TraceError(f"cannot compile {_name(self.fn)}: the values of the static parameters {changing} are not hashable")
+        names = tuple(bound)
+
+        @functools.wraps(self.fn)
+        def call(*values: Tree) -> Tree:
+            arguments = inspect.BoundArguments(signature, {**static, **dict(zip(names, values, strict=True))})
+            return self.fn(*arguments.args, **arguments.kwargs)
+
+        return _Call(call, tuple(bound.values()), names, tuple(static.items()))
+
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Any:
         """Run on DTensors placed by in_specs (on a mesh of one rank: plain tensors); results are DTensors placed by out_specs.
 
         The first call with arguments of new shapes compiles the function, for the device of the first tensor. Raises
         ShardingError, listing all arguments that are placed differently, and MeshError if the number of processes is not that of
         the ranks of the mesh.
         """
-        leaves, structure = tree.flatten(tuple(args))
-        device = next((x.device for x in leaves if x is not None), torch.device("cpu"))
-        key = (structure, device, tuple(None if x is None else (tuple(x.shape), x.dtype) for x in leaves))
+        call = self.bind(args, kwargs)
+        leaves, structure = tree.flatten_present(call.args)
+        device = leaves[0].device if leaves and isinstance(leaves[0], Tensor) else torch.device("cpu")
+        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in leaves)
+        key = (structure, device, shapes, call.names, tuple((name, type(value), value) for name, value in call.static))
         if key not in self._ready:
-            self._ready[key] = _Executable(self.lower(*args).ranked, device)
-        return self._ready[key]([x for x in leaves if x is not None])
+            self._ready[key] = _Executable(self.lower(*args, **kwargs).ranked, device)
+        return self._ready[key](leaves)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call whose arguments hold tensors only.
+
+    names:  the parameters that take the arguments; empty if the function takes them by position.
+    static: the values of static parameters, which `fn` has already.
+    """
+
+    fn: Callable[..., Tree]
+    args: tuple[Tree, ...]
+    names: tuple[str, ...]
+    static: tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True)
@@ -93,10 +170,11 @@ class Lowered:
     """A compiled function: `print` it, list its collectives, simulate it."""
 
     ranked: RankGraph
+    compiled: Compiled
 
-    def simulate(self, *args: Tree) -> Any:
+    def simulate(self, *args: Tree, **kwargs: Tree) -> Any:
         """What the function returns on global tensors, computed by all ranks in one process."""
-        results = simulate_graph(self.ranked, [leaf for leaf in tree.leaves(tuple(args)) if leaf is not None])
+        results = simulate_graph(self.ranked, tree.flatten_present(self.compiled.bind(args, kwargs).args)[0])
         return tree.unflatten(self.ranked.logical.outputs, results)
 
     def collectives(self) -> list[Collective]:
@@ -155,6 +233,10 @@ class _Executable:
                 + f"\nmesh: {self.ranked.mesh}. Redistribute them, or compile with the in_specs that they have."
             )
         return out
+
+
+def _name(fn: Callable) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)
 
 
 def _broadcast(name: str, prefix: Any, full: Any, default: P | None) -> list[P | None]:

@@ -1,5 +1,5 @@
 """The passes that make a traced graph canonical, in order. They keep the bits of every value, except that a mean becomes a sum
-that is then divided."""
+that is then divided, and a loss becomes the ops that it means."""
 
 from collections.abc import Callable
 
@@ -12,13 +12,17 @@ from mpar.sharding._canonicalise import (
     restore_einsums,
     shrink_constants,
     split_means,
+    use_one_name,
 )
+from mpar.sharding._decompose import decompose
 from mpar.sharding._expands import expand_late, merge_expands
+from mpar.sharding._losses import expand_losses
+from mpar.sharding._windows import join_windows
 
 __all__ = ["CANONICAL", "canonicalise"]
 
-ONCE = (erase_identities, restore_einsums, split_means, shrink_constants)
-AGAIN = (merge_views, merge_expands, expand_late)
+ONCE = (expand_losses, decompose, use_one_name, erase_identities, restore_einsums, split_means, shrink_constants)
+AGAIN = (join_windows, merge_views, merge_expands, expand_late)
 """These are repeated until none changes anything, because each may give another something to do. This ends, because each merges
 views or moves an expand towards the results."""
 CANONICAL = (*ONCE, *AGAIN, common_subexpressions)

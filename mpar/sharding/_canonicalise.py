@@ -12,9 +12,10 @@ import torch
 from torch import fx
 
 from mpar.ops import PRIMITIVES
+from mpar.sharding import _collectives as collectives
 from mpar.sharding._pass import graph_pass
 
-__all__ = ["call_like", "common_subexpressions", "labels_of", "shape_of", "view_groups"]
+__all__ = ["call_like", "common_subexpressions", "is_zero", "labels_of", "shape_of", "view_groups"]
 
 aten = torch.ops.aten
 name_p, einsum_p = PRIMITIVES["named"], PRIMITIVES["einsum"]
@@ -34,6 +35,13 @@ PRODUCTS = {
     aten.mv.default: "ab,b->a",
     aten.dot.default: "a,a->",
 }
+SAME = {
+    aten._conj.default: aten.conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+    aten._unsafe_index.Tensor: aten.index.Tensor,
+    aten._unsafe_index_put.default: aten.index_put.default,
+}
+SUMS = (aten.sum.default, aten.sum.dim_IntList)
 LIKE = {
     aten.zeros_like.default: 0,
     aten.ones_like.default: 1,
@@ -52,6 +60,26 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 def labels_of(node: fx.Node) -> tuple[str, ...]:
     """The labels that `ops.name` gave this value."""
     return tuple(node.meta.get("labels", ()))
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Whether a node of a logical or of a rank graph is known to hold zeros only."""
+    while node.op == "call_function" and node.target in (aten.expand.default, collectives.shard):
+        node = node.args[0]
+    return node.target == aten.full.default and node.args[1] == 0
+
+
+@graph_pass
+def use_one_name(graph: fx.Graph) -> dict[str, int]:
+    """Replace ops by those that give the same. Torch makes conjugates as views of which some ops want a copy.
+
+    before:  %y = _conj(%x)
+    after:   %y = conj_physical(%x)
+    """
+    renamed = [node for node in graph.nodes if node.target in SAME]
+    for node in renamed:
+        node.target = SAME[node.target]
+    return {"ops_renamed": len(renamed)}
 
 
 @graph_pass
@@ -107,19 +135,31 @@ def split_means(graph: fx.Graph) -> dict[str, int]:
 
     before:  %y = mean(%x, [1])
     after:   %s = sum(%x, [1]); %y = div(%s, size of dim 1)
+
+    Means and sums of a dtype narrower than float32 are added in float32, across ranks too, and rounded once, as torch does on one
+    device: 70 000 ones have no sum in float16, and have a mean.
+
+    before:  %s = sum(%x, [1])                              # %x: float16
+    after:   %w = sum(%x, [1], dtype=float32); %s = _to_copy(%w, dtype=float16)
     """
     split = 0
     for node in list(graph.nodes):
-        if node.target not in (aten.mean.default, aten.mean.dim):
+        is_mean = node.target in (aten.mean.default, aten.mean.dim)
+        dtype = node.meta["val"].dtype if is_mean or node.target in SUMS else torch.float32
+        wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+        if not is_mean and wide == dtype:
             continue
         x = node.args[0]
         dims = list(node.args[1]) if len(node.args) > 1 and node.args[1] else list(range(len(shape_of(x))))
         keep = node.args[2] if len(node.args) > 2 else False
-        count = math.prod(shape_of(x)[dim] for dim in dims)
         with graph.inserting_before(node):
-            total = call_like(graph, node, aten.sum.dim_IntList, (x, dims, keep), node.kwargs)
-            mean = call_like(graph, node, aten.div.Tensor, (total, count))
-        node.replace_all_uses_with(mean)
+            kwargs = node.kwargs if wide == dtype else {"dtype": wide}
+            result = call_like(graph, node, aten.sum.dim_IntList, (x, dims, keep), kwargs)
+            if is_mean:
+                result = call_like(graph, node, aten.div.Tensor, (result, math.prod(shape_of(x)[dim] for dim in dims)))
+            if wide != dtype:
+                result = call_like(graph, node, aten._to_copy.default, (result,), {"dtype": dtype})
+        node.replace_all_uses_with(result)
         split += 1
     return {"means_split": split}
 
@@ -155,7 +195,8 @@ def shrink_constants(graph: fx.Graph) -> dict[str, int]:
 
 @graph_pass
 def merge_views(graph: fx.Graph) -> dict[str, int]:
-    """Merge chains of views and erase those that change nothing.
+    """Merge chains of views and erase those that change nothing. Dims are permuted before they are merged, so that the view that
+    splits them again, as in the gradient of a product of matrices by heads, meets the one that merged them.
 
     before:  %a = view(%x, [6]); %b = view(%a, [2, 3])      # %x: [2, 3]
     after:   users of %b read %x
@@ -174,6 +215,8 @@ def merge_views(graph: fx.Graph) -> dict[str, int]:
             inner = [dim % len(shape_of(node)) for dim in node.args[0].args[1]]
             node.args = (node.args[0].args[0], [inner[dim] for dim in node.args[1]])
             merged += 1
+        if node.target == aten.permute.default and node.args[0].target == aten.reshape.default:
+            merged += _permute_first(graph, node)
         if node.target == aten.permute.default and [dim % len(shape_of(node)) for dim in node.args[1]] == list(
             range(len(shape_of(node)))
         ):
@@ -231,6 +274,22 @@ def view_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[
         groups.append((left, right))
         i, j = i + len(left), j + len(right)
     return groups
+
+
+def _permute_first(graph: fx.Graph, node: fx.Node) -> bool:
+    """Turn a permute of a view that only merges dims into a view of a permute; returns whether it was possible."""
+    view = node.args[0]
+    groups = view_groups(shape_of(view.args[0]), shape_of(view))
+    if any(len(right) != 1 for _, right in groups):
+        return False
+    sources = {right[0]: left for left, right in groups}
+    order = [dim for position in _order(node) for dim in sources[position]]
+    with graph.inserting_before(node):
+        permuted = call_like(graph, node, aten.permute.default, (view.args[0], order))
+        result = call_like(graph, node, aten.reshape.default, (permuted, list(shape_of(node))))
+    result.meta["labels"] = labels_of(node)
+    node.replace_all_uses_with(result)
+    return True
 
 
 def _absorb(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

@@ -2,18 +2,25 @@
 
 Along every mesh axis a value has a type: it is replicated, sharded along a dim, or a pending sum. The types are inferred for one
 mesh axis at a time, from the specs of the inputs and from what each op does, and compared with the spec on each node.
+
+Nodes of local programs are checked as all others are: this proves of a program like that of softmax that every value in it is
+replicated, sharded, a pending sum or a pending maximum as its collectives need it, and that no op reads a pending value in which
+it is not linear. What the check cannot prove is that the ops of a program compute what the op means: this is tested, on simulated
+ranks. Nor can it follow a value that a rank computes from its shard alone, or from its coordinate ("V"): it only proves that such
+a value is never returned as replicated unless an all_reduce or an all_gather made it the same.
 """
 
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, fx
 
 from mpar.errors import MparError, ShardingError
 from mpar.ops import primitive_of
 from mpar.sharding import _collectives as collectives
-from mpar.sharding._check_order import check_order
+from mpar.sharding._check_order import check_order, specs_of
 from mpar.sharding._derive import derived_rule
 from mpar.sharding._lower import RankGraph
 from mpar.sharding._rules import NodeRule
@@ -71,15 +78,15 @@ class _AxisCheck:
     def widen(self, node: fx.Node) -> None:
         """Give `meta["val"]` of a node the shape that its value has when it is gathered along this axis."""
         value = node.meta["val"]
-        if isinstance(value, (tuple, list)):
-            parts = {user.args[1]: user.meta.get("spec") for user in node.users if user.target is operator.getitem}
-            specs = [parts.get(index) for index in range(len(value))]
-        else:
-            specs = [node.meta.get("spec")]
+        specs = specs_of(node)
         if node.meta.get("opaque") and all(spec is None for spec in specs):
             return
-        if node.op == "call_function" and all(spec is None for spec in specs):  # inside a primitive's local program
+        unclaimed = [spec is None for spec in specs]
+        if node.op == "call_function" and (any(unclaimed) if _works_on_shard(node) else all(unclaimed)):  # inside a local program
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            kwargs = kwargs | ({"device": torch.device("meta")} if "device" in kwargs else {})
+            if node.target is collectives.shard and self.axis in kwargs["axes"]:  # gathered along this axis it is not cut by it
+                kwargs = kwargs | {"size": kwargs["size"] // self.ranked.mesh.axis_size(self.axis)}
             try:
                 node.meta["val"] = node.target(*args, **kwargs)
             except (MparError, RuntimeError) as error:
@@ -121,6 +128,8 @@ class _AxisCheck:
 
     def collective(self, node: fx.Node) -> Type:
         now = self.types[node.args[0]]
+        if now == "M" and not self.carries_out_maximum(node):
+            self.fail(node, "moves a pending maximum")
         if self.axis not in node.kwargs["axes"]:
             if now == "P" and node.target is collectives.all_reduce and node.kwargs["op"] == "max":
                 self.fail(node, "takes the maximum of a pending sum")
@@ -133,15 +142,20 @@ class _AxisCheck:
             collectives.shard: ("R", node.kwargs.get("dim")),
         }
         before, after = rules[node.target]
-        if now != before and not (now in ("V",) and node.target is collectives.all_reduce):
+        if now != before and not (now == "V" and node.target in (collectives.all_reduce, collectives.all_gather)):
             self.fail(node, f"needs an operand that is {_text(before)}, got {_text(now)}")
         return after
+
+    def carries_out_maximum(self, node: fx.Node) -> bool:
+        return node.target is collectives.all_reduce and node.kwargs["op"] == "max"
 
     def op(self, node: fx.Node) -> Types:
         rule = derived_rule(node)
         types = [self.types[operand] for operand in rule.operands]
-        params = [self.types[n] for n in node.kwargs.values() if isinstance(n, fx.Node)]
-        if "V" in types or "V" in params:
+        numbers = [self.types[n] for n in node.all_input_nodes if n not in rule.operands]
+        if "M" in types:
+            self.fail(node, "reads a pending maximum")
+        if "V" in types or "V" in numbers:
             return self.varying(node, rule, types)
         factor, partial = None, False
         types = ["R" if i in rule.as_is else now for i, now in enumerate(types)]
@@ -149,6 +163,8 @@ class _AxisCheck:
             if isinstance(now, int):
                 names = dims[now]
                 names = tuple(rule.follows.get(name, name) for name in names)
+                if not names and _works_on_shard(node):
+                    return self.varying(node, rule, types)
                 if not names:
                     self.fail(
                         node, f"operand %{operand.name} is sharded along dim {now}, which the op does not treat independently"
@@ -181,6 +197,8 @@ class _AxisCheck:
         """The types of the results of an op whose operands are sharded along `factor`."""
         primitive = primitive_of(node.target)
         declared = primitive.sharding_rule(**node.kwargs).need_replication if primitive else rule.replicate
+        if factor in declared and _works_on_shard(node):
+            return "M" if node.target == torch.ops.aten.amax.default else self.varying(node, rule, types)
         if factor in declared:
             self.fail(node, f"is sharded along factor {factor}, across which it works")
         if primitive and factor in primitive.placement.sharded:
@@ -215,8 +233,8 @@ class _AxisCheck:
         return ["P"] * len(rule.results) if isinstance(node.meta["val"], (tuple, list)) else "P"
 
     def varying(self, node: fx.Node, rule: NodeRule, types: list) -> Types:
-        """The types of an op, inside the local program of a primitive, whose operands depend on the rank's coordinate: what the
-        author of the program claims."""
+        """The types of an op, inside a local program, which gives another value on each rank, because it depends on the rank's
+        coordinate or works on its shard alone: what the author of the program claims."""
         if "P" in types:
             self.pending(node, rule, types)
         if isinstance(node.meta["val"], (tuple, list)):
@@ -225,8 +243,10 @@ class _AxisCheck:
 
     def opaque(self, node: fx.Node) -> Type:
         """The type of an op that a local program calls opaque: replicated if it reads replicated values only and does not
-        communicate along this axis; else what the program claims."""
+        communicate along this axis, or if it is a collective whose result all ranks get; else what the program claims."""
         moved = self.axis in node.kwargs.get("axes", ())
+        if moved and node.target in (collectives.all_gather, collectives.all_reduce):
+            return "R"
         same = all(self.types[operand] == "R" for operand in node.all_input_nodes) or self.axis in node.meta.get("same", ())
         return "R" if same and not moved else self.claim(node)
 
@@ -238,6 +258,12 @@ class _AxisCheck:
         if claimed == "R":
             self.fail(node, "it is computed differently on each rank, and defined as replicated")
         return claimed
+
+
+def _works_on_shard(node: fx.Node) -> bool:
+    """Whether an op of torch in a local program may work across a sharded dim: it gives a part of a result, which differs from
+    rank to rank. Primitives are told which part a rank holds, so they may not."""
+    return node.meta.get("in_program", False) and primitive_of(node.target) is None
 
 
 def _text(kind: Any) -> str:

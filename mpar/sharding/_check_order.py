@@ -15,7 +15,7 @@ from mpar.sharding._lower import RankGraph
 from mpar.sharding._rules import Factors, NodeRule
 from mpar.spec import P
 
-__all__ = ["check_order"]
+__all__ = ["check_order", "specs_of"]
 
 Fail = Callable[[fx.Node, str], None]
 
@@ -39,7 +39,7 @@ def check_order(ranked: RankGraph, fail: Fail) -> None:
 
 
 def _global(node: fx.Node, ranked: RankGraph) -> Any:
-    value, specs = node.meta["val"], _specs(node)
+    value, specs = node.meta["val"], specs_of(node)
     if isinstance(value, (tuple, list)):
         return tuple(_wide(v, spec, ranked) for v, spec in zip(value, specs, strict=True))
     return _wide(value, specs[0], ranked)
@@ -51,12 +51,14 @@ def _wide(value: Any, spec: P | None, ranked: RankGraph) -> Any:
     return value.new_empty([n * ranked.mesh.axis_size(spec.dim(i)) for i, n in enumerate(value.shape)])
 
 
-def _specs(node: fx.Node) -> list[P | None]:
-    """The spec of each result of a node; if there are several, the nodes of the items have them."""
+def specs_of(node: fx.Node) -> list[P | None]:
+    """The spec of each result of a node; if there are several, the nodes of the items have them, or the node if nothing reads the
+    item."""
     if not isinstance(node.meta["val"], (tuple, list)):
         return [node.meta.get("spec")]
     claims = {user.args[1]: user.meta.get("spec") for user in node.users if user.target is operator.getitem}
-    return [claims.get(index) for index in range(len(node.meta["val"]))]
+    unread = node.meta.get("result_specs") or [None] * len(node.meta["val"])
+    return [claims.get(index, unread[index]) for index in range(len(node.meta["val"]))]
 
 
 def _check_collective(node: fx.Node, ranked: RankGraph, fail: Fail) -> None:
@@ -80,7 +82,7 @@ def _check_collective(node: fx.Node, ranked: RankGraph, fail: Fail) -> None:
 
 def _check_op(node: fx.Node, ranked: RankGraph, fail: Fail) -> None:
     rule = derived_rule(node)
-    claims = _specs(node)
+    claims = specs_of(node)
     if any(operand.meta.get("spec") is None for operand in rule.operands) or all(spec is None for spec in claims):
         return  # inside the local program of a primitive: only its author knows where the values are
     free = {i for i in rule.as_is if not any(rule.factors[i])}  # the result does not depend on the specs of these operands

@@ -2,7 +2,7 @@
 
 The lowering reads a table of rules (`_rules.py`). If the check read the same table, it would not notice a wrong entry. So it
 takes nothing from there: element-wise ops are known by torch's tag, views by the strides of their results, reshapes by the places
-where both shapes can be cut, reductions and ops along a dim by the argument that torch calls `dim`, linear ops by a list.
+where both shapes can be cut, reductions by the argument that torch calls `dim`. All other ops are run (`_probe.py`).
 """
 
 import operator
@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from mpar.ops import primitive_of
 from mpar.sharding._canonicalise import shape_of
+from mpar.sharding._probe import probed_rule
 from mpar.sharding._rules import Factors, NodeRule, rule_of, tensor_operands
 
 __all__ = ["derived_rule"]
@@ -26,6 +27,7 @@ VIEWS = {
     aten.split.Tensor,
     aten.split_with_sizes.default,
     aten.unbind.int,
+    aten.unsqueeze.default,
 }
 ELEMENTWISE = {
     aten._to_copy.default,
@@ -33,38 +35,35 @@ ELEMENTWISE = {
     aten.empty_like.default,
     aten.fill.Scalar,
     aten.ones_like.default,
-    aten.softplus_backward.default,
     aten.zeros_like.default,
 }
 """Element-wise ops that torch does not tag as such."""
 REDUCTIONS = {
+    aten.all.default,
     aten.all.dim,
+    aten.all.dims,
     aten.amax.default,
     aten.amin.default,
+    aten.any.default,
     aten.any.dim,
+    aten.any.dims,
     aten.argmax.default,
+    aten.argmin.default,
     aten.linalg_vector_norm.default,
     aten.logsumexp.default,
+    aten.max.default,
     aten.max.dim,
+    aten.min.default,
     aten.min.dim,
+    aten.prod.default,
     aten.prod.dim_int,
+    aten.std.correction,
+    aten.std_mean.correction,
     aten.sum.default,
     aten.sum.dim_IntList,
     aten.var.correction,
+    aten.var_mean.correction,
 }
-ALONG = {
-    aten._log_softmax.default,
-    aten._log_softmax_backward_data.default,
-    aten._softmax.default,
-    aten._softmax_backward_data.default,
-    aten.cat.default,
-    aten.cumsum.default,
-    aten.flip.default,
-    aten.slice_backward.default,
-    aten.slice_scatter.default,
-}
-"""Ops that work across the dims given by `dim` or `dims`, and treat the indices of all other dims independently."""
-TRIANGLES = {aten.tril.default, aten.triu.default}
 PRODUCTS = {
     aten.mm.default: (("m", "c"), ("c", "n"), ("m", "n")),
     aten.bmm.default: (("z", "m", "c"), ("z", "c", "n"), ("z", "m", "n")),
@@ -74,24 +73,20 @@ PRODUCTS = {
 
 FIRST = {
     *VIEWS,
-    *TRIANGLES,
     aten.clone.default,
     aten.div.Scalar,
     aten.div.Tensor,
     aten.expand.default,
-    aten.flip.default,
     aten.mul.Scalar,
     aten.neg.default,
     aten.reshape.default,
-    aten.select_backward.default,
-    aten.slice_backward.default,
     aten.sum.default,
     aten.sum.dim_IntList,
 }
 """f(a + b) = f(a) + f(b) in the first operand, the others held fixed."""
 EACH = {aten.mul.Tensor, *PRODUCTS}
 """Ops that are linear in each operand while the others are held fixed."""
-TOGETHER = {aten.add.Tensor, aten.cat.default, aten.stack.default, aten.sub.Tensor}
+TOGETHER = {aten.add.Tensor, aten.sub.Tensor}
 """f(a + b, c + d) = f(a, c) + f(b, d), if all operands are tensors."""
 
 
@@ -101,16 +96,20 @@ def derived_rule(node: fx.Node) -> NodeRule:
         return rule_of(node)
     operands = tensor_operands(node)
     rule = _dims(node, operands)
+    if rule is None:
+        return probed_rule(node)
     if node.target in EACH:
         rule.linear = set(range(len(operands)))
-    elif node.target in FIRST and node.args[0] is operands[0]:
+    elif (node.target in FIRST and node.args[0] is operands[0]) or (node.target == aten.masked_fill.Scalar and node.args[2] == 0):
         rule.linear = {0}
-    rule.jointly = node.target in TOGETHER and len(operands) == len(list(_flat(node.args)))
+    elif node.target == aten._to_copy.default:  # but for rounding
+        rule.linear = {0} if node.meta["val"].is_floating_point() and operands[0].meta["val"].is_floating_point() else set()
+    rule.jointly = node.target in TOGETHER and len(operands) == len(node.args)
     return rule
 
 
-def _dims(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
-    """The rule of an op of torch, without what it says of linearity."""
+def _dims(node: fx.Node, operands: list[fx.Node]) -> NodeRule | None:
+    """The rule of an op of torch, without what it says of linearity; None if only a run of the op can tell."""
     target = node.target
     if target == aten.reshape.default:
         return _cuts(node)
@@ -118,20 +117,13 @@ def _dims(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
         return _strides(node)
     if target in REDUCTIONS:
         return _reduced(node)
-    if target in ALONG:
-        across = _named_dims(node, len(shape_of(operands[0])))
-        return _same_place(operands, _values(node), lambda i: i not in across)
-    if target in TRIANGLES:
-        return _same_place(operands, _values(node), lambda i: i < len(shape_of(node)) - 2)
-    if target in (aten.stack.default, aten.select_backward.default):
-        return _new_dim(node, operands)
     if target in PRODUCTS:
         *terms, out = (tuple((name,) for name in dims) for dims in PRODUCTS[target])
         sizes = {name: n for operand, dims in zip(operands, terms, strict=True) for (name,), n in _zip(dims, shape_of(operand))}
         return NodeRule(operands, terms, [out], sizes)
     if torch.Tag.pointwise in getattr(target, "tags", ()) or target in ELEMENTWISE:
         return _same_place(operands, _values(node), lambda i: True)
-    return _whole(node, operands, unread={0} if target == aten.new_empty.default else set())
+    return _whole(node, operands, {0}) if target == aten.new_empty.default else None
 
 
 def _whole(node: fx.Node, operands: list[fx.Node], unread: set[int]) -> NodeRule:
@@ -147,14 +139,19 @@ def _same_place(operands: list[fx.Node], values: list[Tensor], alone: Callable[[
 
     A dim has a factor if the op treats its indices independently, as `alone` says, and if its size is not broadcast.
     """
-    rank = max(value.ndim for value in values)
-    sizes = {f"d{i}": n for value in values for i, n in enumerate(value.shape, rank - value.ndim)}
+    given = [value for value in values if value is not None]
+    rank = max(value.ndim for value in given)
+    sizes: dict[str, int] = {}
+    for value in given:  # a result that nobody reads may come with its local shape
+        for i, n in enumerate(value.shape, rank - value.ndim):
+            sizes[f"d{i}"] = max(n, sizes.get(f"d{i}", 0))
 
     def names(shape: Sequence[int]) -> Factors:
         places = enumerate(shape, rank - len(shape))
         return tuple((f"d{i}",) if n > 1 and n == sizes[f"d{i}"] and alone(i) else () for i, n in places)
 
-    return NodeRule(operands, [names(shape_of(o)) for o in operands], [names(v.shape) for v in values], sizes)
+    results = [() if v is None else names(v.shape) for v in values]
+    return NodeRule(operands, [names(shape_of(o)) for o in operands], results, sizes)
 
 
 def _strides(node: fx.Node) -> NodeRule:
@@ -215,15 +212,6 @@ def _reduced(node: fx.Node) -> NodeRule:
     return NodeRule([x], [factors], [result] * len(values), {f"d{i}": n for i, n in enumerate(shape)}, replicate=across)
 
 
-def _new_dim(node: fx.Node, operands: list[fx.Node]) -> NodeRule:
-    """The rule of an op whose result has one more dim than its operands, at the place that `dim` gives."""
-    rank = len(shape_of(node))
-    (new,) = _named_dims(node, rank)
-    result = tuple((f"d{i}",) if i != new and n > 1 else () for i, n in enumerate(shape_of(node)))
-    factors = tuple(names for i, names in enumerate(result) if i != new)
-    return NodeRule(operands, [factors] * len(operands), [result], {f"d{i}": n for i, n in enumerate(shape_of(node))})
-
-
 def _named_dims(node: fx.Node, rank: int) -> set[int]:
     """The dims that a node gives for the argument which torch's schema calls `dim` or `dims`, as indices from 0."""
     for place, argument in enumerate(node.target._schema.arguments):
@@ -237,12 +225,6 @@ def _named_dims(node: fx.Node, rank: int) -> set[int]:
 def _values(node: fx.Node) -> list[Tensor]:
     value = node.meta["val"]
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _flat(args: Sequence[object]) -> Sequence[object]:
-    """The items that are added or joined. If numbers are among them, the op is not linear, because it adds a constant."""
-    first = args[0]
-    return [item for item in first if item is not None] if isinstance(first, (list, tuple)) else args
 
 
 def _zip(*columns: Sequence) -> list[tuple]:

@@ -1,10 +1,11 @@
-"""Emit: with this a primitive writes its local program, node by node, while it is lowered."""
+"""Emit: with this a local program, of a primitive or of an op of torch, writes its nodes while the op is lowered."""
 
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from mpar.ops import Primitive
@@ -13,6 +14,8 @@ from mpar.sharding._rules import NodeRule
 from mpar.spec import P
 
 __all__ = ["Emit", "Pending", "Placed"]
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -31,20 +34,22 @@ class Placed:
 
 
 class Emit:
-    """With this the functions given to `def_sharded` write their local program; operands and results are local nodes.
+    """With this the functions given to `def_sharded`, and those for ops of torch, write their local program; operands and results
+    are local nodes.
 
-    factor: the factor that is sharded, for which the program is written; `axes` are the mesh axes that shard it.
+    factors: the sharded factors for which the program is written; `axes` are the mesh axes that shard them.
     """
 
-    def __init__(self, lowering: Any, rule: NodeRule, axes_of: dict[str, tuple[str, ...]], factor: str) -> None:
+    def __init__(self, lowering: Any, rule: NodeRule, axes_of: dict[str, tuple[str, ...]], factors: Sequence[str]) -> None:
         self._lowering, self._rule, self._axes_of = lowering, rule, axes_of
-        self.axes = axes_of.get(factor, ())
-        self._factor = factor
+        self.axes = axes_of[factors[0]] if len(factors) == 1 else self.axes_of(*factors)
+        self._factors = tuple(factors)
         self._opaque = False
 
     def __call__(self, op: Any, /, *operands: Any, **params: Any) -> fx.Node:
         """Add a local node that calls `op`, a Primitive or an overload of a torch op."""
         node = self._lowering.emit(op.op if isinstance(op, Primitive) else op, operands, params)
+        node.meta["in_program"] = True
         if self._opaque:
             node.meta["opaque"] = True
         return node
@@ -65,6 +70,10 @@ class Emit:
     def axes_of(self, *factors: str) -> tuple[str, ...]:
         """The mesh axes that shard any of these factors, in mesh order."""
         return self.ordered(axis for factor in factors for axis in self._axes_of.get(factor, ()))
+
+    def order_of(self, factor: str) -> tuple[str, ...]:
+        """The mesh axes that shard a factor, major first."""
+        return self._axes_of.get(factor, ())
 
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
         """`axes` in mesh order."""
@@ -88,7 +97,11 @@ class Emit:
 
     def coordinate(self, axes: tuple[str, ...]) -> fx.Node | int:
         """This rank's coordinate along `axes`, counted as if they were one axis."""
-        return self._lowering.start(axes, 1)
+        return self.start_with(axes, 1)
+
+    def start_with(self, axes: tuple[str, ...], extent: int) -> fx.Node | int:
+        """The index of this rank's first element if every rank along `axes` has `extent` of them."""
+        return self._lowering.start(axes, extent)
 
     def placed(self, value: fx.Node, *dims: tuple[str, ...], partial: Iterable[str] = ()) -> Placed:
         """A result whose spec is `P(*dims, partial=...)`, whatever follows from its factors."""
@@ -117,7 +130,7 @@ class Emit:
     @property
     def start(self) -> fx.Node | int:
         """The global index of this rank's first element of the factor."""
-        return self.start_of(self._factor)
+        return self.start_of(self._factors[0])
 
     def start_of(self, factor: str) -> fx.Node | int:
         """The global index of this rank's first element of any factor of the op; 0 if the factor is not sharded."""
@@ -140,6 +153,39 @@ class Emit:
     def all_to_all(self, value: fx.Node, axes: tuple[str, ...], *, src: int, dst: int) -> fx.Node:
         """From sharded along dim `src` to sharded along dim `dst`."""
         return self(collectives.all_to_all, value, axes=axes, src=src, dst=dst, size=self.size(axes))
+
+    def all_gather(self, value: fx.Node, axes: tuple[str, ...], dim: int) -> fx.Node:
+        """The values of the ranks along `axes`, major first, concatenated along `dim`."""
+        for group in [axes] if axes == self.ordered(axes) else [(axis,) for axis in reversed(axes)]:
+            value = self(collectives.all_gather, value, axes=group, dim=dim, size=self.size(group))
+        return value
+
+    def shard(self, value: fx.Node, factor: str, dim: int) -> fx.Node:
+        """This rank's part along `dim` of a value that all ranks have; it is cut as `factor` is."""
+        axes = self._axes_of.get(factor, ())
+        return self(collectives.shard, value, axes=axes, dim=dim, size=self.size(axes)) if axes else value
+
+    def positions(self, factor: str, ndim: int, dim: int) -> fx.Node:
+        """The global indices of this rank's elements of `factor`, along `dim` of a value with `ndim` dims."""
+        every = self(aten.arange.default, self.size_of(factor), dtype=torch.int64, device=torch.device("cpu"))
+        value = self.shard(every, factor, 0)
+        for new in [0] * dim + [-1] * (ndim - dim - 1):
+            value = self(aten.unsqueeze.default, value, new)
+        return value
+
+    def cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """`value` in `dtype`."""
+        same = value.meta["val"].dtype == dtype
+        return value if same else self(aten._to_copy.default, value, dtype=dtype)
+
+    def dtype(self, result: int = 0) -> torch.dtype:
+        """The dtype of one of the op's results."""
+        value = self._lowering.current.meta["val"]
+        return (value[result] if isinstance(value, (list, tuple)) else value).dtype
+
+    def size_of(self, factor: str) -> int:
+        """The global size of a factor."""
+        return self._rule.sizes[factor]
 
     def pending(self, value: fx.Node) -> Pending:
         """Mark a result as a pending sum over the ranks that have different shards of the factor."""

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, fx
 
 from mpar import tree
-from mpar.errors import ShardingError
+from mpar.errors import MparError, ShardingError
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES, Marks, decode_axes, primitive_of
 from mpar.sharding import _collectives as collectives
+from mpar.sharding import _local_borders, _local_norms, _local_reductions, _local_rows, _torch_ops  # noqa: F401  they fill tables
 from mpar.sharding._canonicalise import labels_of, shape_of
 from mpar.sharding._emit import Emit, Pending, Placed
-from mpar.sharding._redistribute import plan, plan_bytes
-from mpar.sharding._rules import NodeRule, has_rule, rule_of
+from mpar.sharding._redistribute import Move, plan, plan_bytes
+from mpar.sharding._rules import NodeRule, has_rule, is_float_cast, programs_of, rule_of, tensor_operands
 from mpar.sharding._trace import LogicalGraph, source_line
 from mpar.spec import P, check_spec, local_shape, normalise
 from mpar.strategy import AxisTable, spec_from_axes
@@ -99,9 +100,9 @@ class _Lowering:
         self.specs: dict[fx.Node, P] = {}  # logical node -> the spec that its op, or a mark on it, gave it
         self.tuples: dict[fx.Node, list[tuple[fx.Node, P]]] = {}  # op with several results -> the local node and spec of each
         self.marks: dict[int, P] = {}  # number of a `constrain` -> the spec that its operand had before
-        self.starts: dict[tuple, fx.Node] = {}  # (mesh axes, local size) -> the node that holds this rank's first index
         self.fallbacks: list[str] = []
         self.hints: dict[fx.Node, P] = {}  # logical node -> the spec that is preferred for it
+        self.may_stay_pending: set[fx.Node] = set()  # results whose spec the caller leaves open, and what they view
         self.current: fx.Node | None = None
 
     def take_hints(self, hints: Sequence[P | None]) -> None:
@@ -120,6 +121,8 @@ class _Lowering:
 
     def run(self, in_specs: list[P], out_specs: list[P | None]) -> RankGraph:
         """Lower every node, in order."""
+        free = [node for node, spec in zip(self.logical.results, out_specs, strict=True) if spec is None]
+        self.may_stay_pending = {source for node in free for source in _seen_through_views(node)}
         specs = iter(in_specs)
         for node in self.logical.graph.nodes:
             self.current = node
@@ -144,8 +147,22 @@ class _Lowering:
                     origin,
                 )
             else:
-                self.call(node)
+                self.lower_call(node)
         raise AssertionError("graph without output")
+
+    def lower_call(self, node: fx.Node) -> None:
+        """Lower one call. Errors of torch and of rules become a ShardingError with op and line."""
+        try:
+            self.call(node)
+        except MparError:
+            raise
+        except Exception as error:
+            at = f" at {source_line(node)}" if source_line(node) else ""
+            placed = ", ".join(f"{shape_of(n)} {self.specs[n]}" for n in tensor_operands(node))
+            raise ShardingError(
+                f"cannot lower {node.target}{at} for operands {placed}.\n{type(error).__name__}: {error}\n"
+                f"mesh: {self.mesh}. Use other ops for it, or place its operands otherwise (ops.constrain)."
+            ) from error
 
     def placeholder(self, node: fx.Node, spec: P) -> fx.Node:
         """The local input that holds the shard of a global input."""
@@ -204,17 +221,21 @@ class _Lowering:
         meta_args, meta_kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         if "device" in meta_kwargs:
             meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
+        return self.describe(node, target(*meta_args, **meta_kwargs), spec)
+
+    def describe(self, node: fx.Node, value: object, spec: P | None = None) -> fx.Node:
+        """Note the value, the spec and the source line of a new local node."""
         assert self.current is not None
-        node.meta = {"val": target(*meta_args, **meta_kwargs), "spec": spec, "line": source_line(self.current), "labels": ()}
+        node.meta = {"val": value, "spec": spec, "line": source_line(self.current), "labels": ()}
         return node
 
     def start(self, axes: tuple[str, ...], extent: int) -> fx.Node | int:
         """The global index of this rank's first element of a factor that is sharded by `axes` and has `extent` elements here."""
         if not axes:
             return 0
-        if (axes, extent) not in self.starts:
-            self.starts[axes, extent] = self.emit(collectives.start, (), {"axes": axes, "extent": extent})
-        return self.starts[axes, extent]
+        kwargs = {"axes": axes, "extent": extent}
+        known = (node for node in self.graph.find_nodes(op="call_function", target=collectives.start) if node.kwargs == kwargs)
+        return next(known, None) or self.emit(collectives.start, (), kwargs)
 
     def redistribute(self, node: fx.Node, target: P) -> fx.Node:
         """The local node that holds `node` at the spec `target`.
@@ -224,15 +245,9 @@ class _Lowering:
         local_nodes = self.placed[node]
         if target in local_nodes:
             return local_nodes[target]
-        shape = shape_of(node)
-        nbytes = node.meta["val"].nbytes
-        candidates = [
-            (plan_bytes(moves, nbytes, self.mesh), len(moves), index, spec, moves)
-            for index, spec in enumerate(local_nodes)
-            if set(target.partial) <= set(spec.partial)
-            for moves in [plan(spec, target, len(shape), self.mesh)]
-        ]
-        *_, spec, moves = min(candidates, key=lambda c: c[:3])
+        if self.made_anywhere(node) and not target.partial:
+            return self.make_shard(node, target)
+        _, spec, moves = self.cheapest(node, target)
         local = local_nodes[spec]
         for move in moves:
             size = self.mesh.axis_size(move.axes)
@@ -247,6 +262,37 @@ class _Lowering:
             local.meta["labels"] = labels_of(node)
             local_nodes.setdefault(move.after, local)
         return local
+
+    def cheapest(self, node: fx.Node, target: P) -> tuple[int, P, list[Move]]:
+        """The cheapest way to the spec `target`: the bytes that a rank receives, the spec where it begins, and the moves."""
+        shape, nbytes = shape_of(node), node.meta["val"].nbytes
+        ways = [
+            (plan_bytes(moves, nbytes, self.mesh), len(moves), index, spec, moves)
+            for index, spec in enumerate(self.placed[node])
+            if set(target.partial) <= set(spec.partial)
+            for moves in [plan(spec, target, len(shape), self.mesh)]
+        ]
+        received, _, _, spec, moves = min(ways, key=lambda way: way[:3])
+        return received, spec, moves
+
+    def made_anywhere(self, node: fx.Node) -> bool:
+        """Whether each rank can make any shard of a value itself, as of random numbers: no operand has a factor of its dims."""
+        primitive = primitive_of(node.target)
+        if primitive is None or not primitive.placement.sharded:
+            return False
+        rule = rule_of(node)
+        names = {name for dims in rule.results for factors in dims for name in factors}
+        read = {name for dims in rule.factors for factors in dims for name in factors}
+        return len(rule.results) == 1 and names <= set(primitive.placement.sharded) and not names & read
+
+    def make_shard(self, node: fx.Node, spec: P) -> fx.Node:
+        """The shard of a value for which `made_anywhere` holds, made in its place instead of cut out of the global tensor."""
+        rule, placed, first = rule_of(node), self.placed[node], self.specs[node]
+        axes_of = {names[0]: spec.dim(dim) for dim, names in enumerate(rule.results[0]) if names and spec.dim(dim)}
+        locals_ = [self.redistribute(operand, P()) for operand in rule.operands]
+        self.finish(node, rule, locals_, axes_of, [spec])
+        self.placed[node], self.specs[node] = {**placed, **self.placed[node]}, first
+        return self.placed[node][spec]
 
     def call(self, node: fx.Node) -> None:
         """Lower one call: an item of several results, a mark, or an op."""
@@ -322,27 +368,36 @@ class _Lowering:
         rule = rule_of(node)
         self.note_fallback(node, rule)
         specs = [self.specs[operand] for operand in rule.operands]
-        axes_of = self.choose(rule, specs)
+        axes_of = self.choose(node, rule, specs)
         self.follow_hints(node, rule, specs, axes_of)
         passed = self.pass_partial(node, rule, specs, axes_of)
-        locals_ = []
-        for i, (operand, spec, dims) in enumerate(zip(rule.operands, specs, rule.factors, strict=True)):
+        targets = self.operand_specs(rule, specs, axes_of, passed)
+        locals_ = [self.redistribute(operand, target) for operand, target in zip(rule.operands, targets, strict=True)]
+        self.finish(node, rule, locals_, axes_of, self.result_specs(rule, axes_of, passed))
+
+    def operand_specs(self, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]], passed: set[str]) -> list[P]:
+        """The specs to which operands are moved. Pending sums over the axes `passed` stay pending."""
+        targets = []
+        for i, (spec, dims) in enumerate(zip(specs, rule.factors, strict=True)):
             if i in rule.as_is:
                 staying = (() if rule.replicate & set(names) else spec.dim(dim) for dim, names in enumerate(dims))
-                target = P(*staying, partial=spec.partial)
+                targets.append(P(*staying, partial=spec.partial))
             else:
-                target = P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(set(spec.partial) & passed))
-            locals_.append(self.redistribute(operand, target))
-        result_specs = []
-        for dims in rule.results:  # a result whose dims lack a factor is a pending sum over the axes that shard this factor
+                targets.append(P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(set(spec.partial) & passed)))
+        return targets
+
+    def result_specs(self, rule: NodeRule, axes_of: dict[str, tuple[str, ...]], passed: set[str]) -> list[P]:
+        """The specs of the results. One whose dims lack a factor is a pending sum over the axes that shard this factor."""
+        specs = []
+        for dims in rule.results:
             dim_axes = self.dims_of(dims, axes_of)
             sharding = {axis for axes in dim_axes for axis in axes}
             summed = {axis for factor, axes in axes_of.items() if not _appears(factor, dims) for axis in axes} - sharding
-            result_specs.append(P(*dim_axes, partial=self.mesh.ordered(summed | passed)))
-        self.finish(node, rule, locals_, axes_of, result_specs)
+            specs.append(P(*dim_axes, partial=self.mesh.ordered(summed | passed)))
+        return specs
 
     def finish(self, node: fx.Node, rule: NodeRule, locals_: list[fx.Node], axes_of: dict, result_specs: list[P]) -> None:
-        """Add an op with the local operands `locals_`, or the local program of its primitive, and note its results."""
+        """Add an op with the local operands `locals_`, or the local program of its rule, and note its results."""
         values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
         shapes = [
             local_shape(tuple(v.shape), spec, self.mesh) if isinstance(v, Tensor) else ()
@@ -351,17 +406,25 @@ class _Lowering:
         remaining = iter(locals_)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: next(remaining))
         primitive = primitive_of(node.target)
-        active = [factor for factor in (primitive.placement.sharded if primitive else ()) if axes_of.get(factor)]
-        if primitive is not None and (active or primitive.placement.lowered is not None):
-            emit = Emit(self, rule, axes_of, active[0] if active else "")
-            out = (primitive.placement.lowered or primitive.placement.sharded[active[0]])(emit, *args, **kwargs)
+        programs = programs_of(node)
+        active = [factor for factor in programs if axes_of.get(factor)]
+        program = primitive.placement.lowered if primitive else None
+        program = program or (programs[active[0]] if active else None)
+        if program is not None:
+            emit = Emit(self, rule, axes_of, [factor for factor in active if programs[factor] is programs[active[0]]])
+            out = program(emit, *args, **kwargs)
             items = list(out) if isinstance(out, (tuple, list)) else [out]
             placed_results = [self.placed_result(item, spec, emit.axes) for item, spec in zip(items, result_specs, strict=True)]
         else:
             if rule.localise is not None:
                 args, kwargs = rule.localise(args, kwargs, shapes)
-            local = self.emit(node.target, args, kwargs)
+            if has_rule(node):
+                local = self.emit(node.target, args, kwargs)
+            else:  # not all of them can run without data; on global operands the shapes are those of the trace
+                value = tree.map_leaves(_without_data, node.meta["val"])
+                local = self.describe(self.graph.call_function(node.target, args, kwargs), value)
             if isinstance(node.meta["val"], (tuple, list)):
+                local.meta["result_specs"] = result_specs
                 items = [self.emit(operator.getitem, (local, i), {}) for i in range(len(values))]
             else:
                 items = [local]
@@ -371,7 +434,7 @@ class _Lowering:
         else:
             self.define(node, *placed_results[0])
 
-    def placed_result(self, item: fx.Node | Placed | Pending, spec: P, axes: tuple[str, ...]) -> tuple[fx.Node, P]:
+    def placed_result(self, item: fx.Node | Placed | Pending | None, spec: P, axes: tuple[str, ...]) -> tuple[fx.Node | None, P]:
         """A result of a primitive's local program: its local node and its spec.
 
         The program may state the spec itself (`Placed`); otherwise `spec`, which follows from the factors, counts. Over `axes`,
@@ -381,23 +444,48 @@ class _Lowering:
             return item.value, item.spec
         pending = isinstance(item, Pending)
         pending_axes = set(spec.partial) - set(axes) | (set(axes) if pending else set())
-        return item.value if pending else item, P(*spec.dims, partial=self.mesh.ordered(pending_axes))
+        return item.value if isinstance(item, Pending) else item, P(*spec.dims, partial=self.mesh.ordered(pending_axes))
 
-    def choose(self, rule: NodeRule, specs: list[P]) -> dict[str, tuple[str, ...]]:
+    def choose(self, node: fx.Node, rule: NodeRule, specs: list[P]) -> dict[str, tuple[str, ...]]:
         """Choose the mesh axes that shard each factor: those that shard it in an operand, if no other factor uses them yet.
 
         Operands have their say one after the other: first those that the op takes as they are, then those that lead by its rule,
         then those with larger shards. So where two operands want one axis for different factors, the smaller one is moved, which
-        takes smaller messages.
+        takes smaller messages. Another order is taken if the op as a whole then receives fewer bytes: the operands that move, and
+        the pending sums that are left. So is an order in which an op of torch gathers what it works across.
         """
-        axes_of: dict[str, tuple[str, ...]] = {}
-        used: set[str] = set()
         local_bytes = [
             x.meta["val"].nbytes / self.mesh.axis_size(tuple(axis for dim in spec.dims for axis in dim))
             for x, spec in zip(rule.operands, specs, strict=True)
         ]
         order = sorted(range(len(specs)), key=lambda i: (i not in rule.as_is, i not in rule.leads, -local_bytes[i], i))
-        unsharded = {*rule.replicate, *rule.follows}
+        ways = [self.in_order(rule, specs, order, ())]
+        if not (rule.as_is or rule.leads or rule.follows or rule.ragged):
+            ways += [self.in_order(rule, specs, [i, *(j for j in order if j != i)], ()) for i in order[1:]]
+        if primitive_of(node.target) is None and (programs := programs_of(node)):
+            ways.append(self.in_order(rule, specs, order, tuple(programs)))
+        distinct = [way for index, way in enumerate(ways) if way not in ways[:index]]
+        return min(distinct, key=lambda way: self.received(node, rule, specs, way)) if len(distinct) > 1 else distinct[0]
+
+    def received(self, node: fx.Node, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]]) -> int:
+        """The bytes that a rank receives for an op whose factors are sharded so, with the carrying out of the sums that it leaves
+        pending, or that its local program carries out."""
+        passed = self.pass_partial(node, rule, specs, axes_of)
+        targets = self.operand_specs(rule, specs, axes_of, passed)
+        total = sum(self.cheapest(operand, target)[0] for operand, target in zip(rule.operands, targets, strict=True))
+        values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+        for value, spec in zip(values, self.result_specs(rule, axes_of, passed), strict=True):
+            if isinstance(value, Tensor):
+                total += plan_bytes(plan(spec, spec.without_partial(), value.ndim, self.mesh), value.nbytes, self.mesh)
+        return total
+
+    def in_order(
+        self, rule: NodeRule, specs: list[P], order: Sequence[int], gathered: Sequence[str]
+    ) -> dict[str, tuple[str, ...]]:
+        """The mesh axes of each factor if operands have their say in this order, and the factors `gathered` are not sharded."""
+        axes_of: dict[str, tuple[str, ...]] = {}
+        used: set[str] = set()
+        unsharded = {*rule.replicate, *rule.follows, *gathered}
         unsharded |= {name for name, i in rule.ragged.items() if not specs[i].axes}
         for i in rule.as_is:  # a factor that is not sharded in an operand which the op takes as it is, is sharded in no operand
             unsharded |= {name for dim, names in enumerate(rule.factors[i]) for name in names if not specs[i].dim(dim)}
@@ -478,6 +566,9 @@ class _Lowering:
         An op that is linear in all operands together leaves those sums pending that all operands have. Any other op must be
         linear in the one operand that is a pending sum over an axis. Its results must not have more bytes than that operand,
         because to sum them later would then move more bytes than to sum the operand now.
+
+        A cast to a narrower dtype is linear but for rounding. It leaves sums pending only for a caller who adds them up later, as
+        a step adds up the gradients of its microbatches.
         """
         used = {axis for axes in axes_of.values() for axis in axes}
         pending = [set(spec.partial) for spec in specs]
@@ -485,7 +576,8 @@ class _Lowering:
             return set.intersection(*pending) - used if pending else set()
         out_bytes = sum(v.nbytes for v in _tensors(node.meta["val"]))
         passed = set()
-        for i in rule.linear:
+        casts = {0} if node in self.may_stay_pending and is_float_cast(node) else set()
+        for i in rule.linear | casts:
             only_here = pending[i] - used - set().union(*(p for j, p in enumerate(pending) if j != i))
             if out_bytes <= rule.operands[i].meta["val"].nbytes or _may_grow(node):
                 passed |= only_here
@@ -512,10 +604,22 @@ class _Lowering:
             warnings.warn(f"{node.target}{where} {why}: it is computed whole on every rank", ReplicatedFallback, 2)
 
 
+def _seen_through_views(node: fx.Node) -> list[fx.Node]:
+    """A node and, if it is a view, all that it views."""
+    nodes = [node]
+    while nodes[-1].target in (torch.ops.aten.reshape.default, torch.ops.aten.permute.default):
+        nodes.append(nodes[-1].args[0])
+    return nodes
+
+
 def _may_grow(node: fx.Node) -> bool:
     """Whether a pending sum may pass through an op even if the result has more bytes."""
     primitive = primitive_of(node.target)
     return primitive is not None and primitive.placement.may_grow_pending
+
+
+def _without_data(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
 
 def _appears(factor: str, dims: tuple[tuple[str, ...], ...]) -> bool:

@@ -6,7 +6,7 @@ for every op that is deterministic, functional and of static shape, but slow.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,18 @@ from torch import Tensor, fx
 from mpar.ops import Primitive, primitive_of
 from mpar.sharding._canonicalise import PRODUCTS, shape_of, view_groups
 
-__all__ = ["Factors", "NodeRule", "has_rule", "rule_of", "tensor_operands"]
+__all__ = [
+    "RULES",
+    "Factors",
+    "NodeRule",
+    "has_rule",
+    "is_float_cast",
+    "pointwise",
+    "programs_of",
+    "replicated",
+    "rule_of",
+    "tensor_operands",
+]
 
 aten = torch.ops.aten
 Factors = tuple[tuple[str, ...], ...]
@@ -64,14 +75,30 @@ def rule_of(node: fx.Node) -> NodeRule:
     if node.target in RULES:
         return RULES[node.target](node)
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return _pointwise(node)
-    return _replicated(node)
+        return pointwise(node)
+    return replicated(node)
+
+
+def programs_of(node: fx.Node) -> Mapping[str, Callable]:
+    """For factors across which an op works, the local program of a rank if that factor is sharded."""
+    primitive = primitive_of(node.target)
+    if primitive is not None:
+        return primitive.placement.sharded
+    if node.target not in PROGRAMS:
+        return {}
+    rule, program = PROGRAMS[node.target]
+    return dict.fromkeys(sorted(rule(node).replicate), program)
 
 
 def has_rule(node: fx.Node) -> bool:
     """Whether there is a sharding rule for the op of a node."""
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return primitive_of(node.target) is not None or node.target in RULES or pointwise
+
+
+def is_float_cast(node: fx.Node) -> bool:
+    """Whether a node only rounds its operand: it casts floats to floats."""
+    return node.target == aten._to_copy.default and all(n.meta["val"].is_floating_point() for n in (node, *node.all_input_nodes))
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
@@ -170,7 +197,8 @@ def _solve_composites(factors: list[Factors], shapes: list[tuple[int, ...]], siz
                 sizes[unknown[0]] = size // math.prod(sizes[name] for name in names if name in sizes)
 
 
-def _pointwise(node: fx.Node) -> NodeRule:
+def pointwise(node: fx.Node) -> NodeRule:
+    """The rule of an element-wise op."""
     values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
     shape = tuple(values[0].shape)
     operands = tensor_operands(node)
@@ -187,15 +215,20 @@ def _pointwise(node: fx.Node) -> NodeRule:
     elif node.target in (aten.mul.Tensor, aten.mul.Scalar) and (num_tensors == 1 or node.args[0] is not node.args[1]):
         rule.linear = set(range(num_tensors))
     elif (
-        node.target in (aten.div.Tensor, aten.div.Scalar)
-        and node.args[0] is not node.args[1]
-        and isinstance(node.args[0], fx.Node)
-    ) or node.target in (aten.neg.default, aten.clone.default):
+        (
+            node.target in (aten.div.Tensor, aten.div.Scalar)
+            and node.args[0] is not node.args[1]
+            and isinstance(node.args[0], fx.Node)
+        )
+        or node.target in (aten.neg.default, aten.clone.default)
+        or (node.target == aten.masked_fill.Scalar and node.args[2] == 0)
+    ):
         rule.linear = {0}
     return rule
 
 
-def _replicated(node: fx.Node) -> NodeRule:
+def replicated(node: fx.Node) -> NodeRule:
+    """The rule of an op that lets no dim be sharded."""
     operands = tensor_operands(node)
     values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
     factors: list[Factors] = [((),) * len(shape_of(operand)) for operand in operands]
@@ -205,85 +238,20 @@ def _replicated(node: fx.Node) -> NodeRule:
 
 def _unread(node: fx.Node) -> NodeRule:
     """The rule of an op that reads no data of its operand, which may thus have any spec."""
-    rule = _replicated(node)
+    rule = replicated(node)
     rule.as_is = {0}
     return rule
 
 
-def _reduction(linear: bool, at: int = 1) -> Callable[[fx.Node], NodeRule]:
-    """The rule of reductions. Argument number `at` gives the dims, or None for all; the next one says whether to keep them."""
-
-    def rule(node: fx.Node) -> NodeRule:
-        x = node.args[0]
-        shape = shape_of(x)
-        dims = node.args[at] if len(node.args) > at and node.args[at] not in (None, [], ()) else list(range(len(shape)))
-        dims = {dim % max(len(shape), 1) for dim in ([dims] if isinstance(dims, int) else dims)}
-        keep = node.args[at + 1] if len(node.args) > at + 1 else node.kwargs.get("keepdim", False)
-        factors = tuple((f"d{i}",) if size > 1 else () for i, size in enumerate(shape))
-        result = tuple(() if i in dims else factors[i] for i in range(len(shape)) if keep or i not in dims)
-        values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-        return NodeRule(
-            [x],
-            [factors],
-            [result] * len(values),
-            _dim_sizes(shape),
-            set() if linear else {f"d{i}" for i in dims},
-            {0} if linear else set(),
-        )
-
-    return rule
-
-
-def _along(*positions: int, default: int = 0) -> Callable[[fx.Node], NodeRule]:
-    """The rule of ops that work across one dim and treat the indices of all others independently.
-
-    The dim is the first of the arguments with the numbers `positions` that is given.
-    """
-
-    def rule(node: fx.Node) -> NodeRule:
-        operands = tensor_operands(node)
-        shape = shape_of(operands[0])
-        given = [node.args[p] for p in positions if p < len(node.args)]
-        dim = (given[0] if given else node.kwargs.get("dim", default)) % max(len(shape), 1)
-        values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-        factors = [tuple((f"d{i}",) if i != dim and s > 1 else () for i, s in enumerate(shape_of(o))) for o in operands]
-        results = [tuple((f"d{i}",) if i != dim and s > 1 else () for i, s in enumerate(v.shape)) for v in values]
-        return NodeRule(operands, factors, results, _dim_sizes(shape))
-
-    return rule
-
-
-def _linear_along(*positions: int, jointly: bool = False) -> Callable[[fx.Node], NodeRule]:
-    along = _along(*positions)
-
-    def rule(node: fx.Node) -> NodeRule:
-        out = along(node)
-        out.jointly, out.linear = jointly, set() if jointly else {0}
-        return out
-
-    return rule
-
-
-def _select(node: fx.Node) -> NodeRule:
-    x, dim = node.args[0], node.args[1] % len(shape_of(node.args[0]))
-    factors = tuple((f"d{i}",) if i != dim and size > 1 else () for i, size in enumerate(shape_of(x)))
-    result = tuple(f for i, f in enumerate(factors) if i != dim)
-    return NodeRule([x], [factors], [result], _dim_sizes(shape_of(x)), linear={0})
-
-
-def _select_backward(node: fx.Node) -> NodeRule:
-    shape = shape_of(node)
-    dim = node.args[2] % len(shape)
-    result = tuple((f"d{i}",) if i != dim and size > 1 else () for i, size in enumerate(shape))
-    factors = tuple(f for i, f in enumerate(result) if i != dim)
-    return NodeRule([node.args[0]], [factors], [result], _dim_sizes(shape), linear={0}, localise=_local_sizes)
-
-
-def _slice_backward(node: fx.Node) -> NodeRule:
-    shape = shape_of(node)
-    dim = node.args[2] % len(shape)
-    factors = tuple((f"d{i}",) if i != dim and size > 1 else () for i, size in enumerate(shape))
-    return NodeRule([node.args[0]], [factors], [factors], _dim_sizes(shape), linear={0}, localise=_local_sizes)
+def _sum(node: fx.Node) -> NodeRule:
+    """The rule of a sum over the dims that its second argument gives, or over all of them."""
+    x, *given = node.args
+    shape = shape_of(x)
+    dims = {dim % max(len(shape), 1) for dim in (given[0] if given and given[0] else range(len(shape)))}
+    keep = given[1] if len(given) > 1 else node.kwargs.get("keepdim", False)
+    factors = tuple((f"d{i}",) if size > 1 else () for i, size in enumerate(shape))
+    result = tuple(() if i in dims else factors[i] for i in range(len(shape)) if keep or i not in dims)
+    return NodeRule([x], [factors], [result], _dim_sizes(shape), linear={0})
 
 
 def _permute(node: fx.Node) -> NodeRule:
@@ -307,7 +275,7 @@ def _reshape(node: fx.Node) -> NodeRule:
     x = node.args[0]
     before, after = shape_of(x), shape_of(node)
     if 0 in before:
-        return _replicated(node)
+        return replicated(node)
     left: list[tuple[str, ...]] = [()] * len(before)
     right: list[tuple[str, ...]] = [()] * len(after)
     sizes: dict[str, int] = {}
@@ -341,36 +309,6 @@ def _local_sizes(args: tuple, kwargs: dict, shapes: list[tuple[int, ...]]) -> tu
     return (args[0], list(shapes[0]), *args[2:]), kwargs
 
 
-def _masked_triangle(node: fx.Node) -> NodeRule:
-    rank = len(shape_of(node))
-    factors = tuple((f"d{i}",) if i < rank - 2 and s > 1 else () for i, s in enumerate(shape_of(node)))
-    return NodeRule([node.args[0]], [factors], [factors], _dim_sizes(shape_of(node)), linear={0})
-
-
-def _stack(node: fx.Node) -> NodeRule:
-    operands = tensor_operands(node)
-    rank = len(shape_of(node))
-    dim = (node.args[1] if len(node.args) > 1 else 0) % rank
-    result = tuple((f"d{i}",) if i != dim and s > 1 else () for i, s in enumerate(shape_of(node)))
-    factors = tuple(f for i, f in enumerate(result) if i != dim)
-    sizes = _dim_sizes(shape_of(node))
-    return NodeRule(operands, [factors] * len(operands), [result], sizes, jointly=True)
-
-
-def _unbind(node: fx.Node) -> NodeRule:
-    x = node.args[0]
-    dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape_of(x))
-    factors = tuple((f"d{i}",) if i != dim and s > 1 else () for i, s in enumerate(shape_of(x)))
-    result = tuple(f for i, f in enumerate(factors) if i != dim)
-    return NodeRule([x], [factors], [result] * len(node.meta["val"]), _dim_sizes(shape_of(x)), linear={0})
-
-
-def _flip(node: fx.Node) -> NodeRule:
-    shape, dims = shape_of(node), {dim % len(shape_of(node)) for dim in node.args[1]}
-    factors = tuple((f"d{i}",) if i not in dims and s > 1 else () for i, s in enumerate(shape))
-    return NodeRule([node.args[0]], [factors], [factors], _dim_sizes(shape), linear={0})
-
-
 def _product(equation: str) -> Callable[[fx.Node], NodeRule]:
     """The rule of a product of integers: it stays an op of torch, while products of floats become einsums."""
     left, _, out = equation.partition("->")
@@ -386,48 +324,21 @@ def _product(equation: str) -> Callable[[fx.Node], NodeRule]:
     return rule
 
 
+PROGRAMS: dict[Any, tuple[Callable[[fx.Node], NodeRule], Callable]] = {}
+"""Ops of torch with a local program, each with a rule that names in `replicate` the factors across which the op works."""
+
 RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
-    aten.sum.default: _reduction(linear=True),
-    aten.sum.dim_IntList: _reduction(linear=True),
-    aten.amax.default: _reduction(linear=False),
-    aten.amin.default: _reduction(linear=False),
-    aten.prod.dim_int: _reduction(linear=False),
-    aten.logsumexp.default: _reduction(linear=False),
-    aten.linalg_vector_norm.default: _reduction(linear=False, at=2),
-    aten.var.correction: _reduction(linear=False),
-    aten.argmax.default: _reduction(linear=False),
-    aten.any.dim: _reduction(linear=False),
-    aten.all.dim: _reduction(linear=False),
-    aten.max.dim: _reduction(linear=False),
-    aten.min.dim: _reduction(linear=False),
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum,
     aten.permute.default: _permute,
     aten.expand.default: _expand,
     aten.reshape.default: _reshape,
-    aten.select.int: _select,
-    aten.select_backward.default: _select_backward,
-    aten.slice.Tensor: _linear_along(1),
-    aten.slice_backward.default: _slice_backward,
-    aten.slice_scatter.default: _along(2),
-    aten.split.Tensor: _linear_along(2),
-    aten.split_with_sizes.default: _linear_along(2),
-    aten.unbind.int: _unbind,
-    aten.cat.default: _linear_along(1, jointly=True),
-    aten.stack.default: _stack,
-    aten._softmax.default: _along(1),
-    aten._log_softmax.default: _along(1),
-    aten._softmax_backward_data.default: _along(2),
-    aten._log_softmax_backward_data.default: _along(2),
-    aten.cumsum.default: _along(1),
-    aten.flip.default: _flip,
     **{op: _product(equation) for op, equation in PRODUCTS.items()},
-    aten.tril.default: _masked_triangle,
-    aten.triu.default: _masked_triangle,
-    aten.softplus_backward.default: _pointwise,  # which torch does not tag as such
-    aten._to_copy.default: _pointwise,
-    aten.clone.default: _pointwise,
-    aten.empty_like.default: _pointwise,
-    aten.fill.Scalar: _pointwise,
-    aten.zeros_like.default: _pointwise,
-    aten.ones_like.default: _pointwise,
+    aten._to_copy.default: pointwise,
+    aten.clone.default: pointwise,
+    aten.empty_like.default: pointwise,
+    aten.fill.Scalar: pointwise,
+    aten.zeros_like.default: pointwise,
+    aten.ones_like.default: pointwise,
     aten.new_empty.default: _unread,
 }

@@ -15,13 +15,16 @@ from mpar.sharding._refuse import explain, impure
 from mpar.sharding._watch import Calls, Watch
 from mpar.sharding._writes import replace_writes
 from mpar.torch_private import (
+    FakeTensor,
     FakeTensorMode,
     FunctionalTensorMode,
+    checkpoint_disabled,
     defunctionalise,
     functionalise,
     make_fx,
     original_views,
     preserve_node_meta,
+    quiet_errors,
 )
 
 __all__ = ["LogicalGraph", "source_line", "trace"]
@@ -67,11 +70,11 @@ def trace(fn: Callable[..., object], args: Sequence[object], *, canonical: bool 
     """
     leaves, structure = tree.flatten_present(tuple(args))
     names = tuple(path for path, leaf in tree.leaves_with_path(tuple(args)) if leaf is not None)
-    foreign = [name for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, Tensor)]
+    foreign = [name for name, leaf in zip(names, leaves, strict=True) if not _is_dense(leaf)]
     if foreign:
         raise TraceError(
-            f"cannot trace {_name(fn)}: arguments {foreign} are not tensors.\n"
-            "Close over static values (functools.partial) or make them tensors."
+            f"cannot trace {_name(fn)}: arguments {foreign} are not tensors, or are sparse ones.\n"
+            "Make them tensors, close over them (functools.partial), or name their parameters in `static=` of jit."
         )
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in leaves]
@@ -93,6 +96,13 @@ def trace(fn: Callable[..., object], args: Sequence[object], *, canonical: bool 
     for node in graph.find_nodes(op="get_attr"):
         constants[node.target] = getattr(module, node.target)
         node.meta.setdefault("val", torch.empty_like(constants[node.target], device="meta"))
+    without_data = [node for node in graph.find_nodes(op="get_attr") if isinstance(constants[node.target], FakeTensor)]
+    if without_data:
+        lines = sorted({source_line(user) for node in without_data for user in node.users})
+        raise TraceError(
+            f"cannot trace {_name(fn)}: another trace inside it made tensors without data, which {', '.join(lines)} uses.\n"
+            "Leave make_fx and torch.func.linearize out: use torch.func.jvp, or call the function."
+        )
     replace_writes(graph)
     if canonical:
         canonicalise(graph)
@@ -112,7 +122,7 @@ def _trace_flat(name: str, flat: Callable, names: Sequence[str], fakes: list[Ten
             return [defunctionalise(x) for x in results]
 
     try:
-        with marking(), preserve_node_meta(), original_views():
+        with marking(), preserve_node_meta(), original_views(), checkpoint_disabled(), quiet_errors():
             module = make_fx(functional)(*fakes)
     except Exception as error:
         refusal = explain(name, watch, error)
@@ -122,6 +132,10 @@ def _trace_flat(name: str, flat: Callable, names: Sequence[str], fakes: list[Ten
     if watch.offenders:
         raise impure(name, watch)
     return module
+
+
+def _is_dense(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided
 
 
 def source_line(node: fx.Node) -> str:

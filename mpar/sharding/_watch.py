@@ -3,7 +3,7 @@
 import bisect
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -23,7 +23,7 @@ from mpar.torch_private import (
     was_written,
 )
 
-__all__ = ["Calls", "Watch", "is_users"]
+__all__ = ["Calls", "Watch", "line_of"]
 
 _HERE = Path(__file__).resolve().parent.parent
 _TORCH = str(Path(torch.__file__).resolve().parent)
@@ -42,17 +42,47 @@ COMPILER = frozenset({"compiler", "ir", "ops", "program", "runtime", "sharding",
 STRIDED = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
 
 
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 0:
+        raise TraceError("one_hot without num_classes makes a shape from the data of a tensor: give num_classes")
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
+
+
+def _write_item(x: Tensor, index: Any, value: Any) -> None:
+    number = isinstance(value, (int, float, complex)) or (isinstance(value, Tensor) and value.numel() == 1)
+    if not (isinstance(index, Tensor) and index.dtype == torch.bool and number):
+        return Tensor.__setitem__(x, index, value)
+    mask = index.reshape(*index.shape, *[1] * (x.ndim - index.ndim))
+    x.masked_fill_(mask, value.reshape(()).to(x.dtype) if isinstance(value, Tensor) else value)
+    return None
+
+
+WITHOUT_DATA: dict[Any, Callable[..., Tensor | None]] = {
+    torch.nn.functional.one_hot: _one_hot,
+    Tensor.__setitem__: _write_item,
+}
+"""Functions of torch that look at data, to check it or for their gradient, and how they do without."""
+
+
+CHECKS = frozenset({torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg})
+"""Ops without a result, which raise an error for some data: compiled functions do without them."""
+
+
+QUANTISED = frozenset({torch.qint8, torch.qint32, torch.quint8})
+
+
 class Watch(TorchDispatchMode):
     """Notes, for each op, the line of the user's or a model's code that caused it; of a gradient, that of its forward op.
 
-    `offenders` lists what makes the function impure; `line` is the line of the op that ran last, `failed` the call that
-    raised an error.
+    `offenders` lists what makes the function impure; `line` is the line of the op that ran last, `failed` the call that raised an
+    error, with its line.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.offenders: list[str] = []
-        self.line = self.failed = ""
+        self.line = ""
+        self.failed: tuple[str, str] | None = None
         self._nodes: list[int] = []  # numbers of autograd nodes, ascending: the newest one at the time of an op
         self._lines: list[str] = []  # the line of that op
 
@@ -72,13 +102,18 @@ class Watch(TorchDispatchMode):
         problem = _problem(func, args, kwargs or {})
         if problem:
             self.refuse(func, problem)
+        if func in CHECKS:
+            return None
         if _writes_outside(func, args, kwargs or {}):
             raise TraceError(self.offenders[-1])  # if it ran, it would write into a tensor of the user
         try:
-            return func(*args, **(kwargs or {}))
+            out = func(*args, **(kwargs or {}))
         except Exception:
-            self.failed = self.failed or str(func)
+            self.failed = self.failed or (str(func), self.line)
             raise
+        if any(isinstance(x, Tensor) and x.layout is not torch.strided for x in tree.leaves(out)):
+            self.refuse(func, "makes a sparse tensor: use a dense one, and masks")
+        return out
 
     def _forward_line(self, backward: int) -> str:
         """The line of the forward op for which the autograd node `backward` was made: first comes the node, then the op runs."""
@@ -96,11 +131,14 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(func, "__name__", str(func))
+        func = WITHOUT_DATA.get(func, func)
         try:
             out = func(*args, **(kwargs or {}))
         except Exception:
-            self.watch.failed = self.watch.failed or name
+            self.watch.failed = self.watch.failed or (name, _user_line())
             raise
+        if name == "__set__" and getattr(func, "__self__", None) is Tensor.data:
+            self.watch.refuse("the assignment to .data", "writes into a tensor: give the new value a name of its own")
         if any(isinstance(value, Tensor) and was_written(value) for value in tree.leaves((args, kwargs))):
             self.refuse_written(name)
         return out
@@ -121,6 +159,8 @@ def _problem(func: Any, args: tuple, kwargs: dict) -> str:
         return f"draws from torch's generator: use {instead}, with a key"
     if _writes_outside(func, args, kwargs):
         return "writes into a tensor from outside the function: make it an argument, write into a copy of it and return the copy"
+    if any(isinstance(value, torch.dtype) and value in QUANTISED for value in tree.leaves((args, kwargs))):
+        return "makes a quantised tensor: use a tensor of integers, and their scale beside it"
     if func in STRIDED:
         return "reads memory by strides, which differ when sharded: use views, slices or torch.gather"
     return ""
@@ -146,16 +186,23 @@ def _argument(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 def _user_line() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if is_users(frame.f_code):
-            path = Path(frame.f_code.co_filename)
-            return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
+        line = line_of(frame)
+        if line:
+            return line
         frame = frame.f_back
     return ""
 
 
+def line_of(frame: FrameType) -> str:
+    """`file:line` of a frame of the user's or a model's code; empty for code of torch and of the compiler."""
+    if not _is_users(frame.f_code):
+        return ""
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
+
+
 @functools.cache
-def is_users(code: CodeType) -> bool:
-    """Whether code is the user's or a model's, and neither torch's nor the compiler's."""
+def _is_users(code: CodeType) -> bool:
     path = Path(code.co_filename)
     is_compiler = _HERE in path.parents and path.relative_to(_HERE).parts[0] in COMPILER
     return not is_compiler and not code.co_filename.startswith((_TORCH, "<"))

@@ -27,12 +27,12 @@ FILLED = {
 
 @graph_pass
 def replace_writes(graph: fx.Graph) -> dict[str, int]:
-    """Replace ops that write a whole tensor by the value that they write, and writes under a mask by `where`.
+    """Replace ops that write a whole tensor by the value that they write, and writes of one index by writes of a slice.
 
-    A write of one index becomes a write of a slice. What `empty` makes is zero, because ranks must agree on it.
+    What `empty` makes is zero, because ranks must agree on it.
 
-    before:  %y = empty([4, 6]); %z = copy(%y, %x); %m = index_put(%z, [%mask], %c)      # %x: [6], %mask: bool[4], %c: []
-    after:   %z = expand(%x, [4, 6]); %m = where(%mask as [4, 1], %c, %z)
+    before:  %y = empty([4, 6]); %z = copy(%y, %x); %s = select_scatter(%z, %c, 0, 2)      # %x: [6], %c: [6]
+    after:   %z = expand(%x, [4, 6]); %s = slice_scatter(%z, %c as [1, 6], 0, 2, 3)
     """
     replaced = 0
     for node in list(graph.nodes):
@@ -42,15 +42,12 @@ def replace_writes(graph: fx.Graph) -> dict[str, int]:
             elif node.target in FILLED:
                 at = FILLED[node.target]
                 new = _full(graph, node, 0 if at is None else node.args[at])
-            elif node.target in (aten.index_put.default, aten.index_put_.default):
-                new = _masked(graph, node)
             elif node.target == aten.select_scatter.default:
                 new = _one_wide(graph, node)
             else:
                 continue
-        if new is not None:
-            node.replace_all_uses_with(new)
-            replaced += 1
+        node.replace_all_uses_with(new)
+        replaced += 1
     return {"writes_replaced": replaced}
 
 
@@ -63,20 +60,6 @@ def _full(graph: fx.Graph, node: fx.Node, value: object) -> fx.Node:
     if value.meta["val"].dtype != dtype:
         value = call_like(graph, node, aten._to_copy.default, (value,), {"dtype": dtype})
     return value if list(shape_of(value)) == shape else call_like(graph, node, aten.expand.default, (value, shape))
-
-
-def _masked(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """`x[mask] = value` for one mask over the first dims of x and a single value; None for any other index."""
-    x, indices, value, *accumulate = node.args
-    (mask, *others) = indices
-    single = value.meta["val"].numel() == 1 and not others and not any(accumulate)
-    if not single or mask is None or mask.meta["val"].dtype != torch.bool:
-        return None
-    num_inner = len(shape_of(x)) - len(shape_of(mask))
-    if num_inner:
-        mask = call_like(graph, node, aten.reshape.default, (mask, [*shape_of(mask), *[1] * num_inner]))
-    value = call_like(graph, node, aten.reshape.default, (value, []))
-    return call_like(graph, node, aten.where.self, (mask, value, x))
 
 
 def _one_wide(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -8,15 +8,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
 import mpar
-from mpar import Mesh, P
+from mpar import Mesh, P, ops
 from mpar.dtensor import from_placements, to_placements
 from mpar.errors import ShardingError
 
 
 def loss(params, x_BD):
-    """Mean square of a two-layer network."""
+    """Mean square of a two-layer network with dropout."""
     up_DF, down_FD = params
-    return ((torch.relu(x_BD @ up_DF) @ down_FD) ** 2).mean()
+    hidden_BF = ops.dropout(torch.relu(x_BD @ up_DF), 0.25, (1, 2))
+    return ((hidden_BF @ down_FD) ** 2).mean()
 
 
 def main():

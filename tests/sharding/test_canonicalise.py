@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mpar import ops
-from mpar.sharding import trace
+from mpar import Mesh, P, jit, ops, value_and_grad
+from mpar.sharding import collectives_of, trace
 from mpar.sharding._canonical import CANONICAL, canonicalise
 from mpar.sharding._canonicalise import (
     common_subexpressions,
@@ -263,3 +263,15 @@ def test_every_pass_says_what_it_does():
 def test_view_groups(before, after, groups):
     """A reshape falls apart where products of sizes meet."""
     assert view_groups(before, after) == groups
+
+
+def test_gradient_of_a_product_by_heads_gathers_nothing():
+    """Torch merges batch and heads for a product of matrices, and permutes them merged for the gradient: heads stay sharded."""
+    q, k = (torch.randn(4, 4, 8, 6, dtype=torch.float64) for _ in range(2))
+    fn = lambda q, k: value_and_grad(lambda pair: (pair[0] @ pair[1].mT).sin().sum())([q, k])  # noqa: E731
+    lowered = jit(fn, mesh=Mesh(a=4), in_specs=P(None, "a")).lower(q, k)
+    assert [found.op for found in collectives_of(lowered.ranked)] == ["all_reduce"]
+    leaves = [x.clone().requires_grad_() for x in (q, k)]
+    gradients = torch.autograd.grad((leaves[0] @ leaves[1].mT).sin().sum(), leaves)
+    for actual, expected in zip(lowered.simulate(q, k)[1], gradients, strict=True):
+        torch.testing.assert_close(actual, expected)

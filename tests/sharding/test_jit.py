@@ -57,7 +57,7 @@ def test_gradients_of_torch_may_write_inside():
 
 def test_arguments_that_are_no_tensors_are_refused():
     """With the path of each."""
-    with pytest.raises(TraceError, match=r"\['0.scale', '1'\] are not tensors"):
+    with pytest.raises(TraceError, match=r"\['0.scale', '1'\] are not tensors, or are sparse"):
         jit(lambda config, n: n, mesh=MESH).lower({"x": X, "scale": 2.0}, 3)
 
 

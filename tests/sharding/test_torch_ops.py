@@ -1,4 +1,4 @@
-"""Ops of torch without a sharding rule are computed whole, with one warning, and are right; transforms work inside."""
+"""Ops of torch are right on shards; those that work across a sharded dim are computed whole, with one warning."""
 
 import warnings
 
@@ -91,18 +91,19 @@ def test_op_is_exact(name, specs):
 
 def test_fallback_warns_once_and_names_the_op():
     """An op without a rule says that it is computed whole, and where."""
-    fn = lambda x: x.sort(0).values + x.sort(1).values  # noqa: E731
-    with pytest.warns(ReplicatedFallback, match=r"aten.sort.*at sharding/test_torch_ops.py:\d+ has no sharding rule") as record:
+    fn = lambda x: x.masked_scatter(x > 0, x) + x.masked_scatter(x < 0, x)  # noqa: E731
+    with pytest.warns(
+        ReplicatedFallback, match=r"aten.masked_scatter.*at sharding/test_torch_ops.py:\d+ has no sharding rule"
+    ) as record:
         lowered = jit(fn, mesh=MESH, in_specs=P("a")).lower(operands()[0])
     assert len(record) == 1
-    assert lowered.ranked.fallbacks == ("aten.sort.default",)
+    assert lowered.ranked.fallbacks == ("aten.masked_scatter.default",)
 
 
 WHOLE = {
-    "a norm over a sharded dim": (lambda x: torch.linalg.vector_norm(x), "linalg_vector_norm", P("a")),
-    "a maximum over a sharded dim": (lambda x: x[:, 0].amax(), "amax", P("a")),
-    "a running sum of a sharded vector": (lambda x: x[:, 0].cumsum(0), "cumsum", P("a")),
-    "an op without a rule on a pending sum": (lambda x: x.sort(0).values, "sort", P(partial="a")),
+    "a running product of a sharded vector": (lambda x: x[:, 0].cumprod(0), "cumprod", P("a")),
+    "a reversed dim that is sharded": (lambda x: x[:, 0].flip(0), "flip", P("a")),
+    "an op without a rule on a pending sum": (lambda x: x.masked_scatter(x > 0, x), "masked_scatter", P(partial="a")),
 }
 
 
@@ -117,10 +118,21 @@ def test_what_is_computed_whole_says_so(name):
 
 
 PARTS = {
+    "a norm over a sharded dim": (lambda x: torch.linalg.vector_norm(x), P("a")),
+    "a maximum over a sharded dim": (lambda x: x[:, 0].amax(), P("a")),
+    "a running sum of a sharded vector": (lambda x: x[:, 0].cumsum(0), P("a")),
     "a norm of each row": (lambda x: torch.linalg.vector_norm(x, dim=1), P("a")),
     "a maximum of each row": (lambda x: x.amax(1), P("a")),
     "a running sum of each row": (lambda x: x.cumsum(1), P("a")),
     "a root of a pending number": (lambda x: x.square().sum().sqrt(), P("a")),
+    "an order of each row": (lambda x: x.sort(1).values + x.argsort(1), P("a")),
+    "the best of each row": (lambda x: x.topk(3, 1).values.cumprod(1), P("a")),
+    "a diagonal of each matrix": (lambda x: x.view(8, 2, 4).diagonal(0, 1, 2), P("a")),
+    "windows of each row": (lambda x: x.unfold(1, 3, 2).roll(1, 1).flip(2), P("a")),
+    "a convolution of each image": (lambda x: F.conv1d(x[:, None], x[:2, None, :3], padding=1), P("a")),
+    "a matrix for each row": (lambda x: torch.linalg.inv(x.view(8, 2, 4)[..., :2] + 4 * torch.eye(2, dtype=x.dtype)), P("a")),
+    "a spectrum of each row": (lambda x: torch.fft.rfft(x).abs(), P("a")),
+    "copies of each row": (lambda x: F.pad(x.repeat(1, 2), (1, 1)), P("a")),
     "new memory": (lambda x: torch.cat([x.new_empty(0, 8), x]), P("a")),
 }
 

@@ -48,6 +48,7 @@ def masks(x, w):
     y = x * w
     y[x > 0] = 0
     y[w[0] > 0] = -1.0
+    y[x > 1] = w[2, 3]
     y.masked_fill_(w > 0.5, 3.0)
     return y
 
@@ -91,9 +92,21 @@ def results_of_out(x, w):
     return y
 
 
+def parts_of_complex(x, w):
+    y = torch.complex(x, w)
+    y.real.mul_(2)
+    torch.view_as_real(y)[..., 1] += 1
+    return torch.view_as_real(y).transpose(1, 2)
+
+
 def norm_with_statistics(x, w):
     mean, var = torch.zeros(8, dtype=x.dtype), torch.ones(8, dtype=x.dtype)
     return F.batch_norm(x * w, mean, var, training=True) + mean
+
+
+def gradients_of_torch_that_write(x, w):
+    values = torch.linalg.eigvalsh(x @ x.T) + torch.linalg.cholesky(w @ w.T + 8 * torch.eye(8, dtype=w.dtype))
+    return values + torch.fft.irfft(torch.fft.rfft(x) * 2)
 
 
 def with_a_primitive(x, w):
@@ -104,8 +117,8 @@ def with_a_primitive(x, w):
 
 
 FUNCTIONS = [
-    slices, rows, through_views, masks, whole, by_index, accumulated, diagonals, results_of_out, norm_with_statistics,
-    with_a_primitive,
+    slices, rows, through_views, masks, whole, by_index, accumulated, diagonals, results_of_out, parts_of_complex,
+    norm_with_statistics, gradients_of_torch_that_write, with_a_primitive,
 ]  # fmt: skip
 NO_GRADIENT = {results_of_out}  # torch has no gradient for out=
 SPECS = [(P("a"), P()), (P(None, "b"), P("a")), (P("a", "b"), P("b", "a")), (P(partial="a"), P("b"))]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from mpar.errors import DifferentiationError
@@ -40,6 +41,7 @@ class _Kept(FunctionCtx):
 
     params: dict[str, Static]
     names: list[str]
+    results: list[Tensor]
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
 
@@ -71,24 +73,22 @@ def make_function(
             ctx.set_materialize_grads(False)
             operands, ctx.params = split(inputs)
             results = output if isinstance(output, tuple) else (output,)
+            ctx.results = [torch.empty_like(result, device="meta") for result in results]
             ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
             if transforms.vjp is not None:
                 given = dict(zip(signature.operands, operands, strict=True)) | dict(zip(signature.results, results, strict=True))
                 kept = {read: value for read in transforms.vjp.reads if isinstance(value := given.get(read), Tensor)}
                 ctx.names = list(kept)
                 ctx.save_for_backward(*kept.values())
+                ctx.save_for_forward(*kept.values())
 
         @staticmethod
         def backward(ctx: _Kept, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-            vjp = transforms.vjp
-            if vjp is None:
-                raise no_gradient(name)
-            if all(dy is None for dy in cotangents):
-                return (None,) * (num_operands + len(keys))
-            cotangent_of = {f"d{result}": dy for result, dy in zip(signature.results, cotangents, strict=True)}
-            by_name = _gradients(vjp, dict(zip(ctx.names, ctx.saved_tensors, strict=True)) | cotangent_of, ctx.params)
-            wanted = zip(signature.operands, ctx.needs_input_grad[:num_operands], strict=True)
-            return *(by_name.get(f"d{operand}") if needed else None for operand, needed in wanted), *(None for _ in keys)
+            return *_pull_back(_rule(name, transforms), signature, ctx, cotangents), *(None for _ in keys)
+
+        @staticmethod
+        def jvp(ctx: _Kept, *tangents: Tensor | None) -> Results:
+            return _push_forward(_rule(name, transforms), signature, ctx, tangents)
 
         @staticmethod
         def vmap(info: _BatchInfo, in_dims: tuple[int | None, ...], *flat: Operand | Static) -> Batched:
@@ -105,6 +105,38 @@ def _gradients(vjp: Vjp, values: Mapping[str, Tensor | None], params: Mapping[st
     """The gradients that `vjp` gives, by name. Of the values that it reads, those that `values` lacks are None."""
     grads = vjp.fn(*(values.get(name) for name in vjp.reads), **params)
     return dict(zip(vjp.gives, grads if isinstance(grads, tuple) else (grads,), strict=True))
+
+
+def _rule(name: str, transforms: Transforms) -> Vjp:
+    if transforms.vjp is None:
+        raise no_gradient(name)
+    return transforms.vjp
+
+
+def _pull_back(vjp: Vjp, signature: Signature, ctx: _Kept, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradient of each operand; None for those that need none."""
+    wanted = zip(signature.operands, ctx.needs_input_grad, strict=False)
+    if all(dy is None for dy in cotangents):
+        return [None for _ in signature.operands]
+    cotangent_of = {f"d{result}": dy for result, dy in zip(signature.results, cotangents, strict=True)}
+    by_name = _gradients(vjp, dict(zip(ctx.names, ctx.saved_tensors, strict=True)) | cotangent_of, ctx.params)
+    return [by_name.get(f"d{operand}") if needed else None for operand, needed in wanted]
+
+
+def _push_forward(vjp: Vjp, signature: Signature, ctx: _Kept, tangents: Sequence[Tensor | None]) -> Results:
+    """The tangents of the results: the transpose of the gradient, which is linear in the cotangents."""
+    moved = {f"d{operand}": t for operand, t in zip(signature.operands, tangents, strict=False) if t is not None}
+    saved = dict(zip(ctx.names, (forward_ad.unpack_dual(kept)[0] for kept in ctx.saved_tensors), strict=True))
+    device = next(iter(moved.values())).device
+
+    def pull_back(*cotangents: Tensor) -> dict[str, Tensor]:
+        by_name = {f"d{result}": dy for result, dy in zip(signature.results, cotangents, strict=True)}
+        gradients = _gradients(vjp, saved | by_name, ctx.params)
+        return {name: g for name in moved if (g := gradients.get(name)) is not None}
+
+    pulled, transpose, *_ = torch.func.vjp(pull_back, *(torch.zeros_like(like, device=device) for like in ctx.results))
+    results = transpose({name: moved[name] for name in pulled})
+    return results if len(results) > 1 else results[0]
 
 
 def no_gradient(name: str) -> DifferentiationError:
