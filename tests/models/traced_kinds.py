@@ -6,7 +6,7 @@ _PLAIN = {**_SIZES, **_IDS, "intermediate_size": 96, "max_position_embeddings": 
 _GROUPED = {**_PLAIN, "num_key_value_heads": 2}
 
 EXACT = {
-    "bloom": {"hidden_size": 64, "n_head": 4, "n_layer": 2, "vocab_size": 128, "initializer_range": 0.2, **_IDS},
+    "arcee": _GROUPED,
     "biogpt": {**_PLAIN, "layerdrop": 0.0},
     "cohere": _GROUPED,
     "ernie4_5": {**_GROUPED, "head_dim": 16},

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +14,19 @@ from mpar.tree import Tree
 
 __all__ = ["find_traits"]
 
+
+class HasLogits(Protocol):
+    """What a model of transformers returns."""
+
+    logits: Tensor
+
+
 _ALLOWED = 1e-4
 _CUT = 5
 """Where the second document, or the second part, begins."""
 
 
-def find_traits(model: TracedModel, params: Tree, eager: Any, tokens_BS: Tensor) -> Traits:
+def find_traits(model: TracedModel, params: Tree, eager: Callable[..., HasLogits], tokens_BS: Tensor) -> Traits:
     """The traits of a model that computes what `eager` computes for whole rows in order."""
     whole_BSV = eager(tokens_BS, use_cache=False).logits
     length = tokens_BS.shape[1]

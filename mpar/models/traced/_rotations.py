@@ -1,4 +1,4 @@
-"""Rotations of a traced model: functions that turn queries and keys are replaced by a primitive that they equal on random numbers."""
+"""Rotations of a traced model: functions that turn queries and keys become a primitive that they equal on random numbers."""
 
 import inspect
 from collections.abc import Callable
@@ -62,12 +62,12 @@ def _replaced(forward: Any) -> FunctionType | None:
     if rotation is None:
         return None
 
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         fits = cos.ndim == q.ndim - 1 == k.ndim - 1 and cos.dtype in (torch.float32, torch.float64)
         return theirs(q, k, cos, sin, *args, **kwargs) if args or kwargs or not fits else rotation.apply(q, k, cos, sin)
 
     copy = FunctionType(
-        forward.__code__, {**forward.__globals__, _NAME: rotate}, forward.__name__, forward.__defaults__, forward.__closure__
+        forward.__code__, {**forward.__globals__, _NAME: _rotate}, forward.__name__, forward.__defaults__, forward.__closure__
     )
     copy.__kwdefaults__ = forward.__kwdefaults__
     return copy

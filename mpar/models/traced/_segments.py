@@ -12,6 +12,7 @@ from mpar.models.traced import _runs as runs
 from mpar.models.traced._imported import Imported, imported
 from mpar.models.traced._reading import Keys, Reading
 from mpar.models.traced._skeleton import Source
+from mpar.tree import Tree
 
 __all__ = ["EmbedRun", "HeadRun", "LayerRun"]
 
@@ -40,14 +41,14 @@ class LayerRun:
     index: int
 
     def __call__(
-        self, params: tuple[Any], x: Tensor, context: Mapping[str, Tensor], *, training: bool
+        self, params: tuple[Tree], x: Tensor, context: Mapping[str, Tensor], *, training: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(B, S, D) to (B, S, D)."""
         return self._run(params, x, Reading(context, x.shape[0], x.shape[1])), {}
 
     def slice(
         self,
-        params: tuple[Any],
+        params: tuple[Tree],
         x: Tensor,
         context: Mapping[str, Tensor],
         past: tuple[tuple[Keys[Tensor], ...], ...],
@@ -59,13 +60,13 @@ class LayerRun:
         return self._run(params, x, found), tuple(found.carried), {}
 
     def decode(
-        self, params: tuple[Any], x: Tensor, context: Mapping[str, Tensor], state: tuple[Keys[Tensor], ...]
+        self, params: tuple[Tree], x: Tensor, context: Mapping[str, Tensor], state: tuple[Keys[Tensor], ...]
     ) -> tuple[Tensor, tuple[Keys[Tensor], ...]]:
         """`__call__` for tokens that follow those whose keys `state` has; and the keys that the next token needs."""
         found = Reading(context, x.shape[0], x.shape[1], state=state)
         return self._run(params, x, found), tuple(found.carried)
 
-    def _run(self, params: tuple[Any], x: Tensor, found: Reading) -> Tensor:
+    def _run(self, params: tuple[Tree], x: Tensor, found: Reading) -> Tensor:
         model = imported(self.source)
         names = model.layer_names(self.index)
         stored = {name: f"{model.skeleton.names[self.index]}.{name}" for name in names}

@@ -23,7 +23,7 @@ from mpar.models.traced._experts import EXPERTS, register_experts
 from mpar.models.traced._norms import replace_norms
 from mpar.models.traced._rotations import replace_rotations
 
-__all__ = ["Skeleton", "Source", "is_causal_type", "load_transformers", "skeleton", "transformers_config"]
+__all__ = ["Skeleton", "Source", "is_causal_type", "load_conversions", "load_transformers", "skeleton", "transformers_config"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,13 @@ def load_transformers() -> ModuleType:
         ) from None
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return transformers
+
+
+def load_conversions() -> tuple[ModuleType, ModuleType]:
+    """The modules of transformers that say how checkpoints are converted, and that convert them."""
+    names = ("transformers.conversion_mapping", "transformers.core_model_loading")
+    mapping, loading = map(importlib.import_module, names)
+    return mapping, loading
 
 
 def is_causal_type(model_type: object) -> bool:

@@ -4,7 +4,6 @@ What its conversion does is found by converting small tensors, whose elements ar
 elements of a parameter's first two dims are known to be found in this way.
 """
 
-import importlib
 import re
 from collections.abc import Mapping
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mpar.errors import ConfigError
+from mpar.models.traced._skeleton import load_conversions
 
 __all__ = ["stored_names"]
 
@@ -22,8 +22,7 @@ def stored_names(module: nn.Module, parameters: Mapping[str, Tensor]) -> dict[st
     """For each parameter the names of its stored tensors: those of its parts, along its second dim. A name with "{a}" stands for
     many tensors, one for each index of the parameter's first dim. Raises ConfigError for conversions of another kind.
     """
-    mapping = importlib.import_module("transformers.conversion_mapping")
-    loading = importlib.import_module("transformers.core_model_loading")
+    mapping, loading = load_conversions()
     conversions = mapping.get_model_conversion_mapping(module, add_legacy=False)
     strange = {type(op).__name__ for each in conversions for op in getattr(each, "operations", ())} - _KNOWN
     if strange:
