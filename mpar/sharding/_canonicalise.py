@@ -383,6 +383,8 @@ def call_like(graph: fx.Graph, like: fx.Node, target: Callable, args: tuple, kwa
     """A new call of `target` with the source line of `like`; the shape of its value is found by running it without data."""
     node = graph.call_function(target, args, dict(kwargs or {}))
     meta_args, meta_kwargs = fx.node.map_arg((args, node.kwargs), lambda n: _meta(n.meta["val"]))
+    if meta_kwargs.get("device") is not None:  # a copy to a device, which would need data
+        meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
     node.meta = {"val": target(*meta_args, **meta_kwargs), "stack_trace": like.meta.get("stack_trace")}
     return node
 

@@ -22,9 +22,7 @@ def run(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """The finished `python` with these words, in a process that fails at any warning."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error", *words]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def check(page: str) -> None:

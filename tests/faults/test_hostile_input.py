@@ -150,9 +150,7 @@ WEIGHTS: dict[str, Make] = {
     "deep": tensors(b'{"a":' * 10**5),
     "negative": tensors(b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [16, 0]}}'),
     "outside": tensors(b'{"a": {"dtype": "F32", "shape": [1099511627776], "data_offsets": [0, 4398046511104]}}'),
-    "overflow": tensors(
-        b'{"a": {"dtype": "F32", "shape": [4294967296, 4294967296, 4294967296], "data_offsets": [0, 0]}}'
-    ),
+    "overflow": tensors(b'{"a": {"dtype": "F32", "shape": [4294967296, 4294967296, 4294967296], "data_offsets": [0, 0]}}'),
 }
 TOKENIZERS: dict[str, Make] = {
     **SOME_KINDS, "list": write("[]"), "deep": write("[" * 10**6),

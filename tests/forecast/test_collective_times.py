@@ -239,8 +239,14 @@ PROFILES = {
     "all_to_all": replace(HARDWARE, **QUICK, link_bytes_per_s=1e3, link_latency_s=0.0, ranks_per_node=8),
     # messages that hide behind attention where they leave a node of two ranks, and no latency
     "all_to_all+ring": replace(
-        HARDWARE, flops_per_s={"float32": 100.0}, memory_bytes_per_s=1e15, link_bytes_per_s=1e9, link_latency_s=0.0,
-        cross_bytes_per_s=1.0, cross_latency_s=0.0, ranks_per_node=2,
+        HARDWARE,
+        flops_per_s={"float32": 100.0},
+        memory_bytes_per_s=1e15,
+        link_bytes_per_s=1e9,
+        link_latency_s=0.0,
+        cross_bytes_per_s=1.0,
+        cross_latency_s=0.0,
+        ranks_per_node=2,
     ),
 }
 

@@ -14,15 +14,14 @@ EXACT = {
     "glm4": {**_GROUPED, "head_dim": 16},
     "gpt_neox": _PLAIN,
     "granite": _GROUPED,
-    "nemotron": {**_GROUPED, "head_dim": 16},
     "opt": {**_SIZES, **_IDS, "ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 64, "init_std": 0.2},
-    "persimmon": _PLAIN,
+    "olmoe": {**_PLAIN, "num_experts": 4, "num_experts_per_tok": 2},
     "stablelm": _GROUPED,
 }
 """By model type: those whose logits and gradients equal transformers' own."""
 
 REFUSED = {
-    "bloom": ({"hidden_size": 64, "n_head": 4, "n_layer": 2, "vocab_size": 128}, "logits differ"),
-    "codegen": ({"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8, "vocab_size": 128}, "logits differ"),
+    "ctrl": ({"n_embd": 64, "n_head": 4, "n_layer": 2, "dff": 96, "vocab_size": 128}, "modified inplace"),
+    "jetmoe": ({**_PLAIN, "num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 4}, "from the data of a tensor"),
 }
-"""By model type: a config, and what the refusal says. Both accept the name of an attention function, and ignore it."""
+"""By model type: a config, and what the refusal says."""

@@ -98,9 +98,7 @@ WRONG: dict[str, tuple[Callable[[Parts], Parts], str]] = {
         "segment 'embed'(?s:.*)it returns 1 leaves of x, its out_axes .* describe 2",
     ),
     "a parameter that nobody reads": (
-        lambda chain: replace(
-            chain, params=chain.params | {"idle": meta(3)}, param_axes=chain.param_axes | {"idle": (None,)}
-        ),
+        lambda chain: replace(chain, params=chain.params | {"idle": meta(3)}, param_axes=chain.param_axes | {"idle": (None,)}),
         "no segment reads the parameter idle",
     ),
     "two segments of one name": (with_segment(1, name="embed"), "several segments are called 'embed'"),

@@ -42,7 +42,7 @@ def unknown(xs: Sequence[int]) -> bool:
     return not sorted(xs)
 '''
 
-TESTS = '''\
+TESTS = """\
 import pytest
 
 from sample import LIMITS, clamp, count_down, weigh
@@ -63,7 +63,7 @@ def test_weigh():
 
 def test_broken():
     assert weigh(1) == 4
-'''
+"""
 
 
 def git(root: Path, *words: str) -> None:

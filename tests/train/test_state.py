@@ -1,6 +1,5 @@
 """The state of a rank, and the loop's own checks."""
 
-
 import pytest
 import torch
 
@@ -39,7 +38,6 @@ def test_shards_of_a_hugging_face_folder(config, program, tmp_path):
         if leaf.path.startswith("params."):
             found = assemble([state.leaves[leaf.path] for state in states], leaf.spec, program.mesh)
             assert torch.equal(found, whole[leaf.path.removeprefix("params.")])
-
 
 
 def test_resume_choices(tmp_path):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mpar.models.traced._imported import Imported, imported
     from mpar.models.traced._model import TracedModel
     from mpar.models.traced._self_check import check_traced, shrunken
-    from mpar.models.traced._skeleton import is_causal_type
+    from mpar.models.traced._skeleton import is_causal_type, load_transformers, transformers_config
 
 _HOME = {
     "Imported": "_imported",
@@ -18,10 +18,21 @@ _HOME = {
     "check_traced": "_self_check",
     "imported": "_imported",
     "is_causal_type": "_skeleton",
+    "load_transformers": "_skeleton",
     "shrunken": "_self_check",
+    "transformers_config": "_skeleton",
 }
 
-__all__ = ["Imported", "TracedModel", "check_traced", "imported", "is_causal_type", "shrunken"]
+__all__ = [
+    "Imported",
+    "TracedModel",
+    "check_traced",
+    "imported",
+    "is_causal_type",
+    "load_transformers",
+    "shrunken",
+    "transformers_config",
+]
 
 
 def __getattr__(name: str) -> object:

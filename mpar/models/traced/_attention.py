@@ -1,28 +1,30 @@
 """Attention of a traced model: transformers calls it through a table of functions, in which mpar's primitive has a name."""
 
-from collections.abc import Mapping
-from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpar import ops
+from mpar.chain import Axes, of_past
 from mpar.errors import ConfigError
+from mpar.models.traced._reading import Keys, Reading, current
 
-__all__ = ["ATTENTION", "READ", "register_attention"]
+__all__ = ["ATTENTION", "CARRIED_AXES", "register_attention"]
 
 ATTENTION = "mpar"
 """The name of the function in transformers' table."""
-READ: ContextVar[Mapping[str, Tensor] | None] = ContextVar("mpar_attention_reads", default=None)
-"""What attention reads besides queries, keys and values while a segment runs: order and documents."""
 
 _UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal"}
 _WITHOUT_EFFECT = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits"}
 _WITHOUT_EFFECT |= {"position_embeddings", "output_hidden_states", "return_dict"}
-_QUERIES = ("batch", "attend_seq", "attend_heads", "head")
-_KEYS = ("batch", "attend_kv_seq", "attend_kv_heads", "head")
-_RESULT = ("batch", "seq", "heads", "head")
+_QUERIES: Axes = ("batch", "attend_seq", "attend_heads", "head")
+_KEYS: Axes = ("batch", "attend_kv_seq", "attend_kv_heads", "head")
+_CARRIED: Axes = ("batch", "attend_seq", "attend_kv_heads", "head")  # stays sharded along the row even if _KEYS gathers it
+_RESULT: Axes = ("batch", "seq", "heads", "head")
+CARRIED_AXES: Keys[Axes] = Keys(_CARRIED, _CARRIED)
+"""The logical axes of what a call of attention carries to later slices."""
 
 
 def register_attention(transformers: ModuleType) -> None:
@@ -36,19 +38,48 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
     if attention_mask is not None or strange or options.get("is_causal") is False:
         what = strange or ("a mask of its own" if attention_mask is not None else "no causal mask")
         raise ConfigError(f"{type(module).__name__} calls attention with {what}, which mpar's primitive has not")
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    read = READ.get() or {}
-    out, _ = ops.attention(
-        ops.constrain(q, _QUERIES),
-        ops.constrain(k, _KEYS),
-        ops.constrain(v, _KEYS),
-        q_order=read.get("order"),
-        k_order=read.get("order"),
-        q_documents=read.get("documents"),
-        k_documents=read.get("documents"),
-        sinks=options.get("s_aux"),
-        window=options.get("sliding_window"),
-        scale=options.get("scaling"),
-        soft_cap=options.get("softcap"),
+    # a rotation by a table of float32 may have made queries and keys wider
+    q_BSNH, k_BSKH, v_BSKH = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
+    found, apply = current(module), _in_rows
+    if found.state is not None:
+        apply = _after_state
+    out_BSNH = apply(
+        found,
+        ops.constrain(q_BSNH, _QUERIES),
+        Keys(k_BSKH, v_BSKH),
+        options.get("s_aux"),
+        {"window": options.get("sliding_window"), "scale": options.get("scaling"), "soft_cap": options.get("softcap")},
     )
-    return ops.constrain(out, _RESULT), None
+    return ops.constrain(out_BSNH, _RESULT), None
+
+
+def _in_rows(found: Reading, q_BSNH: Tensor, keys: Keys[Tensor], sinks: Tensor | None, how: dict[str, Any]) -> Tensor:
+    """Attention to the keys of the same positions and of earlier slices."""
+    call, context = len(found.carried), found.context
+    carried = Keys(ops.constrain(keys.k_BMKH, _CARRIED), ops.constrain(keys.v_BMKH, _CARRIED))
+    found.carried.append(carried)
+    own, *past = (
+        (ops.constrain(each.k_BMKH, _KEYS), ops.constrain(each.v_BMKH, _KEYS))
+        for each in (carried, *(slice_keys[call] for slice_keys in found.past))
+    )
+    past_parts = [
+        ops.KeyPart(*pair, context[of_past("order", i)], context.get(of_past("documents", i))) for i, pair in enumerate(past)
+    ]
+    own_part = ops.KeyPart(*own, context.get("order"), context.get("documents"))
+    return ops.attention_parts(q_BSNH, own_part, past_parts, sinks_N=sinks, **how)
+
+
+def _after_state(found: Reading, q_BSNH: Tensor, keys: Keys[Tensor], sinks: Tensor | None, how: dict[str, Any]) -> Tensor:
+    """Attention to the keys so far and to new ones. Of these, `carried` gets those that the next token sees."""
+    assert found.state is not None
+    call, order = len(found.carried), found.context["order"]
+    k_BMKH, v_BMKH, order_M = keys.k_BMKH, keys.v_BMKH, order
+    if call < len(found.state):
+        before = found.state[call]
+        assert before.order_M is not None
+        k_BMKH, v_BMKH = torch.cat([before.k_BMKH, k_BMKH], 1), torch.cat([before.v_BMKH, v_BMKH], 1)
+        order_M = torch.cat([before.order_M, order])
+    out_BSNH, _ = ops.attention(q_BSNH, k_BMKH, v_BMKH, q_order=order, k_order=order_M, sinks=sinks, causal=True, **how)
+    first = 0 if how["window"] is None else max(0, order_M.shape[0] - how["window"] + 1)
+    found.carried.append(Keys(k_BMKH[:, first:], v_BMKH[:, first:], order_M[first:]))
+    return out_BSNH

@@ -80,7 +80,9 @@ class Dims:
         factors: dict[str, Factor] = {}
         tensors = [(self._of[operand][0], dims, operand) for operand, dims in zip(rule.operands, rule.factors, strict=True)]
         tensors += [(dims_of, dims, node) for dims_of, dims in zip(self._of[node], rule.results, strict=False)]
-        for dims_of, dims, owner in tensors:
+        for number, (dims_of, dims, owner) in enumerate(tensors):
+            if number in rule.as_is:
+                continue
             for own, names in zip(dims_of, dims, strict=True):
                 if names:
                     joint = [factors.setdefault(name, Factor(rule.sizes[name])) for name in names if name in rule.sizes]

@@ -1,24 +1,27 @@
 """Imported: all that is known of a traced model after its parts have run once without data: calls, layouts, equal layers."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from mpar import tree
 from mpar.errors import ConfigError, MparError
 from mpar.models.traced import _runs as runs
-from mpar.models.traced._layout import Layout, layouts
+from mpar.models.traced._layout import Layout, LeafLayout, layouts
 from mpar.models.traced._mode import Weight
-from mpar.models.traced._skeleton import Skeleton, skeleton
+from mpar.models.traced._reading import Reading
+from mpar.models.traced._skeleton import Skeleton, Source, skeleton
 from mpar.ops import PRIMITIVES
 from mpar.sharding import LogicalGraph, trace
 from mpar.torch_private import FakeTensorMode
 
 __all__ = ["Imported", "imported"]
 
+_Cut = tuple[int, tuple[int, ...]]
 _BATCH, _SEQ = 3, 11  # sizes that occur nowhere else
 
 
@@ -27,9 +30,10 @@ class Imported:
     """A traced model.
 
     calls:    how each layer is called. kinds: for each layer the index of the first one that computes the same.
-    embed, head: the names of the parameters that are read before and behind the layers.
+    embed, head: the names of the parameters that are read before and behind the layers; the latter with those that nothing reads.
     layouts:  for each stored parameter how it is cut into leaves.
     pairs:    for each layer a token's multiplications with each other token of a row: 2 n h for n heads of h.
+    windows:  for each layer the windows of its calls of attention; None is a call that sees the whole row.
     """
 
     skeleton: Skeleton
@@ -39,6 +43,7 @@ class Imported:
     head: tuple[str, ...]
     layouts: Mapping[str, Layout]
     pairs: tuple[int, ...]
+    windows: tuple[tuple[int | None, ...], ...]
 
     @property
     def num_layers(self) -> int:
@@ -51,18 +56,20 @@ class Imported:
 
     def weights(self, names: Mapping[str, str], leaves: Mapping[str, Tensor | Mapping[str, Tensor]]) -> dict[str, Weight]:
         """What runs read. names: for the name that a run has for a parameter its stored name; leaves: by the name of the run."""
-        return {name: self._weight(self.layouts[stored], leaves[name]) for name, stored in names.items()}
+        buffers = self.skeleton.buffers
+        given = {name: tree.map_leaves(Tensor.detach, x) if names[name] in buffers else x for name, x in leaves.items()}
+        return {name: self._weight(self.layouts[stored], given[name]) for name, stored in names.items()}
 
     def _weight(self, layout: Layout, leaf: Tensor | Mapping[str, Tensor]) -> Weight:
         given = [leaf] if isinstance(leaf, Tensor) else list(leaf.values())
         parts = [x.reshape(like.stored_shape) for x, like in zip(given, layout.leaves, strict=True)]
-        return Weight(parts[0] if len(parts) == 1 else torch.cat(parts), parts, layout.axes)
+        return Weight(parts, layout.axes, layout.joined)
 
 
 @functools.lru_cache(maxsize=16)
-def imported(config_json: str) -> Imported:
+def imported(source: Source) -> Imported:
     """The model that a Hugging Face config describes, through transformers. Raises ConfigError if it cannot be traced."""
-    found = skeleton(config_json)
+    found = skeleton(source)
     name = type(found.module).__name__
     try:
         return _imported(found)
@@ -81,28 +88,33 @@ def _imported(found: Skeleton) -> Imported:
     if len(calls) != len(found.layers):
         raise ConfigError(f"it has {len(found.layers)} layers and runs {len(calls)} of them")
     context = {key: torch.empty(value.shape, dtype=value.dtype, device="meta") for key, value in context.items()}
-    found = replace(found, returns_tuple=_returns_tuple(found, calls, context))
     signatures = [_signature(layer, call) for layer, call in zip(found.layers, calls, strict=True)]
     kinds = tuple(signatures.index(signature) for signature in signatures)
     known: dict[str, Layout] = {}
-    pairs: dict[int, int] = {}
+    attends: dict[int, list[fx.Node]] = {}
     for index in sorted(set(kinds)):
-        logical = _trace_layer(found, index, calls[index], context)
-        pairs[index] = _pairs(logical)
-        names = {f"0.{name}": name for name, _ in found.layers[index].named_parameters()}
-        cut = layouts(logical, names, "1", ("batch", "seq", "embed"))
-        for i in (i for i, kind in enumerate(kinds) if kind == index):
-            known |= {f"{found.names[i]}.{name}": layout for name, layout in cut.items()}
+        logical, cuts, gives_tuple = _trace_layer(found, index, calls[index], context, {})
+        if cuts:
+            logical, *_ = _trace_layer(found, index, calls[index], context, cuts)
+        attends[index] = [node for node in logical.graph.nodes if node.target == PRIMITIVES["attention"].op]
+        names = {path: path.removeprefix("0.") for path in logical.names if path.startswith("0.")}
+        leaves = layouts(logical, names, "1", ("batch", "seq", "embed"))
+        for name, _ in found.layers[index].named_parameters():
+            joined, sizes = cuts.get(name, (None, (1,)))
+            layout = Layout(tuple(leaves[f"{name}.{part}"] for part in range(len(sizes))), joined)
+            known |= {f"{found.names[i]}.{name}": layout for i, kind in enumerate(kinds) if kind == index}
+    found = replace(found, returns_tuple=gives_tuple)
     embed = _outside(found, known, before=True)
     head = _outside(found, known, before=False)
-    unread = [name for name in found.parameters if name not in known]
-    if unread:
-        raise ConfigError(f"its parameters {', '.join(unread[:5])} are read by no part of it")
-    return Imported(found, tuple(calls), kinds, embed, head, known, tuple(pairs[kind] for kind in kinds))
+    unread = {name: x for name, x in found.parameters.items() if name not in known}  # a folder has them: they come along
+    known |= {name: Layout((LeafLayout(tuple((n,) for n in x.shape), (None,) * x.ndim),)) for name, x in unread.items()}
+    head = (*head, *unread)
+    pairs = tuple(_pairs(attends[kind]) for kind in kinds)
+    windows = tuple(tuple(call.kwargs.get("window") for call in attends[kind]) for kind in kinds)
+    return Imported(found, tuple(calls), kinds, embed, head, known, pairs, windows)  # type: ignore[arg-type]
 
 
-def _pairs(logical: LogicalGraph) -> int:
-    calls = [node for node in logical.graph.nodes if node.target == PRIMITIVES["attention"].op]
+def _pairs(calls: Sequence[fx.Node]) -> int:
     shapes = [(call.args[0].meta["val"].shape, call.args[2].meta["val"].shape) for call in calls]
     return sum(q[2] * (q[3] + v[3]) for q, v in shapes)
 
@@ -116,33 +128,31 @@ def _x(found: Skeleton) -> Tensor:
 
 
 def _plain(params: Mapping[str, Tensor]) -> dict[str, Weight]:
-    return {name: Weight(x, [x], (None,) * x.ndim) for name, x in params.items()}
+    return {name: Weight([x], (None,) * x.ndim) for name, x in params.items()}
 
 
-def _returns_tuple(found: Skeleton, calls: list[runs.Call], context: Mapping[str, Tensor]) -> bool:
-    module, given = found.layers[0], []
-    forward = module.forward
+def _trace_layer(
+    found: Skeleton, index: int, call: runs.Call, context: Mapping[str, Tensor], cuts: Mapping[str, _Cut]
+) -> tuple[LogicalGraph, dict[str, _Cut], bool]:
+    """`(the graph of a layer whose parameters are cut as cuts says, how they could be cut, whether it returns a tuple)`."""
+    seen: dict[str, Weight] = {}
+    gives_tuple = False
 
-    def note(*args: object, **kwargs: object) -> object:
-        given.append(forward(*args, **kwargs))
-        return given[0]
+    def fn(params: dict[str, list[Tensor]], x: Tensor, context: dict[str, Tensor]) -> Tensor:
+        nonlocal gives_tuple
+        for name, parts in params.items():
+            seen[name] = Weight(parts, (None,) * parts[0].ndim, cuts[name][0] if name in cuts else None)
+        reading = Reading(context, _BATCH, _SEQ)
+        y = runs.layer(found, index, seen, x, call, reading)
+        gives_tuple = reading.gives_tuple
+        return y
 
-    def fn(params: dict[str, Tensor], x: Tensor, context: dict[str, Tensor]) -> Tensor:
-        module.forward = note
-        try:
-            return runs.layer(found, 0, _plain(params), x, calls[0], context)
-        finally:
-            del module.forward
-
-    trace(fn, (dict(module.named_parameters()), _x(found), context), canonical=False)
-    return isinstance(given[0], (tuple, list))
-
-
-def _trace_layer(found: Skeleton, index: int, call: runs.Call, context: Mapping[str, Tensor]) -> LogicalGraph:
-    def fn(params: dict[str, Tensor], x: Tensor, context: dict[str, Tensor]) -> Tensor:
-        return runs.layer(found, index, _plain(params), x, call, context)
-
-    return trace(fn, (dict(found.layers[index].named_parameters()), _x(found), dict(context)))
+    params = {}
+    for name, parameter in found.layers[index].named_parameters():
+        along, sizes = cuts.get(name, (0, ()))
+        params[name] = list(parameter.detach().split(sizes, along)) if sizes else [parameter.detach()]
+    logical = trace(fn, (params, _x(found), dict(context)))
+    return logical, {name: next(iter(weight.cuts)) for name, weight in seen.items() if len(weight.cuts) == 1}, gives_tuple
 
 
 def _outside(found: Skeleton, known: dict[str, Layout], *, before: bool) -> tuple[str, ...]:
@@ -162,8 +172,8 @@ def _outside(found: Skeleton, known: dict[str, Layout], *, before: bool) -> tupl
     live = {path for path, node in zip(logical.names, logical.placeholders, strict=True) if node in read}
     names = {f"0.{name}": name for name in params if f"0.{name}" in live}
     axes = ("batch", "seq", "embed" if before else "vocab")
-    for name, layout in layouts(logical, names, "" if before else "1", axes).items():
-        known.setdefault(name, layout)
+    for name, leaf in layouts(logical, names, "" if before else "1", axes).items():
+        known.setdefault(name, Layout((leaf,)))
     return tuple(names.values())
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mpar.chain import Axes
 from mpar.models.traced._dims import Dims, Factor
@@ -16,7 +16,9 @@ from mpar.sharding import LogicalGraph
 
 __all__ = ["Layout", "LeafLayout", "layouts"]
 
-attention_p, einsum_p, embedding_p = (PRIMITIVES[name].op for name in ("attention", "einsum", "embedding"))
+attention_p, einsum_p, embedding_p, grouped_matmul_p = (
+    PRIMITIVES[name].op for name in ("attention", "einsum", "embedding", "grouped_matmul")
+)
 
 
 @dataclass(frozen=True)
@@ -36,20 +38,28 @@ class LeafLayout:
         """The shape of what is stored of it."""
         return tuple(torch.Size(sizes).numel() for sizes in self.sizes)
 
-    @property
-    def transform(self) -> str:
-        """As `mpar.models.hf` writes it: "(a b) c -> a b c"."""
+    def transform(self, joined: int | None = None) -> str:
+        """As `mpar.models.hf` writes it: "(a b) c -> a b c", with a plus before the stored dim along which leaves are joined."""
         letters = iter("abcdefghijklmnop")
         dims = [[next(letters) for _ in sizes] for sizes in self.sizes]
-        left = " ".join(f"({' '.join(names)})" if len(names) > 1 else names[0] for names in dims)
-        return f"{left} -> {' '.join(name for names in dims for name in names)}"
+        left = [f"({' '.join(names)})" if len(names) > 1 else names[0] for names in dims]
+        left = [f"+{text}" if dim == joined else text for dim, text in enumerate(left)]
+        return f"{' '.join(left)} -> {' '.join(name for names in dims for name in names)}"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter is cut: one leaf, or several that lie along its first dim."""
+    """How a parameter is cut: one leaf, or several that lie along its dim `joined`."""
 
     leaves: tuple[LeafLayout, ...]
+    joined: int | None = None
+
+    def cut(self, stored: Tensor) -> list[Tensor]:
+        """The leaves of a stored tensor, as views of it."""
+        parts = [stored]
+        if self.joined is not None:
+            parts = list(stored.split([leaf.stored_shape[self.joined] for leaf in self.leaves], self.joined))
+        return [part.reshape(leaf.shape) for part, leaf in zip(parts, self.leaves, strict=True)]
 
     @property
     def axes(self) -> Axes:
@@ -61,10 +71,10 @@ class Layout:
         return tuple(out)
 
 
-def layouts(logical: LogicalGraph, names: Mapping[str, str], x: str, result_axes: Axes) -> dict[str, Layout]:
-    """The layout of each parameter that a run reads.
+def layouts(logical: LogicalGraph, names: Mapping[str, str], x: str, result_axes: Axes) -> dict[str, LeafLayout]:
+    """The layout of each leaf that a run reads.
 
-    names: the parameter of each placeholder that is one, by the placeholder's path. x: the path of the residual stream among the
+    names: the leaf of each placeholder that is one, by the placeholder's path. x: the path of the residual stream among the
     placeholders; "" if there is none. result_axes: of the first result.
     """
     dims, placeholders = Dims(logical), dict(zip(logical.names, logical.placeholders, strict=True))
@@ -79,6 +89,7 @@ def layouts(logical: LogicalGraph, names: Mapping[str, str], x: str, result_axes
     for call in _calls(logical, embedding_p):
         if "tokens" in _path(call.args[0], placeholders):
             _label(dims.of(call.args[1])[0], "vocab")
+    _label_experts(dims, _calls(logical, grouped_matmul_p))
     _label_hidden(dims, owned)
     return {name: _layout(dims.of(node), is_kv=node in kv) for node, name in owned.items()}
 
@@ -120,6 +131,16 @@ def _label(factors: Iterable[Factor], label: str | None) -> None:
         found.label = found.label or label
 
 
+def _label_experts(dims: Dims, products: Sequence[fx.Node]) -> None:
+    """Matrices of experts are (experts, summed, given): what is not embed among the last two is the hidden size of an expert."""
+    weights = [dims.of(call.args[1]) for call in products]
+    for names in ({"embed": "expert_mlp"}, {"expert_mlp": "embed"}):
+        for expert, summed, given in weights:
+            _label(expert, "expert")
+            for label in {label for label in (factor.found().label for factor in summed) if label in names}:
+                _label([factor for factor in given if not factor.whole], names[label])
+
+
 def _label_hidden(dims: Dims, owned: Mapping[fx.Node, str]) -> None:
     """Factors without a label that several parameters share, and that no op needs whole, are hidden features."""
     seen: dict[Factor, set[str]] = {}
@@ -131,8 +152,8 @@ def _label_hidden(dims: Dims, owned: Mapping[fx.Node, str]) -> None:
             _label([factor], "mlp")
 
 
-def _layout(dims: Sequence[Sequence[Factor]], *, is_kv: bool) -> Layout:
-    """One leaf, whose dims are runs of factors with one label."""
+def _layout(dims: Sequence[Sequence[Factor]], *, is_kv: bool) -> LeafLayout:
+    """A leaf whose dims are runs of factors with one label."""
     sizes: list[tuple[int, ...]] = []
     axes: list[str | None] = []
     for factors in dims:
@@ -150,4 +171,4 @@ def _layout(dims: Sequence[Sequence[Factor]], *, is_kv: bool) -> Layout:
             used.append(None if name in (*axes, *used) else name)
         sizes.append(tuple(size for _, size in runs))
         axes += used
-    return Layout((LeafLayout(tuple(sizes), tuple(axes)),))
+    return LeafLayout(tuple(sizes), tuple(axes))

@@ -23,12 +23,17 @@ _BLOCK, _RESIDUAL = ("batch", "seq", "embed"), ("batch", "residual_seq", "embed"
 
 
 class Weight:
-    """A parameter as the module reads it. parts: the leaves that it is made of, shaped as they are stored, along its first dim.
-    axes: for each dim of the parameter a logical axis that is in it; of parts, that of the first.
+    """A parameter as the module reads it.
+
+    parts: the leaves that it is made of, shaped as they are stored, along its dim `joined`.
+    axes:  for each dim of the parameter a logical axis that is in it; of parts, that of the first.
+    cuts:  filled by runs: along which dim, and into which sizes, what is computed with it is cut: (dim, sizes).
     """
 
-    def __init__(self, whole: Tensor, parts: Sequence[Tensor], axes: Axes) -> None:
-        self.whole, self.parts, self.axes = whole, tuple(parts), axes
+    def __init__(self, parts: Sequence[Tensor], axes: Axes, joined: int | None = None) -> None:
+        self.parts, self.axes, self.joined = tuple(parts), axes, joined
+        self.whole = self.parts[0] if joined is None else torch.cat(list(parts), joined)
+        self.cuts: set[tuple[int, tuple[int, ...]]] = set()
 
 
 class Weights(TorchFunctionMode):
@@ -38,7 +43,9 @@ class Weights(TorchFunctionMode):
         super().__init__()
         self._of_tensor = {id(weight.whole): weight for weight in weights.values()}
         self._keep = weights
+        self._blocks: dict[int, tuple[Tensor, Tensor]] = {}  # by id of what products read: it, and it with all its positions
         self._gates: dict[int, tuple[Tensor, Tensor, Any]] = {}  # by id of a result: the result, what it is of, the fused op
+        self._products: dict[int, tuple[Tensor, list[Tensor], list[Weight]]] = {}  # by id: a product, its parts, what made it
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -48,6 +55,8 @@ class Weights(TorchFunctionMode):
             return self._embedding(func, *args, **kwargs)
         if func in (F.layer_norm, F.rms_norm):
             return _norm(func, *args, **kwargs)
+        if func in (torch.chunk, Tensor.chunk, torch.split, Tensor.split) and id(args[0]) in self._products | self._of_tensor:
+            return self._cut(func, *args, **kwargs)
         if func in (F.silu, F.gelu):
             return self._gate(func, args, kwargs)
         if func in (torch.mul, Tensor.mul, Tensor.__mul__) and len(args) == 2 and not kwargs:
@@ -59,15 +68,35 @@ class Weights(TorchFunctionMode):
         if known is None or input.ndim != 3:
             return F.linear(input, weight, bias)
         gives, sums = (axis in SPLIT for axis in known.axes)
-        if gives:
-            input = ops.constrain(input, _BLOCK)
-        y = _joined([F.linear(input, part) for part in known.parts])
+        if gives:  # products of one input share its gather, and one reduction in the backward
+            _, input = self._blocks.setdefault(id(input), (input, ops.constrain(input, _BLOCK)))
+        parts = [F.linear(input, part) for part in known.parts]
+        made_with, biases = [known], self._of_tensor.get(id(bias))
         if sums:
-            y = ops.constrain(y, _RESIDUAL)
-        if bias is None:
-            return y
-        biases = self._of_tensor.get(id(bias))
-        return y + (_joined(biases.parts) if biases is not None else bias)
+            parts = [ops.constrain(part, _RESIDUAL) for part in parts]
+        if biases is not None and len(biases.parts) == len(parts):
+            parts, made_with = [part + added for part, added in zip(parts, biases.parts, strict=True)], [known, biases]
+            bias = None
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        if bias is not None:
+            return y + bias
+        self._products[id(y)] = (y, parts, made_with)
+        return y
+
+    def _cut(self, func: Any, x: Tensor, sizes: Any, dim: int = 0) -> Any:
+        """Pieces of a weight, or of a product with one: its leaves, where they are cut in the same way."""
+        pieces = func(x, sizes, dim)
+        product = self._products.get(id(x))
+        cut = tuple(piece.shape[dim] for piece in pieces)
+        if product is None:
+            weights, parts, along = [self._of_tensor[id(x)]], list(self._of_tensor[id(x)].parts), dim % x.ndim
+        else:
+            (_, parts, weights), along = product, 0
+            if dim % x.ndim != x.ndim - 1:
+                return pieces
+        for weight in weights:
+            weight.cuts.add((along, cut))
+        return tuple(parts) if tuple(part.shape[dim] for part in parts) == cut else pieces
 
     def _embedding(self, func: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if id(weight) not in self._of_tensor or kwargs.get("max_norm") is not None:
@@ -103,7 +132,3 @@ def _norm(func: Any, x: Tensor, shape: Sequence[int], weight: Any = None, bias: 
     if func is F.rms_norm:
         return ops.rms_norm(x, weight, eps=torch.finfo(x.dtype).eps if eps is None else eps)
     return ops.layer_norm(x, weight, bias, eps=1e-5 if eps is None else eps)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)

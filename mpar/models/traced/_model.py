@@ -2,40 +2,56 @@
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from mpar import ops, tree
-from mpar.chain import Axes, Segment
+from mpar.chain import Axes, Carry, Segment
 from mpar.errors import ConfigError, DataError
 from mpar.models._batch import BATCH_KEYS, ORDER, Batch, batch_weight, check_batch
 from mpar.models._model import Model
 from mpar.models.traced import _runs as runs
+from mpar.models.traced._attention import CARRIED_AXES
 from mpar.models.traced._imported import Imported, imported
+from mpar.models.traced._layout import Layout
+from mpar.models.traced._reading import Keys
 from mpar.models.traced._segments import EmbedRun, HeadRun, LayerRun
+from mpar.models.traced._skeleton import Source
+from mpar.models.traced._stored import stored_names
+from mpar.models.traced._traits import Traits
 from mpar.tree import Tree
 
 __all__ = ["TracedModel"]
 
+_State = tuple[int, tuple[tuple[Keys[Tensor], ...], ...]]
 RESIDUAL: Axes = ("batch", "residual_seq", "embed")
 
 
 @dataclass(frozen=True)
 class TracedModel(Model):
-    """A causal model of transformers, traced. Its parameters have the names of its module; a path joins them with dots."""
+    """A causal model of transformers, traced. Its parameters have the names of its module; a path joins them with dots.
+
+    traits: what the self-check has found its rows to allow.
+    """
 
     hf_config_json: str
     dtype: torch.dtype = torch.float32  # type: ignore[misc]
     hf_generation_json: str | None = None
+    traits: Traits = Traits()  # noqa: RUF009 (it is frozen)
 
     @property
     def imported(self) -> Imported:
         """What tracing has found."""
-        return imported(self.hf_config_json)
+        return imported(self.source)
+
+    @property
+    def source(self) -> Source:
+        """What it is made from."""
+        return Source(self.hf_config_json, self.traits.attention)
 
     @property
     def name(self) -> str:
@@ -65,15 +81,22 @@ class TracedModel(Model):
         """The class in transformers."""
         return type(self.imported.skeleton.module).__name__
 
-    @property
+    @functools.cached_property
     def stored_names(self) -> dict[str, tuple[str, str]]:
         """For paths of leaves: (name of the stored tensor, transform)."""
-        names = {}
+        skeleton, out = self.imported.skeleton, {}
+        stored = stored_names(skeleton.module, skeleton.parameters)
         for name, layout in self.imported.layouts.items():
-            many = len(layout.leaves) > 1
+            tensors, count = stored[name], len(layout.leaves)
+            if len(tensors) not in (1, count):
+                raise ConfigError(f"cannot read {name} from {len(tensors)} tensors of each expert: it has {count} leaves")
             for index, leaf in enumerate(layout.leaves):
-                names[f"{name}.{index}" if many else name] = (name, f"{'+' if many else ''}{leaf.transform}")
-        return names
+                tensor = tensors[index % len(tensors)]
+                tensor = skeleton.saved.get(tensor, tensor)
+                transform = leaf.transform(layout.joined if len(tensors) < count else None)
+                transform = transform.removeprefix("a ") if "{a}" in tensor else transform
+                out[f"{name}.{index}" if count > 1 else name] = (tensor, transform)
+        return out
 
     @property
     def base(self) -> str:
@@ -89,17 +112,21 @@ class TracedModel(Model):
     @functools.cached_property
     def abstract_params(self) -> Tree:
         """The parameter tree with meta tensors."""
-        return self._tree(lambda leaf: torch.empty(leaf.shape, dtype=self.dtype, device="meta"))
+        return self._tree(lambda _, layout: [torch.empty(leaf.shape, dtype=self.dtype, device="meta") for leaf in layout.leaves])
 
     @functools.cached_property
     def param_axes(self) -> Tree:
         """The parameter tree with the logical axes of each leaf."""
-        return self._tree(lambda leaf: leaf.axes)
+        return self._tree(lambda _, layout: [leaf.axes for leaf in layout.leaves])
 
-    def _tree(self, of_leaf: Any) -> Tree:
+    def leaves(self, stored: Mapping[str, Tensor]) -> Tree:
+        """The parameter tree of tensors that have the names and shapes of those of transformers' module."""
+        return self._tree(lambda name, layout: layout.cut(stored[name]))
+
+    def _tree(self, of_parameter: Callable[[str, Layout], list[Any]]) -> Tree:
         root: dict[str, Any] = {}
         for name in self.imported.skeleton.parameters:
-            leaves = [of_leaf(leaf) for leaf in self.imported.layouts[name].leaves]
+            leaves = of_parameter(name, self.imported.layouts[name])
             *keys, last = name.split(".")
             node = root
             for key in keys:
@@ -109,26 +136,55 @@ class TracedModel(Model):
 
     @property
     def batch_axes(self) -> dict[str, Axes]:
-        """Every batch key that it reads: order (S,), all others (B, S); all but tokens and labels are optional."""
-        return {**dict.fromkeys(BATCH_KEYS, ("batch", "seq")), ORDER: ("seq",)}
+        """Every batch key that it reads: order (S,), all others (B, S); all but tokens and labels are optional.
+
+        A model whose rows may not be permuted does not read order, and one that mixes documents does not read these.
+        """
+        rows: dict[str, Axes] = dict.fromkeys(self._row_keys, ("batch", "seq"))
+        return rows if self.sequential else {**rows, ORDER: ("seq",)}
+
+    @property
+    def _row_keys(self) -> tuple[str, ...]:
+        return tuple(key for key in BATCH_KEYS if self.traits.documents or key not in ("documents", "positions"))
+
+    @property
+    def sequential(self) -> bool:
+        """Whether a layer reads the order of tokens from their places, so that its rows are never permuted."""
+        return not self.traits.permutable
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether `decode` can go on from a state: whether layers read earlier tokens through attention only."""
+        return self.traits.continues
 
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
         """What is before the layers, the layers, what follows them."""
-        config, found = self.hf_config_json, self.imported
+        source, found = self.source, self.imported
+        runs_of_kind = {kind: self._layer_run(kind) for kind in set(found.kinds)}
         body = [
-            Segment(f"layers.{i}", LayerRun(config, kind), (name,), out_axes=RESIDUAL)
-            for i, (kind, name) in enumerate(zip(found.kinds, found.skeleton.names, strict=True))
+            Segment(f"layers.{i}", run, (name,), RESIDUAL, carry)
+            for i, (name, (run, carry)) in enumerate(
+                zip(found.skeleton.names, map(runs_of_kind.__getitem__, found.kinds), strict=True)
+            )
         ]
-        first = Segment("embed", EmbedRun(config), found.embed, out_axes=RESIDUAL)
-        return (first, *body, Segment("head", HeadRun(config, self.vocab_size), found.head))
+        first = Segment("embed", EmbedRun(source), found.embed, out_axes=RESIDUAL)
+        return (first, *body, Segment("head", HeadRun(source, self.vocab_size), found.head))
+
+    def _layer_run(self, kind: int) -> tuple[LayerRun, Carry | None]:
+        run, windows = LayerRun(self.source, kind), self.imported.windows[kind]
+        if not (self.traits.continues and windows):
+            return run, None
+        reach = max((window for window in windows if window is not None), default=None)
+        return run, Carry(run.slice, (CARRIED_AXES,) * len(windows), None if None in windows else reach)
 
     def context(self, batch: Batch, row_length: int | None = None) -> Mapping[str, Tensor]:
         """What segments read: the batch, positions (B or 1, S), and what layers are called with, such as tables of a rotation."""
-        check_batch(batch, (*BATCH_KEYS, ORDER), None, row_length)
+        check_batch(batch, (*self._row_keys, ORDER), None, row_length)
         tokens, positions, order = batch["tokens"], batch.get("positions"), batch.get(ORDER)
         if positions is None:
             positions = (torch.arange(tokens.shape[1], device=tokens.device) if order is None else order)[None]
+        positions = positions + self.traits.first_position
         _, called = runs.layer_calls(self.imported.skeleton, tokens, positions)
         return {**batch, **called, "positions": positions}
 
@@ -138,8 +194,10 @@ class TracedModel(Model):
 
     @property
     def forbids_slices(self) -> str | None:
-        """Why rows cannot be cut into slices."""
-        return "it is traced, and layers of transformers do not say what they carry from one slice to the next."
+        """Why rows cannot be cut into slices; None if they can."""
+        if self.traits.continues:
+            return None
+        return "it is traced, and a token reads earlier tokens of its row not only through attention."
 
     def with_dtype(self, dtype: torch.dtype) -> "TracedModel":
         """The same model with parameters of another dtype."""
@@ -151,7 +209,10 @@ class TracedModel(Model):
         `documents` (B, S): tokens see their own document only; -1 is padding.
         """
         batch = {"tokens": tokens_BS, "positions": positions, "documents": documents}
-        context = self.context({key: value for key, value in batch.items() if value is not None})
+        return self.logits(params, self.context({key: value for key, value in batch.items() if value is not None}))
+
+    def logits(self, params: Tree, context: Mapping[str, Tensor]) -> Tensor:
+        """Logits (B, S, vocab_size) of the tokens of a context."""
         *body, last = self.segments
         x: Any = None
         for segment in body:
@@ -159,8 +220,24 @@ class TracedModel(Model):
         return last.fn.logits(_subtrees(last, params), x, context)[..., : self.vocab_size]  # type: ignore[attr-defined]
 
     def decode(self, params: Tree, tokens_BS: Tensor, state: object = None) -> tuple[Tensor, object]:
-        """Raises ConfigError: layers of transformers do not say what they keep."""
-        raise ConfigError(f"cannot go on from a state: this {self.name} model is traced; use apply")
+        """Logits (B, S, vocab_size) of tokens that follow those of `state`, and the state after them: the number of tokens so
+        far, and for each layer the keys and values that later tokens can see.
+
+        Without `state` the tokens are the first of their rows. Raises ConfigError unless `can_decode`.
+        """
+        if not self.can_decode:
+            raise ConfigError(f"cannot go on from a state: this {self.name} model needs the whole row for each token; use apply")
+        first, *layers, last = self.segments
+        start, keys = cast(_State, state or (0, ((),) * len(layers)))
+        order = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
+        context = self.context({"tokens": tokens_BS, ORDER: order})
+        x, _ = first.fn(_subtrees(first, params), None, context, training=False)
+        after = []
+        for segment, before in zip(layers, keys, strict=True):
+            x, new = cast(LayerRun, segment.fn).decode(_subtrees(segment, params), x, context, before)
+            after.append(new)
+        logits = cast(HeadRun, last.fn).logits(_subtrees(last, params), x, context)[..., : self.vocab_size]
+        return logits, (start + len(order), tuple(after))
 
     def loss(self, params: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
         """`(sum of token_weight * cross-entropy in nats, weight)`, as `mpar.models.Model.loss`."""

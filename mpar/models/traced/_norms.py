@@ -1,5 +1,6 @@
 """Norms of a traced model: those that equal a primitive on random numbers are replaced by it."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,8 @@ def replace_norms(module: nn.Module) -> None:
     found: dict[Any, NormConfig | None] = {}
     for part in module.modules():
         if "norm" not in type(part).__name__.lower() or next(part.children(), None) is not None:
+            continue
+        if len(inspect.signature(part.forward).parameters) != 1:  # one with a gate, for example
             continue
         parameters = dict(part.named_parameters(recurse=False))
         if set(parameters) not in ({"weight"}, {"weight", "bias"}) or parameters["weight"].ndim != 1:

@@ -6,16 +6,15 @@ So no name of a model's own is needed, only that its layers follow one another.
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpar.models.traced._attention import READ
 from mpar.models.traced._mode import Weight, Weights
+from mpar.models.traced._reading import Reading, reading
 from mpar.models.traced._skeleton import Skeleton
 from mpar.torch_private import pytree
 
@@ -71,6 +70,8 @@ def layer_calls(skeleton: Skeleton, tokens: Tensor, positions: Tensor) -> tuple[
                 key = keys.setdefault(id(leaf), f"call.{len(keys)}")
                 context[key] = leaf
                 leaf = Key(key)
+            elif hasattr(leaf, "get_seq_length"):  # a cache of keys, which some models make without being asked
+                leaf = None
             entries.append(leaf)
         calls.append(Call(structure, tuple(entries)))
     return calls, context
@@ -88,15 +89,14 @@ def embed(skeleton: Skeleton, weights: Mapping[str, Weight], tokens: Tensor, pos
     return found[0]
 
 
-def layer(
-    skeleton: Skeleton, index: int, weights: Mapping[str, Weight], x: Tensor, call: Call, context: Mapping[str, Tensor]
-) -> Tensor:
+def layer(skeleton: Skeleton, index: int, weights: Mapping[str, Weight], x: Tensor, call: Call, found: Reading) -> Tensor:
     """(B, S, D) behind layer `index`. Weights are called as in the layer's module."""
-    args, kwargs = call.arguments(context)
+    args, kwargs = call.arguments(found.context)
     given = {name: weight.whole for name, weight in weights.items()}
-    with _LOCK, _reading(context), Weights(weights):
+    with _LOCK, reading(found), Weights(weights):
         out = torch.func.functional_call(skeleton.layers[index], given, (x, *args), kwargs)
-    return out[0] if isinstance(out, (tuple, list)) else out
+    found.gives_tuple = isinstance(out, (tuple, list))
+    return out[0] if found.gives_tuple else out
 
 
 def head(skeleton: Skeleton, weights: Mapping[str, Weight], x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -120,6 +120,8 @@ def _run(skeleton: Skeleton, weights: Mapping[str, Weight], tokens: Tensor, posi
             given[name] = torch.zeros((), dtype=dtype).expand(parameter.shape)
     known = inspect.signature(skeleton.module.forward).parameters
     options = {"use_cache": False, "position_ids": positions, "return_dict": True}
+    if skeleton.masked:  # without a mask transformers would look for packed rows in the values of positions
+        options["attention_mask"] = torch.ones_like(tokens)
     options = {key: value for key, value in options.items() if key in known or key == "return_dict"}
     try:
         with _LOCK, skeleton.forwards(forwards), Weights(weights):
@@ -130,13 +132,3 @@ def _run(skeleton: Skeleton, weights: Mapping[str, Weight], tokens: Tensor, posi
 
 def _as_layers_do(skeleton: Skeleton, x: Tensor) -> Any:
     return (x,) if skeleton.returns_tuple else x
-
-
-@contextmanager
-def _reading(context: Mapping[str, Tensor]) -> Iterator[None]:
-    """While it is open, attention reads the order and the documents of `context`."""
-    token = READ.set(context)
-    try:
-        yield
-    finally:
-        READ.reset(token)

@@ -4,11 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpar import ops
 from mpar.models.traced import _runs as runs
 from mpar.models.traced._imported import Imported, imported
+from mpar.models.traced._reading import Keys, Reading
+from mpar.models.traced._skeleton import Source
+from mpar.tree import Tree
 
 __all__ = ["EmbedRun", "HeadRun", "LayerRun"]
 
@@ -17,13 +21,13 @@ __all__ = ["EmbedRun", "HeadRun", "LayerRun"]
 class EmbedRun:
     """From tokens to what the first layer reads."""
 
-    config_json: str
+    source: Source
 
     def __call__(
         self, params: tuple, x: None, context: Mapping[str, Tensor], *, training: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`x` is None; gives (B, S, D)."""
-        model = imported(self.config_json)
+        model = imported(self.source)
         weights = model.weights({name: name for name in model.embed}, dict(zip(model.embed, params, strict=True)))
         x_BSD = runs.embed(model.skeleton, weights, context["tokens"], context["positions"])
         return ops.constrain(x_BSD, ("batch", "residual_seq", "embed")), {}
@@ -33,26 +37,49 @@ class EmbedRun:
 class LayerRun:
     """One layer. Layers that compute the same have the `index` of the first of them, so that they are compiled once."""
 
-    config_json: str
+    source: Source
     index: int
 
     def __call__(
-        self, params: tuple[Any], x: Tensor, context: Mapping[str, Tensor], *, training: bool
+        self, params: tuple[Tree], x: Tensor, context: Mapping[str, Tensor], *, training: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(B, S, D) to (B, S, D)."""
-        model = imported(self.config_json)
+        return self._run(params, x, Reading(context, x.shape[0], x.shape[1])), {}
+
+    def slice(
+        self,
+        params: tuple[Tree],
+        x: Tensor,
+        context: Mapping[str, Tensor],
+        past: tuple[tuple[Keys[Tensor], ...], ...],
+        *,
+        training: bool,
+    ) -> tuple[Tensor, tuple[Keys[Tensor], ...], dict[str, Tensor]]:
+        """`__call__` for a slice of rows, see `Carry.fn`; keys and values are carried to later slices."""
+        found = Reading(context, x.shape[0], x.shape[1], past)
+        return self._run(params, x, found), tuple(found.carried), {}
+
+    def decode(
+        self, params: tuple[Tree], x: Tensor, context: Mapping[str, Tensor], state: tuple[Keys[Tensor], ...]
+    ) -> tuple[Tensor, tuple[Keys[Tensor], ...]]:
+        """`__call__` for tokens that follow those whose keys `state` has; and the keys that the next token needs."""
+        found = Reading(context, x.shape[0], x.shape[1], state=state)
+        return self._run(params, x, found), tuple(found.carried)
+
+    def _run(self, params: tuple[Tree], x: Tensor, found: Reading) -> Tensor:
+        model = imported(self.source)
         names = model.layer_names(self.index)
         stored = {name: f"{model.skeleton.names[self.index]}.{name}" for name in names}
         weights = model.weights(stored, {name: _at(params[0], name) for name in names})
-        y = runs.layer(model.skeleton, self.index, weights, x, model.calls[self.index], context)
-        return ops.constrain(y, ("batch", "residual_seq", "embed")), {}
+        y = runs.layer(model.skeleton, self.index, weights, x, model.calls[self.index], found)
+        return ops.constrain(y.to(x.dtype), ("batch", "residual_seq", "embed"))
 
 
 @dataclass(frozen=True)
 class HeadRun:
     """What follows the layers: logits, and the sum of the losses of all tokens."""
 
-    config_json: str
+    source: Source
     vocab_size: int
 
     def __call__(
@@ -66,9 +93,10 @@ class HeadRun:
 
     def logits(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """(B, S, D) to logits (B, S, V)."""
-        model: Imported = imported(self.config_json)
+        model: Imported = imported(self.source)
         weights = model.weights({name: name for name in model.head}, dict(zip(model.head, params, strict=True)))
-        return ops.name(runs.head(model.skeleton, weights, x, context["tokens"], context["positions"]), "logits")
+        logits = runs.head(model.skeleton, weights, x, context["tokens"], context["positions"])
+        return ops.name(logits.to(torch.promote_types(logits.dtype, x.dtype)), "logits")
 
 
 def _at(tree: Any, name: str) -> Any:

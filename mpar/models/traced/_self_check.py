@@ -6,7 +6,8 @@ refused.
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,12 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.errors import ConfigError
+from mpar.models.traced._attention import ATTENTION
+from mpar.models.traced._find_traits import find_traits
 from mpar.models.traced._model import TracedModel
 from mpar.models.traced._skeleton import load_transformers, transformers_config
+from mpar.models.traced._traits import Traits
+from mpar.tree import Tree
 
 __all__ = ["check_traced", "shrunken"]
 
@@ -30,98 +35,163 @@ _SIZES = {
     16: ("head_dim", "v_head_dim", "kv_lora_rank", "qk_nope_head_dim"),
     8: ("qk_rope_head_dim", "rotary_dim"),
     128: ("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"),
-    4: ("num_experts", "num_local_experts", "n_routed_experts"),
-    2: ("num_experts_per_tok", "moe_topk"),
+    4: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    2: ("num_experts_per_tok", "moe_topk", "n_group", "num_expert_group", "moe_top_k", "top_k_experts", "moe_k"),
+    1: ("topk_group",),
     5: ("sliding_window",),
 }
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @functools.lru_cache(maxsize=64)
-def check_traced(config_json: str) -> None:
-    """Raise ConfigError, which says what differs, unless a small model of this config gives the logits and gradients of
-    transformers' eager code."""
+def check_traced(config_json: str) -> Traits:
+    """What rows of the model allow. Raises ConfigError, which says what differs, unless a small model of this config gives the
+    logits and gradients of transformers' eager code.
+
+    A model that does not call mpar's attention, or not in a way that it understands, is tried with its own.
+    """
     small = json.dumps(shrunken(json.loads(config_json)))
-    transformers = load_transformers()
+    reasons = []
+    for attention in (ATTENTION, "eager"):
+        try:
+            traits = _checked(TracedModel(small, traits=Traits(attention=attention)))
+        except ConfigError as error:
+            reasons.append(str(error))
+            continue
+        return replace(traits, first_position=_after_padding(config_json)) if traits.first_position else traits
+    raise ConfigError("\nWith attention of its own: ".join(dict.fromkeys(reasons)))
+
+
+def _checked(model: TracedModel) -> Traits:
+    eager = _eager(model)
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            config = transformers_config(small)
-            eager = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    except Exception as error:
-        model_type = json.loads(config_json)["model_type"]
-        raise ConfigError(
-            f"cannot check this {model_type} model: transformers cannot make a small one of its config "
-            f"({type(error).__name__}: {str(error)[:200]})"
-        ) from error
-    model = TracedModel(small)
-    problems = list(_differences(model, eager))
+        problems, traits = _compared(model, eager)
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"cannot trace {type(eager).__name__} of transformers: {type(error).__name__}: {error}") from error
     if problems:
         raise ConfigError(
             f"cannot use {type(eager).__name__} by tracing: a small model of this config does not compute what transformers "
-            f"{transformers.__version__} computes:\n  " + "\n  ".join(problems[:6])
+            f"{load_transformers().__version__} computes:\n  " + "\n  ".join(problems[:6])
         )
+    return traits
+
+
+def _eager(model: TracedModel) -> Any:
+    """transformers' own model of the same config, with random weights."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return (
+                load_transformers()
+                .AutoModelForCausalLM.from_config(
+                    transformers_config(model.hf_config_json),
+                    attn_implementation="eager",
+                    experts_implementation="eager",
+                    dtype=torch.float32,
+                )
+                .eval()
+            )
+    except Exception as error:
+        raise ConfigError(
+            f"cannot check this {model.name} model: transformers cannot make a small one of its config "
+            f"({type(error).__name__}: {str(error)[:200]})"
+        ) from error
 
 
 def shrunken(raw: Mapping[str, object]) -> dict[str, object]:
     """The config with small sizes. Lists with an entry for each layer become as short as there are layers."""
-    full = transformers_config(json.dumps(raw)).get_text_config().to_dict()
-    small = dict(raw)
-    for size, keys in _SIZES.items():
-        small |= {key: min(size, full[key]) for key in keys if isinstance(full.get(key), int) and full[key] > 0}
+    config = transformers_config(json.dumps(raw))
+    try:
+        text = config.get_text_config()
+    except ValueError:  # there are several
+        text = config.get_text_config(decoder=True)
+    full = text.to_dict()
+    small = _sizes(full) | _head_sizes(full) | _layer_counts(full)
+    small |= {key: min(full[key], 2) for key in _IDS if isinstance(full.get(key), int)}
+    small |= {"initializer_range": 0.2}
+    nested = next((key for key in getattr(config, "sub_configs", {}) if getattr(config, key, None) is text), None)
+    return {**raw, **small} if nested is None else {**raw, nested: {**full, **small}}
+
+
+def _sizes(full: Mapping[str, Any]) -> dict[str, object]:
+    return {
+        key: min(size, full[key])
+        for size, keys in _SIZES.items()
+        for key in keys
+        if isinstance(full.get(key), int) and full[key] > 0
+    }
+
+
+def _head_sizes(full: Mapping[str, Any]) -> dict[str, object]:
+    """Numbers of heads; and the size of a head, where it is the size of the part that is rotated."""
+    small: dict[str, object] = {}
     heads = next((key for key in _HEADS if isinstance(full.get(key), int)), None)
     if heads is not None:
-        small[heads] = min(4, full[heads])
+        count = small[heads] = min(4, full[heads])
         for key in (key for key in _KV_HEADS if isinstance(full.get(key), int)):
-            small[key] = small[heads] if full[key] == full[heads] else 1 if full[key] == 1 else min(2, full[key])
+            small[key] = count if full[key] == full[heads] else 1 if full[key] == 1 else min(2, full[key])
+    if full.get("head_dim") is not None and full.get("head_dim") == full.get("qk_rope_head_dim"):
+        small["head_dim"] = 8
+    return small
+
+
+def _layer_counts(full: Mapping[str, Any]) -> dict[str, object]:
+    small: dict[str, object] = {}
     for key in (key for key in _LAYERS if isinstance(full.get(key), int)):
         count, num_layers = full[key], min(4, full[key])
         lists = {name: value for name, value in full.items() if isinstance(value, list) and len(value) == count}
         small |= {key: num_layers, **{name: value[:num_layers] for name, value in lists.items()}}
-    small |= {key: min(full[key], 2) for key in _IDS if isinstance(full.get(key), int)}
-    return small | {"initializer_range": 0.2}
+    return small
 
 
-def _differences(model: TracedModel, eager: Any) -> Any:
-    """A line for everything in which the two differ."""
+def _compared(model: TracedModel, eager: Any) -> tuple[list[str], Traits]:
+    """A line for everything in which the two differ, and what rows allow."""
     generator = torch.Generator().manual_seed(1)
-    parameters = dict(eager.named_parameters())
-    for parameter in parameters.values():
-        if parameter.ndim == 1:  # gains of one and biases of zero would hide what is done with them
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    stored = {name: x for name, x in eager.state_dict(keep_vars=True).items() if name in model.imported.skeleton.parameters}
+    for x in stored.values():
+        if x.ndim == 1:  # gains of one and biases of zero would hide what is done with them
+            x.data += 0.1 * torch.randn(x.shape, generator=generator)
+    params = tree.map_leaves(lambda x: x.detach().clone().requires_grad_(), model.leaves(stored))
     ids = torch.randint(3, min(model.vocab_size, 128), (2, _ROWS, _LENGTH), generator=generator)
-    like = model.abstract_params
-    leaves = [_stored(parameters, path).reshape(leaf.shape).requires_grad_() for path, leaf in tree.leaves_with_path(like)]
-    params = tree.unflatten(tree.flatten(like)[1], leaves)
     theirs = eager(ids[0], use_cache=False).logits
-    ours = model.apply(params, ids[0])
-    difference = _share(ours, theirs)
+    difference = _share(model.apply(params, ids[0]), theirs)
+    after_padding = _after_padding(model.hf_config_json)
+    if not difference <= _LOGITS and after_padding:
+        shifted = replace(model, traits=replace(model.traits, first_position=after_padding))
+        if _share(shifted.apply(params, ids[0]), theirs) <= _LOGITS:
+            model, difference = shifted, 0.0
     if not difference <= _LOGITS:
-        yield f"logits differ by {difference:.1e} of the largest ({_LOGITS:.0e} is allowed)"
-        return
+        return [f"logits differ by {difference:.1e} of the largest ({_LOGITS:.0e} is allowed)"], model.traits
+    problems = list(_gradients_that_differ(model, params, stored, theirs, ids))
+    with torch.no_grad():
+        return problems, find_traits(model, params, eager, ids[0])
+
+
+def _gradients_that_differ(
+    model: TracedModel, params: Tree, stored: Mapping[str, Tensor], theirs: Tensor, ids: Tensor
+) -> Iterator[str]:
     torch.nn.functional.cross_entropy(theirs.flatten(0, 1), ids[1].flatten(), reduction="sum").backward()
     loss, _ = model.loss(params, {"tokens": ids[0], "labels": ids[1]})
     loss.backward()
-    largest = max(float(p.grad.abs().max()) for p in parameters.values() if p.grad is not None)
-    for path, leaf in zip(tree.paths(like), leaves, strict=True):
-        expected = _gradient(parameters, path)
+    largest = max(float(x.grad.abs().max()) for x in stored.values() if x.grad is not None)
+    expected = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in stored.items()}
+    wanted = dict(tree.leaves_with_path(model.leaves(expected)))
+    for path, leaf in tree.leaves_with_path(params):
         given = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        wanted = torch.zeros_like(leaf) if expected is None else expected.reshape(leaf.shape)
-        size = max(float(wanted.abs().max()), 1e-3 * largest)
-        difference = float((given - wanted).abs().max()) / size
+        difference = float((given - wanted[path]).abs().max()) / max(float(wanted[path].abs().max()), 1e-3 * largest)
         if not difference <= _GRADIENTS:
             yield f"the gradient of {path} differs by {difference:.1e} ({_GRADIENTS:.0e} is allowed)"
 
 
-def _stored(parameters: dict[str, Tensor], path: str) -> Tensor:
-    return parameters[path].detach().clone()
-
-
-def _gradient(parameters: dict[str, Tensor], path: str) -> Tensor | None:
-    return parameters[path].grad
+def _after_padding(config_json: str) -> int:
+    """Where models count positions from the id of padding on, the position of the first token; 0 without such an id."""
+    padding = transformers_config(config_json).get_text_config().pad_token_id
+    return 0 if padding is None else padding + 1
 
 
 def _share(ours: Tensor, theirs: Tensor) -> float:

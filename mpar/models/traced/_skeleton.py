@@ -19,9 +19,20 @@ from torch import Tensor, nn
 
 from mpar.errors import ConfigError
 from mpar.models.traced._attention import ATTENTION, register_attention
+from mpar.models.traced._experts import EXPERTS, register_experts
 from mpar.models.traced._norms import replace_norms
+from mpar.models.traced._rotations import replace_rotations
 
-__all__ = ["Skeleton", "is_causal_type", "load_transformers", "skeleton", "transformers_config"]
+__all__ = ["Skeleton", "Source", "is_causal_type", "load_conversions", "load_transformers", "skeleton", "transformers_config"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a traced model is made from: its config, and the name of the attention that transformers calls, which is mpar's or
+    "eager": torch ops with a mask."""
+
+    config_json: str
+    attention: str = ATTENTION
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,10 @@ class Skeleton:
 
     module:  the whole model, with its parameters on meta.
     layers:  the layers, in order, and `names`, their names in the module.
-    tied:    for the name of a parameter that is another one too, the name under which it is stored.
+    tied:    for the name of a parameter that is another one too, the name of that one.
+    saved:   for the name of a tied parameter the name under which folders have it.
+    buffers: the names of parameters that are buffers in transformers: they are read from checkpoints, and have no gradient.
+    masked:  whether its attention is its own, which reads a mask.
     returns_tuple: whether a layer returns a tuple, whose first item is x.
     """
 
@@ -38,6 +52,9 @@ class Skeleton:
     layers: tuple[nn.Module, ...]
     names: tuple[str, ...]
     tied: dict[str, str]
+    saved: dict[str, str]
+    buffers: frozenset[str]
+    masked: bool
     returns_tuple: bool = False
 
     @property
@@ -70,6 +87,13 @@ def load_transformers() -> ModuleType:
     return transformers
 
 
+def load_conversions() -> tuple[ModuleType, ModuleType]:
+    """The modules of transformers that say how checkpoints are converted, and that convert them."""
+    names = ("transformers.conversion_mapping", "transformers.core_model_loading")
+    mapping, loading = map(importlib.import_module, names)
+    return mapping, loading
+
+
 def is_causal_type(model_type: object) -> bool:
     """Whether transformers, if it is installed, has a causal model of this type."""
     if importlib.util.find_spec("transformers") is None:
@@ -85,46 +109,63 @@ def transformers_config(config_json: str) -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def skeleton(config_json: str) -> Skeleton:
+def skeleton(source: Source) -> Skeleton:
     """The model that a Hugging Face config describes. Raises ConfigError if transformers has no causal model for it, or if its
     layers cannot be found.
     """
     transformers = load_transformers()
-    model_type = json.loads(config_json).get("model_type")
+    model_type = json.loads(source.config_json).get("model_type")
     try:
-        config = transformers_config(config_json)
+        config = transformers_config(source.config_json)
         register_attention(transformers)
+        register_experts(transformers)
         with torch.device("meta"):
-            module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+            module = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=source.attention, experts_implementation=EXPERTS, dtype=torch.float32
+            )
     except Exception as error:  # whatever a class of transformers raises
         raise ConfigError(
             f"cannot read a model of model_type={model_type!r} through transformers {transformers.__version__}: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
     module.eval()
-    _fill_buffers(module)
+    buffers = _fill_buffers(module)
     replace_norms(module)
+    replace_rotations(module)
     names, layers = _layers(module, config)
-    return Skeleton(module, layers, names, _tied(module))
+    saved = dict(getattr(module, "all_tied_weights_keys", None) or {})
+    return Skeleton(module, layers, names, _tied(module), saved, buffers, source.attention != ATTENTION)
 
 
-def _fill_buffers(module: nn.Module) -> None:
-    """Give buffers their values, as transformers does when it reads weights into a model that was built on meta."""
-    for part in module.modules():
+def _fill_buffers(module: nn.Module) -> frozenset[str]:
+    """Give buffers their values, as transformers does when it reads weights into a model that was built on meta.
+
+    A buffer that checkpoints have, such as a bias of a router, becomes a parameter, whose values are not known before they are
+    read. Returns the names of these.
+    """
+    read = set()
+    for prefix, part in module.named_modules():
         buffers = {name: buffer for name, buffer in part.named_buffers(recurse=False) if buffer.is_meta}
         for name, buffer in buffers.items():
             part._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
         if buffers:
             module._init_weights(part)  # type: ignore[operator]
+        for name, buffer in buffers.items():
+            if name not in part._non_persistent_buffers_set and buffer.is_floating_point():
+                del part._buffers[name]
+                part.register_parameter(name, nn.Parameter(buffer))
+                read.add(f"{prefix}.{name}".lstrip("."))
+    return frozenset(read)
 
 
 def _layers(module: nn.Module, config: Any) -> tuple[tuple[str, ...], tuple[nn.Module, ...]]:
-    """The list of layers: of all lists with as many modules as the config has layers, the one with the most parameters."""
-    text = config.get_text_config()
-    count = getattr(text, "num_hidden_layers", None)
-    lists = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    """The list of layers: of all lists, if possible those with as many modules as the config has layers, the one with the most
+    parameters."""
+    count = getattr(config.get_text_config(), "num_hidden_layers", None)
+    lists = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
+    lists = [(name, part) for name, part in lists if len(part) == count] or lists  # a decoder may have another count
     if not lists:
-        raise ConfigError(f"cannot find the layers of {type(module).__name__}: it has no list of {count} modules")
+        raise ConfigError(f"cannot find the layers of {type(module).__name__}: it has no list of modules")
     name, found = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
     return tuple(f"{name}.{i}" for i in range(len(found))), tuple(found)
 

@@ -2,17 +2,23 @@
 
 import functools
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
 import mpar
-from mpar import models, ops, tree
+from mpar import models, ops, testing, tree
 from mpar.errors import ConfigError, UnknownNameError
+from mpar.infer import generate
 from mpar.models import traced
-from mpar.models.traced import _attention, _mode, _runs, _self_check
+from mpar.models.traced import _attention, _find_traits, _mode, _runs, _self_check
+from mpar.models.traced._skeleton import Source
+from mpar.models.traced._traits import Traits
 from mpar.optim import SGD
+from mpar.strategy import preset
 from tests.models.traced_kinds import EXACT, REFUSED
 
 SMALL = json.dumps({"model_type": "stablelm", **EXACT["stablelm"]})
@@ -31,10 +37,7 @@ def eager_of(kind):
 
 def params_of(model, eager):
     """The parameters of `eager` as the leaves of `model`."""
-    values = dict(eager.named_parameters())
-    like = model.abstract_params
-    leaves = [values[path].detach().reshape(leaf.shape) for path, leaf in tree.leaves_with_path(like)]
-    return tree.unflatten(tree.flatten(like)[1], leaves)
+    return model.leaves({name: x.detach() for name, x in eager.state_dict().items()})
 
 
 @functools.cache
@@ -59,8 +62,9 @@ def test_logits_and_gradients_on_every_mesh(kind):
     loss = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), labels.flatten())
     loss.backward()
     loss = loss.detach()
-    expected = {name: x.grad for name, x in eager.named_parameters()}
-    largest = max(float(x.abs().max()) for x in expected.values() if x is not None)
+    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in eager.state_dict(keep_vars=True).items()}
+    expected = dict(tree.leaves_with_path(model.leaves(gradients)))
+    largest = max(float(x.abs().max()) for x in expected.values())
     for mesh, strategy in MESHES:
         optimizer = SGD(lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=1e9)
         program = mpar.compile_step(model, optimizer, mesh, strategy, (4, 12))
@@ -68,8 +72,7 @@ def test_logits_and_gradients_on_every_mesh(kind):
         assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-6)
         new = dict(tree.leaves_with_path(after.params(model.abstract_params)))
         for path, old in tree.leaves_with_path(params):
-            given = old - new[path]
-            wanted = torch.zeros_like(old) if expected[path] is None else expected[path].reshape(old.shape)
+            given, wanted = old - new[path], expected[path]
             bound = 1e-4 * max(float(wanted.abs().max()), 1e-3 * largest)
             assert float((given - wanted).abs().max()) <= bound, (mesh, path)
 
@@ -97,13 +100,14 @@ def test_heads_and_hidden_features_are_found():
 
 def test_equal_layers_are_compiled_once():
     """Equal layers have one function; those that differ in their window do not."""
-    assert traced.imported(SMALL).kinds == (0, 0)
-    assert traced.imported(json.dumps({"model_type": "exaone4", **EXACT["exaone4"]})).kinds == (0, 1)
+    assert traced.imported(Source(SMALL)).kinds == (0, 0)
+    assert traced.imported(Source(json.dumps({"model_type": "exaone4", **EXACT["exaone4"]}))).kinds == (0, 1)
 
 
-def test_a_folder_comes_back_bit_by_bit(tmp_path):
-    """Read, written, and read by transformers: every tensor has its bits, and its name."""
-    eager = eager_of("stablelm").float()
+@pytest.mark.parametrize(("kind", "words"), [("stablelm", "StableLmForCausalLM"), ("olmoe", "OlmoeForCausalLM")])
+def test_a_folder_comes_back_bit_by_bit(kind, words, tmp_path):
+    """Read, written, and read by transformers: every tensor has its bits, and its name; of olmoe each expert has a tensor."""
+    eager = eager_of(kind).float()
     eager.save_pretrained(tmp_path / "in")
     model, params = models.from_hf(tmp_path / "in")
     models.to_hf(model, params, tmp_path / "out")
@@ -111,12 +115,72 @@ def test_a_folder_comes_back_bit_by_bit(tmp_path):
     expected = eager.state_dict()
     assert set(again.state_dict()) == set(expected)
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["StableLmForCausalLM"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [words]
+
+
+def loss_and_params(kind, mesh, strategy, **how):
+    """The loss of a step, and the parameters after it."""
+    model = model_of(kind)
+    program = mpar.compile_step(model, SGD(lr=1.0), mesh, strategy, (4, 12), **how)
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(3, 128, (2, 4, 12), generator=generator)
+    state = program.init_state(model.init(seed=0))
+    after, metrics = program.simulate(state, {"tokens": tokens, "labels": labels})
+    return metrics["loss"], tree.leaves(after.params(model.abstract_params))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "strategy", "how"),
+    [
+        ("exaone4", mpar.Mesh(), preset("ddp"), {"num_slices": 3}),
+        ("olmoe", mpar.Mesh(fsdp=2), replace(preset("zero3"), expert_parallel=2), {}),
+    ],
+)
+def test_slices_and_experts_on_ranks_change_nothing(kind, mesh, strategy, how):
+    """Rows in slices, with a window shorter than a slice and a whole row; and experts that are spread over ranks."""
+    loss, params = loss_and_params(kind, mesh, strategy, **how)
+    expected_loss, expected = loss_and_params(kind, mpar.Mesh(), preset("ddp"))
+    testing.assert_close(loss, expected_loss, name="loss")
+    for given, wanted in zip(params, expected, strict=True):
+        testing.assert_close(given, wanted, name="parameter")
+
+
+@pytest.mark.parametrize("kind", ["exaone4", "gpt_neox"])
+def test_tokens_through_a_cache_are_those_without(kind):
+    """Greedy tokens; the logits of transformers choose the same."""
+    model, eager = model_of(kind), eager_of(kind)
+    prompt = torch.randint(3, 128, (2, 4), generator=torch.Generator().manual_seed(2))
+    assert model.can_decode
+    ours, theirs = generate(model, params_of(model, eager), prompt, 8), prompt
+    with torch.no_grad():
+        for _ in range(8):
+            theirs = torch.cat([theirs, eager(theirs, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(ours, theirs)
+
+
+def test_what_rows_allow_is_found_by_trying(monkeypatch, unchecked):
+    """A layer that adds up earlier positions would be wrong in slices, in packed rows, and in another order."""
+    assert traced.check_traced(SMALL) == Traits()
+    layer = _runs.layer
+
+    def mixing(skeleton, index, weights, x, *rest):
+        return layer(skeleton, index, weights, x, *rest) + 0.01 * x.cumsum(1)
+
+    model = traced.TracedModel(SMALL)
+    params = model.init(seed=0)
+    tokens = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(_runs, "layer", mixing)
+
+    def eager(tokens, use_cache):
+        return SimpleNamespace(logits=model.apply(params, tokens))
+
+    found = _find_traits.find_traits(model, params, eager, tokens)
+    assert not (found.permutable or found.documents or found.continues)
 
 
 @pytest.mark.parametrize("kind", sorted(REFUSED))
-def test_models_that_ignore_attention_are_refused(kind):
-    """Without its mask such a model would train on the future: the self-check sees other logits."""
+def test_models_that_cannot_be_traced_are_refused(kind):
+    """With the reason."""
     config, words = REFUSED[kind]
     with pytest.raises(ConfigError, match=words):
         models.from_config({"model_type": kind, **config})
@@ -134,8 +198,10 @@ def unchecked():
 
 
 def _no_mask(monkeypatch):
-    attention = ops.attention
-    monkeypatch.setattr(_attention.ops, "attention", lambda *args, **how: attention(*args, **{**how, "causal": False}))
+    def unmasked(q, own, past, *, sinks_N, **how):
+        return ops.attention(q, own.k_BMKH, own.v_BMKH, causal=False, sinks=sinks_N, **how)[0]
+
+    monkeypatch.setattr(_attention.ops, "attention_parts", unmasked)
 
 
 def _swapped_gate(monkeypatch):
@@ -147,15 +213,19 @@ def _untied_head(monkeypatch):
     head = _runs.head
 
     def untied(skeleton, weights, *rest):
-        cut = {name: _mode.Weight(w.whole.detach(), [x.detach() for x in w.parts], w.axes) for name, w in weights.items()}
+        cut = {name: _mode.Weight([x.detach() for x in w.parts], w.axes, w.joined) for name, w in weights.items()}
         return head(skeleton, cut, *rest)
 
     monkeypatch.setattr(_runs, "head", untied)
 
 
 def _detached_values(monkeypatch):
-    attention = ops.attention
-    monkeypatch.setattr(_attention.ops, "attention", lambda q, k, v, **how: attention(q, k, v.detach(), **how))
+    attention = ops.attention_parts
+
+    def detached(q, own, past, **how):
+        return attention(q, own._replace(v_BMKH=own.v_BMKH.detach()), past, **how)
+
+    monkeypatch.setattr(_attention.ops, "attention_parts", detached)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +251,7 @@ def test_what_a_traced_model_cannot_have_is_refused():
     with pytest.raises(UnknownNameError, match="known ones"):
         models.from_config({"model_type": "no_such_type"})
     with pytest.raises(ConfigError, match="cannot go on from a state"):
-        model_of("stablelm").decode({}, torch.zeros(1, 1, dtype=torch.int64))
+        traced.TracedModel(SMALL, traits=Traits(continues=False)).decode({}, torch.zeros(1, 1, dtype=torch.int64))
 
 
 def test_fresh_parameters_and_flops():
