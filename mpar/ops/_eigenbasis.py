@@ -24,7 +24,7 @@ def eigenbasis(matrix: Tensor, basis: Tensor, step: Tensor, *, every: int, dims:
             matrices.
     step:   a scalar, the number of the update, counted from 1.
 
-    There is no gradient. Raises ShapeError if the shapes do not fit, DtypeError if the matrix is not floating point.
+    Factorised in float32 or wider. There is no gradient. Raises ShapeError if the shapes do not fit, DtypeError if the matrix is not floating point.
     """
     return eigenbasis_p.bind(matrix, basis, step, dims=dims, every=every)
 
@@ -53,7 +53,7 @@ def _impl(matrix: Tensor, basis: Tensor, step: Tensor, *, dims: int, every: int)
     if past > 0 and past % every:
         return basis.clone(memory_format=torch.contiguous_format)
     num, n = _sizes(matrix, dims)
-    matrices, bases = matrix.reshape(num, n, n), basis.reshape(num, n, n)
+    matrices, bases = _widened(matrix).reshape(num, n, n), _widened(basis).reshape(num, n, n)
     if past <= 0:
         new = torch.eye(n, dtype=basis.dtype, device=basis.device).expand(num, n, n)
     elif past == every:
@@ -61,6 +61,11 @@ def _impl(matrix: Tensor, basis: Tensor, step: Tensor, *, dims: int, every: int)
     else:
         new = torch.linalg.qr(matrices @ bases).Q
     return new.to(basis.dtype).reshape(basis.shape).contiguous()
+
+
+def _widened(x: Tensor) -> Tensor:
+    """`x` in a dtype in which torch factorises matrices."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _sizes(matrix: Tensor, dims: int) -> tuple[int, int]:
