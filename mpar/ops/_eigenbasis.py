@@ -24,7 +24,9 @@ def eigenbasis(matrix: Tensor, basis: Tensor, step: Tensor, *, every: int, dims:
             matrices.
     step:   a scalar, the number of the update, counted from 1.
 
-    Factorised in float32 or wider. There is no gradient. Raises ShapeError if the shapes do not fit, DtypeError if the matrix is not floating point.
+    Factorised in float32 or wider. There is no gradient.
+
+    Raises ShapeError if the shapes do not fit, DtypeError if the matrix is not floating point.
     """
     return eigenbasis_p.bind(matrix, basis, step, dims=dims, every=every)
 
