@@ -14,7 +14,7 @@ import torch
 from tools import decoders
 from tools.decoders._checks import survey
 from tools.decoders._configs import causal_types
-from tools.decoders._table import ROWS_FILE, read_rows, write_rows, write_table
+from tools.decoders._table import ROWS_FILE, present_commit, read_rows, write_rows, write_table
 
 LIMIT_S = 240.0
 _FIRST = "arcee"
@@ -34,10 +34,11 @@ def main() -> int:
         return 0
     torch.set_num_threads(1)  # a child that is forked from a process with threads could wait for a lock for ever
     survey(_FIRST, lambda row: None)  # children need not import again what this has imported
+    commit = present_commit()
     rows = read_rows() if ROWS_FILE.exists() else {}
     for name in options.types or causal_types():
         start = time.perf_counter()
-        rows[name] = _in_a_child(name, options.limit_s)
+        rows[name] = {**_in_a_child(name, options.limit_s), "commit": commit}
         write_rows(rows)
         print(f"{name}: {json.dumps(rows[name])} {time.perf_counter() - start:.0f} s", flush=True)
     return 0

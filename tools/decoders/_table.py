@@ -3,6 +3,7 @@
 import datetime
 import json
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from mpar.models.traced import load_transformers
 from tools.decoders._checks import Row
 
-__all__ = ["PAGE", "ROWS_FILE", "read_rows", "table", "write_rows", "write_table"]
+__all__ = ["PAGE", "ROWS_FILE", "present_commit", "read_rows", "table", "write_rows", "write_table"]
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "any_decoder.md"
@@ -25,12 +26,16 @@ def read_rows() -> dict[str, dict[str, object]]:
     return json.loads(ROWS_FILE.read_text(encoding="utf-8"))["rows"]
 
 
+def present_commit() -> str:
+    """The commit of the code that a row is measured with."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return head.stdout.strip()
+
+
 def write_rows(rows: Mapping[str, Mapping[str, object]]) -> None:
-    """Write the rows, with today's date, the commit and the versions of the libraries."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    """Write the rows, with today's date and the versions of the libraries."""
     document = {
         "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip(),
         "torch": torch.__version__,
         "transformers": load_transformers().__version__,
         "rows": dict(sorted(rows.items())),
@@ -54,8 +59,8 @@ def table(document: Mapping[str, object]) -> str:
         "generate through a cache": sum(row.cache == "" for row in traced.values()),
     }
     lines = [
-        f"Of {len(rows)} types (torch {document['torch']}, transformers {document['transformers']}, commit {document['commit']}, "
-        f"{document['date']}; two simulated ranks, four for the first column, float64):",
+        f"Of {len(rows)} types (torch {document['torch']}, transformers {document['transformers']}, {document['date']}; two "
+        f"simulated ranks, four for the first column, float64; {_commits(given)}):",
         "",
         *(f"- {count} {what}" for what, count in counts.items()),
         "",
@@ -69,6 +74,12 @@ def table(document: Mapping[str, object]) -> str:
     lines += ["", "| type | why it is refused |", "| --- | --- |"]
     lines += [f"| {name} | {_short(row.load)} |" for name, row in rows.items() if row.load]
     return "\n".join(lines)
+
+
+def _commits(rows: Mapping[str, Mapping[str, object]]) -> str:
+    """How many rows were measured with the code of which commit."""
+    counts = Counter(str(row["commit"]) for row in rows.values())
+    return ", ".join(f"{count} at commit {commit}" for commit, count in counts.most_common())
 
 
 def write_table() -> None:
