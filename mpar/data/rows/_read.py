@@ -41,7 +41,7 @@ def _row(kind: str, record: Record, columns: Mapping[str, str]) -> AnyRow:
     try:
         if isinstance(value, ValueError):
             raise RowFault(str(value))
-        if isinstance(value, str):
+        if isinstance(value, str) and record.line == 0:  # the entire file
             return Row(record.file, record.line, "file", text=value, excerpt=record.excerpt) if value else EmptyRow()
         if not isinstance(value, dict):
             raise RowFault(f"it is a JSON {type(value).__name__}, not an object")
