@@ -110,7 +110,7 @@ class PlugIn:
             return function(*first, **options)
         except MparError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"{self.label} raised {_described(error)}") from error
 
 
@@ -152,7 +152,7 @@ def _imported(label: str, name: str) -> object:
             f"{label}: there is no module {error.name!r}{_near(error.name, known)}. It is looked for in {here}, then "
             "where Python looks (PYTHONPATH, installed packages)"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` often ends so
         raise ConfigError(f"{label}: importing {name} raised {_described(error)}") from error
 
 
@@ -177,7 +177,7 @@ def _file_of(name: str) -> str:
     return str(getattr(sys.modules[name], "__file__", None) or "without a file")
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     """An exception of the user's code in one line: its class, what it says, and the line that raised it."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"

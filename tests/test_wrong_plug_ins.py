@@ -2,8 +2,10 @@
 
 import functools
 import itertools
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,12 +131,20 @@ def table(*positions) -> Callable[[], None]:
     return lambda: compile_with(mesh=mpar.Mesh(pp=2), strategy="ddp", num_microbatches=2, schedule=Schedule(table=positions))
 
 
+def module_that_exits() -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        Path(folder, "script_that_exits.py").write_text("raise SystemExit(4)")
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        plug_in(reference="script_that_exits:make")()
+
+
 def plug_in(group="optimizer", reference="tests.test_wrong_plug_ins:example", **options) -> Callable[[], None]:
     return lambda: PlugIn(group, reference, options, given=("lr",) if group == "optimizer" else ()).call(lr=0.1)
 
 
 def example(lr, gamma: float = 1.0):
-    raise ValueError("gamma is bad")
+    raise SystemExit(4) if gamma == 3 else ValueError("gamma is bad")
 
 
 F, B = (Action(0, kind, 0) for kind in "FB")
@@ -209,6 +219,8 @@ WRONG = {
     "a plug-in with another parameter": (plug_in(gama=1), "there is no optimizer.gama; did you mean 'gamma'"),
     "a plug-in with a text": (plug_in(gamma="large"), "must be a number"),
     "a plug-in that raises": (plug_in(gamma=2), "raised ValueError: gamma is bad"),
+    "a module that exits": (module_that_exits, "importing script_that_exits raised SystemExit: 4 ("),
+    "a plug-in that exits": (plug_in(gamma=3), "raised SystemExit: 4 ("),
     "a plug-in without what mpar gives": (plug_in(reference="tests.test_wrong_plug_ins:model"), "it has no parameter lr"),
 }
 

@@ -201,7 +201,9 @@ def _indexed(node: fx.Node) -> NodeRule:
         last = of_entries[len(entries) - len(shape) :]
         factors.append(tuple(names if n > 1 else () for names, n in zip(last, shape, strict=True)))
     if writes:
-        factors.append(tuple(chosen) if adds else ((),) * len(shape_of(argument(node, "values"))))
+        shape = shape_of(argument(node, "values"))  # broadcast from the right
+        last = tuple(chosen[len(chosen) - len(shape) :])
+        factors.append(tuple(names if n > 1 else () for names, n in zip(last, shape, strict=True)))
     sizes = _sizes([(of_x, x), (tuple(chosen), chosen_shape)])
     linear = {0} if not writes else {len(operands) - 1} if parts else set()
     crossed = {f"d{i}" for i in at if of_x[i]}

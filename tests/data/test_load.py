@@ -76,6 +76,7 @@ def test_system_is_inserted_once(byte_tokenizer, write_rows):
 BAD = [
     (b"{\n", "not JSON"),
     (b"[1]\n", "a JSON list, not an object"),
+    (b'"q"\n', "a JSON str, not an object"),
     (b'{"messages": "\xff"}\n', "not UTF-8"),
     (b"[" * 100_000 + b"\n", "not JSON"),
     (b'{"query": ' + b"9" * 10_000 + b', "response": "a"}\n', "an integer has 10,000 digits"),

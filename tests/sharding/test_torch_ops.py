@@ -31,6 +31,7 @@ FUNCTIONS = {
     "group_norm": lambda x, w: F.group_norm(x, 2),
     "index_add": lambda x, w: x.index_add(0, torch.tensor([0, 3]), w[:2]),
     "index_put": lambda x, w: x.index_put((torch.tensor([1, 1]),), w[:2], accumulate=True),
+    "index_put of other values": lambda x, w: x.index_put((torch.tensor([0, 1]),), w[:2]),
     "integer matmul": lambda x, w: (x * 4).long() @ (w * 4).long(),
     "kthvalue": lambda x, w: x.kthvalue(2, dim=-1).values,
     "layer_norm": lambda x, w: F.layer_norm(x, (8,), w[0], w[1]),

@@ -55,7 +55,7 @@ def _rows(kind: str, record: Record, names: Mapping[str, str], preprocess: Prepr
     try:
         if isinstance(value, ValueError):
             raise RowFault(str(value))
-        if isinstance(value, str):
+        if isinstance(value, str) and record.line == 0:  # the entire file
             yield Row(record.file, record.line, "file", text=value, excerpt=record.excerpt) if value else EmptyRow()
             return
         if not isinstance(value, dict):
