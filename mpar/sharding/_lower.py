@@ -26,6 +26,7 @@ from mpar.sharding import (  # noqa: F401  they fill tables
     _local_norms,
     _local_reductions,
     _local_rows,
+    _pools,
     _torch_ops,
 )
 from mpar.sharding._canonicalise import labels_of, shape_of
