@@ -20,7 +20,15 @@ from mpar.errors import MparError, ShardingError
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES, Marks, decode_axes, primitive_of
 from mpar.sharding import _collectives as collectives
-from mpar.sharding import _local_borders, _local_norms, _local_reductions, _local_rows, _torch_ops  # noqa: F401  they fill tables
+from mpar.sharding import (  # noqa: F401  they fill tables
+    _grouped,
+    _local_borders,
+    _local_norms,
+    _local_reductions,
+    _local_rows,
+    _pools,
+    _torch_ops,
+)
 from mpar.sharding._canonicalise import labels_of, shape_of
 from mpar.sharding._emit import Emit, Pending, Placed
 from mpar.sharding._redistribute import Move, plan, plan_bytes

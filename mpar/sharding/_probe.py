@@ -28,8 +28,9 @@ _found: dict[str, tuple[frozenset[str], frozenset[int], bool]] = {}
 def probed_rule(node: fx.Node) -> NodeRule:
     """The rule that the table has for a node, without the factors and the linearity that do not hold when the op runs."""
     claimed = rule_of(node)
-    names = _names(claimed) - claimed.replicate - programs_of(node).keys()
-    rule = _only(claimed, names)
+    rule = _only(claimed, _names(claimed) - programs_of(node).keys())
+    names = _names(rule) - rule.replicate
+    kept = {name: rule.sizes[name] for name in sorted(_names(rule) & rule.replicate)}
     if not names and not rule.linear and not rule.jointly:
         return rule
     zero = [is_zero(operand) for operand in rule.operands]
@@ -39,7 +40,7 @@ def probed_rule(node: fx.Node) -> NodeRule:
         [n for n, factors in zip(value.shape, dims, strict=True) if not factors]
         for value, dims in zip(values, rule.factors, strict=True)
     ]
-    key = repr((node.target, arguments, sizes, zero, rule.factors, rule.results, rule.linear, rule.jointly))
+    key = repr((node.target, arguments, sizes, kept, zero, rule.factors, rule.results, rule.linear, rule.jointly))
     if key not in _found:
         probe = _Probe(node, rule, zero)
         true = frozenset(name for name in names if probe.independent(name))
@@ -63,12 +64,12 @@ def _only(rule: NodeRule, names: Set[str]) -> NodeRule:
 
 
 class _Probe:
-    """An op with random operands in which every factor has the size `WHOLE`."""
+    """An op with random operands in which every factor that may be sharded has the size `WHOLE`."""
 
     def __init__(self, node: fx.Node, rule: NodeRule, zero: Sequence[bool]) -> None:
         self.node, self.rule, self.zero = node, rule, zero
         self.generator = torch.Generator().manual_seed(0)
-        self.sizes = dict.fromkeys(_names(rule), WHOLE)
+        self.sizes = {name: rule.sizes[name] if name in rule.replicate else WHOLE for name in _names(rule)}
         self.operands, self.expected = self.start()
 
     def start(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -125,9 +126,15 @@ class _Probe:
         ]
         try:
             first, second = (self.run(half, {**self.sizes, factor: HALF}) for half in halves)
-        except (IndexError, RuntimeError, ValueError):
+            joined = [
+                _joined(a, b, dims, factor, self.sizes) for a, b, dims in zip(first, second, self.rule.results, strict=True)
+            ]
+        except (
+            IndexError,
+            RuntimeError,
+            ValueError,
+        ):  # the op refuses the halves, or results have not the shapes that factors give
             return False
-        joined = [_joined(a, b, dims, factor, self.sizes) for a, b, dims in zip(first, second, self.rule.results, strict=True)]
         return _same(joined, self.expected)
 
     def linear(self, indices: set[int]) -> bool:

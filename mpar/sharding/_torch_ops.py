@@ -22,34 +22,6 @@ def _repeated(node: fx.Node) -> NodeRule:
     return fitted(NodeRule([x], [names[new:]], [names], {}, linear={0}), values_of(node))
 
 
-def _convolution(node: fx.Node) -> NodeRule:
-    """The rule of convolutions. With groups or a bias, no part of the input's channels can be summed alone."""
-    inner = "_" if argument(node, "bias") is not None else "i"
-    weight = f"{inner} o *" if argument(node, "transposed") else f"o {inner} *"
-    if argument(node, "groups") > 1:
-        return Pattern("b _ *, _ _ *, _ -> b _ *", linear="input weight" if inner == "i" else "")(node)
-    return Pattern(f"b {inner} *, {weight}, o -> b o *", linear="input weight" if inner == "i" else "")(node)
-
-
-def _convolution_backward(node: fx.Node) -> NodeRule:
-    """The rule of the gradients of a convolution: that of a weight or bias is a sum over the batch.
-
-    That of a bias does not depend on the input's channels, so these cannot be sharded if it is asked for.
-    """
-    inner = "_" if argument(node, "output_mask")[2] else "i"
-    weight = f"{inner} o *" if argument(node, "transposed") else f"o {inner} *"
-    if argument(node, "groups") > 1:
-        return Pattern("b _ *, b _ *, _ _ * -> b _ *, _ _ *, _", linear="grad_output")(node)
-    rule = Pattern(f"b o *, b {inner} *, {weight} -> b {inner} *, {weight}, o", linear="grad_output")(node)
-    place = [known.name for known in node.target._schema.arguments].index("bias_sizes")  # type: ignore[union-attr]
-
-    def localise(args: tuple, kwargs: dict, shapes: list[tuple[int, ...]]) -> tuple[tuple, dict]:
-        return (*args[:place], list(shapes[2]) if args[place] and shapes[2] else args[place], *args[place + 1 :]), kwargs
-
-    rule.localise = localise
-    return rule
-
-
 def _solved(node: fx.Node) -> NodeRule:
     """The rule of solving linear equations with as many matrices as right sides, which are matrices or vectors."""
     matrix, right = shape_of(node.args[0]), shape_of(node.args[1])
@@ -90,13 +62,13 @@ ALONG: Entries = [
 LAST: Entries = [
     (Across(1), "adaptive_avg_pool1d reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward"),
     (Across(1, linear="self"), "upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d"),
-    (Across(2), "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward avg_pool2d"),
-    (Across(2), "avg_pool2d_backward max_pool2d_with_indices max_pool2d_with_indices_backward max_unpool2d reflection_pad2d"),
+    (Across(2), "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward"),
+    (Across(2), "max_pool2d_with_indices max_pool2d_with_indices_backward max_unpool2d reflection_pad2d"),
     (Across(2), "reflection_pad2d_backward replication_pad2d replication_pad2d_backward fractional_max_pool2d"),
     (Across(2, linear="self"), "upsample_bicubic2d upsample_bilinear2d upsample_nearest2d _upsample_nearest_exact2d"),
     (Across(2, linear="self"), "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"),
-    (Across(3), "_adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward avg_pool3d"),
-    (Across(3), "avg_pool3d_backward max_pool3d_with_indices max_pool3d_with_indices_backward max_unpool3d reflection_pad3d"),
+    (Across(3), "_adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward"),
+    (Across(3), "max_pool3d_with_indices max_pool3d_with_indices_backward max_unpool3d reflection_pad3d"),
     (Across(3), "reflection_pad3d_backward replication_pad3d replication_pad3d_backward channel_shuffle pixel_shuffle"),
     (Across(3), "pixel_unshuffle"),
     (Across(3, linear="self"), "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d"),
@@ -120,8 +92,6 @@ PATTERNS: Entries = [
     (Pattern("... _ _, ... _, ... _ _ -> ... _ _"), "linalg_lu_solve"),
     (Pattern("... m _, ... n _ -> ... m n"), "_cdist_forward _euclidean_dist"),
     (Pattern("... m n, ... m _, ... n _, ... m n -> ... m _", linear="grad"), "_cdist_backward"),
-    (Pattern("b _ *, _, _ -> b _ *, b _, b _", sized="N:0"), "native_group_norm"),
-    (Pattern("b _ *, b _ *, b _, b _, _ -> b _ *, _, _", sized="N:0"), "native_group_norm_backward"),
     (Pattern("b _ _ _ -> b _ _"), "im2col"),
     (Pattern("b _ _ -> b _ _ _"), "col2im"),
     (Pattern("b c _ _, b h w _ -> b c h w"), "grid_sampler_2d"),
@@ -132,8 +102,6 @@ PATTERNS: Entries = [
     (Pattern("..., _ -> ..."), "bucketize.Tensor isin.Tensor_Tensor"),
     (Pattern("... -> ... _", linear="self"), "view_as_real"),
     (Pattern("... _ -> ...", linear="self"), "view_as_complex"),
-    (_convolution, "convolution"),
-    (_convolution_backward, "convolution_backward"),
     (_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"),
     (_repeated, "repeat"),
     (_solved, "_linalg_solve_ex"),
