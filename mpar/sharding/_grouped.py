@@ -67,7 +67,7 @@ def _convolution(node: fx.Node) -> NodeRule:
         inner = "_" if bias else "i"
         weight = f"{inner} o *" if argument(node, "transposed") else f"o {inner} *"
         return Pattern(f"b {inner} *, {weight}, o -> b o *", linear=" ".join(linear))(node)
-    operands = {"input": [("b",), ("g", "i")], "weight": of_weight, "bias": [("g", "o")]}
+    operands: dict[str, Dims] = {"input": [("b",), ("g", "i")], "weight": of_weight, "bias": [("g", "o")]}
     rule = _rule(node, operands, [[("b",), ("g", "o")]], sizes, linear)
 
     def localise(args: tuple, kwargs: dict, shapes: list[tuple[int, ...]]) -> tuple[tuple, dict]:
