@@ -15,7 +15,7 @@ from mpar.cli._later import later
 from mpar.cli._run_problems import compose_run, data_problems
 from mpar.cli._screen import RowProgress, say
 from mpar.cli._switches import answer_switches
-from mpar.errors import UnknownNameError
+from mpar.errors import ConfigError, UnknownNameError
 from mpar.train import TrainConfig, key
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def main(args: Sequence[str]) -> int:
         raise UnknownNameError(f"mpar data {' '.join(args[:1])}: there are `mpar data show` and `mpar data stats`.\n{_HELP}")
     keys = bind(DataKeys, {name: yaml.safe_load(value) for name, _, value in (arg.partition("=") for arg in own)})
     config, _ = compose_run(overrides, arguments.user_dir, data_problems)
+    _check_picture(keys.picture)
     train, data = later("mpar.train"), later("mpar.data")
     tokenizer = train.make_tokenizer(config)
     with RowProgress("data", shown=config.progress) as progress:
@@ -65,7 +66,8 @@ def main(args: Sequence[str]) -> int:
     if words == ["show"]:
         say(f"data: {batches.report}")
         for row in range(min(keys.rows, batches.shape.batch_size)):
-            _show_row(batches, tokenizer, keys.step, row)
+            if batches.names(keys.step, row):  # a batch at the end of an epoch has rows of padding
+                _show_row(batches, tokenizer, keys.step, row)
     else:
         stats = data.data_stats(batches)
         width = max(len(name) for name, _ in stats.lines())
@@ -73,6 +75,17 @@ def main(args: Sequence[str]) -> int:
         if keys.picture is not None:
             say(str(later("mpar.train.curve").draw_lengths(stats.lengths, batches.shape.seq_len, Path(keys.picture))))
     return 0
+
+
+def _check_picture(name: str | None) -> None:
+    """Raise ConfigError if no picture can be written there, before any row is read."""
+    if name is None:
+        return
+    path, kinds = Path(name), (".png", ".svg", ".pdf")
+    if path.suffix.lower() not in kinds:
+        raise ConfigError(f"cannot draw {name}: a picture ends in {', '.join(kinds)}.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"cannot draw {name}: there is no folder {path.absolute().parent}. Make it, or choose another place.")
 
 
 def _show_row(batches: "Batches", tokenizer: "Tokenizer", step: int, row: int) -> None:

@@ -49,6 +49,8 @@ def main(args: Sequence[str]) -> int:
     there = [f"{keys.out}.{suffix}" for suffix in ("bin", "idx") if Path(f"{keys.out}.{suffix}").exists()]
     if there and not keys.overwrite:
         raise ConfigError(f"cannot write {' and '.join(there)}: it exists. Choose another out=, or set overwrite=true.")
+    if Path(keys.out).is_dir():
+        raise ConfigError(f"cannot write {keys.out}.bin: {keys.out} is a folder. Choose another out=.")
     workers = keys.workers or len(os.sched_getaffinity(0))
     config = PreprocessConfig(keys.sources, keys.out, keys.tokenizer, keys.columns, keys.preprocess, keys.append_eod, workers)
     with RowProgress("preprocess", shown=keys.progress) as progress:

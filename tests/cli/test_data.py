@@ -61,6 +61,10 @@ def test_preprocess_keeps_what_is_there(tmp_path, monkeypatch, capsys):
         (["data", "stats", "dta.seq_len=3"], "data.seq_len"),
         (["preprocess", "sources=[missing.txt]", "out=x"], "no such file"),
         (["preprocess", "out=x"], "sources"),
+        (["preprocess", "sources=[x.txt]", "out=/tmp"], "/tmp is a folder"),
+        (["data", "stats", "picture=lengths.doc"], "a picture ends in .png, .svg, .pdf"),
+        (["data", "stats", "picture=nowhere/lengths.png"], "there is no folder"),
+        (["data", "stats", "data=jsonl", "data.sources=[rows.jsonl#-3]"], "behind # stands a whole number of rows"),
     ],
     ids=str,
 )

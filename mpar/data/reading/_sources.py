@@ -120,7 +120,8 @@ def _find_files(kind: str, pattern: str) -> tuple[str, ...]:
     names = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
     files = tuple(name for name in names if os.path.isfile(name))
     if not files:
-        raise _NotFound("no such file" if not names else f"{names[0]} is {kind_of_file(os.stat(names[0]).st_mode)}, not a file")
+        missing = "no such file; behind # stands a whole number of rows" if "#" in pattern else "no such file"
+        raise _NotFound(missing if not names else f"{names[0]} is {kind_of_file(os.stat(names[0]).st_mode)}, not a file")
     return files
 
 
