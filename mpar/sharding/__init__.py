@@ -10,7 +10,7 @@ from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower
 from mpar.sharding._overlap import overlap_posted
 from mpar.sharding._pass import erase_dead_nodes, graph_pass
 from mpar.sharding._ragged import mark_ragged
-from mpar.sharding._rules import NodeRule, rule_of
+from mpar.sharding._rules import NodeRule, programs_of, rule_of
 from mpar.sharding._simulate import simulate_graph
 from mpar.sharding._trace import LogicalGraph, source_line, trace
 
@@ -32,6 +32,7 @@ __all__ = [
     "mark_ragged",
     "node_cost",
     "overlap_posted",
+    "programs_of",
     "rule_of",
     "simulate_graph",
     "source_line",

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, fx
 
-from mpar.sharding import LogicalGraph, rule_of
+from mpar.ops import primitive_of
+from mpar.sharding import LogicalGraph, programs_of, rule_of
 
 __all__ = ["Dims", "Factor"]
 
@@ -90,7 +91,9 @@ class Dims:
                         _join(own, joint, str(node.target))
                 elif own and owner is not node and any(factor.size > 1 for factor in own):
                     _whole(own, str(node.target))
-        for name in rule.replicate:
+        # an op of torch that can work across shards does so by messages, which a strategy did not ask for: primitives alone may
+        across = programs_of(node) if primitive_of(node.target) is None else ()
+        for name in (*rule.replicate, *across):
             if name in factors:
                 _whole([factors[name]], str(node.target))
 

@@ -26,6 +26,12 @@ def test_what_an_op_needs_whole_cannot_be_sharded():
     assert not rows[0].whole and "softmax" in columns[0].whole
 
 
+def test_a_choice_among_columns_needs_them_whole():
+    """A router's scores stay on one rank: ranks could choose among shards, but by messages that no strategy asked for."""
+    x, w = dims_of(lambda x, w: (x @ w).topk(2, -1).values, (5, 7), (7, 6))
+    assert "topk" in w[1][0].whole and not x[0][0].whole
+
+
 def test_factors_join_and_split():
     """Splitting a factor that is another one splits both."""
     a, b = Factor(12), Factor(12)
@@ -37,4 +43,5 @@ def test_factors_join_and_split():
 def test_a_layout_says_how_a_tensor_is_stored():
     """As weight maps write it."""
     layout = LeafLayout(((4, 16), (64,)), ("heads", None, "embed"))
-    assert layout.transform == "(a b) c -> a b c" and layout.shape == (4, 16, 64) and layout.stored_shape == (64, 64)
+    assert layout.transform() == "(a b) c -> a b c" and layout.transform(joined=0) == "+(a b) c -> a b c"
+    assert layout.shape == (4, 16, 64) and layout.stored_shape == (64, 64)
