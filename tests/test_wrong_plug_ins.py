@@ -17,7 +17,7 @@ from mpar.compiler import Schedule
 from mpar.errors import MparError
 from mpar.kernels import check_kernels, def_kernel
 from mpar.models import Trainable
-from mpar.ops import Cost, Primitive
+from mpar.ops import PRIMITIVES, Cost, Primitive
 from mpar.optim import Lion
 from mpar.plug_ins import PlugIn
 from mpar.schedules import Action
@@ -28,6 +28,15 @@ SCREEN = (25, 2000)
 CONFIG = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONFIG |= {"num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 32}
 NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _known_primitives():
+    """Primitives that are made here are forgotten afterwards: other tests walk over all that there are."""
+    before = dict(PRIMITIVES)
+    yield
+    for name in PRIMITIVES.keys() - before.keys():
+        del PRIMITIVES[name]
 PLAIN = preset("zero3_tp")
 
 

@@ -39,6 +39,8 @@ from mpar.strategy import AxisTable, spec_from_axes
 
 __all__ = ["RankGraph", "ReplicatedFallback", "lower"]
 
+WITHOUT_GAPS = {torch.ops.aten.native_group_norm.default, torch.ops.aten.native_group_norm_backward.default}
+"""Ops that take only operands that are contiguous in memory."""
 constrain_p, constrain_bwd_p = PRIMITIVES["constrain"], PRIMITIVES["constrain_bwd"]
 
 
@@ -427,7 +429,7 @@ class _Lowering:
             if rule.localise is not None:
                 args, kwargs = rule.localise(args, kwargs, shapes)
             if has_rule(node):
-                local = self.emit(node.target, args, kwargs)
+                local = self.emit(node.target, self.laid_out(node, args), kwargs)
             else:  # not all of them can run without data; on global operands the shapes are those of the trace
                 value = tree.map_leaves(_without_data, node.meta["val"])
                 local = self.describe(self.graph.call_function(node.target, args, kwargs), value)
@@ -441,6 +443,13 @@ class _Lowering:
             self.tuples[node] = placed_results
         else:
             self.define(node, *placed_results[0])
+
+    def laid_out(self, node: fx.Node, args: tuple) -> tuple:
+        """`args` of an op, without gaps in memory where the op of torch refuses any: a shard along a minor dim has some."""
+        if node.target not in WITHOUT_GAPS:
+            return args
+        how = {"memory_format": torch.contiguous_format}
+        return fx.node.map_arg(args, lambda x: self.emit(torch.ops.aten.clone.default, (x,), how))
 
     def placed_result(self, item: fx.Node | Placed | Pending | None, spec: P, axes: tuple[str, ...]) -> tuple[fx.Node | None, P]:
         """A result of a primitive's local program: its local node and its spec.
