@@ -5,17 +5,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mpar.chain import Axes
 from mpar.ops import adamw
-from mpar.optim._learning_rate import LearningRate, learning_rate
-from mpar.optim._settings import WeightDecayMask, check_settings, clip_scale, decays
-from mpar.optimizer import Optimizer
+from mpar.optim._learning_rate import LearningRate
+from mpar.optim._settings import ClippedOptimizer, WeightDecayMask, check_settings
 
 __all__ = ["AdamW"]
 
 
 @dataclass(frozen=True)
-class AdamW(Optimizer):
+class AdamW(ClippedOptimizer):
     """A pure optimizer: it holds hyperparameters; its state is an argument and a result.
 
         p <- p (1 - lr weight_decay);  m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2
@@ -61,15 +59,3 @@ class AdamW(Optimizer):
             param, grad, m, v, lr, step, scale, beta1=beta1, beta2=beta2, eps=self.eps, weight_decay=weight_decay
         )
         return new_param, (new_m, new_v)
-
-    def decays(self, path: str, leaf: Tensor | Axes) -> bool:
-        """Whether the parameter at `path` decays; `leaf` is its tensor (a meta one will do) or the tuple of its logical axes."""
-        return decays(self.decay, path, leaf)
-
-    def rate(self, step: int) -> float:
-        """The learning rate of update `step`, counted from 1."""
-        return learning_rate(self.lr, step)
-
-    def scale(self, norm: Tensor) -> Tensor:
-        """The factor for gradients of global `norm`: the one that clips them to `clip_norm`, or 1."""
-        return clip_scale(norm, self.clip_norm)

@@ -6,16 +6,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpar.chain import Axes
-from mpar.optim._learning_rate import LearningRate, learning_rate
-from mpar.optim._settings import WeightDecayMask, check_settings, clip_scale, decays
-from mpar.optimizer import Optimizer
+from mpar.optim._learning_rate import LearningRate
+from mpar.optim._settings import ClippedOptimizer, WeightDecayMask, check_settings
 
 __all__ = ["Lion"]
 
 
 @dataclass(frozen=True)
-class Lion(Optimizer):
+class Lion(ClippedOptimizer):
     """A pure optimizer: it holds hyperparameters; its state is an argument and a result.
 
         u <- sign(b1 m + (1 - b1) g);  p <- p (1 - lr weight_decay) - lr u;  m <- b2 m + (1 - b2) g
@@ -55,15 +53,3 @@ class Lion(Optimizer):
         direction = torch.sign(beta1 * m + (1 - beta1) * grad)
         kept = param * (1 - lr * self.weight_decay).to(param.dtype) if decays and self.weight_decay else param
         return kept - lr.to(param.dtype) * direction, (beta2 * m + (1 - beta2) * grad,)
-
-    def decays(self, path: str, leaf: Tensor | Axes) -> bool:
-        """Whether the parameter at `path` decays; `leaf` is its tensor (a meta one will do) or the tuple of its logical axes."""
-        return decays(self.decay, path, leaf)
-
-    def rate(self, step: int) -> float:
-        """The learning rate of update `step`, counted from 1."""
-        return learning_rate(self.lr, step)
-
-    def scale(self, norm: Tensor) -> Tensor:
-        """The factor for gradients of global `norm`: the one that clips them to `clip_norm`, or 1."""
-        return clip_scale(norm, self.clip_norm)

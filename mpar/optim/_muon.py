@@ -9,10 +9,10 @@ from torch import Tensor
 from mpar.chain import Axes
 from mpar.ops import newton_schulz
 from mpar.optim._adamw import AdamW
-from mpar.optim._learning_rate import LearningRate, learning_rate
+from mpar.optim._learning_rate import LearningRate
 from mpar.optim._matrix_sides import matrix_sides
-from mpar.optim._settings import WeightDecayMask, check_settings, clip_scale, decays
-from mpar.optimizer import LeafRule, Optimizer
+from mpar.optim._settings import ClippedOptimizer, WeightDecayMask, check_settings
+from mpar.optimizer import LeafRule
 
 __all__ = ["Muon", "MuonMatrix"]
 
@@ -54,7 +54,7 @@ class MuonMatrix(LeafRule):
 
 
 @dataclass(frozen=True)
-class Muon(Optimizer):
+class Muon(ClippedOptimizer):
     """A pure optimizer: it holds hyperparameters; its state is an argument and a result.
 
         m <- momentum m + (1 - momentum) g;  u <- momentum m + (1 - momentum) g   (without nesterov: u <- m)
@@ -127,15 +127,3 @@ class Muon(Optimizer):
         """The update of a hidden matrix with two dims, `slots` being its momentum; others are updated by their `leaf_rule`."""
         rule = self.leaf_rule("", (None, None))
         return rule.update_leaf(param, grad, slots, lr, step, scale, decays=decays)
-
-    def decays(self, path: str, leaf: Tensor | Axes) -> bool:
-        """Whether the parameter at `path` decays; `leaf` is its tensor (a meta one will do) or the tuple of its logical axes."""
-        return decays(self.decay, path, leaf)
-
-    def rate(self, step: int) -> float:
-        """The learning rate of update `step`, counted from 1."""
-        return learning_rate(self.lr, step)
-
-    def scale(self, norm: Tensor) -> Tensor:
-        """The factor for gradients of global `norm`: the one that clips them to `clip_norm`, or 1."""
-        return clip_scale(norm, self.clip_norm)

@@ -1,4 +1,4 @@
-"""The settings that AdamW and SGD have in common, and the check of their values."""
+"""The settings that the optimizers have in common, what they mean, and the check of their values."""
 
 from typing import Literal
 
@@ -7,10 +7,11 @@ from torch import Tensor
 
 from mpar.chain import Axes
 from mpar.errors import ConfigError
-from mpar.optim._learning_rate import LearningRate
+from mpar.optim._learning_rate import LearningRate, learning_rate
 from mpar.optim._norm import clip_factor
+from mpar.optimizer import Optimizer
 
-__all__ = ["WeightDecayMask", "check_settings", "clip_scale", "decays"]
+__all__ = ["ClippedOptimizer", "WeightDecayMask", "check_settings"]
 
 WeightDecayMask = Literal["by_rank", "all"]
 """Which parameters decay. "by_rank": those of two or more dims that are not biases; "all": every one.
@@ -19,17 +20,28 @@ A bias may have two dims (`q_bias_NH` has one number for each head and feature),
 """
 
 
-def decays(mask: WeightDecayMask, path: str, leaf: Tensor | Axes) -> bool:
-    """Whether the parameter at `path` decays; `leaf` is its tensor (a meta one will do) or the tuple of its logical axes."""
-    if mask == "all":
-        return True
-    rank = len(leaf.shape) if isinstance(leaf, Tensor) else len(leaf)
-    return rank >= 2 and "bias" not in path.rpartition(".")[2]
+class ClippedOptimizer(Optimizer):
+    """An optimizer with the settings that all of mpar's have: a rate, a mask of weight decay, and a norm to which gradients are
+    clipped (None: they are not)."""
 
+    lr: LearningRate | float
+    decay: WeightDecayMask
+    clip_norm: float | None
 
-def clip_scale(norm: Tensor, clip_norm: float | None) -> Tensor:
-    """The factor for gradients of global `norm`: the one that clips them to `clip_norm`, or 1 if that is None."""
-    return torch.ones_like(norm) if clip_norm is None else clip_factor(norm, clip_norm)
+    def decays(self, path: str, leaf: Tensor | Axes) -> bool:
+        """Whether the parameter at `path` decays; `leaf` is its tensor (a meta one will do) or the tuple of its logical axes."""
+        if self.decay == "all":
+            return True
+        rank = len(leaf.shape) if isinstance(leaf, Tensor) else len(leaf)
+        return rank >= 2 and "bias" not in path.rpartition(".")[2]
+
+    def rate(self, step: int) -> float:
+        """The learning rate of update `step`, counted from 1."""
+        return learning_rate(self.lr, step)
+
+    def scale(self, norm: Tensor) -> Tensor:
+        """The factor for gradients of global `norm`: the one that clips them to `clip_norm`, or 1."""
+        return torch.ones_like(norm) if self.clip_norm is None else clip_factor(norm, self.clip_norm)
 
 
 def check_settings(

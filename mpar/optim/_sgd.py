@@ -4,17 +4,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mpar.chain import Axes
 from mpar.ops import sgd
-from mpar.optim._learning_rate import LearningRate, learning_rate
-from mpar.optim._settings import WeightDecayMask, check_settings, clip_scale, decays
-from mpar.optimizer import Optimizer
+from mpar.optim._learning_rate import LearningRate
+from mpar.optim._settings import ClippedOptimizer, WeightDecayMask, check_settings
 
 __all__ = ["SGD"]
 
 
 @dataclass(frozen=True)
-class SGD(Optimizer):
+class SGD(ClippedOptimizer):
     """A pure optimizer: it holds hyperparameters; its state is an argument and a result.
 
         g <- g + weight_decay p;  u <- momentum u + g;  p <- p - lr u        (nesterov: p <- p - lr (g + momentum u))
@@ -63,15 +61,3 @@ class SGD(Optimizer):
         if weight_decay:
             direction = direction + weight_decay * param
         return param - lr.to(param.dtype) * direction, ()
-
-    def decays(self, path: str, leaf: Tensor | Axes) -> bool:
-        """Whether the parameter at `path` decays; `leaf` is its tensor (a meta one will do) or the tuple of its logical axes."""
-        return decays(self.decay, path, leaf)
-
-    def rate(self, step: int) -> float:
-        """The learning rate of update `step`, counted from 1."""
-        return learning_rate(self.lr, step)
-
-    def scale(self, norm: Tensor) -> Tensor:
-        """The factor for gradients of global `norm`: the one that clips them to `clip_norm`, or 1."""
-        return clip_scale(norm, self.clip_norm)

@@ -9,10 +9,10 @@ from torch import Tensor
 from mpar.chain import Axes
 from mpar.ops import eigenbasis, einsum
 from mpar.optim._adamw import AdamW
-from mpar.optim._learning_rate import LearningRate, learning_rate
+from mpar.optim._learning_rate import LearningRate
 from mpar.optim._matrix_sides import matrix_sides
-from mpar.optim._settings import WeightDecayMask, check_settings, clip_scale, decays
-from mpar.optimizer import LeafRule, Optimizer
+from mpar.optim._settings import ClippedOptimizer, WeightDecayMask, check_settings
+from mpar.optimizer import LeafRule
 
 __all__ = ["SOAP", "SoapMatrix"]
 
@@ -87,7 +87,7 @@ class SoapMatrix(LeafRule):
 
 
 @dataclass(frozen=True)
-class SOAP(Optimizer):
+class SOAP(ClippedOptimizer):
     """A pure optimizer: it holds hyperparameters; its state is an argument and a result.
 
         m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) (Q^T g R)^2
@@ -140,15 +140,3 @@ class SOAP(Optimizer):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The update of a hidden matrix with two dims; others are updated by their `leaf_rule`."""
         return self.leaf_rule("", (None, None)).update_leaf(param, grad, slots, lr, step, scale, decays=decays)
-
-    def decays(self, path: str, leaf: Tensor | Axes) -> bool:
-        """Whether the parameter at `path` decays; `leaf` is its tensor (a meta one will do) or the tuple of its logical axes."""
-        return decays(self.decay, path, leaf)
-
-    def rate(self, step: int) -> float:
-        """The learning rate of update `step`, counted from 1."""
-        return learning_rate(self.lr, step)
-
-    def scale(self, norm: Tensor) -> Tensor:
-        """The factor for gradients of global `norm`: the one that clips them to `clip_norm`, or 1."""
-        return clip_scale(norm, self.clip_norm)
