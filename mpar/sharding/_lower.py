@@ -5,7 +5,6 @@ the operands to the specs that follow from this, and adds the op on local shapes
 operands: the choice of specs decides how fast the rank graph is, never what it computes.
 """
 
-import itertools
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from mpar.sharding import (  # noqa: F401  they fill tables
 )
 from mpar.sharding._canonicalise import labels_of, shape_of
 from mpar.sharding._emit import Emit, Pending, Placed
+from mpar.sharding._factor_axes import axes_in_order, operand_specs, result_specs
 from mpar.sharding._redistribute import Move, plan, plan_bytes
 from mpar.sharding._rules import NodeRule, has_rule, is_float_cast, programs_of, rule_of, tensor_operands
 from mpar.sharding._trace import LogicalGraph, source_line
@@ -381,30 +381,9 @@ class _Lowering:
         axes_of = self.choose(node, rule, specs)
         self.follow_hints(node, rule, specs, axes_of)
         passed = self.pass_partial(node, rule, specs, axes_of)
-        targets = self.operand_specs(rule, specs, axes_of, passed)
+        targets = operand_specs(self.mesh, rule, specs, axes_of, passed)
         locals_ = [self.redistribute(operand, target) for operand, target in zip(rule.operands, targets, strict=True)]
-        self.finish(node, rule, locals_, axes_of, self.result_specs(rule, axes_of, passed))
-
-    def operand_specs(self, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]], passed: set[str]) -> list[P]:
-        """The specs to which operands are moved. Pending sums over the axes `passed` stay pending."""
-        targets = []
-        for i, (spec, dims) in enumerate(zip(specs, rule.factors, strict=True)):
-            if i in rule.as_is:
-                staying = (() if rule.replicate & set(names) else spec.dim(dim) for dim, names in enumerate(dims))
-                targets.append(P(*staying, partial=spec.partial))
-            else:
-                targets.append(P(*self.dims_of(dims, axes_of), partial=self.mesh.ordered(set(spec.partial) & passed)))
-        return targets
-
-    def result_specs(self, rule: NodeRule, axes_of: dict[str, tuple[str, ...]], passed: set[str]) -> list[P]:
-        """The specs of the results. One whose dims lack a factor is a pending sum over the axes that shard this factor."""
-        specs = []
-        for dims in rule.results:
-            dim_axes = self.dims_of(dims, axes_of)
-            sharding = {axis for axes in dim_axes for axis in axes}
-            summed = {axis for factor, axes in axes_of.items() if not _appears(factor, dims) for axis in axes} - sharding
-            specs.append(P(*dim_axes, partial=self.mesh.ordered(summed | passed)))
-        return specs
+        self.finish(node, rule, locals_, axes_of, result_specs(self.mesh, rule, axes_of, passed))
 
     def finish(self, node: fx.Node, rule: NodeRule, locals_: list[fx.Node], axes_of: dict, result_specs: list[P]) -> None:
         """Add an op with the local operands `locals_`, or the local program of its rule, and note its results."""
@@ -476,11 +455,11 @@ class _Lowering:
             for x, spec in zip(rule.operands, specs, strict=True)
         ]
         order = sorted(range(len(specs)), key=lambda i: (i not in rule.as_is, i not in rule.leads, -local_bytes[i], i))
-        ways = [self.in_order(rule, specs, order, ())]
+        ways = [axes_in_order(self.mesh, rule, specs, order, ())]
         if not (rule.as_is or rule.leads or rule.follows or rule.ragged):
-            ways += [self.in_order(rule, specs, [i, *(j for j in order if j != i)], ()) for i in order[1:]]
+            ways += [axes_in_order(self.mesh, rule, specs, [i, *(j for j in order if j != i)], ()) for i in order[1:]]
         if primitive_of(node.target) is None and (programs := programs_of(node)):
-            ways.append(self.in_order(rule, specs, order, tuple(programs)))
+            ways.append(axes_in_order(self.mesh, rule, specs, order, tuple(programs)))
         distinct = [way for index, way in enumerate(ways) if way not in ways[:index]]
         return min(distinct, key=lambda way: self.received(node, rule, specs, way)) if len(distinct) > 1 else distinct[0]
 
@@ -488,65 +467,13 @@ class _Lowering:
         """The bytes that a rank receives for an op whose factors are sharded so, with the carrying out of the sums that it leaves
         pending, or that its local program carries out."""
         passed = self.pass_partial(node, rule, specs, axes_of)
-        targets = self.operand_specs(rule, specs, axes_of, passed)
+        targets = operand_specs(self.mesh, rule, specs, axes_of, passed)
         total = sum(self.cheapest(operand, target)[0] for operand, target in zip(rule.operands, targets, strict=True))
         values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-        for value, spec in zip(values, self.result_specs(rule, axes_of, passed), strict=True):
+        for value, spec in zip(values, result_specs(self.mesh, rule, axes_of, passed), strict=True):
             if isinstance(value, Tensor):
                 total += plan_bytes(plan(spec, spec.without_partial(), value.ndim, self.mesh), value.nbytes, self.mesh)
         return total
-
-    def in_order(
-        self, rule: NodeRule, specs: list[P], order: Sequence[int], gathered: Sequence[str]
-    ) -> dict[str, tuple[str, ...]]:
-        """The mesh axes of each factor if operands have their say in this order, and the factors `gathered` are not sharded."""
-        axes_of: dict[str, tuple[str, ...]] = {}
-        used: set[str] = set()
-        unsharded = {*rule.replicate, *rule.follows, *gathered}
-        unsharded |= {name for name, i in rule.ragged.items() if not specs[i].axes}
-        for i in rule.as_is:  # a factor that is not sharded in an operand which the op takes as it is, is sharded in no operand
-            unsharded |= {name for dim, names in enumerate(rule.factors[i]) for name in names if not specs[i].dim(dim)}
-        for i in order:
-            for dim, names in enumerate(rule.factors[i]):
-                remaining = list(specs[i].dim(dim))
-                for name in names:
-                    taken: tuple[str, ...] = ()
-                    while remaining and name not in unsharded:
-                        wider = (*taken, remaining[0])
-                        if remaining[0] in used and axes_of.get(name, ())[: len(wider)] != wider:
-                            break
-                        if rule.sizes[name] % self.mesh.axis_size(wider):
-                            break
-                        taken = wider
-                        remaining.pop(0)
-                    if name not in axes_of and taken:
-                        axes_of[name] = taken
-                        used.update(taken)
-                    if taken != axes_of.get(name, ()) or self.mesh.axis_size(taken) != rule.sizes[name]:
-                        break  # minor factors are not sharded: the shard of this dim would not be contiguous
-        for name, leader in rule.follows.items():
-            axes = self.followed(name, rule, specs)
-            if axes and set(axes) <= set(axes_of.get(leader, ())):
-                axes_of[name] = axes
-        return self.contiguous(rule, axes_of)
-
-    def followed(self, name: str, rule: NodeRule, specs: list[P]) -> tuple[str, ...]:
-        """The axes that shard `name`, a factor that follows another one: those of the first operand in which it
-        alone makes a dim. Operands that the op takes as they are come first.
-        """
-        order = sorted(range(len(specs)), key=lambda i: (i not in rule.as_is, i))
-        return next((specs[i].dim(rule.factors[i].index((name,))) for i in order if (name,) in rule.factors[i]), ())
-
-    def contiguous(self, rule: NodeRule, axes_of: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        """`axes_of` without the factors whose shards would not be contiguous in some dim.
-
-        In a dim made of several factors, one may be sharded only if each factor that is major to it has one element per rank.
-        """
-        for names in (names for dims in (*rule.factors, *rule.results) for names in dims):
-            for major, minor in itertools.pairwise(names):
-                if minor in axes_of and self.mesh.axis_size(axes_of.get(major, ())) != rule.sizes[major]:
-                    return self.contiguous(rule, {name: axes for name, axes in axes_of.items() if name != minor})
-        return axes_of
 
     def follow_hints(self, node: fx.Node, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]]) -> None:
         """Shard factors that are in results but in no operand as the hints say, over axes that the op does not use otherwise."""
@@ -600,16 +527,6 @@ class _Lowering:
                 passed |= only_here
         return passed
 
-    def dims_of(self, dims: tuple[tuple[str, ...], ...], axes_of: dict[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
-        """The mesh axes that shard each dim of a tensor, from those of the factors that make the dim."""
-        out = []
-        for names in dims:
-            axes: tuple[str, ...] = ()
-            for name in names:
-                axes = (*axes, *axes_of.get(name, ()))
-            out.append(axes)
-        return out
-
     def note_fallback(self, node: fx.Node, rule: NodeRule) -> None:
         """Warn, once for each op of torch, if the op lets no dim be sharded, so that ranks must gather its sharded operands."""
         read = [self.specs[operand] for i, operand in enumerate(rule.operands) if i not in rule.as_is]
@@ -637,10 +554,6 @@ def _may_grow(node: fx.Node) -> bool:
 
 def _without_data(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
-
-
-def _appears(factor: str, dims: tuple[tuple[str, ...], ...]) -> bool:
-    return any(factor in names for names in dims)
 
 
 def _tensors(value: Any) -> list[Tensor]:
