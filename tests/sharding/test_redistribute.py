@@ -181,8 +181,9 @@ def test_buckets_keep_every_value(data):
 
 def simulate_joined(ranked, args):
     """Run a graph with joined collectives: unjoin them again, in the order in which the bucket pass put them."""
+    joinable = (collectives.all_gather, collectives.reduce_scatter, collectives.all_reduce)
     for node in list(ranked.graph.nodes):
-        if node.target in collectives.COLLECTIVES and isinstance(node.args[0], (list, tuple)):
+        if node.target in joinable and isinstance(node.args[0], (list, tuple)):
             for user in list(node.users):
                 index = user.args[1]
                 dims = {"dim": node.kwargs["dim"][index]} if "dim" in node.kwargs else {}
