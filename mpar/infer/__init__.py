@@ -1,6 +1,8 @@
 """Inference."""
 
+from mpar.infer._assistant import Answer, Assistant
 from mpar.infer._choose import Chosen, History, choose
+from mpar.infer._defaults import end_ids, with_defaults
 from mpar.infer._engine import Engine, Runner
 from mpar.infer._generate import generate
 from mpar.infer._pages import SPARE_PAGE, PagePool
@@ -12,6 +14,8 @@ from mpar.infer._text import TextStream
 
 __all__ = [
     "SPARE_PAGE",
+    "Answer",
+    "Assistant",
     "Chosen",
     "Engine",
     "Finish",
@@ -26,5 +30,7 @@ __all__ = [
     "TextStream",
     "Turn",
     "choose",
+    "end_ids",
     "generate",
+    "with_defaults",
 ]

@@ -35,7 +35,8 @@ class Engine:
     """Answers requests with a runner.
 
     eos_ids:  tokens that always end an answer, unless its sampling ignores them.
-    stopped:  `fn(request)` gives the text that has ended an answer besides tokens, None as long as none has.
+    stopped:  `fn(request)` is called for every new token that does not end an answer itself; it gives the text that has ended
+              the answer, None as long as none has.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Engine:
         token = request.tokens[-1]
         if token in self._end_ids(sampling) or token in sampling.stop_ids:
             request.stopped_by = token
-        elif count >= sampling.min_tokens:
+        else:
             request.stopped_by = self.stopped(request)
         if request.stopped_by is not None:
             self.scheduler.finish(request, "stop")
