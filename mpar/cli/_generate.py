@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mpar.infer import Answer, Assistant, Sampling  # which load torch
     from mpar.models import Model
 
-__all__ = ["GenerateConfig", "main"]
+__all__ = ["GenerateConfig", "chosen_sampling", "main", "model_folder", "model_of_run"]
 
 _HELP = f"""usage: mpar generate path=RUN_OR_HF_FOLDER [prompt='Who are you?'] [key=value] ...
        mpar generate path=RUN_OR_HF_FOLDER prompts=questions.jsonl out=answers.jsonl
@@ -78,12 +78,12 @@ def main(args: Sequence[str]) -> int:
         return 0
     config, _ = compose_config("generate", GenerateConfig, arguments.overrides, arguments.user_dir)
     _check(config)
-    folder = _model_folder(Path(local_folder(config.path)))
+    folder = model_folder(Path(local_folder(config.path)))
     prompts = _prompts(config)
     export = later("mpar.train.export")
     count = len(prompts or [0]) * config.num_answers
     dtype = getattr(later("torch"), config.dtype)
-    model, assistant = export.load_assistant(folder, _model_of_run(folder.parent), rows=min(config.rows, count), dtype=dtype)
+    model, assistant = export.load_assistant(folder, model_of_run(folder.parent), rows=min(config.rows, count), dtype=dtype)
     sampling = _sampling(config, model, folder)
     if prompts is None:
         _talk(config, assistant, sampling)
@@ -123,10 +123,18 @@ def _prompts(config: GenerateConfig) -> list[Prompt] | None:
     return [Prompt(config.prompt, [*system, {"role": "user", "content": config.prompt}] if config.chat else None)]
 
 
+def chosen_sampling(model: "Model", folder: Path, base: "Sampling", given: Mapping[str, float | None]) -> "Sampling":
+    """`base` with the values that are given, else those of generation_config.json, which are said."""
+    sampling, stated = later("mpar.infer").with_defaults(model, base, given)
+    if stated:
+        values = " ".join(f"{name}={value:g}" for name, value in stated.items())
+        say_aside(f"{values}, as {folder / 'generation_config.json'} says")
+    return sampling
+
+
 def _sampling(config: GenerateConfig, model: "Model", folder: Path) -> "Sampling":
-    """How tokens are chosen: by the keys that are given, else by generation_config.json, of which it says so."""
-    infer = later("mpar.infer")
-    base = infer.Sampling(
+    """How tokens are chosen: by the keys of the command, else as the model's files say."""
+    base = later("mpar.infer").Sampling(
         max_tokens=config.max_new_tokens,
         presence_penalty=config.presence_penalty,
         frequency_penalty=config.frequency_penalty,
@@ -135,11 +143,7 @@ def _sampling(config: GenerateConfig, model: "Model", folder: Path) -> "Sampling
         num_alternatives=config.logprobs,
     )
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    sampling, stated = infer.with_defaults(model, base, {name: getattr(config, name) for name in names})
-    if stated:
-        values = " ".join(f"{name}={value:g}" for name, value in stated.items())
-        say_aside(f"{values}, as {folder / 'generation_config.json'} says")
-    return sampling
+    return chosen_sampling(model, folder, base, {name: getattr(config, name) for name in names})
 
 
 def _begin(assistant: "Assistant", prompt: Prompt, sampling: "Sampling", choice: int = 0) -> "Answer":
@@ -219,7 +223,7 @@ def _write(config: GenerateConfig, file: TextIO | None, prompt: Prompt, answer: 
     file.flush()
 
 
-def _model_of_run(run_dir: Path) -> ModelConfig | None:
+def model_of_run(run_dir: Path) -> ModelConfig | None:
     """How the run in this folder made its model; None if it is the folder of no run."""
     record = run_dir / "config.yaml"
     if not record.is_file():
@@ -231,11 +235,12 @@ def _model_of_run(run_dir: Path) -> ModelConfig | None:
     return bind(TrainConfig, plain).model if isinstance(plain, Mapping) and {"model", "steps"} <= set(plain) else None
 
 
-def _model_folder(path: Path) -> Path:
+def model_folder(path: Path, purpose: str = "generate from") -> Path:
+    """The folder of Hugging Face that `path` is or has in hf/. Raises CheckpointError if there is none, for this purpose."""
     for folder in (path, path / "hf"):
         if (folder / "config.json").is_file():
             return folder
     raise CheckpointError(
-        f"cannot generate from {path}: neither it nor {path / 'hf'} has a config.json.\n"
+        f"cannot {purpose} {path}: neither it nor {path / 'hf'} has a config.json.\n"
         "Give an HF folder or the run_dir of a finished run; `mpar export run_dir=...` makes one from any checkpoint."
     )

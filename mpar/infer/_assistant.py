@@ -3,8 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from mpar.data import Tokenizer
 from mpar.errors import ConfigError
+from mpar.infer._choose import Chosen, with_logprobs
 from mpar.infer._engine import Engine, Runner
 from mpar.infer._request import Request
 from mpar.infer._sampling import Sampling
@@ -43,6 +46,11 @@ class Assistant:
         ends = dict.fromkeys([*eos_ids, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])])
         self.engine = Engine(runner, eos_ids=tuple(ends), stopped=self._push)
         self._answers: dict[Request, Answer] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens of the model."""
+        return self.engine.runner.vocab_size
 
     @property
     def is_idle(self) -> bool:
@@ -99,6 +107,12 @@ class Assistant:
         for _ in self.run():
             pass
         return [answer.text.strip() for answer in answers]
+
+    def score(self, tokens: Sequence[int], num_alternatives: int = 0) -> list[Chosen]:
+        """The tokens of a text with their log-probabilities behind those before them, which the first one does not have."""
+        logits_SV = self.engine.runner.logits(torch.tensor(tokens))[:-1].to(torch.float32)
+        rows = zip(tokens[1:], logits_SV, strict=True)
+        return [Chosen(tokens[0]), *(with_logprobs(token, logits_V, num_alternatives) for token, logits_V in rows)]
 
     def _push(self, request: Request) -> str | None:
         """Give the newest token to the text of its answer; returns the stop text that it completes."""

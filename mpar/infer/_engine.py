@@ -20,6 +20,7 @@ class Runner(Protocol):
 
     sizes: Sizes
     shares_pages: bool
+    vocab_size: int
 
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
         """The logits (R, V) behind the tokens number `last_R` of the step; where that is -1, they mean nothing.
@@ -29,6 +30,9 @@ class Runner(Protocol):
         pages_RP: the pages of each row, in order; those behind the last are the spare page.
         All are int64. Tokens of a row stand in their order, and see those before them in the row.
         """
+
+    def logits(self, tokens_S: Tensor) -> Tensor:
+        """The logits (S, V) behind each token of a text, computed as a whole, without the cache."""
 
 
 class Engine:
