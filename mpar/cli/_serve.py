@@ -74,6 +74,7 @@ def main(args: Sequence[str]) -> int:
         host, port = listener.getsockname()[:2]
         say_aside(f"{name}: http://{host}:{port}/ is the page, http://{host}:{port}/v1 the address for OpenAI's clients")
         server = uvicorn.Server(settings)
+        worker.on_failure = lambda: setattr(server, "should_exit", True)
         server.run(sockets=[listener])
     worker.join(timeout=10)
     return 1 if worker.failure or not server.started else 0

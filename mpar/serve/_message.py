@@ -53,6 +53,8 @@ class MessageParser:
             parts += self._unfinished(text)
         elif self._state != "call":
             held = max((_overlap(self._text, mark) for mark in self._marks()), default=0)
+            if self._state == "reasoning_content":  # line ends before the end of the thoughts are left out
+                held = max(held, len(self._text) - len(self._text[: len(self._text) - held].rstrip("\n")))
             text, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
             parts += self._give(text, ends=False)
         return parts

@@ -65,14 +65,19 @@ class Counts:
 
 
 class Worker(threading.Thread):
-    """Runs an assistant. `max_waiting`: how many answers may wait for a row before further requests are refused."""
+    """Runs an assistant.
 
-    def __init__(self, assistant: Assistant, max_waiting: int) -> None:
+    max_waiting: how many answers may wait for a row before further requests are refused.
+    on_failure:  is called after an error of the engine, when everybody has been told.
+    """
+
+    def __init__(self, assistant: Assistant, max_waiting: int, on_failure: Callable[[], None] = lambda: None) -> None:
         super().__init__(name="mpar-engine", daemon=True)
-        self.assistant, self.max_waiting = assistant, max_waiting
+        self.assistant, self.max_waiting, self.on_failure = assistant, max_waiting, on_failure
         self.counts, self.failure = Counts(), ""
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._places: dict[Answer, tuple[Job, int, int]] = {}  # its job, its index there, and how many of its tokens were told
+        self._jobs: dict[Job, int] = {}  # jobs that have not ended, with their numbers of answers that have not
         self._num_queued = 0  # answers that the event loop has asked for and the thread has not begun yet
         self._lock = threading.Lock()
 
@@ -89,8 +94,7 @@ class Worker(threading.Thread):
     def submit(self, job: Job) -> None:
         """Begin a job; called by the event loop. Raises Refusal if too many wait, a prompt does not fit, or the engine failed."""
         count = len(job.prompts) * job.num_choices
-        if self.failure:
-            raise Refusal(503, f"the engine has stopped: {self.failure}")
+        self._check_runs()
         if self.num_waiting + count > self.max_waiting and self.num_waiting:
             self.counts.refused += 1
             raise Refusal(429, f"{self.num_waiting} answers wait already, of at most {self.max_waiting}", retry_after_s=1)
@@ -99,8 +103,14 @@ class Worker(threading.Thread):
             if len(tokens) >= sizes.length:
                 raise Refusal(400, f"the prompt has {len(tokens)} tokens; it and the answer may have {sizes.length}", "prompt")
         with self._lock:
+            self._check_runs()
+            self._jobs[job] = count
             self._num_queued += count
         self._commands.put(lambda: self._begin(job))
+
+    def _check_runs(self) -> None:
+        if self.failure:
+            raise Refusal(503, f"the engine has stopped: {self.failure}")
 
     def cancel(self, job: Job) -> None:
         """Give up a job; called by the event loop. Nothing happens if it has ended."""
@@ -121,9 +131,11 @@ class Worker(threading.Thread):
                 self.counts.steps += 1
                 self.counts.step_s += time.monotonic() - began
         except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}"
-            for job in {job for job, _, _ in self._places.values()}:
+            with self._lock:
+                self.failure = f"{type(error).__name__}: {error}"
+            for job in self._jobs:
                 job.tell(Grown(0, error=f"the engine has stopped: {self.failure}"))
+            self.on_failure()
             raise
 
     def _take_commands(self) -> bool:
@@ -141,6 +153,7 @@ class Worker(threading.Thread):
         with self._lock:
             self._num_queued -= len(job.prompts) * job.num_choices
         if job.is_cancelled:
+            self._jobs.pop(job, None)
             return
         for number, tokens in enumerate(job.prompts):
             if job.scores_prompts:
@@ -161,6 +174,7 @@ class Worker(threading.Thread):
         for answer in [answer for answer, place in self._places.items() if place[0] is job]:
             self.assistant.cancel(answer)
             self._end(answer, "cancelled")
+        self._jobs.pop(job, None)
 
     def _tell(self, answer: Answer) -> None:
         """Tell what an answer has grown by."""
@@ -176,5 +190,8 @@ class Worker(threading.Thread):
             self._end(answer, request.finish)
 
     def _end(self, answer: Answer, why: str) -> None:
-        del self._places[answer]
+        job, _, _ = self._places.pop(answer)
+        self._jobs[job] -= 1
+        if self._jobs[job] == 0:
+            del self._jobs[job]
         self.counts.ended[why] = self.counts.ended.get(why, 0) + 1
