@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AnswerProgress",
     "ByteProgress",
+    "CountProgress",
     "RowProgress",
     "StepProgress",
     "Word",
@@ -139,6 +140,27 @@ class RowProgress:
         elapsed_s = max(time.monotonic() - self._began, 1e-9)
         text = f"{num_rows:,} rows, {num_tokens:,} tokens, {num_rows / elapsed_s:,.0f} rows/s"
         self._bar.update(self._task, text=text)
+
+
+class CountProgress:
+    """How many of a known number of things are done: a bar on a terminal, else nothing. Call it with the number."""
+
+    def __init__(self, label: str, total: int) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._bar.add_task(label, total=total)
+
+    def __enter__(self) -> "CountProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int) -> None:
+        """Show that so many are done."""
+        self._bar.update(self._task, completed=done)
 
 
 class AnswerProgress:

@@ -5,14 +5,17 @@ from mpar.infer._choose import Chosen, History, choose
 from mpar.infer._defaults import end_ids, with_defaults
 from mpar.infer._engine import Engine, Runner
 from mpar.infer._generate import generate
+from mpar.infer._losses import SetLoss, loss_of
 from mpar.infer._pages import SPARE_PAGE, PagePool
 from mpar.infer._request import Finish, Request
 from mpar.infer._row_runner import RowRunner
-from mpar.infer._sampling import Sampling
+from mpar.infer._sampling import MAX_ALTERNATIVES, Sampling
 from mpar.infer._scheduler import Scheduler, Sizes, Turn
+from mpar.infer._tasks import Question, Score, continuation_logprob, read_task, score_task
 from mpar.infer._text import TextStream
 
 __all__ = [
+    "MAX_ALTERNATIVES",
     "SPARE_PAGE",
     "Answer",
     "Assistant",
@@ -21,16 +24,23 @@ __all__ = [
     "Finish",
     "History",
     "PagePool",
+    "Question",
     "Request",
     "RowRunner",
     "Runner",
     "Sampling",
     "Scheduler",
+    "Score",
+    "SetLoss",
     "Sizes",
     "TextStream",
     "Turn",
     "choose",
+    "continuation_logprob",
     "end_ids",
     "generate",
+    "loss_of",
+    "read_task",
+    "score_task",
     "with_defaults",
 ]

@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import mpar
 from mpar.data import Tokenizer
 from mpar.errors import MparError
 from mpar.infer import Sampling
@@ -124,8 +125,6 @@ class _Server:
 
     async def version(self, request: Request) -> Response:
         """The version of mpar."""
-        import mpar
-
         return JSONResponse({"version": mpar.__version__})
 
     async def metrics(self, request: Request) -> Response:
@@ -200,7 +199,7 @@ class _Server:
             gone.cancel()
             if not reply.is_complete:
                 self.worker.cancel(job)
-        return JSONResponse(reply.whole())
+        return JSONResponse(reply.complete())
 
     async def _render(self, asked: Asked) -> list[int]:
         """The tokens of a conversation, up to where the assistant's answer begins."""

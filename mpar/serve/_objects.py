@@ -78,7 +78,7 @@ class Reply:
             choice.finish = "tool_calls" if choice.num_calls and grown.finish == "stop" else grown.finish
         return self._chat_chunks(grown, choice, parts)
 
-    def whole(self) -> Mapping[str, object]:
+    def complete(self) -> Mapping[str, object]:
         """The answer as one object."""
         choices = [self._message(i) if self.chat else self._text(i) for i in range(len(self.choices))]
         return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage()}

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-__all__ = ["draw_experts", "draw_lengths", "draw_loss", "draw_losses"]
+__all__ = ["draw_experts", "draw_lengths", "draw_loss", "draw_losses", "draw_scores"]
 
 _PANELS = {
     "max_load": ("max / mean load of an expert", 1.0, None),
@@ -98,3 +98,35 @@ def draw_experts(records: Sequence[Mapping[str, float]], path: Path, title: str)
         figure.colorbar(image, ax=axes)
     figure.savefig(path, dpi=120)
     return path
+
+
+def draw_scores(results: Mapping[str, Mapping], path: Path) -> Path:
+    """Write a picture of the results of models: their losses by set, and the shares of right answers by task and measure."""
+    losses = {(name, "loss") for found in results.values() for name in found["sets"]}
+    scores = {(name, measure) for found in results.values() for name, measures in found["tasks"].items() for measure in measures}
+    panels = [(sorted(labels), title) for labels, title in ((losses, "loss (nats per token)"), (scores, "right")) if labels]
+    figure = Figure(figsize=(7, 1 + 0.5 * sum(len(labels) for labels, _ in panels) * max(1, len(results))), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, (labels, title) in enumerate(panels, 1):
+        axes = figure.add_subplot(len(panels), 1, number)
+        height = 0.8 / len(results)
+        for index, (model, found) in enumerate(results.items()):
+            entries = [_entry(found, *label) for label in labels]
+            places = [place + height * (index - (len(results) - 1) / 2) for place in range(len(labels))]
+            axes.barh(places, [value for value, _ in entries], height, xerr=[error for _, error in entries], label=model)
+        names = [f"{Path(name).name}\n{measure}" for name, measure in labels]
+        axes.set(xlabel=title, yticks=range(len(labels)), yticklabels=names)
+        axes.invert_yaxis()
+        axes.grid(True, axis="x", alpha=0.3)
+        if len(results) > 1:
+            axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _entry(found: Mapping, name: str, measure: str) -> tuple[float, float]:
+    """A result and its standard error; not a number if the model has no such result."""
+    if measure == "loss":
+        return found["sets"].get(name, {}).get("loss", float("nan")), 0.0
+    values = found["tasks"].get(name, {}).get(measure, {})
+    return values.get("value", float("nan")), values.get("error", 0.0)

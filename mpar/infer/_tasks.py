@@ -1,0 +1,158 @@
+"""Tasks: questions with known answers, and how many of them a model answers as it should.
+
+A task is a file with a JSON object in each line. One with `choices` is scored by the log-probabilities that the model gives each
+of them behind the prompt, as lm-evaluation-harness does; one without is answered, and the text compared.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpar.errors import DataError, brief
+from mpar.files import Unreadable, read_text
+from mpar.infer._assistant import Assistant
+from mpar.infer._sampling import Sampling
+
+__all__ = ["Question", "Score", "continuation_logprob", "read_task", "score_task"]
+
+_MAX_BYTES = 2**30
+_MAX_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question.
+
+    prompt:     the text that is continued, or the question that is asked if `is_chat`.
+    choices:    the texts that may follow; answer: the index of the right one. Without choices, answer is the right text.
+    max_tokens: the most tokens of an answer; stop: texts that end it.
+    """
+
+    prompt: str
+    answer: int | str
+    choices: tuple[str, ...] = ()
+    is_chat: bool = False
+    max_tokens: int = _MAX_TOKENS
+    stop: tuple[str, ...] = ("\n",)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A share of questions, `value`, and its standard error."""
+
+    name: str
+    value: float
+    num_questions: int
+
+    @property
+    def error(self) -> float:
+        """The standard error of the share (of a mean of zeros and ones)."""
+        return math.sqrt(self.value * (1 - self.value) / max(1, self.num_questions - 1))
+
+
+def read_task(path: Path) -> list[Question]:
+    """The questions in a file. Raises DataError with the lines that cannot be used, or if there is none."""
+    try:
+        lines = read_text(path, _MAX_BYTES).splitlines()
+    except Unreadable as error:
+        raise DataError(f"cannot read the task {path}: {error}.") from None
+    found = [(number, _question(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    problems = [f"line {number}: {entry}" for number, entry in found if isinstance(entry, str)]
+    if problems or not found:
+        more = f"\n  and {len(problems) - 8} more lines" if len(problems) > 8 else ""
+        raise DataError(f"cannot read the task {path}:\n  " + ("\n  ".join(problems[:8]) or "it has no line") + more)
+    return [entry for _, entry in found if isinstance(entry, Question)]
+
+
+def score_task(
+    assistant: Assistant, questions: Sequence[Question], progress: Callable[[int], None] = lambda done: None
+) -> list[Score]:
+    """The shares of questions that are answered right. `progress` is called with the number of those that are done.
+
+    accuracy:    the right choice has the largest log-probability. accuracy_by_byte: the largest one divided by its bytes.
+    exact_match: the answer is the right text, apart from white space around it.
+    """
+    chosen = [question for question in questions if question.choices]
+    asked = [question for question in questions if not question.choices]
+    right = {"accuracy": 0, "accuracy_by_byte": 0}
+    for done, question in enumerate(chosen, 1):
+        scores = [continuation_logprob(assistant, question.prompt, choice)[0] for choice in question.choices]
+        by_byte = [score / max(1, len(choice.encode())) for score, choice in zip(scores, question.choices, strict=True)]
+        right["accuracy"] += _largest(scores) == question.answer
+        right["accuracy_by_byte"] += _largest(by_byte) == question.answer
+        progress(done)
+    scores_of = [Score(name, count / len(chosen), len(chosen)) for name, count in right.items() if chosen]
+    if asked:
+        scores_of.append(Score("exact_match", _num_exact(assistant, asked, len(chosen), progress) / len(asked), len(asked)))
+    return scores_of
+
+
+def continuation_logprob(assistant: Assistant, context: str, continuation: str) -> tuple[float, bool]:
+    """The log-probability of `continuation` behind `context`, and whether each of its tokens is the likeliest one.
+
+    As in lm-evaluation-harness, white space at the end of the context belongs to the continuation, and the tokens of the latter
+    are those that the whole text has behind the tokens of the context.
+    """
+    stripped = context.rstrip()
+    continuation, context = context[len(stripped) :] + continuation, stripped
+    tokenizer = assistant.tokenizer
+    whole = tokenizer.encode(context + continuation, add_special_tokens=True)
+    begin = len(tokenizer.encode(context, add_special_tokens=True)) if context else 0
+    if begin == 0:
+        first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+        if first is None:
+            raise DataError("cannot score a text without a context: the tokenizer has no token that begins one.")
+        whole, begin = ([first, *whole], 1) if whole[:1] != [first] else (whole, 1)
+    length = assistant.engine.runner.sizes.length
+    kept = whole[-length:]
+    scored = assistant.score(kept, 1)[max(1, begin - (len(whole) - len(kept))) :]
+    return sum(one.logprob or 0.0 for one in scored), all(one.alternatives[0][0] == one.token for one in scored)
+
+
+def _num_exact(assistant: Assistant, asked: Sequence[Question], num_before: int, progress: Callable[[int], None]) -> int:
+    """How many questions are answered with exactly the right text; many are answered at the same time."""
+    answers = []
+    for question in asked:
+        sampling = Sampling(max_tokens=question.max_tokens, stop=question.stop)
+        if question.is_chat:
+            answers.append(assistant.reply([{"role": "user", "content": question.prompt}], sampling))
+        else:
+            answers.append(assistant.continue_text(question.prompt, sampling))
+    done = num_before
+    for answer in assistant.run():
+        done += answer.request.finish is not None
+        progress(done)
+    return sum(a.text.strip() == str(q.answer).strip() for a, q in zip(answers, asked, strict=True))
+
+
+def _largest(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def _question(line: str) -> Question | str:
+    """The question of a line, or what is wrong with it."""
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        return f"it is no JSON: {error}"
+    if not isinstance(value, Mapping) or not isinstance(value.get("prompt"), str):
+        return "it is no object with a text `prompt`"
+    choices, answer = value.get("choices"), value.get("answer")
+    if choices is not None:
+        if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
+            return f"choices must be two texts or more: {brief(choices)}"
+        if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
+            return f"answer must be the index of one of {len(choices)} choices: {brief(answer)}"
+        return Question(value["prompt"], answer, tuple(choices))
+    stop, count = value.get("stop"), value.get("max_tokens", _MAX_TOKENS)
+    is_chat = value.get("chat", False)
+    stops = ([] if is_chat else ["\n"]) if stop is None else stop
+    if not isinstance(answer, str) or not answer.strip():
+        return f"answer must be the right text: {brief(answer)}"
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
+        return f"stop must be a list of texts: {brief(stop)}"
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1 or not isinstance(is_chat, bool):
+        return f"max_tokens must be a positive number, and chat true or false: {brief(count)}, {brief(is_chat)}"
+    return Question(value["prompt"], answer, (), is_chat, count, tuple(stops))
