@@ -1,0 +1,121 @@
+"""Engine: answers many requests at the same time. Each step reads tokens of several of them and chooses their next tokens."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mpar.infer._choose import History, choose
+from mpar.infer._pages import SPARE_PAGE
+from mpar.infer._request import Request
+from mpar.infer._sampling import Sampling
+from mpar.infer._scheduler import Scheduler, Sizes, Turn
+
+__all__ = ["Engine", "Runner"]
+
+
+class Runner(Protocol):
+    """Computes logits. It keeps the cache, of which the engine only knows the pages."""
+
+    sizes: Sizes
+    shares_pages: bool
+
+    def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
+        """The logits (R, V) behind the tokens number `last_R` of the step; where that is -1, they mean nothing.
+
+        tokens_T: the tokens, at most `sizes.tokens`. order_T: their places in their rows, from 0 on.
+        rows_T:   the rows that they belong to.
+        pages_RP: the pages of each row, in order; those behind the last are the spare page.
+        All are int64. Tokens of a row stand in their order, and see those before them in the row.
+        """
+
+
+class Engine:
+    """Answers requests with a runner.
+
+    eos_ids:  tokens that always end an answer, unless its sampling ignores them.
+    stopped:  `fn(request)` gives the text that has ended an answer besides tokens, None as long as none has.
+    """
+
+    def __init__(
+        self, runner: Runner, *, eos_ids: Sequence[int] = (), stopped: Callable[[Request], str | None] = lambda request: None
+    ) -> None:
+        self.runner, self.eos_ids, self.stopped = runner, tuple(eos_ids), stopped
+        self.scheduler = Scheduler(runner.sizes, shares=runner.shares_pages)
+        self.num_steps = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all requests have ended."""
+        return not self.scheduler.waiting and not self.scheduler.running
+
+    def add(self, prompt: Sequence[int], sampling: Sampling, choice: int = 0) -> Request:
+        """A new request. Raises ConfigError for a prompt that is empty or leaves no room for an answer."""
+        request = Request(list(prompt), sampling, choice)
+        self.scheduler.add(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Give up a request that has not ended yet."""
+        self.scheduler.finish(request, "cancelled")
+
+    def step(self) -> list[Request]:
+        """Run one step; returns the requests whose answers have become longer, some of which may have ended."""
+        turns = self.scheduler.next_turns()
+        if not turns:
+            return []
+        logits_RV = self.runner.step(*self._tables(turns))
+        self.num_steps += 1
+        self.scheduler.finish_turns(turns)
+        grown = [turn.request for turn in turns if turn.chooses and turn.request.finish is None]
+        logits = logits_RV[[request.row for request in grown]]
+        for request, chosen in zip(grown, choose(logits, [self._history(request) for request in grown]), strict=True):
+            request.append(chosen)
+            self._end(request)
+        return grown
+
+    def run(self) -> Iterator[Request]:
+        """Run steps until all requests have ended; gives each request as often as its answer becomes longer."""
+        while not self.is_idle:
+            yield from self.step()
+
+    def _history(self, request: Request) -> History:
+        sampling, answer = request.sampling, request.answer
+        banned = (*self._end_ids(sampling), *sampling.stop_ids) if len(answer) < sampling.min_tokens else ()
+        return History(request.prompt, answer, sampling, request.choice, banned)
+
+    def _end_ids(self, sampling: Sampling) -> Sequence[int]:
+        return () if sampling.ignore_eos else self.eos_ids
+
+    def _end(self, request: Request) -> None:
+        """End a request whose last token or text ends its answer, or that may have no more tokens."""
+        sampling, count = request.sampling, len(request.chosen)
+        token = request.tokens[-1]
+        if token in self._end_ids(sampling) or token in sampling.stop_ids:
+            request.stopped_by = token
+        elif count >= sampling.min_tokens:
+            request.stopped_by = self.stopped(request)
+        if request.stopped_by is not None:
+            self.scheduler.finish(request, "stop")
+        elif count == sampling.max_tokens or self.scheduler.room(request) < 1:
+            self.scheduler.finish(request, "length")
+
+    def _tables(self, turns: Sequence[Turn]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The arguments of `Runner.step`."""
+        sizes = self.runner.sizes
+        tokens: list[int] = []
+        order: list[int] = []
+        rows: list[int] = []
+        last = [-1] * sizes.rows
+        pages = [[SPARE_PAGE] * sizes.row_pages for _ in range(sizes.rows)]
+        for turn in turns:
+            request = turn.request
+            tokens += request.tokens[turn.start : turn.end]
+            order += range(turn.start, turn.end)
+            rows += [request.row] * (turn.end - turn.start)
+            pages[request.row][: len(request.pages)] = request.pages
+            if turn.chooses:
+                last[request.row] = len(tokens) - 1
+        tables = (tokens, order, rows, pages, last)
+        return tuple(torch.tensor(table) for table in tables)  # type: ignore[return-value]

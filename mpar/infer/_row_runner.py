@@ -1,0 +1,39 @@
+"""Row runner: computes each row of a step by itself, with the state that the model keeps, or by reading the whole row again."""
+
+import torch
+from torch import Tensor
+
+from mpar.infer._scheduler import Sizes
+from mpar.models import Model
+from mpar.tree import Tree
+
+__all__ = ["RowRunner"]
+
+
+class RowRunner:
+    """A runner for every model, in one process. Rows have no pages in common, so no prompt finds what another one computed."""
+
+    shares_pages = False
+
+    def __init__(self, model: Model, params: Tree, sizes: Sizes) -> None:
+        self.model, self.params, self.sizes = model, params, sizes
+        self._states: list[object] = [None] * sizes.rows
+
+    def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
+        """See `Runner`."""
+        logits_RV = torch.zeros(self.sizes.rows, self.model.vocab_size)
+        for row in rows_T.unique().tolist():
+            here = rows_T == row
+            logits_RV[row] = self._read(row, tokens_T[here], first=int(order_T[here][0]) == 0)
+        return logits_RV
+
+    def _read(self, row: int, tokens_N: Tensor, *, first: bool) -> Tensor:
+        """The logits (V,) behind these tokens, which follow those that the row has read; `first`: it has read none."""
+        state = None if first else self._states[row]
+        with torch.no_grad():
+            if self.model.can_decode:
+                logits_BSV, self._states[row] = self.model.decode(self.params, tokens_N[None], state)
+            else:
+                read = tokens_N if first else torch.cat([state, tokens_N])  # type: ignore[list-item]
+                logits_BSV, self._states[row] = self.model.apply(self.params, read[None]), read
+        return logits_BSV[0, -1]

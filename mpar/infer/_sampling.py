@@ -1,0 +1,93 @@
+"""Sampling: how the next token is chosen, and what ends an answer."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mpar.errors import ConfigError
+
+__all__ = ["MAX_ALTERNATIVES", "Sampling"]
+
+MAX_ALTERNATIVES = 20
+"""The most alternatives to a token whose log-probabilities can be asked for, as in OpenAI's interface."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the tokens of an answer are chosen, and what ends it.
+
+    Logits are changed in this order, which is that of transformers: `bias`, `repetition_penalty`, the other two penalties,
+    `temperature`, `top_k`, `top_p`, `min_p`.
+
+    max_tokens:         the most tokens of the answer; None: as many as there is room for.
+    min_tokens:         nothing ends the answer before it has so many tokens.
+    temperature:        logits are divided by it; 0: the most likely token is taken, whatever `top_k`, `top_p` and `min_p` are.
+    top_k:              only tokens whose logit is at least the k-th largest; 0: all.
+    top_p:              only the fewest most likely tokens with this probability in total; 1: all.
+    min_p:              only tokens with at least this share of the probability of the most likely one; 0: all.
+    repetition_penalty: logits of tokens in prompt or answer are divided by it, or multiplied where they are negative.
+    presence_penalty:   is subtracted from the logits of tokens in the answer; frequency_penalty: as often as they occur there.
+    bias:               is added to logits, by token.
+    stop:               texts that end the answer, which does not contain them.
+    stop_ids:           tokens that end the answer, besides those that always do.
+    ignore_eos:         whether the answer goes on after a token that would always end it.
+    seed:               draws depend on it, on the number of the token in its row and on the token alone.
+    num_alternatives:   for how many of the likeliest tokens log-probabilities are given, besides that of the chosen one; None: no
+                        log-probabilities. They are those of the logits before any change.
+    Raises ConfigError with all values that are impossible.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    num_alternatives: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = self.problems()
+        if problems:
+            lines = [f"{name}={getattr(self, name)!r}: {problem}" for name, problem in problems.items()]
+            raise ConfigError("cannot sample with\n  " + "\n  ".join(lines))
+
+    def problems(self) -> dict[str, str]:
+        """By name, what is wrong with a value."""
+        alternatives = self.num_alternatives
+        bounds = {
+            "max_tokens": (self.max_tokens is None or self.max_tokens >= 1, "must be at least 1"),
+            "min_tokens": (self.min_tokens >= 0, "must not be negative"),
+            "temperature": (0 <= self.temperature < math.inf, "must be finite and not negative"),
+            "top_k": (self.top_k >= 0, "must not be negative; 0 means all tokens"),
+            "top_p": (0 < self.top_p <= 1, "must be above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "must be between 0 and 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "must be finite and positive; 1 changes nothing"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "must be between -2 and 2"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "must be between -2 and 2"),
+            "bias": (all(math.isfinite(b) and i >= 0 for i, b in self.bias.items()), "must be finite numbers by token"),
+            "stop": (all(self.stop), "a text that is empty would end every answer"),
+            "seed": (0 <= self.seed < 2**63, "must be between 0 and 2**63 - 1"),
+            "num_alternatives": (
+                alternatives is None or 0 <= alternatives <= MAX_ALTERNATIVES,
+                f"must be between 0 and {MAX_ALTERNATIVES}",
+            ),
+        }
+        return {name: problem for name, (holds, problem) in bounds.items() if not holds}
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

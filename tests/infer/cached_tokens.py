@@ -1,0 +1,39 @@
+"""A runner without a model: its pages hold tokens, and what comes next is a hash of all tokens that a row can see there."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from mpar.infer import SPARE_PAGE, Sizes
+
+__all__ = ["VOCABULARY", "CachedTokens", "next_token"]
+
+VOCABULARY = 50
+
+
+def next_token(tokens: list[int]) -> int:
+    """What comes behind these tokens."""
+    return hashlib.blake2b(bytes(tokens), digest_size=1).digest()[0] % VOCABULARY
+
+
+class CachedTokens:
+    """Writes the tokens of a step into the pages, and reads from there what each row has."""
+
+    def __init__(self, sizes: Sizes, *, shares_pages: bool = True) -> None:
+        self.sizes, self.shares_pages = sizes, shares_pages
+        self.cache = torch.full((sizes.pages, sizes.page_size), -1)
+
+    def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
+        """See `Runner`."""
+        assert len(tokens_T) <= self.sizes.tokens
+        size = self.sizes.page_size
+        pages_T = pages_RP[rows_T, order_T // size]
+        assert (pages_T != SPARE_PAGE).all()
+        self.cache[pages_T, order_T % size] = tokens_T
+        logits_RV = torch.zeros(self.sizes.rows, VOCABULARY)
+        for row, last in enumerate(last_R.tolist()):
+            if last >= 0:
+                seen = self.cache[pages_RP[row]].flatten()[: int(order_T[last]) + 1]
+                logits_RV[row, next_token(seen.tolist())] = 1.0
+        return logits_RV

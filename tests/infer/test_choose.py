@@ -1,0 +1,123 @@
+"""Choosing tokens: as transformers' processors do it, with draws that nothing else in the batch changes."""
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation import logits_process as theirs
+
+from mpar.errors import ConfigError
+from mpar.infer import History, Sampling, choose
+from mpar.infer._choose import _candidates, _changed
+
+VOCABULARY = 40
+
+
+def logits(seed: int) -> torch.Tensor:
+    """Logits with some ties."""
+    return (torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 4).round(decimals=1)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_candidates_are_those_of_transformers(seed):
+    """The tokens that may be drawn, and their probabilities, after all processors in transformers' order."""
+    draw = torch.Generator().manual_seed(seed)
+    pick = lambda *values: values[int(torch.randint(len(values), (1,), generator=draw))]  # noqa: E731
+    sampling = Sampling(
+        temperature=pick(0.3, 1.0, 1.7),
+        top_k=pick(0, 1, 5, 100),
+        top_p=pick(1.0, 0.9, 0.4, 1e-3),
+        min_p=pick(0.0, 0.1, 0.9),
+        repetition_penalty=pick(1.0, 1.3, 0.7),
+    )
+    history = History([1, 2, 3], [3, 4, 7], sampling)
+    processors = [theirs.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
+    processors.append(theirs.TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        processors.append(theirs.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(theirs.TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        processors.append(theirs.MinPLogitsWarper(sampling.min_p))
+    scores = logits(seed)[None]
+    for processor in processors:
+        scores = processor(torch.tensor([[1, 2, 3, 3, 4, 7]]), scores)
+    ids, kept = _candidates(_changed(logits(seed), history) / sampling.temperature, sampling)
+    expected = scores[0].softmax(-1)
+    assert ids.tolist() == expected.nonzero().flatten().tolist()
+    torch.testing.assert_close(kept.softmax(-1), expected[ids])
+
+
+def test_the_defaults_are_greedy():
+    """Without any option the likeliest token is taken; among equal ones the first."""
+    tied = torch.zeros(2, VOCABULARY)
+    tied[1, [7, 9]] = 2.0
+    assert [chosen.token for chosen in choose(tied, [History([1], [], Sampling())] * 2)] == [0, 7]
+    assert GenerationConfig().do_sample in (False, None)
+
+
+def test_draws_follow_the_distribution():
+    """Frequencies over seeds are softmax(logits / temperature)."""
+    row = logits(0)
+    expected = (row / 1.5).softmax(-1) * 4000
+    rows = [History([1], [], Sampling(temperature=1.5, seed=seed)) for seed in range(4000)]
+    tokens = torch.tensor([chosen.token for chosen in choose(row.expand(4000, -1), rows)])
+    counts = torch.bincount(tokens, minlength=VOCABULARY)
+    likely = expected > 5
+    rest = torch.tensor([counts[~likely].sum(), expected[~likely].sum()])
+    statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum() + (rest[0] - rest[1]) ** 2 / rest[1]
+    assert float(statistic) < 60  # about 25 degrees of freedom
+
+
+def test_draws_depend_on_seed_place_and_choice_alone():
+    """Other rows of the batch change nothing; another seed, place or choice does."""
+    flat = torch.zeros(5, 1000)
+    sampling = Sampling(temperature=1.0, seed=3)
+    row = History([1, 2], [5], sampling)
+    others = [History([1, 2], [5, 5], sampling), History([1, 2], [5], sampling, 1), History([9, 9], [4], sampling)]
+    others.append(History([1, 2], [5], Sampling(temperature=1.0, seed=4)))
+    tokens = [chosen.token for chosen in choose(flat, [row, *others])]
+    assert choose(flat[:1], [row])[0].token == tokens[0] == tokens[3]
+    assert len({*tokens[:3], tokens[4]}) == 4
+
+
+def test_penalties_bias_and_bans():
+    """Presence counts once, frequency each time, only in the answer; a bias is added; what is banned never comes."""
+    row = History([1], [2, 2, 3], Sampling(presence_penalty=0.5, frequency_penalty=0.25, bias={4: 3.0}), banned=[5])
+    change = _changed(torch.zeros(8), row)
+    assert change.tolist() == [0, 0, -1.0, -0.75, 3.0, -torch.inf, 0, 0]
+
+
+def test_logprobs_are_those_of_the_unchanged_logits():
+    """The chosen token's and the likeliest ones', before penalties and temperature."""
+    row = logits(3)
+    sampling = Sampling(temperature=0.5, bias={11: 50.0}, num_alternatives=3)
+    (chosen,) = choose(row[None], [History([1], [2], sampling)])
+    expected = row.log_softmax(-1)
+    assert chosen.token == 11
+    assert chosen.logprob == pytest.approx(float(expected[11]))
+    assert [value for _, value in chosen.alternatives] == pytest.approx(expected.topk(3).values.tolist())
+    assert choose(row[None], [History([1], [2], Sampling(num_alternatives=0))])[0].alternatives == ()
+
+
+WRONG = {
+    "max_tokens": 0,
+    "min_tokens": -1,
+    "temperature": float("nan"),
+    "top_k": -1,
+    "top_p": 0.0,
+    "min_p": 1.5,
+    "repetition_penalty": 0.0,
+    "presence_penalty": 2.5,
+    "frequency_penalty": -3.0,
+    "bias": {1: float("inf")},
+    "stop": ("",),
+    "seed": -1,
+    "num_alternatives": 21,
+}
+
+
+def test_impossible_values_are_refused_together():
+    """Each is named with what it must be."""
+    with pytest.raises(ConfigError) as raised:
+        Sampling(**WRONG)
+    assert all(f"{name}=" in str(raised.value) for name in WRONG)
