@@ -24,7 +24,7 @@ def with_cache(model: Model, sizes: CacheSizes, dtype: torch.dtype | None = None
     """The chain that goes on with rows from a cache of these sizes, whose keys and values have `dtype` (None: that of the model).
 
     Its parameters are those of the model, without the layer that learns further tokens. Raises ConfigError if a layer has no such
-    cache, if a rotation depends on the length of the row, or if the model has learned fewer positions than a row may have.
+    cache, if a rotation depends on the length of the row, or if the model has learned too few positions for the pages of a row.
     """
     problems = []
     if not isinstance(model, DeclaredModel):
@@ -34,8 +34,11 @@ def with_cache(model: Model, sizes: CacheSizes, dtype: torch.dtype | None = None
         problems += [f"it has layers of {name.removesuffix('Config')}, which keep no pages" for name in mixers]
         if any(depends_on_length(rope) for _, rope in model.config.ropes):
             problems.append("its RoPE turns earlier tokens anew when a row grows")
-        if model.max_positions is not None and model.max_positions < sizes.positions_per_row:
-            problems.append(f"it has learned {model.max_positions} positions, and rows may have {sizes.positions_per_row}")
+        if model.max_positions is not None and model.max_positions <= (sizes.pages_per_row - 1) * sizes.page_size:
+            problems.append(
+                f"it has learned {model.max_positions} positions, which do not reach the last of {sizes.pages_per_row} pages of "
+                f"{sizes.page_size}"
+            )
     if problems or not isinstance(model, DeclaredModel):
         raise ConfigError(
             f"cannot keep a cache of pages for this {model.name} model:\n  " + "\n  ".join(problems) + "\nUse mpar.generate."

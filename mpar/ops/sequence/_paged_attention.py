@@ -5,6 +5,7 @@ says where. So rows grow without being moved, and tokens of many rows, one new o
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,26 +95,45 @@ def _abstract(q, k, v, rows, positions, pages, sinks, *, page_size, window, scal
 
 @paged_attention_p.def_impl
 def _impl(q, k, v, rows, positions, pages, sinks, *, page_size, window, scale, soft_cap):
-    out = q.new_zeros(q.shape)
-    for group in range(q.shape[0]):
-        k_pages, v_pages = (pool[group].unflatten(0, (-1, page_size)) for pool in (k, v))
-        q_group, table, places = q[group], pages[group], positions[group]
-        runs, singles = _plan(rows[group].tolist(), places.tolist(), page_size)
-        for start, end, row, length in runs:
-            index = table[row, : -(-length // page_size)]
-            keys, values = (pool[index].flatten(0, 1)[None, :length] for pool in (k_pages, v_pages))
-            operands = q_group[None, start:end], keys, values, places[start:end], None, None, None, sinks
-            how = {"causal": True, "window": window, "scale": scale, "soft_cap": soft_cap}
-            out[group, start:end] = attention_p.meaning(*operands, **how)[0][0]
-        for num_pages, tokens in singles:
-            at_once = max(1, _GATHERED // (num_pages * page_size * k.shape[2] * k.shape[3]))
-            for first in range(0, len(tokens), at_once):
-                index = torch.tensor(tokens[first : first + at_once], device=q.device)
-                pages_used = table[rows[group][index], :num_pages]
-                keys, values = (pool[pages_used].flatten(1, 2) for pool in (k_pages, v_pages))
-                seen = _seen(places[index], keys.shape[1], window)
-                out[group, index] = _attend_each(q_group[index], keys, values, seen, sinks, scale, soft_cap)
-    return out
+    how = _How(page_size, window, scale, soft_cap, sinks)
+    groups = [_attend(*operands, how) for operands in zip(q, k, v, rows, positions, pages, strict=True)]
+    return groups[0].unsqueeze(0) if len(groups) == 1 else torch.stack(groups)
+
+
+class _How(NamedTuple):
+    """The parameters of a call, and the sinks, which all groups share."""
+
+    page_size: int
+    window: int | None
+    scale: float
+    soft_cap: float | None
+    sinks: Tensor | None
+
+
+def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, how: _How) -> Tensor:
+    """The result of one group."""
+    pools = [pool.reshape(-1, how.page_size * pool[0].numel()) for pool in (k_PKH, v_PKH)]  # a page is one row
+    row_of, place_of = rows_T.tolist(), positions_T.tolist()
+    runs, singles = _plan(row_of, place_of, how.page_size)
+    out_TNH = q_TNH.new_zeros(q_TNH.shape)
+    for start, end, row, length in runs:
+        used = pages_RL[row, : -(-length // how.page_size)]
+        k_MKH, v_MKH = (pool.index_select(0, used).view(-1, *k_PKH.shape[1:])[:length] for pool in pools)
+        operands = q_TNH[None, start:end], k_MKH[None], v_MKH[None], positions_T[start:end], None, None, None, how.sinks
+        out_BTNH, _ = attention_p.meaning(*operands, causal=True, window=how.window, scale=how.scale, soft_cap=how.soft_cap)
+        out_TNH[start:end] = out_BTNH[0]
+    for num_pages, tokens in singles:
+        at_once = max(1, _GATHERED // (num_pages * pools[0].shape[1]))
+        for first in range(0, len(tokens), at_once):
+            chosen = tokens[first : first + at_once]
+            used = pages_RL.index_select(0, pages_RL.new_tensor([row_of[t] for t in chosen]))[:, :num_pages].flatten()
+            keys_and_values = [pool.index_select(0, used).view(len(chosen), -1, *k_PKH.shape[1:]) for pool in pools]
+            if len(chosen) == len(row_of):  # nothing else is in this step
+                return _attend_each(q_TNH, *keys_and_values, positions_T, how)
+            index = pages_RL.new_tensor(chosen)
+            result = _attend_each(q_TNH.index_select(0, index), *keys_and_values, positions_T.index_select(0, index), how)
+            out_TNH.index_copy_(0, index, result)
+    return out_TNH
 
 
 def _plan(
@@ -140,31 +160,25 @@ def _plan(
     return runs, sorted(by_pages.items())
 
 
-def _seen(positions_T: Tensor, num_keys: int, window: int | None) -> Tensor:
-    """Which of the first positions of its row each token sees, (T, M)."""
-    distance = positions_T.unsqueeze(1) - torch.arange(num_keys, device=positions_T.device)
-    seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
-
-
-def _attend_each(q_TNH, k_TMKH, v_TMKH, seen_TM, sinks, scale, soft_cap) -> Tensor:
+def _attend_each(q_TNH, k_TMKH, v_TMKH, positions_T, how: _How) -> Tensor:
     """Attention of each token to keys of its own; query heads of one kv head are treated as queries of one sequence."""
     q_TKGH = q_TNH.unflatten(1, (k_TMKH.shape[2], -1))
     k_TKMH, v_TKMH = k_TMKH.transpose(1, 2), v_TMKH.transpose(1, 2)
-    hidden_TKGM = ~seen_TM[:, None, None]
-    if q_TNH.device.type == "cpu" and soft_cap is None:
-        bias = torch.zeros(hidden_TKGM.shape, dtype=q_TNH.dtype).masked_fill_(hidden_TKGM, -torch.inf)
-        out_TKGH, lse_TKG = flash_attention_cpu(q_TKGH, k_TKMH, v_TKMH, 0.0, False, attn_mask=bias, scale=scale)
+    own_T1, keys_M = positions_T.unsqueeze(1), torch.arange(k_TMKH.shape[1], device=q_TNH.device)
+    hidden_TM = keys_M > own_T1 if how.window is None else (keys_M > own_T1) | (keys_M <= own_T1 - how.window)
+    if q_TNH.device.type == "cpu" and how.soft_cap is None:
+        bias = torch.zeros(hidden_TM.shape, dtype=q_TNH.dtype).masked_fill_(hidden_TM, -torch.inf)[:, None, None]
+        out_TKGH, lse_TKG = flash_attention_cpu(q_TKGH, k_TKMH, v_TKMH, 0.0, False, attn_mask=bias, scale=how.scale)
     else:
         wide = torch.promote_types(q_TNH.dtype, torch.float32)
-        scores = (q_TKGH.to(wide) @ k_TKMH.to(wide).transpose(2, 3)).mul_(scale)
-        if soft_cap is not None:
-            scores.div_(soft_cap).tanh_().mul_(soft_cap)
-        scores.masked_fill_(hidden_TKGM, -torch.inf)
+        scores = (q_TKGH.to(wide) @ k_TKMH.to(wide).transpose(2, 3)).mul_(how.scale)
+        if how.soft_cap is not None:
+            scores.div_(how.soft_cap).tanh_().mul_(how.soft_cap)
+        scores.masked_fill_(hidden_TM[:, None, None], -torch.inf)
         lse_TKG = torch.logsumexp(scores, -1)
         out_TKGH = ((scores - lse_TKG.unsqueeze(-1)).exp_() @ v_TKMH.to(wide)).to(q_TNH.dtype)
-    out_TNH, lse_TN = out_TKGH.reshape(q_TNH.shape), lse_TKG.reshape(q_TNH.shape[:2])
-    return out_TNH if sinks is None else with_sinks(out_TNH, lse_TN, sinks)[0]
+    out_TNH = out_TKGH.reshape(q_TNH.shape)
+    return out_TNH if how.sinks is None else with_sinks(out_TNH, lse_TKG.reshape(q_TNH.shape[:2]), how.sinks)[0]
 
 
 paged_attention_p.def_sharding("b t (k g) h, b p k h, b p k h, b t, b t, b r l, (k g) -> b t (k g) h", need_replication="p h r l")
