@@ -1,5 +1,8 @@
 """The runner by programs: greedy answers of transformers, many requests at once as each alone, and two real processes."""
 
+import json
+import pathlib
+
 import pytest
 import torch
 import transformers
@@ -7,7 +10,9 @@ import transformers
 from mpar import models
 from mpar.errors import ConfigError
 from mpar.infer import Engine, ProgramRunner, Sampling, Sizes
+from tests.infer.runner_worker import MESHES, answers_on
 from tests.models.variants import KINDS, VARIANTS
+from tests.processes import torchrun
 
 SIZES = Sizes(rows=4, tokens=12, pages=40, page_size=4, length=48)
 PROMPTS = [[1, 5, 2], [7], [3, 9, 27, 11, 33, 29, 17, 51, 23, 8, 24, 2, 6, 18, 54, 39], [4] * 9, [1, 5, 2, 44, 12], [60, 0]]
@@ -72,3 +77,14 @@ def test_what_is_refused():
     model = _model("gpt2")
     with pytest.raises(ConfigError, match="with up to 65 tokens in a row: this model has learned 64 positions"):
         ProgramRunner(model, model.init(0), Sizes(rows=2, tokens=4, pages=40, page_size=4, length=65))
+
+
+@pytest.mark.gloo
+def test_two_processes_give_the_same_answers(tmp_path):
+    """Two ranks of tp and of pp, each with an engine of its own: both have the answers of one process."""
+    done = torchrun(pathlib.Path(__file__).with_name("runner_worker.py"), str(tmp_path), num_ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = answers_on(None)
+    for name in MESHES:
+        for rank in range(2):
+            assert json.loads((tmp_path / f"{name}{rank}.json").read_text()) == expected
