@@ -11,7 +11,7 @@ _HOME = {
     "State": "mpar.program",
     "Strategy": "mpar.strategy",
     "check": "mpar.sharding",
-    "compile_decode": "mpar.infer",
+    "compile_decode": "mpar.infer.compile",
     "compile_eval": "mpar.program.compile",
     "compile_forward": "mpar.program.compile",
     "compile_step": "mpar.program.compile",

@@ -62,9 +62,10 @@ _TRUNK = {*VALUES, "ops", "kernels", "schedules", "program", "compiler", "models
 BELOW["data"] = set(VALUES)
 BELOW["optim"] = {*VALUES, "ops"}
 BELOW["checkpoint"] = set(VALUES)
-BELOW["infer"] = {*_TRUNK}
+BELOW["infer"] = {*_TRUNK, "data"}
 BELOW["train"] = {*_TRUNK, "data", "optim", "checkpoint", "infer"}
-BELOW["cli"] = {*_TRUNK, "measure", "data", "optim", "checkpoint", "infer", "train"}
+BELOW["serve"] = {"errors", "data", "infer"}
+BELOW["cli"] = {*_TRUNK, "measure", "data", "optim", "checkpoint", "infer", "train", "serve"}
 
 PRIVATE_TORCH = re.compile(r"^torch(\.\w+)*\._(?!_)\w+|^torch\.fx\.experimental|^torch\.utils\._")
 

@@ -1,9 +1,13 @@
-"""`mpar generate`: answers `prompt`, or the questions that are typed on the terminal, each by itself."""
+"""`mpar generate`: answers a prompt, a file of prompts, or the questions that are typed on the terminal."""
 
+import contextlib
+import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 import yaml
 
@@ -12,17 +16,27 @@ from mpar.cli._bind import bind
 from mpar.cli._compose import compose_config
 from mpar.cli._later import later
 from mpar.cli._local_model import local_folder
-from mpar.cli._screen import say, say_aside
+from mpar.cli._prompts import Prompt, read_prompts
+from mpar.cli._screen import AnswerProgress, say, say_aside
 from mpar.cli._switches import answer_switches
-from mpar.errors import CheckpointError
+from mpar.errors import CheckpointError, ConfigError
 from mpar.files import MAX_TABLE_BYTES, Unreadable, read_text
 from mpar.train import ModelConfig, TrainConfig, key
 
-__all__ = ["GenerateConfig", "main"]
+if TYPE_CHECKING:
+    from mpar.infer import Answer, Assistant, Sampling  # which load torch
+    from mpar.models import Model
+
+__all__ = ["GenerateConfig", "chosen_sampling", "main", "model_folder", "model_of_run"]
 
 _HELP = f"""usage: mpar generate path=RUN_OR_HF_FOLDER [prompt='Who are you?'] [key=value] ...
+       mpar generate path=RUN_OR_HF_FOLDER prompts=questions.jsonl out=answers.jsonl
+
+Without a prompt it talks on the terminal: the model sees the whole conversation; /new begins another one; an empty line or the
+end of input stops. A file of prompts has one in each line, or is .jsonl with objects that have a "prompt" or "messages".
 
 {SWITCHES_HELP}"""
+_FROM_FILE = "null: as generation_config.json of the model says, else "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +45,30 @@ class GenerateConfig:
 
     path: str = key("an HF folder, or the run_dir of a run")
     prompt: str | None = key("the question, with any characters; null: ask on the terminal", default=None, prose=True)
+    prompts: str | None = key("a file of prompts: .jsonl with `prompt` or `messages`, else one in each line", default=None)
+    out: str | None = key("the file for the answers to `prompts`, .jsonl; null: they are printed", default=None)
+    chat: bool = key("prompts are questions in the model's chat template; false: texts that it continues", default=True)
+    system: str | None = key("the system message of each conversation", default=None, prose=True)
     max_new_tokens: int = key("the most tokens of an answer", default=128, at_least=1)
-    temperature: float = key("0 always takes the most likely token", default=0.0, at_least=0)
+    temperature: float | None = key(f"0 always takes the most likely token. {_FROM_FILE}0", default=None, at_least=0)
+    top_k: int | None = key(f"only the k most likely tokens; 0: all. {_FROM_FILE}0", default=None, at_least=0)
+    top_p: float | None = key(
+        f"only the fewest tokens with this probability in total. {_FROM_FILE}1", default=None, above=0, at_most=1
+    )
+    min_p: float | None = key(
+        f"only tokens with this share of the likeliest one's probability. {_FROM_FILE}0", default=None, at_least=0, at_most=1
+    )
+    repetition_penalty: float | None = key(f"divides the logits of tokens that came before. {_FROM_FILE}1", default=None, above=0)
+    presence_penalty: float = key("is subtracted from logits of tokens in the answer", default=0.0, at_least=-2, at_most=2)
+    frequency_penalty: float = key("the same, as often as they occur there", default=0.0, at_least=-2, at_most=2)
+    stop: tuple[str, ...] = key("texts that end the answer", default=())
+    num_answers: int = key("answers to each prompt, with draws of their own", default=1, at_least=1)
+    logprobs: int | None = key(
+        "write log-probabilities, and those of so many likeliest tokens, into `out`", default=None, at_least=0, at_most=20
+    )
     seed: int = key("seed of the random draws of tokens", default=0, at_least=0, at_most=2**63 - 1)
+    rows: int = key("the most answers that are made at the same time", default=16, at_least=1)
+    dtype: str = key("float32, bfloat16 or float16: of the weights and of what is computed", default="float32")
 
 
 def main(args: Sequence[str]) -> int:
@@ -42,25 +77,153 @@ def main(args: Sequence[str]) -> int:
     if answer_switches(arguments, _HELP, "generate", GenerateConfig):
         return 0
     config, _ = compose_config("generate", GenerateConfig, arguments.overrides, arguments.user_dir)
-    folder = _model_folder(Path(local_folder(config.path)))
-    if config.prompt is not None:
-        say(_answer(config, folder, config.prompt))
-        return 0
-    say_aside("Type a question; an empty line or the end of input stops. The model does not see earlier questions and answers.")
-    for line in sys.stdin:
-        if not line.strip():
-            break
-        say(_answer(config, folder, line.strip()))
+    _check(config)
+    folder = model_folder(Path(local_folder(config.path)))
+    prompts = _prompts(config)
+    export = later("mpar.train.export")
+    count = len(prompts or [0]) * config.num_answers
+    dtype = getattr(later("torch"), config.dtype)
+    model, assistant = export.load_assistant(folder, model_of_run(folder.parent), rows=min(config.rows, count), dtype=dtype)
+    sampling = _sampling(config, model, folder)
+    if prompts is None:
+        _talk(config, assistant, sampling)
+    elif config.prompts is None and config.num_answers == 1 and config.logprobs is None:
+        _stream(_begin(assistant, prompts[0], sampling), assistant)
+    else:
+        _answer_all(config, assistant, prompts, sampling)
     return 0
 
 
-def _answer(config: GenerateConfig, folder: Path, question: str) -> str:
-    answer, group = later("mpar.train.export").answer, _model_of_run(folder.parent)
-    how = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature, "seed": config.seed}
-    return answer(folder, [question], **how, group=group)[0]
+def _check(config: GenerateConfig) -> None:
+    """Raise ConfigError for keys that do not go together, before anything is read."""
+    problems = []
+    if config.prompt is not None and config.prompts is not None:
+        problems.append("both prompt and prompts are given: leave one of them out")
+    if config.out is not None and config.prompts is None and config.prompt is None:
+        problems.append("out is for the answers to prompt or prompts: give one of them")
+    if config.out is not None and not Path(config.out).absolute().parent.is_dir():
+        problems.append(f"out={config.out}: there is no folder {Path(config.out).absolute().parent}")
+    if config.system is not None and not config.chat:
+        problems.append("a system message needs chat=true")
+    if config.dtype not in ("float32", "bfloat16", "float16"):
+        problems.append(f"dtype={config.dtype}: choose float32, bfloat16 or float16")
+    if "" in config.stop:
+        problems.append("stop has an empty text, which would end every answer")
+    if problems:
+        raise ConfigError("cannot generate:\n  " + "\n  ".join(problems))
 
 
-def _model_of_run(run_dir: Path) -> ModelConfig | None:
+def _prompts(config: GenerateConfig) -> list[Prompt] | None:
+    """What is to be answered; None: what is typed on the terminal."""
+    system = [] if config.system is None else [{"role": "system", "content": config.system}]
+    if config.prompts is not None:
+        return read_prompts(Path(config.prompts), system, chat=config.chat)
+    if config.prompt is None:
+        return None
+    return [Prompt(config.prompt, [*system, {"role": "user", "content": config.prompt}] if config.chat else None)]
+
+
+def chosen_sampling(model: "Model", folder: Path, base: "Sampling", given: Mapping[str, float | None]) -> "Sampling":
+    """`base` with the values that are given, else those of generation_config.json, which are said."""
+    sampling, stated = later("mpar.infer").with_defaults(model, base, given)
+    if stated:
+        values = " ".join(f"{name}={value:g}" for name, value in stated.items())
+        say_aside(f"{values}, as {folder / 'generation_config.json'} says")
+    return sampling
+
+
+def _sampling(config: GenerateConfig, model: "Model", folder: Path) -> "Sampling":
+    """How tokens are chosen: by the keys of the command, else as the model's files say."""
+    base = later("mpar.infer").Sampling(
+        max_tokens=config.max_new_tokens,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        stop=config.stop,
+        seed=config.seed,
+        num_alternatives=config.logprobs,
+    )
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return chosen_sampling(model, folder, base, {name: getattr(config, name) for name in names})
+
+
+def _begin(assistant: "Assistant", prompt: Prompt, sampling: "Sampling", choice: int = 0) -> "Answer":
+    if prompt.messages is None:
+        return assistant.continue_text(prompt.text, sampling, choice)
+    return assistant.reply(prompt.messages, sampling, choice)
+
+
+def _stream(answer: "Answer", assistant: "Assistant") -> str:
+    """Print an answer; on a terminal, while it comes. Returns its text without white space around it."""
+    shown = ""
+    for _ in assistant.run():
+        new = answer.take()
+        if sys.stdout.isatty():
+            new = new if shown else new.lstrip()
+            print(new, end="", flush=True)
+            shown += new
+    say("" if sys.stdout.isatty() else answer.text.strip())
+    return answer.text.strip()
+
+
+def _talk(config: GenerateConfig, assistant: "Assistant", sampling: "Sampling") -> None:
+    """Answer what is typed, line by line. With chat=false each line is a text of its own."""
+    sees = "The model sees the conversation; /new begins another." if config.chat else "Each line is continued by itself."
+    say_aside(f"Type a question; an empty line or the end of input stops. {sees}")
+    system = [] if config.system is None else [{"role": "system", "content": config.system}]
+    messages = list(system)
+    for line in sys.stdin:
+        text = line.strip()
+        if not text:
+            break
+        if text == "/new":
+            messages = list(system)
+            say_aside("A new conversation.")
+            continue
+        if config.chat:
+            messages.append({"role": "user", "content": text})
+        said = _stream(_begin(assistant, Prompt(text, messages if config.chat else None), sampling), assistant)
+        messages.append({"role": "assistant", "content": said})
+
+
+def _answer_all(config: GenerateConfig, assistant: "Assistant", prompts: Sequence[Prompt], sampling: "Sampling") -> None:
+    """Answer all prompts, in their order; an answer is written once those before it are."""
+    began, num_tokens = time.monotonic(), 0
+    answers = [_begin(assistant, p, sampling, choice) for p in prompts for choice in range(config.num_answers)]
+    waiting = list(zip((p for p in prompts for _ in range(config.num_answers)), answers, strict=True))
+    with _output(config) as file, AnswerProgress(len(answers), shown=config.out is not None) as progress:
+        for _ in assistant.run():
+            num_tokens += 1
+            while waiting and waiting[0][1].request.finish is not None:
+                _write(config, file, *waiting.pop(0))
+            progress(len(answers) - len(waiting), num_tokens)
+    elapsed_s = time.monotonic() - began
+    counted = f"{len(answers):,} answers, {num_tokens:,} tokens"
+    say_aside(f"{counted} in {elapsed_s:.1f} s: {num_tokens / elapsed_s:,.0f} tokens/s")
+
+
+@contextlib.contextmanager
+def _output(config: GenerateConfig) -> Iterator[TextIO | None]:
+    if config.out is None:
+        yield None
+    else:
+        with open(config.out, "w", encoding="utf-8") as file:
+            yield file
+
+
+def _write(config: GenerateConfig, file: TextIO | None, prompt: Prompt, answer: "Answer") -> None:
+    """Write one answer: as a line of the file, or on the screen."""
+    if file is None:
+        say(answer.text.strip())
+        return
+    asked = {"prompt": prompt.text} if prompt.messages is None or not prompt.has_messages else {"messages": prompt.messages}
+    record = {**prompt.others, **asked, "answer": answer.text, "finish": answer.request.finish}
+    if config.logprobs is not None:
+        record["tokens"] = [asdict(chosen) for chosen in answer.request.chosen]
+    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    file.flush()
+
+
+def model_of_run(run_dir: Path) -> ModelConfig | None:
     """How the run in this folder made its model; None if it is the folder of no run."""
     record = run_dir / "config.yaml"
     if not record.is_file():
@@ -69,14 +232,15 @@ def _model_of_run(run_dir: Path) -> ModelConfig | None:
         plain = yaml.safe_load(read_text(record, MAX_TABLE_BYTES))
     except (Unreadable, yaml.YAMLError) as error:
         raise CheckpointError(f"cannot read {record}: {error}") from None
-    return bind(TrainConfig, plain).model if isinstance(plain, dict) and {"model", "steps"} <= set(plain) else None
+    return bind(TrainConfig, plain).model if isinstance(plain, Mapping) and {"model", "steps"} <= set(plain) else None
 
 
-def _model_folder(path: Path) -> Path:
+def model_folder(path: Path, purpose: str = "generate from") -> Path:
+    """The folder of Hugging Face that `path` is or has in hf/. Raises CheckpointError if there is none, for this purpose."""
     for folder in (path, path / "hf"):
         if (folder / "config.json").is_file():
             return folder
     raise CheckpointError(
-        f"cannot generate from {path}: neither it nor {path / 'hf'} has a config.json.\n"
+        f"cannot {purpose} {path}: neither it nor {path / 'hf'} has a config.json.\n"
         "Give an HF folder or the run_dir of a finished run; `mpar export run_dir=...` makes one from any checkpoint."
     )

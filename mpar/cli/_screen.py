@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpar.train import StepRecord  # loads torch, which a refusal does not need
 
 __all__ = [
+    "AnswerProgress",
     "ByteProgress",
     "RowProgress",
     "StepProgress",
@@ -138,6 +139,30 @@ class RowProgress:
         elapsed_s = max(time.monotonic() - self._began, 1e-9)
         text = f"{num_rows:,} rows, {num_tokens:,} tokens, {num_rows / elapsed_s:,.0f} rows/s"
         self._bar.update(self._task, text=text)
+
+
+class AnswerProgress:
+    """How many answers are complete, and how fast tokens come: a bar on a terminal, else nothing. Call it with both counts."""
+
+    def __init__(self, num_answers: int, *, shown: bool) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn("answers"), BarColumn(), TextColumn("{task.completed}/{task.total}  {task.fields[text]}"))
+        self._began = time.monotonic()
+        disable = not (shown and console.is_terminal)
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=disable, transient=True)
+        self._task = self._bar.add_task("answers", total=num_answers, text="")
+
+    def __enter__(self) -> "AnswerProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, num_complete: int, num_tokens: int) -> None:
+        """Show that so many answers are complete, and so many tokens have come."""
+        elapsed_s = max(time.monotonic() - self._began, 1e-9)
+        self._bar.update(self._task, completed=num_complete, text=f"{num_tokens / elapsed_s:,.0f} tokens/s")
 
 
 @dataclass(frozen=True)

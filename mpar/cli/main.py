@@ -21,6 +21,7 @@ COMMANDS = {
     "plan": ("mpar.cli._plan", "compile and verify a run, and predict its time and memory, without processes or weights"),
     "measure": ("mpar.cli._measure", "measure this machine, and write a hardware profile by which `plan` predicts"),
     "generate": ("mpar.cli._generate", "let a trained model answer questions"),
+    "serve": ("mpar.cli._serve", "serve a trained model to OpenAI's clients, with a page to talk to it"),
     "data": ("mpar.cli._data", "show the rows that a run would train on, and what the data are like"),
     "preprocess": ("mpar.cli._preprocess", "tokenise text once, into files that `train` and Megatron read"),
     "export": ("mpar.cli._export", "write a checkpoint as a folder that transformers loads"),

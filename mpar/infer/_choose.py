@@ -9,7 +9,7 @@ from torch import Tensor
 from mpar import ops
 from mpar.infer._sampling import Sampling
 
-__all__ = ["Chosen", "History", "choose"]
+__all__ = ["Chosen", "History", "choose", "with_logprobs"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def choose(logits_RV: Tensor, rows: Sequence[History]) -> list[Chosen]:
     for index, row in enumerate(rows):
         logits_V = logits_RV[index].to(torch.float32)
         token = likeliest[index] if plain[index] else _draw(_changed(logits_V, row), row)
-        chosen.append(_with_logprobs(token, logits_V, row.sampling.num_alternatives))
+        chosen.append(with_logprobs(token, logits_V, row.sampling.num_alternatives))
     return chosen
 
 
@@ -104,7 +104,8 @@ def _candidates(scores_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     return ids, scores
 
 
-def _with_logprobs(token: int, logits_V: Tensor, num_alternatives: int | None) -> Chosen:
+def with_logprobs(token: int, logits_V: Tensor, num_alternatives: int | None) -> Chosen:
+    """The token with its log-probability and those of the likeliest tokens, unless `num_alternatives` is None."""
     if num_alternatives is None:
         return Chosen(token)
     logprobs_V = logits_V.log_softmax(-1)

@@ -20,6 +20,7 @@ class Runner(Protocol):
 
     sizes: Sizes
     shares_pages: bool
+    vocab_size: int
 
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
         """The logits (R, V) behind the tokens number `last_R` of the step; where that is -1, they mean nothing.
@@ -30,12 +31,16 @@ class Runner(Protocol):
         All are int64. Tokens of a row stand in their order, and see those before them in the row.
         """
 
+    def logits(self, tokens_S: Tensor) -> Tensor:
+        """The logits (S, V) behind each token of a text, computed as a whole, without the cache."""
+
 
 class Engine:
     """Answers requests with a runner.
 
     eos_ids:  tokens that always end an answer, unless its sampling ignores them.
-    stopped:  `fn(request)` gives the text that has ended an answer besides tokens, None as long as none has.
+    stopped:  `fn(request)` is called for every new token that does not end an answer itself; it gives the text that has ended
+              the answer, None as long as none has.
     """
 
     def __init__(
@@ -94,7 +99,7 @@ class Engine:
         token = request.tokens[-1]
         if token in self._end_ids(sampling) or token in sampling.stop_ids:
             request.stopped_by = token
-        elif count >= sampling.min_tokens:
+        else:
             request.stopped_by = self.stopped(request)
         if request.stopped_by is not None:
             self.scheduler.finish(request, "stop")

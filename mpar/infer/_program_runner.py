@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mpar.errors import ConfigError
-from mpar.infer._compile import compile_decode
+from mpar.infer._compile_decode import compile_decode
 from mpar.infer._scheduler import Sizes
 from mpar.kernels import kernels_for
 from mpar.mesh import Mesh

@@ -9,8 +9,8 @@ from mpar.infer._sampling import Sampling
 __all__ = ["Finish", "Request"]
 
 Finish = Literal["stop", "length", "cancelled", "error"]
-"""Why an answer ended: by a token or text that ends answers; because no more tokens were wanted, or fit; because whoever asked left;
-because it could not be made."""
+"""Why an answer ended: by a token or text that ends answers; because no more tokens were wanted, or fit; because whoever asked
+left; because it could not be made."""
 
 
 @dataclass(eq=False)

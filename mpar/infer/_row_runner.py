@@ -16,7 +16,7 @@ class RowRunner:
     shares_pages = False
 
     def __init__(self, model: Model, params: Tree, sizes: Sizes) -> None:
-        self.model, self.params, self.sizes = model, params, sizes
+        self.model, self.params, self.sizes, self.vocab_size = model, params, sizes, model.vocab_size
         self._states: list[object] = [None] * sizes.rows
 
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
@@ -26,6 +26,11 @@ class RowRunner:
             here = rows_T == row
             logits_RV[row] = self._read(row, tokens_T[here], first=int(order_T[here][0]) == 0)
         return logits_RV
+
+    def logits(self, tokens_S: Tensor) -> Tensor:
+        """The logits (S, V) behind each token of a text, computed as a whole, without the cache."""
+        with torch.no_grad():
+            return self.model.apply(self.params, tokens_S[None])[0]
 
     def _read(self, row: int, tokens_N: Tensor, *, first: bool) -> Tensor:
         """The logits (V,) behind these tokens, which follow those that the row has read; `first`: it has read none."""

@@ -1,12 +1,13 @@
 """Sampling: how the next token is chosen, and what ends an answer."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from mpar.errors import ConfigError
 
-__all__ = ["MAX_ALTERNATIVES", "Sampling"]
+__all__ = ["MAX_ALTERNATIVES", "Sampling", "sampling_problems"]
 
 MAX_ALTERNATIVES = 20
 """The most alternatives to a token whose log-probabilities can be asked for, as in OpenAI's interface."""
@@ -54,33 +55,10 @@ class Sampling:
     num_alternatives: int | None = None
 
     def __post_init__(self) -> None:
-        problems = self.problems()
+        problems = sampling_problems(vars(self))
         if problems:
-            lines = [f"{name}={getattr(self, name)!r}: {problem}" for name, problem in problems.items()]
+            lines = [f"{name}={getattr(self, name)!r}: it {problem}" for name, problem in problems.items()]
             raise ConfigError("cannot sample with\n  " + "\n  ".join(lines))
-
-    def problems(self) -> dict[str, str]:
-        """By name, what is wrong with a value."""
-        alternatives = self.num_alternatives
-        bounds = {
-            "max_tokens": (self.max_tokens is None or self.max_tokens >= 1, "must be at least 1"),
-            "min_tokens": (self.min_tokens >= 0, "must not be negative"),
-            "temperature": (0 <= self.temperature < math.inf, "must be finite and not negative"),
-            "top_k": (self.top_k >= 0, "must not be negative; 0 means all tokens"),
-            "top_p": (0 < self.top_p <= 1, "must be above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "must be between 0 and 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "must be finite and positive; 1 changes nothing"),
-            "presence_penalty": (-2 <= self.presence_penalty <= 2, "must be between -2 and 2"),
-            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "must be between -2 and 2"),
-            "bias": (all(math.isfinite(b) and i >= 0 for i, b in self.bias.items()), "must be finite numbers by token"),
-            "stop": (all(self.stop), "a text that is empty would end every answer"),
-            "seed": (0 <= self.seed < 2**63, "must be between 0 and 2**63 - 1"),
-            "num_alternatives": (
-                alternatives is None or 0 <= alternatives <= MAX_ALTERNATIVES,
-                f"must be between 0 and {MAX_ALTERNATIVES}",
-            ),
-        }
-        return {name: problem for name, (holds, problem) in bounds.items() if not holds}
 
     @property
     def is_greedy(self) -> bool:
@@ -91,3 +69,25 @@ class Sampling:
     def counts_tokens(self) -> bool:
         """Whether the tokens so far change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+_BOUNDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "max_tokens": (lambda count: count is None or count >= 1, "must be at least 1"),
+    "min_tokens": (lambda count: count >= 0, "must not be negative"),
+    "temperature": (lambda t: 0 <= t < math.inf, "must be finite and not negative"),
+    "top_k": (lambda k: k >= 0, "must not be negative; 0 means all tokens"),
+    "top_p": (lambda p: 0 < p <= 1, "must be above 0 and at most 1"),
+    "min_p": (lambda p: 0 <= p <= 1, "must be between 0 and 1"),
+    "repetition_penalty": (lambda factor: 0 < factor < math.inf, "must be finite and positive; 1 changes nothing"),
+    "presence_penalty": (lambda penalty: -2 <= penalty <= 2, "must be between -2 and 2"),
+    "frequency_penalty": (lambda penalty: -2 <= penalty <= 2, "must be between -2 and 2"),
+    "bias": (lambda bias: all(math.isfinite(b) and i >= 0 for i, b in bias.items()), "must give finite numbers by token"),
+    "stop": (all, "has an empty text, which would end every answer"),
+    "seed": (lambda seed: 0 <= seed < 2**63, "must be between 0 and 2**63 - 1"),
+    "num_alternatives": (lambda n: n is None or 0 <= n <= MAX_ALTERNATIVES, f"must be between 0 and {MAX_ALTERNATIVES}"),
+}
+
+
+def sampling_problems(values: Mapping[str, object]) -> dict[str, str]:
+    """What values of a `Sampling` must do or must not have, by name, for those of `values` that are impossible."""
+    return {name: problem for name, (holds, problem) in _BOUNDS.items() if name in values and not holds(values[name])}

@@ -1,4 +1,4 @@
-"""Text: the text of an answer while its tokens come one by one. It never ends inside a character, or in what may be a stop text."""
+"""Text: the text of an answer while its tokens come one by one. It never ends inside a character or inside a stop text."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,6 +16,7 @@ class TextStream:
     decode: gives the text of tokens.
     stop:   texts that end the answer, which does not contain them.
     before: the tokens before the answer, on which the text of its first token may depend.
+    ends_after: stop texts that are complete before so many tokens do not end the answer.
 
     text:       what is certain so far. stopped_by: the text that ended it; nothing comes after it.
 
@@ -23,8 +24,15 @@ class TextStream:
     take back a character when the next byte does not fit; that is too late here.)
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
-        self._decode, self._stop = decode, tuple(stop)
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str] = (),
+        before: Sequence[int] = (),
+        ends_after: int = 0,
+    ) -> None:
+        self._decode, self._stop, self._ends_after = decode, tuple(stop), ends_after
+        self._num_pushed = 0
         self._tokens: list[int] = []  # those that are decoded again with the next one
         self._num_given = 0  # characters of their text that were given out
         self._keep_context(before)
@@ -38,6 +46,7 @@ class TextStream:
         if self.stopped_by is not None:
             return ""
         self._tokens.append(token)
+        self._num_pushed += 1
         return self._give(self._new_text(at_end=False), at_end=False)
 
     def finish(self) -> str:
@@ -70,12 +79,13 @@ class TextStream:
     def _give(self, new: str, *, at_end: bool) -> str:
         """Give out what is held and new, up to a stop text, or up to where one may begin."""
         text = self._held + new
-        found = [(text.index(stop), -len(stop), stop) for stop in self._stop if stop in text]
+        stops = self._stop if self._num_pushed >= self._ends_after else ()
+        found = [(text.index(stop), -len(stop), stop) for stop in stops if stop in text]
         if found:
             index, _, self.stopped_by = min(found)
             certain, self._held = text[:index], ""
         else:
-            keep = 0 if at_end else max((_overlap(text, stop) for stop in self._stop), default=0)
+            keep = 0 if at_end else max((_overlap(text, stop) for stop in stops), default=0)
             certain, self._held = text[: len(text) - keep], text[len(text) - keep :]
         self.text += certain
         return certain

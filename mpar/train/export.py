@@ -14,17 +14,19 @@ from mpar import models, tree
 from mpar.checkpoint import read_extras
 from mpar.data import Tokenizer
 from mpar.errors import CheckpointError
-from mpar.infer import generate
+from mpar.infer import Assistant, RowRunner, Sampling, Sizes, end_ids
 from mpar.models import HfReader, Model
 from mpar.train._changes import function_changes, model_then
 from mpar.train._config import ModelConfig, TrainConfig
 from mpar.train._setup import model_of
 from mpar.train._state import Progress, checkpoint_in, read_params
 
-__all__ = ["DTYPES", "SOURCE", "ExportOptions", "answer", "export_hf", "exportable"]
+__all__ = ["DTYPES", "SOURCE", "ExportOptions", "answer", "export_hf", "exportable", "load_assistant"]
 
 SOURCE = "source"
 DTYPES = ("float32", "bfloat16", "float16")
+_LENGTH = 8192  # the most tokens of a prompt and its answer
+_STEP_TOKENS = 2048  # that one step reads
 
 
 @dataclass(frozen=True)
@@ -179,29 +181,25 @@ def exportable(config: TrainConfig) -> bool:
     return isinstance(model_of(config.model), Model)
 
 
-def answer(
-    folder: Path,
-    questions: Sequence[str],
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
-    group: ModelConfig | None = None,
-) -> list[str]:
-    """The answers of the model in an HF `folder`. Each question is asked by itself.
+def load_assistant(
+    folder: Path, group: ModelConfig | None = None, *, rows: int = 1, dtype: torch.dtype = torch.float32
+) -> tuple[Model, Assistant]:
+    """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
 
-    group: how the model was made, if the folder alone does not tell because it is a plug-in's.
+    A prompt and its answer may have as many tokens as the model can take, or 8,192. `group`: how the model was made, if the
+    folder alone does not tell because it is a plug-in's.
     """
     if group is None or group.plugin is None:
-        model, params = models.from_hf(folder, dtype=torch.float32)
+        model, params = models.from_hf(folder, dtype=dtype)
     else:
         model = _exportable(group)
         params = models.load_params(model, folder)
-    tokenizer = Tokenizer.from_folder(folder)
-    eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    answers = []
-    for question in questions:
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
-        out = generate(model, params, torch.tensor([ids]), max_new_tokens, temperature=temperature, seed=seed, eos_ids=eos)
-        answers.append(tokenizer.decode(out[0, len(ids) :].tolist(), skip_special_tokens=True).strip())
-    return answers
+    length = min(_LENGTH, model.max_positions or _LENGTH)
+    sizes = Sizes(rows=rows, tokens=max(rows, _STEP_TOKENS), length=length, pages=1 + rows * -(-length // 16), page_size=16)
+    return model, Assistant(RowRunner(model, params, sizes), Tokenizer.from_folder(folder), end_ids(model))
+
+
+def answer(folder: Path, questions: Sequence[str], *, max_new_tokens: int, group: ModelConfig | None = None) -> list[str]:
+    """The answers of the model in an HF `folder`, always with the likeliest tokens. Each question is asked by itself."""
+    _, assistant = load_assistant(folder, group)
+    return assistant.answer(questions, Sampling(max_tokens=max_new_tokens))

@@ -20,6 +20,8 @@ def next_token(tokens: list[int]) -> int:
 class CachedTokens:
     """Writes the tokens of a step into the pages, and reads from there what each row has."""
 
+    vocab_size = VOCABULARY
+
     def __init__(self, sizes: Sizes, *, shares_pages: bool = True) -> None:
         self.sizes, self.shares_pages = sizes, shares_pages
         self.cache = torch.full((sizes.pages, sizes.page_size), -1)
@@ -37,3 +39,8 @@ class CachedTokens:
                 seen = self.cache[pages_RP[row]].flatten()[: int(order_T[last]) + 1]
                 logits_RV[row, next_token(seen.tolist())] = 1.0
         return logits_RV
+
+    def logits(self, tokens_S: Tensor) -> Tensor:
+        """See `Runner`."""
+        seen = (tokens_S[: n + 1].tolist() for n in range(len(tokens_S)))
+        return torch.nn.functional.one_hot(torch.tensor([next_token(tokens) for tokens in seen]), VOCABULARY).float()

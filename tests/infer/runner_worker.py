@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from mpar import Mesh, models
-from mpar.infer import Engine, ProgramRunner, Sampling, Sizes
+from mpar.infer import Engine, Sampling, Sizes
+from mpar.infer.compile import ProgramRunner
 from tests.models.variants import BASE
 
 __all__ = ["MESHES", "answers_on"]

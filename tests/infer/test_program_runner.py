@@ -9,7 +9,8 @@ import transformers
 
 from mpar import models
 from mpar.errors import ConfigError
-from mpar.infer import Engine, ProgramRunner, Sampling, Sizes
+from mpar.infer import Engine, Sampling, Sizes
+from mpar.infer.compile import ProgramRunner
 from tests.infer.runner_worker import MESHES, answers_on
 from tests.models.variants import KINDS, VARIANTS
 from tests.processes import torchrun

@@ -1,0 +1,125 @@
+"""Assistant: an engine with a tokenizer. It takes texts and conversations, and gives the text of answers while it comes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mpar.data import Tokenizer
+from mpar.errors import ConfigError
+from mpar.infer._choose import Chosen, with_logprobs
+from mpar.infer._engine import Engine, Runner
+from mpar.infer._request import Request
+from mpar.infer._sampling import Sampling
+from mpar.infer._text import TextStream
+
+__all__ = ["Answer", "Assistant"]
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer while it comes.
+
+    stream: its text. pending: what of the text is certain and was not given out yet.
+    """
+
+    request: Request
+    stream: TextStream
+    pending: str = ""
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self.stream.text
+
+    def take(self) -> str:
+        """The text that has become certain since the last time."""
+        pending, self.pending = self.pending, ""
+        return pending
+
+
+class Assistant:
+    """Answers texts and conversations with the model of a runner. `eos_ids`: tokens that end answers, besides the tokenizer's."""
+
+    def __init__(self, runner: Runner, tokenizer: Tokenizer, eos_ids: Sequence[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        ends = dict.fromkeys([*eos_ids, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])])
+        self.engine = Engine(runner, eos_ids=tuple(ends), stopped=self._push)
+        self._answers: dict[Request, Answer] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens of the model."""
+        return self.engine.runner.vocab_size
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all answers have ended."""
+        return self.engine.is_idle
+
+    def continue_text(self, text: str, sampling: Sampling, choice: int = 0) -> Answer:
+        """An answer that goes on from a text, to which the tokenizer adds its special tokens. An empty text begins with the first
+        of these; raises ConfigError if there is none, or if the text is too long."""
+        tokens = self.tokenizer.encode(text, add_special_tokens=True)
+        first = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
+        if not tokens and first is not None:
+            tokens = [first]
+        if not tokens:
+            raise ConfigError("cannot continue an empty text: the tokenizer has no token that begins one. Give some text.")
+        return self.continue_tokens(tokens, sampling, choice)
+
+    def reply(
+        self, messages: Sequence[Mapping[str, object]], sampling: Sampling, choice: int = 0, tools: Sequence[object] | None = None
+    ) -> Answer:
+        """The assistant's answer to a conversation. Raises TemplateError or RenderError as `Tokenizer.apply_chat_template`."""
+        tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools)
+        return self.continue_tokens(tokens, sampling, choice)
+
+    def continue_tokens(self, tokens: Sequence[int], sampling: Sampling, choice: int = 0) -> Answer:
+        """An answer that goes on from tokens. Raises ConfigError if there are none or too many."""
+        request = self.engine.add(tokens, sampling, choice)
+        answer = Answer(request, TextStream(self._decode, sampling.stop, tokens, sampling.min_tokens))
+        self._answers[request] = answer
+        return answer
+
+    def cancel(self, answer: Answer) -> None:
+        """Give up an answer that has not ended yet."""
+        self.engine.cancel(answer.request)
+        self._answers.pop(answer.request, None)
+
+    def step(self) -> list[Answer]:
+        """Run one step; returns the answers that have become longer, some of which may have ended."""
+        grown = [self._answers[request] for request in self.engine.step()]
+        for answer in grown:
+            if answer.request.finish is not None:
+                answer.pending += answer.stream.finish()
+                del self._answers[answer.request]
+        return grown
+
+    def run(self) -> Iterator[Answer]:
+        """Run steps until all answers have ended; gives each answer as often as it has become longer."""
+        while not self.is_idle:
+            yield from self.step()
+
+    def answer(self, questions: Sequence[str], sampling: Sampling) -> list[str]:
+        """The answers to questions, each of which is asked by itself."""
+        answers = [self.reply([{"role": "user", "content": question}], sampling) for question in questions]
+        for _ in self.run():
+            pass
+        return [answer.text.strip() for answer in answers]
+
+    def score(self, tokens: Sequence[int], num_alternatives: int = 0) -> list[Chosen]:
+        """The tokens of a text with their log-probabilities behind those before them, which the first one does not have."""
+        logits_SV = self.engine.runner.logits(torch.tensor(tokens))[:-1].to(torch.float32)
+        rows = zip(tokens[1:], logits_SV, strict=True)
+        return [Chosen(tokens[0]), *(with_logprobs(token, logits_V, num_alternatives) for token, logits_V in rows)]
+
+    def _push(self, request: Request) -> str | None:
+        """Give the newest token to the text of its answer; returns the stop text that it completes."""
+        answer = self._answers[request]
+        answer.pending += answer.stream.push(request.tokens[-1])
+        return answer.stream.stopped_by
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        size = self.tokenizer.vocab_size  # that of the model may be larger
+        return self.tokenizer.decode([token for token in tokens if token < size], skip_special_tokens=True)

@@ -1,0 +1,313 @@
+"""App: the routes of the server. Every handler checks, asks the worker, and turns what comes back into JSON or a stream."""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mpar.data import Tokenizer
+from mpar.errors import MparError
+from mpar.infer import Sampling
+from mpar.serve._asked import Asked, read_chat, read_completion
+from mpar.serve._metrics import metrics_text
+from mpar.serve._objects import Reply
+from mpar.serve._refusal import Refusal
+from mpar.serve._worker import Grown, Job, Worker
+
+__all__ = ["ServeOptions", "make_app"]
+
+_MAX_BODY_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """model: the name under which the model is offered. api_keys: one of them must come with a request, if there are any.
+    sampling: how tokens are chosen unless a request says otherwise.
+    """
+
+    model: str
+    sampling: Sampling
+    api_keys: Sequence[str] = ()
+
+
+def make_app(worker: Worker, options: ServeOptions) -> Starlette:
+    """The application; it starts the worker and stops it at its end."""
+    server = _Server(worker, options)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        worker.start()
+        try:
+            yield
+        finally:
+            worker.stop()
+
+    routes = [
+        Route("/", server.page),
+        Route("/health", server.health),
+        Route("/version", server.version),
+        Route("/metrics", server.metrics),
+        Route("/v1/models", server.models),
+        Route("/v1/models/{model:path}", server.one_model),
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route("/v1/completions", server.complete, methods=["POST"]),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
+    ]
+    handlers: dict[Any, Any] = {Refusal: _refuse, 404: _no_route, 405: _no_route, Exception: _fail}
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    app.add_middleware(_OnlyWithKey, api_keys=options.api_keys)
+    return app
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    return JSONResponse(Refusal(status, f"there is no {request.method} {request.url.path} here").body, status)
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    return JSONResponse(Refusal(500, f"{type(error).__name__}: {error}").body, 500)
+
+
+class _OnlyWithKey:
+    """Lets requests to /v1 pass that come with one of the keys. (A BaseHTTPMiddleware would hide that clients leave.)"""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self.app, self._keys = app, [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._keys and scope["path"].startswith(("/v1", "/tokenize", "/detokenize")):
+            given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
+            if not any([hmac.compare_digest(given, key) for key in self._keys]):  # a list: all of them are compared
+                refusal = Refusal(401, "the request needs one of the server's keys: Authorization: Bearer KEY")
+                await JSONResponse(refusal.body, 401)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class _Server:
+    """The handlers of all routes."""
+
+    def __init__(self, worker: Worker, options: ServeOptions) -> None:
+        self.worker, self.options = worker, options
+        self.tokenizer: Tokenizer = worker.assistant.tokenizer
+        self._renders = asyncio.Lock()  # the template's process answers one question at a time
+        self._began = int(time.time())
+
+    async def page(self, request: Request) -> Response:
+        """The page to talk to the model."""
+        page = resources.files("mpar.serve").joinpath("chat.html").read_text(encoding="utf-8")
+        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+
+    async def health(self, request: Request) -> Response:
+        """200 while the engine runs, 503 after it has failed."""
+        if self.worker.failure:
+            raise Refusal(503, f"the engine has stopped: {self.worker.failure}")
+        return Response()
+
+    async def version(self, request: Request) -> Response:
+        """The version of mpar."""
+        import mpar
+
+        return JSONResponse({"version": mpar.__version__})
+
+    async def metrics(self, request: Request) -> Response:
+        """Counts in the text format of Prometheus."""
+        return PlainTextResponse(metrics_text(self.worker), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        """The only model."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def one_model(self, request: Request) -> Response:
+        """The model of this name."""
+        self._check_model(request.path_params["model"])
+        return JSONResponse(self._model())
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text or of a conversation."""
+        body = await _body(request)
+        fields = body if isinstance(body, dict) else {}
+        if isinstance(fields.get("messages"), list):
+            tokens = await self._render(read_chat(body, self.options.sampling))
+        elif isinstance(fields.get("prompt"), str):
+            tokens = self._encode(fields["prompt"], special=bool(fields.get("add_special_tokens", True)))
+        else:
+            raise Refusal(400, "the body needs a text `prompt` or `messages`", "prompt")
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._length})
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        body = await _body(request)
+        tokens = body.get("tokens") if isinstance(body, dict) else None
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+            raise Refusal(400, "the body needs `tokens`, a list of whole numbers", "tokens")
+        return JSONResponse({"prompt": _own_errors(lambda: self.tokenizer.decode(tokens))})
+
+    async def chat(self, request: Request) -> Response:
+        """An answer to a conversation."""
+        asked = read_chat(await _body(request), self.options.sampling)
+        self._check_model(asked.model)
+        tokens = await self._render(asked)
+        thinks = self.tokenizer.decode(tokens[-8:]).rstrip().endswith("<think>")
+        return await self._answer(request, asked, [tokens], chat=True, thinks=thinks)
+
+    async def complete(self, request: Request) -> Response:
+        """Texts that go on from prompts."""
+        asked = read_completion(await _body(request), self.options.sampling)
+        self._check_model(asked.model)
+        prompts = [self._tokens(prompt) for prompt in asked.prompts]
+        return await self._answer(request, asked, prompts, chat=False)
+
+    async def _answer(
+        self, request: Request, asked: Asked, prompts: Sequence[Sequence[int]], *, chat: bool, thinks: bool = False
+    ) -> Response:
+        if max((*asked.sampling.bias, -1)) >= self.tokenizer.vocab_size:
+            raise Refusal(400, f"logit_bias has a token that is not below {self.tokenizer.vocab_size}", "logit_bias")
+        scores = asked.echo and asked.sampling.num_alternatives is not None
+        job = Job(prompts, asked.sampling, asked.num_choices, scores, asyncio.get_running_loop())
+        self.worker.submit(job)
+        reply = Reply(asked, job, self.options.model, self.tokenizer.decode, chat=chat, thinks=thinks)
+        if asked.streams:
+            return _Stream(reply, job, self.worker)
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            while not reply.is_complete:
+                grown = await _next(job, gone)
+                if grown is None:
+                    return Response(status_code=499)
+                if grown.error is not None:
+                    raise Refusal(503 if self.worker.failure else 400, grown.error)
+                reply.take(grown)
+        finally:
+            gone.cancel()
+            if not reply.is_complete:
+                self.worker.cancel(job)
+        return JSONResponse(reply.whole())
+
+    async def _render(self, asked: Asked) -> list[int]:
+        """The tokens of a conversation, up to where the assistant's answer begins."""
+        async with self._renders:
+            return await asyncio.to_thread(
+                _own_errors,
+                lambda: self.tokenizer.apply_chat_template(asked.messages, add_generation_prompt=True, tools=asked.tools),
+            )
+
+    def _tokens(self, prompt: str | Sequence[int] | None) -> Sequence[int]:
+        """The tokens of a prompt; an empty text is the token that begins a text."""
+        if isinstance(prompt, str):
+            first = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
+            return self._encode(prompt) or ([] if first is None else [first])
+        size = self.worker.assistant.vocab_size
+        outside = [token for token in prompt or () if not 0 <= token < size]
+        if outside:
+            raise Refusal(400, f"prompt has the tokens {outside[:4]}, and the model has {size}", "prompt")
+        return list(prompt or ())
+
+    def _encode(self, text: str, *, special: bool = True) -> list[int]:
+        return _own_errors(lambda: self.tokenizer.encode(text, add_special_tokens=special))
+
+    @property
+    def _length(self) -> int:
+        return self.worker.assistant.engine.runner.sizes.length
+
+    def _model(self) -> dict[str, object]:
+        about = {"id": self.options.model, "object": "model", "created": self._began, "owned_by": "mpar"}
+        return {**about, "max_model_len": self._length}
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.options.model):
+            raise Refusal(404, f"The model `{name}` does not exist. There is `{self.options.model}`.", "model")
+
+
+async def _body(request: Request) -> object:
+    """The JSON value in the body."""
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > _MAX_BODY_BYTES:
+            raise Refusal(413, f"the body has more than {_MAX_BODY_BYTES:,} bytes")
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is no JSON: {error}") from None
+
+
+def _own_errors(work: Callable[[], Any]) -> Any:
+    """What `work` returns; what mpar refuses in it is the client's mistake."""
+    try:
+        return work()
+    except Refusal:
+        raise
+    except MparError as error:
+        raise Refusal(400, str(error)) from None
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _next(job: Job, gone: asyncio.Task[None]) -> Grown | None:
+    """The next that comes for a job; None if the client leaves before."""
+    if not job.events.empty():
+        return job.events.get_nowait()
+    event = asyncio.create_task(job.events.get())
+    await asyncio.wait({event, gone}, return_when=asyncio.FIRST_COMPLETED)
+    if event.done():
+        return event.result()
+    event.cancel()
+    return None
+
+
+class _Stream(Response):
+    """The chunks of a reply as server-sent events. The job is given up as soon as the client leaves, or cannot be reached."""
+
+    def __init__(self, reply: Reply, job: Job, worker: Worker) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(media_type="text/event-stream", headers=headers)
+        self.reply, self.job, self.worker = reply, job, worker
+        del self.headers["content-length"]  # it has no end that is known
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.create_task(_disconnected(Request(scope, receive)))
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            while not self.reply.is_complete:
+                grown = await _next(self.job, gone)
+                if grown is None:
+                    return
+                if grown.error is not None:
+                    await self._send(send, Refusal(503, grown.error).body)
+                    break
+                for chunk in self.reply.take(grown):
+                    await self._send(send, chunk)
+            if self.reply.is_complete and self.reply.asked.with_usage:
+                await self._send(send, self.reply.usage_chunk())
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        finally:
+            gone.cancel()
+            if not self.reply.is_complete:
+                self.worker.cancel(self.job)
+
+    async def _send(self, send: Send, value: object) -> None:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})

@@ -1,0 +1,208 @@
+"""Asked: what the body of a request asks for. Every field that is known is checked; one that cannot be honoured is refused."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpar.errors import ConfigError, brief
+from mpar.infer import Sampling
+from mpar.serve._refusal import Refusal
+
+__all__ = ["Asked", "read_chat", "read_completion"]
+
+_MAX_CHOICES = 128
+_MAX_STOPS = 16
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked for.
+
+    prompts:        texts or tokens to continue; of a conversation one None.
+    messages:       the conversation; tools: the functions that the assistant may call in it.
+    template_words: further variables of the chat template.
+    echo:           the text of the prompt is part of the answer.
+    with_usage:     a stream ends with the counts of tokens.
+    """
+
+    model: str | None
+    prompts: Sequence[str | Sequence[int] | None]
+    sampling: Sampling
+    num_choices: int
+    streams: bool
+    with_usage: bool
+    messages: Sequence[Mapping[str, object]] = ()
+    tools: Sequence[Mapping[str, object]] | None = None
+    echo: bool = False
+
+
+_NUMBER, _COUNT, _SWITCH, _TEXT = "a number", "a whole number", "true or false", "a text"
+_KINDS: Mapping[str, Callable[[object], bool]] = {
+    _NUMBER: lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    _COUNT: lambda value: isinstance(value, int) and not isinstance(value, bool),
+    _SWITCH: lambda value: isinstance(value, bool),
+    _TEXT: lambda value: isinstance(value, str),
+}
+_PLAIN = {
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "min_p": _NUMBER,
+    "top_k": _COUNT,
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "seed": _COUNT,
+    "ignore_eos": _SWITCH,
+    "min_tokens": _COUNT,
+}
+"""Fields of a `Sampling` that have its names in a request."""
+_NOT_DONE = {
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "functions": (None,),
+    "function_call": (None,),
+    "prediction": (None,),
+    "use_beam_search": (None, False),
+    "continue_final_message": (None, False),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+}
+"""Fields that change an answer in ways that are not there yet, with the values that change nothing."""
+
+
+def read_chat(body: object, defaults: Sampling) -> Asked:
+    """What a body for /v1/chat/completions asks for. Raises Refusal with the field that is wrong."""
+    fields = _object(body)
+    messages, tools, choice = fields.get("messages"), fields.get("tools"), fields.get("tool_choice")
+    if not isinstance(messages, list) or not messages:
+        raise _wrong("messages", "must be a list with at least one message")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise _wrong("tools", "must be a list of objects")
+    if choice not in (None, "none", "auto"):
+        raise _wrong("tool_choice", f"is {brief(choice)}; only none and auto are there")
+    sampling = _sampling(fields, defaults, fields.get("max_completion_tokens", fields.get("max_tokens")))
+    if _field(fields, "logprobs", _SWITCH, False):
+        alternatives = _field(fields, "top_logprobs", _COUNT, 0)
+        sampling = _checked(sampling, "top_logprobs", num_alternatives=alternatives)
+    elif fields.get("top_logprobs"):
+        raise _wrong("top_logprobs", "needs logprobs=true")
+    checked = [_message(message, index) for index, message in enumerate(messages)]
+    asked = _asked(fields, [None], sampling)
+    return replace(asked, messages=checked, tools=None if choice == "none" else tools or None)
+
+
+def read_completion(body: object, defaults: Sampling) -> Asked:
+    """What a body for /v1/completions asks for. Raises Refusal with the field that is wrong."""
+    fields = _object(body)
+    prompt = fields.get("prompt", "")
+    prompts = prompt if isinstance(prompt, list) and not _is_tokens(prompt) else [prompt]
+    if not prompts or not all(isinstance(item, str) or (isinstance(item, list) and _is_tokens(item)) for item in prompts):
+        raise _wrong("prompt", "must be a text, a list of tokens, or a list of these")
+    sampling = _sampling(fields, defaults, fields.get("max_tokens", 16))
+    if fields.get("logprobs") is not None:
+        sampling = _checked(sampling, "logprobs", num_alternatives=_field(fields, "logprobs", _COUNT, 0))
+    return replace(_asked(fields, prompts, sampling), echo=_field(fields, "echo", _SWITCH, False))
+
+
+def _is_tokens(value: Sequence[object]) -> bool:
+    return bool(value) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+
+
+def _object(body: object) -> Mapping[str, Any]:
+    """The fields of the body, none of which asks for what is not there."""
+    if not isinstance(body, dict):
+        raise Refusal(400, f"the body must be a JSON object, and is {brief(body)}")
+    for name, harmless in _NOT_DONE.items():
+        if name in body and body[name] not in harmless:
+            raise _wrong(name, f"={brief(body[name])} is not supported")
+    return body
+
+
+def _asked(fields: Mapping[str, Any], prompts: Sequence[str | Sequence[int] | None], sampling: Sampling) -> Asked:
+    """What both kinds of requests have in common."""
+    num_choices, streams = _field(fields, "n", _COUNT, 1), _field(fields, "stream", _SWITCH, False)
+    if not 1 <= num_choices <= _MAX_CHOICES:
+        raise _wrong("n", f"must be between 1 and {_MAX_CHOICES}")
+    options = fields.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise _wrong("stream_options", "must be an object")
+    with_usage = streams and bool(options.get("include_usage"))
+    return Asked(_field(fields, "model", _TEXT, None), prompts, sampling, num_choices, streams, with_usage)
+
+
+def _sampling(fields: Mapping[str, Any], defaults: Sampling, max_tokens: object) -> Sampling:
+    """How tokens are chosen: `defaults` with what the request says."""
+    sampling = defaults
+    for name, kind in _PLAIN.items():
+        if fields.get(name) is not None:
+            value = _field(fields, name, kind, None)
+            sampling = _checked(sampling, name, **{name: max(value, 0) if name == "top_k" else value})  # -1 is no limit, too
+    if max_tokens is not None:
+        name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+        if not _KINDS[_COUNT](max_tokens):
+            raise _wrong(name, f"must be {_COUNT}, and is {brief(max_tokens)}")
+        sampling = _checked(sampling, name, max_tokens=max_tokens)
+    stop = fields.get("stop") or ()
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, (list, tuple)) or len(stops) > _MAX_STOPS or not all(isinstance(item, str) for item in stops):
+        raise _wrong("stop", f"must be a text or a list of at most {_MAX_STOPS} texts")
+    ids = fields.get("stop_token_ids") or ()
+    if not isinstance(ids, (list, tuple)) or (ids and not _is_tokens(ids)):
+        raise _wrong("stop_token_ids", "must be a list of tokens")
+    sampling = _checked(sampling, "stop", stop=tuple(stops), stop_ids=tuple(ids))
+    return _checked(sampling, "logit_bias", bias=_bias(fields.get("logit_bias") or {}))
+
+
+def _bias(value: object) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise _wrong("logit_bias", "must be an object from tokens to numbers")
+    try:
+        bias = {int(token): float(number) for token, number in value.items()}
+    except (TypeError, ValueError):
+        raise _wrong("logit_bias", "must be an object from tokens to numbers") from None
+    if not all(-100 <= number <= 100 for number in bias.values()):
+        raise _wrong("logit_bias", "must have numbers between -100 and 100")
+    return bias
+
+
+def _message(message: object, index: int) -> Mapping[str, object]:
+    """A message whose content is a text: parts of text are joined."""
+    where = f"messages[{index}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise _wrong(where, "must be an object with a role")
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        raise _wrong(f"{where}.content", "is missing")
+    if isinstance(content, list):
+        if not all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+        ):
+            raise _wrong(f"{where}.content", "has parts that are no text; images and sound are not supported")
+        return {**message, "content": "".join(part["text"] for part in content)}
+    if content is not None and not isinstance(content, str):
+        raise _wrong(f"{where}.content", f"must be a text or a list of parts, and is {brief(content)}")
+    return message
+
+
+def _field(fields: Mapping[str, Any], name: str, kind: str, default: Any) -> Any:
+    """The value of a field, the default if it is missing or null."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not _KINDS[kind](value):
+        raise _wrong(name, f"must be {kind}, and is {brief(value)}")
+    return value
+
+
+def _checked(sampling: Sampling, name: str, **values: Any) -> Sampling:
+    try:
+        return replace(sampling, **values)
+    except ConfigError as error:
+        raise _wrong(name, str(error).rpartition("\n  ")[2].partition(": it ")[2]) from None
+
+
+def _wrong(name: str, problem: str) -> Refusal:
+    return Refusal(400, f"{name} {problem}" if not problem.startswith("=") else name + problem, name)

@@ -1,0 +1,197 @@
+"""Worker: the thread that runs the engine. Requests come to it from the event loop, and their answers go back there."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mpar.errors import ConfigError
+from mpar.infer import Answer, Assistant, Chosen, Sampling
+from mpar.serve._refusal import Refusal
+
+__all__ = ["Counts", "Grown", "Job", "Worker"]
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What has come for one choice of a job: text that is certain, the tokens, and why the answer has ended, if it has.
+
+    prompt: the tokens of the prompt with their log-probabilities, which come first if they were asked for.
+    error:  why the job cannot be answered; nothing comes after it.
+    """
+
+    index: int
+    text: str = ""
+    chosen: Sequence[Chosen] = ()
+    finish: str | None = None
+    prompt: Sequence[Chosen] = ()
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """Prompts that one request asks to continue, each `num_choices` times. `events` belongs to the event loop `loop`.
+
+    scores_prompts: whether log-probabilities of the prompts' own tokens are wanted, too.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    num_choices: int
+    scores_prompts: bool
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[Grown] = field(default_factory=asyncio.Queue)
+    is_cancelled: bool = False
+    num_shared: int = 0
+
+    def tell(self, grown: Grown) -> None:
+        """Let the event loop know; called by the worker."""
+        self.loop.call_soon_threadsafe(self.events.put_nowait, grown)
+
+
+@dataclass
+class Counts:
+    """What has happened since the start, for /metrics."""
+
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+    answer_tokens: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    refused: int = 0
+    ended: dict[str, int] = field(default_factory=dict)
+
+
+class Worker(threading.Thread):
+    """Runs an assistant.
+
+    max_waiting: how many answers may wait for a row before further requests are refused.
+    on_failure:  is called after an error of the engine, when everybody has been told.
+    """
+
+    def __init__(self, assistant: Assistant, max_waiting: int, on_failure: Callable[[], None] = lambda: None) -> None:
+        super().__init__(name="mpar-engine", daemon=True)
+        self.assistant, self.max_waiting, self.on_failure = assistant, max_waiting, on_failure
+        self.counts, self.failure = Counts(), ""
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._places: dict[Answer, tuple[Job, int, int]] = {}  # its job, its index there, and how many of its tokens were told
+        self._jobs: dict[Job, int] = {}  # jobs that have not ended, with their numbers of answers that have not
+        self._num_queued = 0  # answers that the event loop has asked for and the thread has not begun yet
+        self._lock = threading.Lock()
+
+    @property
+    def num_waiting(self) -> int:
+        """How many answers wait for a row."""
+        return len(self.assistant.engine.scheduler.waiting) + self._num_queued
+
+    @property
+    def num_running(self) -> int:
+        """How many answers have a row."""
+        return len(self.assistant.engine.scheduler.running)
+
+    def submit(self, job: Job) -> None:
+        """Begin a job; called by the event loop. Raises Refusal if too many wait, a prompt does not fit, or the engine failed."""
+        count = len(job.prompts) * job.num_choices
+        self._check_runs()
+        if self.num_waiting + count > self.max_waiting and self.num_waiting:
+            self.counts.refused += 1
+            raise Refusal(429, f"{self.num_waiting} answers wait already, of at most {self.max_waiting}", retry_after_s=1)
+        sizes = self.assistant.engine.runner.sizes
+        for tokens in job.prompts:
+            if len(tokens) >= sizes.length:
+                raise Refusal(400, f"the prompt has {len(tokens)} tokens; it and the answer may have {sizes.length}", "prompt")
+        with self._lock:
+            self._check_runs()
+            self._jobs[job] = count
+            self._num_queued += count
+        self._commands.put(lambda: self._begin(job))
+
+    def _check_runs(self) -> None:
+        if self.failure:
+            raise Refusal(503, f"the engine has stopped: {self.failure}")
+
+    def cancel(self, job: Job) -> None:
+        """Give up a job; called by the event loop. Nothing happens if it has ended."""
+        job.is_cancelled = True
+        self._commands.put(lambda: self._drop(job))
+
+    def stop(self) -> None:
+        """End the thread once its current step is done."""
+        self._commands.put(None)
+
+    def run(self) -> None:
+        """Do what is asked until `stop`. An error of the engine ends all jobs, and is kept in `failure`."""
+        try:
+            while self._take_commands():
+                began = time.monotonic()
+                for answer in self.assistant.step():
+                    self._tell(answer)
+                self.counts.steps += 1
+                self.counts.step_s += time.monotonic() - began
+        except Exception as error:
+            with self._lock:
+                self.failure = f"{type(error).__name__}: {error}"
+            for job in self._jobs:
+                job.tell(Grown(0, error=f"the engine has stopped: {self.failure}"))
+            self.on_failure()
+            raise
+
+    def _take_commands(self) -> bool:
+        """Do all commands; wait for one while there is nothing to answer. Returns False when the thread is to end."""
+        while True:
+            try:
+                command = self._commands.get(block=self.assistant.is_idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _begin(self, job: Job) -> None:
+        with self._lock:
+            self._num_queued -= len(job.prompts) * job.num_choices
+        if job.is_cancelled:
+            self._jobs.pop(job, None)
+            return
+        for number, tokens in enumerate(job.prompts):
+            if job.scores_prompts:
+                scores = self.assistant.score(tokens, job.sampling.num_alternatives or 0)
+                for choice in range(job.num_choices):
+                    job.tell(Grown(number * job.num_choices + choice, prompt=scores))
+            for choice in range(job.num_choices):
+                try:
+                    answer = self.assistant.continue_tokens(tokens, job.sampling, choice)
+                except ConfigError as error:
+                    self._drop(job)
+                    job.tell(Grown(0, error=str(error)))
+                    return
+                self._places[answer] = (job, number * job.num_choices + choice, 0)
+            self.counts.prompt_tokens += len(tokens)
+
+    def _drop(self, job: Job) -> None:
+        for answer in [answer for answer, place in self._places.items() if place[0] is job]:
+            self.assistant.cancel(answer)
+            self._end(answer, "cancelled")
+        self._jobs.pop(job, None)
+
+    def _tell(self, answer: Answer) -> None:
+        """Tell what an answer has grown by."""
+        job, index, told = self._places[answer]
+        request = answer.request
+        if told == 0:
+            job.num_shared += request.num_shared or 0
+            self.counts.shared_tokens += request.num_shared or 0
+        self._places[answer] = (job, index, len(request.chosen))
+        self.counts.answer_tokens += len(request.chosen) - told
+        job.tell(Grown(index, answer.take(), request.chosen[told:], request.finish))
+        if request.finish is not None:
+            self._end(answer, request.finish)
+
+    def _end(self, answer: Answer, why: str) -> None:
+        job, _, _ = self._places.pop(answer)
+        self._jobs[job] -= 1
+        if self._jobs[job] == 0:
+            del self._jobs[job]
+        self.counts.ended[why] = self.counts.ended.get(why, 0) + 1

@@ -1,0 +1,116 @@
+"""`mpar generate`: prompts from the command line, from files and from the terminal."""
+
+import io
+import json
+
+import pytest
+import torch
+
+from mpar import models
+from mpar.cli.main import main
+from mpar.data import byte_tokenizer
+from tests.infer.test_assistant import CONFIG
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Hugging Face folder of a tiny model that answers with bytes."""
+    folder = tmp_path_factory.mktemp("model") / "hf"
+    model = models.build("qwen3", CONFIG)
+    models.to_hf(model, model.init(0), folder)
+    byte_tokenizer().save(folder)
+    return folder
+
+
+def ask(capsys, folder, *keys: str) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of `mpar generate`."""
+    code = main(["generate", f"path={folder}", "max_new_tokens=5", *keys])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_a_file_of_prompts(capsys, folder, tmp_path):
+    """Answers are in the order of the prompts, as many as asked for, with what else the lines have and log-probabilities."""
+    lines = [{"prompt": "hello", "id": 7}, {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "third one"}]
+    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    out = tmp_path / "answers.jsonl"
+    keys = ["num_answers=2", "temperature=1", "logprobs=2", "rows=4"]
+    code, said, noted = ask(capsys, folder, f"prompts={tmp_path}/asked.jsonl", f"out={out}", *keys)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (code, said, len(records)) == (0, "", 6)
+    assert "6 answers" in noted and "tokens/s" in noted
+    assert [record.get("id") for record in records] == [7, 7, None, None, None, None]
+    assert [record.get("prompt") for record in records] == ["hello", "hello", None, None, "third one", "third one"]
+    assert records[2]["messages"] == lines[1]["messages"]
+    assert records[0]["answer"] != records[1]["answer"]
+    assert all(token["logprob"] <= 0 and len(token["alternatives"]) == 2 for record in records for token in record["tokens"])
+
+
+def test_lines_of_text_are_continued_verbatim(capsys, folder, tmp_path):
+    """With chat=false nothing is put around a line, and answers go to the screen."""
+    (tmp_path / "lines.txt").write_text("first\nsecond\n")
+    code, said, _ = ask(capsys, folder, f"prompts={tmp_path}/lines.txt", "chat=false")
+    model, params = models.from_hf(folder, dtype=torch.float32)
+    tokenizer = byte_tokenizer()
+    expected = []
+    for text in ("first", "second"):
+        tokens = tokenizer.encode(text)
+        for _ in range(5):
+            tokens.append(int(model.apply(params, torch.tensor([tokens]))[0, -1].argmax()))
+        expected.append(tokenizer.decode([token for token in tokens[len(text) :] if token < 256]).strip())
+    assert (code, said.splitlines()) == (0, expected)
+
+
+def test_a_conversation_on_the_terminal(capsys, folder, monkeypatch):
+    """The second question is asked after the first and its answer; after /new the first is asked as before."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n/new\none\n\nignored\n"))
+    code, said, noted = ask(capsys, folder)
+    first, second, again = said.split("\n")[:3]
+    assert (code, first) == (0, again)
+    assert "A new conversation." in noted
+    tokenizer = byte_tokenizer()
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": first}, {"role": "user", "content": "two"}]
+    model, params = models.from_hf(folder, dtype=torch.float32)
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert second.encode()[:1] == bytes([int(model.apply(params, torch.tensor([tokens]))[0, -1].argmax())]) or not second
+
+
+def test_generation_config_counts_and_is_named(capsys, folder, tmp_path):
+    """Its values are said with the file; a key of the command line goes before it."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_p": 0.8}))
+    assert f"temperature=0.7 top_p=0.8, as {copy / 'generation_config.json'} says" in ask(capsys, copy, "prompt=hi")[2]
+    assert "says" not in ask(capsys, copy, "prompt=hi", "temperature=0")[2]
+
+
+REFUSED = {
+    "both": (["prompt=a", "prompts=b"], "both prompt and prompts"),
+    "out alone": (["out=x.jsonl"], "out is for the answers"),
+    "no folder": (["prompts=a", "out=/nowhere/x.jsonl"], "there is no folder /nowhere"),
+    "system": (["prompt=a", "chat=false", "system=b"], "a system message needs chat=true"),
+    "dtype": (["prompt=a", "dtype=int8"], "choose float32, bfloat16 or float16"),
+    "stop": (["prompt=a", "stop=['']"], "stop has an empty text"),
+    "missing file": (["prompts=/nowhere.jsonl"], "cannot read prompts from /nowhere.jsonl"),
+    "top_p": (["prompt=a", "top_p=0"], "above 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_keys_that_do_not_fit_are_refused(capsys, folder, case):
+    """Before a model is loaded, with what to do instead."""
+    keys, message = REFUSED[case]
+    code, said, noted = ask(capsys, folder, *keys)
+    assert code != 0 and said == ""
+    assert message in noted
+
+
+def test_bad_lines_of_a_file_are_counted(capsys, folder, tmp_path):
+    """Each with its number and what is wrong with it; no answer is made."""
+    lines = ["{", "3", "{}", '{"messages": []}', '{"messages": [{"role": "assistant", "content": "a"}]}', '{"prompt": 3}']
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines * 2))
+    code, said, noted = ask(capsys, folder, f"prompts={tmp_path}/bad.jsonl")
+    assert code != 0 and said == ""
+    assert all(f"line {number}:" in noted for number in range(1, 9)) and "and 4 more lines" in noted

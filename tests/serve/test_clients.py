@@ -1,0 +1,208 @@
+"""OpenAI's own client: every call gives what its types say, streams give the same text, mistakes raise its exceptions."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from mpar.infer import Sampling, Sizes
+from tests.infer.cached_tokens import CachedTokens
+from tests.serve.conftest import serving
+
+ASKED = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def client(server):
+    """OpenAI's client of the server."""
+    with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_models(client):
+    """The list has the model, which can be asked for by its name."""
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "mpar"
+
+
+def test_a_conversation_streams_what_it_gives_at_once(client):
+    """The same text, reason and counts; the first chunk has the role; log-probabilities are of the tokens."""
+    how = {"model": "tiny", "messages": ASKED, "max_tokens": 9, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**how)
+    chunks = list(client.chat.completions.create(**how, stream=True, stream_options={"include_usage": True}))
+    (choice,) = whole.choices
+    parts = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert "".join(part.delta.content or "" for part in parts) == choice.message.content
+    assert (parts[0].delta.role, parts[-1].finish_reason) == ("assistant", choice.finish_reason)
+    assert chunks[-1].usage == whole.usage and whole.usage.completion_tokens == len(choice.logprobs.content)
+    streamed = [entry for part in parts if part.logprobs for entry in part.logprobs.content]
+    assert [entry.token for entry in streamed] == [entry.token for entry in choice.logprobs.content]
+    assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_completions_of_several_prompts(client):
+    """Choices are numbered prompt by prompt; a prompt may be tokens; echo gives the prompt and its log-probabilities."""
+    prompts = ["one", "two"]
+    whole = client.completions.create(model="tiny", prompt=prompts, n=2, max_tokens=4, temperature=1.0, seed=3)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert whole.choices[0].text != whole.choices[1].text
+    alone = client.completions.create(model="tiny", prompt=list(b"two"), n=2, max_tokens=4, temperature=1.0, seed=3)
+    assert [choice.text for choice in alone.choices] == [choice.text for choice in whole.choices[2:]]
+    echoed = client.completions.create(model="tiny", prompt="abc", max_tokens=1, echo=True, logprobs=1).choices[0]
+    scores = echoed.logprobs
+    assert echoed.text.startswith("abc") and scores.tokens[:3] == ["a", "b", "c"] and scores.text_offset[:3] == [0, 1, 2]
+    assert scores.token_logprobs[0] is None and all(value <= 0 for value in scores.token_logprobs[1:])
+    assert scores.token_logprobs[-1] == max(scores.top_logprobs[-1].values())
+    streamed = list(client.completions.create(model="tiny", prompt="abc", max_tokens=5, stream=True, echo=True))
+    at_once = client.completions.create(model="tiny", prompt="abc", max_tokens=5, echo=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == at_once.choices[0].text
+
+
+def test_stops_and_biases(client):
+    """A stop text ends the answer and is not in it; a bias of 100 makes a token certain."""
+    free = client.completions.create(model="tiny", prompt="abc", max_tokens=20, logit_bias={"97": 50, "98": 49.9}).choices[0]
+    assert set(free.text) == {"a"} and free.finish_reason == "length"
+    stopped = client.completions.create(model="tiny", prompt="abc", max_tokens=20, logit_bias={"97": 100}, stop="aaa").choices[0]
+    assert (stopped.text, stopped.finish_reason) == ("", "stop")
+
+
+def test_many_clients_get_what_each_gets_alone(server):
+    """Twenty-four clients at the same time, some of which leave: no answer has a token of another one."""
+    address, worker = server
+    prompts = [f"client {n} says " + "x" * (7 * n % 60) for n in range(24)]
+    body = {"max_tokens": 12, "temperature": 0.8, "seed": 5, "ignore_eos": True}
+
+    def ask(prompt: str) -> str:
+        return httpx.post(f"{address}/v1/completions", json={"prompt": prompt, **body}, timeout=60).json()["choices"][0]["text"]
+
+    def leave(prompt: str) -> None:
+        with httpx.stream(
+            "POST", f"{address}/v1/completions", json={"prompt": prompt, **body, "max_tokens": 200, "stream": True}
+        ) as r:
+            next(r.iter_lines())
+
+    alone = [ask(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(30) as pool:
+        gone = [pool.submit(leave, prompt) for prompt in prompts[:4]]
+        assert list(pool.map(ask, prompts)) == alone
+        assert [future.result() for future in gone] == [None] * 4
+    wait_until(lambda: worker.assistant.is_idle)
+    assert worker.counts.ended["cancelled"] == 4
+    assert worker.assistant.engine.scheduler.pool.num_free == 128
+
+
+def wait_until(holds) -> None:
+    """Wait until something holds, for at most ten seconds."""
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class Slow(CachedTokens):
+    """A runner whose steps wait for a permit, and fail when there is an order to."""
+
+    def __init__(self) -> None:
+        super().__init__(Sizes(rows=1, tokens=64, pages=17, page_size=16, length=256))
+        self.permits, self.fails = threading.Semaphore(0), False
+
+    def step(self, *tables):
+        """See `Runner`."""
+        self.permits.acquire()
+        if self.fails:
+            raise RuntimeError("the device is gone")
+        return super().step(*tables)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_too_many_requests_are_refused_and_a_failure_ends_all():
+    """Beyond `max_waiting` the status is 429 with a time to try again; when the engine fails, everybody is told."""
+    runner = Slow()
+    with serving(runner, max_waiting=2) as (address, worker), ThreadPoolExecutor(4) as pool:
+        ask = lambda: httpx.post(f"{address}/v1/completions", json={"prompt": "ab", "max_tokens": 3}, timeout=30)  # noqa: E731
+        first = pool.submit(ask)
+        wait_until(lambda: worker.num_running == 1)
+        queued = [pool.submit(ask) for _ in range(2)]
+        wait_until(lambda: worker.num_waiting == 2)
+        refused = ask()
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert httpx.get(f"{address}/health").status_code == 200
+        runner.fails = True
+        runner.permits.release()
+        answers = [future.result() for future in (first, *queued)]
+        assert {answer.status_code for answer in answers} == {503}
+        assert "the device is gone" in answers[0].json()["error"]["message"]
+        assert httpx.get(f"{address}/health").status_code == 503
+        assert ask().status_code == 503
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_ends_a_stream_with_an_error():
+    """OpenAI's client raises it in the middle of a stream."""
+    runner = Slow()
+    with serving(runner) as (address, _), openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        runner.permits.release()
+        stream = client.completions.create(model="tiny", prompt="ab", max_tokens=30, stream=True)
+        runner.fails = True
+        runner.permits.release()
+        with pytest.raises(openai.APIError, match="the device is gone"):
+            list(stream)
+
+
+def test_keys(tiny_runner):
+    """Without one of the keys the client raises AuthenticationError; health needs none."""
+    with serving(tiny_runner, api_keys=("first", "second")) as (address, _):
+        for key, accepted in (("first", True), ("second", True), ("firs", False), ("firstfirst", False)):
+            response = httpx.get(f"{address}/v1/models", headers={"Authorization": f"Bearer {key}"})
+            assert response.status_code == (200 if accepted else 401)
+        with (
+            openai.OpenAI(base_url=f"{address}/v1", api_key="no", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.models.list()
+        assert httpx.get(f"{address}/health").status_code == 200
+
+
+def test_exceptions_of_the_client(client):
+    """What is not there is NotFoundError, what cannot be is BadRequestError, with the field."""
+    with pytest.raises(openai.NotFoundError, match="`other` does not exist"):
+        client.chat.completions.create(model="other", messages=ASKED)
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.completions.create(model="tiny", prompt="x" * 300)
+    assert raised.value.param == "prompt" and "300 tokens" in str(raised.value)
+    assert Sampling().temperature == 0
+
+
+def test_counts_for_prometheus(server):
+    """Each metric has its help and type; what was answered is counted."""
+    address, worker = server
+    httpx.post(f"{address}/v1/completions", json={"prompt": "abc", "max_tokens": 2})
+    lines = httpx.get(f"{address}/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert int(values["mpar_answer_tokens_total"]) == worker.counts.answer_tokens > 0
+    assert sum(line.startswith("# TYPE") for line in lines) == sum(line.startswith("# HELP") for line in lines) >= 11
+
+
+def test_the_page_needs_no_network_but_its_server(server):
+    """It names no other address, and the browser is told to load nothing else."""
+    response = httpx.get(server[0])
+    assert "connect-src 'self'" in response.headers["content-security-policy"]
+    assert "http://" not in response.text and "https://" not in response.text and "//cdn" not in response.text
+
+
+def test_tokens_of_texts(server):
+    """Texts and conversations become tokens, and tokens texts."""
+    address = server[0]
+    assert httpx.post(f"{address}/tokenize", json={"prompt": "ab"}).json() == {
+        "tokens": [97, 98],
+        "count": 2,
+        "max_model_len": 256,
+    }
+    assert httpx.post(f"{address}/detokenize", json={"tokens": [97, 98]}).json() == {"prompt": "ab"}
+    chat = httpx.post(f"{address}/tokenize", json={"messages": ASKED}).json()
+    assert bytes(token for token in chat["tokens"] if token < 256).decode() == "user\nhello\nassistant\n"

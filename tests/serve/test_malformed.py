@@ -1,0 +1,106 @@
+"""Malformed requests: each gets a status below 500 and OpenAI's error, which names the field."""
+
+import json
+
+import httpx
+import pytest
+
+WRONG = {
+    "temperature": [-1, "hot", True, [1], {}, 1e400],
+    "top_p": [0, 1.5, "all", -0.1],
+    "top_k": [1.5, "few"],
+    "min_p": [-1, 2, "x"],
+    "n": [0, -1, 1000, 1.5, "two"],
+    "max_tokens": [0, -5, 1.5, "many"],
+    "presence_penalty": [-3, 3, "x"],
+    "frequency_penalty": [-3, 3, []],
+    "repetition_penalty": [0, -1, "x"],
+    "seed": [-1, 1.5, "x", 2**64],
+    "stop": [3, [3], [""], [["x"]], ["a"] * 20],
+    "stop_token_ids": [3, ["x"], [1.5]],
+    "logit_bias": [3, [1], {"x": 1}, {"1": "x"}, {"1": 101}, {"-4": 1}, {"99999": 1}],
+    "stream": ["yes", 1, []],
+    "stream_options": [3, "x", [1]],
+    "ignore_eos": [1, "x"],
+    "min_tokens": [-1, 1.5],
+    "model": ["other", 3, ["tiny"]],
+    "response_format": [{"type": "json_object"}],
+    "best_of": [3],
+    "suffix": ["x"],
+    "audio": [{"voice": "x"}],
+    "functions": [[{}]],
+    "guided_json": [{}],
+}
+OF_COMPLETIONS = {
+    "prompt": [3, {}, [], [["x"]], [[]], ["a", 3], [1.5], [-1], [99999], [[5, 99999]], "y" * 300, True, "\ud800"],
+    "logprobs": [-1, 21, "x", 1.5, True],
+    "echo": ["x", 1],
+}
+USER = {"role": "user", "content": "x"}
+OF_CHATS = {
+    "messages": [
+        None,
+        3,
+        [],
+        "x",
+        [3],
+        [{}],
+        [{"role": 3}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "user", "content": [3]}],
+        [{"role": "user", "content": "z" * 300}],
+        [{"role": "user", "content": "\ud800"}],
+    ],
+    "top_logprobs": [3],
+    "logprobs": [3, "x"],
+    "tools": [3, [3], "x"],
+    "tool_choice": ["required", {"type": "function"}, 3],
+    "max_completion_tokens": [0, "x", -1],
+}
+BODIES = [b"", b"{", b"[]", b"3", b"null", b'"x"', b"\xff\xfe", b'{"prompt": "a"', b"[" * 100000, b'{"prompt": NaN}']
+
+
+def refused(response: httpx.Response) -> dict:
+    """The error of a response, which must be the client's mistake."""
+    assert 400 <= response.status_code < 500, (response.status_code, response.text)
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return error
+
+
+@pytest.mark.parametrize("field", [*WRONG, *OF_COMPLETIONS])
+def test_fields_of_completions(server, field):
+    """Every wrong value of every field."""
+    for value in {**WRONG, **OF_COMPLETIONS}[field]:
+        content = json_of({"prompt": "a", "max_tokens": 1, field: value})
+        error = refused(httpx.post(f"{server[0]}/v1/completions", content=content))
+        assert error["param"] == field or field in error["message"] or field == "prompt", error
+
+
+@pytest.mark.parametrize("field", [*WRONG, *OF_CHATS])
+def test_fields_of_chats(server, field):
+    """Every wrong value of every field."""
+    for value in {**WRONG, **OF_CHATS}[field]:
+        content = json_of({"messages": [USER], "max_tokens": 1, field: value})
+        error = refused(httpx.post(f"{server[0]}/v1/chat/completions", content=content))
+        assert str(error["param"]).startswith(field) or field in error["message"] or field == "messages", error
+
+
+def json_of(body: dict) -> bytes:
+    """As JSON, in which numbers may be too large and texts no Unicode."""
+    return json.dumps(body).encode()
+
+
+def test_bodies_and_routes(server):
+    """What is no JSON object, and addresses that are not there; afterwards the server answers."""
+    for body in BODIES:
+        for route in ("completions", "chat/completions"):
+            if body != b'{"prompt": NaN}' or route == "completions":
+                refused(httpx.post(f"{server[0]}/v1/{route}", content=body))
+    for method, route in (("GET", "/v1/completions"), ("POST", "/v1/models"), ("GET", "/v2"), ("GET", "/v1/models/none")):
+        refused(httpx.request(method, f"{server[0]}{route}"))
+    for body in ({}, {"tokens": "x"}, {"tokens": [10**9]}, {"tokens": [-1]}):
+        refused(httpx.post(f"{server[0]}/detokenize", json=body))
+    assert httpx.post(f"{server[0]}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
