@@ -30,8 +30,6 @@ __all__ = [
     "TextStream",
     "Turn",
     "choose",
-<<<<<<< HEAD
-=======
     "end_ids",
     "generate",
     "with_defaults",
