@@ -72,6 +72,9 @@ class Segment:
                that is tied to the embedding.
     out_axes:  logical axes of the leaves of the `x` that `fn` returns.
     carry:     what a slice of the rows carries to later ones; None: no position depends on another position of its row.
+    state:     where its state is in the tree of the chain's state: tensors that the program keeps from step to step, such as a
+               cache of keys. `fn` is then called as `fn(params, x, context, state, training=...)`, where `state` is a tuple of
+               the subtrees at these paths, and returns `(x, state, losses[, metrics])`, with the state that the next step gets.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Segment:
     paths: tuple[str, ...]
     out_axes: Any = field(default=None)
     carry: Carry | None = None
+    state: tuple[str, ...] = ()
 
 
 Update = tuple[str, Callable[[Tensor, Tensor], Tensor]]
@@ -86,12 +90,15 @@ Update = tuple[str, Callable[[Tensor, Tensor], Tensor]]
 
 
 class Chain(Protocol):
-    """What `compile_step` needs from a model. A subclass defines the abstract members and inherits those that have a default."""
+    """What the compiler needs from a model. A subclass defines the abstract members and inherits those that have a default."""
 
     @property
     @abstractmethod
     def segments(self) -> tuple[Segment, ...]:
-        """The functions of the chain, first to last; the last returns `(None, {"loss": loss_sum, ...})`."""
+        """The functions of the chain, first to last; the last returns `(None, {"loss": loss_sum, ...})`.
+
+        In a chain for `compile_forward` it returns `(x, {})`, and the leaves of this x are the results of the program.
+        """
 
     @property
     @abstractmethod
@@ -120,6 +127,16 @@ class Chain(Protocol):
         """The scalar that the loss sum of this batch is divided by, a function of the batch alone."""
 
     @property
+    def abstract_state(self) -> Tree:
+        """What the program keeps from step to step besides parameters, with meta tensors as leaves; by default nothing."""
+        return {}
+
+    @property
+    def state_axes(self) -> Tree:
+        """The same tree with an `Axes` tuple for each leaf."""
+        return {}
+
+    @property
     def updates(self) -> Mapping[str, Update]:
         """Parameters that are not updated by a gradient, by path. A step sets each to `fn(parameter, metric)`, where the metric
         is called `<segment>.<name>`. `fn` must be hashable. By default there are none."""
@@ -143,6 +160,8 @@ _MEMBERS = (
     "batch_axes",
     "context",
     "weight",
+    "abstract_state",
+    "state_axes",
     "updates",
     "forbids_microbatches",
     "forbids_slices",
@@ -158,7 +177,7 @@ def check_chain(chain: Chain) -> None:
         problems = [f"it lacks `{name}`: {_meaning(name)}" for name in _MEMBERS if not hasattr(chain, name)]
     problems = problems or [*_member_problems(chain)]
     if not problems:
-        problems = [*_axes_problems(chain), *_segment_problems(chain)]
+        problems = [*_axes_problems(chain), *_segment_problems(chain), *_state_problems(chain)]
     if problems:
         raise ConfigError(f"cannot compile {type(chain).__name__} as a chain of segments:\n  " + "\n  ".join(problems))
 
@@ -216,6 +235,26 @@ def _segment_problems(chain: Chain) -> list[str]:
     return problems + [
         f"updates has {path!r}, which is no parameter{_near(path, paths)}" for path in chain.updates if path not in paths
     ]
+
+
+def _state_problems(chain: Chain) -> Iterator[str]:
+    """State without fitting axes, paths of segments where there is no state, and state that not exactly one segment replaces."""
+    shapes = {path: tuple(leaf.shape) for path, leaf in tree.leaves_with_path(chain.abstract_state)}
+    axes = dict(tree.leaves_with_path(chain.state_axes, is_leaf=is_axes))
+    for path in dict.fromkeys((*shapes, *axes)):
+        if path not in shapes or path not in axes or len(shapes[path]) != len(axes[path]):
+            yield f"state {path} {shapes.get(path, 'is not in abstract_state')} has the axes {axes.get(path)} in state_axes"
+    holders: dict[str, list[str]] = {path: [] for path in shapes}
+    for segment in chain.segments:
+        for place in segment.state:
+            inside = [path for path in shapes if f"{path}.".startswith(f"{place}.")]
+            if not inside:
+                yield f"segment {segment.name!r} keeps state at {place!r}, where there is none{_near(place, shapes)}"
+            for path in inside:
+                holders[path].append(segment.name)
+    for path, names in holders.items():
+        if len(names) != 1:
+            yield f"state {path} is replaced by the segments {names}: it must be exactly one"
 
 
 def _near(name: str, known: Iterable[str]) -> str:

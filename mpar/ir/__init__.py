@@ -6,7 +6,7 @@ from mpar.ir._issue import HOME, HOST, START, Issue, plan_streams, plan_threads,
 from mpar.ir._kind import CollectiveUse, KernelUse, Kind, OpUse, Stretch
 from mpar.ir._memory import SegmentMemory, sweep
 from mpar.ir._op_time import op_time
-from mpar.ir._part import Contribution, Part, SegmentResult
+from mpar.ir._part import STATE, Contribution, Part, SegmentResult
 from mpar.ir._program import Facts, ProgramData
 from mpar.ir._values import Leaf, Value
 
@@ -15,6 +15,7 @@ __all__ = [
     "HOME",
     "HOST",
     "START",
+    "STATE",
     "CollectiveUse",
     "Contribution",
     "Facts",

@@ -33,7 +33,7 @@ class Instruction:
     """One line of the program: run `outputs = kind(inputs)`, then drop the values in `frees`.
 
     op:         context, weight, forward, backward, backward_input, backward_weight, gather, reduce, accumulate, offload, fetch,
-                send, recv, wait, finish, metrics, norm or update.
+                send, recv, wait, finish, metrics, results, norm or update.
     segment:    the place in the chain that the instruction belongs to, or "".
     microbatch: the number of the microbatch that it works on; -1: the whole batch.
     slice:      the number of the slice of that microbatch; -1: all its rows, or rows are not cut into slices.

@@ -80,6 +80,7 @@ class Kind:
     kernels:     which implementations run its calls of primitives.
     memory:      which storages its ops make and drop; the forecast of memory is computed from it.
     memory_if_rows_meet: the same if a router sends all rows to one rank; None if routing decides no number of rows.
+    overwrites:  the indices of the operands over which the code writes; nothing may read these values afterwards.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Kind:
     coordinates: tuple[tuple[str, ...], ...]
     kernels: tuple[KernelUse, ...] = ()
     memory_if_rows_meet: SegmentMemory | None = None
+    overwrites: tuple[int, ...] = ()
 
     @property
     def ops(self) -> list[OpUse]:

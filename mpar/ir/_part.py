@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from mpar.ir._instruction import Instruction, Piece
 from mpar.ir._values import Leaf
 
-__all__ = ["Contribution", "Part", "SegmentResult"]
+__all__ = ["STATE", "Contribution", "Part", "SegmentResult"]
+
+STATE = "state."
+"""What the paths of state that segments keep from step to step begin with; others begin with `params.` or `opt.`."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class SegmentResult:
 class Part:
     """What all ranks at one position along pp do.
 
-    state_in / state_out: the parameters and then the slots of the optimizer, before and after the step.
+    state_in / state_out: the parameters, then the slots of the optimizer, then the state of segments, before and after the step.
     batch:                the entries of the batch, one leaf for each key and piece.
     scalars:              the values that the host gives for each step: the learning rate `lr`, the number `step` of the update,
                           and `max_loss` and `max_grad_norm`, the largest with which the update is made.

@@ -5,6 +5,7 @@ layers:        what decoders are made of.          hf: folders of weights.
 """
 
 from mpar.models._build import build, from_config, from_hf
+from mpar.models._cached import CachedDecoder, with_cache
 from mpar.models._declared import DeclaredModel
 from mpar.models._flops import flops_per_token
 from mpar.models._model import Model, Trainable
@@ -43,7 +44,7 @@ from mpar.models.hf import (
     to_hf,
     write_hf,
 )
-from mpar.models.layers import MoeConfig
+from mpar.models.layers import CacheSizes, MoeConfig
 
 __all__ = [
     "ARCHITECTURES",
@@ -66,6 +67,8 @@ __all__ = [
     "QWEN3_MOE",
     "STARCODER2",
     "Architecture",
+    "CacheSizes",
+    "CachedDecoder",
     "DeclaredModel",
     "DecoderConfig",
     "DecoderParams",
@@ -85,6 +88,7 @@ __all__ = [
     "storage_specs",
     "stored_leaves",
     "to_hf",
+    "with_cache",
     "with_next_tokens",
     "write_hf",
 ]

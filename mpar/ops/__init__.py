@@ -13,6 +13,7 @@ from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy
 from mpar.ops._mlp_tiled import Activation, mlp_tiled
 from mpar.ops._newton_schulz import newton_schulz
+from mpar.ops._overwrite import overwrite
 from mpar.ops._quantise_fp8 import (
     FP8_MAX,
     FP8_SIDE,
@@ -63,7 +64,16 @@ from mpar.ops.primitive import (
     parse_sharding,
     primitive_of,
 )
-from mpar.ops.sequence import KeyPart, attention, attention_parts, causal_conv1d, merge_attention, ssd_scan
+from mpar.ops.sequence import (
+    KeyPart,
+    attention,
+    attention_parts,
+    causal_conv1d,
+    merge_attention,
+    paged_attention,
+    ssd_scan,
+    write_rows,
+)
 
 __all__ = [
     "FP8_MAX",
@@ -122,6 +132,8 @@ __all__ = [
     "mlp_tiled",
     "name",
     "newton_schulz",
+    "overwrite",
+    "paged_attention",
     "parse_sharding",
     "permute",
     "primitive_of",
@@ -142,4 +154,5 @@ __all__ = [
     "topk_router",
     "unpermute",
     "widen",
+    "write_rows",
 ]

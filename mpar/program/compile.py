@@ -3,6 +3,7 @@
 from mpar.chain import Chain, check_chain
 from mpar.check_optimizer import check_optimizer
 from mpar.compiler import BUCKET_BYTES, BatchShape, CompileOptions, RecomputePolicy, Schedule, build, policy
+from mpar.errors import ConfigError
 from mpar.hardware import Hardware
 from mpar.kernels import Kernels
 from mpar.mesh import Mesh
@@ -12,7 +13,7 @@ from mpar.precision import precision as make_precision
 from mpar.program._program import Program
 from mpar.strategy import Strategy, preset
 
-__all__ = ["compile_eval", "compile_step"]
+__all__ = ["compile_eval", "compile_forward", "compile_step"]
 
 
 def compile_step(
@@ -102,6 +103,39 @@ def compile_eval(
     return _compile(model, None, mesh, strategy, batch_shape, options)
 
 
+def compile_forward(
+    model: Chain,
+    mesh: Mesh,
+    strategy: Strategy | str,
+    batch_shape: BatchShape,
+    *,
+    precision: Precision | str | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    prefetch_bytes: int | None = None,
+    hardware: Hardware | None = None,
+    kernels: Kernels | None = None,
+) -> Program:
+    """Compile the forwards of a chain without losses: what its last segment returns as x is the result, on every rank.
+
+    Segments may keep state from step to step (`Segment.state`). It lies where `state_axes` and the strategy place it, is part of
+    the program's state under paths that begin with `state.`, zero at first, and is overwritten in place. The other arguments are
+    those of `compile_step`. The metrics of the program are the leaves of x, by their paths, and the metrics of segments.
+    Raises ShardingError, ShapeError or ConfigError, listing all problems.
+    """
+    options = CompileOptions(
+        training=False,
+        differentiable=False,
+        schedule=Schedule("forward_only"),
+        precision=make_precision(precision),
+        recompute=policy("full"),  # nothing is kept for a backward
+        bucket_bytes=bucket_bytes,
+        prefetch_bytes=prefetch_bytes,
+        hardware=hardware,
+        kernels=kernels,
+    )
+    return _compile(model, None, mesh, strategy, batch_shape, options)
+
+
 def _compile(
     model: Chain,
     optimizer: Optimizer | None,
@@ -112,6 +146,12 @@ def _compile(
 ) -> Program:
     """Build the program and verify it."""
     check_chain(model)
+    stateful = [segment.name for segment in model.segments if segment.state]
+    if stateful and options.differentiable:
+        raise ConfigError(
+            f"cannot compute losses of {type(model).__name__}: its segments {stateful} keep state from step to step, which has "
+            "no gradient.\nUse compile_forward."
+        )
     strategy = preset(strategy) if isinstance(strategy, str) else strategy
     program = Program.of(build(model, optimizer, mesh, strategy, batch_shape, options))
     program.verify()

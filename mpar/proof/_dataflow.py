@@ -11,6 +11,7 @@ from mpar.proof._fail import fail
 from mpar.proof._gradients import check_gradients
 from mpar.proof._labels import Carried, Contributed, Given, InputGradient, Label, Meaning, Moved, OfSlice, Result, Squares, Terms
 from mpar.proof._pieces import Pieces
+from mpar.proof._states import States
 from mpar.proof._step_end import StepEnd
 
 __all__ = ["check_dataflow", "in_order"]
@@ -28,7 +29,8 @@ def check_dataflow(program: ProgramData) -> None:
     - the weight of the batch is the sum of the weights of its microbatches, and the loss contains the losses of all of them;
     - each gradient is the sum of the contributions of all microbatches, each once, reduced as the strategy says. For each use of
       the parameter, microbatches are added in the order of the schedule; then these sums, in the order of the chain;
-    - the norm contains each gradient once, and each parameter is updated with its own gradient and slots.
+    - the norm contains each gradient once, and each parameter is updated with its own gradient and slots;
+    - the state of a segment is replaced once, by the segment's forward, in the memory in which it lies.
 
     Only for programs that `mpar.schedules.check_order` has accepted, so that no message is waited for without end.
     """
@@ -39,6 +41,7 @@ def check_dataflow(program: ProgramData) -> None:
         if why is not None:
             fail(program, position, line, instruction, why)
     flow.end.check_once()
+    flow.states.check_all()
     check_gradients(program, flow.terms, flow.labels)
 
 
@@ -83,6 +86,7 @@ class _Flow:
     def __init__(self, program: ProgramData) -> None:
         self.program, self.terms = program, Terms()
         self.pieces, self.end = Pieces(self.terms, program.num_slices), StepEnd(program, self.terms)
+        self.states = States(program)
         self.sent: dict[int, int] = {}
         self.labels: dict[int, Label] = {}
         for part in program.parts:
@@ -125,6 +129,7 @@ class _Flow:
         """`follow` for an instruction that neither moves nor adds values."""
         operands = [self.labels[v] for v in instruction.inputs]
         purpose, why = self._purpose(position, instruction, operands)
+        why = why or self.states.problem(position, instruction)
         why = self._label_results(position, instruction, purpose) or why
         if instruction.op == "norm" and isinstance(purpose, Squares):
             self.end.squares[position] += [self.labels[v] for v in instruction.outputs]
@@ -143,6 +148,8 @@ class _Flow:
                 return self.end.finish(operands)
             case "metrics":
                 return self.end.report(operands)
+            case "results":
+                return self.end.leaving(operands)
             case "norm":
                 return self.end.norm(position, instruction.inputs, operands)
             case "update":

@@ -68,6 +68,20 @@ class StepEnd:
         mixed = any(len({term.meaning for term in terms}) > 1 for terms in summands)
         return "all metrics", "adds metrics of one segment to those of another" if mixed else None
 
+    def leaving(self, operands: Sequence[Label]) -> tuple[str, str | None]:
+        """The purpose of a `results`, and what is wrong with its operands, or None.
+
+        For the purpose "no results" it reads nothing and makes zeros; for "results", it reads these or what the last segment
+        returned, and gives it to all ranks.
+        """
+        if not operands:
+            return "no results", None
+        last = next(reversed(self.order))
+        made = [[Label(Result("forward", last, i), self.program.pieces[0]) for i in range(len(operands))]]
+        made.append([Label(Result("no results", "", i)) for i in range(len(operands))])
+        why = f"reads {_all_as_text(operands)}, which are not all that segment {last} returned"
+        return "results", None if list(operands) in made else why
+
     def norm(self, position: int, values: Sequence[int], operands: Sequence[Label]) -> tuple[str | Squares, str | None]:
         """The purpose of a `norm`, and what is wrong with its operands, or None.
 

@@ -6,7 +6,6 @@ from mpar.errors import ProgramError
 from mpar.ir import ProgramData, Value
 from mpar.proof._dataflow import check_dataflow
 from mpar.proof._fail import describe, fail
-from mpar.proof._step_end import NUM_SCALARS
 from mpar.schedules import Event, check_order
 
 __all__ = ["events", "verify"]
@@ -15,8 +14,8 @@ __all__ = ["events", "verify"]
 def verify(program: ProgramData, queues: str = "direction") -> None:
     """Raise ProgramError, naming position and line, unless
 
-    - every value is made once, is read only after it was made or has arrived and before it is freed, and is freed once, so that
-      at the end only the batch, the scalars and the results exist;
+    - every value is made once, is read only after it was made or has arrived and before it is freed or written over, and is freed
+      once, so that at the end only the batch, the scalars and the results exist;
     - the values of every instruction have the shapes and dtypes for which its kind was compiled;
     - every collective runs over axes of the mesh, and its size is the number of ranks along these axes;
     - the two ends of every message agree on shape and dtype and meet in order, and no rank waits for ever, under the model of
@@ -39,6 +38,7 @@ def verify(program: ProgramData, queues: str = "direction") -> None:
 
 def _check_lifetimes(program: ProgramData, position: int) -> None:
     names, part = program.values, program.parts[position]
+    spoiled: dict[int, int] = {}  # values that were written over, and the line that did it
     live = {leaf.value for leaf in part.reads()}
     made = set(live)
     freed: set[int] = set()
@@ -50,6 +50,8 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
             if v not in live:
                 state = "was freed" if v in freed else "nothing has made yet"
                 fail(program, position, line, instruction, f"reads {names[v].name}, which {state}")
+            if v in spoiled:
+                fail(program, position, line, instruction, f"reads {names[v].name}, over which line {spoiled[v]:04d} has written")
             if v in arriving and instruction.op != "wait":
                 fail(program, position, line, instruction, f"reads {names[v].name}, whose message has not been waited for")
         for v in instruction.outputs:
@@ -68,8 +70,10 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
                 fail(program, position, line, instruction, why)
             leaving[instruction.inputs[0]] -= instruction.inputs[0] not in arriving
             arriving.discard(instruction.inputs[0])
-        elif instruction.op == "update" and any(leaving[v] for v in instruction.inputs[:-NUM_SCALARS]):
+        overwritten = {instruction.inputs[i] for i in program.kinds[instruction.kind].overwrites}
+        if any(leaving[v] for v in overwritten):
             fail(program, position, line, instruction, "writes over a value whose message has not been waited for")
+        spoiled |= {v: line for v in live - {*instruction.outputs} if any(_overlap(names[v], names[w]) for w in overwritten)}
         for v in instruction.frees:
             if v not in live:
                 state = "was freed before" if v in freed else "does not exist"
@@ -78,6 +82,9 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
                 fail(program, position, line, instruction, f"frees {names[v].name}, whose message has not been waited for")
             live.remove(v)
             freed.add(v)
+    lost = sorted(names[leaf.value].name for leaf in (*part.state_out, *part.metrics) if leaf.value in spoiled)
+    if lost:
+        raise ProgramError(f"invalid program: it returns the values {lost}, which were written over")
     expected_live = {leaf.value for leaf in (*part.state_out, *part.metrics, *part.batch, *part.scalars)}
     missing, leaked = expected_live - live, live - expected_live
     if missing or leaked:
@@ -85,6 +92,15 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
             f"invalid program: at its end the values {sorted(names[v].name for v in missing)} are missing and "
             f"{sorted(names[v].name for v in leaked)} were never freed"
         )
+
+
+def _overlap(a: Value, b: Value) -> bool:
+    """Whether two values share memory."""
+    return a.storage == b.storage and a.offset < b.offset + _num_elements(b) and b.offset < a.offset + _num_elements(a)
+
+
+def _num_elements(value: Value) -> int:
+    return value.bytes // value.dtype.itemsize
 
 
 def _check_shapes(program: ProgramData, position: int) -> None:

@@ -79,6 +79,7 @@ def _calls(x):
         *ops.attention(x(2, 3, 4, 6), x(2, 5, 2, 6), x(2, 5, 2, 6)),
         *ops.attention(x(2, 3, 4, 6), x(2, 5, 2, 6), x(2, 5, 2, 3), **masks, window=2),
         *ops.attention(x(2, 3, 4, 6), x(2, 5, 2, 6), x(2, 5, 2, 6), sinks=x(4), soft_cap=3.0),
+        *_paged(x),
         *ops.merge_attention(x(2, 3, 4, 6), x(2, 3, 4).float(), x(2, 3, 4, 6), x(2, 3, 4).float()),
         *ops.ssd_scan(x(2, 5, 4, 3), x(2, 5, 4), x(4), x(2, 5, 2, 6), x(2, 5, 2, 6), chunk=2),
         *ops.ssd_scan(x(2, 3, 2, 3), x(2, 3, 2), x(2), x(2, 3, 1, 6), x(2, 3, 1, 6), x(2), state_BNHK=x(2, 2, 3, 6)),
@@ -125,6 +126,18 @@ def _calls(x):
         *_moved_rows(x),
         ops.grouped_matmul(x(8, 6), x(3, 5, 6).transpose(1, 2), torch.tensor([2, 2, 7])),
         *(y for block in ("tensor", "row", "1x128", "128x128") for y in _quantised(x(3, 5).detach(), block)),
+    ]
+
+
+def _paged(x):
+    """A step that writes the keys of three tokens and attends to them."""
+    pool, rows, places = x(1, 8, 2, 6).detach(), x(1, 3, 2, 6).detach(), torch.tensor([[2, 3, 4]])
+    where = torch.zeros(1, 3).long(), torch.arange(3)[None], torch.ones(1, 1, 2).long()
+    return [
+        ops.write_rows(pool, rows, places),
+        PRIMITIVES["write_rows_over"].bind(pool.clone(), rows, places),
+        ops.overwrite(rows.clone(), rows),
+        ops.paged_attention(x(1, 3, 4, 6).detach(), pool, pool, *where, page_size=4, sinks=x(4).detach()),
     ]
 
 

@@ -21,9 +21,11 @@ class Actions:
     """What the functions that write the actions of one part share.
 
     edges:        the values that wait between actions.
-    cotangent:    the value that holds the reciprocal of the batch's weight, which is the cotangent of every loss.
+    cotangent:    the value that holds the reciprocal of the batch's weight, which is the cotangent of every loss; None without
+                  losses.
     joint_losses: which loss a value is, for every loss of a segment whose forward and backward are one instruction.
     carried:      which result a value is, for every value that a slice hands to later slices.
+    state:        for each segment that keeps state, the values of its leaves: the old ones until its forward is written.
     """
 
     position: Position
@@ -33,7 +35,8 @@ class Actions:
     gathers: Gathers
     gradients: Gradients
     reported: Reported
-    cotangent: int
+    cotangent: int | None
+    state: dict[int, list[int]]
     joint_losses: dict[int, SegmentResult] = field(default_factory=dict)
     carried: dict[int, SegmentResult] = field(default_factory=dict)
 

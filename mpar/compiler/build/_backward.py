@@ -87,6 +87,7 @@ def _go_back_segment(
         actions.fetch(dys, segment, microbatch, (piece.slice, piece.slice - 1))
         params = actions.gathers.parameters(blueprint.segments[segment].paths, microbatch) if params is None else params
         num_losses = len(blueprint.codes[segment][piece.slice].traced.losses)
+        assert actions.cotangent is not None
         saved.dy = [*dys[piece.slice].values, *carried_gradients.take(piece), *[actions.cotangent] * num_losses]
         grads = write(actions, stage, segment, piece, _primals(actions, stage, segment, piece, params))
         carried_gradients.add(piece, blueprint.past(segment, piece), grads[num_x:])
@@ -135,6 +136,7 @@ def _write_segment(actions: Actions, stage: int, segment: int, piece: Piece, pri
         losses = reported.losses[piece, segment]
         actions.joint_losses.update({v: SegmentResult(name, piece, n) for n, v in enumerate(losses)})
     else:
+        assert code.backward is not None
         operands = [*(primals[i] for i in code.reads), *saved.kept.values, *saved.dy]
         out = actions.writer.emit("backward", code.backward, operands, names, name, piece)
     actions.gradients.take(stage, segment, out[: len(paths)], piece)

@@ -57,7 +57,7 @@ def order_sequence(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str
     If ranks share sequences, or rows are cut into slices, `batch` gets the entry "order": the place in the row of each position.
     Without it a slice would not know where in the row it begins. It is not added for a model that reads no such entry.
     """
-    lengths = {x.shape[1] for x in batch.values()}
+    lengths = {x.shape[1] for key, x in batch.items() if model.batch_axes[key][1] is not None}
     for length in lengths:
         check_sequence(strategy, mesh, length, dealt="order" in model.batch_axes, num_slices=num_slices)
     shared = mesh.axis_size(strategy.compute.get("seq", ())) > 1

@@ -16,7 +16,7 @@ __all__ = ["Blueprint"]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """One training step, or one evaluation if `optimizer` is None, before any instruction is written."""
+    """One training step, or one run of the forwards if `optimizer` is None, before any instruction is written."""
 
     model: Chain
     optimizer: Optimizer | None

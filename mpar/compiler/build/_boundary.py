@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mpar import tree
 from mpar.compiler.build._position import Position
 from mpar.compiler.build._units import Unit
 from mpar.compiler.build._values import Values
-from mpar.ir import Leaf, Piece
+from mpar.ir import STATE, Leaf, Piece
 from mpar.spec import P, local_shape
 
 __all__ = ["Boundary", "declare"]
@@ -25,6 +26,7 @@ class Boundary:
     state, batch, scalars: their leaves.
     params:                for each unit, the values of its parameters.
     slots:                 for each unit and each slot of the optimizer, the values of that slot, for parameters that have it.
+    kept:                  for each segment that keeps state, the values of its leaves.
     batch_values:          for each piece, the values of its batch entries.
 
     The scalars are the learning rate, the number of the update, and the largest loss and gradient norm with which it is made.
@@ -35,15 +37,19 @@ class Boundary:
     scalars: list[Leaf]
     params: dict[str, list[int]]
     slots: dict[str, list[list[int]]]
+    kept: dict[int, list[int]]
     batch_values: dict[Piece, list[int]]
 
 
 def declare(position: Position, values: Values) -> Boundary:
     """Add the values that exist before the first instruction of a part to `values`."""
     state, params, slots = _declare_state(position, values)
+    kept = _declare_kept(position, values)
+    state += [leaf for leaves in kept.values() for leaf in leaves]
+    kept_values = {segment: [leaf.value for leaf in leaves] for segment, leaves in kept.items()}
     batch, batch_values = _declare_batch(position, values)
     scalars = [values.leaf(name, torch.empty((), dtype=torch.float64, device="meta"), P()) for name in SCALARS]
-    return Boundary(state, batch, scalars, params, slots, batch_values)
+    return Boundary(state, batch, scalars, params, slots, kept_values, batch_values)
 
 
 def _declare_state(position: Position, values: Values) -> tuple[list[Leaf], dict[str, list[int]], dict[str, list[list[int]]]]:
@@ -68,6 +74,19 @@ def _declare_state(position: Position, values: Values) -> tuple[list[Leaf], dict
                 stored = {i: unit.slot(optimizer, slot, i) for i in unit.with_slot(optimizer, slot)}
                 slots[path].append(declare(f"opt.{slot}", unit, stored))
     return leaves, params, slots
+
+
+def _declare_kept(position: Position, values: Values) -> dict[int, list[Leaf]]:
+    """Add the state that segments of this position keep from step to step; returns its leaves by segment."""
+    blueprint, placement = position.blueprint, position.blueprint.placement
+    model, kept = blueprint.model, dict[int, list[Leaf]]()
+    for segment in (segment for stage in position.stages for segment in position.blueprint.pipeline.ranges[stage]):
+        for place in blueprint.segments[segment].state:
+            for inside, leaf in tree.leaves_with_path(tree.get(model.abstract_state, place)):
+                path = f"{place}.{inside}" if inside else place
+                spec = placement.strategy.compute_spec(tree.get(model.state_axes, path), placement.mesh)
+                kept.setdefault(segment, []).append(values.leaf(f"{STATE}{path}", leaf, spec))
+    return kept
 
 
 def _declare_batch(position: Position, values: Values) -> tuple[list[Leaf], dict[Piece, list[int]]]:

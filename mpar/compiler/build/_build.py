@@ -19,6 +19,7 @@ from mpar.compiler.build._placement import place
 from mpar.compiler.build._values import Values
 from mpar.compiler.build._writer import Kinds, Writer
 from mpar.compiler.segment import check_names
+from mpar.errors import ConfigError
 from mpar.forecast import instruction_durations
 from mpar.hardware import Hardware
 from mpar.ir import HOME, Facts, Part, ProgramData, queues_on_streams
@@ -50,6 +51,11 @@ def build(
     placement = place(model, strategy, mesh, batch, options)
     check_names(options.recompute, (code.ranked.graph for slices in placement.segments.by_segment for code in slices))
     pipeline = make_pipeline(model, placement, options)
+    if not options.differentiable and any(len(copies) > 1 for copies in pipeline.positions.values()):
+        raise ConfigError(
+            f"cannot keep state by schedule {options.schedule.name!r}: it has two copies of a stage, and state exists once. "
+            "Use another schedule."
+        )
     blueprint = Blueprint(model, optimizer, options, placement, pipeline)
     values, kinds = Values(placement.mesh), Kinds()
     functions = Functions(placement.target, values)

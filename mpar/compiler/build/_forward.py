@@ -45,12 +45,16 @@ def _write_segment(actions: Actions, stage: int, segment: int, microbatch: int, 
     for piece, code in zip(blueprint.pieces(microbatch), blueprint.codes[segment], strict=True):
         actions.fetch(fetched, segment, microbatch, (piece.slice, piece.slice + 1))
         past = [v for earlier in blueprint.past(segment, piece) for v in carried[earlier]]
-        operands = [*params, *fetched[piece.slice].values, *past, *actions.contexts.read_by(segment, piece)]
+        x = [*fetched[piece.slice].values, *past, *actions.state.get(segment, ())]
+        operands = [*params, *x, *actions.contexts.read_by(segment, piece)]
         out = writer.emit("forward", code.forward, operands, _result_names(actions, segment, piece, code), name, piece)
         num_out, num_results = len(code.traced.x_out), code.traced.num_results
-        carried[piece] = out[num_x:num_out]
-        actions.carried.update({v: SegmentResult(name, piece, n) for n, v in enumerate(carried[piece])})
-        saved = Saved(xs[piece.slice], Waiting(out[num_results:]), Waiting(carried[piece]))
+        if segment in actions.state:
+            actions.state[segment] = out[num_x:num_out]
+        else:
+            carried[piece] = out[num_x:num_out]
+        actions.carried.update({v: SegmentResult(name, piece, n) for n, v in enumerate(carried.get(piece, ()))})
+        saved = Saved(xs[piece.slice], Waiting(out[num_results:]), Waiting(carried.get(piece, ())))
         if blueprint.options.recompute.offload:
             saved = saved.offloaded(writer, name, piece)
         actions.edges.saved[stage, microbatch][segment, piece.slice] = saved
@@ -60,8 +64,10 @@ def _write_segment(actions: Actions, stage: int, segment: int, microbatch: int, 
 
 
 def _result_names(actions: Actions, segment: int, piece: Piece, code: SegmentCode) -> list[str]:
-    """Names for the results of a forward: x, what it carries over to later slices, losses and metrics, kept values."""
+    """Names for the results of a forward: x, state or what it carries to later slices, losses and metrics, kept values."""
     blueprint, piece_name = actions.blueprint, actions.blueprint.piece_name(piece)
     num_out, num_x = len(code.traced.x_out), blueprint.num_entering(segment + 1)
-    names = [*[f"x{segment + 1}.{piece_name}"] * num_x, *[f"carried{segment}.{piece_name}"] * (num_out - num_x)]
+    carried = [f"carried{segment}.{piece_name}"] * (num_out - num_x)
+    state = [f"{actions.writer.values[v].name}'" for v in actions.state.get(segment, ())]
+    names = [*[f"x{segment + 1}.{piece_name}"] * num_x, *(state or carried)]
     return [*names, *actions.reported.names(segment, piece), *(f"r{segment}.{piece_name}.{i}" for i in range(code.num_kept))]

@@ -23,10 +23,13 @@ class CompileOptions:
     """How a step is compiled, besides model, mesh and strategy; `mpar.compile_step` explains the options.
 
     training: if False, the program has forwards only, in evaluation mode, and keeps nothing for a backward.
+    differentiable: if False, segments are compiled without a backward, they may keep state, and the x that leaves the chain is
+              the result of the program, which has no loss.
     hides_inside: whether messages inside segments are hidden, which takes memory.
     """
 
     training: bool = True
+    differentiable: bool = True
     schedule: Schedule = field(default_factory=Schedule)
     num_microbatches: int = 1
     num_slices: int = 1

@@ -22,6 +22,7 @@ from mpar.compiler.build._passes import advance_sends, insert_frees
 from mpar.compiler.build._position import Position, Turn
 from mpar.compiler.build._report import write_losses, write_metrics
 from mpar.compiler.build._reported import Reported
+from mpar.compiler.build._results import write_results
 from mpar.compiler.build._transfers import write_transfer
 from mpar.compiler.build._update import write_updates
 from mpar.compiler.build._waiting import Edges
@@ -36,11 +37,13 @@ __all__ = ["write_part"]
 def write_part(blueprint: Blueprint, writer: Writer, number: int) -> tuple[Part, Part]:
     """Write the part of position `number`: the weight of the batch, the actions of the schedule, metrics, losses, the update.
 
+    A program that is not differentiable has neither weight nor losses, but results.
+
     Returns it with instructions joined where that saves time, and without.
     """
     position = Position(blueprint, number)
     boundary = declare(position, writer.values)
-    total, cotangent = _write_weight(blueprint, writer, boundary)
+    total, cotangent = _write_weight(blueprint, writer, boundary) if blueprint.options.differentiable else (None, None)
     actions = Actions(
         position=position,
         writer=writer,
@@ -50,6 +53,7 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> tuple[Part,
         gradients=Gradients(writer, position),
         reported=Reported(writer, blueprint),
         cotangent=cotangent,
+        state=dict(boundary.kept),
     )
     for item in position.entries:
         if isinstance(item, Transfer):
@@ -58,10 +62,15 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> tuple[Part,
             for _ in itertools.zip_longest(*(_written(actions, turn) for turn in item)):
                 pass  # a segment of each turn was written
     reported = write_metrics(writer, blueprint, actions.reported)
-    metrics = write_losses(writer, blueprint, actions.reported, cotangent)
-    metrics.append(writer.metric("weight", total))
+    if total is None or cotangent is None:
+        metrics = write_results(actions)
+    else:
+        metrics = write_losses(writer, blueprint, actions.reported, cotangent)
+        metrics.append(writer.metric("weight", total))
     metrics += [writer.metric(name, value) for name, value in reported.items()]
-    state_out: list[Leaf] = boundary.state
+    pairs = (zip(kept, actions.state[segment], strict=True) for segment, kept in boundary.kept.items())
+    new_values = {old: new for of_segment in pairs for old, new in of_segment}
+    state_out = [replace(leaf, value=new_values.get(leaf.value, leaf.value)) for leaf in boundary.state]
     gradients: dict[str, int] = {}
     if blueprint.optimizer is not None:
         norm, skip, state_out, gradients = _write_update(actions, boundary, metrics[0].value, reported)
@@ -89,13 +98,12 @@ def _write_weight(blueprint: Blueprint, writer: Writer, boundary: Boundary) -> t
     total: int | None = None
     for piece, inputs in boundary.batch_values.items():
         names = [f"weight.mb{blueprint.piece_name(piece)}"]
+        assert blueprint.placement.weight is not None
         (weight,) = writer.emit("weight", blueprint.placement.weight, inputs, names, "", piece)
         total = weight if total is None else writer.add([total], [weight], ["weight"], "", piece)[0]
     assert total is not None
     values = writer.values
-    code = writer.functions.compile(
-        "total", _with_reciprocal, tuple(values.globals([total])), values.specs([total]), [P(), P()]
-    )
+    code = writer.functions.compile("total", _with_reciprocal, tuple(values.globals([total])), values.specs([total]), [P(), P()])
     total, cotangent = writer.emit("weight", code, [total], ["total", "cotangent"])
     return total, cotangent
 

@@ -34,7 +34,8 @@ class Placement:
     batch:            global tensors without data for the batch entries of one piece.
     order_parts:      into how many parts sequences are cut before they are dealt out to the ranks that share them.
     units:            the units of the whole model, by path.
-    context, weight:  the code that computes the context and the weight of a piece of the batch.
+    context, weight:  the code that computes the context and the weight of a piece of the batch. A program that is not
+                      differentiable has no losses, and no weight.
     segments:         the code of every segment.
     refused:          the ways to divide attention that were tried and that the model or the mesh does not allow.
     """
@@ -46,7 +47,7 @@ class Placement:
     order_parts: int
     units: dict[str, Unit]
     context: Code
-    weight: Code
+    weight: Code | None
     segments: SegmentCodes
     refused: tuple[str, ...] = ()
 
@@ -82,8 +83,7 @@ def place(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor]
 def _time(placement: Placement, hardware: Hardware) -> float:
     """Predicted seconds of all forwards and backwards of one microbatch, one after the other."""
     codes = (code for slices in placement.segments.by_segment for code in slices)
-    kinds = (kind for code in codes for kind in (code.forward.kind, code.backward.kind))
-    return sum(segment_time(kind, placement.mesh, hardware) for kind in kinds)
+    return sum(segment_time(half.kind, placement.mesh, hardware) for code in codes for half in code.halves)
 
 
 def _place(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor], options: CompileOptions) -> Placement:
@@ -100,8 +100,9 @@ def _place(model: Chain, strategy: Strategy, mesh: Mesh, batch: dict[str, Tensor
     length = length_of(batch)
     how = {"row_length": num_slices * length} if num_slices > 1 else {}
     context = compile_function("context", _of_model(model, "context", **how), (batch,), target, specs, resolve=True)
-    weight = compile_function("weight", _of_model(model, "weight"), (batch,), target, specs)
-    compiler = SegmentCompiler(model, strategy, target, precision, units, num_slices, length, options.training)
+    how_to_trace = options.training, options.differentiable
+    weight = compile_function("weight", _of_model(model, "weight"), (batch,), target, specs) if options.differentiable else None
+    compiler = SegmentCompiler(model, strategy, target, precision, units, num_slices, length, *how_to_trace)
     segments = compiler.compile_all(global_results(context, mesh), context.out_specs)
     return Placement(strategy, target, precision, batch, order_parts, units, context, weight, segments)
 

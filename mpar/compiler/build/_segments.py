@@ -2,7 +2,7 @@
 equally many past slices, except the last slice, which carries nothing over."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from mpar.errors import ConfigError
 from mpar.precision import Precision
 from mpar.spec import P
 from mpar.strategy import Strategy
+from mpar.tree import Tree
 
 __all__ = ["SegmentCodes", "SegmentCompiler", "reach_in_slices"]
 
@@ -28,11 +29,13 @@ class SegmentCodes:
     entering:   for each segment, the leaves of the x that enters it, as local tensors without data, with their specs; in the last
                 entry those of the x that leaves the chain.
     reach:      for each segment, how many earlier slices one slice reads.
+    leaving:    the paths of the leaves of the x that leaves the chain.
     """
 
     by_segment: list[Slices]
     entering: list[list[tuple[Tensor, P]]]
     reach: list[int]
+    leaving: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,18 @@ class _Slice:
 
 
 @dataclass(frozen=True)
+class _Stateful:
+    """The function of a segment that keeps state: in the place of x it takes `(x, state)`, and returns this pair for later."""
+
+    fn: Callable[..., tuple]
+
+    def __call__(self, params: tuple, x: Any, context: Any, *, training: bool) -> tuple:
+        x, state = x
+        x, state, *results = self.fn(params, x, context, state, training=training)
+        return (x, state), *results
+
+
+@dataclass(frozen=True)
 class _Entering:
     """What enters a segment: its x and the context, as trees of global tensors without data, and the specs of their leaves."""
 
@@ -68,6 +83,7 @@ class SegmentCompiler:
     """Compiles the segments of a chain. Equal functions of values that look alike are compiled once.
 
     length: the number of positions in a slice.
+    training, differentiable: see `CompileOptions`.
     done:   the code made so far, by all that it depends on.
     """
 
@@ -79,6 +95,7 @@ class SegmentCompiler:
     num_slices: int
     length: int
     training: bool
+    differentiable: bool
     done: dict[tuple, SegmentCode] = field(default_factory=dict)
 
     def compile_all(self, context: Mapping[str, Tensor], context_specs: Sequence[P]) -> SegmentCodes:
@@ -86,8 +103,13 @@ class SegmentCompiler:
         codes = SegmentCodes([], [[]], [])
         entering = _Entering(None, [], context, list(context_specs))
         for segment in self.model.segments:
+            slices: Slices
             reach = reach_in_slices(segment, self.length) if self.num_slices > 1 else 0
-            if segment.carry is None or reach == 0:
+            if segment.state:
+                code = self._compile_stateful(segment, entering)
+                slices = (code,)
+                x, _ = cast(tuple, tree.unflatten(code.traced.x_structure, code.traced.x_out))
+            elif segment.carry is None or reach == 0:
                 code = self._compile(segment, entering)
                 slices = (code,) * self.num_slices
                 x = tree.unflatten(code.traced.x_structure, code.traced.x_out) if code.traced.x_out else None
@@ -95,13 +117,23 @@ class SegmentCompiler:
                 slices = self._compile_slices(segment, segment.carry, reach, entering)
                 code = slices[-1]  # the last slice carries nothing over: its x_out is the x of the next segment alone
                 (x,) = cast(tuple, tree.unflatten(code.traced.x_structure, code.traced.x_out))
-            num_leaves = len(code.traced.x_out)
+            num_leaves = len(code.traced.x_out) - code.traced.num_state
             specs = list(code.forward.out_specs[:num_leaves])
             entering = replace(entering, x=x, x_specs=specs)
             codes.by_segment.append(slices)
             codes.entering.append(list(zip(code.forward.out_values[:num_leaves], specs, strict=True)))
             codes.reach.append(reach)
+        codes.leaving.extend(tree.paths(entering.x))
         return codes
+
+    def _compile_stateful(self, segment: Segment, entering: _Entering) -> SegmentCode:
+        """Compile a segment that keeps state, whose old state enters it behind x."""
+        state = tuple(tree.get(self.model.abstract_state, path) for path in segment.state)
+        axes = tuple(tree.get(self.model.state_axes, path) for path in segment.state)
+        stateful = replace(segment, fn=_Stateful(segment.fn), out_axes=(segment.out_axes, axes))
+        specs = [self.strategy.compute_spec(names, self.target.mesh) for names in tree.leaves(axes, is_leaf=is_axes)]
+        seen = replace(entering, x=(entering.x, state), x_specs=[*entering.x_specs, *specs])
+        return self._compile(stateful, seen, state)
 
     def _compile_slices(self, segment: Segment, carry: Carry, reach: int, entering: _Entering) -> tuple[SegmentCode, ...]:
         """Compile a segment for each slice; what a slice carries over enters the later slices within reach."""
@@ -128,12 +160,14 @@ class SegmentCompiler:
             slices.append(code)
         return tuple(slices)
 
-    def _compile(self, segment: Segment, entering: _Entering) -> SegmentCode:
-        """The code of a segment for what enters it."""
+    def _compile(self, segment: Segment, entering: _Entering, state: Tree = ()) -> SegmentCode:
+        """The code of a segment for what enters it; `state` is the last part of the x that enters."""
         read = [self.units[path] for path in segment.paths]
         params = [_in_use(self.model, unit) for unit in read]
-        traced = trace_segment(segment, params, entering.x, entering.context, training=self.training)
-        _check_results(segment, traced, last=segment.name == self.model.segments[-1].name)
+        how = {"training": self.training, "differentiable": self.differentiable}
+        traced = trace_segment(segment, params, entering.x, entering.context, **how, num_state=len(tree.leaves(state)))
+        last = segment.name == self.model.segments[-1].name
+        _check_results(segment, traced, tree.leaves(state), last=last, differentiable=self.differentiable)
         specs = SegmentSpecs(
             params=tuple(spec for unit in read for spec in unit.compute),
             x=tuple(entering.x_specs),
@@ -149,9 +183,9 @@ class SegmentCompiler:
         return [self.strategy.compute_spec(axes, self.target.mesh) for axes in tree.leaves(segment.out_axes, is_leaf=is_axes)]
 
 
-def _check_results(segment: Segment, traced: TracedSegment, *, last: bool) -> None:
-    """Raise ConfigError unless the leaves of x that a segment returns fit its `out_axes`, its losses are scalars, and "loss" is
-    among them if the segment is the last."""
+def _check_results(segment: Segment, traced: TracedSegment, state: Sequence[Tensor], *, last: bool, differentiable: bool) -> None:
+    """Raise ConfigError unless the leaves of x that a segment returns fit its `out_axes`, its new state is like the old one, its
+    losses are scalars, and "loss" is among them if it is the last. What is not differentiable has no losses, but the last x."""
     axes = [] if segment.out_axes is None else tree.leaves(segment.out_axes, is_leaf=is_axes)
     x_out = traced.x_out
     problems = []
@@ -162,7 +196,17 @@ def _check_results(segment: Segment, traced: TracedSegment, *, last: bool) -> No
         for i, (leaf, names) in enumerate(zip(x_out, axes, strict=False))
         if leaf.ndim != len(names)
     ]
-    if last and "loss" not in traced.losses:
+    kept = x_out[len(x_out) - len(state) :]
+    problems += [
+        f"leaf {i} of the state that it returns is {new.dtype} {tuple(new.shape)}, it was given {old.dtype} {tuple(old.shape)}"
+        for i, (old, new) in enumerate(zip(state, kept, strict=True))
+        if (new.shape, new.dtype) != (old.shape, old.dtype)
+    ]
+    if not differentiable and traced.losses:
+        problems.append(f"it returns the losses {list(traced.losses)}: a program that keeps state or returns x computes none")
+    if not differentiable and last and len(x_out) == len(state):
+        problems.append("it is the last of the chain and returns no x, which is what this program would return")
+    if differentiable and last and "loss" not in traced.losses:
         problems.append(f"it is the last of the chain and returns the losses {list(traced.losses)}, no 'loss'")
     values = [node.meta["val"] for node in traced.logical.results[len(x_out) : len(x_out) + len(traced.losses)]]
     problems += [

@@ -44,9 +44,7 @@ class StageCosts:
 
     def segment_seconds(self) -> list[float]:
         """For each segment, the seconds of the forwards and backwards of all its slices."""
-        return [
-            sum(self._seconds(half.kind) for code in slices for half in (code.forward, code.backward)) for slices in self.codes
-        ]
+        return [sum(self._seconds(half.kind) for code in slices for half in code.halves) for slices in self.codes]
 
     def of(self, ranges: Sequence[range], *, split: bool) -> Costs:
         """The costs of the stages with these ranges of segments.
@@ -70,7 +68,7 @@ class StageCosts:
         codes = [code for index in segments for code in self.codes[index]]
         forwards = [code.forward for code in codes if split or code.joint is None]
         backwards = [code.backward if split else code.joint or code.backward for code in codes]
-        backward = sum(self._seconds(code.kind) for code in backwards)
+        backward = sum(self._seconds(code.kind) for code in backwards if code is not None)
         activation = sum(_bytes(code.out_values) for code in forwards)
         is_first = segments.start == 0
         input_half, weight_half, held = self._halves(codes, backward, activation, split=split, is_first=is_first)

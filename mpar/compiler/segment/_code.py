@@ -74,10 +74,12 @@ class Code:
 class TracedSegment:
     """The joint graph of a segment: of its forward and of its backward at once, on global shapes.
 
-    logical:         (parameters, x, context, cotangents) -> (x, losses, metrics, gradients of parameters, gradients of x).
+    logical:         (parameters, x, context, cotangents) -> (x, losses, metrics, gradients of parameters, gradients of x);
+                     without cotangents and gradients if the program is not differentiable.
     x_out:           tensors without data that look like the leaves of the x that the segment returns.
     x_structure:     the structure of that x.
     losses, metrics: their names, sorted: the order in which the graph returns them.
+    num_state:       how many leaves at the end of x, and of the x that the segment returns, are its state.
     """
 
     logical: LogicalGraph
@@ -88,6 +90,7 @@ class TracedSegment:
     num_params: int
     num_x: int
     num_context: int
+    num_state: int = 0
 
     @property
     def num_results(self) -> int:
@@ -106,7 +109,7 @@ class SegmentCode:
 
     forward:  (parameters, x, context) -> (x, losses, metrics, kept values).
     backward: (operands of the forward that it reads, kept values, cotangents of x, cotangents of losses) -> (gradients of
-              parameters, gradients of x).
+              parameters, gradients of x); None in a program that is not differentiable.
     joint:    forward and backward as one, for a segment that returns losses but no x: (parameters, x, context, cotangents of
               losses) -> (losses, metrics, gradients of parameters, gradients of x). It keeps nothing, and computes once what
               forward and backward both need. None for other segments.
@@ -121,10 +124,15 @@ class SegmentCode:
     ranked: RankGraph
     target: Target
     forward: Code
-    backward: Code
+    backward: Code | None
     joint: Code | None
     reads: tuple[int, ...]
     num_kept: int
+
+    @property
+    def halves(self) -> tuple[Code, ...]:
+        """The forward, and the backward if there is one."""
+        return (self.forward,) if self.backward is None else (self.forward, self.backward)
 
 
 Slices = Sequence[SegmentCode]

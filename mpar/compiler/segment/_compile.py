@@ -12,6 +12,7 @@ from torch import fx
 from mpar.compiler.segment._code import Code, SegmentCode, SegmentSpecs, Target, TracedSegment
 from mpar.compiler.segment._make_code import make_code
 from mpar.compiler.segment._partition import Halves, RecomputePolicy, extract, partition
+from mpar.compiler.segment._write_state import write_state
 from mpar.sharding import RankGraph, check, lower, mark_ragged, trace
 from mpar.spec import P
 from mpar.tree import Tree
@@ -22,9 +23,12 @@ __all__ = ["compile_function", "compile_segment", "cut", "specs_of"]
 def compile_segment(name: str, traced: TracedSegment, specs: SegmentSpecs, target: Target) -> SegmentCode:
     """Lower a traced segment, check the rank graph, cut it into forward and backward, and make code of them.
 
-    Gradients of parameters keep the specs that the lowering gives them and may stay pending sums: instructions `reduce` sum them
-    and move them. Gradients of x get the specs of x.
+    A segment that was traced without gradients has a forward only, which writes the new state over the old one. Gradients of
+    parameters keep the specs that the lowering gives them and may stay pending sums: instructions `reduce` sum them and move
+    them. Gradients of x get the specs of x.
     """
+    if len(traced.logical.placeholders) == traced.num_primals:
+        return _compile_forward(name, traced, specs, target)
     num_losses = len(traced.losses)
     in_specs = [*specs.params, *specs.x, *specs.context, *specs.out, *[P()] * num_losses]
     out_specs = [*specs.out, *[None] * (num_losses + len(traced.metrics) + traced.num_params), *specs.x]
@@ -35,6 +39,23 @@ def compile_segment(name: str, traced: TracedSegment, specs: SegmentSpecs, targe
     mark_ragged(ranked.graph)
     joint = None if traced.x_out else _joint_code(name, ranked, target)
     return _cut_in_two(name, traced, ranked, target, joint)
+
+
+def _compile_forward(name: str, traced: TracedSegment, specs: SegmentSpecs, target: Target) -> SegmentCode:
+    """Compile a segment that was traced without gradients."""
+    in_specs = [*specs.params, *specs.x, *specs.context]
+    out_specs = [*specs.out, *[None] * len((*traced.losses, *traced.metrics))]
+    ranked = lower(traced.logical, target.mesh, in_specs, out_specs, target.table)
+    check(ranked)
+    mark_ragged(ranked.graph)
+    graph, state = ranked.graph, slice(traced.num_params + traced.num_x - traced.num_state, traced.num_params + traced.num_x)
+    results = list(graph.output_node().args[0])
+    forward_graph = extract(graph, graph.find_nodes(op="placeholder"), results, set(graph.nodes))
+    write_state(forward_graph, state, slice(len(traced.x_out) - traced.num_state, len(traced.x_out)))
+    constants = ranked.logical.constants
+    forward = make_code(f"{name} forward", forward_graph, constants, list(ranked.in_specs), list(ranked.out_specs), target)
+    forward = replace(forward, fallbacks=ranked.fallbacks)
+    return SegmentCode(name, traced, ranked, target, forward, backward=None, joint=None, reads=(), num_kept=0)
 
 
 def _fill_results(graph: fx.Graph) -> None:

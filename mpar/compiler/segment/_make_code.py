@@ -10,8 +10,9 @@ from mpar.compiler.segment._fuse import fuse
 from mpar.compiler.segment._hide import hide_messages
 from mpar.compiler.segment._kernels import choose_kernels
 from mpar.compiler.segment._memory import measure
-from mpar.compiler.segment._reuse import reuse_operands
+from mpar.compiler.segment._reuse import IN_PLACE, reuse_operands
 from mpar.compiler.segment._uses import collective_use, collective_uses, op_use, stretches_of
+from mpar.compiler.segment._write_state import overwritten_operands
 from mpar.errors import ProgramError
 from mpar.hardware import Hardware
 from mpar.ir import Kind, collective_time, op_time
@@ -59,6 +60,7 @@ def finish_code(
         coordinates_of(graph),
         uses,
         measure(graph, workspace_of, all_rows_come=True) if any("ragged" in node.meta for node in graph.nodes) else None,
+        overwritten_operands(graph, IN_PLACE.values()),
     )
     if len(out_values) != len(out_specs) or len(in_values) != len(in_specs):
         raise ProgramError(

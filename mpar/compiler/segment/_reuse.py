@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from mpar.sharding import graph_pass
 from mpar.torch_private import storage_key
 
-__all__ = ["is_last_reader", "is_sole_user", "overwrite_operands", "reuse_operands"]
+__all__ = ["IN_PLACE", "is_last_reader", "is_sole_user", "overwrite_operands", "reuse_operands"]
 
 aten = torch.ops.aten
 IN_PLACE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}

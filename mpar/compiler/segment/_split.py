@@ -77,6 +77,7 @@ def split_segment(code: SegmentCode) -> SplitCode:
 
 def _split(code: SegmentCode) -> SplitCode:
     """Compile the two halves of the backward of a segment."""
+    assert code.backward is not None
     traced, num_read, num_kept = code.traced, len(code.reads), code.num_kept
     num_cotangents = len(traced.x_out) + len(traced.losses)
     all_read = (code.reads, tuple(range(num_kept)), tuple(range(num_cotangents)))

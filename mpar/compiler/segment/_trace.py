@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,16 +29,20 @@ def trace_segment(
     context: Mapping[str, Tensor],
     *,
     training: bool,
+    differentiable: bool = True,
+    num_state: int = 0,
 ) -> TracedSegment:
-    """Trace `segment.fn` together with its gradient.
+    """Trace `segment.fn`, together with its gradient if the program is differentiable.
 
-    The arguments are trees of tensors without data; `params` has a subtree for each path of the segment. Gradients have the
-    dtypes of what they are the gradients of. A leaf of x that holds integers gets a gradient of zeros.
+    num_state: how many leaves at the end of x are the state of the segment. The arguments are trees of tensors without data;
+    `params` has a subtree for each path of the segment. Gradients have the dtypes of what they are the gradients of. A leaf of x
+    that holds integers gets a gradient of zeros.
     """
     leaves, structure = tree.flatten((tuple(params), () if x is None else x, dict(context)))
-    counts = (len(tree.leaves(tuple(params))), len(tree.leaves(() if x is None else x)))
+    counts = (len(tree.leaves(tuple(params))), len(tree.leaves(() if x is None else x)), num_state)
     key = tuple((tuple(t.shape), t.dtype) for t in leaves)
-    return _trace_joint(_Function(segment.fn, structure, first=x is None, training=training), counts, key)
+    trace_function = _trace_joint if differentiable else _trace_forward
+    return trace_function(_Function(segment.fn, structure, first=x is None, training=training), counts, key)
 
 
 @dataclass(frozen=True)
@@ -110,15 +114,25 @@ class _Results:
 
 
 @functools.lru_cache(maxsize=256)
-def _trace_joint(
-    function: _Function, counts: tuple[int, int], key: tuple[Shape, ...]
-) -> TracedSegment:
+def _trace_joint(function: _Function, counts: tuple[int, int, int], key: tuple[Shape, ...]) -> TracedSegment:
     """Trace the joint graph: results and gradients.
 
-    counts: how many leaves the parameters and x have.
+    counts: how many leaves the parameters, x and the state at the end of x have.
     key:    the shape and dtype of every leaf of (parameters, x, context).
     """
-    num_params, num_x = counts
+    forward = _trace_forward(function, counts, key)
+    num_params, num_x, _ = counts
+    metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in key]
+    results = forward.logical.results[: forward.num_results - len(forward.metrics)]
+    cotangents = [torch.empty_like(node.meta["val"], device="meta") for node in results]
+    inputs = (metas[:num_params], metas[num_params : num_params + num_x], metas[num_params + num_x :], cotangents)
+    return replace(forward, logical=trace(functools.partial(_joint, function), inputs))
+
+
+@functools.lru_cache(maxsize=256)
+def _trace_forward(function: _Function, counts: tuple[int, int, int], key: tuple[Shape, ...]) -> TracedSegment:
+    """`_trace_joint` without gradients."""
+    num_params, num_x, num_state = counts
     metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in key]
     calls: list[_Results] = []  # what each call of the function returned while it was traced
 
@@ -126,13 +140,12 @@ def _trace_joint(
         calls.append(function(leaves))
         return [*calls[-1].differentiable, *calls[-1].reported]
 
-    values = [torch.empty_like(node.meta["val"], device="meta") for node in trace(all_results, (metas,)).results]
-    losses, metrics, structure = tuple(sorted(calls[-1].losses)), tuple(sorted(calls[-1].metrics)), calls[-1].structure
-    cotangents = [torch.empty_like(value) for value in values[: len(values) - len(metrics)]]
-    inputs = (metas[:num_params], metas[num_params : num_params + num_x], metas[num_params + num_x :], cotangents)
-    logical = trace(functools.partial(_joint, function), inputs)
-    x_out = tuple(values[: len(cotangents) - len(losses)])
-    return TracedSegment(logical, x_out, structure, losses, metrics, num_params, num_x, len(inputs[2]))
+    logical = trace(all_results, (metas,))
+    returned = calls[-1]
+    x_out = tuple(torch.empty_like(node.meta["val"], device="meta") for node in logical.results[: len(returned.x)])
+    names = tuple(sorted(returned.losses)), tuple(sorted(returned.metrics))
+    num_context = len(key) - num_params - num_x
+    return TracedSegment(logical, x_out, returned.structure, *names, num_params, num_x, num_context, num_state)
 
 
 def _joint(

@@ -9,7 +9,7 @@ from mpar import ops
 from mpar.models.decoder._config import LayerConfig
 from mpar.models.decoder._params import Block, norm_leaves, part_params
 from mpar.models.decoder._places import BLOCK, RESIDUAL
-from mpar.models.layers import Carried, PartConfig, PartParams, State, apply_part, normalise, part_of
+from mpar.models.layers import Cache, CacheSizes, Carried, PartConfig, PartParams, State, apply_part, normalise, part_of
 
 __all__ = ["BlockSegment"]
 
@@ -66,6 +66,29 @@ class BlockSegment:
 
         x = self._residual(params[0], x, apply)
         return x, state_after
+
+    def cached(
+        self,
+        params: tuple[Block[Tensor]],
+        x: Tensor,
+        context: Mapping[str, Tensor],
+        state: tuple[Cache[Tensor]],
+        sizes: CacheSizes,
+        *,
+        training: bool,
+    ) -> tuple[Tensor, tuple[Cache[Tensor]], dict[str, Tensor]]:
+        """`__call__` for tokens of several rows, each after those that the layer's cache, `state`, holds; with the new cache."""
+        (cache,) = state
+
+        def apply(parameters: PartParams[Tensor], config: PartConfig, normed: Tensor) -> Tensor:
+            nonlocal cache
+            part = part_of(config)
+            if part.cached is None:
+                return apply_part(parameters, config, normed, context, training=training)[0]
+            y, cache = part.cached(parameters, config, normed, context, cache, sizes)
+            return y
+
+        return self._residual(params[0], x, apply), (cache,), {}
 
     def _residual(self, block: Block[Tensor], x: Tensor, apply: Apply) -> Tensor:
         """`x` plus what the parts of the layer add to it; `apply` computes one part."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mpar import ops
+from mpar.chain import Axes
 from mpar.models.decoder._config import DecoderConfig
 from mpar.models.decoder._places import BLOCK
 from mpar.models.layers import NormConfig, normalise
@@ -40,9 +41,17 @@ class HeadSegment:
             )
         return None, {"loss": loss}
 
-    def logits(self, params: tuple, x: Tensor) -> Tensor:
-        """(B, S, D) to logits over the padded vocabulary."""
-        normed = self._normed(params, x)
+    def last_logits(
+        self, params: tuple, x: Tensor, context: Mapping[str, Tensor], *, training: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(B, T, D) to the logits (B, R, vocab_size) of the tokens at the places `last` (B, R); where it is -1, of the first."""
+        index_BRD = context["last"].clamp(min=0)[..., None].expand(-1, -1, x.shape[2])
+        logits_BRV = self.logits(params, x.gather(1, index_BRD), ("batch", None, "embed"))
+        return {"logits": ops.constrain(logits_BRV, ("batch", None, None))[..., : self.vocab_size]}, {}
+
+    def logits(self, params: tuple, x: Tensor, axes: Axes = BLOCK) -> Tensor:
+        """(B, S, D) to logits over the padded vocabulary; `axes` are those of the normed x."""
+        normed = self._normed(params, x, axes)
         if params[0].head_DV is None:
             logits_BSV = ops.einsum("bsd,vd->bsv", normed, params[1].table_VD)
         else:
@@ -51,8 +60,8 @@ class HeadSegment:
             logits_BSV = (logits_BSV / self.soft_cap).tanh() * self.soft_cap
         return ops.name(logits_BSV, "logits")
 
-    def _normed(self, params: tuple, x: Tensor) -> Tensor:
-        return ops.constrain(normalise(self.norm, x, params[0].norm_D, params[0].norm_bias_D, "final_norm"), BLOCK)
+    def _normed(self, params: tuple, x: Tensor, axes: Axes = BLOCK) -> Tensor:
+        return ops.constrain(normalise(self.norm, x, params[0].norm_D, params[0].norm_bias_D, "final_norm"), axes)
 
 
 def _matrix_DV(params: tuple) -> Tensor:

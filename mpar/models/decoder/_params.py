@@ -127,9 +127,7 @@ def shapes(config: DecoderConfig) -> DecoderParams[Sizes]:
     return DecoderParams(
         embed=Embed(table_VD=(V, D), positions_SD=None if S is None else (S, D)),
         layers=tuple(_block_shapes(layer, D) for layer in config.layers),
-        head=Head(
-            norm_D=(D,), head_DV=None if config.tied else (D, V), norm_bias_D=(D,) if config.norm.bias else None
-        ),
+        head=Head(norm_D=(D,), head_DV=None if config.tied else (D, V), norm_bias_D=(D,) if config.norm.bias else None),
         mtp=None
         if config.multi_token is None
         else MultiToken(

@@ -1,6 +1,7 @@
 """Layers: what a decoder is made of. Attention, feed-forward layers, experts, scans, norms, rotations; each with its config."""
 
 from mpar.models.layers._attention import Attention, AttentionConfig
+from mpar.models.layers._cache import CacheSizes
 from mpar.models.layers._feed_forward import ACTIVATIONS, FeedForward, MlpConfig
 from mpar.models.layers._latent_attention import (
     LatentAttention,
@@ -13,6 +14,7 @@ from mpar.models.layers._norm import NormConfig, normalise
 from mpar.models.layers._parts import (
     PARTS,
     Applied,
+    Cache,
     Carried,
     Mixer,
     Mlp,
@@ -48,6 +50,8 @@ __all__ = [
     "Applied",
     "Attention",
     "AttentionConfig",
+    "Cache",
+    "CacheSizes",
     "Carried",
     "DynamicRope",
     "FeedForward",

@@ -27,6 +27,8 @@ __all__ = [
     "attend_slice",
     "attention_shapes",
     "decode_attention",
+    "merged",
+    "projected",
 ]
 
 
@@ -166,7 +168,7 @@ def attend_slice(
 
     `past` has the keys and values that were carried from earlier slices.
     """
-    q_BSNH, k_BSKH, v_BSKH = _projected(params, config, x_BSD, context)
+    q_BSNH, k_BSKH, v_BSKH = projected(params, config, x_BSD, context)
     q_BSNH = ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head"))
     new = AttentionCarried(ops.constrain(k_BSKH, CARRIED), ops.constrain(v_BSKH, CARRIED))
     keys, *past_keys = ((ops.constrain(carried.k_BMKH, KEYS), ops.constrain(carried.v_BMKH, KEYS)) for carried in (new, *past))
@@ -180,7 +182,7 @@ def attend_slice(
         scale=config.scale,
         soft_cap=config.soft_cap,
     )
-    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), new
+    return merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), new
 
 
 def decode_attention(
@@ -191,7 +193,7 @@ def decode_attention(
     `context` has order (S,), the positions of the tokens, and the RoPE tables at these positions. If there is a window, the new
     state keeps only the tokens that the next token sees.
     """
-    q_BSNH, k_BMKH, v_BMKH = _projected(params, config, x_BSD, context)
+    q_BSNH, k_BMKH, v_BMKH = projected(params, config, x_BSD, context)
     order_M = context["order"]
     if state is not None:
         k_BMKH, v_BMKH = torch.cat([state.k_BMKH, k_BMKH], 1), torch.cat([state.v_BMKH, v_BMKH], 1)
@@ -209,10 +211,10 @@ def decode_attention(
         soft_cap=config.soft_cap,
     )
     first = 0 if config.window is None else max(0, order_M.shape[0] - config.window + 1)
-    return _merged(params, out_BSNH), AttentionState(k_BMKH[:, first:], v_BMKH[:, first:], order_M[first:])
+    return merged(params, out_BSNH), AttentionState(k_BMKH[:, first:], v_BMKH[:, first:], order_M[first:])
 
 
-def _projected(
+def projected(
     params: Attention[Tensor], config: AttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values; queries and keys after their norms and RoPE."""
@@ -228,7 +230,7 @@ def _projected(
     return q_BSNH, k_BSKH, v_BSKH
 
 
-def _merged(params: Attention[Tensor], out_BSNH: Tensor) -> Tensor:
+def merged(params: Attention[Tensor], out_BSNH: Tensor) -> Tensor:
     """The output projection of all heads."""
     out_BSNH = ops.name(out_BSNH, "attn")
     out_BSD = ops.constrain(ops.einsum("bsnh,nhd->bsd", out_BSNH, params.o_NHD), ("batch", "residual_seq", "embed"))

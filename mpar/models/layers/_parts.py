@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mpar import ops
+from mpar.models.layers._attend_pages import ATTENTION_PAGES_AXES, AttentionPages, attend_pages, attention_pages_shapes
 from mpar.models.layers._attention import (
     ATTENTION_AXES,
     ATTENTION_CARRIED_AXES,
@@ -31,6 +32,7 @@ from mpar.models.layers._attention import (
     attention_shapes,
     decode_attention,
 )
+from mpar.models.layers._cache import CacheSizes
 from mpar.models.layers._feed_forward import FEED_FORWARD_AXES, FeedForward, MlpConfig, mlp, mlp_shapes
 from mpar.models.layers._latent_attention import (
     LATENT_ATTENTION_AXES,
@@ -62,6 +64,7 @@ from mpar.tree import Leaf
 __all__ = [
     "PARTS",
     "Applied",
+    "Cache",
     "Carried",
     "Mixer",
     "Mlp",
@@ -84,6 +87,8 @@ State = AttentionState | LatentState | MambaState[Tensor]
 """The state of a mixer after the tokens decoded so far."""
 Carried = AttentionCarried[Tensor] | LatentCarried[Tensor] | MambaState[Tensor]
 """What a mixer carries from a slice of rows to later slices."""
+Cache = AttentionPages[Leaf]
+"""What a mixer keeps of all rows from step to step."""
 Update = tuple[str, Callable[[Tensor, Tensor], Tensor]]
 """The name of a metric, and `fn(parameter, total of the metric)`, which gives the parameter after a step."""
 Applied = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
@@ -150,6 +155,10 @@ class Part:
               `mpar.chain.Carry`. None for mixers that need the whole row, and for parts in which positions do not see each other.
     carried_axes: the logical axes of what slice carries.
     reach:    `fn(config)`: how many positions back a position reads what was carried, counting itself; None for all.
+    cached:   `fn(params, config, x_BTD, context, cache, sizes)` -> `(y_BTD, cache)`: apply for tokens of several rows, each after
+              those that the cache holds; sizes: a `CacheSizes`. None for mixers that have no such cache, and for parts in which
+              positions do not see each other.
+    cache_shapes: `fn(config, sizes)`: the sizes of each leaf of this cache; cache_axes: their logical axes.
     init:     `fn(config, leaf, key, bounds, dtype)`: the elements of a fresh leaf within `bounds` (a range for each dim), or None
               if the leaf starts as its name says. Every element depends only on `key` and its global index.
     """
@@ -167,6 +176,9 @@ class Part:
     slice: Callable[[Any, Any, Tensor, Mapping[str, Tensor], Any], tuple[Tensor, Any]] | None = None
     carried_axes: Any = None
     reach: Callable[[Any], int | None] = _reaches_all
+    cached: Callable[[Any, Any, Tensor, Mapping[str, Tensor], Any, CacheSizes], tuple[Tensor, Any]] | None = None
+    cache_shapes: Callable[[Any, CacheSizes], Any] | None = None
+    cache_axes: Any = None
     init: Callable[[Any, str, ops.Key, list[range], torch.dtype], Tensor | None] | None = None
 
 
@@ -181,6 +193,9 @@ PARTS: dict[type[PartConfig], Part] = {
         slice=attend_slice,
         carried_axes=ATTENTION_CARRIED_AXES,
         reach=lambda config: config.window,
+        cached=attend_pages,
+        cache_shapes=attention_pages_shapes,
+        cache_axes=ATTENTION_PAGES_AXES,
     ),
     LatentAttentionConfig: Part(
         latent_attention_shapes,

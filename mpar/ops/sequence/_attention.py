@@ -14,7 +14,7 @@ from mpar.ops.primitive import Cost, Primitive
 from mpar.ops.sequence import _attention_blocks
 from mpar.ops.sequence._attention_ring import attend_on_rank, attend_on_rank_bwd, ring, ring_bwd
 
-__all__ = ["attention"]
+__all__ = ["attention", "attention_p", "with_sinks"]
 
 attention_p = Primitive(
     "attention",
@@ -124,7 +124,7 @@ def _impl(q, k, v, q_order, k_order, q_documents, k_documents, sinks, *, causal,
         q1, k1, v1 = (_heads_first(x, size) for x in (q, k, v))
         out, lse = _attention_blocks.forward(q1, k1, v1, _attention_blocks.Masks(*masks, causal, window), scale)
         out, lse = out.transpose(1, 2)[..., : v.shape[3]].contiguous(), lse.transpose(1, 2).contiguous()
-    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
 @attention_p.def_vjp("q, k, v, q_order, k_order, q_documents, k_documents, sinks, out, lse, dout, dlse -> dq, dk, dv, dsinks")
@@ -153,7 +153,7 @@ def _vjp(q, k, v, q_order, k_order, q_documents, k_documents, sinks, out, lse, d
     return *unpadded, dsinks
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """The results with one more key, of zero value, in the softmax."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     share = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))

@@ -1,0 +1,35 @@
+"""Compile decode: the program of one step of inference, which reads prompts and new tokens alike."""
+
+from mpar.hardware import Hardware
+from mpar.kernels import Kernels
+from mpar.mesh import Mesh
+from mpar.models import CacheSizes, Model, with_cache
+from mpar.precision import Precision
+from mpar.precision import precision as make_precision
+from mpar.program import Program
+from mpar.program.compile import compile_forward
+from mpar.strategy import Strategy
+
+__all__ = ["compile_decode"]
+
+
+def compile_decode(
+    model: Model,
+    mesh: Mesh,
+    strategy: Strategy | str,
+    sizes: CacheSizes,
+    *,
+    precision: Precision | str | None = None,
+    hardware: Hardware | None = None,
+    kernels: Kernels | None = None,
+) -> Program:
+    """Compile a step that reads tokens of many rows, each after those that the cache holds, and gives logits of the last ones.
+
+    Whether a token is of a prompt or was chosen before makes no difference: a step may read both. `mpar.models.CachedDecoder`
+    says what its batch is. The cache is the state of the program, kv heads sharded over tp, layers over pp, groups over dp. The
+    other arguments are those of `compile_forward`.
+    Raises ConfigError for a model that has no such cache, and what `compile_forward` raises.
+    """
+    precision = make_precision(precision)
+    chain = with_cache(model, sizes, precision.compute_dtype("layers.0.attention.k_DKH", model.dtype))
+    return compile_forward(chain, mesh, strategy, chain.batch_shape, precision=precision, hardware=hardware, kernels=kernels)

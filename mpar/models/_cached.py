@@ -1,0 +1,158 @@
+"""CachedDecoder: a decoder as a chain that keeps a cache. Its program reads the next tokens of many rows and gives logits."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mpar import tree
+from mpar.chain import Axes, Chain, Segment
+from mpar.errors import ConfigError
+from mpar.models import decoder
+from mpar.models._declared import DeclaredModel
+from mpar.models._model import Model
+from mpar.models.decoder import BlockSegment, DecoderParams
+from mpar.models.layers import Cache, CacheSizes, depends_on_length, is_sizes, part_of, rope_tables, table_keys
+from mpar.tree import Tree
+
+__all__ = ["CachedDecoder", "with_cache"]
+
+
+def with_cache(model: Model, sizes: CacheSizes, dtype: torch.dtype | None = None) -> "CachedDecoder":
+    """The chain that goes on with rows from a cache of these sizes, whose keys and values have `dtype` (None: that of the model).
+
+    Its parameters are those of the model, without the layer that learns further tokens. Raises ConfigError if a layer has no such
+    cache, if a rotation depends on the length of the row, or if the model has learned too few positions for the pages of a row.
+    """
+    problems = []
+    if not isinstance(model, DeclaredModel):
+        problems.append("it was traced, and its graph does not say what a layer keeps of earlier tokens")
+    else:
+        mixers = dict.fromkeys(type(layer.mixer).__name__ for layer in model.config.layers if not _has_cache(layer.mixer))
+        problems += [f"it has layers of {name.removesuffix('Config')}, which keep no pages" for name in mixers]
+        if any(depends_on_length(rope) for _, rope in model.config.ropes):
+            problems.append("its RoPE turns earlier tokens anew when a row grows")
+        if model.max_positions is not None and model.max_positions <= (sizes.pages_per_row - 1) * sizes.page_size:
+            problems.append(
+                f"it has learned {model.max_positions} positions, which do not reach the last of {sizes.pages_per_row} pages of "
+                f"{sizes.page_size}"
+            )
+    if problems or not isinstance(model, DeclaredModel):
+        raise ConfigError(
+            f"cannot keep a cache of pages for this {model.name} model:\n  " + "\n  ".join(problems) + "\nUse mpar.generate."
+        )
+    return CachedDecoder(model.without_multi_token(), sizes, dtype or model.dtype)
+
+
+def _has_cache(mixer: object) -> bool:
+    return part_of(mixer).cached is not None  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _CachedBlock:
+    """The function of a layer with a cache. Equal layers have equal functions, so that the compiler makes one kind for them."""
+
+    block: BlockSegment
+    sizes: CacheSizes
+
+    def __call__(
+        self, params: tuple, x: Tensor, context: Mapping[str, Tensor], state: tuple[Cache[Tensor]], *, training: bool
+    ) -> tuple[Tensor, tuple[Cache[Tensor]], dict[str, Tensor]]:
+        return self.block.cached(params, x, context, state, self.sizes, training=training)
+
+
+@dataclass(frozen=True)
+class CachedDecoder(Chain):
+    """A decoder with a cache; see `with_cache`. Prompts and new tokens are read alike: a step takes some tokens of some rows.
+
+    Its batch, with B groups, T tokens, R slots of rows and L pages each:
+
+    tokens, positions, rows (B, T): the tokens, where in its row each stands, and in which slot this row is; -1 is padding.
+    pages (B, R * L):               for each slot, the numbers of its row's pages, in the order of positions.
+    last (B, R):                    for each slot, the place among the tokens of the one whose logits are wanted; -1 for none.
+
+    Tokens of one row stand one after the other. The result is logits (B, R, vocab_size), whose rows are arbitrary where `last`
+    is -1.
+    """
+
+    model: DeclaredModel
+    sizes: CacheSizes
+    dtype: torch.dtype
+
+    @functools.cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """Embedding, blocks with their caches, head."""
+        first, *blocks, last = self.model.segments
+        head = decoder.head_segment(self.model.config)
+        cached = {layer: _CachedBlock(BlockSegment(layer), self.sizes) for layer in self.model.config.layers}
+        return (
+            first,
+            *(
+                Segment(block.name, cached[layer], block.paths, block.out_axes, state=(block.name,))
+                for block, layer in zip(blocks, self.model.config.layers, strict=True)
+            ),
+            Segment(last.name, head.last_logits, last.paths, {"logits": ("batch", None, None)}),
+        )
+
+    @property
+    def abstract_params(self) -> DecoderParams[Tensor]:
+        """The parameter tree of the model."""
+        return self.model.abstract_params
+
+    @property
+    def param_axes(self) -> DecoderParams[Axes]:
+        """The logical axes of the parameters."""
+        return self.model.param_axes
+
+    @functools.cached_property
+    def abstract_state(self) -> Tree:
+        """The cache of each layer."""
+        shapes = [part_of(layer.mixer).cache_shapes for layer in self.model.config.layers]
+        layers = [fn(layer.mixer, self.sizes) for fn, layer in zip(shapes, self.model.config.layers, strict=True) if fn]
+        leaves, structure = tree.flatten({"layers": layers}, is_leaf=is_sizes)
+        return tree.unflatten(structure, [torch.empty(shape, dtype=self.dtype, device="meta") for shape in leaves])
+
+    @functools.cached_property
+    def state_axes(self) -> Tree:
+        """The logical axes of the caches."""
+        return {"layers": [part_of(layer.mixer).cache_axes for layer in self.model.config.layers]}
+
+    @property
+    def batch_axes(self) -> dict[str, Axes]:
+        """The entries of a batch, see the class."""
+        tokens: dict[str, Axes] = dict.fromkeys(("tokens", "positions", "rows"), ("batch", "seq"))
+        return {**tokens, "pages": ("batch", None), "last": ("batch", None)}
+
+    @property
+    def batch_shape(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and dtype of each entry of a batch."""
+        sizes = self.sizes
+        lengths = dict.fromkeys(("tokens", "positions", "rows"), sizes.tokens)
+        lengths |= {"pages": sizes.rows * sizes.pages_per_row, "last": sizes.rows}
+        return {key: ((sizes.groups, length), torch.int64) for key, length in lengths.items()}
+
+    def context(self, batch: dict[str, Tensor], row_length: int | None = None) -> dict[str, Tensor]:
+        """What segments read: the entries of the batch, where the rows are called documents; RoPE tables at the positions; and
+        the place in the pools of each token's keys, which is 0 for padding."""
+        tokens, positions, rows = batch["tokens"], batch["positions"], batch["rows"]
+        sizes = self.sizes
+        index_BT = rows.clamp(min=0) * sizes.pages_per_row + positions // sizes.page_size
+        places_BT = batch["pages"].gather(1, index_BT) * sizes.page_size + positions % sizes.page_size
+        context = {
+            "tokens": tokens,
+            "positions": positions,
+            "documents": rows,
+            "pages": batch["pages"].unflatten(1, (sizes.rows, sizes.pages_per_row)),
+            "places": places_BT.masked_fill(rows < 0, 0),
+            "last": batch["last"],
+        }
+        for name, rope in self.model.config.ropes:
+            tables = rope_tables(rope, tokens, positions, torch.promote_types(self.model.dtype, torch.float32))
+            context |= zip(table_keys(name), tables, strict=True)
+        return context
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """The number of tokens whose logits are wanted; no loss is divided by it."""
+        return (batch["last"] >= 0).sum().to(torch.float32)

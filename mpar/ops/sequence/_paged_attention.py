@@ -1,0 +1,198 @@
+"""Paged attention: each token attends to the earlier tokens of its row, whose keys and values lie in pages of a pool.
+
+Kwon et al. 2023, arXiv:2309.06180, section 4.1. A page holds the keys of neighbouring positions of one row; the table of pages
+says where. So rows grow without being moved, and tokens of many rows, one new one of each or a whole prompt, are one batch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpar.errors import ConfigError, DtypeError, ShapeError
+from mpar.op_shape import AttentionShape
+from mpar.ops.primitive import Cost, Primitive
+from mpar.ops.sequence._attention import attention_p, with_sinks
+from mpar.torch_private import flash_attention_cpu
+
+__all__ = ["paged_attention"]
+
+paged_attention_p = Primitive(
+    "paged_attention",
+    "q, k, v, rows, positions, pages, sinks? -> out",
+    page_size="int",
+    window="int?",
+    scale="float",
+    soft_cap="float?",
+)
+paged_attention_p.asks_host = True
+_GATHERED = 2**20
+"""The most elements of keys that are copied out of their pages at a time, unless one row has more: they should fit a cache."""
+
+
+def paged_attention(
+    q_BTNH: Tensor,
+    k_BPKH: Tensor,
+    v_BPKH: Tensor,
+    rows_BT: Tensor,
+    positions_BT: Tensor,
+    pages_BRL: Tensor,
+    *,
+    page_size: int,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """`out_BTNH`: the average of the values that each token sees, as `attention` has it for a row alone.
+
+    Token t of group b belongs to row `rows_BT[b, t]` and stands there at position `positions_BT[b, t]`. It sees the positions up
+    to its own, with a `window` at most that many. Position p of row r lies in the pools at place
+    `pages_BRL[b, r, p // page_size] * page_size + p % page_size`. A token of row -1 is padding; its out is 0. What a token gets
+    depends on no other row.
+
+    `scale`, `soft_cap`, `sinks` and groups of heads are those of `attention`. There is no gradient. Raises ShapeError, DtypeError
+    or ConfigError if the operands do not fit each other.
+    """
+    scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
+    params = {"page_size": page_size, "window": window, "scale": scale, "soft_cap": soft_cap}
+    return paged_attention_p.bind(q_BTNH, k_BPKH, v_BPKH, rows_BT, positions_BT, pages_BRL, sinks, **params)
+
+
+@paged_attention_p.def_abstract
+def _abstract(q, k, v, rows, positions, pages, sinks, *, page_size, window, scale, soft_cap):
+    label = f"paged_attention of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, pages {tuple(pages.shape)}"
+    if not q.ndim == k.ndim == 4 or pages.ndim != 3:
+        raise ShapeError(f"{label}: they must be (B, T, N, H), (B, P, K, H), (B, P, K, H), (B, R, L)")
+    (B, T, N, H), K = q.shape, k.shape[2]
+    problems = []
+    if k.shape != v.shape or (k.shape[0], k.shape[3]) != (B, H):
+        problems.append(f"k and v must both be ({B}, P, K, {H}) to fit q")
+    if not K or N % K:
+        problems.append(f"{K} kv heads do not divide {N} query heads")
+    if page_size < 1 or k.shape[1] % page_size:
+        problems.append(f"{k.shape[1]} places are no whole number of pages of {page_size}")
+    expected = {"rows": (rows, (B, T)), "positions": (positions, (B, T)), "sinks": (sinks, (N,))}
+    problems += [
+        f"{name} is {tuple(x.shape)}, must be {shape}"
+        for name, (x, shape) in expected.items()
+        if x is not None and tuple(x.shape) != shape
+    ]
+    if pages.shape[0] != B:
+        problems.append(f"pages must have {B} groups")
+    if problems:
+        raise ShapeError(f"{label}:\n" + "\n".join(problems))
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        raise DtypeError(f"{label}: dtypes are {q.dtype}, {k.dtype}, {v.dtype}; all three must have the same floating dtype")
+    wrong = {str(x.dtype) for x in (rows, positions, pages) if x.dtype != torch.int64}
+    if wrong:
+        raise DtypeError(f"{label}: rows, positions and pages must be int64, not {', '.join(sorted(wrong))}")
+    if (window is not None and window < 1) or (soft_cap is not None and not soft_cap > 0):
+        raise ConfigError(f"{label}: window={window}, soft_cap={soft_cap}; both must be positive or None")
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+@paged_attention_p.def_impl
+def _impl(q, k, v, rows, positions, pages, sinks, *, page_size, window, scale, soft_cap):
+    how = _How(page_size, window, scale, soft_cap, sinks)
+    groups = [_attend(*operands, how) for operands in zip(q, k, v, rows, positions, pages, strict=True)]
+    return groups[0].unsqueeze(0) if len(groups) == 1 else torch.stack(groups)
+
+
+class _How(NamedTuple):
+    """The parameters of a call, and the sinks, which all groups share."""
+
+    page_size: int
+    window: int | None
+    scale: float
+    soft_cap: float | None
+    sinks: Tensor | None
+
+
+def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, how: _How) -> Tensor:
+    """The result of one group."""
+    pools = [pool.reshape(-1, how.page_size * pool[0].numel()) for pool in (k_PKH, v_PKH)]  # a page is one row
+    row_of, place_of = rows_T.tolist(), positions_T.tolist()
+    runs, singles = _plan(row_of, place_of, how.page_size)
+    out_TNH = q_TNH.new_zeros(q_TNH.shape)
+    for start, end, row, length in runs:
+        used = pages_RL[row, : -(-length // how.page_size)]
+        k_MKH, v_MKH = (pool.index_select(0, used).view(-1, *k_PKH.shape[1:])[:length] for pool in pools)
+        operands = q_TNH[None, start:end], k_MKH[None], v_MKH[None], positions_T[start:end], None, None, None, how.sinks
+        out_BTNH, _ = attention_p.meaning(*operands, causal=True, window=how.window, scale=how.scale, soft_cap=how.soft_cap)
+        out_TNH[start:end] = out_BTNH[0]
+    for num_pages, tokens in singles:
+        at_once = max(1, _GATHERED // (num_pages * pools[0].shape[1]))
+        for first in range(0, len(tokens), at_once):
+            chosen = tokens[first : first + at_once]
+            used = pages_RL.index_select(0, pages_RL.new_tensor([row_of[t] for t in chosen]))[:, :num_pages].flatten()
+            keys_and_values = [pool.index_select(0, used).view(len(chosen), -1, *k_PKH.shape[1:]) for pool in pools]
+            if len(chosen) == len(row_of):  # nothing else is in this step
+                return _attend_each(q_TNH, *keys_and_values, positions_T, how)
+            index = pages_RL.new_tensor(chosen)
+            result = _attend_each(q_TNH.index_select(0, index), *keys_and_values, positions_T.index_select(0, index), how)
+            out_TNH.index_copy_(0, index, result)
+    return out_TNH
+
+
+def _plan(
+    rows: Sequence[int], positions: Sequence[int], page_size: int
+) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, list[int]]]]:
+    """How the tokens of a group are computed: `(runs, singles)`.
+
+    A run, `(start, end, row, length)`, is neighbouring tokens of one row, which see the first `length` positions of the row. A
+    token that is alone is computed together with other such tokens whose rows have about as many pages: `(pages, tokens)`. The
+    number of pages is rounded up to a power of two, which depends on the token's own row alone, and so do its bits.
+    """
+    runs: list[tuple[int, int, int, int]] = []
+    by_pages: dict[int, list[int]] = {}
+    start = 0
+    while start < len(rows):
+        end = start + 1
+        while end < len(rows) and rows[end] == rows[start]:
+            end += 1
+        if rows[start] >= 0 and end - start > 1:
+            runs.append((start, end, rows[start], max(positions[start:end]) + 1))
+        elif rows[start] >= 0:
+            by_pages.setdefault(1 << (positions[start] // page_size).bit_length(), []).append(start)
+        start = end
+    return runs, sorted(by_pages.items())
+
+
+def _attend_each(q_TNH, k_TMKH, v_TMKH, positions_T, how: _How) -> Tensor:
+    """Attention of each token to keys of its own; query heads of one kv head are treated as queries of one sequence."""
+    q_TKGH = q_TNH.unflatten(1, (k_TMKH.shape[2], -1))
+    k_TKMH, v_TKMH = k_TMKH.transpose(1, 2), v_TMKH.transpose(1, 2)
+    own_T1, keys_M = positions_T.unsqueeze(1), torch.arange(k_TMKH.shape[1], device=q_TNH.device)
+    hidden_TM = keys_M > own_T1 if how.window is None else (keys_M > own_T1) | (keys_M <= own_T1 - how.window)
+    if q_TNH.device.type == "cpu" and how.soft_cap is None:
+        bias = torch.zeros(hidden_TM.shape, dtype=q_TNH.dtype).masked_fill_(hidden_TM, -torch.inf)[:, None, None]
+        out_TKGH, lse_TKG = flash_attention_cpu(q_TKGH, k_TKMH, v_TKMH, 0.0, False, attn_mask=bias, scale=how.scale)
+    else:
+        wide = torch.promote_types(q_TNH.dtype, torch.float32)
+        scores = (q_TKGH.to(wide) @ k_TKMH.to(wide).transpose(2, 3)).mul_(how.scale)
+        if how.soft_cap is not None:
+            scores.div_(how.soft_cap).tanh_().mul_(how.soft_cap)
+        scores.masked_fill_(hidden_TM[:, None, None], -torch.inf)
+        lse_TKG = torch.logsumexp(scores, -1)
+        out_TKGH = ((scores - lse_TKG.unsqueeze(-1)).exp_() @ v_TKMH.to(wide)).to(q_TNH.dtype)
+    out_TNH = out_TKGH.reshape(q_TNH.shape)
+    return out_TNH if how.sinks is None else with_sinks(out_TNH, lse_TKG.reshape(q_TNH.shape[:2]), how.sinks)[0]
+
+
+paged_attention_p.def_sharding("b t (k g) h, b p k h, b p k h, b t, b t, b r l, (k g) -> b t (k g) h", need_replication="p h r l")
+paged_attention_p.def_batching_loop()
+
+
+@paged_attention_p.def_cost
+def _cost(q, k, v, rows, positions, pages, sinks, *, page_size, window, scale, soft_cap):
+    """An upper bound: every row has the most positions, and the tokens are divided among all rows."""
+    (B, T, N, H), num_rows = q.shape, pages.shape[1]
+    length = pages.shape[2] * page_size
+    keys_read = min(T, num_rows) * (length if window is None else min(length, window + page_size))
+    copied = 2 * max(_GATHERED, length * k.shape[2] * H) * k.element_size()
+    flops = 4 * B * T * N * H * (length if window is None else min(length, window))
+    moved = 2 * q.nbytes + 2 * B * keys_read * k.shape[2] * H * k.element_size()
+    shape = AttentionShape(H, length, causal=False, backward=False)
+    return Cost(flops=flops, bytes=moved, workspace=copied + T * length * (8 + q.element_size()), attention=shape)
