@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mpar.cli._paths import with_absolute_paths
 from mpar.cli._placement import slow_axes
+from mpar.cli._screen import RowProgress
 from mpar.program import Hardware, Program, describe_kernels, format_bytes
 from mpar.schedules import num_stages
 from mpar.train import Job, PlainConfig, RunSetup, TrainConfig, make_setup
@@ -21,7 +22,8 @@ def prepare_job(config: TrainConfig, resolved: PlainConfig, folder: Path, kept: 
     Raises MparError for whatever is wrong with the configuration, data or checkpoint.
     """
     setup = make_setup(config)
-    prepared = prepare(setup, with_absolute_paths(resolved, Path.cwd()), folder, kept)
+    with RowProgress("data", shown=config.progress) as progress:
+        prepared = prepare(setup, with_absolute_paths(resolved, Path.cwd()), folder, kept, progress)
     job, data, program = prepared.job, prepared.data, prepared.job.program
     prediction = program.predict()
     parameters = sum(math.prod(leaf.shape) for leaf in program.state_in if leaf.path.startswith("params."))

@@ -17,11 +17,11 @@ import torch.distributed as dist
 import yaml
 
 from mpar.cli._failures import place_file, write_failure, write_timeout
-from mpar.cli._parent import end_with_parent
 from mpar.cli._screen import StepProgress, say_aside
 from mpar.cli._signals import hold_signals, ignore_signals, signals_call
 from mpar.data import Batches
 from mpar.errors import DataError
+from mpar.parent_process import end_with_parent
 from mpar.program import Hardware
 from mpar.train import (
     DATA_FOLDER,

@@ -1,6 +1,7 @@
 """Tokenised documents in flat arrays: many millions of tokens in a few allocations, memory-mapped when they come from a cache."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,9 +35,23 @@ class LoadReport:
     num_trained: int = 0  # those of these positions that have a label
     formats: dict[str, int] = field(default_factory=dict)  # used rows of each detected format
     used_of_source: dict[str, int] = field(default_factory=dict)  # used rows of each source
+    tokens_of_source: dict[str, int] = field(default_factory=dict)  # positions of its documents
     num_held_out: int = 0  # used rows that are evaluated on and not trained on; 0 if the data were not split
     cached: bool = False  # read from the cache; the numbers are those of the run that wrote it
     notice: str = ""  # why the entry of the cache was not used; empty if there was none, or it was used
+
+    def of(self, documents: "Documents") -> "LoadReport":
+        """This report with the numbers of `documents`, which the rows became."""
+        tokens_of: Counter[str] = Counter()
+        for name, tokens in zip(documents.source_names, documents.tokens_of_source, strict=True):
+            tokens_of[name] += int(tokens)  # a source may be named twice
+        return replace(
+            self,
+            num_documents=len(documents),
+            num_tokens=int(documents.lengths.sum()),
+            num_trained=documents.num_trained,
+            tokens_of_source=dict(tokens_of),
+        )
 
     @property
     def _mixed(self) -> bool:
@@ -78,6 +93,8 @@ class Documents:
     lengths: NDArray[np.int64]  # (documents,), at least 1
     rows: NDArray[np.int64]  # (documents,): the row that each document came from
     names: tuple[str, ...]  # for each row, its file:line
+    sources: NDArray[np.int32]  # (documents,): the source that each document came from
+    source_names: tuple[str, ...]
 
     @classmethod
     def from_ids(
@@ -94,6 +111,8 @@ class Documents:
             lengths=lengths - 1,
             rows=np.arange(len(lengths)),
             names=tuple(names or (f"document {i}" for i in range(len(lengths)))),
+            sources=np.zeros(len(lengths), np.int32),
+            source_names=("",),
         )
 
     def __len__(self) -> int:
@@ -109,24 +128,25 @@ class Documents:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
+    @property
+    def tokens_of_source(self) -> NDArray[np.int64]:
+        """The positions that the documents of each source take, (sources,)."""
+        return np.bincount(self.sources, self.lengths, len(self.source_names)).astype(np.int64)
+
     @cached_property
     def num_trained(self) -> int:
         """Positions of documents whose next token is trained on."""
         sums = np.concatenate([[0], np.cumsum(self.trained)])
         return int((sums[self.starts + self.lengths + 1] - sums[self.starts + 1]).sum())
 
-    def take(self, rows: NDArray[np.int64]) -> "Documents":
-        """The documents of these rows in this order, of a row that occurs twice, twice. The arrays of tokens are shared."""
-        order = np.argsort(self.rows, kind="stable")
-        begins = np.searchsorted(self.rows[order], rows, side="left")
-        counts = np.searchsorted(self.rows[order], rows, side="right") - begins
-        chosen = order[np.concatenate([np.arange(b, b + n) for b, n in zip(begins, counts, strict=True)])]
-        return replace(self, starts=self.starts[chosen], lengths=self.lengths[chosen], rows=self.rows[chosen])
+    def take(self, documents: NDArray[np.int64]) -> "Documents":
+        """These documents in this order, one that occurs twice, twice. The arrays of tokens are shared, not copied."""
+        arrays = {name: getattr(self, name)[documents] for name in ("starts", "lengths", "rows", "sources")}
+        return replace(self, **arrays)
 
     def select(self, rows: NDArray[np.int64]) -> "Documents":
         """The documents of these rows, in their present order. The arrays of tokens are shared, not copied."""
-        chosen = np.isin(self.rows, rows)
-        return replace(self, starts=self.starts[chosen], lengths=self.lengths[chosen], rows=self.rows[chosen])
+        return self.take(np.flatnonzero(np.isin(self.rows, rows)))
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise DataError naming every row (at most 8) with an id outside [0, vocab_size)."""

@@ -3,15 +3,16 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from mpar.data._batches import Batches, BatchShape, DocumentBatches
-from mpar.data._cache import entry_folder, load_entry, save_entry
-from mpar.data._collect import Collector, Progress, refuse_malformed
+from mpar.data._cache import Entry, cached, entry_folder
+from mpar.data._collect import Progress, collect, refuse_malformed
 from mpar.data._config import DataConfig, check_config
 from mpar.data._documents import Documents, LoadReport
+from mpar.data._tokenise import tokenise
 from mpar.data._tokenizer import Tokenizer
+from mpar.data._workers import Workers
 from mpar.data.megatron import IndexedBatches, IndexedOptions, IndexedTokens
 from mpar.data.reading import Source, file_digest, find_sources
 from mpar.data.rows import preprocess_plug_in
@@ -19,7 +20,7 @@ from mpar.plug_ins import source_digests
 
 __all__ = ["load_dataset"]
 
-_CACHE_FORMAT = 3  # to be raised when a change of the code makes other documents of the same rows
+_CACHE_FORMAT = 4  # to be raised when a change of the code makes other documents of the same rows
 
 
 def load_dataset(
@@ -65,16 +66,20 @@ def _documents(
     config: DataConfig, tokenizer: Tokenizer, sources: Sequence[Source], progress: Progress | None
 ) -> tuple[Documents, LoadReport]:
     """The documents of all rows and what became of the rows, from the cache where they are in it."""
+
+    def make() -> Entry:
+        try:
+            with Workers(tokenise, (config, tokenizer), config.workers) as workers:
+                return Entry(*collect(config, sources, workers, progress))
+        finally:
+            tokenizer.close()
+
     if config.cache_dir is None:
-        return Collector(config, tokenizer, progress).run(sources)
-    key = _cache_key(config, tokenizer, sources)
-    folder = entry_folder(Path(config.cache_dir), key)
-    found = load_entry(folder, key)
-    if not isinstance(found, str):
-        return found
-    documents, report = Collector(config, tokenizer, progress).run(sources)
-    save_entry(folder, key, documents, report, replaced=bool(found))
-    return documents, replace(report, notice=found)
+        entry = make()
+    else:
+        key = _cache_key(config, tokenizer, sources)
+        entry = cached(entry_folder(Path(config.cache_dir), key), key, make)
+    return entry.documents, entry.report
 
 
 def _cache_key(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[Source]) -> str:

@@ -42,7 +42,10 @@ class DataStats:
         }
         left_out = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "none"
         out = [("rows", f"{report.num_rows:,}"), ("used", f"{report.num_used:,}"), ("left out", left_out)]
-        out += [(f"  {name}", f"{count:,} rows used") for name, count in report.used_of_source.items()]
+        out += [
+            (f"  {name}", f"{count:,} rows used, {report.tokens_of_source.get(name, 0):,} tokens")
+            for name, count in report.used_of_source.items()
+        ]
         out += [(f"  as {name}", f"{count:,} rows") for name, count in sorted(report.formats.items())]
         out += [
             ("documents", f"{len(self.lengths):,}"),

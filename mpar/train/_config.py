@@ -141,6 +141,7 @@ class DataGroup:
     )
     system: str | None = key("system message for conversations that have none", default=None, prose=True)
     cache_dir: str | None = key("folder in which tokenised data are kept from run to run", default=None)
+    workers: int = key("processes that tokenise; 1: this one alone, on all cores", default=1, at_least=0)
     strict: bool = key("a malformed row is an error; false: run_dir/malformed.jsonl lists malformed rows", default=False)
     num_samples: int | None = key(
         "of indexed tokens, the samples of the whole run, on which their order depends; null: steps times batch_size",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpar.checkpoint import Json
-from mpar.data import Batches, DataConfig, Tokenizer, byte_tokenizer, load_dataset, write_malformed
+from mpar.data import Batches, DataConfig, Progress, Tokenizer, byte_tokenizer, load_dataset, write_malformed
 from mpar.train._config import TrainConfig
 from mpar.train._data_items import data_items
 from mpar.train._setup import RunSetup
@@ -47,21 +47,24 @@ class RunData:
         return "\n".join(lines)
 
 
-def load_data(setup: RunSetup, cache_dir: Path | None = None, malformed_file: Path | None = None) -> RunData:
+def load_data(
+    setup: RunSetup, cache_dir: Path | None = None, malformed_file: Path | None = None, progress: Progress | None = None
+) -> RunData:
     """Read the data, and check them against the model's vocabulary. `cache_dir` keeps tokenised data if `data.cache_dir` is null.
 
-    malformed_file: the file to list malformed rows in, which is written only if there are any.
+    malformed_file: the file to list malformed rows in, which is written only if there are any. progress: told of rows as they are
+    read.
     Raises what `load_dataset` and `Batches.split` raise.
     """
     config, evaluation = setup.config, setup.config.evaluation
     folder = config.data.cache_dir or (None if cache_dir is None else str(cache_dir))
     tokenizer, vocab_size = make_tokenizer(config), setup.model.vocab_size
     wanted = training_data(config, folder)
-    batches, validation = load_dataset(wanted, tokenizer, vocab_size=vocab_size), None
+    batches, validation = load_dataset(wanted, tokenizer, vocab_size=vocab_size, progress=progress), None
     reports = [batches.report]
     if evaluation.sources is not None:
         fixed = _data_config(config, evaluation.sources, shuffle=False, cache_dir=folder)
-        validation = load_dataset(fixed, tokenizer, vocab_size=vocab_size)
+        validation = load_dataset(fixed, tokenizer, vocab_size=vocab_size, progress=progress)
         reports.append(validation.report)
     elif evaluation.fraction is not None:
         batches, validation = batches.split(evaluation.fraction)
@@ -101,6 +104,7 @@ def _data_config(config: TrainConfig, sources: tuple[str, ...], *, shuffle: bool
         model_name=data.model_name,
         model_author=data.model_author,
         cache_dir=cache_dir,
+        workers=data.workers,
         strict=data.strict,
         columns=data.columns,
         preprocess=data.preprocess,
