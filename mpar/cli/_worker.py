@@ -156,8 +156,8 @@ def _evaluation(job: Job, batches: Batches | None, device: torch.device, watch: 
     execution = "inductor" if config.execution == "inductor" else "eager"  # few runs do not repay recording a CUDA graph
     patience_s = config.timeout_s + _GRACE_S
     run = job.evaluation.bind(device=device, counter=watch, progress=watch, execution=execution, timeout_s=patience_s)
-    wanted = config.evaluation.batches or batches.steps_per_epoch
-    return Evaluation(job.evaluation, run, batches, config.evaluation.every, min(wanted, batches.steps_per_epoch))
+    counts = [count for count in (config.evaluation.batches, batches.steps_per_epoch) if count is not None]
+    return Evaluation(job.evaluation, run, batches, config.evaluation.every, min(counts))
 
 
 def _ignore(record: StepRecord | str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpar.data._config import DataConfig
-from mpar.data._documents import Documents, LoadReport
+from mpar.data._documents import MOST_DESCRIBED, Documents, LoadReport
 from mpar.data._kept import Kept
 from mpar.data._mix import choose, documents_of, rows_by_weight
 from mpar.data._tokenise import RowTokens, SourcedRow, Tokenise
@@ -27,7 +27,6 @@ TokeniseWorkers = Workers[Tokenise, Sequence[SourcedRow], list[RowTokens]]
 
 _ROWS_AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 2**23
-_MOST_REPORTED = 10_000  # malformed rows that the report describes; it counts all
 _MOST_OF_REASON = 500  # characters
 _MOST_LISTED = 10  # malformed rows in an error
 _ENOUGH_MALFORMED = 1000  # malformed rows before any that can be used: this is no data
@@ -59,12 +58,22 @@ def refuse_malformed(config: DataConfig, report: LoadReport) -> DataError:
 
 
 class Collector:
-    """The documents of the rows that were added, and the counts. source_names: of the sources that rows name by number."""
+    """The documents of the rows that were added, and the counts.
+
+    source_names: of the sources that rows name by number. are_data: it is known that these sources are data, so reading does not
+    stop, however many rows are malformed.
+    """
 
     def __init__(
-        self, config: DataConfig, source_names: Sequence[str], workers: TokeniseWorkers, progress: Progress | None = None
+        self,
+        config: DataConfig,
+        source_names: Sequence[str],
+        workers: TokeniseWorkers,
+        progress: Progress | None = None,
+        *,
+        are_data: bool = False,
     ) -> None:
-        self._config, self._workers, self._progress = config, workers, progress
+        self._config, self._workers, self._progress, self._are_data = config, workers, progress, are_data
         self._kept = Kept(source_names)
         self._counts: Counter[str] = Counter()
         self._formats: Counter[str] = Counter()
@@ -79,13 +88,13 @@ class Collector:
                 self._progress(self._counts["num_rows"], self._kept.num_tokens)
             if self._config.strict and self._counts["num_malformed"] >= _MOST_LISTED:
                 raise refuse_malformed(self._config, self._report())
-            if self._counts["num_malformed"] >= _ENOUGH_MALFORMED and not self._counts["num_used"]:
+            if self._counts["num_malformed"] >= _ENOUGH_MALFORMED and not (self._counts["num_used"] or self._are_data):
                 raise self.no_documents("every row so far is malformed, and reading stopped")
 
-    def result(self) -> tuple[Documents, LoadReport]:
-        """The documents, and what became of the rows."""
+    def result(self, *, num_held_out: int = 0) -> tuple[Documents, LoadReport]:
+        """The documents, and what became of the rows. num_held_out: rows that were not added, to evaluate on them."""
         documents = self._kept.documents()
-        return documents, self._report().of(documents)
+        return documents, replace(self._report().of(documents), num_held_out=num_held_out)
 
     def no_documents(self, problem: str) -> DataError:
         """The error because the rows are no data to train on."""
@@ -119,7 +128,7 @@ class Collector:
 
     def _malformed(self, row: BadRow) -> None:
         self._counts["num_malformed"] += 1
-        if len(self._bad_rows) < _MOST_REPORTED:
+        if len(self._bad_rows) < MOST_DESCRIBED:
             self._bad_rows.append(replace(row, reason=row.reason[:_MOST_OF_REASON]))
 
     def _report(self) -> LoadReport:

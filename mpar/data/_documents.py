@@ -3,8 +3,9 @@
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,10 @@ from numpy.typing import NDArray
 from mpar.data.rows import BadRow
 from mpar.errors import DataError
 
-__all__ = ["Documents", "LoadReport"]
+__all__ = ["MOST_DESCRIBED", "Documents", "LoadReport"]
+
+MOST_DESCRIBED = 10_000
+"""Malformed rows that a report describes. It counts all."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,17 @@ class LoadReport:
             num_trained=documents.num_trained,
             tokens_of_source=dict(tokens_of),
         )
+
+    def plus(self, later: "LoadReport") -> "LoadReport":
+        """The report on the rows of both."""
+        sums: dict[str, Any] = {}
+        for item in fields(self):
+            one, other = getattr(self, item.name), getattr(later, item.name)
+            if isinstance(one, dict):
+                sums[item.name] = {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
+            elif item.name.startswith("num_"):
+                sums[item.name] = one + other
+        return replace(self, **sums, malformed=(*self.malformed, *later.malformed)[:MOST_DESCRIBED])
 
     @property
     def _mixed(self) -> bool:
@@ -132,6 +147,20 @@ class Documents:
     def tokens_of_source(self) -> NDArray[np.int64]:
         """The positions that the documents of each source take, (sources,)."""
         return np.bincount(self.sources, self.lengths, len(self.source_names)).astype(np.int64)
+
+    def use(self, documents: NDArray[np.int64]) -> dict[str, tuple[int, int]]:
+        """By the name of each source, the rows that begin in these documents, and their positions."""
+        before = np.maximum(documents - 1, 0)
+        begins = (
+            (documents == 0) | (self.rows[documents] != self.rows[before]) | (self.sources[documents] != self.sources[before])
+        )
+        sources, lengths, count = self.sources[documents], self.lengths[documents], len(self.source_names)
+        rows, tokens = np.bincount(sources, begins, count), np.bincount(sources, lengths, count)
+        found: dict[str, tuple[int, int]] = {}
+        for name, num_rows, num_tokens in zip(self.source_names, rows, tokens, strict=True):
+            before_rows, before_tokens = found.get(name, (0, 0))  # a source may be named twice
+            found[name] = before_rows + int(num_rows), before_tokens + int(num_tokens)
+        return found
 
     @cached_property
     def num_trained(self) -> int:

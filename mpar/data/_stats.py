@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from mpar.data._batches import Batches, DocumentBatches
 from mpar.data._documents import LoadReport
+from mpar.errors import ConfigError
 
 __all__ = ["DataStats", "data_stats"]
 
@@ -61,11 +62,14 @@ class DataStats:
 
 
 def data_stats(batches: Batches) -> DataStats:
-    """The statistics of all data of an epoch."""
-    duplicates, fill, num_sequences = None, 1.0, batches.steps_per_epoch * batches.shape.batch_size
+    """The statistics of all data of an epoch. Raises ConfigError if they are read as they are needed: then nobody knows them."""
+    steps = batches.steps_per_epoch
+    if steps is None:
+        raise ConfigError("cannot count what is in a stream before it has been read. Load the data with data.stream=false.")
+    duplicates, fill, num_sequences = None, 1.0, steps * batches.shape.batch_size
     if isinstance(batches, DocumentBatches):
         duplicates, fill, num_sequences = _num_duplicates(batches), batches.fill_ratio, batches.num_sequences
-    return DataStats(batches.report, batches.lengths, duplicates, fill, num_sequences, batches.steps_per_epoch)
+    return DataStats(batches.report, batches.lengths, duplicates, fill, num_sequences, steps)
 
 
 def _num_duplicates(batches: DocumentBatches) -> int:

@@ -176,4 +176,4 @@ def test_workers_make_the_same_documents(byte_tokenizer, write_rows, kind):
     wanted = DataConfig(kind=kind, sources=(write_rows(*rows),), batch_size=2, seq_len=300)
     alone, two = (load_dataset(replace(wanted, workers=workers), byte_tokenizer) for workers in (1, 2))
     assert alone.documents.fingerprint == two.documents.fingerprint and alone.report == two.report
-    assert alone.report.num_used > 300 and alone.report.num_malformed + alone.report.num_empty == 85
+    assert alone.report.num_used > 200 and alone.report.num_malformed + alone.report.num_empty == 85

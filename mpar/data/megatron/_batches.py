@@ -1,6 +1,7 @@
 """Batches of indexed tokens, in the order in which Megatron reads them."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -97,6 +98,11 @@ class IndexedBatches(Batches):
         """The file and sequences that a row of `batch(step)` is from."""
         file, number = self._sample(step, row)
         return [f"{self._files[file].name}:{sequence}" for sequence, _, _ in self._samples[file].parts(number)]
+
+    def use(self, step: int) -> dict[str, tuple[int, int]]:
+        """By the name of each file, the samples and tokens that `batch(step)` has of it."""
+        counts = Counter(self._files[self._sample(step, row)[0]].name for row in range(self.shape.batch_size))
+        return {file.name: (counts[file.name], counts[file.name] * self.shape.seq_len) for file in self._files}
 
     def _bounds(self, file: IndexedTokens) -> tuple[int, int]:
         """The first sequence of a file that belongs to these batches, and the one behind the last."""
