@@ -35,6 +35,7 @@ def prepare_job(config: TrainConfig, resolved: PlainConfig, folder: Path, kept: 
         f"{format_bytes(prediction.communication_bytes)} sent by a rank, peak {format_bytes(prediction.peak_bytes)} predicted\n"
         f"{_pipeline_line(program, setup.hardware)}{_kernels_line(program)}{_warnings(setup, program)}"
     )
+    data.close()  # the ranks read on
     plain = data.malformed_file is None and not any(batches.report.notice for batches in data.all_batches)
     return summary, prepared.compiled, plain
 

@@ -7,7 +7,7 @@ from mpar.data._documents import LoadReport
 from mpar.data.reading import Mark
 from mpar.errors import DataError
 
-__all__ = ["Cursor", "Place"]
+__all__ = ["Cursor", "Place", "stream_report"]
 
 
 @dataclass(frozen=True)
@@ -67,3 +67,8 @@ class Cursor:
     def report(self) -> LoadReport:
         """What became of the rows of all blocks before this one, without descriptions of malformed ones."""
         return LoadReport(**self.counts)  # type: ignore[arg-type]
+
+
+def stream_report(cursor: Mapping[str, object]) -> LoadReport:
+    """What became of the rows of a stream before a cursor, which `Batches.cursor` gave."""
+    return Cursor.from_json(cursor).report

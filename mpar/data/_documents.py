@@ -73,6 +73,19 @@ class LoadReport:
         return bool(self.num_unmixed or self.num_repeated)
 
     @property
+    def left_out(self) -> dict[str, int]:
+        """How many rows were left out, by reason, without reasons that no row had."""
+        reasons = {
+            "malformed": self.num_malformed,
+            "empty": self.num_empty,
+            "with media": self.num_media,
+            "by data.preprocess": self.num_filtered,
+            "too long": self.num_dropped,
+            "by weight": self.num_unmixed,
+        }
+        return {reason: count for reason, count in reasons.items() if count}
+
+    @property
     def first_malformed(self) -> str:
         """File, line and reason of the first malformed row; empty if there is none."""
         return str(self.malformed[0]) if self.malformed else ""

@@ -9,6 +9,7 @@ from mpar.data._cache import Entry, cached, entry_folder
 from mpar.data._collect import Progress, collect, refuse_malformed
 from mpar.data._config import DataConfig, check_config
 from mpar.data._documents import Documents, LoadReport
+from mpar.data._made_ahead import MadeAhead
 from mpar.data._stream_batches import Blocks, StreamBatches
 from mpar.data._stream_blocks import HereMade, Stream
 from mpar.data._tokenise import tokenise
@@ -97,7 +98,7 @@ def _stream_batches(
 
 
 def _blocks(stream: Stream) -> Blocks:
-    return HereMade(stream)
+    return MadeAhead(stream) if stream.config.workers else HereMade(stream)
 
 
 def _cache_key(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[Source]) -> str:

@@ -33,15 +33,7 @@ class DataStats:
         report, percentiles = self.report, np.percentile(self.lengths, PERCENTILES)
         share = 100 * report.num_trained / max(report.num_tokens, 1)
         at = ", ".join(f"{p} %: {value:,.0f}" for p, value in zip(PERCENTILES, percentiles, strict=True))
-        reasons = {
-            "malformed": report.num_malformed,
-            "empty": report.num_empty,
-            "with media": report.num_media,
-            "by data.preprocess": report.num_filtered,
-            "too long": report.num_dropped,
-            "by weight": report.num_unmixed,
-        }
-        left_out = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "none"
+        left_out = ", ".join(f"{count:,} {reason}" for reason, count in report.left_out.items()) or "none"
         out = [("rows", f"{report.num_rows:,}"), ("used", f"{report.num_used:,}"), ("left out", left_out)]
         out += [
             (f"  {name}", f"{count:,} rows used, {report.tokens_of_source.get(name, 0):,} tokens")

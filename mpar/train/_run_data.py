@@ -31,6 +31,11 @@ class RunData:
         """Those to train on, then those to evaluate on, if there are any."""
         return (self.training,) if self.evaluation is None else (self.training, self.evaluation)
 
+    def close(self) -> None:
+        """End the processes that read ahead, until a batch is asked for."""
+        for batches in self.all_batches:
+            batches.close()
+
     @property
     def fingerprint(self) -> str:
         """Of all batches."""
@@ -39,7 +44,8 @@ class RunData:
     @property
     def summary(self) -> str:
         """What became of the rows, in one line; more lines describe malformed rows, and data to evaluate on that are others."""
-        lines = [f"data: {self.training.report}"]
+        so_far = " of a stream, so far" if self.training.steps_per_epoch is None else ""
+        lines = [f"data{so_far}: {self.training.report}"]
         if self.evaluation is not None and not self.training.report.num_held_out:
             lines.append(f"data to evaluate on: {self.evaluation.report}")
         if self.malformed_file is not None:
@@ -52,7 +58,8 @@ def load_data(
 ) -> RunData:
     """Read the data, and check them against the model's vocabulary. `cache_dir` keeps tokenised data if `data.cache_dir` is null.
 
-    malformed_file: the file to list malformed rows in, which is written only if there are any. progress: told of rows as they are
+    malformed_file: the file to list malformed rows in, which is written only if there are any; those of a stream are listed while
+    it is read (`MalformedFile`). progress: told of rows as they are
     read.
     Raises what `load_dataset` and `Batches.split` raise.
     """
@@ -61,14 +68,15 @@ def load_data(
     tokenizer, vocab_size = make_tokenizer(config), setup.model.vocab_size
     wanted = training_data(config, folder)
     batches, validation = load_dataset(wanted, tokenizer, vocab_size=vocab_size, progress=progress), None
-    reports = [batches.report]
     if evaluation.sources is not None:
         fixed = _data_config(config, evaluation.sources, shuffle=False, cache_dir=folder)
         validation = load_dataset(fixed, tokenizer, vocab_size=vocab_size, progress=progress)
-        reports.append(validation.report)
     elif evaluation.fraction is not None:
         batches, validation = batches.split(evaluation.fraction)
-    written = malformed_file is not None and write_malformed(malformed_file, reports)
+    written = False
+    if malformed_file is not None and batches.steps_per_epoch is not None:
+        others = [] if validation is None or batches.report.num_held_out else [validation.report]
+        written = write_malformed(malformed_file, [batches.report, *others])
     items = data_items(config, tokenizer, batches)
     return RunData(tokenizer, batches, validation, items, malformed_file if written else None)
 
@@ -77,7 +85,8 @@ def training_data(config: TrainConfig, cache_dir: str | None) -> DataConfig:
     """The data that a run trains on, before some of them are held out."""
     data = config.data
     chosen = _data_config(config, data.sources, shuffle=data.shuffle, cache_dir=cache_dir)
-    return replace(chosen, weights=data.weights, num_samples=data.num_samples or config.steps * batch_size(config))
+    num_samples = data.num_samples or config.steps * batch_size(config)
+    return replace(chosen, weights=data.weights, stream=data.stream, num_samples=num_samples)
 
 
 def make_tokenizer(config: TrainConfig) -> Tokenizer:
@@ -105,6 +114,7 @@ def _data_config(config: TrainConfig, sources: tuple[str, ...], *, shuffle: bool
         model_author=data.model_author,
         cache_dir=cache_dir,
         workers=data.workers,
+        shuffle_rows=data.shuffle_rows,
         strict=data.strict,
         columns=data.columns,
         preprocess=data.preprocess,

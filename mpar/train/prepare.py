@@ -56,6 +56,7 @@ def prepare(
     reached = origin.reached
     if origin.resume is not None:
         reached = reached.go_on(origin.resume, config.resume, data.training.fingerprint, data.items)
+        data.training.go_to(reached.data_cursor)
     program, compiled = _kept(kept_programs, setup, "training", lambda: _compiler().compile_program(setup))
     steps = config.steps - reached.optimizer_start
     program = program.with_optimizer(make_optimizer(config.optimizer, steps))  # a kept program has none
