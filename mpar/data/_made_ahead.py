@@ -21,6 +21,7 @@ from mpar.errors import DataError, MparError
 __all__ = ["MadeAhead"]
 
 _LOOK_S = 0.002
+_PATIENCE_S = 5.0  # for a process that was told to end
 _numbers = itertools.count()
 
 
@@ -114,8 +115,11 @@ def _end(process: subprocess.Popen[bytes], folder: BlockFolder, reader: str, own
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
-    process.kill()
-    process.wait()
+    try:
+        process.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
     folder.stop_wanting(reader)
     if own:
         shutil.rmtree(folder.path, ignore_errors=True)

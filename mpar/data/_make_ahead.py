@@ -24,6 +24,7 @@ __all__ = ["Order", "main", "make_missing"]
 
 _AHEAD = 2  # blocks behind the one that a reader stands in
 _LOOK_S = 0.01
+_PATIENCE_S = 3.0  # for a block that is being made
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,12 @@ def main(source: BinaryIO, answer: BinaryIO) -> int:
     order: Order = pickle.load(source)  # of the process that started this one
 
     def end_with_source() -> None:
-        source.read()
-        os._exit(0)
+        os.read(source.fileno(), 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_PATIENCE_S)
+        os._exit(1)
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that nothing half stays behind
     threading.Thread(target=end_with_source, daemon=True).start()
     folder = BlockFolder(order.folder, order.key)
     try:
