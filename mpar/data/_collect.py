@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpar.data._config import DataConfig
-from mpar.data._documents import MOST_DESCRIBED, Documents, LoadReport
+from mpar.data._documents import DESCRIBED_ROWS, Documents, LoadReport
 from mpar.data._kept import Kept
 from mpar.data._mix import choose, documents_of, rows_by_weight
 from mpar.data._tokenise import RowTokens, SourcedRow, Tokenise
@@ -128,7 +128,7 @@ class Collector:
 
     def _malformed(self, row: BadRow) -> None:
         self._counts["num_malformed"] += 1
-        if len(self._bad_rows) < MOST_DESCRIBED:
+        if len(self._bad_rows) < DESCRIBED_ROWS:
             self._bad_rows.append(replace(row, reason=row.reason[:_MOST_OF_REASON]))
 
     def _report(self) -> LoadReport:

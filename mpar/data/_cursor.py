@@ -50,6 +50,11 @@ class Cursor:
         """How often all sources have been read."""
         return min(place.passes for place in self.sources)
 
+    def __str__(self) -> str:
+        """Its places, as a person reads them."""
+        places = enumerate(self.sources, 1)
+        return ", ".join(f"source {number}, file {at.file + 1}, row {at.mark.records + 1}" for number, at in places)
+
     def to_json(self) -> dict[str, object]:
         """The cursor as a value for JSON."""
         return asdict(self)

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from mpar.data.rows import BadRow
 from mpar.errors import DataError
 
-__all__ = ["MOST_DESCRIBED", "Documents", "LoadReport"]
+__all__ = ["DESCRIBED_ROWS", "Documents", "LoadReport"]
 
-MOST_DESCRIBED = 10_000
+DESCRIBED_ROWS = 10_000
 """Malformed rows that a report describes. It counts all."""
 
 
@@ -66,15 +66,15 @@ class LoadReport:
                 sums[item.name] = {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
             elif item.name.startswith("num_"):
                 sums[item.name] = one + other
-        return replace(self, **sums, malformed=(*self.malformed, *later.malformed)[:MOST_DESCRIBED])
+        return replace(self, **sums, malformed=(*self.malformed, *later.malformed)[:DESCRIBED_ROWS])
 
     @property
     def _mixed(self) -> bool:
         return bool(self.num_unmixed or self.num_repeated)
 
     @property
-    def left_out(self) -> dict[str, int]:
-        """How many rows were left out, by reason, without reasons that no row had."""
+    def unused(self) -> dict[str, int]:
+        """How many rows were not used, by reason, without reasons that no row had."""
         reasons = {
             "malformed": self.num_malformed,
             "empty": self.num_empty,

@@ -10,8 +10,9 @@ from mpar.data._collect import Progress, collect, refuse_malformed
 from mpar.data._config import DataConfig, check_config
 from mpar.data._documents import Documents, LoadReport
 from mpar.data._made_ahead import MadeAhead
-from mpar.data._stream_batches import Blocks, StreamBatches
+from mpar.data._stream_batches import StreamBatches
 from mpar.data._stream_blocks import HereMade, Stream
+from mpar.data._stream_window import Blocks
 from mpar.data._tokenise import tokenise
 from mpar.data._tokenizer import Tokenizer
 from mpar.data._workers import Workers

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpar.data._documents import MOST_DESCRIBED, LoadReport
+from mpar.data._documents import DESCRIBED_ROWS, LoadReport
 from mpar.data.rows import BadRow
 from mpar.errors import DataError
 
@@ -42,7 +42,7 @@ class MalformedFile:
 
         Raises DataError if the file cannot be written.
         """
-        new = report.malformed[self._num_written :][: MOST_DESCRIBED - self._num_lines]
+        new = report.malformed[self._num_written :][: DESCRIBED_ROWS - self._num_lines]
         self._num_written = len(report.malformed)
         if new:
             self._num_lines += len(new)

@@ -33,7 +33,7 @@ class DataStats:
         report, percentiles = self.report, np.percentile(self.lengths, PERCENTILES)
         share = 100 * report.num_trained / max(report.num_tokens, 1)
         at = ", ".join(f"{p} %: {value:,.0f}" for p, value in zip(PERCENTILES, percentiles, strict=True))
-        left_out = ", ".join(f"{count:,} {reason}" for reason, count in report.left_out.items()) or "none"
+        left_out = ", ".join(f"{count:,} {reason}" for reason, count in report.unused.items()) or "none"
         out = [("rows", f"{report.num_rows:,}"), ("used", f"{report.num_used:,}"), ("left out", left_out)]
         out += [
             (f"  {name}", f"{count:,} rows used, {report.tokens_of_source.get(name, 0):,} tokens")

@@ -88,8 +88,8 @@ class Progress:
         for name, counts in self.data_use.items():
             assert isinstance(counts, list)
             numbers[f"rows/{name}"], numbers[f"tokens/{name}"] = (int(str(count)) for count in counts)
-        left_out = stream_report(self.data_cursor).left_out if self.data_cursor else {}
-        return numbers | {f"left_out/{reason}": count for reason, count in left_out.items()}
+        unused = stream_report(self.data_cursor).unused if self.data_cursor else {}
+        return numbers | {f"left_out/{reason}": count for reason, count in unused.items()}
 
     @classmethod
     def from_extras(cls, extras: Mapping[str, Json], path: Path) -> "Progress":

@@ -162,7 +162,7 @@ def test_shares_are_met_all_along(folder, byte_tokenizer):
     """After any number of blocks, each source has its share of rows, give or take one; small sources are repeated."""
     batches = load_dataset(kind_of(folder, "blended"), byte_tokenizer)
     batches.batch(100)
-    for known in batches._known.values():
+    for known in batches._window._known.values():
         drawn = [place.drawn for place in known.sources]
         assert all(abs(count - share * sum(drawn)) <= 1 for count, share in zip(drawn, (0.5, 0.3, 0.2), strict=True))
     assert Cursor.from_json(batches.cursor(100)).sources[2].passes > 3
@@ -187,10 +187,10 @@ def test_every_row_of_a_stream_is_used_or_has_a_reason(folder, byte_tokenizer, n
     batches.batch(60)
     for step in range(0, 60, 7):
         report = stream_report(batches.cursor(step))
-        assert report.num_rows == report.num_used + sum(report.left_out.values())
+        assert report.num_rows == report.num_used + sum(report.unused.values())
     report = batches.report
     assert report.num_malformed > 20 and report.num_malformed == len(report.malformed)
-    assert set(report.left_out) == {"malformed", "empty"} if name != "conversations dropped" else {"malformed", "too long"}
+    assert set(report.unused) == {"malformed", "empty"} if name != "conversations dropped" else {"malformed", "too long"}
 
 
 def test_strict_streams_stop_at_a_malformed_row(folder, byte_tokenizer):
@@ -212,7 +212,7 @@ def test_a_process_that_is_killed_is_named(folder, byte_tokenizer):
     """Whoever waits for a block is told, and can begin again."""
     batches = load_dataset(config(folder, workers=1), byte_tokenizer)
     first = batches.batch(0)
-    batches._blocks._process.kill()
+    batches._window.blocks._process.kill()
     with pytest.raises(DataError, match="ended with exit code -9"):
         batches.batch(50)
     assert torch.equal(batches.batch(50)["tokens"], load_dataset(config(folder), byte_tokenizer).batch(50)["tokens"])
@@ -228,8 +228,10 @@ def test_held_out_rows_are_not_trained_on(folder, byte_tokenizer):
     for batches in sides:
         batches.batch(0)
         place = stream_report(batches.cursor(10**6))
-        seen.append({tokens for step in range(batches._last.sequence) for tokens, _ in documents_of(batches.batch(step))})
-        assert place.num_rows == place.num_used + sum(place.left_out.values())
+        seen.append(
+            {tokens for step in range(batches._window._behind.sequence) for tokens, _ in documents_of(batches.batch(step))}
+        )
+        assert place.num_rows == place.num_used + sum(place.unused.values())
     whole = load_dataset(replace(everything, stream=False), byte_tokenizer)
     assert not seen[0] & seen[1]
     assert seen[0] | seen[1] == {tokens for step in range(whole.steps_per_epoch) for tokens, _ in documents_of(whole.batch(step))}
