@@ -32,9 +32,9 @@ class Kept:
         self._trained.append(made.trained)
         self.num_tokens += len(made.ids)
         row = self._names.setdefault(where, len(self._names))
-        for piece in made.documents:
-            self._starts.append(base + piece.start)
-            self._lengths.append(piece.stop - piece.start - 1)
+        for start, end in made.documents:
+            self._starts.append(base + start)
+            self._lengths.append(end - start - 1)
             self._rows.append(row)
             self._sources.append(source)
 
