@@ -4,6 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,6 +57,11 @@ class Batches(ABC):
         """A hash of the data alone."""
 
     @property
+    def weighed(self) -> bool:
+        """Whether labels weigh more or less than 1, so that batches say how much."""
+        return False
+
+    @property
     @abstractmethod
     def lengths(self) -> NDArray[np.integer]:
         """The positions that each document takes, (documents,)."""
@@ -66,12 +72,13 @@ class Batches(ABC):
         """The number of steps that feed all data once."""
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """The global batch of `step`, as int64 tensors of (batch_size, seq_len). Steps are counted from 0 through all epochs.
+        """The global batch of `step`, in int64, (batch_size, seq_len). Steps are counted from 0 through all epochs.
 
         tokens:     ids of tokens; padding has the padding id.
         labels:     the next token where it is trained on, else -100.
         positions:  from 0 in each document; 0 in padding.
         documents:  0, 1, ... within a sequence; -1 in padding.
+        token_weights: if `weighed`, what each label weighs in the loss, in float32.
         Raises ConfigError if step < 0.
         """
         return self.rows(step, range(self.shape.batch_size))
@@ -88,7 +95,9 @@ class Batches(ABC):
             raise ConfigError(f"cannot read rows {outside} of a batch: it has {self.shape.batch_size} rows, counted from 0.")
         fills = {"tokens": self.pad_id, "labels": _IGNORED, "positions": 0, "documents": -1}
         size = (len(rows), self.shape.seq_len)
-        arrays = {name: np.full(size, value, dtype=np.int64) for name, value in fills.items()}
+        arrays: dict[str, NDArray[Any]] = {name: np.full(size, value, dtype=np.int64) for name, value in fills.items()}
+        if self.weighed:
+            arrays["token_weights"] = np.zeros(size, dtype=np.float32)
         for out, row in enumerate(rows):
             self._fill_row(step, row, {name: array[out] for name, array in arrays.items()})
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -98,7 +107,7 @@ class Batches(ABC):
         """Where the documents of a row of `batch(step)` are from: for each its file and line."""
 
     @abstractmethod
-    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[np.int64]]) -> None:
+    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[Any]]) -> None:
         """Write one row of a batch into arrays of (seq_len,), which hold padding."""
 
     @abstractmethod
@@ -166,6 +175,11 @@ class DocumentBatches(Batches):
         return self.documents.fingerprint
 
     @property
+    def weighed(self) -> bool:
+        """Whether documents have weights other than 0 and 1."""
+        return self.documents.trained.dtype != np.bool_
+
+    @property
     def lengths(self) -> NDArray[np.integer]:
         """The positions that each document takes."""
         return self.documents.lengths
@@ -189,7 +203,7 @@ class DocumentBatches(Batches):
         """Where the documents of a row of `batch(step)` are from."""
         return [self.documents.names[self.documents.rows[document]] for document in self._documents_of(step, row)]
 
-    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[np.int64]]) -> None:
+    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[Any]]) -> None:
         self._write(arrays, self._documents_of(step, row))
 
     def _documents_of(self, step: int, row: int) -> NDArray[np.int64]:
@@ -242,14 +256,16 @@ class DocumentBatches(Batches):
             self._layouts = dict([*self._layouts.items(), (epoch, (document_of_slot, sequence_order))][-2:])
         return self._layouts[epoch]
 
-    def _write(self, row: dict[str, NDArray[np.int64]], documents: NDArray[np.int64]) -> None:
+    def _write(self, row: dict[str, NDArray[Any]], documents: NDArray[np.int64]) -> None:
         """Write documents into one sequence, one after the other."""
         source, position = self.documents, 0
         for number, document in enumerate(documents):
             start, length = int(source.starts[document]), int(source.lengths[document])
             to, shifted = slice(position, position + length), slice(start + 1, start + length + 1)
             row["tokens"][to] = source.tokens[start : start + length]
-            row["labels"][to] = np.where(source.trained[shifted], source.tokens[shifted], _IGNORED)
+            row["labels"][to] = np.where(source.trained[shifted] != 0, source.tokens[shifted], _IGNORED)
+            if self.weighed:
+                row["token_weights"][to] = source.trained[shifted]
             row["positions"][to] = np.arange(length)
             row["documents"][to] = number
             position += length

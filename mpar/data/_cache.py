@@ -71,12 +71,13 @@ def save_entry(folder: Path, key: str, documents: Documents, report: LoadReport,
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))  # which nobody else can open
-        for name, dtype in _DTYPES.items():
+        for name, dtype in _dtypes(documents.trained.dtype != np.bool_).items():
             np.ascontiguousarray(getattr(documents, name), dtype=dtype).tofile(draft / name)
             os.chmod(draft / name, _OWNER_ONLY)
         content = {
             "key": key,
             "sizes": {name: len(getattr(documents, name)) for name in _DTYPES},
+            "weighed": documents.trained.dtype != np.bool_,
             "checksum": documents.fingerprint,
             "names": documents.names,
             "report": asdict(report),
@@ -109,7 +110,7 @@ def _read(folder: int, key: str) -> tuple[Documents, LoadReport]:
     content = json.loads(text)
     if content["key"] != key:
         raise Unreadable("they are of other data or settings")
-    arrays = {name: _map(folder, name, content["sizes"]) for name in _DTYPES}
+    arrays = {name: _map(folder, name, dtype, content["sizes"][name]) for name, dtype in _dtypes(content["weighed"]).items()}
     documents = Documents(**arrays, names=tuple(content["names"]))  # type: ignore[arg-type]
     if documents.fingerprint != content["checksum"]:
         raise Unreadable("their bytes do not have the checksum that was written with them")
@@ -124,14 +125,19 @@ def _check_owner(descriptor: int, name: str) -> None:
         raise Unreadable(f"others than you could have written {name}")
 
 
-def _map(folder: int, name: str, sizes: Mapping[str, int]) -> NDArray[np.generic]:
-    dtype = np.dtype(_DTYPES[name])
+def _dtypes(weighed: bool) -> Mapping[str, str]:
+    """The dtype of each array; `trained` has numbers if tokens weigh more or less than 1."""
+    return {**_DTYPES, "trained": "<f4"} if weighed else _DTYPES
+
+
+def _map(folder: int, name: str, kind: str, size: int) -> NDArray[np.generic]:
+    dtype = np.dtype(kind)
     with open_regular(name, os.O_NOFOLLOW, folder) as file:
         _check_owner(file.fileno(), name)
         size_bytes = os.fstat(file.fileno()).st_size
-        if size_bytes != sizes[name] * dtype.itemsize:
-            raise Unreadable(f"{name} has {size_bytes:,} bytes and should have {sizes[name] * dtype.itemsize:,}")
-        return np.memmap(file, dtype=dtype, mode="r", shape=(sizes[name],))
+        if size_bytes != size * dtype.itemsize:
+            raise Unreadable(f"{name} has {size_bytes:,} bytes and should have {size * dtype.itemsize:,}")
+        return np.memmap(file, dtype=dtype, mode="r", shape=(size,))
 
 
 def _refused(folder: Path, problem: str) -> DataError:

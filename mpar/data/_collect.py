@@ -14,6 +14,7 @@ from mpar.data._documents import Documents, LoadReport
 from mpar.data._kept import Kept
 from mpar.data._mix import choose, rows_by_weight
 from mpar.data._template import Message, TemplateError
+from mpar.data._token_weights import TokenWeights
 from mpar.data._tokenizer import Tokenizer
 from mpar.data.reading import Source
 from mpar.data.rows import AnyRow, BadRow, Columns, EmptyRow, FilteredRow, MediaRow, Row, read_rows
@@ -172,7 +173,7 @@ class Collector:
     def add_conversations(self, rows: Sequence[Row]) -> None:
         """Add each conversation as one document, with labels on what the assistant wrote."""
         conversations = [(_prepare(row.messages, self.config), row.tools) for row in rows]
-        encodings = self.tokenizer.encode_chats(conversations, last_round=self.config.loss == "last_round")
+        encodings = self.tokenizer.encode_chats(conversations, weights=TokenWeights.parse(self.config.token_weights))
         for row in rows:
             try:
                 encoded = next(encodings)
@@ -183,7 +184,7 @@ class Collector:
             else:
                 self.add_conversation(row, *encoded)
 
-    def add_conversation(self, row: Row, ids: Sequence[int], trained: Sequence[bool]) -> None:
+    def add_conversation(self, row: Row, ids: Sequence[int], trained: Sequence[float]) -> None:
         """Add a conversation, cut as `truncation` says if it is too long."""
         if not any(trained[1:]):
             self.malformed(row.malformed("no token to train on: the chat template renders no answer, or none has a loss"))
@@ -199,11 +200,12 @@ class Collector:
         if not pieces:
             self.counts["num_dropped"] += 1
             return
-        base = self.append(row, np.array(ids, dtype=np.int32), np.array(trained, dtype=bool))
+        dtype = np.bool_ if TokenWeights.parse(self.config.token_weights).binary else np.float32
+        base = self.append(row, np.array(ids, dtype=np.int32), np.array(trained, dtype=dtype))
         for piece in pieces:
             self.kept.add_document(row, base + piece.start, piece.stop - piece.start - 1)
 
-    def append(self, row: Row, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> int:
+    def append(self, row: Row, ids: NDArray[np.int32], trained: NDArray[np.bool_ | np.float32]) -> int:
         """Count a row as used and add its tokens; returns the index of the first."""
         self.counts["num_used"] += 1
         self.formats[row.format] += 1

@@ -14,14 +14,14 @@ class Kept:
 
     def __init__(self) -> None:
         self.tokens: list[NDArray[np.int32]] = []
-        self.trained: list[NDArray[np.bool_]] = []
+        self.trained: list[NDArray[np.bool_ | np.float32]] = []
         self.starts: list[int] = []
         self.lengths: list[int] = []
         self.rows: list[int] = []
         self.names: dict[str, int] = {}
         self.num_tokens = 0
 
-    def append(self, row: Row, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> int:
+    def append(self, row: Row, ids: NDArray[np.int32], trained: NDArray[np.bool_ | np.float32]) -> int:
         """Add the tokens of a row; returns the index of the first."""
         base = self.num_tokens
         self.tokens.append(ids)

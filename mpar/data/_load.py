@@ -19,7 +19,7 @@ from mpar.plug_ins import source_digests
 
 __all__ = ["load_dataset"]
 
-_CACHE_FORMAT = 3  # to be raised when a change of the code makes other documents of the same rows
+_CACHE_FORMAT = 4  # to be raised when a change of the code makes other documents of the same rows
 
 
 def load_dataset(
@@ -81,7 +81,7 @@ def _cache_key(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[Sourc
     """A hash of everything that the documents depend on. Batch size, seed and packing do not matter for them."""
     digest = hashlib.sha256()
     settings = (
-        _CACHE_FORMAT, config.kind, config.seq_len, config.truncation, config.loss, config.system, dict(config.columns),
+        _CACHE_FORMAT, config.kind, config.seq_len, config.truncation, config.token_weights, config.system, dict(config.columns),
         config.preprocess,
         config.weights, config.stop, config.model_name, config.model_author, tokenizer.fingerprint,
     )  # fmt: skip

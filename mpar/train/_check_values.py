@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mpar.data import TokenWeights
 from mpar.errors import ConfigError
 from mpar.train._config import EvaluationConfig, ModelConfig, OptimizerConfig, TrainConfig, within_bounds
 from mpar.train._duration import deadline_after
@@ -25,6 +26,7 @@ def value_problems(config: TrainConfig, memory_bytes: int | None = None) -> list
         *_of_model(config.model),
         *_of_optimizer(config.optimizer),
         *_of_learning_rate(config),
+        *_of_token_weights(config.data.token_weights),
         *_of_evaluation(config.evaluation),
         *_of_checkpoints(config),
         *_of_time_limit(config.time_limit),
@@ -57,6 +59,14 @@ def _of_learning_rate(config: TrainConfig) -> list[str]:
     except ConfigError as error:
         first, *others = str(error).splitlines()
         return [f"optimizer: {line.strip()}" for line in others or [first]]
+    return []
+
+
+def _of_token_weights(given: str) -> list[str]:
+    try:
+        TokenWeights.parse(given)
+    except ConfigError as error:
+        return [f"data.token_weights={error}"]
     return []
 
 

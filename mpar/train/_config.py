@@ -130,6 +130,11 @@ class DataGroup:
         "conversations longer than seq_len: drop them, cut at the right or left, split them into documents, or stop",
         default="drop",
     )
+    token_weights: str = key(
+        "what tokens weigh in the loss: default (answers), last_round or all, then + ignore_empty_think, ignore_think_prefix, "
+        "hermes, react, qwen, agentflan, alpha_umi, or rows (weights that rows give)",
+        default="default",
+    )
     tokenizer: str | None = key(
         "`bytes`, or a folder with tokenizer.json; null: the folder of the model if it has one, else bytes", default=None
     )
@@ -157,7 +162,6 @@ class TaskConfig:
     """What is learned from the data."""
 
     kind: Literal["sft", "pt"] = key("sft: conversations, with the loss on answers; pt: plain text, with the loss on every token")
-    loss: Literal["all", "last_round"] = key("sft: the answers of a conversation that have a loss", default="all")
     chat: tuple[str, ...] | None = key(
         "questions that the trained model answers at the end; null: those of the sample data, if it learned them",
         default=None,

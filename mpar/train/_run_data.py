@@ -96,7 +96,7 @@ def _data_config(config: TrainConfig, sources: tuple[str, ...], *, shuffle: bool
         packing=data.packing,
         shuffle=shuffle,
         truncation=data.truncation,
-        loss=task.loss,
+        token_weights=data.token_weights,
         system=data.system,
         model_name=data.model_name,
         model_author=data.model_author,
