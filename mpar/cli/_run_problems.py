@@ -120,7 +120,7 @@ def _of_paths(config: TrainConfig) -> Iterator[str]:
             yield from _unwritable(key, Path(folder))
     tokenizer, table = config.data.tokenizer, config.schedule.table
     if tokenizer not in (None, "bytes") and not Path(tokenizer).is_dir():
-        yield f"data.tokenizer={tokenizer}: there is no such folder; it is `bytes`, or a folder with tokenizer.json"
+        yield f"data.tokenizer={tokenizer}: there is no such folder; it is `bytes`, or a folder with a tokenizer"
     if table is not None and not Path(table).is_file():
         yield f"schedule.table={table}: there is no such file"
     for key, folder in {"model.path": config.model.path, "data.tokenizer": tokenizer, "init_from": config.init_from}.items():

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from mpar.data._template import ChatTemplate, Conversation, Message, RenderError, TemplateError
 from mpar.data._token_weights import Piece, TokenWeights
+from mpar.data._tokenizer_files import BYTE_NAMES, MAX_TOKENIZER_BYTES, Found, read_files
 from mpar.errors import DataError, brief
 from mpar.files import MAX_JSON_BYTES, Unreadable, read_bytes, read_json, read_text
 
@@ -22,7 +23,6 @@ __all__ = ["Tokenizer", "byte_tokenizer"]
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _ANSWERS = TokenWeights()
-_MAX_TOKENIZER_BYTES = 2**26  # twice the largest that is published
 _MAX_TOKENIZER_COMMAS = 2**22  # the library keeps a hundred bytes for every value, also for those that it does not use
 
 
@@ -63,28 +63,17 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, date: datetime.date | None = None) -> "Tokenizer":
-        """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` (or the template in the config).
+        """Read `tokenizer.json`, or else the files of sentencepiece, tiktoken, or vocab.json and merges.txt; with them
+        `tokenizer_config.json` and `chat_template.jinja` (or the template in the config).
 
-        Raises DataError if `tokenizer.json` is missing or a file cannot be read.
+        Raises DataError if a file is missing or cannot be read, ConfigError if a library that it takes is not installed.
         """
         folder = Path(folder)
-        path = folder / "tokenizer.json"
-        if not os.path.exists(path):
-            contents = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
-            raise DataError(
-                f"cannot read a tokenizer from {folder}: there is no tokenizer.json ({contents}). Have transformers write one: "
-                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
-            )
-        try:
-            content = read_bytes(path, _MAX_TOKENIZER_BYTES)
-            if content.count(b",") > _MAX_TOKENIZER_COMMAS:
-                raise Unreadable(f"it has more than {_MAX_TOKENIZER_COMMAS:,} values")
-            backend = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the Rust library raises bare Exception
-            raise DataError(f"cannot read the tokenizer {path}: {str(error)[:300]}") from error
         config = _read_object(folder / "tokenizer_config.json")
         older = _read_object(folder / "special_tokens_map.json")
-        special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name, older.get(name))))}
+        path = folder / "tokenizer.json"
+        backend, special = (_read_backend(path), {}) if os.path.exists(path) else _other_files(folder, config)
+        special |= {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name, older.get(name))))}
         name, template = _read_template(folder, config)
         return cls(backend, special=special, chat_template=template, date=date, template_name=f"the chat template {name}")
 
@@ -230,20 +219,12 @@ def byte_tokenizer() -> Tokenizer:
 
     The vocabulary has 259 ids; <|im_end|> is also the end-of-text token; the chat template is ChatML with generation markers.
     """
-    names = _byte_names()
-    backend = tokenizers.Tokenizer(models.BPE(vocab={names[b]: b for b in range(256)}, merges=[]))
+    backend = tokenizers.Tokenizer(models.BPE(vocab={name: byte for byte, name in enumerate(BYTE_NAMES)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|pad|>", "<|im_start|>", "<|im_end|>"])
     template = resources.files("mpar.data").joinpath("chatml.jinja").read_text(encoding="utf-8")
     return Tokenizer(backend, special={"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}, chat_template=template)
-
-
-def _byte_names() -> list[str]:
-    """The character that byte-level tokenizers use for each byte: itself if it is visible in Latin-1, else one from U+0100 on."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [b for b in range(256) if b not in visible]
-    return [chr(b) if b in visible else chr(256 + hidden.index(b)) for b in range(256)]
 
 
 def _weights_of_tokens(offsets: Sequence[tuple[int, int]], pieces: Sequence[Piece]) -> list[float]:
@@ -274,6 +255,29 @@ def _checked(text: str, pieces: list[Piece]) -> tuple[str, list[Piece]] | DataEr
     except DataError as error:
         return error
     return text, pieces
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a tokenizer.json. Raises DataError."""
+    try:
+        content = read_bytes(path, MAX_TOKENIZER_BYTES)
+        if content.count(b",") > _MAX_TOKENIZER_COMMAS:
+            raise Unreadable(f"it has more than {_MAX_TOKENIZER_COMMAS:,} values")
+        return tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the Rust library raises bare Exception
+        raise DataError(f"cannot read the tokenizer {path}: {str(error)[:300]}") from error
+
+
+def _other_files(folder: Path, config: Mapping[str, object]) -> Found:
+    """The tokenizer in other files than tokenizer.json. Raises DataError if there is none."""
+    found = read_files(folder, config)
+    if found is None:
+        contents = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
+        raise DataError(
+            f"cannot read a tokenizer from {folder}: there is no tokenizer.json ({contents}), no .model of sentencepiece, no "
+            ".tiktoken, and no vocab.json with merges.txt. A tokenizer_class in a tokenizer_config.json makes other files known."
+        )
+    return found
 
 
 def _read_object(path: Path) -> dict[str, object]:

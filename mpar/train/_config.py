@@ -136,7 +136,7 @@ class DataGroup:
         default="default",
     )
     tokenizer: str | None = key(
-        "`bytes`, or a folder with tokenizer.json; null: the folder of the model if it has one, else bytes", default=None
+        "`bytes`, or a folder with a tokenizer; null: the folder of the model if it has one, else bytes", default=None
     )
     model_name: str | tuple[str, str] | None = key(
         "replaces {{NAME}} in data; a pair is [Chinese, English]", default=None, prose=True
