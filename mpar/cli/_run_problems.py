@@ -101,9 +101,9 @@ def _of_model_folder(config: TrainConfig, *, weights: bool) -> Iterator[str]:
 def _of_sources(config: TrainConfig) -> Iterator[str]:
     kind = config.task.kind
     yield from _refusal("data.sources", list(config.data.sources), lambda: find_sources(kind, config.data.sources))
-    held_out = config.evaluation.sources
-    if held_out is not None:
-        yield from _refusal("evaluation.sources", list(held_out), lambda: find_sources(kind, held_out))
+    for name, sources in config.evaluation.sets.items():
+        label = f"evaluation.sources.{name}" if isinstance(config.evaluation.sources, dict) else "evaluation.sources"
+        yield from _refusal(label, list(sources), lambda sources=sources: find_sources(kind, sources))  # type: ignore[misc]
 
 
 def _refusal(key: str, value: object, find: Callable[[], object]) -> Iterator[str]:

@@ -412,14 +412,25 @@ class SpikeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """The loss on data that are not trained on. Nothing is evaluated unless `sources` or `fraction` is given."""
+    """The loss on data that are not trained on. Nothing is evaluated unless `sources` or `fraction` is given, or both."""
 
     every: int | None = key("evaluate after every so many steps, and at the end; null: only at the end", default=None, at_least=1)
-    sources: tuple[str, ...] | None = key("data to evaluate on, named like data.sources", default=None)
+    sources: tuple[str, ...] | dict[str, str | tuple[str, ...]] | None = key(
+        "data to evaluate on, as in data.sources; {NAME: FILE, OTHER: [FILES]} are sets with losses of their own", default=None
+    )
     fraction: float | None = key(
         "hold this share of the rows of data.sources out of training, to evaluate on", default=None, above=0, below=1
     )
-    batches: int | None = key("how many batches each evaluation reads; null: all", default=None, at_least=1)
+    batches: int | None = key("how many batches of each set an evaluation reads; null: all", default=None, at_least=1)
+
+    @property
+    def sets(self) -> dict[str, tuple[str, ...]]:
+        """The sources of each set, by its name; without what is held out of the data."""
+        if self.sources is None:
+            return {}
+        if isinstance(self.sources, tuple):
+            return {"sources": self.sources}
+        return {name: (found,) if isinstance(found, str) else found for name, found in self.sources.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,25 +11,28 @@ from mpar.train._data_items import data_items
 from mpar.train._setup import RunSetup
 from mpar.train._sizes import batch_size, seq_len
 
-__all__ = ["RunData", "load_data", "make_tokenizer", "training_data"]
+__all__ = ["HELD_OUT", "RunData", "load_data", "make_tokenizer", "training_data"]
+
+HELD_OUT = "held_out"
+"""The name of the set that is held out of the data to train on."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """evaluation: batches whose order is fixed; None if the run does not evaluate. items: what `training` depends on.
+    """evaluation: batches whose order is fixed, by the name of their set. items: what `training` depends on.
     malformed_file: the list of malformed rows, if one was written.
     """
 
     tokenizer: Tokenizer
     training: Batches
-    evaluation: Batches | None
+    evaluation: Mapping[str, Batches]
     items: Mapping[str, Json]
     malformed_file: Path | None = None
 
     @property
     def all_batches(self) -> tuple[Batches, ...]:
         """Those to train on, then those to evaluate on, if there are any."""
-        return (self.training,) if self.evaluation is None else (self.training, self.evaluation)
+        return (self.training, *self.evaluation.values())
 
     @property
     def fingerprint(self) -> str:
@@ -40,8 +43,10 @@ class RunData:
     def summary(self) -> str:
         """What became of the rows, in one line; more lines describe malformed rows, and data to evaluate on that are others."""
         lines = [f"data: {self.training.report}"]
-        if self.evaluation is not None and not self.training.report.num_held_out:
-            lines.append(f"data to evaluate on: {self.evaluation.report}")
+        for name, batches in self.evaluation.items():
+            if name != HELD_OUT:
+                label = f" ({name})" if len(self.evaluation) > 1 else ""
+                lines.append(f"data to evaluate on{label}: {batches.report}")
         if self.malformed_file is not None:
             lines.append(f"malformed rows are listed in {self.malformed_file}")
         return "\n".join(lines)
@@ -57,17 +62,17 @@ def load_data(setup: RunSetup, cache_dir: Path | None = None, malformed_file: Pa
     folder = config.data.cache_dir or (None if cache_dir is None else str(cache_dir))
     tokenizer, vocab_size = make_tokenizer(config), setup.model.vocab_size
     wanted = training_data(config, folder)
-    batches, validation = load_dataset(wanted, tokenizer, vocab_size=vocab_size), None
-    reports = [batches.report]
-    if evaluation.sources is not None:
-        fixed = _data_config(config, evaluation.sources, shuffle=False, cache_dir=folder)
-        validation = load_dataset(fixed, tokenizer, vocab_size=vocab_size)
-        reports.append(validation.report)
-    elif evaluation.fraction is not None:
-        batches, validation = batches.split(evaluation.fraction)
+    batches = load_dataset(wanted, tokenizer, vocab_size=vocab_size)
+    reports, sets = [batches.report], {}
+    if evaluation.fraction is not None:
+        batches, sets[HELD_OUT] = batches.split(evaluation.fraction)
+    for name, sources in evaluation.sets.items():
+        fixed = _data_config(config, sources, shuffle=False, cache_dir=folder)
+        sets[name] = load_dataset(fixed, tokenizer, vocab_size=vocab_size)
+        reports.append(sets[name].report)
     written = malformed_file is not None and write_malformed(malformed_file, reports)
     items = data_items(config, tokenizer, batches)
-    return RunData(tokenizer, batches, validation, items, malformed_file if written else None)
+    return RunData(tokenizer, batches, sets, items, malformed_file if written else None)
 
 
 def training_data(config: TrainConfig, cache_dir: str | None) -> DataConfig:
