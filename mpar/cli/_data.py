@@ -1,7 +1,7 @@
 """`mpar data`: shows the rows of a run as they will be trained on, and what the data are like."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,12 +62,16 @@ def main(args: Sequence[str]) -> int:
     train, data = later("mpar.train"), later("mpar.data")
     tokenizer = train.make_tokenizer(config)
     with RowProgress("data", shown=config.progress) as progress:
-        batches = data.load_dataset(train.training_data(config, config.data.cache_dir), tokenizer, progress=progress)
+        wanted = train.training_data(config, config.data.cache_dir)
+        if words == ["stats"]:
+            wanted = replace(wanted, stream=False)  # to count all rows takes reading all of them
+        batches = data.load_dataset(wanted, tokenizer, progress=progress)
     if words == ["show"]:
         say(f"data: {batches.report}")
         for row in range(min(keys.rows, batches.shape.batch_size)):
             if batches.names(keys.step, row):  # a batch at the end of an epoch has rows of padding
                 _show_row(batches, tokenizer, keys.step, row)
+        batches.close()
     else:
         stats = data.data_stats(batches)
         width = max(len(name) for name, _ in stats.lines())

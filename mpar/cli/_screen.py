@@ -127,7 +127,6 @@ class RowProgress:
         self._task = self._bar.add_task(label, total=None, text="")
 
     def __enter__(self) -> "RowProgress":
-        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -135,6 +134,7 @@ class RowProgress:
 
     def __call__(self, num_rows: int, num_tokens: int) -> None:
         """Show that so many rows have been read, of which so many tokens were made."""
+        self._bar.start()  # with the first rows
         elapsed_s = max(time.monotonic() - self._began, 1e-9)
         text = f"{num_rows:,} rows, {num_tokens:,} tokens, {num_rows / elapsed_s:,.0f} rows/s"
         self._bar.update(self._task, text=text)

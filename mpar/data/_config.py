@@ -44,6 +44,10 @@ class DataConfig:
     model_name, model_author: replace {{NAME}} and {{AUTHOR}}. Of a pair (Chinese, English), Chinese rows get the first.
     cache_dir: folder that keeps tokenised documents. Its entries are keyed by the files' content and by all that documents
         depend on.
+    workers: processes that tokenise; with one or none, this one does, on all cores. Of a stream: processes beside this one, or
+        none.
+    stream: rows are read as they are needed, over and over, in blocks of `shuffle_rows` rows. Documents are packed and shuffled
+        within a block, and a few blocks are in memory.
     strict: a malformed row is an error.
     num_samples: of indexed tokens, how many samples the run reads, on which Megatron's order depends; None: those of one epoch.
     isolate: of indexed tokens, whether documents that share a sample do not attend to each other; without it, a sample is one
@@ -67,6 +71,9 @@ class DataConfig:
     model_name: str | tuple[str, str] | None = None
     model_author: str | tuple[str, str] | None = None
     cache_dir: str | None = None
+    workers: int = 1
+    stream: bool = False
+    shuffle_rows: int = 10_000
     strict: bool = False
     num_samples: int | None = None
     isolate: bool = True
@@ -79,8 +86,12 @@ def check_config(config: DataConfig, tokenizer: Tokenizer) -> None:
         for name, known in _CHOICES.items()
         if getattr(config, name) not in known
     ]
-    faults += [f"{name}={getattr(config, name)} is below 1" for name in ("batch_size", "seq_len") if getattr(config, name) < 1]
-    faults += [f"seed={config.seed} is negative"] * (config.seed < 0)
+    faults += [
+        f"{name}={getattr(config, name)} is below 1"
+        for name in ("batch_size", "seq_len", "shuffle_rows")
+        if getattr(config, name) < 1
+    ]
+    faults += [f"{name}={getattr(config, name)} is negative" for name in ("seed", "workers") if getattr(config, name) < 0]
     faults += [*_names(config), *_weights(config), *_token_weights(config)]
     unknown = sorted(set(config.columns.values()) - set(COLUMNS))
     if unknown:

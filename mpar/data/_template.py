@@ -134,6 +134,10 @@ class ChatTemplate:
             except WeightError as error:
                 yield RenderError(f"cannot weigh a conversation: {error}")
 
+    def __getstate__(self) -> dict[str, object]:
+        """What a copy in another process has: all but the process, of which the copy starts one of its own."""
+        return {**vars(self), "_process": None, "_owner": (0, 0), "_finalizer": None}
+
     def close(self) -> None:
         """End the process of this template. The next conversation would start another one."""
         if self._finalizer is not None:

@@ -29,6 +29,7 @@ def value_problems(config: TrainConfig, memory_bytes: int | None = None) -> list
         *_of_learning_rate(config),
         *_of_token_weights(config.data.token_weights),
         *_of_evaluation(config.evaluation),
+        *_of_stream(config),
         *_of_checkpoints(config),
         *_of_time_limit(config.time_limit),
         *([] if memory_bytes is None else _of_memory(config, max(memory_bytes, config.hardware.memory_bytes))),
@@ -84,6 +85,14 @@ def _of_evaluation(evaluation: EvaluationConfig) -> Iterator[str]:
         yield (
             f"evaluation.every={evaluation.every} has no data: give evaluation.fraction (such as 0.1, the share of data.sources "
             "that is held out) or evaluation.sources"
+        )
+
+
+def _of_stream(config: TrainConfig) -> Iterator[str]:
+    if config.data.stream and config.evaluation.fraction is not None and config.evaluation.batches is None:
+        yield (
+            "evaluation.fraction with data.stream: a stream has no end, so evaluation.batches must say how many batches each "
+            "evaluation reads"
         )
 
 

@@ -146,6 +146,19 @@ class DataGroup:
     )
     system: str | None = key("system message for conversations that have none", default=None, prose=True)
     cache_dir: str | None = key("folder in which tokenised data are kept from run to run", default=None)
+    stream: bool = key(
+        "rows are read while the run goes on, in blocks of shuffle_rows, over and over; false: all of them before the first step",
+        default=False,
+    )
+    shuffle_rows: int = key(
+        "of a stream, the rows of a block, within which they are shuffled and packed", default=10_000, at_least=1
+    )
+    workers: int = key(
+        "processes that tokenise; 1: the one that reads, of a stream one beside each machine's ranks; 0: of a stream, the ranks "
+        "themselves",
+        default=1,
+        at_least=0,
+    )
     strict: bool = key("a malformed row is an error; false: run_dir/malformed.jsonl lists malformed rows", default=False)
     num_samples: int | None = key(
         "of indexed tokens, the samples of the whole run, on which their order depends; null: steps times batch_size",

@@ -49,7 +49,7 @@ class Evaluation:
     def _sum(self, batches: Batches, state: State, rank: int, device: torch.device, watch: Watch) -> tuple[float, float]:
         """(the sum of the losses of all labels, what they weigh) in one set."""
         total = weight = 0.0
-        count = min(self.num_batches or batches.steps_per_epoch, batches.steps_per_epoch)
+        count = min(count for count in (self.num_batches, batches.steps_per_epoch) if count is not None)
         params = [leaf.path for leaf in self.program.part(rank).state_in]
         with LocalBatches(self.program, batches, rank, device) as local:
             for number in range(count):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpar.checkpoint import Json
-from mpar.data import Batches, DataConfig, Tokenizer, byte_tokenizer, load_dataset, write_malformed
+from mpar.data import Batches, DataConfig, Progress, Tokenizer, byte_tokenizer, load_dataset, write_malformed
 from mpar.train._config import TrainConfig
 from mpar.train._data_items import data_items
 from mpar.train._setup import RunSetup
@@ -34,6 +34,11 @@ class RunData:
         """Those to train on, then those to evaluate on, if there are any."""
         return (self.training, *self.evaluation.values())
 
+    def close(self) -> None:
+        """End the processes that read ahead, until a batch is asked for."""
+        for batches in self.all_batches:
+            batches.close()
+
     @property
     def fingerprint(self) -> str:
         """Of all batches."""
@@ -42,7 +47,8 @@ class RunData:
     @property
     def summary(self) -> str:
         """What became of the rows, in one line; more lines describe malformed rows, and data to evaluate on that are others."""
-        lines = [f"data: {self.training.report}"]
+        so_far = " of a stream, so far" if self.training.steps_per_epoch is None else ""
+        lines = [f"data{so_far}: {self.training.report}"]
         for name, batches in self.evaluation.items():
             if name != HELD_OUT:
                 label = f" ({name})" if len(self.evaluation) > 1 else ""
@@ -52,25 +58,29 @@ class RunData:
         return "\n".join(lines)
 
 
-def load_data(setup: RunSetup, cache_dir: Path | None = None, malformed_file: Path | None = None) -> RunData:
+def load_data(
+    setup: RunSetup, cache_dir: Path | None = None, malformed_file: Path | None = None, progress: Progress | None = None
+) -> RunData:
     """Read the data, and check them against the model's vocabulary. `cache_dir` keeps tokenised data if `data.cache_dir` is null.
 
-    malformed_file: the file to list malformed rows in, which is written only if there are any.
+    malformed_file: the file to list malformed rows in, which is written only if there are any; those of a stream are listed while
+    it is read (`MalformedFile`). progress: told of rows as they are read.
     Raises what `load_dataset` and `Batches.split` raise.
     """
     config, evaluation = setup.config, setup.config.evaluation
     folder = config.data.cache_dir or (None if cache_dir is None else str(cache_dir))
     tokenizer, vocab_size = make_tokenizer(config), setup.model.vocab_size
     wanted = training_data(config, folder)
-    batches = load_dataset(wanted, tokenizer, vocab_size=vocab_size)
-    reports, sets = [batches.report], {}
+    batches, sets = load_dataset(wanted, tokenizer, vocab_size=vocab_size, progress=progress), {}
     if evaluation.fraction is not None:
         batches, sets[HELD_OUT] = batches.split(evaluation.fraction)
     for name, sources in evaluation.sets.items():
         fixed = _data_config(config, sources, shuffle=False, cache_dir=folder)
-        sets[name] = load_dataset(fixed, tokenizer, vocab_size=vocab_size)
-        reports.append(sets[name].report)
-    written = malformed_file is not None and write_malformed(malformed_file, reports)
+        sets[name] = load_dataset(fixed, tokenizer, vocab_size=vocab_size, progress=progress)
+    written = False
+    if malformed_file is not None and batches.steps_per_epoch is not None:
+        others = [of_set.report for name, of_set in sets.items() if name != HELD_OUT]
+        written = write_malformed(malformed_file, [batches.report, *others])
     items = data_items(config, tokenizer, batches)
     return RunData(tokenizer, batches, sets, items, malformed_file if written else None)
 
@@ -79,7 +89,8 @@ def training_data(config: TrainConfig, cache_dir: str | None) -> DataConfig:
     """The data that a run trains on, before some of them are held out."""
     data = config.data
     chosen = _data_config(config, data.sources, shuffle=data.shuffle, cache_dir=cache_dir)
-    return replace(chosen, weights=data.weights, num_samples=data.num_samples or config.steps * batch_size(config))
+    num_samples = data.num_samples or config.steps * batch_size(config)
+    return replace(chosen, weights=data.weights, stream=data.stream, num_samples=num_samples)
 
 
 def make_tokenizer(config: TrainConfig) -> Tokenizer:
@@ -106,6 +117,8 @@ def _data_config(config: TrainConfig, sources: tuple[str, ...], *, shuffle: bool
         model_name=data.model_name,
         model_author=data.model_author,
         cache_dir=cache_dir,
+        workers=data.workers,
+        shuffle_rows=data.shuffle_rows,
         strict=data.strict,
         columns=data.columns,
         preprocess=data.preprocess,
