@@ -186,6 +186,7 @@ class StepProgress:
         if not self._shown:
             return
         evaluated = "" if record.eval_loss is None else f"eval {record.eval_loss:.4f}"
+        evaluated += "".join(f" {name} {loss:.4f}" for name, loss in record.eval_losses.items())
         self._held_out = evaluated or self._held_out
         at_times = record.step % self._stride == 0
         if not self._only_strides:

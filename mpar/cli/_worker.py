@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -168,16 +168,15 @@ def _highest_of_all(device: torch.device, timeout_s: float) -> Callable[[list[fl
     return agree
 
 
-def _evaluation(job: Job, batches: Batches | None, device: torch.device, watch: Watch) -> Evaluation | None:
+def _evaluation(job: Job, sets: Mapping[str, Batches], device: torch.device, watch: Watch) -> Evaluation | None:
     """What this rank evaluates with; None if the job does not evaluate."""
     config = job.config
-    if batches is None or job.evaluation is None:
+    if not sets or job.evaluation is None:
         return None
     execution = "inductor" if config.execution == "inductor" else "eager"  # few runs do not repay recording a CUDA graph
     patience_s = config.timeout_s + _GRACE_S
     run = job.evaluation.bind(device=device, counter=watch, progress=watch, execution=execution, timeout_s=patience_s)
-    counts = [count for count in (config.evaluation.batches, batches.steps_per_epoch) if count is not None]
-    return Evaluation(job.evaluation, run, batches, config.evaluation.every, min(counts))
+    return Evaluation(job.evaluation, run, sets, config.evaluation.every, config.evaluation.batches)
 
 
 def _ignore(record: StepRecord | str) -> None:

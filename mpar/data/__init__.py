@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mpar.data._stats import DataStats, data_stats
     from mpar.data._stream_batches import StreamBatches
     from mpar.data._template import ChatTemplate, Message, RenderError, TemplateError
+    from mpar.data._token_weights import TokenWeights
     from mpar.data._tokenizer import Tokenizer, byte_tokenizer
     from mpar.data.reading import find_sources
     from mpar.data.rows import BadRow
@@ -45,6 +46,7 @@ _HOME = {
     "Message": "_template",
     "RenderError": "_template",
     "TemplateError": "_template",
+    "TokenWeights": "_token_weights",
     "Tokenizer": "_tokenizer",
     "byte_tokenizer": "_tokenizer",
 }
@@ -66,6 +68,7 @@ __all__ = [
     "RenderError",
     "StreamBatches",
     "TemplateError",
+    "TokenWeights",
     "Tokenizer",
     "byte_tokenizer",
     "data_stats",

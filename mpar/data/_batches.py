@@ -4,6 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,6 +58,11 @@ class Batches(ABC):
         """A hash of the data alone."""
 
     @property
+    def weighed(self) -> bool:
+        """Whether labels weigh more or less than 1, so that batches say how much."""
+        return False
+
+    @property
     @abstractmethod
     def lengths(self) -> NDArray[np.integer]:
         """The positions that each document takes, (documents,)."""
@@ -93,12 +99,13 @@ class Batches(ABC):
         """
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """The global batch of `step`, as int64 tensors of (batch_size, seq_len). Steps are counted from 0 through all epochs.
+        """The global batch of `step`, in int64, (batch_size, seq_len). Steps are counted from 0 through all epochs.
 
         tokens:     ids of tokens; padding has the padding id.
         labels:     the next token where it is trained on, else -100.
         positions:  from 0 in each document; 0 in padding.
         documents:  0, 1, ... within a sequence; -1 in padding.
+        token_weights: if `weighed`, what each label weighs in the loss, in float32.
         Raises ConfigError if step < 0.
         """
         return self.rows(step, range(self.shape.batch_size))
@@ -115,7 +122,9 @@ class Batches(ABC):
             raise ConfigError(f"cannot read rows {outside} of a batch: it has {self.shape.batch_size} rows, counted from 0.")
         fills = {"tokens": self.pad_id, "labels": IGNORED, "positions": 0, "documents": -1}
         size = (len(rows), self.shape.seq_len)
-        arrays = {name: np.full(size, value, dtype=np.int64) for name, value in fills.items()}
+        arrays: dict[str, NDArray[Any]] = {name: np.full(size, value, dtype=np.int64) for name, value in fills.items()}
+        if self.weighed:
+            arrays["token_weights"] = np.zeros(size, dtype=np.float32)
         for out, row in enumerate(rows):
             self._fill_row(step, row, {name: array[out] for name, array in arrays.items()})
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -125,7 +134,7 @@ class Batches(ABC):
         """Where the documents of a row of `batch(step)` are from: for each its file and line."""
 
     @abstractmethod
-    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[np.int64]]) -> None:
+    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[Any]]) -> None:
         """Write one row of a batch into arrays of (seq_len,), which hold padding."""
 
     @abstractmethod
@@ -190,6 +199,11 @@ class DocumentBatches(Batches):
         return self.documents.fingerprint
 
     @property
+    def weighed(self) -> bool:
+        """Whether documents have weights other than 0 and 1."""
+        return self.documents.trained.dtype != np.bool_
+
+    @property
     def lengths(self) -> NDArray[np.integer]:
         """The positions that each document takes."""
         return self.documents.lengths
@@ -222,7 +236,7 @@ class DocumentBatches(Batches):
             found.append(layout.documents_in(sequence))
         return self.documents.use(np.concatenate(found))
 
-    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[np.int64]]) -> None:
+    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[Any]]) -> None:
         layout, sequence = self._place(step, row)
         layout.write(sequence, arrays)
 

@@ -100,12 +100,13 @@ def save_entry(folder: Path, key: str, entry: Entry, *, replaced: bool) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))  # which nobody else can open
-        for name, dtype in _DTYPES.items():
+        for name, dtype in _dtypes(documents.trained.dtype != np.bool_).items():
             np.ascontiguousarray(getattr(documents, name), dtype=dtype).tofile(draft / name)
             os.chmod(draft / name, _OWNER_ONLY)
         content = {
             "key": key,
             "sizes": {name: len(getattr(documents, name)) for name in _DTYPES},
+            "weighed": documents.trained.dtype != np.bool_,
             "checksum": _checksum(documents),
             "names": documents.names,
             "source_names": documents.source_names,
@@ -169,7 +170,8 @@ def _read(folder: int, key: str) -> Entry:
     content = json.loads(text)
     if content["key"] != key:
         raise Unreadable("they are of other data or settings")
-    arrays = {name: _map(folder, name, content["sizes"]) for name in _DTYPES}
+    dtypes = _dtypes(content["weighed"])
+    arrays = {name: _map(folder, name, dtype, content["sizes"][name]) for name, dtype in dtypes.items()}
     names, source_names = tuple(content["names"]), tuple(content["source_names"])
     documents = Documents(**arrays, names=names, source_names=source_names)  # type: ignore[arg-type]
     if _checksum(documents) != content["checksum"]:
@@ -190,16 +192,21 @@ def _check_owner(descriptor: int, name: str) -> None:
         raise Unreadable(f"others than you could have written {name}")
 
 
-def _map(folder: int, name: str, sizes: Mapping[str, int]) -> NDArray[np.generic]:
-    dtype = np.dtype(_DTYPES[name])
+def _dtypes(weighed: bool) -> Mapping[str, str]:
+    """The dtype of each array; `trained` has numbers if tokens weigh more or less than 1."""
+    return {**_DTYPES, "trained": "<f4"} if weighed else _DTYPES
+
+
+def _map(folder: int, name: str, kind: str, size: int) -> NDArray[np.generic]:
+    dtype = np.dtype(kind)
     with open_regular(name, os.O_NOFOLLOW, folder) as file:
         _check_owner(file.fileno(), name)
         size_bytes = os.fstat(file.fileno()).st_size
-        if size_bytes != sizes[name] * dtype.itemsize:
-            raise Unreadable(f"{name} has {size_bytes:,} bytes and should have {sizes[name] * dtype.itemsize:,}")
+        if size_bytes != size * dtype.itemsize:
+            raise Unreadable(f"{name} has {size_bytes:,} bytes and should have {size * dtype.itemsize:,}")
         if not size_bytes:  # which cannot be mapped
             return np.zeros(0, dtype)
-        return np.memmap(file, dtype=dtype, mode="r", shape=(sizes[name],))
+        return np.memmap(file, dtype=dtype, mode="r", shape=(size,))
 
 
 def _refused(folder: Path, problem: str) -> DataError:

@@ -111,12 +111,12 @@ class LoadReport:
 @dataclass(frozen=True, eq=False)
 class Documents:
     """Documents in flat arrays. The inputs of document i are `tokens[starts[i] : starts[i] + lengths[i]]`. Its labels are the
-    same range shifted by one, where `trained` is true at the shifted position. Neighbouring documents that were cut from one text
-    share a token: the last label of the first is the first input of the second.
+    same range shifted by one, where `trained`, which is what a token weighs in the loss, is not 0 at the shifted position.
+    Neighbouring documents that were cut from one text share a token: the last label of one is the first input of the next.
     """
 
     tokens: NDArray[np.int32]  # (T,)
-    trained: NDArray[np.bool_]  # (T,)
+    trained: NDArray[np.bool_ | np.float32]  # (T,): booleans if nothing weighs more than 1
     starts: NDArray[np.int64]  # (documents,)
     lengths: NDArray[np.int64]  # (documents,), at least 1
     rows: NDArray[np.int64]  # (documents,): the row that each document came from
@@ -178,7 +178,7 @@ class Documents:
     @cached_property
     def num_trained(self) -> int:
         """Positions of documents whose next token is trained on."""
-        sums = np.concatenate([[0], np.cumsum(self.trained)])
+        sums = np.concatenate([[0], np.cumsum(self.trained != 0)])
         return int((sums[self.starts + self.lengths + 1] - sums[self.starts + 1]).sum())
 
     def take(self, documents: NDArray[np.int64]) -> "Documents":

@@ -18,7 +18,7 @@ class Kept:
         self.source_names = tuple(source_names)
         self.num_tokens = 0
         self._tokens: list[NDArray[np.int32]] = []
-        self._trained: list[NDArray[np.bool_]] = []
+        self._trained: list[NDArray[np.bool_ | np.float32]] = []
         self._starts: list[int] = []
         self._lengths: list[int] = []
         self._rows: list[int] = []

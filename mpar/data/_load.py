@@ -113,7 +113,7 @@ def _row_settings(config: DataConfig, tokenizer: Tokenizer) -> tuple[object, ...
     """All settings that the documents of rows depend on."""
     code = [] if config.preprocess is None else list(source_digests([preprocess_plug_in(config.preprocess)]))
     return (
-        _CACHE_FORMAT, config.kind, config.seq_len, config.truncation, config.loss, config.system, dict(config.columns),
+        _CACHE_FORMAT, config.kind, config.seq_len, config.truncation, config.token_weights, config.system, dict(config.columns),
         config.preprocess, code, config.weights, config.model_name, config.model_author, tokenizer.fingerprint,
     )  # fmt: skip
 

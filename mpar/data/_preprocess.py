@@ -28,7 +28,7 @@ _MOST_REPORTED = 10_000
 class PreprocessConfig:
     """sources:  text, as for kind `pt`: files of plain text, and rows with a column `text` or `content`.
     out:        the files are out.bin and out.idx.
-    tokenizer:  `bytes`, or a folder with tokenizer.json.
+    tokenizer:  `bytes`, or a folder with a tokenizer.
     columns:    for names of columns in the files, the names by which formats know them.
     preprocess: `module:function` of one's own, as for training.
     append_eod: whether the end-of-text token follows each text that has a token.

@@ -1,6 +1,7 @@
 """Documents laid out in sequences of equal length, in an order that is drawn for each epoch."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,14 +66,16 @@ class Layout:
         """Where the documents of a sequence are from."""
         return [self._documents.names[self._documents.rows[document]] for document in self.documents_in(sequence)]
 
-    def write(self, sequence: int, arrays: Mapping[str, NDArray[np.int64]]) -> None:
+    def write(self, sequence: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Write the documents of a sequence, one after the other, into arrays of (seq_len,), which hold padding."""
         source, position = self._documents, 0
         for number, document in enumerate(self.documents_in(sequence)):
             start, length = int(source.starts[document]), int(source.lengths[document])
             to, shifted = slice(position, position + length), slice(start + 1, start + length + 1)
             arrays["tokens"][to] = source.tokens[start : start + length]
-            arrays["labels"][to] = np.where(source.trained[shifted], source.tokens[shifted], IGNORED)
+            arrays["labels"][to] = np.where(source.trained[shifted] != 0, source.tokens[shifted], IGNORED)
+            if "token_weights" in arrays:
+                arrays["token_weights"][to] = source.trained[shifted]
             arrays["positions"][to] = np.arange(length)
             arrays["documents"][to] = number
             position += length

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from mpar.data._batches import Batches, BatchShape
 from mpar.data._documents import LoadReport
 from mpar.data._stream_blocks import Stream
 from mpar.data._stream_window import Block, Blocks, StreamWindow
+from mpar.data._token_weights import TokenWeights
 from mpar.errors import ConfigError
 
 __all__ = ["StreamBatches"]
@@ -41,6 +43,11 @@ class StreamBatches(Batches):
     def data_fingerprint(self) -> str:
         """A hash of the sources and of all settings that the rows depend on."""
         return self._stream.fingerprint
+
+    @property
+    def weighed(self) -> bool:
+        """Whether tokens have weights other than 0 and 1."""
+        return not TokenWeights.parse(self._stream.config.token_weights).binary
 
     @property
     def facts(self) -> Mapping[str, str]:
@@ -104,7 +111,7 @@ class StreamBatches(Batches):
         stream = replace(self._stream, config=config, part=(fraction, chosen))
         return StreamBatches(stream, self._make_blocks, facts=self._facts, vocab_size=self._vocab_size, pad_id=self.pad_id)
 
-    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[np.int64]]) -> None:
+    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[Any]]) -> None:
         block, sequence = self._find(step, row)
         block.layout.write(sequence, arrays)
 

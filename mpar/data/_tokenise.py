@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from mpar.data._config import DataConfig
 from mpar.data._template import Message, TemplateError
+from mpar.data._token_weights import TokenWeights
 from mpar.data._tokenizer import Tokenizer
 from mpar.data.rows import AnyRow, Row
 from mpar.errors import DataError
@@ -28,12 +29,12 @@ Piece = tuple[int, int]
 
 @dataclass
 class RowTokens:
-    """What became of one row: the tokens, (T,), the marks on those that are trained on, (T,), and the documents. A row without
-    documents has a fault, or is too long.
+    """What became of one row: the tokens, (T,), what each weighs in the loss, (T,), and the documents. A row without documents
+    has a fault, or is too long.
     """
 
     ids: NDArray[np.int32]
-    trained: NDArray[np.bool_]
+    trained: NDArray[np.bool_ | np.float32]
     documents: list[Piece] = field(default_factory=list)
     too_long: bool = False
     fault: str = ""
@@ -44,7 +45,7 @@ class ChunkTokens:
     """What became of many rows, in few arrays, which go quickly between processes. Row i has `ids[ends[i - 1] : ends[i]]`."""
 
     ids: NDArray[np.int32]
-    trained: NDArray[np.bool_]
+    trained: NDArray[np.bool_ | np.float32]
     ends: NDArray[np.int64]
     documents: list[list[Piece]]
     too_long: list[bool]
@@ -103,7 +104,8 @@ def _texts(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer) -> _Ou
 def _conversations(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer) -> _Outcome:
     """Each conversation as one document, with labels on what the assistant wrote, cut as `truncation` says if it is too long."""
     conversations = [(_prepare(row.messages, config), row.tools) for row in rows]
-    encodings = tokenizer.encode_chats(conversations, last_round=config.loss == "last_round")
+    weights = TokenWeights.parse(config.token_weights)
+    encodings = tokenizer.encode_chats(conversations, weights=weights)
     for row in rows:
         try:
             encoded = next(encodings)
@@ -115,8 +117,9 @@ def _conversations(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer
             yield _conversation(row, *encoded, config)
 
 
-def _conversation(row: Row, ids: Sequence[int], trained: Sequence[bool], config: DataConfig) -> RowTokens:
-    made = RowTokens(np.array(ids, dtype=np.int32), np.array(trained, dtype=bool))
+def _conversation(row: Row, ids: Sequence[int], weights: Sequence[float], config: DataConfig) -> RowTokens:
+    dtype = np.bool_ if TokenWeights.parse(config.token_weights).binary else np.float32
+    made = RowTokens(np.array(ids, dtype=np.int32), np.array(weights, dtype=dtype))
     if not made.trained[1:].any():
         made.fault = "no token to train on: the chat template renders no answer, or none has a loss"
         return made

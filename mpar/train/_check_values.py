@@ -1,7 +1,9 @@
 """What is wrong with values that each have the right type and keep their bounds, but do not go together. This loads no torch."""
 
+import re
 from collections.abc import Iterator
 
+from mpar.data import TokenWeights
 from mpar.errors import ConfigError
 from mpar.train._config import EvaluationConfig, ModelConfig, OptimizerConfig, TrainConfig, within_bounds
 from mpar.train._duration import deadline_after
@@ -25,6 +27,7 @@ def value_problems(config: TrainConfig, memory_bytes: int | None = None) -> list
         *_of_model(config.model),
         *_of_optimizer(config.optimizer),
         *_of_learning_rate(config),
+        *_of_token_weights(config.data.token_weights),
         *_of_evaluation(config.evaluation),
         *_of_stream(config),
         *_of_checkpoints(config),
@@ -61,9 +64,23 @@ def _of_learning_rate(config: TrainConfig) -> list[str]:
     return []
 
 
+def _of_token_weights(given: str) -> list[str]:
+    try:
+        TokenWeights.parse(given)
+    except ConfigError as error:
+        return [f"data.token_weights={error}"]
+    return []
+
+
 def _of_evaluation(evaluation: EvaluationConfig) -> Iterator[str]:
-    if evaluation.sources is not None and evaluation.fraction is not None:
-        yield "evaluation.sources and evaluation.fraction are both given: choose one"
+    named = isinstance(evaluation.sources, dict)
+    wrong = [name for name in evaluation.sets if not re.fullmatch(r"[\w.-]+", str(name))] if named else []
+    if named and not evaluation.sources:
+        yield "evaluation.sources={} names no set"
+    if wrong:
+        yield f"evaluation.sources names {', '.join(map(repr, wrong))}: a name has letters, digits, '.', '-' and '_'"
+    if evaluation.fraction is not None and "held_out" in evaluation.sets:
+        yield "evaluation.sources names 'held_out', which is what evaluation.fraction is called: choose another name"
     if evaluation.every is not None and evaluation.sources is None and evaluation.fraction is None:
         yield (
             f"evaluation.every={evaluation.every} has no data: give evaluation.fraction (such as 0.1, the share of data.sources "

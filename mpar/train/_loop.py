@@ -14,7 +14,7 @@ from torch import Tensor
 from mpar.checkpoint import Json
 from mpar.data import Batches
 from mpar.program import NO_LIMITS, Program, RankRun, Replay, State
-from mpar.train._evaluation import Evaluation
+from mpar.train._evaluation import EvalLosses, Evaluation
 from mpar.train._experts import expert_load, side_losses
 from mpar.train._first_tensor import first_not_finite
 from mpar.train._health import Seen, judge
@@ -102,10 +102,9 @@ def _run_steps(
         progress = progress.after(seen, config.spike.window).having_read(rank.batches)
         elapsed, communication = time.perf_counter() - began, watch.communication_bytes - sent
         record = yardstick.record(rank, progress, seen, metrics, elapsed, communication)
-        record = replace(record, data_s=waited_s)
-        eval_loss = _evaluated(rank, state, progress.step)
-        perplexity = None if eval_loss is None else math.exp(min(eval_loss, _LARGEST_EXPONENT))
-        on_step(replace(record, eval_loss=eval_loss, perplexity=perplexity, notes=notes))
+        evaluated = _evaluated(rank, state, progress.step)
+        eval_loss = None if evaluated is None else evaluated.mean
+        on_step(replace(_with_evaluation(record, evaluated), data_s=waited_s, notes=notes))
         is_last = progress.step == config.steps or rank.stop.is_agreed(progress.step, watch)
         rank.saving.after_step(state, progress, eval_loss, last=is_last)
         if is_last:
@@ -161,8 +160,16 @@ class _Yardstick:
         )
 
 
-def _evaluated(rank: Rank, state: State, step: int) -> float | None:
+def _with_evaluation(record: StepRecord, found: EvalLosses | None) -> StepRecord:
+    """The record with the losses of an evaluation; of several sets also that of each."""
+    if found is None:
+        return record
+    of_set = dict(found.of_set) if len(found.of_set) > 1 else {}
+    return replace(record, eval_loss=found.mean, perplexity=math.exp(min(found.mean, _LARGEST_EXPONENT)), eval_losses=of_set)
+
+
+def _evaluated(rank: Rank, state: State, step: int) -> EvalLosses | None:
     evaluation = rank.evaluation
     if evaluation is None or not evaluation.is_due(step, rank.setup.config.steps):
         return None
-    return evaluation.loss(state, rank.rank, rank.device, rank.watch)
+    return evaluation.losses(state, rank.rank, rank.device, rank.watch)

@@ -61,7 +61,7 @@ def prepare(
     steps = config.steps - reached.optimizer_start
     program = program.with_optimizer(make_optimizer(config.optimizer, steps))  # a kept program has none
     evaluation = None
-    if data.evaluation is not None:
+    if data.evaluation:
         evaluation, _ = _kept(kept_programs, setup, "evaluation", lambda: _compiler().compile_evaluation(setup, program))
     job = Job(config, resolved, program, origin.resume, evaluation, origin.init, origin.changes, data.fingerprint, steps)
     write_job(folder, job)

@@ -264,14 +264,14 @@ def test_sources_that_cannot_be(byte_tokenizer, kind, source, reason):
 def test_settings_are_checked_together(byte_tokenizer):
     """All faults of a configuration are listed at once."""
     wrong = config(
-        "self-cognition#5", kind="rl", truncation="cut", loss="none", batch_size=0, seq_len=0, seed=-1, model_name=("a",)
+        "self-cognition#5", kind="rl", truncation="cut", token_weights="none", batch_size=0, seq_len=0, seed=-1, model_name=("a",)
     )
     with pytest.raises(ConfigError) as caught:
         load_dataset(wrong, byte_tokenizer)
     for word in (
         "kind='rl'",
         "truncation='cut'",
-        "loss='none'",
+        "token_weights='none'",
         "batch_size=0",
         "seq_len=0",
         "seed=-1",

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,7 +122,7 @@ class IndexedBatches(Batches):
         except DataError as error:
             raise DataError(f"{file.name}: {error}") from None
 
-    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[np.int64]]) -> None:
+    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[Any]]) -> None:
         tokens = self._read(*self._sample(step, row))
         arrays["tokens"][:], arrays["labels"][:] = tokens[:-1], tokens[1:]
         ends = np.zeros(0, np.int64) if self._options.eod_id is None else np.flatnonzero(tokens[:-1] == self._options.eod_id)
