@@ -39,6 +39,7 @@ VALUES = (
     "files",
     "kept_files",
     "op_shape",
+    "parent_process",
     "testing",
     "torch_private",
     "typed_values",

@@ -1,9 +1,9 @@
 """`mpar data`: shows the rows of a run as they will be trained on, and what the data are like."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
@@ -62,12 +62,16 @@ def main(args: Sequence[str]) -> int:
     train, data = later("mpar.train"), later("mpar.data")
     tokenizer = train.make_tokenizer(config)
     with RowProgress("data", shown=config.progress) as progress:
-        batches = data.load_dataset(train.training_data(config, config.data.cache_dir), tokenizer, progress=progress)
+        wanted = train.training_data(config, config.data.cache_dir)
+        if words == ["stats"]:
+            wanted = replace(wanted, stream=False)  # to count all rows takes reading all of them
+        batches = data.load_dataset(wanted, tokenizer, progress=progress)
     if words == ["show"]:
         say(f"data: {batches.report}")
         for row in range(min(keys.rows, batches.shape.batch_size)):
             if batches.names(keys.step, row):  # a batch at the end of an epoch has rows of padding
                 _show_row(batches, tokenizer, keys.step, row)
+        batches.close()
     else:
         stats = data.data_stats(batches)
         width = max(len(name) for name, _ in stats.lines())
@@ -101,20 +105,23 @@ def _show_row(batches: "Batches", tokenizer: "Tokenizer", step: int, row: int) -
         positions = [i for i, document in enumerate(arrays["documents"]) if document == number]
         place = places[number] if count == len(places) else ", ".join(places)
         console.print(Text(f"--- {place}", style="bold"))
-        console.print(_text(arrays["tokens"], arrays["labels"], positions, tokenizer, coloured=console.is_terminal))
+        console.print(_text(arrays, positions, tokenizer, coloured=console.is_terminal))
 
 
-def _text(tokens: list[int], labels: list[int], positions: list[int], tokenizer: "Tokenizer", *, coloured: bool) -> Text:
-    """The text of a document; what is trained on is marked. The token that a label stands for is the one behind its position."""
-    ids = [tokens[positions[0]], *(tokens[i] for i in positions[1:])]
-    marks = [False, *(labels[i] != -100 for i in positions[:-1])]
+def _text(arrays: dict[str, list[Any]], positions: list[int], tokenizer: "Tokenizer", *, coloured: bool) -> Text:
+    """The text of a document; what is trained on is marked, and has its weight if that is not 1. The token that a label stands
+    for is the one behind its position.
+    """
+    tokens, labels = arrays["tokens"], arrays["labels"]
+    weights = arrays.get("token_weights") or [float(label != -100) for label in labels]
+    ids, marks = [tokens[i] for i in positions], [0.0, *(weights[i] for i in positions[:-1])]
     if labels[positions[-1]] != -100:
-        ids, marks = [*ids, labels[positions[-1]]], [*marks, True]
+        ids, marks = [*ids, labels[positions[-1]]], [*marks, weights[positions[-1]]]
     out, begin = Text(), 0
     for end in range(1, len(ids) + 1):
         if end == len(ids) or marks[end] != marks[begin]:
-            piece = tokenizer.decode(ids[begin:end])
-            shown = piece if coloured or not marks[begin] else f"[[{piece}]]"
-            out.append(shown, style="green" if marks[begin] else "dim")
+            weight, piece = marks[begin], tokenizer.decode(ids[begin:end])
+            piece = piece if weight in (0, 1) else f"{weight:g}: {piece}"
+            out.append(f"[[{piece}]]" if weight and not (coloured and weight == 1) else piece, style="green" if weight else "dim")
             begin = end
     return out

@@ -41,6 +41,8 @@ def finish(config: TrainConfig) -> None:
             lines.append(f"experts: the busiest of a layer has {last['max_load']:.2f} times the mean load{dropped}")
         if "eval_loss" in last:
             lines.append(f"evaluation: loss {last['eval_loss']:.4f}, perplexity {last['perplexity']:,.4g}")
+            of_sets = {name.partition("/")[2]: loss for name, loss in last.items() if name.startswith("eval_loss/")}
+            lines += [f"  {name}: loss {loss:.4f}" for name, loss in of_sets.items()]
     if folder is not None and config.task.kind == "sft":
         lines += _conversation(config, folder)
     results = {

@@ -39,5 +39,7 @@ def _sources(value: PlainValue, folder: Path) -> PlainValue:
     """Sources may be globs, and may have `#N` behind them."""
     if isinstance(value, list):
         return [_sources(item, folder) for item in value]
+    if isinstance(value, dict):
+        return {name: _sources(item, folder) for name, item in value.items()}
     local = isinstance(value, str) and value.split("#")[0] not in _NAMED_SOURCES and "://" not in value
     return str(folder / value) if local else value  # type: ignore[operator]  # a local one is a str

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mpar.cli._paths import with_absolute_paths
 from mpar.cli._placement import slow_axes
+from mpar.cli._screen import RowProgress
 from mpar.program import Hardware, Program, describe_kernels, format_bytes
 from mpar.schedules import num_stages
 from mpar.train import Job, PlainConfig, RunSetup, TrainConfig, make_setup
@@ -21,7 +22,8 @@ def prepare_job(config: TrainConfig, resolved: PlainConfig, folder: Path, kept: 
     Raises MparError for whatever is wrong with the configuration, data or checkpoint.
     """
     setup = make_setup(config)
-    prepared = prepare(setup, with_absolute_paths(resolved, Path.cwd()), folder, kept)
+    with RowProgress("data", shown=config.progress) as progress:
+        prepared = prepare(setup, with_absolute_paths(resolved, Path.cwd()), folder, kept, progress)
     job, data, program = prepared.job, prepared.data, prepared.job.program
     prediction = program.predict()
     parameters = sum(math.prod(leaf.shape) for leaf in program.state_in if leaf.path.startswith("params."))
@@ -33,6 +35,7 @@ def prepare_job(config: TrainConfig, resolved: PlainConfig, folder: Path, kept: 
         f"{format_bytes(prediction.communication_bytes)} sent by a rank, peak {format_bytes(prediction.peak_bytes)} predicted\n"
         f"{_pipeline_line(program, setup.hardware)}{_kernels_line(program)}{_warnings(setup, program)}"
     )
+    data.close()  # the ranks read on
     plain = data.malformed_file is None and not any(batches.report.notice for batches in data.all_batches)
     return summary, prepared.compiled, plain
 

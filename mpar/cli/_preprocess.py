@@ -29,7 +29,7 @@ class PreprocessKeys:
 
     sources: tuple[str, ...] = key("text: files, folders, globs or addresses; rows have it in a column `text` or `content`")
     out: str = key("the files to write, without .bin and .idx")
-    tokenizer: str = key("`bytes`, or a folder with tokenizer.json", default="bytes")
+    tokenizer: str = key("`bytes`, or a folder with a tokenizer", default="bytes")
     columns: dict[str, str] = key(
         "for names of columns in the files, those that formats have, such as {body: text}", default_factory=dict
     )

@@ -101,9 +101,9 @@ def _of_model_folder(config: TrainConfig, *, weights: bool) -> Iterator[str]:
 def _of_sources(config: TrainConfig) -> Iterator[str]:
     kind = config.task.kind
     yield from _refusal("data.sources", list(config.data.sources), lambda: find_sources(kind, config.data.sources))
-    held_out = config.evaluation.sources
-    if held_out is not None:
-        yield from _refusal("evaluation.sources", list(held_out), lambda: find_sources(kind, held_out))
+    for name, sources in config.evaluation.sets.items():
+        label = f"evaluation.sources.{name}" if isinstance(config.evaluation.sources, dict) else "evaluation.sources"
+        yield from _refusal(label, list(sources), lambda sources=sources: find_sources(kind, sources))  # type: ignore[misc]
 
 
 def _refusal(key: str, value: object, find: Callable[[], object]) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _of_paths(config: TrainConfig) -> Iterator[str]:
             yield from _unwritable(key, Path(folder))
     tokenizer, table = config.data.tokenizer, config.schedule.table
     if tokenizer not in (None, "bytes") and not Path(tokenizer).is_dir():
-        yield f"data.tokenizer={tokenizer}: there is no such folder; it is `bytes`, or a folder with tokenizer.json"
+        yield f"data.tokenizer={tokenizer}: there is no such folder; it is `bytes`, or a folder with a tokenizer"
     if table is not None and not Path(table).is_file():
         yield f"schedule.table={table}: there is no such file"
     for key, folder in {"model.path": config.model.path, "data.tokenizer": tokenizer, "init_from": config.init_from}.items():

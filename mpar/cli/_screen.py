@@ -129,7 +129,6 @@ class RowProgress:
         self._task = self._bar.add_task(label, total=None, text="")
 
     def __enter__(self) -> "RowProgress":
-        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,6 +136,7 @@ class RowProgress:
 
     def __call__(self, num_rows: int, num_tokens: int) -> None:
         """Show that so many rows have been read, of which so many tokens were made."""
+        self._bar.start()  # with the first rows
         elapsed_s = max(time.monotonic() - self._began, 1e-9)
         text = f"{num_rows:,} rows, {num_tokens:,} tokens, {num_rows / elapsed_s:,.0f} rows/s"
         self._bar.update(self._task, text=text)
@@ -233,6 +233,7 @@ class StepProgress:
         if not self._shown:
             return
         evaluated = "" if record.eval_loss is None else f"eval {record.eval_loss:.4f}"
+        evaluated += "".join(f" {name} {loss:.4f}" for name, loss in record.eval_losses.items())
         self._held_out = evaluated or self._held_out
         at_times = record.step % self._stride == 0
         if not self._only_strides:

@@ -15,7 +15,6 @@ from mpar.cli._arguments import read_arguments
 from mpar.cli._failures import place_file, read_failure
 from mpar.cli._go_on import after_stop
 from mpar.cli._job_folder import job_folder
-from mpar.cli._parent import end_with_parent
 from mpar.cli._run_lock import locked_run_dir
 from mpar.cli._run_problems import compose_run, run_problems
 from mpar.cli._screen import say_aside, show_failure
@@ -23,6 +22,7 @@ from mpar.cli._signals import code_name
 from mpar.cli._start import REQUEST
 from mpar.cli._worker import connect, watched, work
 from mpar.errors import ConfigError, MeshError, MparError, NumericsError, exit_code
+from mpar.parent_process import end_with_parent
 from mpar.program import exchange
 from mpar.train import PlainConfig, PlainValue, TrainConfig, deadline_after, describe_place, make_mesh, read_job, read_place
 

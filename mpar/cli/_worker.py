@@ -4,11 +4,12 @@ A rank imports neither Hydra nor the compiler: the job holds the bound configura
 """
 
 import datetime
+import hashlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,18 +18,20 @@ import torch.distributed as dist
 import yaml
 
 from mpar.cli._failures import place_file, write_failure, write_timeout
-from mpar.cli._parent import end_with_parent
 from mpar.cli._screen import StepProgress, say_aside
 from mpar.cli._signals import hold_signals, ignore_signals, signals_call
-from mpar.data import Batches
+from mpar.data import Batches, MalformedFile, stream_report
 from mpar.errors import DataError
+from mpar.parent_process import end_with_parent
 from mpar.program import Hardware
 from mpar.train import (
     DATA_FOLDER,
+    MALFORMED_FILE,
     Evaluation,
     Job,
     MetricsFile,
     Phase,
+    Progress,
     Rank,
     Saving,
     StepRecord,
@@ -118,18 +121,35 @@ def work(job: Job, folder: Path, watch: Watch, deadline: float | None) -> int:
         saving = Saving(config, job.resolved, program, rank, device, agree, watch, say_aside if rank == 0 else _ignore)
         watch.enter(Phase.BEGIN)
         data = load_data(setup, folder / DATA_FOLDER)
-        if data.fingerprint != job.fingerprint:
-            raise DataError("cannot train: the data changed while the run began. Start it again once nothing writes into them.")
+        _check_same(data.fingerprint, job.fingerprint, agree, watch)
         evaluation = _evaluation(job, data.evaluation, device, watch)
         this = Rank(setup, program, data.training, rank, device, run, watch, saving, stop, agree, data.items, evaluation)
         state, position = start(this, job.resume, job.init)
         if rank == 0:
             _write_records(job, setup.hardware, run_dir)  # after `start`, which may fail: then older records must stay
-            with _Recorder(job, run_dir, position.step) as recorder:
+            with _Recorder(job, run_dir, position, data.training) as recorder:
                 _, position = run_steps(this, state, position, recorder)
         else:
             _, position = run_steps(this, state, position, _ignore)
     return 0 if position.step == config.steps else stop.code
+
+
+def _check_same(data: str, prepared: str, agree: Callable[[list[float]], list[float]], watch: Watch) -> None:
+    """Raise DataError unless the data are those that were prepared, and the same on all ranks, which may read other files.
+
+    data, prepared: fingerprints.
+    """
+    watch.enter(Phase.MEET)
+    number = float(int(hashlib.sha256(data.encode()).hexdigest()[:13], 16))  # 52 bits, which a float holds
+    highest, negated_lowest = agree([number, -number])
+    watch.enter(Phase.BEGIN)
+    if highest != -negated_lowest:
+        raise DataError(
+            "cannot train: the ranks read different data. Nodes that have files of their own need the same ones, with the same "
+            "tokenizer.\nCopy them from one node to all, or name a folder that all nodes share."
+        )
+    if data != prepared:
+        raise DataError("cannot train: the data changed while the run began. Start it again once nothing writes into them.")
 
 
 def _highest_of_all(device: torch.device, timeout_s: float) -> Callable[[list[float]], list[float]]:
@@ -148,16 +168,15 @@ def _highest_of_all(device: torch.device, timeout_s: float) -> Callable[[list[fl
     return agree
 
 
-def _evaluation(job: Job, batches: Batches | None, device: torch.device, watch: Watch) -> Evaluation | None:
+def _evaluation(job: Job, sets: Mapping[str, Batches], device: torch.device, watch: Watch) -> Evaluation | None:
     """What this rank evaluates with; None if the job does not evaluate."""
     config = job.config
-    if batches is None or job.evaluation is None:
+    if not sets or job.evaluation is None:
         return None
     execution = "inductor" if config.execution == "inductor" else "eager"  # few runs do not repay recording a CUDA graph
     patience_s = config.timeout_s + _GRACE_S
     run = job.evaluation.bind(device=device, counter=watch, progress=watch, execution=execution, timeout_s=patience_s)
-    wanted = config.evaluation.batches or batches.steps_per_epoch
-    return Evaluation(job.evaluation, run, batches, config.evaluation.every, min(wanted, batches.steps_per_epoch))
+    return Evaluation(job.evaluation, run, sets, config.evaluation.every, config.evaluation.batches)
 
 
 def _ignore(record: StepRecord | str) -> None:
@@ -167,8 +186,13 @@ def _ignore(record: StepRecord | str) -> None:
 class _Recorder:
     """Rank 0's records of steps: metrics.jsonl, event files, Weights & Biases, the progress on the screen."""
 
-    def __init__(self, job: Job, run_dir: Path, step: int) -> None:
-        self._file = MetricsFile(run_dir / "metrics.jsonl", step)
+    def __init__(self, job: Job, run_dir: Path, begin: Progress, batches: Batches) -> None:
+        step = begin.step
+        self._file, self._batches = MetricsFile(run_dir / "metrics.jsonl", step), batches
+        self._malformed: MalformedFile | None = None
+        if batches.steps_per_epoch is None:
+            num_before = stream_report(begin.data_cursor).num_malformed if begin.data_cursor else 0
+            self._malformed = MalformedFile(run_dir / MALFORMED_FILE, num_before)
         board = tensorboard_writer(run_dir / "tensorboard") if job.config.tensorboard else None
         wandb = wandb_writer(run_dir, job.resolved) if job.config.wandb else None
         self._boards = [writer for writer in (board, wandb) if writer is not None]
@@ -188,6 +212,8 @@ class _Recorder:
 
     def __call__(self, record: StepRecord) -> None:
         self._file.write(record)
+        if self._malformed is not None:
+            self._malformed.add_new(self._batches.report)
         self._progress(record)
         for board in self._boards:
             for name, value in record.numbers().items():

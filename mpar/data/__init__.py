@@ -10,12 +10,15 @@ if TYPE_CHECKING:
     from mpar.data._batches import Batches, BatchShape, DocumentBatches
     from mpar.data._collect import Progress
     from mpar.data._config import DataConfig
+    from mpar.data._cursor import stream_report
     from mpar.data._documents import Documents, LoadReport
     from mpar.data._load import load_dataset
-    from mpar.data._malformed import write_malformed
+    from mpar.data._malformed import MalformedFile, write_malformed
     from mpar.data._preprocess import PreprocessConfig, preprocess
     from mpar.data._stats import DataStats, data_stats
+    from mpar.data._stream_batches import StreamBatches
     from mpar.data._template import ChatTemplate, Message, RenderError, TemplateError
+    from mpar.data._token_weights import TokenWeights
     from mpar.data._tokenizer import Tokenizer, byte_tokenizer
     from mpar.data.reading import find_sources
     from mpar.data.rows import BadRow
@@ -33,13 +36,17 @@ _HOME = {
     "preprocess": "_preprocess",
     "DataStats": "_stats",
     "data_stats": "_stats",
+    "MalformedFile": "_malformed",
     "write_malformed": "_malformed",
     "BadRow": "rows",
     "find_sources": "reading",
+    "stream_report": "_cursor",
+    "StreamBatches": "_stream_batches",
     "ChatTemplate": "_template",
     "Message": "_template",
     "RenderError": "_template",
     "TemplateError": "_template",
+    "TokenWeights": "_token_weights",
     "Tokenizer": "_tokenizer",
     "byte_tokenizer": "_tokenizer",
 }
@@ -54,17 +61,21 @@ __all__ = [
     "DocumentBatches",
     "Documents",
     "LoadReport",
+    "MalformedFile",
     "Message",
     "PreprocessConfig",
     "Progress",
     "RenderError",
+    "StreamBatches",
     "TemplateError",
+    "TokenWeights",
     "Tokenizer",
     "byte_tokenizer",
     "data_stats",
     "find_sources",
     "load_dataset",
     "preprocess",
+    "stream_report",
     "write_malformed",
 ]
 

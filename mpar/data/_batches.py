@@ -2,8 +2,9 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,13 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpar.data._documents import Documents, LoadReport
-from mpar.data._packing import pack
+from mpar.data._random import SPLIT, random_keys
+from mpar.data._sequences import IGNORED, Layout, Sequences
 from mpar.errors import ConfigError, DataError
 
 __all__ = ["BatchShape", "Batches", "DocumentBatches"]
-
-_IGNORED = -100
-_DOCUMENT_ORDER, _SEQUENCE_ORDER, _SPLIT = range(3)  # purposes of random numbers, each of which has a stream of its own
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,10 @@ class BatchShape:
 
 
 class Batches(ABC):
-    """Random access to global batches. There is no iterator, so a run resumes with nothing but the number of its step.
+    """Random access to global batches: each is a function of the data and of the number of its step.
+
+    Where making the batch of a late step would take reading all data before it, a cursor tells where to begin reading: that of
+    `cursor(step)`, which a run keeps and gives to `go_to` when it goes on. It changes no batch.
 
     shape:   rows and positions of each batch.
     seed:    of the order. shuffle: whether the order is drawn, and not that of the data.
@@ -56,22 +58,54 @@ class Batches(ABC):
         """A hash of the data alone."""
 
     @property
+    def weighed(self) -> bool:
+        """Whether labels weigh more or less than 1, so that batches say how much."""
+        return False
+
+    @property
     @abstractmethod
     def lengths(self) -> NDArray[np.integer]:
         """The positions that each document takes, (documents,)."""
 
     @property
     @abstractmethod
-    def steps_per_epoch(self) -> int:
-        """The number of steps that feed all data once."""
+    def steps_per_epoch(self) -> int | None:
+        """The number of steps that feed all data once; None if that is not known, since the data are read as they are needed."""
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What `data_fingerprint` is made of, as hashes with names, where a part of the data can be told by name."""
+        return {}
+
+    def cursor(self, step: int) -> Mapping[str, object]:
+        """Where to begin reading for the batch of `step`; nothing if any batch can be read at once."""
+        return {}
+
+    def go_to(self, cursor: Mapping[str, object]) -> None:
+        """Begin reading at a cursor, so that batches from its step on come soon. Raises DataError if it is none of these data."""
+        if cursor:
+            raise DataError(
+                f"cannot go on in the data: any batch of them can be read at once, without the cursor {cursor!r:.200}."
+            )
+
+    def close(self) -> None:
+        """End the processes that read ahead, if there are any. Reading another batch would start them again."""
+        return
+
+    @abstractmethod
+    def use(self, step: int) -> dict[str, tuple[int, int]]:
+        """By the name of each source, the rows and tokens that `batch(step)` has of it. A row that was cut into documents counts
+        where its first one is.
+        """
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """The global batch of `step`, as int64 tensors of (batch_size, seq_len). Steps are counted from 0 through all epochs.
+        """The global batch of `step`, in int64, (batch_size, seq_len). Steps are counted from 0 through all epochs.
 
         tokens:     ids of tokens; padding has the padding id.
         labels:     the next token where it is trained on, else -100.
         positions:  from 0 in each document; 0 in padding.
         documents:  0, 1, ... within a sequence; -1 in padding.
+        token_weights: if `weighed`, what each label weighs in the loss, in float32.
         Raises ConfigError if step < 0.
         """
         return self.rows(step, range(self.shape.batch_size))
@@ -86,9 +120,11 @@ class Batches(ABC):
         outside = [row for row in rows if not 0 <= row < self.shape.batch_size]
         if outside:
             raise ConfigError(f"cannot read rows {outside} of a batch: it has {self.shape.batch_size} rows, counted from 0.")
-        fills = {"tokens": self.pad_id, "labels": _IGNORED, "positions": 0, "documents": -1}
+        fills = {"tokens": self.pad_id, "labels": IGNORED, "positions": 0, "documents": -1}
         size = (len(rows), self.shape.seq_len)
-        arrays = {name: np.full(size, value, dtype=np.int64) for name, value in fills.items()}
+        arrays: dict[str, NDArray[Any]] = {name: np.full(size, value, dtype=np.int64) for name, value in fills.items()}
+        if self.weighed:
+            arrays["token_weights"] = np.zeros(size, dtype=np.float32)
         for out, row in enumerate(rows):
             self._fill_row(step, row, {name: array[out] for name, array in arrays.items()})
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -98,7 +134,7 @@ class Batches(ABC):
         """Where the documents of a row of `batch(step)` are from: for each its file and line."""
 
     @abstractmethod
-    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[np.int64]]) -> None:
+    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[Any]]) -> None:
         """Write one row of a batch into arrays of (seq_len,), which hold padding."""
 
     @abstractmethod
@@ -112,10 +148,8 @@ class Batches(ABC):
 class DocumentBatches(Batches):
     """Batches of documents in memory.
 
-    An epoch feeds every document once, and never cuts one. A sequence holds one document, or with `packing` all that were packed
-    into it (best-fit decreasing over all documents, so that every epoch has the same number of sequences). For each (seed, epoch)
-    the order of sequences is drawn anew, and documents of equal length change places. The last batch of an epoch is filled up
-    with sequences of padding, which have no labels.
+    An epoch feeds every document once, and never cuts one; `Sequences` says in which order. The last batch of an epoch is filled
+    up with sequences of padding, which have no labels.
 
     Raises ConfigError for sizes below 1 or a negative seed, DataError if a document does not fit into a sequence or an id
     is outside [0, vocab_size).
@@ -156,14 +190,18 @@ class DocumentBatches(Batches):
         self.report = report or LoadReport()
         self._vocab_size = vocab_size
         self.pad_id = pad_id
-        # A bin lists the slots of one sequence. A slot is a place for a document of one length; `_layout` fills the slots.
-        self._bins = pack(documents.lengths, shape.seq_len) if shape.packing else [[i] for i in range(len(documents))]
-        self._layouts: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._sequences = Sequences(documents, shape.seq_len, packing=shape.packing)
+        self._layouts: dict[int, Layout] = {}
 
     @property
     def data_fingerprint(self) -> str:
         """A hash of the documents."""
         return self.documents.fingerprint
+
+    @property
+    def weighed(self) -> bool:
+        """Whether documents have weights other than 0 and 1."""
+        return self.documents.trained.dtype != np.bool_
 
     @property
     def lengths(self) -> NDArray[np.integer]:
@@ -173,12 +211,12 @@ class DocumentBatches(Batches):
     @property
     def num_sequences(self) -> int:
         """Sequences in an epoch that hold a document."""
-        return len(self._bins)
+        return len(self._sequences)
 
     @property
     def steps_per_epoch(self) -> int:
         """The number of steps that feed every document once."""
-        return -(-len(self._bins) // self.shape.batch_size)
+        return -(-len(self._sequences) // self.shape.batch_size)
 
     @property
     def fill_ratio(self) -> float:
@@ -187,18 +225,28 @@ class DocumentBatches(Batches):
 
     def names(self, step: int, row: int) -> list[str]:
         """Where the documents of a row of `batch(step)` are from."""
-        return [self.documents.names[self.documents.rows[document]] for document in self._documents_of(step, row)]
+        layout, sequence = self._place(step, row)
+        return layout.names(sequence)
 
-    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[np.int64]]) -> None:
-        self._write(arrays, self._documents_of(step, row))
+    def use(self, step: int) -> dict[str, tuple[int, int]]:
+        """By the name of each source, the rows and tokens that `batch(step)` has of it."""
+        found: list[NDArray[np.int64]] = []
+        for row in range(self.shape.batch_size):
+            layout, sequence = self._place(step, row)
+            found.append(layout.documents_in(sequence))
+        return self.documents.use(np.concatenate(found))
 
-    def _documents_of(self, step: int, row: int) -> NDArray[np.int64]:
-        """The documents of a row, in order; none in the padding at the end of an epoch."""
+    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[Any]]) -> None:
+        layout, sequence = self._place(step, row)
+        layout.write(sequence, arrays)
+
+    def _place(self, step: int, row: int) -> tuple[Layout, int]:
+        """The layout of the epoch, and the number in it of the sequence that is a row. Two layouts are remembered."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        document_of_slot, sequence_order = self._layout(epoch)
-        sequence = step_in_epoch * self.shape.batch_size + row
-        in_slots = self._bins[sequence_order[sequence]] if sequence < len(self._bins) else []
-        return document_of_slot[np.asarray(in_slots, dtype=np.int64)]
+        if epoch not in self._layouts:
+            made = self._sequences.layout(self.seed, epoch, shuffle=self.shuffle)
+            self._layouts = dict([*self._layouts.items(), (epoch, made)][-2:])
+        return self._layouts[epoch], step_in_epoch * self.shape.batch_size + row
 
     def split(self, fraction: float) -> tuple["DocumentBatches", "DocumentBatches"]:
         """(training, validation): about `fraction` of the rows, at least one, go to validation, which is not shuffled.
@@ -213,7 +261,7 @@ class DocumentBatches(Batches):
             raise DataError(f"cannot split {len(present)} row of data into training and validation: it takes two.")
         key = int(self.documents.fingerprint[:16], 16)
         count = min(max(1, round(fraction * len(present))), len(present) - 1)
-        held_out = np.sort(present[_random_keys(len(present), key, 0, _SPLIT).argsort(kind="stable")[:count]])
+        held_out = np.sort(present[random_keys(len(present), key, 0, SPLIT).argsort(kind="stable")[:count]])
         training = np.setdiff1d(present, held_out, assume_unique=True)
         report = replace(self.report, num_held_out=count)
         return self._subset(training, self.shuffle, report), self._subset(held_out, False, report)
@@ -228,33 +276,3 @@ class DocumentBatches(Batches):
             shuffle=shuffle,
             report=report,
         )
-
-    def _layout(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(the document in each slot, the order of sequences) of an epoch. The results for the last two epochs are cached."""
-        if epoch not in self._layouts:
-            lengths = self.documents.lengths
-            document_of_slot, sequence_order = np.arange(len(lengths)), np.arange(len(self._bins))
-            if self.shuffle:
-                # documents change places only with others of the same length, so that every bin stays as full as it was
-                keys = _random_keys(len(lengths), self.seed, epoch, _DOCUMENT_ORDER)
-                document_of_slot[np.argsort(lengths, kind="stable")] = np.lexsort((keys, lengths))
-                sequence_order = _random_keys(len(self._bins), self.seed, epoch, _SEQUENCE_ORDER).argsort(kind="stable")
-            self._layouts = dict([*self._layouts.items(), (epoch, (document_of_slot, sequence_order))][-2:])
-        return self._layouts[epoch]
-
-    def _write(self, row: dict[str, NDArray[np.int64]], documents: NDArray[np.int64]) -> None:
-        """Write documents into one sequence, one after the other."""
-        source, position = self.documents, 0
-        for number, document in enumerate(documents):
-            start, length = int(source.starts[document]), int(source.lengths[document])
-            to, shifted = slice(position, position + length), slice(start + 1, start + length + 1)
-            row["tokens"][to] = source.tokens[start : start + length]
-            row["labels"][to] = np.where(source.trained[shifted], source.tokens[shifted], _IGNORED)
-            row["positions"][to] = np.arange(length)
-            row["documents"][to] = number
-            position += length
-
-
-def _random_keys(count: int, seed: int, epoch: int, purpose: int) -> NDArray[np.uint64]:
-    """Raw words of PCG64. They are the same in all versions of numpy, which the permutations of its Generator are not."""
-    return np.random.PCG64(np.random.SeedSequence([seed, epoch, purpose])).random_raw(count)

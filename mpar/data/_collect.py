@@ -1,35 +1,51 @@
-"""Tokenises rows, collects their documents, and counts what became of each row."""
+"""Collects the documents of rows, and counts what became of each row."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeGuard
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpar.data._config import DataConfig
-from mpar.data._documents import Documents, LoadReport
+from mpar.data._documents import DESCRIBED_ROWS, Documents, LoadReport
 from mpar.data._kept import Kept
-from mpar.data._mix import choose, rows_by_weight
-from mpar.data._template import Message, TemplateError
-from mpar.data._tokenizer import Tokenizer
+from mpar.data._mix import choose, documents_of, rows_by_weight
+from mpar.data._tokenise import RowTokens, SourcedRow, Tokenise
+from mpar.data._workers import Workers
 from mpar.data.reading import Source
-from mpar.data.rows import AnyRow, BadRow, Columns, EmptyRow, FilteredRow, MediaRow, Row, read_rows
+from mpar.data.rows import BadRow, Columns, EmptyRow, FilteredRow, MediaRow, Row, read_rows
 from mpar.errors import DataError
 
-__all__ = ["Collector", "Progress", "refuse_malformed"]
+__all__ = ["Collector", "Progress", "TokeniseWorkers", "collect", "refuse_malformed"]
 
 Progress = Callable[[int, int], None]
 """A function that is called now and then with (rows read, tokens made) so far."""
 
+TokeniseWorkers = Workers[Tokenise, Sequence[SourcedRow], Iterable[RowTokens]]
+"""Processes that carry out `tokenise`."""
+
 _ROWS_AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 2**23
-_MOST_REPORTED = 10_000  # malformed rows that the report describes; it counts all
 _MOST_OF_REASON = 500  # characters
 _MOST_LISTED = 10  # malformed rows in an error
 _ENOUGH_MALFORMED = 1000  # malformed rows before any that can be used: this is no data
+
+
+def collect(
+    config: DataConfig, sources: Sequence[Source], workers: TokeniseWorkers, progress: Progress | None
+) -> tuple[Documents, LoadReport]:
+    """The documents of all rows of all sources that can be used, in the shares that the weights say, and what became of the rows.
+
+    Raises DataError as soon as it is clear that the rows are no data.
+    """
+    columns = Columns(config.columns, config.preprocess)
+    collector = Collector(config, [source.name for source in sources], workers, progress)
+    collector.add_all((number, row) for number, source in enumerate(sources) for row in read_rows(config.kind, source, columns))
+    documents, report = collector.result()
+    if not len(documents):
+        raise collector.no_documents("no document is left")
+    return (documents, report) if config.weights is None else _mixed(collector, config, documents, report)
 
 
 def refuse_malformed(config: DataConfig, report: LoadReport) -> DataError:
@@ -42,200 +58,124 @@ def refuse_malformed(config: DataConfig, report: LoadReport) -> DataError:
 
 
 class Collector:
-    """Reads all sources once."""
+    """The documents of the rows that were added, and the counts.
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, progress: Progress | None):
-        self.config, self.tokenizer, self.progress = config, tokenizer, progress
-        self.kept = Kept()
-        self.counts: Counter[str] = Counter()
-        self.formats: Counter[str] = Counter()
-        self.used_of: dict[str, int] = {}  # rows used of each source, in the order of sources
-        self.bad_rows: list[BadRow] = []
+    source_names: of the sources that rows name by number. are_data: it is known that these sources are data, so reading does not
+    stop, however many rows are malformed.
+    """
 
-    def run(self, sources: Sequence[Source]) -> tuple[Documents, LoadReport]:
-        """The documents of all rows that can be used. Raises DataError as soon as it is clear that the rows are no data."""
-        ends = []
-        try:
-            for source in sources:
-                before = self.counts["num_used"]
-                self.add_all(read_rows(self.config.kind, source, Columns(self.config.columns, self.config.preprocess)))
-                self.used_of[source.name] = self.used_of.get(source.name, 0) + self.counts["num_used"] - before
-                ends.append(len(self.kept.starts))
-        finally:
-            self.tokenizer.close()
-        if not self.kept.starts:
-            raise self.no_documents("no document is left")
-        documents = self.kept.documents()
-        if self.config.weights is None:
-            return documents, self.report(documents)
-        mixed = self.mixed(documents, sources, ends)
-        return mixed, self.report(mixed)
+    def __init__(
+        self,
+        config: DataConfig,
+        source_names: Sequence[str],
+        workers: TokeniseWorkers,
+        progress: Progress | None = None,
+        *,
+        are_data: bool = False,
+    ) -> None:
+        self._config, self._workers, self._progress, self._are_data = config, workers, progress, are_data
+        self._kept = Kept(source_names)
+        self._counts: Counter[str] = Counter()
+        self._formats: Counter[str] = Counter()
+        self._used = [0] * len(source_names)  # rows of each source
+        self._bad_rows: list[BadRow] = []
 
-    def mixed(self, documents: Documents, sources: Sequence[Source], ends: Sequence[int]) -> Documents:
-        """The documents of as many rows of each source as the weights say."""
-        rows_of = [documents.rows[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-        present = [np.unique(rows) for rows in rows_of]
-        empty = [source.name for source, rows in zip(sources, present, strict=True) if not len(rows)]
-        if empty:
-            raise self.no_documents(f"{', '.join(empty)} has no row that can be used, and data.weights asks for some")
-        assert self.config.weights is not None
-        counts = rows_by_weight(self.config.weights, [len(rows) for rows in present], self.config.stop)
-        chosen = [rows[choose(count, len(rows))] for count, rows in zip(counts, present, strict=True)]
-        self.counts["num_repeated"] = sum(max(0, count - len(rows)) for count, rows in zip(counts, present, strict=True))
-        self.counts["num_unmixed"] = sum(max(0, len(rows) - count) for count, rows in zip(counts, present, strict=True))
-        self.counts["num_used"] -= self.counts["num_unmixed"]
-        self.used_of = {source.name: min(count, len(rows)) for source, count, rows in zip(sources, counts, present, strict=True)}
-        return documents.take(np.concatenate(chosen))
-
-    def add_all(self, rows: Iterable[AnyRow]) -> None:
-        """Add every row that can be used."""
-        for usable in self.batches_of_usable(rows):
-            (self.add_texts if self.config.kind == "pt" else self.add_conversations)(usable)
-            if self.progress is not None:
-                self.progress(self.counts["num_rows"], self.kept.num_tokens)
-            if self.config.strict and self.counts["num_malformed"] >= _MOST_LISTED:
-                raise refuse_malformed(self.config, self.report(None))
-            if self.counts["num_malformed"] >= _ENOUGH_MALFORMED and not self.counts["num_used"]:
+    def add_all(self, rows: Iterable[SourcedRow]) -> None:
+        """Add every row that can be used, and count all of them."""
+        for chunk, outcomes in self._workers.map(_chunks(rows)):
+            self._add(chunk, iter(outcomes))
+            if self._progress is not None:
+                self._progress(self._counts["num_rows"], self._kept.num_tokens)
+            if self._config.strict and self._counts["num_malformed"] >= _MOST_LISTED:
+                raise refuse_malformed(self._config, self._report())
+            if self._counts["num_malformed"] >= _ENOUGH_MALFORMED and not (self._counts["num_used"] or self._are_data):
                 raise self.no_documents("every row so far is malformed, and reading stopped")
 
+    def result(self, *, num_held_out: int = 0) -> tuple[Documents, LoadReport]:
+        """The documents, and what became of the rows. num_held_out: rows that were not added, to evaluate on them."""
+        documents = self._kept.documents()
+        return documents, replace(self._report().of(documents), num_held_out=num_held_out)
+
     def no_documents(self, problem: str) -> DataError:
-        return DataError(f"cannot train on {', '.join(self.config.sources)}: {problem}.\n{self.report(None)}")
+        """The error because the rows are no data to train on."""
+        return DataError(f"cannot train on {', '.join(self._config.sources)}: {problem}.\n{self._report()}")
 
-    def batches_of_usable(self, rows: Iterable[AnyRow]) -> Iterator[list[Row]]:
-        """Count rows, and yield those that can be tokenised in batches of some hundred rows and a few million characters."""
-        usable: list[Row] = []
-        num_rows = num_characters = 0
-        for row in rows:
-            num_rows += 1
-            if self.usable(row):
-                usable.append(row)
-                num_characters += row.num_characters
-            if num_rows == _ROWS_AT_ONCE or num_characters > _CHARACTERS_AT_ONCE:
-                yield usable
-                usable, num_rows, num_characters = [], 0, 0
-        if num_rows:
-            yield usable
+    def _add(self, chunk: Sequence[SourcedRow], outcomes: Iterator[RowTokens]) -> None:
+        self._counts["num_rows"] += len(chunk)
+        for source, row in chunk:
+            if isinstance(row, Row):
+                self._add_row(source, row, next(outcomes))
+            elif isinstance(row, BadRow):
+                self._malformed(row)
+            elif isinstance(row, EmptyRow):
+                self._counts["num_empty"] += 1
+            elif isinstance(row, MediaRow):
+                self._counts["num_media"] += 1
+            elif isinstance(row, FilteredRow):
+                self._counts["num_filtered"] += 1
 
-    def report(self, documents: Documents | None) -> LoadReport:
-        """What became of the rows; `documents` are those of the result, None before there is one."""
-        lengths = np.zeros(0, np.int64) if documents is None else documents.lengths
-        return LoadReport(
-            num_rows=self.counts["num_rows"],
-            num_used=self.counts["num_used"],
-            num_malformed=self.counts["num_malformed"],
-            num_empty=self.counts["num_empty"],
-            num_media=self.counts["num_media"],
-            num_filtered=self.counts["num_filtered"],
-            num_too_long=self.counts["num_too_long"],
-            num_dropped=self.counts["num_dropped"],
-            num_unmixed=self.counts["num_unmixed"],
-            num_repeated=self.counts["num_repeated"],
-            malformed=tuple(self.bad_rows),
-            num_documents=len(lengths),
-            num_tokens=int(lengths.sum()),
-            num_trained=0 if documents is None else documents.num_trained,
-            formats=dict(self.formats),
-            used_of_source=dict(self.used_of),
-        )
+    def _add_row(self, source: int, row: Row, made: RowTokens) -> None:
+        self._counts["num_too_long"] += made.too_long
+        if made.fault:
+            self._malformed(row.malformed(made.fault))
+        elif not made.documents:
+            self._counts["num_dropped"] += 1
+        else:
+            self._counts["num_used"] += 1
+            self._formats[row.format] += 1
+            self._used[source] += 1
+            self._kept.add(source, row.where, made)
 
-    def usable(self, row: AnyRow) -> TypeGuard[Row]:
-        """Count the row. Returns whether it can be tokenised."""
-        self.counts["num_rows"] += 1
-        if isinstance(row, BadRow):
-            self.malformed(row)
-        elif isinstance(row, EmptyRow):
-            self.counts["num_empty"] += 1
-        elif isinstance(row, MediaRow):
-            self.counts["num_media"] += 1
-        elif isinstance(row, FilteredRow):
-            self.counts["num_filtered"] += 1
-        return isinstance(row, Row)
+    def _malformed(self, row: BadRow) -> None:
+        self._counts["num_malformed"] += 1
+        if len(self._bad_rows) < DESCRIBED_ROWS:
+            self._bad_rows.append(replace(row, reason=row.reason[:_MOST_OF_REASON]))
 
-    def malformed(self, row: BadRow) -> None:
-        self.counts["num_malformed"] += 1
-        if len(self.bad_rows) < _MOST_REPORTED:
-            self.bad_rows.append(replace(row, reason=row.reason[:_MOST_OF_REASON]))
-
-    def add_texts(self, rows: Sequence[Row]) -> None:
-        """Add each text, ended by the end-of-text token, as documents of at most seq_len positions."""
-        eos_id = self.tokenizer.eos_id
-        texts = [_substitute(row.text, row.text, self.config) for row in rows]
-        for row, ids in zip(rows, self.tokenizer.encode_batch(texts, add_special_tokens=True), strict=True):
-            ended = ids if ids and ids[-1] == eos_id else [*ids, eos_id]
-            if len(ended) < 2:
-                self.malformed(row.malformed("no token"))
-                continue
-            base = self.append(row, np.array(ended, dtype=np.int32), np.ones(len(ended), dtype=bool))
-            for start in range(0, len(ended) - 1, self.config.seq_len):
-                self.kept.add_document(row, base + start, min(self.config.seq_len, len(ended) - 1 - start))
-
-    def add_conversations(self, rows: Sequence[Row]) -> None:
-        """Add each conversation as one document, with labels on what the assistant wrote."""
-        conversations = [(_prepare(row.messages, self.config), row.tools) for row in rows]
-        encodings = self.tokenizer.encode_chats(conversations, last_round=self.config.loss == "last_round")
-        for row in rows:
-            try:
-                encoded = next(encodings)
-            except TemplateError as error:
-                raise TemplateError(f"{row.where}: {error}") from error
-            if isinstance(encoded, DataError):
-                self.malformed(row.malformed(str(encoded)))
-            else:
-                self.add_conversation(row, *encoded)
-
-    def add_conversation(self, row: Row, ids: Sequence[int], trained: Sequence[bool]) -> None:
-        """Add a conversation, cut as `truncation` says if it is too long."""
-        if not any(trained[1:]):
-            self.malformed(row.malformed("no token to train on: the chat template renders no answer, or none has a loss"))
-            return
-        if len(ids) > self.config.seq_len + 1:
-            self.counts["num_too_long"] += 1
-            if self.config.truncation == "error":
-                raise DataError(
-                    f"cannot use {row.where}: its conversation has {len(ids)} tokens, {self.config.seq_len + 1} fit into seq_len="
-                    f"{self.config.seq_len}. Raise seq_len, or set truncation to drop, left, right or split."
-                )
-        pieces = [piece for piece in _pieces(len(ids), self.config) if any(trained[piece.start + 1 : piece.stop])]
-        if not pieces:
-            self.counts["num_dropped"] += 1
-            return
-        base = self.append(row, np.array(ids, dtype=np.int32), np.array(trained, dtype=bool))
-        for piece in pieces:
-            self.kept.add_document(row, base + piece.start, piece.stop - piece.start - 1)
-
-    def append(self, row: Row, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> int:
-        """Count a row as used and add its tokens; returns the index of the first."""
-        self.counts["num_used"] += 1
-        self.formats[row.format] += 1
-        return self.kept.append(row, ids, trained)
+    def _report(self) -> LoadReport:
+        used_of: Counter[str] = Counter()
+        for name, count in zip(self._kept.source_names, self._used, strict=True):
+            used_of[name] += count  # a source may be named twice
+        counts: dict[str, Any] = dict(self._counts)
+        described = tuple(self._bad_rows)
+        return LoadReport(**counts, malformed=described, formats=dict(self._formats), used_of_source=dict(used_of))
 
 
-def _pieces(size: int, config: DataConfig) -> list[slice]:
-    """The tokens that become documents, of a conversation of `size` tokens. Documents that were cut from one share a token."""
-    longest = config.seq_len + 1
-    if size <= longest:
-        return [slice(0, size)]
-    if config.truncation == "right":
-        return [slice(0, longest)]
-    if config.truncation == "left":
-        return [slice(size - longest, size)]
-    if config.truncation == "split":
-        return [slice(start, min(start + longest, size)) for start in range(0, size - 1, config.seq_len)]
-    return []
+def _chunks(rows: Iterable[SourcedRow]) -> Iterator[Sequence[SourcedRow]]:
+    """Rows in lists of some hundred rows and a few million characters."""
+    chunk: list[SourcedRow] = []
+    num_characters = 0
+    for source, row in rows:
+        chunk.append((source, row))
+        num_characters += row.num_characters if isinstance(row, Row) else 0
+        if len(chunk) == _ROWS_AT_ONCE or num_characters > _CHARACTERS_AT_ONCE:
+            yield chunk
+            chunk, num_characters = [], 0
+    if chunk:
+        yield chunk
 
 
-def _prepare(messages: Sequence[Message], config: DataConfig) -> list[Message]:
-    """The messages, with `config.system` if they have no system message, and with names in place of placeholders."""
-    if config.system is not None and all(message["role"] not in ("system", "developer") for message in messages):
-        messages = [{"role": "system", "content": config.system}, *messages]
-    full_text = "".join(str(message["content"]) for message in messages)
-    return [{**message, "content": _substitute(str(message["content"]), full_text, config)} for message in messages]
-
-
-def _substitute(text: str, row: str, config: DataConfig) -> str:
-    """`text` with model_name and model_author put in: the Chinese ones if `row` has any Chinese character."""
-    which = 0 if re.search("[\u4e00-\u9fff]", row) else 1
-    for placeholder, value in (("{{NAME}}", config.model_name), ("{{AUTHOR}}", config.model_author)):
-        if value is not None:
-            text = text.replace(placeholder, value if isinstance(value, str) else value[which])
-    return text
+def _mixed(collector: Collector, config: DataConfig, documents: Documents, report: LoadReport) -> tuple[Documents, LoadReport]:
+    """The documents of as many rows of each source as the weights say."""
+    assert config.weights is not None
+    of_source = [np.flatnonzero(documents.sources == number) for number in range(len(documents.source_names))]
+    rows = [np.unique(documents.rows[places]) for places in of_source]
+    empty = [name for name, present in zip(documents.source_names, rows, strict=True) if not len(present)]
+    if empty:
+        raise collector.no_documents(f"{', '.join(empty)} has no row that can be used, and data.weights asks for some")
+    sizes = [len(present) for present in rows]
+    counts = rows_by_weight(config.weights, sizes, config.stop)
+    chosen = [present[choose(count, len(present))] for count, present in zip(counts, rows, strict=True)]
+    parts = [places[documents_of(documents.rows[places], taken)] for places, taken in zip(of_source, chosen, strict=True)]
+    mixed = documents.take(np.concatenate(parts))
+    num_unmixed = sum(max(0, size - count) for count, size in zip(counts, sizes, strict=True))
+    used_of: Counter[str] = Counter()
+    for name, count, size in zip(documents.source_names, counts, sizes, strict=True):
+        used_of[name] += min(count, size)
+    changed = replace(
+        report,
+        num_used=report.num_used - num_unmixed,
+        num_unmixed=num_unmixed,
+        num_repeated=sum(max(0, count - size) for count, size in zip(counts, sizes, strict=True)),
+        used_of_source=dict(used_of),
+    )
+    return mixed, changed.of(mixed)

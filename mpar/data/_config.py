@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mpar.data._token_weights import TokenWeights
 from mpar.data._tokenizer import Tokenizer
 from mpar.data.reading import SELF_COGNITION, is_indexed
 from mpar.data.rows import COLUMNS, preprocess_plug_in
@@ -14,7 +15,6 @@ __all__ = ["DataConfig", "check_config"]
 _CHOICES = {
     "kind": ("sft", "pt"),
     "truncation": ("drop", "left", "right", "split", "error"),
-    "loss": ("all", "last_round"),
     "stop": ("first", "all"),
 }
 
@@ -38,11 +38,16 @@ class DataConfig:
     packing: several documents share a sequence, without attending to each other.
     truncation: what to do with longer conversations: `drop` them, keep what fits of the beginning (`right` cuts at the right)
         or of the end (`left`), `split` them into documents, or raise an `error`.
-    loss: train on `all` answers of a conversation, or on those of the `last_round`; never on answers with `"loss": false`.
+    token_weights: what a token of a conversation weighs in the loss: `default` (answers), `last_round` or `all`, and patterns of
+        ms-swift's loss_scale, joined by +, as `TokenWeights.parse` reads them; never an answer with `"loss": false`.
     system: system message for conversations that have none.
     model_name, model_author: replace {{NAME}} and {{AUTHOR}}. Of a pair (Chinese, English), Chinese rows get the first.
     cache_dir: folder that keeps tokenised documents. Its entries are keyed by the files' content and by all that documents
         depend on.
+    workers: processes that tokenise; with one or none, this one does, on all cores. Of a stream: processes beside this one, or
+        none.
+    stream: rows are read as they are needed, over and over, in blocks of `shuffle_rows` rows. Documents are packed and shuffled
+        within a block, and a few blocks are in memory.
     strict: a malformed row is an error.
     num_samples: of indexed tokens, how many samples the run reads, on which Megatron's order depends; None: those of one epoch.
     isolate: of indexed tokens, whether documents that share a sample do not attend to each other; without it, a sample is one
@@ -61,11 +66,14 @@ class DataConfig:
     packing: bool = True
     shuffle: bool = True
     truncation: str = "drop"
-    loss: str = "all"
+    token_weights: str = "default"
     system: str | None = None
     model_name: str | tuple[str, str] | None = None
     model_author: str | tuple[str, str] | None = None
     cache_dir: str | None = None
+    workers: int = 1
+    stream: bool = False
+    shuffle_rows: int = 10_000
     strict: bool = False
     num_samples: int | None = None
     isolate: bool = True
@@ -78,9 +86,13 @@ def check_config(config: DataConfig, tokenizer: Tokenizer) -> None:
         for name, known in _CHOICES.items()
         if getattr(config, name) not in known
     ]
-    faults += [f"{name}={getattr(config, name)} is below 1" for name in ("batch_size", "seq_len") if getattr(config, name) < 1]
-    faults += [f"seed={config.seed} is negative"] * (config.seed < 0)
-    faults += [*_names(config), *_weights(config)]
+    faults += [
+        f"{name}={getattr(config, name)} is below 1"
+        for name in ("batch_size", "seq_len", "shuffle_rows")
+        if getattr(config, name) < 1
+    ]
+    faults += [f"{name}={getattr(config, name)} is negative" for name in ("seed", "workers") if getattr(config, name) < 0]
+    faults += [*_names(config), *_weights(config), *_token_weights(config)]
     unknown = sorted(set(config.columns.values()) - set(COLUMNS))
     if unknown:
         faults.append(f"columns maps to {', '.join(unknown)}, which no format has; formats have {', '.join(COLUMNS)}")
@@ -106,6 +118,15 @@ def _names(config: DataConfig) -> list[str]:
         elif value is None and any(re.fullmatch(rf"{SELF_COGNITION}(#\d+)?", source) for source in config.sources):
             faults.append(f"{name} is missing, which the source {SELF_COGNITION} needs")
     return faults
+
+
+def _token_weights(config: DataConfig) -> list[str]:
+    try:
+        weights = TokenWeights.parse(config.token_weights)
+    except ConfigError as error:
+        return [f"token_weights={error}"]
+    plain = config.kind == "pt" and (weights.base == "last_round" or weights.patterns or weights.rows)
+    return [f"token_weights={config.token_weights!r} is about conversations; of kind='pt' every token weighs 1"] if plain else []
 
 
 def _weights(config: DataConfig) -> list[str]:

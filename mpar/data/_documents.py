@@ -1,9 +1,11 @@
 """Tokenised documents in flat arrays: many millions of tokens in a few allocations, memory-mapped when they come from a cache."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +13,10 @@ from numpy.typing import NDArray
 from mpar.data.rows import BadRow
 from mpar.errors import DataError
 
-__all__ = ["Documents", "LoadReport"]
+__all__ = ["DESCRIBED_ROWS", "Documents", "LoadReport"]
+
+DESCRIBED_ROWS = 10_000
+"""Malformed rows that a report describes. It counts all."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +39,51 @@ class LoadReport:
     num_trained: int = 0  # those of these positions that have a label
     formats: dict[str, int] = field(default_factory=dict)  # used rows of each detected format
     used_of_source: dict[str, int] = field(default_factory=dict)  # used rows of each source
+    tokens_of_source: dict[str, int] = field(default_factory=dict)  # positions of its documents
     num_held_out: int = 0  # used rows that are evaluated on and not trained on; 0 if the data were not split
     cached: bool = False  # read from the cache; the numbers are those of the run that wrote it
     notice: str = ""  # why the entry of the cache was not used; empty if there was none, or it was used
 
+    def of(self, documents: "Documents") -> "LoadReport":
+        """This report with the numbers of `documents`, which the rows became."""
+        tokens_of: Counter[str] = Counter()
+        for name, tokens in zip(documents.source_names, documents.tokens_of_source, strict=True):
+            tokens_of[name] += int(tokens)  # a source may be named twice
+        return replace(
+            self,
+            num_documents=len(documents),
+            num_tokens=int(documents.lengths.sum()),
+            num_trained=documents.num_trained,
+            tokens_of_source=dict(tokens_of),
+        )
+
+    def plus(self, later: "LoadReport") -> "LoadReport":
+        """The report on the rows of both."""
+        sums: dict[str, Any] = {}
+        for item in fields(self):
+            one, other = getattr(self, item.name), getattr(later, item.name)
+            if isinstance(one, dict):
+                sums[item.name] = {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
+            elif item.name.startswith("num_"):
+                sums[item.name] = one + other
+        return replace(self, **sums, malformed=(*self.malformed, *later.malformed)[:DESCRIBED_ROWS])
+
     @property
     def _mixed(self) -> bool:
         return bool(self.num_unmixed or self.num_repeated)
+
+    @property
+    def unused(self) -> dict[str, int]:
+        """How many rows were not used, by reason, without reasons that no row had."""
+        reasons = {
+            "malformed": self.num_malformed,
+            "empty": self.num_empty,
+            "with media": self.num_media,
+            "by data.preprocess": self.num_filtered,
+            "too long": self.num_dropped,
+            "by weight": self.num_unmixed,
+        }
+        return {reason: count for reason, count in reasons.items() if count}
 
     @property
     def first_malformed(self) -> str:
@@ -68,16 +111,18 @@ class LoadReport:
 @dataclass(frozen=True, eq=False)
 class Documents:
     """Documents in flat arrays. The inputs of document i are `tokens[starts[i] : starts[i] + lengths[i]]`. Its labels are the
-    same range shifted by one, where `trained` is true at the shifted position. Neighbouring documents that were cut from one text
-    share a token: the last label of the first is the first input of the second.
+    same range shifted by one, where `trained`, which is what a token weighs in the loss, is not 0 at the shifted position.
+    Neighbouring documents that were cut from one text share a token: the last label of one is the first input of the next.
     """
 
     tokens: NDArray[np.int32]  # (T,)
-    trained: NDArray[np.bool_]  # (T,)
+    trained: NDArray[np.bool_ | np.float32]  # (T,): booleans if nothing weighs more than 1
     starts: NDArray[np.int64]  # (documents,)
     lengths: NDArray[np.int64]  # (documents,), at least 1
     rows: NDArray[np.int64]  # (documents,): the row that each document came from
     names: tuple[str, ...]  # for each row, its file:line
+    sources: NDArray[np.int32]  # (documents,): the source that each document came from
+    source_names: tuple[str, ...]
 
     @classmethod
     def from_ids(
@@ -94,6 +139,8 @@ class Documents:
             lengths=lengths - 1,
             rows=np.arange(len(lengths)),
             names=tuple(names or (f"document {i}" for i in range(len(lengths)))),
+            sources=np.zeros(len(lengths), np.int32),
+            source_names=("",),
         )
 
     def __len__(self) -> int:
@@ -109,24 +156,39 @@ class Documents:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
+    @property
+    def tokens_of_source(self) -> NDArray[np.int64]:
+        """The positions that the documents of each source take, (sources,)."""
+        return np.bincount(self.sources, self.lengths, len(self.source_names)).astype(np.int64)
+
+    def use(self, documents: NDArray[np.int64]) -> dict[str, tuple[int, int]]:
+        """By the name of each source, the rows that begin in these documents, and their positions."""
+        before = np.maximum(documents - 1, 0)
+        begins = (
+            (documents == 0) | (self.rows[documents] != self.rows[before]) | (self.sources[documents] != self.sources[before])
+        )
+        sources, lengths, count = self.sources[documents], self.lengths[documents], len(self.source_names)
+        rows, tokens = np.bincount(sources, begins, count), np.bincount(sources, lengths, count)
+        found: dict[str, tuple[int, int]] = {}
+        for name, num_rows, num_tokens in zip(self.source_names, rows, tokens, strict=True):
+            before_rows, before_tokens = found.get(name, (0, 0))  # a source may be named twice
+            found[name] = before_rows + int(num_rows), before_tokens + int(num_tokens)
+        return found
+
     @cached_property
     def num_trained(self) -> int:
         """Positions of documents whose next token is trained on."""
-        sums = np.concatenate([[0], np.cumsum(self.trained)])
+        sums = np.concatenate([[0], np.cumsum(self.trained != 0)])
         return int((sums[self.starts + self.lengths + 1] - sums[self.starts + 1]).sum())
 
-    def take(self, rows: NDArray[np.int64]) -> "Documents":
-        """The documents of these rows in this order, of a row that occurs twice, twice. The arrays of tokens are shared."""
-        order = np.argsort(self.rows, kind="stable")
-        begins = np.searchsorted(self.rows[order], rows, side="left")
-        counts = np.searchsorted(self.rows[order], rows, side="right") - begins
-        chosen = order[np.concatenate([np.arange(b, b + n) for b, n in zip(begins, counts, strict=True)])]
-        return replace(self, starts=self.starts[chosen], lengths=self.lengths[chosen], rows=self.rows[chosen])
+    def take(self, documents: NDArray[np.int64]) -> "Documents":
+        """These documents in this order, one that occurs twice, twice. The arrays of tokens are shared, not copied."""
+        arrays = {name: getattr(self, name)[documents] for name in ("starts", "lengths", "rows", "sources")}
+        return replace(self, **arrays)
 
     def select(self, rows: NDArray[np.int64]) -> "Documents":
         """The documents of these rows, in their present order. The arrays of tokens are shared, not copied."""
-        chosen = np.isin(self.rows, rows)
-        return replace(self, starts=self.starts[chosen], lengths=self.lengths[chosen], rows=self.rows[chosen])
+        return self.take(np.flatnonzero(np.isin(self.rows, rows)))
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise DataError naming every row (at most 8) with an id outside [0, vocab_size)."""

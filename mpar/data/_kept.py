@@ -1,48 +1,52 @@
 """The documents that have been read so far."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from mpar.data._documents import Documents
-from mpar.data.rows import Row
+from mpar.data._tokenise import RowTokens
 
 __all__ = ["Kept"]
 
 
 class Kept:
-    """Documents as lists; `documents` makes flat arrays of them."""
+    """Documents as lists; `documents` makes flat arrays of them. source_names: those of the sources that rows name by number."""
 
-    def __init__(self) -> None:
-        self.tokens: list[NDArray[np.int32]] = []
-        self.trained: list[NDArray[np.bool_]] = []
-        self.starts: list[int] = []
-        self.lengths: list[int] = []
-        self.rows: list[int] = []
-        self.names: dict[str, int] = {}
+    def __init__(self, source_names: Sequence[str]) -> None:
+        self.source_names = tuple(source_names)
         self.num_tokens = 0
+        self._tokens: list[NDArray[np.int32]] = []
+        self._trained: list[NDArray[np.bool_ | np.float32]] = []
+        self._starts: list[int] = []
+        self._lengths: list[int] = []
+        self._rows: list[int] = []
+        self._sources: list[int] = []
+        self._names: dict[str, int] = {}
 
-    def append(self, row: Row, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> int:
-        """Add the tokens of a row; returns the index of the first."""
+    def add(self, source: int, where: str, made: RowTokens) -> None:
+        """Add the documents of a row, which stands at `where`."""
         base = self.num_tokens
-        self.tokens.append(ids)
-        self.trained.append(trained)
-        self.num_tokens += len(ids)
-        self.names.setdefault(row.where, len(self.names))
-        return base
-
-    def add_document(self, row: Row, start: int, length: int) -> None:
-        """Add a document of a row whose tokens have been added."""
-        self.starts.append(start)
-        self.lengths.append(length)
-        self.rows.append(self.names[row.where])
+        self._tokens.append(made.ids)
+        self._trained.append(made.trained)
+        self.num_tokens += len(made.ids)
+        row = self._names.setdefault(where, len(self._names))
+        for start, end in made.documents:
+            self._starts.append(base + start)
+            self._lengths.append(end - start - 1)
+            self._rows.append(row)
+            self._sources.append(source)
 
     def documents(self) -> Documents:
-        """All documents that were added, at least one."""
+        """All documents that were added."""
         return Documents(
-            tokens=np.concatenate(self.tokens),
-            trained=np.concatenate(self.trained),
-            starts=np.array(self.starts, dtype=np.int64),
-            lengths=np.array(self.lengths, dtype=np.int64),
-            rows=np.array(self.rows, dtype=np.int64),
-            names=tuple(self.names),
+            tokens=np.concatenate([np.zeros(0, np.int32), *self._tokens]),
+            trained=np.concatenate([np.zeros(0, np.bool_), *self._trained]),
+            starts=np.array(self._starts, dtype=np.int64),
+            lengths=np.array(self._lengths, dtype=np.int64),
+            rows=np.array(self._rows, dtype=np.int64),
+            names=tuple(self._names),
+            sources=np.array(self._sources, dtype=np.int32),
+            source_names=self.source_names,
         )

@@ -1,32 +1,36 @@
 """Makes batches from a data configuration: finds files, reads rows, tokenises them, and lays documents out in sequences."""
 
 import hashlib
-import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mpar.data._batches import Batches, BatchShape, DocumentBatches
-from mpar.data._cache import entry_folder, load_entry, save_entry
-from mpar.data._collect import Collector, Progress, refuse_malformed
+from mpar.data._cache import Entry, cached, entry_folder
+from mpar.data._collect import Progress, collect, refuse_malformed
 from mpar.data._config import DataConfig, check_config
 from mpar.data._documents import Documents, LoadReport
+from mpar.data._made_ahead import MadeAhead
+from mpar.data._stream_batches import StreamBatches
+from mpar.data._stream_blocks import HereMade, Stream
+from mpar.data._stream_window import Blocks
+from mpar.data._tokenise import tokenise
 from mpar.data._tokenizer import Tokenizer
+from mpar.data._workers import Workers
 from mpar.data.megatron import IndexedBatches, IndexedOptions, IndexedTokens
-from mpar.data.reading import Source, file_digest, find_sources
+from mpar.data.reading import Source, file_digest, file_sample_digest, find_sources
 from mpar.data.rows import preprocess_plug_in
 from mpar.plug_ins import source_digests
 
 __all__ = ["load_dataset"]
 
-_CACHE_FORMAT = 3  # to be raised when a change of the code makes other documents of the same rows
+_CACHE_FORMAT = 4  # to be raised when a change of the code makes other documents of the same rows
 
 
 def load_dataset(
     config: DataConfig, tokenizer: Tokenizer, *, vocab_size: int | None = None, progress: Progress | None = None
 ) -> Batches:
     """Read and tokenise the sources, and lay their documents out in batches. `Batches.report` says what became of the rows.
-    Indexed tokens are mapped into memory, and read when a batch is asked for.
+    Indexed tokens are mapped into memory, and read when a batch is asked for; with `config.stream`, so are rows.
 
     vocab_size: that of the model (default: of the tokenizer), against which all ids are checked. Rows that cannot be used are
     counted in the report, which describes the first ten thousand of them.
@@ -46,15 +50,17 @@ def load_dataset(
         options = IndexedOptions(num_ids, config.num_samples, config.weights, eod_id)
         files = [IndexedTokens.open(file) for source in sources for file in source.files]
         return IndexedBatches(files, shape, options, seed=config.seed)
+    pad_id = next((known for known in (tokenizer.pad_id, tokenizer.eos_id) if known is not None), 0)
+    if config.stream:
+        return _stream_batches(config, tokenizer, sources, vocab_size=num_ids, pad_id=pad_id)
     documents, report = _documents(config, tokenizer, sources, progress)
     if config.strict and report.malformed:
         raise refuse_malformed(config, report)
-    pad_id = tokenizer.pad_id if tokenizer.pad_id is not None else tokenizer.eos_id
     return DocumentBatches(
         documents,
         shape,
         vocab_size=num_ids,
-        pad_id=0 if pad_id is None else pad_id,
+        pad_id=pad_id,
         seed=config.seed,
         shuffle=config.shuffle,
         report=report,
@@ -65,31 +71,56 @@ def _documents(
     config: DataConfig, tokenizer: Tokenizer, sources: Sequence[Source], progress: Progress | None
 ) -> tuple[Documents, LoadReport]:
     """The documents of all rows and what became of the rows, from the cache where they are in it."""
+
+    def make() -> Entry:
+        try:
+            with Workers(tokenise, (config, tokenizer), config.workers) as workers:
+                return Entry(*collect(config, sources, workers, progress))
+        finally:
+            tokenizer.close()
+
     if config.cache_dir is None:
-        return Collector(config, tokenizer, progress).run(sources)
-    key = _cache_key(config, tokenizer, sources)
-    folder = entry_folder(Path(config.cache_dir), key)
-    found = load_entry(folder, key)
-    if not isinstance(found, str):
-        return found
-    documents, report = Collector(config, tokenizer, progress).run(sources)
-    save_entry(folder, key, documents, report, replaced=bool(found))
-    return documents, replace(report, notice=found)
+        entry = make()
+    else:
+        key = _cache_key(config, tokenizer, sources)
+        entry = cached(entry_folder(Path(config.cache_dir), key), key, make)
+    return entry.documents, entry.report
+
+
+def _stream_batches(
+    config: DataConfig, tokenizer: Tokenizer, sources: Sequence[Source], *, vocab_size: int, pad_id: int
+) -> StreamBatches:
+    """Batches of rows that are read as they are needed. Of the files, samples of their content are read now."""
+    facts = {source.name: _digest_of_source(source, file_sample_digest) for source in sources}
+    digests = [facts[source.name] for source in sources]  # not their names: files may be moved while a run rests
+    content = (_row_settings(config, tokenizer), config.shuffle_rows, config.packing, digests)
+    stream = Stream(config, tokenizer, tuple(sources), hashlib.sha256(repr(content).encode()).hexdigest())
+    return StreamBatches(stream, _blocks, vocab_size=vocab_size, pad_id=pad_id, facts=facts)
+
+
+def _blocks(stream: Stream) -> Blocks:
+    return MadeAhead(stream) if stream.config.workers else HereMade(stream)
 
 
 def _cache_key(config: DataConfig, tokenizer: Tokenizer, sources: Sequence[Source]) -> str:
     """A hash of everything that the documents depend on. Batch size, seed and packing do not matter for them."""
-    digest = hashlib.sha256()
-    settings = (
-        _CACHE_FORMAT, config.kind, config.seq_len, config.truncation, config.loss, config.system, dict(config.columns),
-        config.preprocess,
-        config.weights, config.stop, config.model_name, config.model_author, tokenizer.fingerprint,
+    named = [(source.name, source.files, _digest_of_source(source, file_digest)) for source in sources]
+    content = (_row_settings(config, tokenizer), config.stop, named)
+    return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
+def _row_settings(config: DataConfig, tokenizer: Tokenizer) -> tuple[object, ...]:
+    """All settings that the documents of rows depend on."""
+    code = [] if config.preprocess is None else list(source_digests([preprocess_plug_in(config.preprocess)]))
+    return (
+        _CACHE_FORMAT, config.kind, config.seq_len, config.truncation, config.token_weights, config.system, dict(config.columns),
+        config.preprocess, code, config.weights, config.model_name, config.model_author, tokenizer.fingerprint,
     )  # fmt: skip
-    digest.update(json.dumps(settings).encode())
-    if config.preprocess is not None:
-        digest.update("\n".join(source_digests([preprocess_plug_in(config.preprocess)])).encode())
-    for source in sources:
-        digest.update(json.dumps([source.name, source.limit, list(source.files)]).encode())
-        for file in source.files:
-            digest.update(file_digest(file))
+
+
+def _digest_of_source(source: Source, digest_of: Callable[[str], bytes]) -> str:
+    """A hash of how many rows are taken of a source, and of what `digest_of` says of each of its files."""
+    digest = hashlib.sha256(str(source.limit).encode())
+    for file in source.files:
+        digest.update(digest_of(file))
     return digest.hexdigest()

@@ -6,7 +6,7 @@ from math import ceil, floor
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["choose", "rows_by_weight"]
+__all__ = ["choose", "documents_of", "rows_by_weight"]
 
 
 def rows_by_weight(weights: Sequence[float], sizes: Sequence[int], stop: str) -> list[int]:
@@ -30,3 +30,14 @@ def choose(count: int, size: int) -> NDArray[np.int64]:
     draws = np.random.PCG64(np.random.SeedSequence([count, size])).random_raw(size)
     chosen = np.sort(np.argsort(draws, kind="stable")[:remainder])
     return np.concatenate([*[np.arange(size)] * repeats, chosen])
+
+
+def documents_of(rows: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The places in `rows` of the wanted rows, in the order of `wanted`; those of a row that is wanted twice, twice.
+
+    rows: the row that each document is from.
+    """
+    order = np.argsort(rows, kind="stable")
+    begins = np.searchsorted(rows[order], wanted, side="left")
+    ends = np.searchsorted(rows[order], wanted, side="right")
+    return order[np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])]

@@ -1,12 +1,9 @@
 """Tokenises plain text once, into a pair of Megatron's indexed files, on several processes."""
 
 import itertools
-import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +11,7 @@ from numpy.typing import NDArray
 from mpar.data._collect import Progress
 from mpar.data._documents import LoadReport
 from mpar.data._tokenizer import Tokenizer, byte_tokenizer
+from mpar.data._workers import Workers
 from mpar.data.megatron import IndexedWriter, dtype_for
 from mpar.data.reading import find_sources
 from mpar.data.rows import AnyRow, BadRow, Columns, EmptyRow, FilteredRow, Row, read_rows
@@ -23,7 +21,6 @@ __all__ = ["PreprocessConfig", "preprocess"]
 
 _ROWS_AT_ONCE = 512
 _CHARACTERS_AT_ONCE = 2**20
-_CHUNKS_AHEAD = 4  # of each process
 _MOST_REPORTED = 10_000
 
 
@@ -31,7 +28,7 @@ _MOST_REPORTED = 10_000
 class PreprocessConfig:
     """sources:  text, as for kind `pt`: files of plain text, and rows with a column `text` or `content`.
     out:        the files are out.bin and out.idx.
-    tokenizer:  `bytes`, or a folder with tokenizer.json.
+    tokenizer:  `bytes`, or a folder with a tokenizer.
     columns:    for names of columns in the files, the names by which formats know them.
     preprocess: `module:function` of one's own, as for training.
     append_eod: whether the end-of-text token follows each text that has a token.
@@ -70,8 +67,9 @@ def preprocess(config: PreprocessConfig, progress: Progress | None = None) -> Lo
     bad_rows: list[BadRow] = []
     rows = (row for source in sources for row in read_rows("pt", source, Columns(config.columns, config.preprocess)))
     eod = tokenizer.eos_id if config.append_eod else None
-    with IndexedWriter(config.out, dtype_for(tokenizer.vocab_size)) as writer:
-        for chunk, tokens, lengths in _tokenised(_chunks(rows), config, eod):
+    dtype = dtype_for(tokenizer.vocab_size)
+    with IndexedWriter(config.out, dtype) as writer, Workers(_encode, (tokenizer, eod), config.workers) as workers:
+        for chunk, (tokens, lengths) in workers.map(_chunks(rows)):
             writer.add(tokens, [length for length in lengths if length], [int(length > 0) for length in lengths])
             _count(chunk, lengths, counts, bad_rows)
             if progress is not None:
@@ -111,58 +109,20 @@ def _chunks(rows: Iterable[AnyRow]) -> Iterator[list[AnyRow]]:
         yield chunk
 
 
-Tokenised = tuple[list[AnyRow], NDArray[np.integer], list[int]]
-"""Rows, the tokens of those that are documents, and the number of tokens of each of them."""
-
-
-def _tokenised(chunks: Iterator[list[AnyRow]], config: PreprocessConfig, eod: int | None) -> Iterator[Tokenised]:
-    """Each chunk with its tokens, in order."""
-    if config.workers == 1:
-        tokenizer = _tokenizer(config.tokenizer)
-        for chunk in chunks:
-            yield chunk, *_encode(tokenizer, _texts(chunk), eod)
-        return
-    context = get_context("spawn")
-    with ProcessPoolExecutor(config.workers, context, initializer=_begin_worker, initargs=(config.tokenizer, eod)) as pool:
-        try:
-            pending: deque[tuple[list[AnyRow], Future[tuple[NDArray[np.integer], list[int]]]]] = deque()
-            for chunk in chunks:
-                pending.append((chunk, pool.submit(_encode_in_worker, _texts(chunk))))
-                if len(pending) > _CHUNKS_AHEAD * config.workers:
-                    done, future = pending.popleft()
-                    yield done, *future.result()
-            for done, future in pending:
-                yield done, *future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
 def _texts(chunk: Sequence[AnyRow]) -> list[str]:
     """The texts of the rows that are documents; an empty one has no token."""
     return [row.text if isinstance(row, Row) else "" for row in chunk if isinstance(row, Row | EmptyRow)]
 
 
-def _encode(tokenizer: Tokenizer, texts: Sequence[str], eod: int | None) -> tuple[NDArray[np.integer], list[int]]:
+def _encode(given: tuple[Tokenizer, int | None], chunk: Sequence[AnyRow]) -> tuple[NDArray[np.integer], list[int]]:
+    """The tokens of the rows of a chunk that are documents, one after the other, and the number of tokens of each of them."""
+    (tokenizer, eod), texts = given, _texts(chunk)
     ids_of = [
         ids if text else [] for text, ids in zip(texts, tokenizer.encode_batch(texts, add_special_tokens=True), strict=True)
     ]
     ended = [[*ids, eod] if ids and eod is not None and ids[-1] != eod else ids for ids in ids_of]
     flat = np.fromiter(itertools.chain.from_iterable(ended), np.int64, sum(map(len, ended)))
     return flat.astype(dtype_for(tokenizer.vocab_size)), [len(ids) for ids in ended]
-
-
-_worker: dict[str, object] = {}
-
-
-def _begin_worker(name: str, eod: int | None) -> None:
-    """What each process does first: tokenise on one core alone, since there are as many processes as cores are to be used."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker.update(tokenizer=_tokenizer(name), eod=eod)
-
-
-def _encode_in_worker(texts: Sequence[str]) -> tuple[NDArray[np.integer], list[int]]:
-    return _encode(_worker["tokenizer"], texts, _worker["eod"])  # type: ignore[arg-type]  # as _begin_worker has put them
 
 
 def _count(chunk: Sequence[AnyRow], lengths: Sequence[int], counts: Counter[str], bad_rows: list[BadRow]) -> None:

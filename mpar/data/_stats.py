@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from mpar.data._batches import Batches, DocumentBatches
 from mpar.data._documents import LoadReport
+from mpar.errors import ConfigError
 
 __all__ = ["DataStats", "data_stats"]
 
@@ -32,17 +33,12 @@ class DataStats:
         report, percentiles = self.report, np.percentile(self.lengths, PERCENTILES)
         share = 100 * report.num_trained / max(report.num_tokens, 1)
         at = ", ".join(f"{p} %: {value:,.0f}" for p, value in zip(PERCENTILES, percentiles, strict=True))
-        reasons = {
-            "malformed": report.num_malformed,
-            "empty": report.num_empty,
-            "with media": report.num_media,
-            "by data.preprocess": report.num_filtered,
-            "too long": report.num_dropped,
-            "by weight": report.num_unmixed,
-        }
-        left_out = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "none"
+        left_out = ", ".join(f"{count:,} {reason}" for reason, count in report.unused.items()) or "none"
         out = [("rows", f"{report.num_rows:,}"), ("used", f"{report.num_used:,}"), ("left out", left_out)]
-        out += [(f"  {name}", f"{count:,} rows used") for name, count in report.used_of_source.items()]
+        out += [
+            (f"  {name}", f"{count:,} rows used, {report.tokens_of_source.get(name, 0):,} tokens")
+            for name, count in report.used_of_source.items()
+        ]
         out += [(f"  as {name}", f"{count:,} rows") for name, count in sorted(report.formats.items())]
         out += [
             ("documents", f"{len(self.lengths):,}"),
@@ -58,11 +54,14 @@ class DataStats:
 
 
 def data_stats(batches: Batches) -> DataStats:
-    """The statistics of all data of an epoch."""
-    duplicates, fill, num_sequences = None, 1.0, batches.steps_per_epoch * batches.shape.batch_size
+    """The statistics of all data of an epoch. Raises ConfigError if they are read as they are needed: then nobody knows them."""
+    steps = batches.steps_per_epoch
+    if steps is None:
+        raise ConfigError("cannot count what is in a stream before it has been read. Load the data with data.stream=false.")
+    duplicates, fill, num_sequences = None, 1.0, steps * batches.shape.batch_size
     if isinstance(batches, DocumentBatches):
         duplicates, fill, num_sequences = _num_duplicates(batches), batches.fill_ratio, batches.num_sequences
-    return DataStats(batches.report, batches.lengths, duplicates, fill, num_sequences, batches.steps_per_epoch)
+    return DataStats(batches.report, batches.lengths, duplicates, fill, num_sequences, steps)
 
 
 def _num_duplicates(batches: DocumentBatches) -> int:

@@ -9,16 +9,19 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jinja2
 
-from mpar.data import _template_process
-from mpar.data._template_process import MEMORY_BYTES, TIME_S, make_environment
+import mpar
+from mpar.data._template_process import MEMORY_BYTES, TIME_S
+from mpar.data._template_render import make_environment
+from mpar.data._token_weights import Piece, TokenWeights, WeightError
 from mpar.errors import DataError
 
-__all__ = ["ChatTemplate", "Conversation", "Message", "RenderError", "Span", "TemplateError"]
+__all__ = ["ChatTemplate", "Conversation", "Message", "RenderError", "TemplateError"]
 
 Message = Mapping[str, object]
 """One turn: at least `role` and `content`, both strings; templates may read more keys (`tool_calls`, `name`)."""
@@ -26,11 +29,10 @@ Message = Mapping[str, object]
 Conversation = tuple[Sequence[Message], Sequence[object] | None]
 """The messages, and the tools that they may call."""
 
-Span = tuple[int, int]
-"""Half-open range of characters."""
-
 _MAX_SOURCE = 2**18  # characters; the longest template that is published has thirty thousand
 _BATCH_BYTES = 2**20
+_WEIGHTS = ("loss", "weight", "loss_scale", "weights")  # of messages, which are not for templates
+_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from mpar.data._template_process import main; main()"
 
 
 class TemplateError(DataError):
@@ -64,7 +66,7 @@ class ChatTemplate:
         date: datetime.date | None = None,
         name: str = "the chat template",
     ):
-        self.source, self.name = source, name
+        self.source, self.name, self._special_tokens = source, name, tuple(special_tokens)
         if len(source) > _MAX_SOURCE:
             raise TemplateError(f"cannot use {name}: it has {len(source):,} characters, and at most {_MAX_SOURCE:,} are read.")
         try:
@@ -90,31 +92,51 @@ class ChatTemplate:
 
         Raises RenderError if the template refuses the messages, TemplateError if it cannot be used.
         """
-        request = {"kind": "render", "add_generation_prompt": add_generation_prompt}
-        value = next(self._ask([(messages, tools)], request))
+        request: dict[str, object] = {
+            "kind": "render",
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        value = next(self._ask([request]))
         if isinstance(value, RenderError):
             raise value
         return str(value)
 
-    def assistant_spans(
-        self, conversations: Iterable[Conversation], *, last_round: bool = False
-    ) -> Iterator[tuple[str, list[Span]] | RenderError]:
-        """For each conversation its text and the spans on which the assistant is trained, or why the template refuses it.
+    def weighed(
+        self, conversations: Iterable[Conversation], weights: TokenWeights
+    ) -> Iterator[tuple[str, list[Piece]] | RenderError]:
+        """For each conversation its text and how much its parts weigh in the loss, or why the template refuses it.
 
-        If the template marks spans with `{% generation %}`, these are taken. Otherwise a span is the text that an answer adds
-        after the generation prompt. White space that follows a closing special token is left out, because no model has to
-        produce it. With `last_round`, only answers after the last user message count.
+        If the template marks answers with `{% generation %}`, these are taken. Otherwise an answer is the text that it adds after
+        the generation prompt. White space that follows a closing special token is left out, because no model has to produce it.
+        A conversation is refused if it is not certain where in the text an answer is.
 
-        Raises TemplateError if the template takes too much time or memory; or if the text of the first messages is not the
-        beginning of the text of all, because then the model would be trained on other text than it is asked with.
+        Raises TemplateError if the template takes too much time or memory, or loses marks.
         """
-        for value in self._ask(conversations, {"kind": "spans", "last_round": last_round}):
+        asked: deque[Sequence[Message]] = deque()
+
+        def requests() -> Iterator[dict[str, object]]:
+            for messages, tools in conversations:
+                asked.append(messages)
+                shown = [{key: value for key, value in message.items() if key not in _WEIGHTS} for message in messages]
+                yield {"kind": "spans", "messages": shown, "tools": tools, "answers": weights.answers(messages)}
+
+        for value in self._ask(requests()):
+            messages = asked.popleft()
             if isinstance(value, RenderError):
                 yield value
-            else:
-                assert isinstance(value, list)
-                text, spans = value
-                yield text, [(start, end) for start, end in spans]
+                continue
+            assert isinstance(value, list)
+            text, spans = value
+            try:
+                yield text, weights.pieces(text, spans, messages, self._special_tokens)
+            except WeightError as error:
+                yield RenderError(f"cannot weigh a conversation: {error}")
+
+    def __getstate__(self) -> dict[str, object]:
+        """What a copy in another process has: all but the process, of which the copy starts one of its own."""
+        return {**vars(self), "_process": None, "_owner": (0, 0), "_finalizer": None}
 
     def close(self) -> None:
         """End the process of this template. The next conversation would start another one."""
@@ -122,12 +144,12 @@ class ChatTemplate:
             self._finalizer()
         self._process = self._finalizer = None
 
-    def _ask(self, conversations: Iterable[Conversation], request: dict[str, object]) -> Iterator[object | RenderError]:
-        """The answer to each conversation, in order, asked for in batches of about a million bytes."""
+    def _ask(self, requests: Iterable[dict[str, object]]) -> Iterator[object | RenderError]:
+        """The answer to each request, in order, asked for in batches of about a million bytes."""
         lines: list[bytes | RenderError] = []
         size_bytes = 0
-        for messages, tools in conversations:
-            lines.append(_line({**request, "messages": list(messages), "tools": tools}))
+        for request in requests:
+            lines.append(_line(request))
             size_bytes += len(lines[-1]) if isinstance(lines[-1], bytes) else 0
             if size_bytes > _BATCH_BYTES:
                 yield from self._ask_batch(lines)
@@ -163,7 +185,7 @@ class ChatTemplate:
         owner = (os.getpid(), threading.get_ident())
         if self._process is None or self._owner != owner:
             self.close()
-            command = [sys.executable, "-P", str(Path(_template_process.__file__))]
+            command = [sys.executable, "-P", "-c", _PROGRAM, str(Path(mpar.__file__).parents[1])]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=2**16
             )

@@ -13,14 +13,16 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from mpar.data._template import ChatTemplate, Conversation, Message, RenderError, Span, TemplateError
+from mpar.data._template import ChatTemplate, Conversation, Message, RenderError, TemplateError
+from mpar.data._token_weights import Piece, TokenWeights
+from mpar.data._tokenizer_files import BYTE_NAMES, MAX_TOKENIZER_BYTES, Found, read_files
 from mpar.errors import DataError, brief
 from mpar.files import MAX_JSON_BYTES, Unreadable, read_bytes, read_json, read_text
 
 __all__ = ["Tokenizer", "byte_tokenizer"]
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-_MAX_TOKENIZER_BYTES = 2**26  # twice the largest that is published
+_ANSWERS = TokenWeights()
 _MAX_TOKENIZER_COMMAS = 2**22  # the library keeps a hundred bytes for every value, also for those that it does not use
 
 
@@ -61,28 +63,17 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, date: datetime.date | None = None) -> "Tokenizer":
-        """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` (or the template in the config).
+        """Read `tokenizer.json`, or else the files of sentencepiece, tiktoken, or vocab.json and merges.txt; with them
+        `tokenizer_config.json` and `chat_template.jinja` (or the template in the config).
 
-        Raises DataError if `tokenizer.json` is missing or a file cannot be read.
+        Raises DataError if a file is missing or cannot be read, ConfigError if a library that it takes is not installed.
         """
         folder = Path(folder)
-        path = folder / "tokenizer.json"
-        if not os.path.exists(path):
-            contents = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
-            raise DataError(
-                f"cannot read a tokenizer from {folder}: there is no tokenizer.json ({contents}). Have transformers write one: "
-                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
-            )
-        try:
-            content = read_bytes(path, _MAX_TOKENIZER_BYTES)
-            if content.count(b",") > _MAX_TOKENIZER_COMMAS:
-                raise Unreadable(f"it has more than {_MAX_TOKENIZER_COMMAS:,} values")
-            backend = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the Rust library raises bare Exception
-            raise DataError(f"cannot read the tokenizer {path}: {str(error)[:300]}") from error
         config = _read_object(folder / "tokenizer_config.json")
         older = _read_object(folder / "special_tokens_map.json")
-        special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name, older.get(name))))}
+        path = folder / "tokenizer.json"
+        backend, special = (_read_backend(path), {}) if os.path.exists(path) else _other_files(folder, config)
+        special |= {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name, older.get(name))))}
         name, template = _read_template(folder, config)
         return cls(backend, special=special, chat_template=template, date=date, template_name=f"the chat template {name}")
 
@@ -173,28 +164,28 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools))
 
     def encode_chat(
-        self, messages: Sequence[Message], *, last_round: bool = False, tools: Sequence[object] | None = None
-    ) -> tuple[list[int], list[bool]]:
-        """The ids of a conversation, and for each whether the assistant wrote it. The token that ends an answer counts, too.
+        self, messages: Sequence[Message], *, weights: TokenWeights = _ANSWERS, tools: Sequence[object] | None = None
+    ) -> tuple[list[int], list[float]]:
+        """The ids of a conversation, and how much each weighs in the loss: by default 1 if the assistant wrote it, else 0.
 
-        So does a token that is only partly in an answer. With `last_round`, only answers after the last user message count.
-        Raises TemplateError or RenderError as `ChatTemplate.assistant_spans` says.
+        The token that ends an answer counts, too. A token that is in several parts of the text weighs as the heaviest of them.
+        Raises TemplateError or RenderError as `ChatTemplate.weighed` says.
         """
-        encoded = next(self.encode_chats([(messages, tools)], last_round=last_round))
+        encoded = next(self.encode_chats([(messages, tools)], weights=weights))
         if isinstance(encoded, DataError):
             raise encoded
         return encoded
 
     def encode_chats(
-        self, conversations: Sequence[Conversation], *, last_round: bool = False
-    ) -> Iterator[tuple[list[int], list[bool]] | DataError]:
+        self, conversations: Sequence[Conversation], *, weights: TokenWeights = _ANSWERS
+    ) -> Iterator[tuple[list[int], list[float]] | DataError]:
         """`encode_chat` of each conversation, in order, in parallel; where it cannot be encoded, the reason.
 
         Raises TemplateError in place of the first conversation with which the template shows that it cannot be used.
         """
-        found: list[tuple[str, list[Span]] | DataError] = []
+        found: list[tuple[str, list[Piece]] | DataError] = []
         try:
-            for rendered in self._require_template().assistant_spans(conversations, last_round=last_round):
+            for rendered in self._require_template().weighed(conversations, weights):
                 found.append(rendered if isinstance(rendered, RenderError) else _checked(*rendered))
         except TemplateError as error:
             unusable: TemplateError | None = error
@@ -207,7 +198,7 @@ class Tokenizer:
                 yield entry
             else:
                 encoding = next(encodings)
-                yield encoding.ids, _tokens_in(encoding.offsets, entry[1])
+                yield encoding.ids, _weights_of_tokens(encoding.offsets, entry[1])
         if unusable is not None:
             raise unusable
 
@@ -228,8 +219,7 @@ def byte_tokenizer() -> Tokenizer:
 
     The vocabulary has 259 ids; <|im_end|> is also the end-of-text token; the chat template is ChatML with generation markers.
     """
-    names = _byte_names()
-    backend = tokenizers.Tokenizer(models.BPE(vocab={names[b]: b for b in range(256)}, merges=[]))
+    backend = tokenizers.Tokenizer(models.BPE(vocab={name: byte for byte, name in enumerate(BYTE_NAMES)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|pad|>", "<|im_start|>", "<|im_end|>"])
@@ -237,24 +227,18 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, special={"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}, chat_template=template)
 
 
-def _byte_names() -> list[str]:
-    """The character that byte-level tokenizers use for each byte: itself if it is visible in Latin-1, else one from U+0100 on."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [b for b in range(256) if b not in visible]
-    return [chr(b) if b in visible else chr(256 + hidden.index(b)) for b in range(256)]
-
-
-def _tokens_in(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens overlap a span. The offsets of a token may leave out white space: a token of nothing else has an empty range
-    at its end, and is taken for the character before that.
+def _weights_of_tokens(offsets: Sequence[tuple[int, int]], pieces: Sequence[Piece]) -> list[float]:
+    """How much each token weighs: as the heaviest piece of text that it overlaps. The offsets of a token may leave out white
+    space: a token of nothing else has an empty range at its end, and is taken for the character before that.
     """
-    inside = np.zeros(len(offsets), dtype=bool)
-    if spans and len(offsets):
+    weights = np.zeros(len(offsets))
+    if pieces and len(offsets):
         starts, ends = np.asarray(offsets, dtype=np.int64).T
         starts = np.minimum(starts, ends - 1)
-        for low, high in spans:
-            inside |= (starts < high) & (ends > low)
-    return inside.tolist()
+        for low, high, weight in pieces:
+            inside = (starts < high) & (ends > low)
+            weights[inside] = np.maximum(weights[inside], weight)
+    return weights.tolist()
 
 
 def _check_text(text: str) -> None:
@@ -264,13 +248,36 @@ def _check_text(text: str) -> None:
         raise DataError(f"cannot encode a text of {len(text)} characters: {error.reason} at character {error.start}.") from error
 
 
-def _checked(text: str, spans: list[Span]) -> tuple[str, list[Span]] | DataError:
+def _checked(text: str, pieces: list[Piece]) -> tuple[str, list[Piece]] | DataError:
     """A rendered conversation, or why its text cannot be encoded."""
     try:
         _check_text(text)
     except DataError as error:
         return error
-    return text, spans
+    return text, pieces
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a tokenizer.json. Raises DataError."""
+    try:
+        content = read_bytes(path, MAX_TOKENIZER_BYTES)
+        if content.count(b",") > _MAX_TOKENIZER_COMMAS:
+            raise Unreadable(f"it has more than {_MAX_TOKENIZER_COMMAS:,} values")
+        return tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the Rust library raises bare Exception
+        raise DataError(f"cannot read the tokenizer {path}: {str(error)[:300]}") from error
+
+
+def _other_files(folder: Path, config: Mapping[str, object]) -> Found:
+    """The tokenizer in other files than tokenizer.json. Raises DataError if there is none."""
+    found = read_files(folder, config)
+    if found is None:
+        contents = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
+        raise DataError(
+            f"cannot read a tokenizer from {folder}: there is no tokenizer.json ({contents}), no .model of sentencepiece, no "
+            ".tiktoken, and no vocab.json with merges.txt. A tokenizer_class in a tokenizer_config.json makes other files known."
+        )
+    return found
 
 
 def _read_object(path: Path) -> dict[str, object]:
@@ -290,14 +297,31 @@ def _token_text(value: object) -> str | None:
 
 def _read_template(folder: Path, config: Mapping[str, object]) -> tuple[Path, str | None]:
     """The file that has the chat template, and the template. Raises TemplateError if the file cannot be read."""
-    path = folder / "chat_template.jinja"
+    path, with_tools = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     if os.path.exists(path):
-        try:
-            return path, read_text(path, MAX_JSON_BYTES)
-        except Unreadable as error:
-            raise TemplateError(f"cannot read the chat template {path}: {error}.") from None
+        return path, _one_template(_read_source(path), _read_source(with_tools) if os.path.exists(with_tools) else None)
     template = config.get("chat_template")
     if isinstance(template, list):  # several named ones
         named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, Mapping)}
-        template = named.get("default")
+        default, tool_use = named.get("default"), named.get("tool_use")
+        template = default
+        if isinstance(default, str) and isinstance(tool_use, str):
+            template = _one_template(default, tool_use)
     return folder / "tokenizer_config.json", template if isinstance(template, str) else None
+
+
+def _read_source(path: Path) -> str:
+    try:
+        return read_text(path, MAX_JSON_BYTES)
+    except Unreadable as error:
+        raise TemplateError(f"cannot read the chat template {path}: {error}.") from None
+
+
+def _one_template(default: str, tool_use: str | None) -> str:
+    """The template of a tokenizer that has another one for conversations with tools. An empty expression at either end of each
+    keeps the line breaks there, which jinja2 takes away next to a block.
+    """
+    if tool_use is None:
+        return default
+    with_tools, without = (f"{{{{ '' }}}}{source.removesuffix(chr(10))}{{{{ '' }}}}" for source in (tool_use, default))
+    return f"{{% if tools is not none %}}{with_tools}{{% else %}}{without}{{% endif %}}"

@@ -1,7 +1,9 @@
 """What is wrong with values that each have the right type and keep their bounds, but do not go together. This loads no torch."""
 
+import re
 from collections.abc import Iterator
 
+from mpar.data import TokenWeights
 from mpar.errors import ConfigError
 from mpar.train._config import EvaluationConfig, ModelConfig, OptimizerConfig, TrainConfig, within_bounds
 from mpar.train._duration import deadline_after
@@ -25,7 +27,9 @@ def value_problems(config: TrainConfig, memory_bytes: int | None = None) -> list
         *_of_model(config.model),
         *_of_optimizer(config.optimizer),
         *_of_learning_rate(config),
+        *_of_token_weights(config.data.token_weights),
         *_of_evaluation(config.evaluation),
+        *_of_stream(config),
         *_of_checkpoints(config),
         *_of_time_limit(config.time_limit),
         *([] if memory_bytes is None else _of_memory(config, max(memory_bytes, config.hardware.memory_bytes))),
@@ -60,13 +64,35 @@ def _of_learning_rate(config: TrainConfig) -> list[str]:
     return []
 
 
+def _of_token_weights(given: str) -> list[str]:
+    try:
+        TokenWeights.parse(given)
+    except ConfigError as error:
+        return [f"data.token_weights={error}"]
+    return []
+
+
 def _of_evaluation(evaluation: EvaluationConfig) -> Iterator[str]:
-    if evaluation.sources is not None and evaluation.fraction is not None:
-        yield "evaluation.sources and evaluation.fraction are both given: choose one"
+    named = isinstance(evaluation.sources, dict)
+    wrong = [name for name in evaluation.sets if not re.fullmatch(r"[\w.-]+", str(name))] if named else []
+    if named and not evaluation.sources:
+        yield "evaluation.sources={} names no set"
+    if wrong:
+        yield f"evaluation.sources names {', '.join(map(repr, wrong))}: a name has letters, digits, '.', '-' and '_'"
+    if evaluation.fraction is not None and "held_out" in evaluation.sets:
+        yield "evaluation.sources names 'held_out', which is what evaluation.fraction is called: choose another name"
     if evaluation.every is not None and evaluation.sources is None and evaluation.fraction is None:
         yield (
             f"evaluation.every={evaluation.every} has no data: give evaluation.fraction (such as 0.1, the share of data.sources "
             "that is held out) or evaluation.sources"
+        )
+
+
+def _of_stream(config: TrainConfig) -> Iterator[str]:
+    if config.data.stream and config.evaluation.fraction is not None and config.evaluation.batches is None:
+        yield (
+            "evaluation.fraction with data.stream: a stream has no end, so evaluation.batches must say how many batches each "
+            "evaluation reads"
         )
 
 

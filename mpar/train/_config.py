@@ -130,8 +130,13 @@ class DataGroup:
         "conversations longer than seq_len: drop them, cut at the right or left, split them into documents, or stop",
         default="drop",
     )
+    token_weights: str = key(
+        "what tokens weigh in the loss: default (answers), last_round or all, then + ignore_empty_think, ignore_think_prefix, "
+        "hermes, react, qwen, agentflan, alpha_umi, or rows (weights that rows give)",
+        default="default",
+    )
     tokenizer: str | None = key(
-        "`bytes`, or a folder with tokenizer.json; null: the folder of the model if it has one, else bytes", default=None
+        "`bytes`, or a folder with a tokenizer; null: the folder of the model if it has one, else bytes", default=None
     )
     model_name: str | tuple[str, str] | None = key(
         "replaces {{NAME}} in data; a pair is [Chinese, English]", default=None, prose=True
@@ -141,6 +146,19 @@ class DataGroup:
     )
     system: str | None = key("system message for conversations that have none", default=None, prose=True)
     cache_dir: str | None = key("folder in which tokenised data are kept from run to run", default=None)
+    stream: bool = key(
+        "rows are read while the run goes on, in blocks of shuffle_rows, over and over; false: all of them before the first step",
+        default=False,
+    )
+    shuffle_rows: int = key(
+        "of a stream, the rows of a block, within which they are shuffled and packed", default=10_000, at_least=1
+    )
+    workers: int = key(
+        "processes that tokenise; 1: the one that reads, of a stream one beside each machine's ranks; 0: of a stream, the ranks "
+        "themselves",
+        default=1,
+        at_least=0,
+    )
     strict: bool = key("a malformed row is an error; false: run_dir/malformed.jsonl lists malformed rows", default=False)
     num_samples: int | None = key(
         "of indexed tokens, the samples of the whole run, on which their order depends; null: steps times batch_size",
@@ -157,7 +175,6 @@ class TaskConfig:
     """What is learned from the data."""
 
     kind: Literal["sft", "pt"] = key("sft: conversations, with the loss on answers; pt: plain text, with the loss on every token")
-    loss: Literal["all", "last_round"] = key("sft: the answers of a conversation that have a loss", default="all")
     chat: tuple[str, ...] | None = key(
         "questions that the trained model answers at the end; null: those of the sample data, if it learned them",
         default=None,
@@ -408,14 +425,25 @@ class SpikeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """The loss on data that are not trained on. Nothing is evaluated unless `sources` or `fraction` is given."""
+    """The loss on data that are not trained on. Nothing is evaluated unless `sources` or `fraction` is given, or both."""
 
     every: int | None = key("evaluate after every so many steps, and at the end; null: only at the end", default=None, at_least=1)
-    sources: tuple[str, ...] | None = key("data to evaluate on, named like data.sources", default=None)
+    sources: tuple[str, ...] | dict[str, str | tuple[str, ...]] | None = key(
+        "data to evaluate on, as in data.sources; {NAME: FILE, OTHER: [FILES]} are sets with losses of their own", default=None
+    )
     fraction: float | None = key(
         "hold this share of the rows of data.sources out of training, to evaluate on", default=None, above=0, below=1
     )
-    batches: int | None = key("how many batches each evaluation reads; null: all", default=None, at_least=1)
+    batches: int | None = key("how many batches of each set an evaluation reads; null: all", default=None, at_least=1)
+
+    @property
+    def sets(self) -> dict[str, tuple[str, ...]]:
+        """The sources of each set, by its name; without what is held out of the data."""
+        if self.sources is None:
+            return {}
+        if isinstance(self.sources, tuple):
+            return {"sources": self.sources}
+        return {name: (found,) if isinstance(found, str) else found for name, found in self.sources.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ __all__ = ["BATCH_SIZE", "data_items", "unlike_data"]
 
 BATCH_SIZE = "data.batch_size"
 _SEQ_LEN, _ROWS, _TOKENIZER, _TEMPLATE = "data.seq_len", "rows", "tokenizer", "chat template"
+_ROWS_OF = "rows of "
 _OF_BATCHES = (BATCH_SIZE, _SEQ_LEN, "data.packing", "data.shuffle", "seed", "padding id")
 """The items that batches depend on besides documents. All other items matter only as far as they change the documents."""
 _WORDS = {
@@ -38,15 +39,18 @@ def data_items(config: TrainConfig, tokenizer: Tokenizer, batches: Batches) -> d
         "data.weights": None if data.weights is None else list(data.weights),
         "data.stop": None if data.weights is None else data.stop,
         "data.truncation": data.truncation,
+        "data.token_weights": data.token_weights,
         "data.system": data.system,
         "data.model_name": _listed(data.model_name),
         "data.model_author": _listed(data.model_author),
+        "data.stream": data.stream or None,
+        "data.shuffle_rows": data.shuffle_rows if data.stream else None,
         "evaluation.fraction": config.evaluation.fraction,
         "task.kind": task.kind,
-        "task.loss": task.loss,
         _TOKENIZER: tokenizer.text_fingerprint,
         _TEMPLATE: None if template is None else hashlib.sha256(template.source.encode()).hexdigest(),
         _ROWS: batches.data_fingerprint,
+        **{_ROWS_OF + name: digest for name, digest in batches.facts.items()},
     }
 
 
@@ -72,7 +76,14 @@ def _differences(then: Mapping[str, Json], now: Mapping[str, Json]) -> list[str]
         different = [name for name in different if name in _OF_BATCHES]
     elif any(name == _SEQ_LEN or name not in (*_OF_BATCHES, _ROWS) for name in different):
         different.remove(_ROWS)  # the others explain it
-    return [_WORDS.get(name, f"{name}: {then.get(name)} -> {now[name]}") for name in different]
+    return [_in_words(name, then.get(name), now[name]) for name in different]
+
+
+def _in_words(name: str, then: Json, now: Json) -> str:
+    """How an item differs."""
+    if name.startswith(_ROWS_OF):
+        return f"{name.removeprefix(_ROWS_OF)}: {'other rows are in its files' if then else 'was not a source'}"
+    return _WORDS.get(name, f"{name}: {then} -> {now}")
 
 
 def _listed(value: str | tuple[str, str] | None) -> Json:

@@ -1,6 +1,7 @@
 """Evaluation: the loss on data that are not trained on, by a program of forwards that reads the parameters of the training."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,36 +11,56 @@ from mpar.program import Program, RankRun, Replay, State
 from mpar.train._local_batch import LocalBatches
 from mpar.train._watch import Watch
 
-__all__ = ["Evaluation"]
+__all__ = ["EvalLosses", "Evaluation"]
+
+
+@dataclass(frozen=True)
+class EvalLosses:
+    """The mean loss over the labels of all sets together, and of each set."""
+
+    mean: float
+    of_set: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """What one rank evaluates with.
 
-    every: evaluate after every so many steps; None: only at the end. num_batches: how many batches each evaluation reads.
+    sets: the batches to evaluate on, by name. every: evaluate after every so many steps; None: only at the end. num_batches: how
+    many batches of each set an evaluation reads; None: all.
     """
 
     program: Program
     run: RankRun | Replay
-    batches: Batches
+    sets: Mapping[str, Batches]
     every: int | None
-    num_batches: int
+    num_batches: int | None = None
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether to evaluate after `step` of a run that ends with step `last`."""
         return step == last or (self.every is not None and step % self.every == 0)
 
-    def loss(self, state: State, rank: int, device: torch.device, watch: Watch) -> float:
-        """The mean loss over all labels in the batches. All ranks must call this together. `state` is not changed."""
+    def losses(self, state: State, rank: int, device: torch.device, watch: Watch) -> "EvalLosses":
+        """The mean loss over all labels of each set. All ranks must call this together. `state` is not changed."""
+        sums = {name: self._sum(batches, state, rank, device, watch) for name, batches in self.sets.items()}
+        total, weight = (math.fsum(parts) for parts in zip(*sums.values(), strict=True))
+        return EvalLosses(_mean(total, weight), {name: _mean(*parts) for name, parts in sums.items()})
+
+    def _sum(self, batches: Batches, state: State, rank: int, device: torch.device, watch: Watch) -> tuple[float, float]:
+        """(the sum of the losses of all labels, what they weigh) in one set."""
         total = weight = 0.0
+        count = min(count for count in (self.num_batches, batches.steps_per_epoch) if count is not None)
         params = [leaf.path for leaf in self.program.part(rank).state_in]
-        with LocalBatches(self.program, self.batches, rank, device) as local:
-            for number in range(self.num_batches):
-                batch = local.take(number, following=number + 1 if number + 1 < self.num_batches else None)
+        with LocalBatches(self.program, batches, rank, device) as local:
+            for number in range(count):
+                batch = local.take(number, following=number + 1 if number + 1 < count else None)
                 watch.begin_evaluation()
                 _, metrics = self.run(State({path: state.leaves[path] for path in params}, state.step), batch)
                 watch.between_steps(state.step)
                 total += float(metrics["loss"]) * float(metrics["weight"])
                 weight += float(metrics["weight"])
-        return total / weight if weight else math.nan
+        return total, weight
+
+
+def _mean(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan

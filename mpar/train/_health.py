@@ -148,7 +148,7 @@ def _no_gradient(config: TrainConfig, before: Health, seen: Seen) -> list[str]:
     """A note if the gradient norm is exactly zero and was not in the step before; NumericsError if the run must stop then."""
     if seen.grad_norm != 0 or before.grad_norms[-1:] == (0.0,):
         return []
-    causes = "no label of this batch is trained on (look at task.loss and the data)"
+    causes = "no label of this batch is trained on (look at data.token_weights and the data)"
     if seen.weight > 0:
         causes = (
             f"{seen.weight:.0f} labels are trained on, so the loss does not depend on the parameters, or every gradient is too "

@@ -114,7 +114,7 @@ def _files(config: TrainConfig) -> Iterator[tuple[Path, bool]]:
 
 
 def _data_files(config: TrainConfig) -> Iterator[Path]:
-    for names in (config.data.sources, config.evaluation.sources or ()):
+    for names in (config.data.sources, *config.evaluation.sets.values()):
         for source in find_sources(config.task.kind, names) if names else ():
             if source.remote:
                 raise _NotKeptError

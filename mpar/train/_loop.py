@@ -14,7 +14,7 @@ from torch import Tensor
 from mpar.checkpoint import Json
 from mpar.data import Batches
 from mpar.program import NO_LIMITS, Program, RankRun, Replay, State
-from mpar.train._evaluation import Evaluation
+from mpar.train._evaluation import EvalLosses, Evaluation
 from mpar.train._experts import expert_load, side_losses
 from mpar.train._first_tensor import first_not_finite
 from mpar.train._health import Seen, judge
@@ -60,7 +60,9 @@ def start(rank: Rank, resume: Path | None, init: Path | None = None) -> tuple[St
     if resume is not None:
         params_only = config.resume.state == "weights"
         state, reached = load_state(rank.program, resume, rank.rank, rank.device, params_only=params_only)
-        return state, replace(reached.go_on(resume, config.resume, data, rank.data_items), hf_config=hf_config)
+        reached = reached.go_on(resume, config.resume, data, rank.data_items)
+        rank.batches.go_to(reached.data_cursor)
+        return state, replace(reached, hf_config=hf_config)
     progress = Progress(0, 0, data, config.seed, data_items=rank.data_items, hf_config=hf_config)
     if init is not None and is_checkpoint(init):
         return load_state(rank.program, init, rank.rank, rank.device, params_only=True)[0], progress
@@ -89,6 +91,7 @@ def _run_steps(
         began, sent = time.perf_counter(), watch.communication_bytes
         position = progress.step - progress.data_start
         batch = local.take(position, following=position + 1 if progress.step + 1 < config.steps else None)
+        waited_s = time.perf_counter() - began
         watch.begin_step(progress.step + 1)
         limits = NO_LIMITS if config.on_spike == "warn" else progress.health.limits(config.spike.z)
         state, metrics = rank.run(state, batch, limits)
@@ -96,12 +99,12 @@ def _run_steps(
         locate = partial(first_not_finite, rank.program, rank.rank, rank.run, state, batch, rank.agree)
         notes = judge(config, progress.health, seen, locate)
         watch.between_steps(seen.step)
-        progress = progress.after(seen, config.spike.window)
+        progress = progress.after(seen, config.spike.window).having_read(rank.batches)
         elapsed, communication = time.perf_counter() - began, watch.communication_bytes - sent
         record = yardstick.record(rank, progress, seen, metrics, elapsed, communication)
-        eval_loss = _evaluated(rank, state, progress.step)
-        perplexity = None if eval_loss is None else math.exp(min(eval_loss, _LARGEST_EXPONENT))
-        on_step(replace(record, eval_loss=eval_loss, perplexity=perplexity, notes=notes))
+        evaluated = _evaluated(rank, state, progress.step)
+        eval_loss = None if evaluated is None else evaluated.mean
+        on_step(replace(_with_evaluation(record, evaluated), data_s=waited_s, notes=notes))
         is_last = progress.step == config.steps or rank.stop.is_agreed(progress.step, watch)
         rank.saving.after_step(state, progress, eval_loss, last=is_last)
         if is_last:
@@ -153,11 +156,20 @@ class _Yardstick:
             side_losses=side_losses(metrics),
             expert_load=expert_load(metrics),
             skipped=progress.health.skipped,
+            data_use=progress.data_numbers(),
         )
 
 
-def _evaluated(rank: Rank, state: State, step: int) -> float | None:
+def _with_evaluation(record: StepRecord, found: EvalLosses | None) -> StepRecord:
+    """The record with the losses of an evaluation; of several sets also that of each."""
+    if found is None:
+        return record
+    of_set = dict(found.of_set) if len(found.of_set) > 1 else {}
+    return replace(record, eval_loss=found.mean, perplexity=math.exp(min(found.mean, _LARGEST_EXPONENT)), eval_losses=of_set)
+
+
+def _evaluated(rank: Rank, state: State, step: int) -> EvalLosses | None:
     evaluation = rank.evaluation
     if evaluation is None or not evaluation.is_due(step, rank.setup.config.steps):
         return None
-    return evaluation.loss(state, rank.rank, rank.device, rank.watch)
+    return evaluation.losses(state, rank.rank, rank.device, rank.watch)

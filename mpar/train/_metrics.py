@@ -44,8 +44,11 @@ class StepRecord:
     communication_bytes: bytes that this rank gave to collectives and sent to other stages, counted at the transport.
     save_s: for how many seconds training stood still before this step, in order to save; None: it did not.
     eval_loss, perplexity: mean loss on the data of `evaluation` after the step, and its exponential; None: not evaluated then.
+    eval_losses:     of several sets to evaluate on, the mean loss on each.
     side_losses: losses that were added to `loss`, which does not include them; each is summed over layers.
     expert_load: by layer with experts.
+    data_s: for how many seconds the step waited for its batch.
+    data_use: the rows and tokens that all steps have been given, by source; of a stream also rows that were left out, by reason.
     skipped: how many steps of the run so far were skipped, because loss or gradient norm were not finite or a spike.
     notes: what is wrong with the step, in words; nothing with most.
     """
@@ -66,9 +69,12 @@ class StepRecord:
     save_s: float | None = None
     eval_loss: float | None = None
     perplexity: float | None = None
+    eval_losses: Mapping[str, float] = field(default_factory=dict)
     side_losses: Mapping[str, float] = field(default_factory=dict)
     expert_load: Mapping[str, ExpertLoad] = field(default_factory=dict)
     skipped: int = 0
+    data_s: float = 0.0
+    data_use: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -83,9 +89,14 @@ class StepRecord:
         return sum(load.dropped * load.slots for load in self.expert_load.values()) / max(slots, 1)
 
     def numbers(self) -> dict[str, float]:
-        """All numbers that are not None, by name; those of one layer are named like `max_load/layers.3`."""
-        names = [f.name for f in fields(self) if f.name not in ("side_losses", "expert_load", "notes")]
-        numbers = {name: getattr(self, name) for name in names if getattr(self, name) is not None} | dict(self.side_losses)
+        """All numbers that are not None, by name; those of one layer are named like `max_load/layers.3`, those of one of several
+        sets to evaluate on like `eval_loss/NAME`.
+        """
+        mappings = ("side_losses", "eval_losses", "expert_load", "data_use")
+        names = [f.name for f in fields(self) if f.name not in (*mappings, "notes")]
+        numbers = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        numbers |= {**self.side_losses, **self.data_use}
+        numbers |= {f"eval_loss/{name}": loss for name, loss in self.eval_losses.items()}
         if self.expert_load:
             numbers |= {"max_load": self.max_load, "dropped": self.dropped}
         for layer, load in self.expert_load.items():

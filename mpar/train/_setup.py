@@ -10,6 +10,7 @@ import torch
 from mpar import models, tree
 from mpar.arrange import arrange
 from mpar.chain import Chain, check_chain
+from mpar.data import TokenWeights
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 BATCH_KEYS = ("tokens", "labels", "positions", "documents")
+WEIGHT_KEYS = ("token_weights", "next_token_weights")  # of labels, and of those behind them
 
 
 @dataclass(frozen=True)
@@ -180,9 +182,22 @@ def num_threads(config: TrainConfig, local_ranks: int) -> int:
 
 
 def batch_shapes(config: TrainConfig, chain: Chain, model: Trainable) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
-    """The shape and dtype of every entry of a global batch that `chain`, made of `model`, reads."""
+    """The shape and dtype of every entry of a global batch that `chain`, made of `model`, reads.
+
+    Raises ConfigError if tokens have weights and the chain reads none.
+    """
     keys = [key for key in (*BATCH_KEYS, *model.next_keys) if key in chain.batch_axes]
-    return dict.fromkeys(keys, ((batch_size(config), seq_len(config)), torch.int64))
+    shape = (batch_size(config), seq_len(config))
+    ints = dict.fromkeys(keys, (shape, torch.int64))
+    if TokenWeights.parse(config.data.token_weights).binary:
+        return ints
+    if WEIGHT_KEYS[0] not in chain.batch_axes:
+        raise ConfigError(
+            f"cannot train with data.token_weights={config.data.token_weights}: the chain {type(chain).__name__} reads no "
+            f"{WEIGHT_KEYS[0]}.\nLet its batch_axes have them and its loss use them, or choose weights of 0 and 1."
+        )
+    floats = [key for key in (WEIGHT_KEYS if model.next_keys else WEIGHT_KEYS[:1]) if key in chain.batch_axes]
+    return {**ints, **dict.fromkeys(floats, (shape, torch.float32))}
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:

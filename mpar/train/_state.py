@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mpar import checkpoint, tree
 from mpar.checkpoint import Json
+from mpar.data import Batches, stream_report
 from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
 from mpar.models import DecoderParams, HfReader, Model, Trainable, shard_slices
@@ -45,6 +46,8 @@ class Progress:
     data_start:      the step after which the first batch of these data came; 0 unless other data took the place of older ones.
     optimizer_start: the step after which the optimizer's state was zero; 0 unless a run went on from parameters only.
     hf_config:       the content of config.json of the model, which its folder may lose; None in older checkpoints.
+    data_use:        by the name of each source, the rows and tokens that all steps have been given; empty in older checkpoints.
+    data_cursor:     where to begin reading a stream for the next step; empty if any batch of the data can be read at once.
     """
 
     step: int = 0
@@ -56,6 +59,8 @@ class Progress:
     data_start: int = 0
     optimizer_start: int = 0
     hf_config: Mapping[str, Json] | None = None
+    data_use: Mapping[str, Json] = field(default_factory=dict)
+    data_cursor: Mapping[str, Json] = field(default_factory=dict)
 
     def as_extras(self, config: PlainConfig) -> dict[str, Json]:
         """What a checkpoint records besides tensors."""
@@ -66,10 +71,31 @@ class Progress:
         tokens = self.tokens + (0 if seen.skipped else round(seen.weight))
         return replace(self, step=seen.step, tokens=tokens, health=self.health.after(seen, window))
 
+    def having_read(self, batches: Batches) -> "Progress":
+        """The progress with what the step before this one was given, and where the next one begins to read."""
+        position = self.step - self.data_start
+        use: dict[str, Json] = dict(self.data_use)
+        for name, counts in batches.use(position - 1).items():
+            before = use.get(name, [0, 0])
+            assert isinstance(before, list)
+            use[name] = [int(str(old)) + new for old, new in zip(before, counts, strict=True)]
+        return replace(self, data_use=use, data_cursor=cast(Mapping[str, Json], batches.cursor(position)))
+
+    def data_numbers(self) -> dict[str, float]:
+        """The rows and tokens of each source that all steps have been given. Of a stream also, by reason, the rows that were left
+        out before the block in which the next step begins."""
+        numbers: dict[str, float] = {}
+        for name, counts in self.data_use.items():
+            assert isinstance(counts, list)
+            numbers[f"rows/{name}"], numbers[f"tokens/{name}"] = (int(str(count)) for count in counts)
+        unused = stream_report(self.data_cursor).unused if self.data_cursor else {}
+        return numbers | {f"left_out/{reason}": count for reason, count in unused.items()}
+
     @classmethod
     def from_extras(cls, extras: Mapping[str, Json], path: Path) -> "Progress":
         """What the checkpoint at `path` records besides tensors. Raises CheckpointError if an entry is missing or wrong."""
         later = {"data_items": {}, "data_start": 0, "optimizer_start": 0, "hf_config": None, "health": None}
+        later |= {"data_use": {}, "data_cursor": {}}
         match {**later, **extras}:
             case {
                 "step": int(step),
@@ -81,10 +107,12 @@ class Progress:
                 "data_start": int(data_start),
                 "optimizer_start": int(optimizer_start),
                 "hf_config": (dict() | None) as hf_config,
+                "data_use": dict(use),
+                "data_cursor": dict(cursor),
             }:
                 with suppress(ValueError, TypeError):
                     past = Health() if health is None else Health.from_plain(health)
-                    return cls(step, tokens, data, seed, past, items, data_start, optimizer_start, hf_config)
+                    return cls(step, tokens, data, seed, past, items, data_start, optimizer_start, hf_config, use, cursor)
         raise CheckpointError(
             f"{path}: its state.json lacks step, tokens, data, seed or health of a run; its entries are {sorted(extras)}.\n"
             "Use a checkpoint that mpar train wrote."
@@ -100,7 +128,7 @@ class Progress:
         if self.data != data:
             if resume.data != "restart":
                 raise unlike_data(path, self.data_items, items)
-            reached = replace(self, data=data, data_items=items, data_start=self.step)
+            reached = replace(self, data=data, data_items=items, data_start=self.step, data_cursor={})
         return reached if resume.state == "all" else replace(reached, optimizer_start=self.step, health=Health())
 
 

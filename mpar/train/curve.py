@@ -24,9 +24,12 @@ def draw_loss(records: Sequence[Mapping[str, float]], path: Path, title: str) ->
     axes = figure.add_subplot()
     steps = [record["step"] for record in records]
     axes.plot(steps, [record["loss"] for record in records], color="tab:blue")
-    held_out = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
-    if held_out:
-        axes.plot(*zip(*held_out, strict=True), color="tab:green", marker="o", markersize=4, label="evaluation")
+    names = sorted({name for record in records for name in record if name.partition("/")[0] == "eval_loss"})
+    for name in [name for name in names if "/" in name] or names:
+        held_out = [(record["step"], record[name]) for record in records if name in record]
+        label = name.partition("/")[2] or "evaluation"
+        axes.plot(*zip(*held_out, strict=True), color=None if "/" in name else "tab:green", marker="o", markersize=4, label=label)
+    if names:
         axes.legend(loc="upper center")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     if all(record["loss"] > 0 for record in records):

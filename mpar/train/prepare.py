@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mpar import checkpoint
+from mpar.data import Progress
 from mpar.program import Program
 from mpar.train._config import PlainConfig
 from mpar.train._job import Job, write_job
@@ -30,10 +31,17 @@ class Prepared:
     moved: tuple[str, ...] = ()
 
 
-def prepare(setup: RunSetup, resolved: PlainConfig, folder: Path, kept_programs: Path | None = None) -> Prepared:
+def prepare(
+    setup: RunSetup,
+    resolved: PlainConfig,
+    folder: Path,
+    kept_programs: Path | None = None,
+    progress: Progress | None = None,
+) -> Prepared:
     """Check everything, and write the job and the tokenised data for the ranks of this node into `folder`.
 
-    kept_programs: the folder of compiled programs that are kept from run to run; None: nothing is kept.
+    kept_programs: the folder of compiled programs that are kept from run to run; None: nothing is kept. progress: told of rows of
+    the data as they are read.
     Raises an MparError of any kind: whatever is wrong with the input is found here, before any rank starts.
     """
     check_device(setup.config)
@@ -44,15 +52,16 @@ def prepare(setup: RunSetup, resolved: PlainConfig, folder: Path, kept_programs:
         group = dataclasses.replace(setup.config.data, batch_size=origin.batch_size)
         setup = dataclasses.replace(setup, config=dataclasses.replace(setup.config, data=group))
     config = setup.config
-    data = load_data(setup, folder / DATA_FOLDER, Path(str(config.run_dir)) / MALFORMED_FILE)
+    data = load_data(setup, folder / DATA_FOLDER, Path(str(config.run_dir)) / MALFORMED_FILE, progress)
     reached = origin.reached
     if origin.resume is not None:
         reached = reached.go_on(origin.resume, config.resume, data.training.fingerprint, data.items)
+        data.training.go_to(reached.data_cursor)
     program, compiled = _kept(kept_programs, setup, "training", lambda: _compiler().compile_program(setup))
     steps = config.steps - reached.optimizer_start
     program = program.with_optimizer(make_optimizer(config.optimizer, steps))  # a kept program has none
     evaluation = None
-    if data.evaluation is not None:
+    if data.evaluation:
         evaluation, _ = _kept(kept_programs, setup, "evaluation", lambda: _compiler().compile_evaluation(setup, program))
     job = Job(config, resolved, program, origin.resume, evaluation, origin.init, origin.changes, data.fingerprint, steps)
     write_job(folder, job)

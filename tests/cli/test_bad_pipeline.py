@@ -53,11 +53,16 @@ def test_a_table_that_is_none(content, words, capsys, tmp_path):
     ("how", "words"),
     [
         (["evaluation.every=5"], "evaluation.every=5 has no data"),
-        (["evaluation.fraction=0.1", "evaluation.sources=[self-cognition]"], "are both given"),
+        (
+            ["evaluation.fraction=0.1", "evaluation.sources={held_out: self-cognition}"],
+            "'held_out', which is what evaluation.fraction",
+        ),
+        (["evaluation.sources={a/b: self-cognition}"], "names 'a/b': a name has letters"),
+        (["evaluation.sources={new: no.jsonl}"], "evaluation.sources.new="),
         (["evaluation.fraction=1.5"], "evaluation.fraction=1.5: must be above 0, below 1"),
         (["evaluation.fraction=0.1", "evaluation.every=0", "evaluation.batches=-1"], "evaluation.batches=-1: must be at least 1"),
     ],
-    ids=["no data", "two", "fraction", "counts"],
+    ids=["no data", "name taken", "name", "file", "fraction", "counts"],
 )
 def test_a_wrong_evaluation(how, words, capsys, tmp_path):
     """Contradictions in what to evaluate on are found before a rank starts."""

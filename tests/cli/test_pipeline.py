@@ -93,7 +93,7 @@ def test_evaluation_is_what_transformers_says(mpar, tmp_path):
     records = read_metrics(tmp_path / "often" / "metrics.jsonl")
     assert ["eval_loss" in record for record in records] == [False, True, False, True]
     config = compose_config("train", TrainConfig, [*how, "run_dir=often"])[0]
-    batches = load_data(make_setup(config)).evaluation
+    batches = load_data(make_setup(config)).evaluation["held_out"]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "often" / "hf", dtype=torch.float64)
     total, count = 0.0, 0
     for number in range(2):

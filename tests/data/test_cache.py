@@ -4,16 +4,19 @@ import hashlib
 import json
 import os
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mpar.data import DataConfig, load_dataset
-from mpar.data._cache import entry_folder, load_entry, save_entry
+from mpar.data import DataConfig, Documents, LoadReport, load_dataset
+from mpar.data._cache import Entry, cached, entry_folder, load_entry, save_entry
 from mpar.errors import DataError
 
 ROWS = [{"text": 10 * letter} for letter in "abc"]
-FILES = ("tokens", "trained", "starts", "lengths", "rows", "entry.json")
+FILES = ("tokens", "trained", "starts", "lengths", "rows", "sources", "entry.json")
 
 
 @pytest.fixture
@@ -122,7 +125,7 @@ def test_two_writers_of_one_entry(settings, entry, byte_tokenizer):
     folder, _ = entry
     batches = load_dataset(settings, byte_tokenizer)
     written = (folder / "tokens").stat().st_mtime_ns
-    save_entry(folder, "key", batches.documents, batches.report, replaced=False)
+    save_entry(folder, "key", Entry(batches.documents, batches.report), replaced=False)
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     assert (folder / "tokens").stat().st_mtime_ns == written
 
@@ -132,3 +135,45 @@ def test_folder_that_cannot_be_written(settings, byte_tokenizer, tmp_path):
     (tmp_path / "cache").touch()
     with pytest.raises(DataError, match=r"data\.cache_dir"):
         load_dataset(settings, byte_tokenizer)
+
+
+def test_only_one_of_several_makes_an_entry(tmp_path):
+    """The others wait until it is there, and nothing but the entry stays behind."""
+    made, began = [], threading.Barrier(4)
+    documents = Documents.from_ids([([1, 2, 3], [True] * 3)])
+
+    def make():
+        made.append(threading.get_ident())
+        return Entry(documents, LoadReport(num_rows=1))
+
+    def take(_):
+        began.wait()
+        return cached(tmp_path / "entry", "key", make).documents.fingerprint
+
+    with ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(take, range(4))) == {documents.fingerprint}
+    assert len(made) == 1 and [path.name for path in tmp_path.iterdir()] == ["entry"]
+
+
+def test_who_is_interrupted_leaves_nothing(tmp_path):
+    """Ctrl-C while an entry is made: no draft and no lock, and the next one makes it."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached(tmp_path / "entry", "key", interrupted)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["pt", "sft"])
+def test_workers_make_the_same_documents(byte_tokenizer, write_rows, kind):
+    """Of texts and of conversations; what cannot be used is counted alike, in the same order."""
+    rows = [
+        {"text": "t" * n, "query": "q", "response": "r" * n} if n % 7 else {"text": "", "query": "q", "response": 1}
+        for n in range(1, 600)
+    ]
+    wanted = DataConfig(kind=kind, sources=(write_rows(*rows),), batch_size=2, seq_len=300)
+    alone, two = (load_dataset(replace(wanted, workers=workers), byte_tokenizer) for workers in (1, 2))
+    assert alone.documents.fingerprint == two.documents.fingerprint and alone.report == two.report
+    assert alone.report.num_used > 200 and alone.report.num_malformed + alone.report.num_empty == 85

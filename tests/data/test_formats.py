@@ -153,7 +153,7 @@ def test_calls_of_tools(merged_backend, write_rows, call):
         {"role": "observation", "content": "2"},
         {"role": "assistant", "content": "2"},
     ]
-    batches = load_dataset(config(write_rows({key: turns, "tools": "[]"}), loss="last_round"), tokenizer)
+    batches = load_dataset(config(write_rows({key: turns, "tools": "[]"}), token_weights="last_round"), tokenizer)
     assert tokenizer.decode(tokens(batches)[0]) == "user:2?;assistant:[add 1];tool:2;assistant:2;"
 
 

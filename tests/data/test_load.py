@@ -264,14 +264,14 @@ def test_sources_that_cannot_be(byte_tokenizer, kind, source, reason):
 def test_settings_are_checked_together(byte_tokenizer):
     """All faults of a configuration are listed at once."""
     wrong = config(
-        "self-cognition#5", kind="rl", truncation="cut", loss="none", batch_size=0, seq_len=0, seed=-1, model_name=("a",)
+        "self-cognition#5", kind="rl", truncation="cut", token_weights="none", batch_size=0, seq_len=0, seed=-1, model_name=("a",)
     )
     with pytest.raises(ConfigError) as caught:
         load_dataset(wrong, byte_tokenizer)
     for word in (
         "kind='rl'",
         "truncation='cut'",
-        "loss='none'",
+        "token_weights='none'",
         "batch_size=0",
         "seq_len=0",
         "seed=-1",
@@ -391,3 +391,11 @@ def test_transformers_is_not_imported():
     assert importlib.util.find_spec("transformers") is not None
     code = "import sys, mpar.data; mpar.data.byte_tokenizer().encode('a'); assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_file_that_two_sources_name_is_mixed_as_two(byte_tokenizer, write_rows):
+    """By weight there are as many rows of each as asked for, and as many documents as rows."""
+    path = write_rows(*[{"query": "q", "response": chr(97 + i)} for i in range(10)])
+    batches = load_dataset(config(path, f"{path}#5", weights=(0.5, 0.5)), byte_tokenizer)
+    assert batches.report.used_of_source == {path: 5, f"{path}#5": 5} and len(batches.documents) == 10
+    assert sum(batches.report.tokens_of_source.values()) == batches.report.num_tokens

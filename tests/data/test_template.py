@@ -142,11 +142,29 @@ def test_line_break_that_ends_an_answer_is_trained(byte_tokenizer, tmp_path):
     assert trained_text(tokenizer, CHATS["one"]) == ["the assistant\n"]
 
 
-def test_unstable_template_is_refused(byte_tokenizer, tmp_path):
-    """An answer that looks different once the conversation goes on has no span; the error names the ways out."""
+def test_earlier_answers_without_their_thoughts(byte_tokenizer, tmp_path):
+    """A template that shows thoughts in the last answer alone: what is trained on of the others is their text."""
     tokenizer = with_template(byte_tokenizer, THINKING, tmp_path)
-    with pytest.raises(data.TemplateError, match=r"not prefix-stable.*<think>.*generation %.*last_round"):
-        tokenizer.encode_chat(CHATS["two"])
+    thoughts = "<think>\n\n</think>\n\n"
+    assert trained_text(tokenizer, CHATS["two"]) == [
+        "你好！ the answer  \n\n is<|im_end|>",
+        f"{thoughts}the answer  \n\n is<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    "shown",
+    ["m.content[:4]", "m.content | upper", "'so it is'", "m.content + m.content"],
+    ids=["cut", "changed", "another", "twice"],
+)
+def test_answers_that_change_later_are_refused(byte_tokenizer, tmp_path, shown):
+    """An answer whose text is another once the conversation goes on has no span; the error says what to do. Others are used."""
+    shown = f"{{% if m.role == 'assistant' and not loop.last %}}{{{{ {shown} }}}}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    tokenizer = with_template(byte_tokenizer, PLAIN_CHATML.replace("{{ m.content }}", shown), tmp_path)
+    refused, used = tokenizer.encode_chats([(CHATS["two"], None), (CHATS["one"], None)])
+    assert isinstance(refused, data.RenderError)
+    assert re.search(r"message 2 of 5.*not prefix-stable.*generation %.*last_round", str(refused))
+    assert any(used[1])
 
 
 @pytest.mark.parametrize("template", ["marked", "thinking"])
@@ -154,7 +172,9 @@ def test_last_round(byte_tokenizer, tmp_path, template):
     """Only what follows the last user message is trained, also where the template shows earlier answers differently."""
     tokenizer = byte_tokenizer if template == "marked" else with_template(byte_tokenizer, THINKING, tmp_path)
     think = "" if template == "marked" else "<think>\n\n</think>\n\n"
-    assert trained_text(tokenizer, CHATS["two"], last_round=True) == [think + "the answer  \n\n is<|im_end|>"]
+    assert trained_text(tokenizer, CHATS["two"], weights=data.TokenWeights("last_round")) == [
+        think + "the answer  \n\n is<|im_end|>"
+    ]
 
 
 def test_render_errors_name_the_roles(byte_tokenizer, tmp_path):

@@ -1,5 +1,7 @@
 """The program that evaluates, beside the one that trains."""
 
+import json
+
 import pytest
 import torch
 
@@ -66,6 +68,29 @@ def test_a_layer_for_further_tokens_is_left_out(how):
         assert not any(leaf.path.startswith("params.mtp.") for leaf in ours.state_in)
 
 
+def test_several_sets(tmp_path):
+    """Each has the loss that it has alone; that of all is the mean over the labels of all. Rows held out are one of them."""
+    for name, answers in (("short", ["a", "b"]), ("long", ["c" * 50])):
+        rows = [json.dumps({"query": "q", "response": answer}) + "\n" for answer in answers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    sets = f"evaluation.sources={{short: {tmp_path}/short.jsonl, long: [{tmp_path}/long.jsonl]}}"
+    config = compose_config("train", TrainConfig, [*DEEP, "mesh=one", "strategy=ddp", sets])[0]
+    setup = make_setup(config)
+    program = compile_program(setup)
+    state = fresh_state(program, setup.model, 0, seed=0, hf_path=None, device=torch.device("cpu"))
+    forwards, data = compile_evaluation(setup, program), load_data(setup)
+    assert list(data.evaluation) == ["held_out", "short", "long"]
+    assert "data to evaluate on (short): 2 of 2 rows" in data.summary and "(held_out)" not in data.summary
+    with Watch(tmp_path / "place") as watch:
+
+        def losses(**batches):
+            return Evaluation(forwards, forwards.bind(), batches, None).losses(state, 0, torch.device("cpu"), watch)
+
+        found = losses(short=data.evaluation["short"], long=data.evaluation["long"])
+        assert found.of_set == {name: losses(**{name: data.evaluation[name]}).mean for name in ("short", "long")}
+    assert found.mean == pytest.approx((4 * found.of_set["short"] + 51 * found.of_set["long"]) / 55, rel=1e-6)
+
+
 def test_the_state_stays_as_it_is(tmp_path):
     """After an evaluation the same tensors with the same elements are in the state, which the next step can take."""
     how = ["mesh=one", "strategy=ddp", "steps=10", "evaluation.every=4"]
@@ -78,7 +103,7 @@ def test_the_state_stays_as_it_is(tmp_path):
     batches = load_data(setup).evaluation
     with Watch(tmp_path / "place") as watch:
         evaluation = Evaluation(forwards, forwards.bind(), batches, config.evaluation.every, 2)
-        losses = [evaluation.loss(state, 0, torch.device("cpu"), watch) for _ in range(2)]
+        losses = [evaluation.losses(state, 0, torch.device("cpu"), watch).mean for _ in range(2)]
     assert losses[0] == losses[1] > 0
     assert state.leaves.keys() == before.keys()
     assert all(leaf.data_ptr() == before[path][0] for path, leaf in state.leaves.items())

@@ -24,6 +24,13 @@ HOWS = {
     "stages": ["mesh=pp2_dp2", "strategy=ddp", "model.config.num_hidden_layers=2"],
     "zigzag": ["mesh=dp2_cp2", "strategy=zero3", "strategy.context_parallel=ring"],
     "slices": ["mesh=fsdp2_cp2", "strategy=zero3", "schedule.num_slices=2", "recompute=full"],
+    "weights": [
+        "model=tiny_deepseek_v3",
+        "model.mtp_loss_weight=0.1",
+        "mesh=cp2",
+        "strategy=zero3",
+        "data.token_weights=all+hermes",
+    ],
     "next tokens": ["model=tiny_deepseek_v3", "model.mtp_loss_weight=0.1", "mesh=fsdp2_cp2", "strategy=zero3"],
 }
 

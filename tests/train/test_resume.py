@@ -220,7 +220,7 @@ def test_progress_survives_json(tmp_path):
         (["data.sources=['self-cognition#50']"], ["data.sources: ['self-cognition'] -> ['self-cognition#50']"]),
         (["data.model_name=[a,b]"], ["data.model_name: ['小帕', 'Parry'] -> ['a', 'b']"]),
         (["evaluation.fraction=0.5"], ["evaluation.fraction: None -> 0.5"]),
-        (["task.loss=last_round"], []),  # the sample has one answer in each conversation, so nothing changes
+        (["data.token_weights=last_round"], []),  # the sample has one answer in each conversation, so nothing changes
     ],
     ids=lambda words: words[0] if words else "none",
 )

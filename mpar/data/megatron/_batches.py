@@ -1,8 +1,10 @@
 """Batches of indexed tokens, in the order in which Megatron reads them."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +100,11 @@ class IndexedBatches(Batches):
         file, number = self._sample(step, row)
         return [f"{self._files[file].name}:{sequence}" for sequence, _, _ in self._samples[file].parts(number)]
 
+    def use(self, step: int) -> dict[str, tuple[int, int]]:
+        """By the name of each file, the samples and tokens that `batch(step)` has of it."""
+        counts = Counter(self._files[self._sample(step, row)[0]].name for row in range(self.shape.batch_size))
+        return {file.name: (counts[file.name], counts[file.name] * self.shape.seq_len) for file in self._files}
+
     def _bounds(self, file: IndexedTokens) -> tuple[int, int]:
         """The first sequence of a file that belongs to these batches, and the one behind the last."""
         begin, end = self._span
@@ -115,7 +122,7 @@ class IndexedBatches(Batches):
         except DataError as error:
             raise DataError(f"{file.name}: {error}") from None
 
-    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[np.int64]]) -> None:
+    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[Any]]) -> None:
         tokens = self._read(*self._sample(step, row))
         arrays["tokens"][:], arrays["labels"][:] = tokens[:-1], tokens[1:]
         ends = np.zeros(0, np.int64) if self._options.eod_id is None else np.flatnonzero(tokens[:-1] == self._options.eod_id)

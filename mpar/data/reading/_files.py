@@ -16,8 +16,9 @@ from typing import BinaryIO, cast
 from mpar.errors import ConfigError
 from mpar.files import Unreadable, open_regular
 
-__all__ = ["COMPRESSED", "file_digest", "file_format", "is_remote", "open_data", "optional"]
+__all__ = ["COMPRESSED", "file_digest", "file_format", "file_sample_digest", "is_remote", "open_data", "optional"]
 
+_PIECES, _PIECE_BYTES = 16, 2**16
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 
 
@@ -57,6 +58,22 @@ def file_digest(name: str) -> bytes:
     try:
         with _remote(name) if is_remote(name) else open_regular(name) as file:
             return hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]  # fsspec's files have readinto
+    except (OSError, Unreadable) as error:
+        return str(error).encode("utf-8", "backslashreplace")
+
+
+def file_sample_digest(name: str) -> bytes:
+    """A hash of the size of a file and of sixteen pieces of its content, which together are all of a file up to a MiB; of a file
+    that cannot be read, of the reason."""
+    try:
+        with _remote(name) if is_remote(name) else open_regular(name) as file:
+            size_bytes = file.seek(0, os.SEEK_END)
+            digest = hashlib.sha256(str(size_bytes).encode())
+            stride = max(_PIECE_BYTES, (size_bytes - _PIECE_BYTES) // (_PIECES - 1))
+            for piece in range(_PIECES):
+                file.seek(piece * stride)
+                digest.update(file.read(_PIECE_BYTES))
+            return digest.digest()
     except (OSError, Unreadable) as error:
         return str(error).encode("utf-8", "backslashreplace")
 

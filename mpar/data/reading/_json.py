@@ -7,30 +7,36 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from mpar.data.reading._files import open_data
-from mpar.data.reading._record import EXCERPT, MAX_ROW_BYTES, Record, excerpt_of
+from mpar.data.reading._record import EXCERPT, MAX_ROW_BYTES, Mark, Record, excerpt_of
 from mpar.files import ROW_DECODER, Unreadable, parse_json
 
 __all__ = ["json_lines", "json_list"]
 
 _SPACES = re.compile("[ \t\r\n]*")
 _MIN_READ = 2**16  # characters
+_END = -1  # an offset behind everything
 _MAX_SKIPPED_BYTES = 2**26  # of one line
 
 
-def json_lines(name: str) -> Iterator[Record]:
-    """A record for each line that is not blank."""
-    line = 0
+def json_lines(name: str, behind: Mark) -> Iterator[Record]:
+    """A record for each line that is not blank, of the lines behind a mark. Behind a fault of the file itself there are none."""
+    line, offset = behind.lines, behind.offset
+    if offset == _END:
+        return
     try:
         with open_data(name) as file:
+            _skip(file, offset)
             while raw := file.readline(MAX_ROW_BYTES + 1):
                 line += 1
+                offset += len(raw)
                 if len(raw) > MAX_ROW_BYTES:
-                    _skip_line(file, raw)
-                    yield Record(name, line, Unreadable(f"the line has more than {MAX_ROW_BYTES // 2**20} MiB"), excerpt_of(raw))
+                    offset += _skip_line(file, raw)
+                    fault = Unreadable(f"the line has more than {MAX_ROW_BYTES // 2**20} MiB")
+                    yield Record(name, line, fault, excerpt_of(raw), offset)
                 elif raw.strip():
-                    yield Record(name, line, _parse(raw), excerpt_of(raw))
+                    yield Record(name, line, _parse(raw), excerpt_of(raw), offset)
     except Unreadable as error:
-        yield Record(name, line, error)
+        yield Record(name, line, error, offset=_END)
 
 
 def json_list(name: str) -> Iterator[Record]:
@@ -61,14 +67,24 @@ def json_list(name: str) -> Iterator[Record]:
         yield Record(name, number, error)
 
 
-def _skip_line(file: BinaryIO, raw: bytes) -> None:
-    """Read to the end of the line that begins with `raw`. Raises Unreadable if that is too far."""
+def _skip(file: BinaryIO, offset: int) -> None:
+    """Go to a byte of a file that has just been opened. What can only be read from its beginning is read up to there."""
+    if file.seekable():
+        file.seek(offset)
+        return
+    while offset > 0 and (passed := len(file.read(min(offset, MAX_ROW_BYTES)))):
+        offset -= passed
+
+
+def _skip_line(file: BinaryIO, raw: bytes) -> int:
+    """Read to the end of the line that begins with `raw`; returns the bytes read. Raises Unreadable if that is too far."""
     skipped = 0
     while raw and not raw.endswith(b"\n"):
         raw = file.readline(MAX_ROW_BYTES)
         skipped += len(raw)
         if skipped > _MAX_SKIPPED_BYTES:
             raise Unreadable(f"the line has more than {_MAX_SKIPPED_BYTES // 2**20} MiB, and nothing behind it was read")
+    return skipped
 
 
 def _parse(content: bytes) -> object:

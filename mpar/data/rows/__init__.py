@@ -2,7 +2,7 @@
 
 from mpar.data.rows._conversation import COLUMNS
 from mpar.data.rows._preprocess import preprocess_plug_in
-from mpar.data.rows._read import AnyRow, Columns, read_rows
+from mpar.data.rows._read import AnyRow, Columns, read_rows, row_reader
 from mpar.data.rows._row import BadRow, EmptyRow, FilteredRow, MediaRow, Row
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "Row",
     "preprocess_plug_in",
     "read_rows",
+    "row_reader",
 ]

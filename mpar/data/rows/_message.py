@@ -72,7 +72,7 @@ def message_of(i: int, message: Mapping[str, object]) -> Message:
     if not isinstance(content, str):
         raise RowFault(f"message {i} has content of type {type(content).__name__}, not a string")
     check_unicode(content)
-    return {**message, "role": role, "content": content}
+    return {**message, **_weights(i, message), "role": role, "content": content}
 
 
 def check_unicode(text: str) -> None:
@@ -102,6 +102,32 @@ def _with_parsed_arguments(call: Mapping[str, object]) -> dict[str, object]:
     if "arguments" in call:
         call["arguments"] = parsed(call["arguments"])
     return call
+
+
+def _weights(i: int, message: Mapping[str, object]) -> dict[str, object]:
+    """What the message says about its weight in the loss, checked."""
+    given = {key: parsed(message[key]) for key in ("loss", "weight", "loss_scale", "weights") if message.get(key) is not None}
+    if not isinstance(given.get("loss", True), bool):
+        raise RowFault(f"message {i} has 'loss' {brief(given['loss'])}, neither true nor false")
+    for key in ("weight", "loss_scale"):
+        if not _is_weight(given.get(key, 1)):
+            raise RowFault(f"message {i} has '{key}' {brief(given[key])}, not a number from 0 on")
+    ranges = given.get("weights", [])
+    if not isinstance(ranges, list) or not all(_is_range(item) for item in ranges):
+        raise RowFault(
+            f"message {i} has 'weights' {brief(ranges)}, not a list of [begin, end, weight] for characters of its content"
+        )
+    return given
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def _is_range(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 3 or not all(type(bound) is int for bound in value[:2]):
+        return False
+    return bool(0 <= value[0] < value[1]) and _is_weight(value[2])
 
 
 def _text_of_blocks(i: int, blocks: list[object]) -> str:

@@ -1,6 +1,6 @@
 """Rows of sources: the columns of each record are renamed as the user says, and their format is recognised."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mpar.data._mix import choose
@@ -11,7 +11,7 @@ from mpar.data.rows._preprocess import Preprocess, preprocess_function
 from mpar.data.rows._row import BadRow, EmptyRow, FilteredRow, MediaRow, Row, RowFault
 from mpar.errors import brief
 
-__all__ = ["AnyRow", "Columns", "read_rows"]
+__all__ = ["AnyRow", "Columns", "read_rows", "row_reader"]
 
 AnyRow = Row | BadRow | EmptyRow | MediaRow | FilteredRow
 
@@ -33,9 +33,8 @@ def read_rows(kind: str, source: Source, columns: Columns) -> Iterator[AnyRow]:
     If the limit is above the number of usable rows, rows are repeated: all equally often, give or take one. The choice depends
     only on these two numbers.
     """
-    preprocess = preprocess_function(columns.preprocess)
-    records = (record for file in source.files for record in read_records(file))
-    rows = (row for record in records for row in _rows(kind, record, columns.names, preprocess))
+    rows_of = row_reader(kind, columns)
+    rows = (row for file in source.files for record in read_records(file) for row in rows_of(record))
     if source.limit is None:
         yield from rows
         return
@@ -47,6 +46,12 @@ def read_rows(kind: str, source: Source, columns: Columns) -> Iterator[AnyRow]:
             yield row
     if usable:
         yield from (usable[i] for i in choose(source.limit, len(usable)))
+
+
+def row_reader(kind: str, columns: Columns) -> Callable[[Record], Iterator[AnyRow]]:
+    """A function that gives the rows that a record stands for. Raises ConfigError if `columns.preprocess` cannot be imported."""
+    preprocess = preprocess_function(columns.preprocess)
+    return lambda record: _rows(kind, record, columns.names, preprocess)
 
 
 def _rows(kind: str, record: Record, names: Mapping[str, str], preprocess: Preprocess) -> Iterator[AnyRow]:

@@ -1,4 +1,4 @@
-"""A rank ends with the process that started it, however that one ended."""
+"""A process ends with the one that started it, however that one ended."""
 
 import ctypes
 import os

@@ -1,0 +1,81 @@
+"""Documents laid out in sequences of equal length, in an order that is drawn for each epoch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpar.data._documents import Documents
+from mpar.data._packing import pack
+from mpar.data._random import DOCUMENT_ORDER, SEQUENCE_ORDER, random_keys
+
+__all__ = ["IGNORED", "Layout", "Sequences"]
+
+IGNORED = -100
+"""The label of positions that are not trained on."""
+
+
+class Sequences:
+    """Documents in sequences of `seq_len` positions: one in each, or with `packing` all that were packed into it, best-fit
+    decreasing over all documents, so that every epoch has the same number of sequences.
+    """
+
+    def __init__(self, documents: Documents, seq_len: int, *, packing: bool) -> None:
+        self.documents = documents
+        # A bin lists the slots of one sequence. A slot is a place for a document of one length; a layout fills the slots.
+        self._bins = pack(documents.lengths, seq_len) if packing else [[i] for i in range(len(documents))]
+
+    def __len__(self) -> int:
+        """The number of sequences that hold a document."""
+        return len(self._bins)
+
+    def layout(self, seed: int, epoch: int, *, shuffle: bool) -> "Layout":
+        """The documents in each sequence of an epoch. With `shuffle`, the order of sequences is drawn for each (seed, epoch), and
+        documents of equal length change places.
+        """
+        lengths = self.documents.lengths
+        document_of_slot, sequence_order = np.arange(len(lengths)), np.arange(len(self._bins))
+        if shuffle:
+            # documents change places only with others of the same length, so that every bin stays as full as it was
+            keys = random_keys(len(lengths), seed, epoch, DOCUMENT_ORDER)
+            document_of_slot[np.argsort(lengths, kind="stable")] = np.lexsort((keys, lengths))
+            sequence_order = random_keys(len(self._bins), seed, epoch, SEQUENCE_ORDER).argsort(kind="stable")
+        return Layout(self.documents, self._bins, document_of_slot, sequence_order)
+
+
+class Layout:
+    """Which documents the sequences of one epoch hold, in which order."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        bins: list[list[int]],
+        document_of_slot: NDArray[np.int64],
+        sequence_order: NDArray[np.int64],
+    ) -> None:
+        self._documents, self._bins = documents, bins
+        self._document_of_slot, self._sequence_order = document_of_slot, sequence_order
+
+    def documents_in(self, sequence: int) -> NDArray[np.int64]:
+        """The documents of a sequence, in order; none behind the last one."""
+        in_slots = self._bins[self._sequence_order[sequence]] if sequence < len(self._bins) else []
+        return self._document_of_slot[np.asarray(in_slots, dtype=np.int64)]
+
+    def names(self, sequence: int) -> list[str]:
+        """Where the documents of a sequence are from."""
+        return [self._documents.names[self._documents.rows[document]] for document in self.documents_in(sequence)]
+
+    def write(self, sequence: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Write the documents of a sequence, one after the other, into arrays of (seq_len,), which hold padding."""
+        source, position = self._documents, 0
+        for number, document in enumerate(self.documents_in(sequence)):
+            start, length = int(source.starts[document]), int(source.lengths[document])
+            to, shifted = slice(position, position + length), slice(start + 1, start + length + 1)
+            arrays["tokens"][to] = source.tokens[start : start + length]
+            arrays["labels"][to] = np.where(source.trained[shifted] != 0, source.tokens[shifted], IGNORED)
+            if "token_weights" in arrays:
+                arrays["token_weights"][to] = source.trained[shifted]
+            arrays["positions"][to] = np.arange(length)
+            arrays["documents"][to] = number
+            position += length

@@ -1,0 +1,168 @@
+"""From rows to documents: tokens, marks on what is trained on, and the documents that a row is cut into."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpar.data._config import DataConfig
+from mpar.data._template import Message, TemplateError
+from mpar.data._token_weights import TokenWeights
+from mpar.data._tokenizer import Tokenizer
+from mpar.data.rows import AnyRow, Row
+from mpar.errors import DataError
+
+__all__ = ["RowTokens", "SourcedRow", "Tokenise", "tokenise"]
+
+SourcedRow = tuple[int, AnyRow]
+"""The number of a source, and a row of it."""
+
+Tokenise = tuple[DataConfig, Tokenizer]
+"""What `tokenise` needs besides rows."""
+
+
+Piece = tuple[int, int]
+"""The tokens of a document: where they begin in their row, and where they end. It has one position less than tokens."""
+
+
+@dataclass
+class RowTokens:
+    """What became of one row: the tokens, (T,), what each weighs in the loss, (T,), and the documents. A row without documents
+    has a fault, or is too long.
+    """
+
+    ids: NDArray[np.int32]
+    trained: NDArray[np.bool_ | np.float32]
+    documents: list[Piece] = field(default_factory=list)
+    too_long: bool = False
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class ChunkTokens:
+    """What became of many rows, in few arrays, which go quickly between processes. Row i has `ids[ends[i - 1] : ends[i]]`."""
+
+    ids: NDArray[np.int32]
+    trained: NDArray[np.bool_ | np.float32]
+    ends: NDArray[np.int64]
+    documents: list[list[Piece]]
+    too_long: list[bool]
+    faults: list[str]
+
+    @classmethod
+    def of(cls, rows: Sequence[RowTokens]) -> "ChunkTokens":
+        """Those of these rows, at least one."""
+        return cls(
+            np.concatenate([row.ids for row in rows]),
+            np.concatenate([row.trained for row in rows]),
+            np.cumsum([len(row.ids) for row in rows]),
+            [row.documents for row in rows],
+            [row.too_long for row in rows],
+            [row.fault for row in rows],
+        )
+
+    def __iter__(self) -> Iterator[RowTokens]:
+        """What became of each row."""
+        begin = 0
+        for number, end in enumerate(self.ends.tolist()):
+            ids, trained = self.ids[begin:end], self.trained[begin:end]
+            yield RowTokens(ids, trained, self.documents[number], self.too_long[number], self.faults[number])
+            begin = end
+
+
+_Outcome = Iterator[RowTokens]
+
+
+def tokenise(given: Tokenise, rows: Sequence[SourcedRow]) -> Iterable[RowTokens]:
+    """What becomes of each row that is a Row, in order. Rows of other kinds are passed over.
+
+    Raises DataError if a row is too long under `truncation=error`, TemplateError if the chat template cannot be used.
+    """
+    config, tokenizer = given
+    usable = [row for _, row in rows if isinstance(row, Row)]
+    if not usable:
+        return []
+    of_kind: Callable[[Sequence[Row], DataConfig, Tokenizer], _Outcome] = _texts if config.kind == "pt" else _conversations
+    return ChunkTokens.of(list(of_kind(usable, config, tokenizer)))
+
+
+def _texts(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer) -> _Outcome:
+    """Each text, ended by the end-of-text token, as documents of at most seq_len positions."""
+    texts = [_substitute(row.text, row.text, config) for row in rows]
+    for ids in tokenizer.encode_batch(texts, add_special_tokens=True):
+        ended = ids if ids and ids[-1] == tokenizer.eos_id else [*ids, tokenizer.eos_id]
+        made = RowTokens(np.array(ended, dtype=np.int32), np.ones(len(ended), dtype=bool))
+        if len(ended) < 2:
+            made.fault = "no token"
+        else:
+            made.documents = _all_pieces(len(ended), config.seq_len)
+        yield made
+
+
+def _conversations(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer) -> _Outcome:
+    """Each conversation as one document, with labels on what the assistant wrote, cut as `truncation` says if it is too long."""
+    conversations = [(_prepare(row.messages, config), row.tools) for row in rows]
+    weights = TokenWeights.parse(config.token_weights)
+    encodings = tokenizer.encode_chats(conversations, weights=weights)
+    for row in rows:
+        try:
+            encoded = next(encodings)
+        except TemplateError as error:
+            raise TemplateError(f"{row.where}: {error}") from error
+        if isinstance(encoded, DataError):
+            yield RowTokens(np.zeros(0, np.int32), np.zeros(0, bool), fault=str(encoded))
+        else:
+            yield _conversation(row, *encoded, config)
+
+
+def _conversation(row: Row, ids: Sequence[int], weights: Sequence[float], config: DataConfig) -> RowTokens:
+    dtype = np.bool_ if TokenWeights.parse(config.token_weights).binary else np.float32
+    made = RowTokens(np.array(ids, dtype=np.int32), np.array(weights, dtype=dtype))
+    if not made.trained[1:].any():
+        made.fault = "no token to train on: the chat template renders no answer, or none has a loss"
+        return made
+    made.too_long = len(ids) > config.seq_len + 1
+    if made.too_long and config.truncation == "error":
+        raise DataError(
+            f"cannot use {row.where}: its conversation has {len(ids)} tokens, {config.seq_len + 1} fit into seq_len="
+            f"{config.seq_len}. Raise seq_len, or set truncation to drop, left, right or split."
+        )
+    pieces = _pieces(len(ids), config)
+    made.documents = [(start, end) for start, end in pieces if made.trained[start + 1 : end].any()]
+    return made
+
+
+def _pieces(size: int, config: DataConfig) -> list[Piece]:
+    """The tokens that become documents, of a conversation of `size` tokens."""
+    longest = config.seq_len + 1
+    if size <= longest:
+        return [(0, size)]
+    if config.truncation == "right":
+        return [(0, longest)]
+    if config.truncation == "left":
+        return [(size - longest, size)]
+    return _all_pieces(size, config.seq_len) if config.truncation == "split" else []
+
+
+def _all_pieces(size: int, seq_len: int) -> list[Piece]:
+    """All of `size` tokens as documents of at most `seq_len` positions. Documents that were cut from one row share a token."""
+    return [(start, min(start + seq_len + 1, size)) for start in range(0, size - 1, seq_len)]
+
+
+def _prepare(messages: Sequence[Message], config: DataConfig) -> list[Message]:
+    """The messages, with `config.system` if they have no system message, and with names in place of placeholders."""
+    if config.system is not None and all(message["role"] not in ("system", "developer") for message in messages):
+        messages = [{"role": "system", "content": config.system}, *messages]
+    full_text = "".join(str(message["content"]) for message in messages)
+    return [{**message, "content": _substitute(str(message["content"]), full_text, config)} for message in messages]
+
+
+def _substitute(text: str, row: str, config: DataConfig) -> str:
+    """`text` with model_name and model_author put in: the Chinese ones if `row` has any Chinese character."""
+    which = 0 if re.search("[\u4e00-\u9fff]", row) else 1
+    for placeholder, value in (("{{NAME}}", config.model_name), ("{{AUTHOR}}", config.model_author)):
+        if value is not None:
+            text = text.replace(placeholder, value if isinstance(value, str) else value[which])
+    return text
