@@ -4,6 +4,7 @@ from mpar.sharding import _collectives as collectives
 from mpar.sharding._bucket import bucket
 from mpar.sharding._check import check
 from mpar.sharding._check_primitive import check_primitive
+from mpar.sharding._control import CONTROL, bodies_of
 from mpar.sharding._cost import node_cost, workspace_of
 from mpar.sharding._describe import Collective, collectives_of, describe_graph
 from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower
@@ -15,11 +16,13 @@ from mpar.sharding._simulate import simulate_graph
 from mpar.sharding._trace import LogicalGraph, source_line, trace
 
 __all__ = [
+    "CONTROL",
     "Collective",
     "LogicalGraph",
     "NodeRule",
     "RankGraph",
     "ReplicatedFallback",
+    "bodies_of",
     "bucket",
     "check",
     "check_primitive",

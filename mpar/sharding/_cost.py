@@ -7,8 +7,10 @@ from torch import Tensor, fx
 
 from mpar.ops import Cost, primitive_of
 from mpar.sharding import _collectives as collectives
+from mpar.sharding._control import CONTROL, Cond, num_steps
+from mpar.torch_private import storage_key
 
-__all__ = ["node_cost", "workspace_of"]
+__all__ = ["graph_cost", "node_cost", "workspace_of"]
 
 _TRANSCENDENTAL = {"cos", "elu", "erf", "exp", "exp2", "expm1", "gelu", "log", "log1p", "log2", "log_sigmoid", "logsumexp"}
 _TRANSCENDENTAL |= {"mish", "pow", "sigmoid", "silu", "sin", "softmax", "softplus", "tanh"}
@@ -17,6 +19,8 @@ _TRANSCENDENTAL |= {"mish", "pow", "sigmoid", "silu", "sin", "softmax", "softplu
 
 def workspace_of(node: fx.Node) -> int:
     """Bytes that an op allocates and frees before it returns; if a kernel was chosen for it, those of the kernel."""
+    if node.target in CONTROL.values():
+        return max(_peak(body.graph) for body in node.kwargs["flow"].bodies.values())
     return 0 if _is_free(node) else node.meta["workspace"] if "workspace" in node.meta else node_cost(node).workspace
 
 
@@ -30,6 +34,8 @@ def node_cost(node: fx.Node) -> Cost:
     """The cost of a node on one rank; nothing for collectives, views and inputs."""
     if _is_free(node):
         return Cost(0, 0)
+    if node.target in CONTROL.values():
+        return _flow_cost(node.kwargs["flow"])
     primitive = primitive_of(node.target)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     if primitive is not None and primitive.cost is not None:
@@ -41,6 +47,63 @@ def node_cost(node: fx.Node) -> Cost:
     name = str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.").strip("_")
     transcendentals = n if name.removesuffix("_backward") in _TRANSCENDENTAL else 0
     return Cost(n, sum(v.nbytes for v in (*out, *_tensors(args))), transcendentals=transcendentals)
+
+
+def _flow_cost(flow: Any) -> Cost:
+    """The cost of all steps of a loop, or of the branch that computes more."""
+    costs = []
+    for body in flow.bodies.values():
+        nodes = [node_cost(node) for node in body.graph.nodes]
+        costs.append(Cost(sum(c.flops for c in nodes), sum(c.bytes for c in nodes), 0, sum(c.transcendentals for c in nodes)))
+    if isinstance(flow, Cond):
+        return max(costs, key=lambda cost: (cost.flops, cost.bytes))
+    steps = num_steps(flow)
+    return Cost(
+        steps * sum(c.flops for c in costs), steps * sum(c.bytes for c in costs), 0, steps * sum(c.transcendentals for c in costs)
+    )
+
+
+def graph_cost(graph: fx.Graph) -> tuple[int, int]:
+    """The bytes that a rank receives in the collectives of a graph, and those that its ops read and write."""
+    received = touched = 0
+    for node in graph.nodes:
+        if node.target in CONTROL.values():
+            flow = node.kwargs["flow"]
+            costs = [graph_cost(body.graph) for body in flow.bodies.values()]
+            received += num_steps(flow) * (max if isinstance(flow, Cond) else sum)(cost[0] for cost in costs)
+        elif node.target in collectives.COLLECTIVES:
+            received += _received(node)
+        touched += node_cost(node).bytes
+    return received, touched
+
+
+def _received(node: fx.Node) -> int:
+    size, sent = node.kwargs["size"], collectives.bytes_of(node)
+    factors = {collectives.all_gather: size - 1, collectives.all_reduce: 2 * (size - 1) / size, collectives.shift: 1}
+    return int(sent * factors.get(node.target, (size - 1) / size))
+
+
+def _peak(graph: fx.Graph) -> int:
+    """The most bytes that the ops of a body hold at once, besides its operands; results are held to the end."""
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    given = {storage_key(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
+    last: dict[int, fx.Node] = {}
+    sizes: dict[int, int] = {}
+    for node in (*nodes, graph.output_node()):
+        for used in (node, *node.all_input_nodes) if node.op != "output" else node.all_input_nodes:
+            for value in _tensors(used.meta["val"]):
+                last[storage_key(value)] = node
+                sizes[storage_key(value)] = value.untyped_storage().nbytes()
+    held = peak = 0
+    alive: set[int] = set(given)
+    for node in nodes:
+        made = {storage_key(value) for value in _tensors(node.meta["val"])} - alive
+        alive |= made
+        held += sum(sizes[key] for key in made)
+        peak = max(peak, held + workspace_of(node))
+        held -= sum(sizes[key] for key in alive - given if last[key] is node)
+        alive -= {key for key in alive - given if last[key] is node}
+    return peak
 
 
 def _tensors(value: Any) -> list[Tensor]:
