@@ -139,3 +139,123 @@ def test_values_and_gradients_are_those_of_python(case, mesh, make_tensor):
     actual, expected = lowered.simulate(*args), value_and_grad(reference, argnums=argnums)(*args)
     for (path, a), (_, b) in zip(tree.leaves_with_path(actual), tree.leaves_with_path(expected), strict=True):
         testing.assert_close(a, b, name=path)
+
+
+def newton(x_BD, scale_D):
+    """Square roots by Newton's method, until the largest error over all ranks is small; the number of steps depends on data."""
+    x_BD = (x_BD * scale_D).square() + 0.1
+
+    def far(step, y_BD):
+        return (step < 50) & ((y_BD * y_BD - x_BD).abs().max() > 1e-12)
+
+    return while_loop(far, lambda step, y_BD: (step + 1, (y_BD + x_BD / y_BD) / 2), (torch.tensor(0), torch.ones_like(x_BD)))
+
+
+def newton_loop(x_BD, scale_D):
+    x_BD = (x_BD * scale_D).square() + 0.1
+    step, y_BD = torch.tensor(0), torch.ones_like(x_BD)
+    while (y_BD * y_BD - x_BD).abs().max() > 1e-12:
+        step, y_BD = step + 1, (y_BD + x_BD / y_BD) / 2
+    return step, y_BD
+
+
+def converged(a_DD, v_D):
+    """Power iteration until it converges: the test and the body sum over ranks in every step."""
+    a_DD = a_DD @ a_DD.T
+
+    def moving(v_D, last_D):
+        return (v_D - last_D).norm() > 1e-3
+
+    def step(v_D, last_D):
+        w_D = a_DD @ v_D
+        return w_D / w_D.norm(), v_D
+
+    return while_loop(moving, step, (v_D / v_D.norm(), torch.zeros_like(v_D)))[0]
+
+
+def converged_loop(a_DD, v_D):
+    a_DD, v_D, last_D = a_DD @ a_DD.T, v_D / v_D.norm(), torch.zeros_like(v_D)
+    while (v_D - last_D).norm() > 1e-3:
+        w_D = a_DD @ v_D
+        v_D, last_D = w_D / w_D.norm(), v_D
+    return v_D
+
+
+LOOPS = {
+    "newton": (newton, newton_loop, ((4, 8), (8,)), (P("dp", "tp"), P("tp"))),
+    "converged": (converged, converged_loop, ((8, 8), (8,)), (P("tp", "dp"), P("dp"))),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("case", LOOPS)
+def test_a_while_loop_ends_after_the_same_steps(case, mesh, make_tensor):
+    """A loop whose number of steps depends on data ends on all ranks at once, and has the tangents of the loop of Python."""
+    fn, reference, shapes, specs = LOOPS[case]
+    args = tuple(made(shape, make_tensor) for shape in shapes)
+
+    def with_tangents(fn):
+        return lambda *args: torch.func.jvp(fn, args, tuple(torch.ones_like(x) for x in args))
+
+    actual = jit(with_tangents(fn), mesh=mesh, in_specs=specs).lower(*args).simulate(*args)
+    for a, b in zip(tree.leaves(actual), tree.leaves(with_tangents(reference)(*args)), strict=True):
+        testing.assert_close(a.double(), b.double(), name=case)
+
+
+def scanned(w_DD, x_SD):
+    return scan(lambda h, x: (torch.tanh(h @ w_DD + x), (h * x).sum()), x_SD[0], x_SD)[1].square().sum()
+
+
+def chosen(w_DD, x_SD):
+    return torch.cond(x_SD.sum() > 0, lambda x: (x @ w_DD).tanh(), lambda x: (x @ w_DD).sin(), (x_SD,)).sum()
+
+
+def of_examples(fn):
+    return lambda w_DD, x_SD: torch.func.vmap(fn, in_dims=(None, 0))(w_DD, torch.stack([x_SD, -x_SD, x_SD.square()])).sum()
+
+
+def inner_gradient(w_DD, x_SD):
+    """A body that takes a gradient itself, of a function that reads a tensor from outside."""
+
+    def step(h_D, x_D):
+        slope_D = torch.func.grad(lambda h_D: ((h_D @ w_DD).sin() * x_D).sum())(h_D)
+        return h_D - 0.1 * slope_D, slope_D.sum()
+
+    h_D, slopes_S = scan(step, x_SD[0], x_SD)
+    return h_D.sum() + slopes_S.sum()
+
+
+def python_scan(combine, init, xs):
+    carry, ys = init, []
+    for x in xs:
+        carry, y = combine(carry, x)
+        ys.append(y)
+    return carry, torch.stack(ys)
+
+
+def python_cond(predicate, if_true, if_false, operands):
+    return torch.utils._pytree.tree_map(lambda a, b: torch.where(predicate, a, b), if_true(*operands), if_false(*operands))
+
+
+TRANSFORMED = {
+    "hessian of a scan": torch.func.hessian(scanned),
+    "jacfwd of a scan": torch.func.jacfwd(scanned, argnums=1),
+    "jacrev of a scan": torch.func.jacrev(scanned, argnums=1),
+    "examples of a scan": of_examples(scanned),
+    "gradients of examples of a scan": torch.func.grad(of_examples(scanned)),
+    "hessian of a choice": torch.func.hessian(chosen),
+    "examples of a choice": of_examples(chosen),
+    "gradients of examples of a choice": torch.func.grad(of_examples(chosen)),
+    "gradient in a body": torch.func.grad(inner_gradient),
+}
+
+
+@pytest.mark.parametrize("case", TRANSFORMED)
+def test_transforms_see_through_control_flow(case, make_tensor, monkeypatch):
+    """Second derivatives, Jacobians and batches of control flow are those of the same function with loops of Python."""
+    fn, mesh = TRANSFORMED[case], Mesh(dp=2, tp=2)
+    args = made((4, 4), make_tensor), made((6, 4), make_tensor)
+    actual = jit(fn, mesh=mesh, in_specs=(P(None, "tp"), P("dp"))).lower(*args).simulate(*args)
+    monkeypatch.setitem(globals(), "scan", python_scan)
+    monkeypatch.setattr(torch, "cond", python_cond)
+    testing.assert_close(actual, fn(*args), name=case)
