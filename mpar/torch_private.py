@@ -38,7 +38,7 @@ __all__ = [
     "was_written",
 ]
 
-_NAMES = {"flex_attention_op": "flex_attention", "no_score_change": "_identity"}
+_NAMES = {"flex_attention_op": "flex_attention", "map_op": "map_impl", "no_score_change": "_identity"}
 """What torch calls a name, where this file calls it otherwise."""
 _LAZY = {
     "DataDependentOutputException": "torch._subclasses.fake_tensor",
@@ -57,6 +57,7 @@ _LAZY = {
     "get_current_meta": "torch.fx.traceback",
     "get_proxy_mode": "torch.fx.experimental.proxy_tensor",
     "make_fx": "torch.fx.experimental.proxy_tensor",
+    "map_op": "torch._higher_order_ops.map",
     "no_score_change": "torch.nn.attention.flex_attention",
     "preserve_node_meta": "torch.fx.traceback",
     "scan_op": "torch._higher_order_ops.scan",
