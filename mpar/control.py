@@ -51,7 +51,7 @@ def cond(operands: list[Tensor], *, if_true: Body, if_false: Body) -> list[Tenso
 
 def while_loop(operands: list[Tensor], *, test: Body, body: Body, num_carries: int) -> list[Tensor]:
     """Apply `body` as long as `test` holds. Both take (carries, captured); the body returns the next carries."""
-    carries, captured = operands[:num_carries], operands[num_carries:]
+    carries, captured = [x.clone() for x in operands[:num_carries]], operands[num_carries:]  # there may be no step
     operands.clear()
     while bool(test([*carries, *captured])[0]):
         given = [*carries, *captured]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-__all__ = ["CONTROL", "STEPS_OF_WHILE", "Cond", "Flow", "Scan", "While", "bodies_of", "cond", "num_steps", "scan", "values_of", "while_loop"]
+__all__ = ["CONTROL", "Cond", "Flow", "Scan", "While", "bodies_of", "cond", "num_steps", "own_bodies", "scan", "values_of", "while_loop"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +119,6 @@ def while_loop(operands: Sequence[Tensor], *, flow: While) -> tuple[Tensor, ...]
     return values_of(flow, operands)
 
 
-STEPS_OF_WHILE = 100
-"""So many steps a loop is taken to have, where its cost is weighed, of which only the data says how many it has."""
 CONTROL = {Scan: scan, Cond: cond, While: while_loop}
 """For each kind of flow the target of its nodes."""
 
@@ -144,6 +142,22 @@ def bodies_of(graph: fx.Graph) -> Iterator[Any]:
             yield body
 
 
+def own_bodies(graph: fx.Graph) -> list[Any]:
+    """Give a graph copies of the bodies of its flows, which passes may change; returns them, inner ones first."""
+    found: list[Any] = []
+    for node in graph.nodes:
+        if node.target in CONTROL.values():
+            copies = {}
+            for name, body in node.kwargs["flow"].bodies.items():
+                copy, values = fx.Graph(), {}
+                copy.output(copy.graph_copy(body.graph, values))
+                found += own_bodies(copy)
+                copies[name] = replace(body, graph=copy)
+                found.append(copies[name])
+            node.kwargs = {**node.kwargs, "flow": node.kwargs["flow"].with_bodies(**copies)}
+    return found
+
+
 def num_steps(flow: Flow) -> int:
-    """How often the bodies of a flow run, as far as it is known."""
-    return flow.length if isinstance(flow, Scan) else STEPS_OF_WHILE if isinstance(flow, While) else 1
+    """How often the bodies of a flow run; a loop with a test counts as one step, because only the data says how many it has."""
+    return flow.length if isinstance(flow, Scan) else 1

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from mpar.sharding._canonicalise import shape_of
-from mpar.sharding._control import CONTROL, STEPS_OF_WHILE, Cond, Flow, Scan, While
+from mpar.sharding._control import CONTROL, Cond, Flow, Scan, While
 from mpar.sharding._cost import graph_cost
 from mpar.sharding._redistribute import plan, plan_bytes
 from mpar.spec import P
@@ -24,6 +24,8 @@ __all__ = ["lower_control"]
 
 NUM_ROUNDS = 4
 """So often the specs of carries that enter a body are changed to those that leave it."""
+STEPS_OF_WHILE = 100
+"""As many steps a loop with a test is taken to have, where what is moved before it is weighed against what is moved in it."""
 
 
 def lower_control(lowering: Any, node: fx.Node) -> None:
