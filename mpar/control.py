@@ -1,11 +1,11 @@
 """What control flow computes: a scan, a choice between two branches, a loop while a test holds. Bodies are functions of lists.
 
-A body takes its operands out of the list that it is given, so that each is freed after its last use.
+A body takes its operands out of the list that it is given, so that each is freed after its last use. The tensors that it returns
+as carries and as terms of sums share their memory with nothing else.
 """
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 __all__ = ["cond", "scan", "while_loop"]
@@ -14,9 +14,9 @@ Body = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 def scan(
-    operands: list[Tensor], *, body: Body, num_carries: int, num_xs: int, num_sums: int, length: int, reverse: bool
+    operands: Sequence[Tensor], *, body: Body, num_carries: int, num_xs: int, num_sums: int, length: int, reverse: bool
 ) -> list[Tensor]:
-    """Apply `body` to each slice of the xs along dim 0, one after the other. The list `operands` is emptied.
+    """Apply `body` to each slice of the xs along dim 0, one after the other.
 
     operands: (carries, xs, captured). Every step gets the carries of the step before, its slices, and the captured tensors.
     body:     (carries, slices, captured) -> (carries, ys, terms of sums).
@@ -24,35 +24,42 @@ def scan(
 
     Returns (last carries, stacked ys, sums over all `length` steps); there is at least one.
     """
-    carries, xs = operands[:num_carries], operands[num_carries : num_carries + num_xs]
-    captured = operands[num_carries + num_xs :]
-    operands.clear()
-    stacks: list[Tensor] = []
-    sums: list[Tensor] = []
-    for step in range(length - 1, -1, -1) if reverse else range(length):
+    xs, captured = operands[num_carries : num_carries + num_xs], operands[num_carries + num_xs :]
+    carries, stacks, sums = list(operands[:num_carries]), [], []
+    for step in reversed(range(length)) if reverse else range(length):
         given = [*carries, *(x[step] for x in xs), *captured]
         carries.clear()
         results = list(body(given))
         first_sum = len(results) - num_sums
-        carries, ys, terms = results[:num_carries], results[num_carries:first_sum], results[first_sum:]
-        stacks = stacks or [y.new_empty((length, *y.shape)) for y in ys]
-        for stack, y in zip(stacks, ys, strict=True):
-            stack[step] = y
-        sums = [total + term for total, term in zip(sums, terms, strict=True)] if sums else terms
+        carries = results[:num_carries]
+        stacks = _put(stacks, results[num_carries:first_sum], step, length)
+        sums = _added(sums, results[first_sum:])
+        results.clear()
     return [*carries, *stacks, *sums]
 
 
-def cond(operands: list[Tensor], *, if_true: Body, if_false: Body) -> list[Tensor]:
+def _put(stacks: list[Tensor], ys: list[Tensor], step: int, length: int) -> list[Tensor]:
+    """The stacks with the ys of a step in their places; the first step makes them."""
+    stacks = stacks or [y.new_empty((length, *y.shape)) for y in ys]
+    for stack, y in zip(stacks, ys, strict=True):
+        stack[step] = y
+    return stacks
+
+
+def _added(sums: list[Tensor], terms: list[Tensor]) -> list[Tensor]:
+    """The sums with the terms of a step; those of the first step become the sums."""
+    return [total.add_(term) for total, term in zip(sums, terms, strict=True)] if sums else terms
+
+
+def cond(operands: Sequence[Tensor], *, if_true: Body, if_false: Body) -> list[Tensor]:
     """The results of `if_true` if the first operand is true, else those of `if_false`; both take the other operands."""
     predicate, *given = operands
-    operands.clear()
     return list(if_true(given) if bool(predicate) else if_false(given))
 
 
-def while_loop(operands: list[Tensor], *, test: Body, body: Body, num_carries: int) -> list[Tensor]:
+def while_loop(operands: Sequence[Tensor], *, test: Body, body: Body, num_carries: int) -> list[Tensor]:
     """Apply `body` as long as `test` holds. Both take (carries, captured); the body returns the next carries."""
     carries, captured = [x.clone() for x in operands[:num_carries]], operands[num_carries:]  # there may be no step
-    operands.clear()
     while bool(test([*carries, *captured])[0]):
         given = [*carries, *captured]
         carries.clear()

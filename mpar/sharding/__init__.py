@@ -5,6 +5,7 @@ from mpar.sharding._bucket import bucket
 from mpar.sharding._check import check
 from mpar.sharding._check_primitive import check_primitive
 from mpar.sharding._control import CONTROL, Cond, bodies_of, num_steps, own_bodies
+from mpar.sharding._control_memory import held_inside
 from mpar.sharding._cost import node_cost, workspace_of
 from mpar.sharding._describe import Collective, collectives_of, describe_graph
 from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower
@@ -32,6 +33,7 @@ __all__ = [
     "describe_graph",
     "erase_dead_nodes",
     "graph_pass",
+    "held_inside",
     "lower",
     "mark_ragged",
     "node_cost",

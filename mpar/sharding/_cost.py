@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from mpar.ops import Cost, primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding._control import CONTROL, Cond, num_steps
-from mpar.torch_private import storage_key
+from mpar.sharding._control_memory import flow_workspace, held_inside
 
 __all__ = ["graph_cost", "node_cost", "workspace_of"]
 
@@ -18,10 +18,16 @@ _TRANSCENDENTAL |= {"mish", "pow", "sigmoid", "silu", "sin", "softmax", "softplu
 
 
 def workspace_of(node: fx.Node) -> int:
-    """Bytes that an op allocates and frees before it returns; if a kernel was chosen for it, those of the kernel."""
+    """Bytes that an op allocates and frees before it returns; if a kernel was chosen for it, those of the kernel. Of control flow,
+    what ops in its bodies add to the bytes of the values there, which `held_inside` counts."""
     if node.target in CONTROL.values():
-        return max(_peak(body.graph) for body in node.kwargs["flow"].bodies.values())
+        return flow_workspace(node.kwargs["flow"], _held_in) - held_inside(node)
     return 0 if _is_free(node) else node.meta["workspace"] if "workspace" in node.meta else node_cost(node).workspace
+
+
+def _held_in(node: fx.Node) -> int:
+    """Bytes that an op in a body allocates and frees, and those of the values in bodies of its own."""
+    return workspace_of(node) + held_inside(node)
 
 
 def _is_free(node: fx.Node) -> bool:
@@ -81,29 +87,6 @@ def _received(node: fx.Node) -> int:
     size, sent = node.kwargs["size"], collectives.bytes_of(node)
     factors = {collectives.all_gather: size - 1, collectives.all_reduce: 2 * (size - 1) / size, collectives.shift: 1}
     return int(sent * factors.get(node.target, (size - 1) / size))
-
-
-def _peak(graph: fx.Graph) -> int:
-    """The most bytes that the ops of a body hold at once, besides its operands; results are held to the end."""
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
-    given = {storage_key(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
-    last: dict[int, fx.Node] = {}
-    sizes: dict[int, int] = {}
-    for node in (*nodes, graph.output_node()):
-        for used in (node, *node.all_input_nodes) if node.op != "output" else node.all_input_nodes:
-            for value in _tensors(used.meta["val"]):
-                last[storage_key(value)] = node
-                sizes[storage_key(value)] = value.untyped_storage().nbytes()
-    held = peak = 0
-    alive: set[int] = set(given)
-    for node in nodes:
-        made = {storage_key(value) for value in _tensors(node.meta["val"])} - alive
-        alive |= made
-        held += sum(sizes[key] for key in made)
-        peak = max(peak, held + workspace_of(node))
-        held -= sum(sizes[key] for key in alive - given if last[key] is node)
-        alive -= {key for key in alive - given if last[key] is node}
-    return peak
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 Which spec that is, is searched for. Carries enter as they are; if the body gives one of them another spec, either it is moved back
 at the end of every step, or it enters with that other spec and the body is lowered anew. Of all ways that end, the one by which a
-rank receives the fewest bytes is taken, then the one that computes the least. A body has the same specs in every step, so pending
+rank receives the fewest bytes is taken, then the one with the smallest results, then the one that computes the least. A body has the same specs in every step, so pending
 sums are carried out before they enter it; those that it leaves in ys and sums stay pending behind the loop.
 """
 
@@ -97,7 +97,8 @@ def _fixed_point(lowering: Any, carries: list[fx.Node], close: Any, num_steps: i
         closed = free if list(free.body.out_specs[: len(carries)]) == entering else close(entering, entering)
         before = sum(_bytes_to(lowering, carry, spec) for carry, spec in zip(carries, entering, strict=True))
         costs = [graph_cost(body.graph) for body in closed.bodies.values()]
-        cost = (before + num_steps * sum(received for received, _ in costs), sum(touched for _, touched in costs))
+        kept = sum(node.meta["val"].nbytes for node in closed.body.graph.output_node().args[0])
+        cost = (before + num_steps * sum(received for received, _ in costs), kept, sum(touched for _, touched in costs))
         if best is None or cost < best[0]:
             best = cost, closed
         if leaving == entering:
@@ -140,7 +141,7 @@ def _agreed(lowering: Any, result: fx.Node, pair: Sequence[P]) -> P:
 
 
 def _unshare_results(graph: fx.Graph, copied: set[int]) -> None:
-    """Copy each result of a body that is a view of an operand or of another result, or that has gaps in memory; but not those
+    """Copy each result of a body that is a view of an operand or of another result, or of a part of a larger tensor; but not those
     whose numbers are in `copied`, because they are put into a stack."""
     taken = {storage_key(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
     output, results = graph.output_node(), []
@@ -149,7 +150,7 @@ def _unshare_results(graph: fx.Graph, copied: set[int]) -> None:
         if number in copied:
             results.append(node)
             continue
-        if storage_key(value) in taken or not value.is_contiguous():
+        if storage_key(value) in taken or not value.is_contiguous() or value.untyped_storage().nbytes() > value.nbytes:
             with graph.inserting_before(output):
                 copy = graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
             copy.meta = dict(node.meta) | {"val": torch.empty(value.shape, dtype=value.dtype, device="meta"), "labels": ()}

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch._higher_order_ops.scan import scan
 
-from mpar import Mesh, State, ops, testing, tree
+from mpar import Mesh, ops, testing, tree
 from mpar.chain import Chain, Segment
 from mpar.program.compile import compile_step
-from tests.program.test_exactness import Recorder
+from tests.forecast.test_memory import trackers
+from tests.program.test_exactness import Recorder, initial_state
 
 B, S, V, D, F = 4, 6, 16, 8, 16
 SHAPES = {
@@ -109,17 +110,18 @@ def differentiated(params, batch):
     ids=["dp2 x tp2", "fsdp2 x tp2", "pp2 x tp2"],
 )
 def test_a_chain_with_loops(mesh, strategy, options):
-    """Loss and gradients of a step are those of plain torch; the program is proved, and says what its messages are."""
+    """Loss and gradients of a step are those of plain torch; the program is proved, and its peak predicted to the byte."""
     generator = torch.Generator().manual_seed(3)
     params = made(SHAPES, lambda shape: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5)
     batch = {key: torch.randint(0, V, (B, S), generator=generator) for key in ("tokens", "labels")}
     program = compile_step(Recurrent(), Recorder(), mesh, strategy, (B, S), **options)
     program.verify()
     assert program.facts.fallbacks == ()
-    leaves = {path: leaf for path, leaf in tree.leaves_with_path(params)}
-    start = {f"params.{path}": x for path, x in leaves.items()} | {f"opt.g.{path}": x * 0 for path, x in leaves.items()}
     loss, grads = differentiated(params, batch)
-    state, metrics = program.simulate(State(start), batch)
+    state, metrics = program.simulate(initial_state(params), batch)
     testing.assert_close(metrics["loss"], loss, name="loss")
     for path, grad in grads.items():
         testing.assert_close(state.leaves[f"opt.g.{path}"], grad, name=f"gradient of {path}")
+    if len(program.parts) == 1:  # the trackers hold the state of all positions
+        held = [tracker.peak for tracker in trackers(program, initial_state(params), batch)]
+        assert held == program.peaks() * mesh.size

@@ -1,11 +1,14 @@
 """Control flow in compiled functions, on simulated ranks in float64, against loops and branches of Python on plain tensors."""
 
+import pathlib
+
 import pytest
 import torch
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 from mpar import Mesh, P, jit, testing, tree, value_and_grad
+from tests.processes import torchrun
 
 MESHES = {"dp2 x tp2": Mesh(dp=2, tp=2), "tp4": Mesh(dp=1, tp=4), "dp4": Mesh(dp=4, tp=1)}
 
@@ -259,3 +262,10 @@ def test_transforms_see_through_control_flow(case, make_tensor, monkeypatch):
     monkeypatch.setitem(globals(), "scan", python_scan)
     monkeypatch.setattr(torch, "cond", python_cond)
     testing.assert_close(actual, fn(*args), name=case)
+
+
+@pytest.mark.gloo
+def test_two_ranks_run_control_flow():
+    """Messages in steps and branches on two processes; the worker says what it compares."""
+    done = torchrun(pathlib.Path(__file__).with_name("control_worker.py"), num_ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]

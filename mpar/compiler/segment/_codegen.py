@@ -59,7 +59,7 @@ def _define(name: str, graph: fx.Graph, source: _Source) -> None:
             if not node.users:
                 dead.append(names[node])
             if node.target in CONTROL.values():
-                lines += _flow_lines(node, names, dead, name, source)
+                lines.append(_flow_line(node, names, dead, name, source))
                 continue
             lines.append(
                 f"    {names[node]} = {_expression(node, names, source.functions)}" + (f"; del {', '.join(dead)}" if dead else "")
@@ -67,21 +67,17 @@ def _define(name: str, graph: fx.Graph, source: _Source) -> None:
     source.defined.append(lines)
 
 
-def _flow_lines(node: fx.Node, names: dict[fx.Node, str], dead: list[str], within: str, source: _Source) -> list[str]:
-    """The lines that run control flow. Operands that nothing reads later are handed over, so that a step can free them."""
+def _flow_line(node: fx.Node, names: dict[fx.Node, str], dead: list[str], within: str, source: _Source) -> str:
+    """The line that runs control flow, whose bodies are defined as functions."""
     flow = node.kwargs["flow"]
     bodies = {key: f"{within}_{names[node]}_{key}" for key in flow.bodies}
     for key, body in flow.bodies.items():
         _define(bodies[key], body.graph, source)
     calls = ", ".join(f"{key}=lambda args: {body}(args, comm)" for key, body in bodies.items())
     params = "".join(f", {key}={value}" for key, value in flow.params.items())
-    operands = ", ".join(names[operand] for operand in node.args[0])
-    gone = [name for name in dead if name != names[node]]
-    return [
-        f"    args.extend(({operands},))" + (f"; del {', '.join(gone)}" if gone else ""),
-        f"    {names[node]} = CONTROL[{node.target.__name__!r}](args, {calls}{params})"
-        + (f"; del {names[node]}" if names[node] in dead else ""),
-    ]
+    operands = "".join(f"{names[operand]}, " for operand in node.args[0])
+    ended = f"; del {', '.join(dead)}" if dead else ""
+    return f"    {names[node]} = CONTROL[{node.target.__name__!r}](({operands}), {calls}{params}){ended}"
 
 
 def coordinates_of(graph: fx.Graph) -> tuple[tuple[str, ...], ...]:
