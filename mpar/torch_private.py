@@ -13,7 +13,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "apart_from_the_trace",
     "checkpoint_disabled",
+    "control_flow_called",
     "current_autograd_node",
     "data_checks",
     "defunctionalise",
@@ -31,11 +33,12 @@ __all__ = [
     "pytree",
     "quiet_errors",
     "storage_key",
+    "traced_value",
     "visible_keys",
     "was_written",
 ]
 
-_NAMES = {"flex_attention_op": "flex_attention", "no_score_change": "_identity"}
+_NAMES = {"flex_attention_op": "flex_attention", "map_op": "map_impl", "no_score_change": "_identity"}
 """What torch calls a name, where this file calls it otherwise."""
 _LAZY = {
     "DataDependentOutputException": "torch._subclasses.fake_tensor",
@@ -50,10 +53,15 @@ _LAZY = {
     "_core_aten_decompositions_post_autograd": "torch._decomp",
     "decomposition_table": "torch._decomp",
     "flex_attention_op": "torch._higher_order_ops.flex_attention",
+    "cond_op": "torch._higher_order_ops.cond",
     "get_current_meta": "torch.fx.traceback",
+    "get_proxy_mode": "torch.fx.experimental.proxy_tensor",
     "make_fx": "torch.fx.experimental.proxy_tensor",
+    "map_op": "torch._higher_order_ops.map",
     "no_score_change": "torch.nn.attention.flex_attention",
     "preserve_node_meta": "torch.fx.traceback",
+    "scan_op": "torch._higher_order_ops.scan",
+    "while_loop_op": "torch._higher_order_ops.while_loop",
 }
 
 data_checks = frozenset({torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg})
@@ -138,6 +146,39 @@ def flex_attention_called() -> Iterator[None]:
         yield
     finally:
         module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG, module._validate_device = saved
+
+
+@contextlib.contextmanager
+def apart_from_the_trace() -> Iterator[None]:
+    """In this context no trace, transform or mode around it is active, so that another function can be traced by itself."""
+    overrides: Any = importlib.import_module("torch.overrides")
+    with outside_the_trace():
+        modes = [overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+        try:
+            yield
+        finally:
+            for mode in reversed(modes):
+                overrides._push_mode(mode)
+
+
+@contextlib.contextmanager
+def control_flow_called() -> Iterator[None]:
+    """In this context torch's control flow calls its ops with the functions that it was given, without compiling them."""
+    modules: list[Any] = [importlib.import_module(f"torch._higher_order_ops.{name}") for name in ("utils", "scan")]
+    saved = modules[0]._hop_compile_and_call, modules[1]._maybe_compile_and_run_fn
+    modules[0]._hop_compile_and_call = lambda fn, args, kwargs=None: fn(*args, **(kwargs or {}))
+    modules[1]._maybe_compile_and_run_fn = lambda fn, *args: fn(*args)
+    try:
+        yield
+    finally:
+        modules[0]._hop_compile_and_call, modules[1]._maybe_compile_and_run_fn = saved
+
+
+def traced_value(x: torch.Tensor) -> torch.Tensor:
+    """The tensor that a trace knows, behind what transforms of `torch.func` and the replacement of writes make of it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return torch._from_functional_tensor(x.elem) if is_functional(x) else x
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ VALUES = (
     "check_optimizer",
     "collectives",
     "conf_dir",
+    "control",
     "exit_codes",
     "dtensor",
     "files",

@@ -19,7 +19,7 @@ from mpar.errors import ConfigError, ShardingError, TraceError
 from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
 from mpar.runtime import ALONE, Comm, ProcessComm, load
-from mpar.sharding import Collective, RankGraph, bucket, check, collectives_of, describe_graph, lower, simulate_graph, trace
+from mpar.sharding import Collective, RankGraph, bucket, check, collectives_of, describe_graph, lower, own_bodies, simulate_graph, trace
 from mpar.spec import P, normalise
 from mpar.strategy import AxisTable
 from mpar.tree import Tree
@@ -195,7 +195,8 @@ class _Executable:
 
     def __init__(self, ranked: RankGraph, device: torch.device) -> None:
         self.ranked, mesh = ranked, ranked.mesh
-        bucket(ranked.graph)  # such as the sums of small gradients, each of which would be a message
+        for graph in (*(body.graph for body in own_bodies(ranked.graph)), ranked.graph):
+            bucket(graph)  # such as the sums of small gradients, each of which would be a message
         choose_kernels(ranked.graph, kernels_for("auto", device))
         source = generate(ranked.graph)
         self.run = load("jit", source, ranked.logical.constants, device)

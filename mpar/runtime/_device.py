@@ -10,9 +10,11 @@ __all__ = ["asking_references", "check_device"]
 
 
 def asking_references(source: str) -> list[str]:
-    """The primitives whose references generated code calls and that read data on the host, which then waits for the device."""
+    """The primitives whose references generated code calls and that read data on the host, which then waits for the device; and
+    control flow that does."""
     candidates = (name for name, primitive in PRIMITIVES.items() if primitive.asks_host)
-    return [name for name in candidates if f"PRIMITIVES[{name!r}]" in source or f"KERNELS[{name!r}, {REFERENCE!r}]" in source]
+    asking = [name for name in candidates if f"PRIMITIVES[{name!r}]" in source or f"KERNELS[{name!r}, {REFERENCE!r}]" in source]
+    return [*asking, *(name for name in ("cond", "while_loop") if f"CONTROL[{name!r}]" in source)]
 
 
 def check_device(kernels: Kernels, device: torch.device) -> None:

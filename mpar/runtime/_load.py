@@ -6,6 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from mpar import control
 from mpar.kernels import REFERENCE, implementation
 from mpar.ops import PRIMITIVES
 from mpar.runtime._inductor import compiled, opaque
@@ -34,6 +35,7 @@ def load(
         "torch": torch,
         "PRIMITIVES": primitives,
         "KERNELS": _Kernels(primitives, device, opaque if inductor else implementation),
+        "CONTROL": {"scan": control.scan, "cond": control.cond, "while_loop": control.while_loop},
         "CONSTANTS": {key: value.to(device) for key, value in constants.items()},
         "DEVICE": device,
         "TO_HOST": _to_host,

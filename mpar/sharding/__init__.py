@@ -4,6 +4,8 @@ from mpar.sharding import _collectives as collectives
 from mpar.sharding._bucket import bucket
 from mpar.sharding._check import check
 from mpar.sharding._check_primitive import check_primitive
+from mpar.sharding._control import CONTROL, Cond, bodies_of, num_steps, own_bodies
+from mpar.sharding._control_memory import held_inside
 from mpar.sharding._cost import node_cost, workspace_of
 from mpar.sharding._describe import Collective, collectives_of, describe_graph
 from mpar.sharding._lower import RankGraph, ReplicatedFallback, lower
@@ -15,11 +17,14 @@ from mpar.sharding._simulate import simulate_graph
 from mpar.sharding._trace import LogicalGraph, source_line, trace
 
 __all__ = [
+    "CONTROL",
+    "Cond",
     "Collective",
     "LogicalGraph",
     "NodeRule",
     "RankGraph",
     "ReplicatedFallback",
+    "bodies_of",
     "bucket",
     "check",
     "check_primitive",
@@ -28,10 +33,13 @@ __all__ = [
     "describe_graph",
     "erase_dead_nodes",
     "graph_pass",
+    "held_inside",
     "lower",
     "mark_ragged",
     "node_cost",
+    "num_steps",
     "overlap_posted",
+    "own_bodies",
     "programs_of",
     "rule_of",
     "simulate_graph",

@@ -20,7 +20,9 @@ from torch import Tensor, fx
 from mpar.errors import MparError, ShardingError
 from mpar.ops import primitive_of
 from mpar.sharding import _collectives as collectives
+from mpar.sharding._check_control import check_flow
 from mpar.sharding._check_order import check_order, specs_of
+from mpar.sharding._control import CONTROL, bodies_of
 from mpar.sharding._derive import derived_rule
 from mpar.sharding._lower import RankGraph
 from mpar.sharding._rules import NodeRule
@@ -37,6 +39,16 @@ Types = Type | Sequence[Type]
 
 def check(ranked: RankGraph) -> None:
     """Raise ShardingError, naming node and line, unless every value has the type that the lowering says it has."""
+    for body in bodies_of(ranked.graph):
+        _check_one(body)
+    _check_one(ranked)
+
+
+def _check_one(ranked: RankGraph) -> None:
+    """Check a graph whose bodies of control flow have been checked."""
+    for node in ranked.graph.nodes:
+        if node.target in CONTROL.values():
+            check_flow(node, specs_of(node), lambda node, why: _fail(ranked, node, why))
     for axis in ranked.mesh.ordered(ranked.mesh.axes):
         _AxisCheck(ranked, axis).run()
     check_order(ranked, lambda node, why: _fail(ranked, node, why))
@@ -124,7 +136,15 @@ class _AxisCheck:
             return "V" if self.axis in node.kwargs["axes"] else "R"
         if node.target in (*collectives.COLLECTIVES, collectives.shard):
             return self.collective(node)
+        if node.target in CONTROL.values():
+            return self.flow(node)
         return self.op(node)
+
+    def flow(self, node: fx.Node) -> Types:
+        """The types of the results of control flow, of which `check_flow` has proved that they are those that its bodies give."""
+        for operand in node.args[0]:
+            self.expect(operand, self.of_spec(operand.meta["spec"]), "enters control flow")
+        return [self.of_spec(spec) for spec in specs_of(node)]
 
     def collective(self, node: fx.Node) -> Type:
         now = self.types[node.args[0]]

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from mpar.sharding import _collectives as collectives
+from mpar.sharding._control import CONTROL
 from mpar.sharding._derive import derived_rule
 from mpar.sharding._lower import RankGraph
 from mpar.sharding._rules import Factors, NodeRule
@@ -29,6 +30,8 @@ def check_order(ranked: RankGraph, fail: Fail) -> None:
         for node in local:
             if node.meta.get("opaque"):
                 continue  # only the author of the local program knows where its values are
+            if node.target in CONTROL.values():
+                continue  # its bodies are checked by themselves
             if node.target in (*collectives.COLLECTIVES, collectives.shard):
                 _check_collective(node, ranked, fail)
             elif node.op == "call_function" and node.target not in (operator.getitem, collectives.start):

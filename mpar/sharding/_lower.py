@@ -29,8 +29,10 @@ from mpar.sharding import (  # noqa: F401  they fill tables
     _torch_ops,
 )
 from mpar.sharding._canonicalise import labels_of, shape_of
+from mpar.sharding._control import CONTROL
 from mpar.sharding._emit import Emit, Pending, Placed
 from mpar.sharding._factor_axes import axes_in_order, operand_specs, result_specs
+from mpar.sharding._lower_control import lower_control
 from mpar.sharding._redistribute import Move, plan, plan_bytes
 from mpar.sharding._rules import NodeRule, has_rule, is_float_cast, programs_of, rule_of, tensor_operands
 from mpar.sharding._trace import LogicalGraph, source_line
@@ -313,8 +315,16 @@ class _Lowering:
             self.constrain(node)
         elif node.target == constrain_bwd_p.op:
             self.constrain_backward(node)
+        elif node.target in CONTROL.values():
+            lower_control(self, node)
         else:
             self.apply(node)
+
+    def nested(self, body: LogicalGraph, in_specs: list[P], out_specs: list[P | None]) -> RankGraph:
+        """A body of control flow, lowered for these specs; what it computes whole is noted here."""
+        lowered = _Lowering(body, self.mesh, self.table).run(in_specs, out_specs)
+        self.fallbacks += [op for op in lowered.fallbacks if op not in self.fallbacks]
+        return lowered
 
     def constrain(self, node: fx.Node) -> None:
         """Move a value to the spec that `ops.constrain` asks for, and note the spec that it had, for its cotangent."""

@@ -13,13 +13,12 @@ LONGEST = 600
 READS = frozenset({"__array__", "__deepcopy__", "item", "numpy", "tolist", "data_ptr", "untyped_storage"})
 """Calls that read the data or the memory of a tensor."""
 HIGHER_ORDER = {
-    "cond": "torch.where on the results of both branches",
     "flex_attention": "mpar.ops.attention",
-    "scan": "a for loop over x.unbind(dim), and torch.stack",
-    "while_loop": "a for loop with a fixed number of steps, and torch.where for those after the end",
 }
 """Ops of torch that take functions, and what to use instead."""
 WAYS_OUT = {
+    "For combine_mode='pointwise'": 'Call associative_scan with combine_mode="generic".',
+    "Expected pred to be": "Take .any() or .all(); where elements choose by themselves, use torch.where.",
     "dynamo-optimized function": "Call the function without torch.compile: the whole function is compiled here.",
     "must override the setup_context": "Split its forward into forward(*operands) and setup_context(ctx, inputs, output).",
     "no fake impl registered": "Register one (register_fake), and how the op may be sharded (mpar.ops.declare_sharding).",

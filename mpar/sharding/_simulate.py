@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, fx
 
 from mpar.collectives import combine
+from mpar.errors import ShardingError
 from mpar.mesh import Mesh
 from mpar.ops import primitive_of
 from mpar.sharding import _collectives as collectives
+from mpar.sharding._control import CONTROL, Cond, Scan
 from mpar.sharding._lower import RankGraph
 from mpar.shards import assemble, shard
 from mpar.spec import P
@@ -50,6 +52,8 @@ def run_lockstep(
             return [env[result] for result in node.args[0]]
         elif node.target in collectives.POSTED:
             env[node] = _post(node, env, mesh)
+        elif node.target in CONTROL.values():
+            env[node] = _run_flow(node, [env[operand] for operand in node.args[0]], mesh)
         elif node.target is collectives.arrived:
             env[node] = env[node.args[0]]
         elif node.target in collectives.COLLECTIVES:
@@ -80,6 +84,48 @@ def run_lockstep(
             if not remaining[used]:
                 del env[used]
     raise AssertionError("graph without output")
+
+
+def _run_flow(node: fx.Node, columns: list[list[Tensor]], mesh: Mesh) -> list[list[Tensor]]:
+    """The results of control flow on every rank: all ranks run the same steps, and take the same branch."""
+    flow: Any = node.kwargs["flow"]
+
+    def run(body: RankGraph, given: list[list[Tensor]]) -> list[list[Tensor]]:
+        return run_lockstep(body.graph, mesh, given, {})
+
+    if isinstance(flow, Cond):
+        results = run(flow.if_true if _decided(node, columns[0]) else flow.if_false, columns[1:])
+    elif isinstance(flow, Scan):
+        results = _run_scan(flow, columns, run)
+    else:
+        carries, captured = columns[: flow.num_carries], columns[flow.num_carries :]
+        while _decided(node, run(flow.test, [*carries, *captured])[0]):
+            carries = run(flow.body, [*carries, *captured])
+        results = carries
+    return [list(rank) for rank in zip(*results, strict=True)]
+
+
+def _run_scan(flow: Scan, columns: list[list[Tensor]], run: Callable[..., list[list[Tensor]]]) -> list[list[Tensor]]:
+    carries, xs, captured = flow.operands(columns)
+    steps: list[list[list[Tensor]]] = []
+    order = range(flow.length)
+    for step in reversed(order) if flow.reverse else order:
+        results = run(flow.body, [*carries, *([x[step] for x in column] for column in xs), *captured])
+        carries = results[: flow.num_carries]
+        steps.append(results)
+    stacked = steps[::-1] if flow.reverse else steps
+    _, ys, sums = flow.parts(range(len(steps[0])))
+    stacks = [[torch.stack(list(column)) for column in zip(*(step[i] for step in stacked), strict=True)] for i in ys]
+    totals = [[sum(column[1:], column[0]) for column in zip(*(step[i] for step in steps), strict=True)] for i in sums]
+    return [*carries, *stacks, *totals]
+
+
+def _decided(node: fx.Node, predicates: list[Tensor]) -> bool:
+    """The predicate, which all ranks must have alike."""
+    values = {bool(predicate) for predicate in predicates}
+    if len(values) > 1:
+        raise ShardingError(f"the predicate of %{node.name} at {node.meta.get('line')} differs from rank to rank: {predicates}")
+    return values.pop()
 
 
 def _post(node: fx.Node, env: dict[fx.Node, list[Any]], mesh: Mesh) -> list[Any]:

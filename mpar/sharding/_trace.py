@@ -9,7 +9,10 @@ from torch import Tensor, fx
 from mpar import tree
 from mpar.errors import TraceError
 from mpar.ops import marking
+from mpar.sharding import _control_rules  # noqa: F401  it fills a table
 from mpar.sharding._canonical import canonicalise
+from mpar.sharding._control_op import tracing
+from mpar.sharding._control_settle import settle
 from mpar.sharding._pass import erase_dead_nodes
 from mpar.sharding._refuse import explain, impure
 from mpar.sharding._watch import Calls, Watch
@@ -19,6 +22,7 @@ from mpar.torch_private import (
     FakeTensorMode,
     FunctionalTensorMode,
     checkpoint_disabled,
+    control_flow_called,
     defunctionalise,
     flex_attention_called,
     functionalise,
@@ -90,7 +94,8 @@ def trace(fn: Callable[..., object], args: Sequence[object], *, canonical: bool 
         with mode:
             return [value if isinstance(value, Tensor) else torch.tensor(value) for value in out]
 
-    module = _trace_flat(_name(fn), flat, names, fakes)
+    with tracing(_trace_flat) as opened:
+        module = _trace_flat(_name(fn), flat, names, fakes)
     graph = module.graph
     erase_dead_nodes(graph)
     constants = {}
@@ -104,10 +109,22 @@ def trace(fn: Callable[..., object], args: Sequence[object], *, canonical: bool 
             f"cannot trace {_name(fn)}: another trace inside it made tensors without data, which {', '.join(lines)} uses.\n"
             "Leave make_fx and torch.func.linearize out: use torch.func.jvp, or call the function."
         )
-    replace_writes(graph)
-    if canonical:
-        canonicalise(graph)
+
+    def prepare(graph: fx.Graph) -> None:
+        replace_writes(graph)
+        if canonical:
+            canonicalise(graph)
+
+    prepare(graph)
+    settle(graph, opened.flows, prepare, _body)
     return LogicalGraph(graph, names, constants, structure, out_structure[0])
+
+
+def _body(graph: fx.Graph) -> LogicalGraph:
+    """The graph of a body of control flow, of which nothing remains to be traced."""
+    names = tuple(node.name for node in graph.find_nodes(op="placeholder"))
+    results = graph.output_node().args[0]
+    return LogicalGraph(graph, names, {}, tree.flatten(names)[1], tree.flatten(results)[1])
 
 
 def _trace_flat(name: str, flat: Callable, names: Sequence[str], fakes: list[Tensor]) -> fx.GraphModule:
@@ -123,7 +140,15 @@ def _trace_flat(name: str, flat: Callable, names: Sequence[str], fakes: list[Ten
             return [defunctionalise(x) for x in results]
 
     try:
-        with marking(), preserve_node_meta(), original_views(), checkpoint_disabled(), flex_attention_called(), quiet_errors():
+        with (
+            marking(),
+            preserve_node_meta(),
+            original_views(),
+            checkpoint_disabled(),
+            flex_attention_called(),
+            control_flow_called(),
+            quiet_errors(),
+        ):
             module = make_fx(functional)(*fakes)
     except Exception as error:
         refusal = explain(name, watch, error)

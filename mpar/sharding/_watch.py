@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.errors import TraceError
+from mpar.sharding._control_op import replayed_line
 from mpar.sharding._replaced import REPLACED
 from mpar.torch_private import (
     TorchDispatchMode,
@@ -160,6 +161,8 @@ def _argument(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def _user_line() -> str:
+    if replayed_line.get():
+        return replayed_line.get()
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         line = line_of(frame)

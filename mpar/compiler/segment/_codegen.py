@@ -6,23 +6,43 @@ exactly when the forecast says so.
 
 import operator
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from mpar.ops import primitive_of
-from mpar.sharding import collectives
+from mpar.sharding import CONTROL, bodies_of, collectives
 
 __all__ = ["coordinates_of", "generate"]
 
 
 def generate(graph: fx.Graph) -> str:
     """The source of `run(args, comm)` for a rank graph. `mpar/runtime/_load.py` defines the global names that the code uses."""
+    source = _Source()
+    _define("run", graph, source)
+    header = [f"{name} = {function}" for function, name in source.functions.items()]
+    return "\n".join([*header, *(line for lines in source.defined for line in ["", *lines])]) + "\n"
+
+
+@dataclass
+class _Source:
+    """Source as it is written.
+
+    functions: expression of a function -> the global name it gets when the code is loaded.
+    defined:   the lines of each function, those of bodies of control flow before those that call them.
+    """
+
+    functions: dict[str, str] = field(default_factory=dict)
+    defined: list[list[str]] = field(default_factory=list)
+
+
+def _define(name: str, graph: fx.Graph, source: _Source) -> None:
+    """Define a function for a graph, after those for the bodies of control flow in it."""
     last_use = _last_uses(graph)
     names = {node: f"v{index}" for index, node in enumerate(graph.nodes) if node.op != "output"}
     inputs = graph.find_nodes(op="placeholder")
-    functions: dict[str, str] = {}  # expression of a function -> the global name it gets when the code is loaded
-    lines = ["def run(args, comm):"]
+    lines = [f"def {name}(args, comm):"]
     if inputs:
         lines.append(f"    {', '.join(names[node] for node in inputs)}, = args")
     lines.append("    args.clear()")
@@ -38,16 +58,33 @@ def generate(graph: fx.Graph) -> str:
             dead = [names[used] for used in last_use.get(node, ())]
             if not node.users:
                 dead.append(names[node])
+            if node.target in CONTROL.values():
+                lines.append(_flow_line(node, names, dead, name, source))
+                continue
             lines.append(
-                f"    {names[node]} = {_expression(node, names, functions)}" + (f"; del {', '.join(dead)}" if dead else "")
+                f"    {names[node]} = {_expression(node, names, source.functions)}" + (f"; del {', '.join(dead)}" if dead else "")
             )
-    header = [f"{name} = {function}" for function, name in functions.items()]
-    return "\n".join([*header, "", *lines]) + "\n"
+    source.defined.append(lines)
+
+
+def _flow_line(node: fx.Node, names: dict[fx.Node, str], dead: list[str], within: str, source: _Source) -> str:
+    """The line that runs control flow, whose bodies are defined as functions."""
+    flow = node.kwargs["flow"]
+    bodies = {key: f"{within}_{names[node]}_{key}" for key in flow.bodies}
+    for key, body in flow.bodies.items():
+        _define(bodies[key], body.graph, source)
+    calls = ", ".join(f"{key}=lambda args: {body}(args, comm)" for key, body in bodies.items())
+    params = "".join(f", {key}={value}" for key, value in flow.params.items())
+    operands = "".join(f"{names[operand]}, " for operand in node.args[0])
+    ended = f"; del {', '.join(dead)}" if dead else ""
+    return f"    {names[node]} = CONTROL[{node.target.__name__!r}](({operands}), {calls}{params}){ended}"
 
 
 def coordinates_of(graph: fx.Graph) -> tuple[tuple[str, ...], ...]:
     """Every tuple of mesh axes for which the code of `graph` asks for its rank's coordinate, sorted."""
-    return tuple(sorted({node.kwargs["axes"] for node in graph.nodes if node.target in (collectives.shard, collectives.start)}))
+    graphs = [graph, *(body.graph for body in bodies_of(graph))]
+    asking = (node for g in graphs for node in g.nodes if node.target in (collectives.shard, collectives.start))
+    return tuple(sorted({node.kwargs["axes"] for node in asking}))
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

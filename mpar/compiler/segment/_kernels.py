@@ -7,6 +7,7 @@ from torch import fx
 from mpar.ir import KernelUse
 from mpar.kernels import ARCHITECTURES, CATALOGUE, REFERENCE, REFERENCE_WORKSPACE, Kernels, choose
 from mpar.ops import primitive_of
+from mpar.sharding import bodies_of
 
 __all__ = ["choose_kernels"]
 
@@ -14,7 +15,8 @@ __all__ = ["choose_kernels"]
 def choose_kernels(graph: fx.Graph, kernels: Kernels) -> tuple[KernelUse, ...]:
     """Note on every call of a primitive which implementation runs it and how much workspace that takes; returns all choices."""
     uses: Counter[tuple[str, str, str]] = Counter()
-    for node in graph.nodes:
+    graphs = [graph, *(body.graph for body in bodies_of(graph))]
+    for node in (node for g in graphs for node in g.nodes):
         primitive = primitive_of(node.target) if node.op == "call_function" else None
         if primitive is None or primitive.name not in CATALOGUE or kernels.arch not in ARCHITECTURES:
             continue

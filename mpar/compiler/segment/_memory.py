@@ -7,6 +7,7 @@ from torch import Tensor, fx
 
 from mpar.ir import SegmentMemory
 from mpar.ops import primitive_of
+from mpar.sharding import held_inside
 from mpar.torch_private import storage_key
 
 __all__ = ["measure"]
@@ -47,6 +48,8 @@ def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int], *, all_rows_co
         if reused is not None:
             numbers |= dict(zip((storage_key(v) for v in _tensors(node.meta["val"])), reused, strict=True))
         held[node] = _storages(node.meta["val"], number)
+        if inside := held_inside(node):  # made and dropped while the node runs
+            last_reader[number(node, inside)] = index
         made.append(list(range(num_known, len(sizes))))
         for used in (node, *node.all_input_nodes):
             for storage in held.get(used, ()) if used not in constants else ():

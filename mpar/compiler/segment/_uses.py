@@ -1,7 +1,8 @@
 """Uses: what the ops and the collectives of a rank graph cost, in their order, from which the time of a kind is predicted."""
 
+import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, fx
 
 from mpar.ir import CollectiveUse, OpUse, Stretch
 from mpar.ops import primitive_of
-from mpar.sharding import collectives, node_cost
+from mpar.sharding import CONTROL, Cond, collectives, node_cost, num_steps
 
 __all__ = ["collective_use", "collective_uses", "op_use", "stretches_of"]
 
@@ -20,23 +21,27 @@ def stretches_of(graph: fx.Graph) -> tuple[Stretch, ...]:
     awaits: list[int] = []
     ops: list[fx.Node] = []
     posts: list[int] = []
-    numbers = {node: i for i, node in enumerate(node for node in graph.nodes if node.target in collectives.COLLECTIVES)}
+    numbers: dict[fx.Node, int] = {}  # the number of the last message that each collective has posted
+    num_posted = 0
+    costs_nothing = functools.cache(_costs_nothing)
 
     def end() -> None:
         out.append(Stretch(tuple(awaits), _count_ops(ops), tuple(posts)))
         for part in (awaits, ops, posts):
             part.clear()
 
-    for node in graph.nodes:
-        if node in numbers:
+    for node in _as_run(graph):
+        is_message = node.target in collectives.COLLECTIVES
+        if is_message:
+            numbers[node], num_posted = num_posted, num_posted + 1
             posts.append(numbers[node])
-        elif node.target is not collectives.arrived and _costs_nothing(node):
+        elif node.target is not collectives.arrived and costs_nothing(node):
             continue
         elif posts or (node.target is collectives.arrived and ops):
             end()
         if node.target is collectives.arrived:
             awaits.append(numbers[node.args[0]])
-        elif node in numbers:
+        elif is_message:
             if not collectives.is_posted(node):
                 end()
                 awaits.append(numbers[node])
@@ -44,6 +49,24 @@ def stretches_of(graph: fx.Graph) -> tuple[Stretch, ...]:
             ops.append(node)
     end()
     return tuple(out)
+
+
+def _as_run(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes of a graph as a rank runs them: control flow that communicates step by step, of branches the one that sends more;
+    other control flow is one op."""
+    for node in graph.nodes:
+        flow = node.kwargs["flow"] if node.target in CONTROL.values() else None
+        bodies = [] if flow is None else [list(_as_run(body.graph)) for body in flow.bodies.values()]
+        if flow is None or not any(_messages(body) for body in bodies):
+            yield node
+            continue
+        for body in [max(bodies, key=_messages)] if isinstance(flow, Cond) else bodies * num_steps(flow):
+            yield from body
+
+
+def _messages(nodes: Iterable[fx.Node]) -> int:
+    """The bytes that a rank contributes to the collectives among some nodes."""
+    return sum(collectives.bytes_of(node) for node in nodes if node.target in collectives.COLLECTIVES)
 
 
 def _costs_nothing(node: fx.Node) -> bool:
@@ -73,7 +96,7 @@ def _dtype_name(node: fx.Node) -> str:
 
 def collective_uses(graph: fx.Graph) -> tuple[CollectiveUse, ...]:
     """A description of every collective in the graph, in order."""
-    return tuple(collective_use(node) for node in graph.nodes if node.target in collectives.COLLECTIVES)
+    return tuple(collective_use(node) for node in _as_run(graph) if node.target in collectives.COLLECTIVES)
 
 
 def collective_use(node: fx.Node) -> CollectiveUse:

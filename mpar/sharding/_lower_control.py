@@ -1,0 +1,160 @@
+"""Lower control flow: each body becomes a rank graph of its own, and what is carried has the same spec at both ends of it.
+
+Which spec that is, is searched for. Carries enter as they are; if the body gives one of them another spec, either it is moved back
+at the end of every step, or it enters with that other spec and the body is lowered anew. Of all ways that end, the one by which a
+rank receives the fewest bytes is taken, then the one with the smallest results, then the one that computes the least. A body has the same specs in every step, so pending
+sums are carried out before they enter it; those that it leaves in ys and sums stay pending behind the loop.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpar.sharding._canonicalise import shape_of
+from mpar.sharding._control import CONTROL, Cond, Flow, Scan, While
+from mpar.sharding._cost import graph_cost
+from mpar.sharding._redistribute import plan, plan_bytes
+from mpar.spec import P
+from mpar.torch_private import storage_key
+
+__all__ = ["lower_control"]
+
+NUM_ROUNDS = 4
+"""So often the specs of carries that enter a body are changed to those that leave it."""
+STEPS_OF_WHILE = 100
+"""As many steps a loop with a test is taken to have, where what is moved before it is weighed against what is moved in it."""
+
+
+def lower_control(lowering: Any, node: fx.Node) -> None:
+    """Add the node of a flow with lowered bodies, and note the local nodes and specs of its results."""
+    flow: Flow = node.kwargs["flow"]
+    operands = list(node.args[0])
+    lower_flow = {Scan: _lower_scan, Cond: _lower_cond, While: _lower_while}[type(flow)]
+    lowered, targets, specs = lower_flow(lowering, flow, operands)
+    copied, results = set(), range(len(specs))
+    if isinstance(flow, Scan):
+        copied = set(flow.parts(results)[1])
+    for body in lowered.bodies.values():
+        _unshare_results(body.graph, copied)
+    locals_ = [lowering.redistribute(operand, target) for operand, target in zip(operands, targets, strict=True)]
+    local = lowering.emit(CONTROL[type(flow)], (locals_,), {"flow": lowered})
+    local.meta["result_specs"] = specs
+    items = [lowering.emit(operator.getitem, (local, index), {}) for index in range(len(specs))]
+    lowering.tuples[node] = list(zip(items, specs, strict=True))
+
+
+def _entering(lowering: Any, operand: fx.Node, *, steps: bool = False) -> P:
+    """The spec with which an operand enters a body: without pending sums, and not sharded along the dim of the steps, if it has
+    one, which is left out."""
+    dims = lowering.specs[operand].dims
+    return lowering.in_mesh_order(P(*dims[1:] if steps else dims))
+
+
+def _stacked(spec: P) -> P:
+    """The spec of a stack of values with this spec."""
+    return P((), *spec.dims, partial=spec.partial)
+
+
+def _lower_scan(lowering: Any, flow: Scan, operands: list[fx.Node]) -> tuple[Scan, list[P], list[P]]:
+    carries, xs, captured = flow.operands(operands)
+    outside = [*(_entering(lowering, x, steps=True) for x in xs), *(_entering(lowering, x) for x in captured)]
+
+    def close(entering: list[P], leaving: list[P | None]) -> Scan:
+        free = [None] * (len(flow.body.results) - len(leaving))
+        return flow.with_bodies(body=lowering.nested(flow.body, [*entering, *outside], [*leaving, *free]))
+
+    lowered = _fixed_point(lowering, carries, close, flow.length)
+    entering = list(lowered.body.in_specs[: flow.num_carries])
+    targets = [*entering, *(_stacked(spec) for spec in outside[: len(xs)]), *outside[len(xs) :]]
+    carried, ys, sums = flow.parts(lowered.body.out_specs)
+    return lowered, targets, [*carried, *map(_stacked, ys), *sums]
+
+
+def _lower_while(lowering: Any, flow: While, operands: list[fx.Node]) -> tuple[While, list[P], list[P]]:
+    outside = [_entering(lowering, x) for x in operands[flow.num_carries :]]
+
+    def close(entering: list[P], leaving: list[P | None]) -> While:
+        specs = [*entering, *outside]
+        return flow.with_bodies(
+            test=lowering.nested(flow.test, specs, [P()]), body=lowering.nested(flow.body, specs, leaving)
+        )
+
+    lowered = _fixed_point(lowering, operands[: flow.num_carries], close, STEPS_OF_WHILE)
+    return lowered, list(lowered.body.in_specs), list(lowered.body.out_specs)
+
+
+def _fixed_point(lowering: Any, carries: list[fx.Node], close: Any, num_steps: int) -> Any:
+    """The flow, lowered by `close(specs of carries that enter, those that must leave or None)`, whose carries leave as they enter
+    and which is the cheapest of those that are tried."""
+    entering = [_entering(lowering, carry) for carry in carries]
+    best: tuple[tuple[float, ...], Any] | None = None
+    for _ in range(NUM_ROUNDS):
+        free = close(entering, [None] * len(carries))
+        leaving = [spec.without_partial() for spec in free.body.out_specs[: len(carries)]]
+        closed = free if list(free.body.out_specs[: len(carries)]) == entering else close(entering, entering)
+        before = sum(_bytes_to(lowering, carry, spec) for carry, spec in zip(carries, entering, strict=True))
+        costs = [graph_cost(body.graph) for body in closed.bodies.values()]
+        kept = sum(node.meta["val"].nbytes for node in closed.body.graph.output_node().args[0])
+        cost = (before + num_steps * sum(received for received, _ in costs), kept, sum(touched for _, touched in costs))
+        if best is None or cost < best[0]:
+            best = cost, closed
+        if leaving == entering:
+            break
+        entering = leaving
+    assert best is not None
+    return best[1]
+
+
+def _bytes_to(lowering: Any, operand: fx.Node, spec: P) -> int:
+    return lowering.cheapest(operand, spec)[0]
+
+
+def _lower_cond(lowering: Any, flow: Cond, operands: list[fx.Node]) -> tuple[Cond, list[P], list[P]]:
+    predicate, *given = operands
+    entering = [_entering(lowering, x) for x in given]
+    num_results = len(flow.if_true.results)
+    free = {name: lowering.nested(body, entering, [None] * num_results) for name, body in flow.bodies.items()}
+    columns = list(zip(*(body.out_specs for body in free.values()), strict=True))
+    specs = [_agreed(lowering, node, pair) for node, pair in zip(flow.if_true.results, columns, strict=True)]
+    bodies = {
+        name: body if list(body.out_specs) == specs else lowering.nested(flow.bodies[name], entering, specs)
+        for name, body in free.items()
+    }
+    return flow.with_bodies(**bodies), [P(), *entering], specs
+
+
+def _agreed(lowering: Any, result: fx.Node, pair: Sequence[P]) -> P:
+    """The spec to which the results of both branches are moved: of the two, the one to which the other is moved with fewer bytes.
+    A sum that only one branch leaves pending is carried out in it."""
+    if pair[0] == pair[1]:
+        return pair[0]
+    plain = [spec.without_partial() for spec in pair]
+
+    def received(target: P) -> int:
+        nbytes, rank = result.meta["val"].nbytes, len(shape_of(result))
+        return sum(plan_bytes(plan(spec, target, rank, lowering.mesh), nbytes, lowering.mesh) for spec in pair)
+
+    return min(plain, key=received)
+
+
+def _unshare_results(graph: fx.Graph, copied: set[int]) -> None:
+    """Copy each result of a body that is a view of an operand or of another result, or of a part of a larger tensor; but not those
+    whose numbers are in `copied`, because they are put into a stack."""
+    taken = {storage_key(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
+    output, results = graph.output_node(), []
+    for number, node in enumerate(output.args[0]):
+        value = node.meta["val"]
+        if number in copied:
+            results.append(node)
+            continue
+        if storage_key(value) in taken or not value.is_contiguous() or value.untyped_storage().nbytes() > value.nbytes:
+            with graph.inserting_before(output):
+                copy = graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+            copy.meta = dict(node.meta) | {"val": torch.empty(value.shape, dtype=value.dtype, device="meta"), "labels": ()}
+            node = copy
+        taken.add(storage_key(node.meta["val"]))
+        results.append(node)
+    output.args = (tuple(results),)
