@@ -41,6 +41,7 @@ SAME = {
     aten._neg_view.default: aten.neg.default,
     aten._unsafe_index.Tensor: aten.index.Tensor,
     aten._unsafe_index_put.default: aten.index_put.default,
+    aten.diagonal_copy.default: aten.diagonal.default,
 }
 SUMS = (aten.sum.default, aten.sum.dim_IntList)
 LIKE = {

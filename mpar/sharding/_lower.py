@@ -22,9 +22,11 @@ from mpar.sharding import _collectives as collectives
 from mpar.sharding import (  # noqa: F401  they fill tables
     _grouped,
     _local_borders,
+    _local_diagonals,
     _local_norms,
     _local_reductions,
     _local_rows,
+    _local_scatters,
     _pools,
     _torch_ops,
 )

@@ -43,7 +43,7 @@ def _attention(node: fx.Node) -> NodeRule:
 
 ALONG: Entries = [
     (Across(), "cummax cummin cumprod glu glu_backward kthvalue linalg_cross logcumsumexp median.dim mode nanmedian.dim"),
-    (Across(), "sort sort.stable scatter_reduce.two scatter.src scatter.value scatter.reduce scatter.value_reduce"),
+    (Across(), "sort sort.stable"),
     (Across("dim", linear="self"), "_fft_c2c _fft_r2c _fft_c2r slice.Tensor split.Tensor split_with_sizes unbind.int"),
     (Across("dim", jointly=True), "cat"),
     (Across("dim", of="result", jointly=True), "stack"),
@@ -51,12 +51,9 @@ ALONG: Entries = [
     (Across("dims", linear="self"), "flip"),
     (Across("dimension", linear="self"), "unfold"),
     (Across("dim", of="result", sized="input_sizes", linear="grad_in"), "unfold_backward"),
-    (Across("dim1 dim2", linear="self"), "diagonal diagonal_copy"),
     (Across("dim1 dim2", of="result", linear="self"), "diag_embed"),
-    (Across("dim1 dim2", of="result", sized="input_sizes", linear="grad_output"), "diagonal_backward"),
     (Across("dim1 dim2", jointly=True), "diagonal_scatter"),
     (Across(jointly=True), "select_scatter slice_scatter"),
-    (Across(replicated="index value"), "index_copy index_fill.int_Scalar index_fill.int_Tensor index_reduce"),
 ]
 """Ops that work across the dim that they are given."""
 LAST: Entries = [
