@@ -18,6 +18,7 @@ from mpar.sharding._decompose import decompose
 from mpar.sharding._expands import expand_late, merge_expands
 from mpar.sharding._flatten_late import flatten_late
 from mpar.sharding._losses import expand_losses
+from mpar.sharding._split_indices import split_indices
 from mpar.sharding._unit_dims import drop_unit_letters, insert_unit_dims_late
 from mpar.sharding._windows import join_windows
 
@@ -31,6 +32,7 @@ AGAIN = (
     insert_unit_dims_late,
     drop_unit_letters,
     flatten_late,
+    split_indices,
     merge_expands,
     expand_late,
 )
