@@ -6,7 +6,6 @@ import torch
 from torch import fx
 
 from mpar.sharding._canonicalise import shape_of
-from mpar.sharding._local_programs import argument
 from mpar.sharding._pass_through import Across, Pattern, fitted, values_of
 from mpar.sharding._rules import RULES, NodeRule, pointwise, replicated
 
@@ -28,17 +27,6 @@ def _solved(node: fx.Node) -> NodeRule:
     if right == matrix[:-1]:
         return Pattern("... _ _, ... _ -> ... _, ... _ _, ... _, ...")(node)
     return Pattern("... _ _, ... _ _ -> ... _ _, ... _ _, ... _, ...")(node) if right[:-2] == matrix[:-2] else replicated(node)
-
-
-def _attention(node: fx.Node) -> NodeRule:
-    """The rule of attention and of its gradients. The gradients of keys and values are sums over the queries."""
-    queries = "_" if argument(node, "is_causal") else "s"
-    mask = argument(node, "attn_mask")
-    masks = "*" if mask is None else f"b h {queries} _" if len(shape_of(mask)) == 4 else f"{queries} _"
-    q, k = f"b h {queries} _", "b h _ _"
-    if node.target == aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return Pattern(f"{q}, {k}, {k}, {masks} -> {q}, b h {queries}")(node)
-    return Pattern(f"{q}, {q}, {k}, {k}, {q}, b h {queries}, {masks} -> {q}, {k}, {k}")(node)
 
 
 ALONG: Entries = [
@@ -99,7 +87,6 @@ PATTERNS: Entries = [
     (Pattern("..., _ -> ..."), "bucketize.Tensor isin.Tensor_Tensor"),
     (Pattern("... -> ... _", linear="self"), "view_as_real"),
     (Pattern("... _ -> ...", linear="self"), "view_as_complex"),
-    (_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"),
     (_repeated, "repeat"),
     (_solved, "_linalg_solve_ex"),
 ]

@@ -74,6 +74,12 @@ MESSAGES = {
     "slice and pad": (lambda x: F.pad(x[1:], (0, 0, 0, 1), value=2.0), ["all_gather 64"], ["all_gather 64", "shift 64"]),
     "zeros before": (lambda x: torch.cat([x.new_zeros(1, 8), x[:-1]]), ["shift 64"], ["shift 64", "all_gather 64"]),
     "topk": (lambda x: x.topk(1, dim=0).values, ["all_gather 64"], None),
+    # keys and values, which are one tensor here; their gradients are summed where they are needed
+    "causal attention": (
+        lambda x: F.scaled_dot_product_attention(*[x.view(1, 1, 8, 8)] * 3, is_causal=True).view(8, 8),
+        ["all_gather 128"],
+        ["all_gather 128", "reduce_scatter 512", "reduce_scatter 512"],
+    ),
     # a rank writes what belongs into its rows, and takes what it has of a diagonal; of sharded columns that is a part of a sum
     "scatter": (lambda x: x.scatter(0, FIRST[None], WEIGHT[None]), [], []),
     "scatter of a number": (lambda x: x.scatter(0, torch.stack([FIRST, SECOND]), 2.0), [], []),
@@ -106,6 +112,10 @@ MORE = {
     "index_put to zeros": lambda x: torch.zeros_like(x).index_put((SECOND,), x, accumulate=True),
     "index beside a slice": lambda x: x.view(2, 4, 8)[:, FIRST % 4, SECOND],
     "index around a slice": lambda x: x.view(2, 4, 8)[FIRST % 2, :, SECOND],
+    "causal attention to more keys": lambda x: F.scaled_dot_product_attention(
+        x.view(1, 1, 4, 2, 8)[:, :, :, 0], *[x.view(1, 1, 8, 8).sin()] * 2, is_causal=True, scale=0.3
+    ),
+    "causal attention of heads": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, 4, 8)] * 3, is_causal=True),
     "scatter to rows": lambda x: x.scatter(1, torch.stack([FIRST, SECOND, LABELS.abs() % 8]).T[:4], x[2:6, ::3]),
     "largest of a scatter": lambda x: x.scatter_reduce(0, torch.stack([FIRST, FIRST, SECOND]), TABLE[:3], "amax"),
     "means of a scatter": lambda x: x.scatter_reduce(0, torch.stack([FIRST] * 3), x[:3], "mean", include_self=False),
