@@ -18,8 +18,8 @@ BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def _attention(node: fx.Node) -> NodeRule:
-    """The rule of attention and of its gradients. Those of keys and values are sums over the queries. A causal mask depends on the
-    places of queries."""
+    """The rule of attention and of its gradients. Those of keys and values are sums over the queries. A causal mask depends on
+    where a query is."""
     mask = argument(node, "attn_mask")
     masks = "*" if mask is None else f"b h {QUERIES} _" if len(shape_of(mask)) == 4 else f"{QUERIES} _"
     q, k = f"b h {QUERIES} _", "b h _ _"
