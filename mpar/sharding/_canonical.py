@@ -18,13 +18,24 @@ from mpar.sharding._decompose import decompose
 from mpar.sharding._expands import expand_late, merge_expands
 from mpar.sharding._flatten_late import flatten_late
 from mpar.sharding._losses import expand_losses
-from mpar.sharding._unit_dims import insert_unit_dims_late
+from mpar.sharding._split_indices import split_indices
+from mpar.sharding._unit_dims import drop_unit_letters, insert_unit_dims_late
 from mpar.sharding._windows import join_windows
 
 __all__ = ["CANONICAL", "canonicalise"]
 
 ONCE = (expand_losses, decompose, use_one_name, erase_identities, split_means, shrink_constants)
-AGAIN = (restore_einsums, join_windows, merge_views, insert_unit_dims_late, flatten_late, merge_expands, expand_late)
+AGAIN = (
+    restore_einsums,
+    join_windows,
+    merge_views,
+    insert_unit_dims_late,
+    drop_unit_letters,
+    flatten_late,
+    split_indices,
+    merge_expands,
+    expand_late,
+)
 """These are repeated until none changes anything, because each may give another something to do. This ends, because each merges
 views, or moves a view or an expand towards the results."""
 CANONICAL = (*ONCE, *AGAIN, common_subexpressions)

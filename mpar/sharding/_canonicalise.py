@@ -4,6 +4,7 @@ Torch turns `x @ w` with an `x` of three dims into view, mm, view. The flattened
 the lowering would gather it.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,6 +41,7 @@ SAME = {
     aten._neg_view.default: aten.neg.default,
     aten._unsafe_index.Tensor: aten.index.Tensor,
     aten._unsafe_index_put.default: aten.index_put.default,
+    aten.diagonal_copy.default: aten.diagonal.default,
 }
 SUMS = (aten.sum.default, aten.sum.dim_IntList)
 LIKE = {
@@ -277,19 +279,42 @@ def view_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[
 
 
 def _permute_first(graph: fx.Graph, node: fx.Node) -> bool:
-    """Turn a permute of a view that only merges dims into a view of a permute; returns whether it was possible."""
+    """Turn a permute of a view that merges dims into a view of a permute; returns whether it was possible.
+
+    A view that splits dims too, `[4, 16] -> [8, 8]`, is read as one that splits, `[4, 2, 8]`, and one that merges.
+    """
     view = node.args[0]
-    groups = view_groups(shape_of(view.args[0]), shape_of(view))
+    source, shape = view.args[0], shape_of(view)
+    groups = view_groups(shape_of(source), shape)
     if any(len(right) != 1 for _, right in groups):
-        return False
+        parts = _parts(shape_of(source), shape)
+        if all(len(sizes) <= 1 for sizes in parts):
+            return False
+        with graph.inserting_before(node):
+            source = call_like(graph, view, aten.reshape.default, (source, [n for sizes in parts for n in sizes or (1,)]))
+        groups = view_groups(shape_of(source), shape)
+        assert all(len(right) == 1 for _, right in groups), (shape_of(source), shape)
     sources = {right[0]: left for left, right in groups}
     order = [dim for position in _order(node) for dim in sources[position]]
     with graph.inserting_before(node):
-        permuted = call_like(graph, node, aten.permute.default, (view.args[0], order))
+        permuted = call_like(graph, node, aten.permute.default, (source, order))
         result = call_like(graph, node, aten.reshape.default, (permuted, list(shape_of(node))))
     result.meta["labels"] = labels_of(node)
     node.replace_all_uses_with(result)
     return True
+
+
+def _parts(before: Sequence[int], after: Sequence[int]) -> list[list[int]]:
+    """For each dim of `after` the sizes of its parts if every dim of either shape is made of whole parts; else no parts."""
+    strides = sorted({math.prod(shape[dim:]) for shape in (before, after) for dim in range(len(shape) + 1)}, reverse=True)
+    pairs = list(itertools.pairwise(strides))
+    if 0 in strides or any(major % minor for major, minor in pairs):
+        return [[] for _ in after]
+    minor = [math.prod(after[dim + 1 :]) for dim in range(len(after))]
+    return [
+        [large // small for large, small in pairs if stride <= small and large <= stride * n]
+        for n, stride in zip(after, minor, strict=True)
+    ]
 
 
 def _absorb(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

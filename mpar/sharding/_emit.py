@@ -87,6 +87,10 @@ class Emit:
         """The local shape of an operand."""
         return tuple(value.meta["val"].shape)
 
+    def global_shape(self, value: fx.Node) -> tuple[int, ...]:
+        """The global shape of an operand."""
+        return tuple(n * self.size(value.meta["spec"].dim(dim)) for dim, n in enumerate(self.shape(value)))
+
     def partial(self, value: fx.Node) -> tuple[str, ...]:
         """The mesh axes over which an operand is a pending sum."""
         return value.meta["spec"].partial

@@ -15,7 +15,20 @@ from mpar.sharding._canonicalise import shape_of
 from mpar.sharding._emit import Emit
 from mpar.sharding._rules import PROGRAMS, RULES, Factors, NodeRule, tensor_operands
 
-__all__ = ["Dims", "along", "argument", "dims_of", "local_program", "peak", "reduction", "total", "values_of", "wide", "without"]
+__all__ = [
+    "Dims",
+    "Program",
+    "along",
+    "argument",
+    "dims_of",
+    "local_program",
+    "peak",
+    "reduction",
+    "total",
+    "values_of",
+    "wide",
+    "without",
+]
 
 aten = torch.ops.aten
 Program = Callable[..., Any]

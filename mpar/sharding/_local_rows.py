@@ -14,7 +14,7 @@ from mpar.sharding._emit import Emit, Pending
 from mpar.sharding._local_programs import along, argument, local_program
 from mpar.sharding._rules import Factors, NodeRule, replicated, tensor_operands
 
-__all__: list[str] = []
+__all__ = ["ROWS", "mine"]
 
 aten = torch.ops.aten
 ROWS = "rows"
@@ -63,14 +63,14 @@ def _vector_index(node: fx.Node) -> NodeRule:
     return NodeRule(operands, factors, [of_x if adds else chosen], sizes, {ROWS} if (ROWS,) in of_x else set(), linear)
 
 
-def _mine(emit: Emit, index: fx.Node, factor: str = ROWS) -> tuple[fx.Node, fx.Node]:
+def mine(emit: Emit, index: fx.Node, factor: str = ROWS) -> tuple[fx.Node, fx.Node]:
     """For a global index the place in this rank's shard, and where it belongs to another; there the place is any."""
     place, size = emit(aten.sub.Tensor, index, emit.start_of(factor)), emit.extent_of(factor)
     outside = emit(aten.logical_or.default, emit(aten.lt.Scalar, place, 0), emit(aten.ge.Scalar, place, size))
     return emit(aten.clamp.default, place, 0, size - 1), outside
 
 
-def _only_mine(emit: Emit, y: fx.Node, outside: fx.Node) -> Pending | fx.Node:
+def _onlymine(emit: Emit, y: fx.Node, outside: fx.Node) -> Pending | fx.Node:
     """`y` with zeros where other ranks have the elements: a pending sum. Truth values are summed here, as small integers."""
     if y.meta["val"].dtype != torch.bool:
         return emit.pending(emit(aten.masked_fill.Scalar, y, outside, 0))
@@ -88,30 +88,30 @@ def _spread(emit: Emit, mask: fx.Node, dim: int, ndim: int) -> fx.Node:
 @local_program(_elementwise_index, aten.gather.default)
 def gather(emit: Emit, x: fx.Node, dim: int, index: fx.Node, *, sparse_grad: bool = False) -> Pending | fx.Node:
     """A pending sum of the size of the result."""
-    place, outside = _mine(emit, index)
-    return _only_mine(emit, emit(aten.gather.default, x, dim, place), outside)
+    place, outside = mine(emit, index)
+    return _onlymine(emit, emit(aten.gather.default, x, dim, place), outside)
 
 
 @local_program(_vector_index, aten.index_select.default)
 def index_select(emit: Emit, x: fx.Node, dim: int, index: fx.Node) -> Pending | fx.Node:
     """A pending sum of the size of the result."""
-    place, outside = _mine(emit, index)
+    place, outside = mine(emit, index)
     ndim = len(emit.shape(x))
     outside = _spread(emit, outside, dim % ndim, ndim) if emit.shape(index) else outside
-    return _only_mine(emit, emit(aten.index_select.default, x, dim, place), outside)
+    return _onlymine(emit, emit(aten.index_select.default, x, dim, place), outside)
 
 
 @local_program(_elementwise_index, aten.scatter_add.default)
 def scatter_add(emit: Emit, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> fx.Node:
     """No message."""
-    place, outside = _mine(emit, index)
+    place, outside = mine(emit, index)
     return emit(aten.scatter_add.default, x, dim, place, emit(aten.masked_fill.Scalar, src, outside, 0))
 
 
 @local_program(_vector_index, aten.index_add.default)
 def index_add(emit: Emit, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, *, alpha: float = 1) -> fx.Node:
     """No message."""
-    place, outside = _mine(emit, index)
+    place, outside = mine(emit, index)
     ndim = len(emit.shape(x))
     source = emit(aten.masked_fill.Scalar, source, _spread(emit, outside, dim % ndim, ndim) if emit.shape(index) else outside, 0)
     return emit(aten.index_add.default, x, dim, place, source, alpha=alpha)
@@ -135,7 +135,7 @@ def select(emit: Emit, x: fx.Node, dim: int, position: int) -> Pending | fx.Node
     dim, owner = dim % len(emit.shape(x)), position % size // emit.extent_of(ROWS)
     y = emit(aten.select.int, x, dim, position % size % emit.extent_of(ROWS))
     other = emit(aten.ne.Scalar, emit(aten.scalar_tensor.default, rank, dtype=torch.int64, device=torch.device("cpu")), owner)
-    return _only_mine(emit, y, other)
+    return _onlymine(emit, y, other)
 
 
 def _table(node: fx.Node) -> NodeRule:
@@ -151,8 +151,8 @@ def _table(node: fx.Node) -> NodeRule:
 @local_program(_table, aten.embedding.default)
 def embedding(emit: Emit, table: fx.Node, ids: fx.Node, *others: int) -> Pending | fx.Node:
     """A pending sum of the size of the result."""
-    place, outside = _mine(emit, ids)
-    return _only_mine(emit, emit(aten.embedding.default, table, place), emit(aten.unsqueeze.default, outside, -1))
+    place, outside = mine(emit, ids)
+    return _onlymine(emit, emit(aten.embedding.default, table, place), emit(aten.unsqueeze.default, outside, -1))
 
 
 def _table_gradient(node: fx.Node) -> NodeRule:
@@ -171,7 +171,7 @@ def _table_gradient(node: fx.Node) -> NodeRule:
 @local_program(_table_gradient, aten.embedding_dense_backward.default)
 def embedding_gradient(emit: Emit, dy: fx.Node, ids: fx.Node, num_rows: int, padding: int, by_frequency: bool) -> fx.Node:
     """No message."""
-    place, outside = _mine(emit, ids)
+    place, outside = mine(emit, ids)
     outside = emit(aten.logical_or.default, outside, emit(aten.eq.Scalar, ids, padding))
     dy = emit(aten.masked_fill.Scalar, dy, emit(aten.unsqueeze.default, outside, -1), 0)
     return emit(aten.embedding_dense_backward.default, dy, place, emit.extent_of(ROWS), -1, False)
@@ -217,7 +217,7 @@ def _my_indices(emit: Emit, x: fx.Node, indices: list) -> tuple[list, fx.Node]:
         if index is not None and emit.axes_of(f"d{i}"):
             negative = emit(aten.lt.Scalar, index, 0)
             index = emit(aten.where.self, negative, emit(aten.add.Scalar, index, emit.size_of(f"d{i}")), index)
-            index, other = _mine(emit, index, f"d{i}")
+            index, other = mine(emit, index, f"d{i}")
             outside = other if outside is None else emit(aten.logical_or.default, outside, other)
         places.append(index)
     return places, outside
@@ -237,7 +237,7 @@ def index(emit: Emit, x: fx.Node, indices: list) -> Pending | fx.Node:
     """A pending sum of the size of the result."""
     places, outside = _my_indices(emit, x, indices)
     outside = _beside(emit, outside, indices, len(emit.shape(x)))
-    return _only_mine(emit, emit(aten.index.Tensor, x, places), outside)
+    return _onlymine(emit, emit(aten.index.Tensor, x, places), outside)
 
 
 @local_program(_indexed, aten.index_put.default)

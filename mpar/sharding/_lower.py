@@ -21,10 +21,13 @@ from mpar.ops import PRIMITIVES, Marks, decode_axes, primitive_of
 from mpar.sharding import _collectives as collectives
 from mpar.sharding import (  # noqa: F401  they fill tables
     _grouped,
+    _local_attention,
     _local_borders,
+    _local_diagonals,
     _local_norms,
     _local_reductions,
     _local_rows,
+    _local_scatters,
     _pools,
     _torch_ops,
 )
@@ -458,7 +461,8 @@ class _Lowering:
         Operands have their say one after the other: first those that the op takes as they are, then those that lead by its rule,
         then those with larger shards. So where two operands want one axis for different factors, the smaller one is moved, which
         takes smaller messages. Another order is taken if the op as a whole then receives fewer bytes: the operands that move, and
-        the pending sums that are left. So is an order in which an op of torch gathers what it works across.
+        the pending sums that are left. So is an order in which an op of torch gathers what it works across. Where operands lead,
+        there is no other order: they divide the work of the op, which counts for more than bytes.
         """
         local_bytes = [
             x.meta["val"].nbytes / self.mesh.axis_size(tuple(axis for dim in spec.dims for axis in dim))
@@ -468,7 +472,7 @@ class _Lowering:
         ways = [axes_in_order(self.mesh, rule, specs, order, ())]
         if not (rule.as_is or rule.leads or rule.follows or rule.ragged):
             ways += [axes_in_order(self.mesh, rule, specs, [i, *(j for j in order if j != i)], ()) for i in order[1:]]
-        if primitive_of(node.target) is None and (programs := programs_of(node)):
+        if primitive_of(node.target) is None and not rule.leads and (programs := programs_of(node)):
             ways.append(axes_in_order(self.mesh, rule, specs, order, tuple(programs)))
         distinct = [way for index, way in enumerate(ways) if way not in ways[:index]]
         return min(distinct, key=lambda way: self.received(node, rule, specs, way)) if len(distinct) > 1 else distinct[0]

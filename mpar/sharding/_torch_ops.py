@@ -6,7 +6,6 @@ import torch
 from torch import fx
 
 from mpar.sharding._canonicalise import shape_of
-from mpar.sharding._local_programs import argument
 from mpar.sharding._pass_through import Across, Pattern, fitted, values_of
 from mpar.sharding._rules import RULES, NodeRule, pointwise, replicated
 
@@ -30,20 +29,9 @@ def _solved(node: fx.Node) -> NodeRule:
     return Pattern("... _ _, ... _ _ -> ... _ _, ... _ _, ... _, ...")(node) if right[:-2] == matrix[:-2] else replicated(node)
 
 
-def _attention(node: fx.Node) -> NodeRule:
-    """The rule of attention and of its gradients. The gradients of keys and values are sums over the queries."""
-    queries = "_" if argument(node, "is_causal") else "s"
-    mask = argument(node, "attn_mask")
-    masks = "*" if mask is None else f"b h {queries} _" if len(shape_of(mask)) == 4 else f"{queries} _"
-    q, k = f"b h {queries} _", "b h _ _"
-    if node.target == aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return Pattern(f"{q}, {k}, {k}, {masks} -> {q}, b h {queries}")(node)
-    return Pattern(f"{q}, {q}, {k}, {k}, {q}, b h {queries}, {masks} -> {q}, {k}, {k}")(node)
-
-
 ALONG: Entries = [
     (Across(), "cummax cummin cumprod glu glu_backward kthvalue linalg_cross logcumsumexp median.dim mode nanmedian.dim"),
-    (Across(), "sort sort.stable scatter_reduce.two scatter.src scatter.value scatter.reduce scatter.value_reduce"),
+    (Across(), "sort sort.stable"),
     (Across("dim", linear="self"), "_fft_c2c _fft_r2c _fft_c2r slice.Tensor split.Tensor split_with_sizes unbind.int"),
     (Across("dim", jointly=True), "cat"),
     (Across("dim", of="result", jointly=True), "stack"),
@@ -51,12 +39,9 @@ ALONG: Entries = [
     (Across("dims", linear="self"), "flip"),
     (Across("dimension", linear="self"), "unfold"),
     (Across("dim", of="result", sized="input_sizes", linear="grad_in"), "unfold_backward"),
-    (Across("dim1 dim2", linear="self"), "diagonal diagonal_copy"),
     (Across("dim1 dim2", of="result", linear="self"), "diag_embed"),
-    (Across("dim1 dim2", of="result", sized="input_sizes", linear="grad_output"), "diagonal_backward"),
     (Across("dim1 dim2", jointly=True), "diagonal_scatter"),
     (Across(jointly=True), "select_scatter slice_scatter"),
-    (Across(replicated="index value"), "index_copy index_fill.int_Scalar index_fill.int_Tensor index_reduce"),
 ]
 """Ops that work across the dim that they are given."""
 LAST: Entries = [
@@ -102,7 +87,6 @@ PATTERNS: Entries = [
     (Pattern("..., _ -> ..."), "bucketize.Tensor isin.Tensor_Tensor"),
     (Pattern("... -> ... _", linear="self"), "view_as_real"),
     (Pattern("... _ -> ...", linear="self"), "view_as_complex"),
-    (_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"),
     (_repeated, "repeat"),
     (_solved, "_linalg_solve_ex"),
 ]

@@ -14,6 +14,7 @@ SPECS = [P("a", "b"), P(("a", "b")), P(None, ("a", "b")), P("b", partial="a")]
 FIRST, SECOND = torch.tensor([1, 7, 3, 3, 0, 5, 6, 2]), torch.tensor([2, 2, 0, 1, 7, 5, 6, 3])
 LABELS = torch.tensor([1, 7, 3, -100, 0, 5, 6, 2])
 WEIGHT = torch.linspace(-1, 1, 8, dtype=torch.float64)
+TABLE = torch.outer(WEIGHT, WEIGHT.exp())
 ONE, ROWS = 8, 64
 """Bytes of a number, and of one number for each of the 8 columns, in float64."""
 
@@ -73,6 +74,19 @@ MESSAGES = {
     "slice and pad": (lambda x: F.pad(x[1:], (0, 0, 0, 1), value=2.0), ["all_gather 64"], ["all_gather 64", "shift 64"]),
     "zeros before": (lambda x: torch.cat([x.new_zeros(1, 8), x[:-1]]), ["shift 64"], ["shift 64", "all_gather 64"]),
     "topk": (lambda x: x.topk(1, dim=0).values, ["all_gather 64"], None),
+    # keys and values, which are one tensor here; their gradients are summed where they are needed
+    "causal attention": (
+        lambda x: F.scaled_dot_product_attention(*[x.view(1, 1, 8, 8)] * 3, is_causal=True).view(8, 8),
+        ["all_gather 128"],
+        ["all_gather 128", "reduce_scatter 512", "reduce_scatter 512"],
+    ),
+    # a rank writes what belongs into its rows, and takes what it has of a diagonal; of sharded columns that is a part of a sum
+    "scatter": (lambda x: x.scatter(0, FIRST[None], WEIGHT[None]), [], []),
+    "scatter of a number": (lambda x: x.scatter(0, torch.stack([FIRST, SECOND]), 2.0), [], []),
+    "index_copy": (lambda x: x.index_copy(0, FIRST[:2], TABLE[:2]), [], []),
+    "index_fill": (lambda x: x.index_fill(0, FIRST[:3] - 8, 2.0), [], []),
+    "diagonal": (lambda x: x.diagonal(), [], []),
+    "diagonal of columns": (lambda x: x[:, :4].diagonal(), ["all_reduce 32"], ["all_reduce 32"]),
 }  # fmt: skip
 """What crosses dim 0 of an 8 x 8 tensor that four ranks share: the messages of the function, and of it with its gradient."""
 
@@ -98,6 +112,21 @@ MORE = {
     "index_put to zeros": lambda x: torch.zeros_like(x).index_put((SECOND,), x, accumulate=True),
     "index beside a slice": lambda x: x.view(2, 4, 8)[:, FIRST % 4, SECOND],
     "index around a slice": lambda x: x.view(2, 4, 8)[FIRST % 2, :, SECOND],
+    "causal attention to more keys": lambda x: F.scaled_dot_product_attention(
+        x.view(1, 1, 4, 2, 8)[:, :, :, 0], *[x.view(1, 1, 8, 8).sin()] * 2, is_causal=True, scale=0.3
+    ),
+    "causal attention of heads": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, 4, 8)] * 3, is_causal=True),
+    "scatter to rows": lambda x: x.scatter(1, torch.stack([FIRST, SECOND, LABELS.abs() % 8]).T[:4], x[2:6, ::3]),
+    "largest of a scatter": lambda x: x.scatter_reduce(0, torch.stack([FIRST, FIRST, SECOND]), TABLE[:3], "amax"),
+    "means of a scatter": lambda x: x.scatter_reduce(0, torch.stack([FIRST] * 3), x[:3], "mean", include_self=False),
+    "scatter that multiplies": lambda x: (x * 4).long().scatter(0, torch.stack([FIRST, FIRST]), 3, reduce="multiply"),
+    "copies of columns": lambda x: x.index_copy(1, FIRST[:2], x[:, 2:4]),
+    "fill by a tensor": lambda x: x.index_fill(0, SECOND[1:4], x[2, 2]),
+    "shortened diagonal": lambda x: x.diagonal(1) * x.diagonal(-1),
+    "diagonal of blocks": lambda x: x.view(2, 4, 8).diagonal(-2, 2, 1) + x.view(2, 4, 8).diagonal(4, 1, 2),
+    "diagonal of slices": lambda x: x.view(2, 4, 8).diagonal(3, 0, -1),
+    "truths of a diagonal": lambda x: (x > 0).diagonal(),
+    "trace": lambda x: x.trace() + x[:, :4].diagonal(-3).sum(),
     "padded embedding": lambda x: F.embedding(torch.stack([FIRST, SECOND]), x, padding_idx=2),
     "roll of both dims": lambda x: x.roll((1, -2), (0, 1)),
     "roll of all elements": lambda x: x.roll(3),
