@@ -32,6 +32,7 @@ VALUES = (
     "shards",
     "chain",
     "check_optimizer",
+    "code_facts",
     "collectives",
     "conf_dir",
     "exit_codes",
@@ -42,6 +43,7 @@ VALUES = (
     "testing",
     "torch_private",
     "typed_values",
+    "user_cache",
     "user_code",
 )
 BELOW = {name: set(VALUES) for name in VALUES}

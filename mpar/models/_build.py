@@ -141,7 +141,7 @@ def _traced(raw: Mapping[str, object], generation: Mapping[str, object] | None, 
         raise ConfigError(
             f"cannot make a {raw['model_type']} with {', '.join(asked)}: it is traced, and has only what transformers has"
         )
-    traits = traced.check_traced(json.dumps(raw))
+    traits = traced.kept_check(json.dumps(raw))
     generation_json = None if generation is None else json.dumps(generation)
     return traced.TracedModel(json.dumps(raw), options.dtype or torch.float32, generation_json, traits)
 

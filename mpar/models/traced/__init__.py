@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpar.models.traced._imported import Imported, imported
+    from mpar.models.traced._kept_checks import kept_check
     from mpar.models.traced._model import TracedModel
     from mpar.models.traced._self_check import check_traced, shrunken
     from mpar.models.traced._skeleton import is_causal_type, load_transformers, transformers_config
@@ -18,6 +19,7 @@ _HOME = {
     "check_traced": "_self_check",
     "imported": "_imported",
     "is_causal_type": "_skeleton",
+    "kept_check": "_kept_checks",
     "load_transformers": "_skeleton",
     "shrunken": "_self_check",
     "transformers_config": "_skeleton",
@@ -29,6 +31,7 @@ __all__ = [
     "check_traced",
     "imported",
     "is_causal_type",
+    "kept_check",
     "load_transformers",
     "shrunken",
     "transformers_config",
