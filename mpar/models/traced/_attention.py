@@ -11,7 +11,7 @@ from mpar.chain import Axes, of_past
 from mpar.errors import ConfigError
 from mpar.models.traced._reading import Keys, Reading, current
 
-__all__ = ["ATTENTION", "CARRIED_AXES", "register_attention"]
+__all__ = ["ATTENTION", "carried_axes", "register_attention"]
 
 ATTENTION = "mpar"
 """The name of the function in transformers' table."""
@@ -20,11 +20,18 @@ _UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_c
 _WITHOUT_EFFECT = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits"}
 _WITHOUT_EFFECT |= {"position_embeddings", "output_hidden_states", "return_dict"}
 _QUERIES: Axes = ("batch", "attend_seq", "attend_heads", "head")
-_KEYS: Axes = ("batch", "attend_kv_seq", "attend_kv_heads", "head")
-_CARRIED: Axes = ("batch", "attend_seq", "attend_kv_heads", "head")  # stays sharded along the row even if _KEYS gathers it
 _RESULT: Axes = ("batch", "seq", "heads", "head")
-CARRIED_AXES: Keys[Axes] = Keys(_CARRIED, _CARRIED)
-"""The logical axes of what a call of attention carries to later slices."""
+
+
+def carried_axes(num_kv_heads: int) -> Keys[Axes]:
+    """The logical axes of what a call of attention carries to later slices; along the row it stays sharded as queries are."""
+    axes = _keys_axes("attend_seq", num_kv_heads)
+    return Keys(axes, axes)
+
+
+def _keys_axes(rows: str, num_kv_heads: int) -> Axes:
+    """A single head is read by all heads of queries, so every rank has it."""
+    return ("batch", rows, None if num_kv_heads == 1 else "attend_kv_heads", "head")
 
 
 def register_attention(transformers: ModuleType) -> None:
@@ -55,11 +62,12 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
 
 def _in_rows(found: Reading, q_BSNH: Tensor, keys: Keys[Tensor], sinks: Tensor | None, how: dict[str, Any]) -> Tensor:
     """Attention to the keys of the same positions and of earlier slices."""
-    call, context = len(found.carried), found.context
-    carried = Keys(ops.constrain(keys.k_BMKH, _CARRIED), ops.constrain(keys.v_BMKH, _CARRIED))
+    call, context, num_kv_heads = len(found.carried), found.context, keys.k_BMKH.shape[2]
+    in_slice, read = (_keys_axes(rows, num_kv_heads) for rows in ("attend_seq", "attend_kv_seq"))
+    carried = Keys(ops.constrain(keys.k_BMKH, in_slice), ops.constrain(keys.v_BMKH, in_slice))
     found.carried.append(carried)
     own, *past = (
-        (ops.constrain(each.k_BMKH, _KEYS), ops.constrain(each.v_BMKH, _KEYS))
+        (ops.constrain(each.k_BMKH, read), ops.constrain(each.v_BMKH, read))
         for each in (carried, *(slice_keys[call] for slice_keys in found.past))
     )
     past_parts = [

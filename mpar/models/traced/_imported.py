@@ -34,6 +34,7 @@ class Imported:
     layouts:  for each stored parameter how it is cut into leaves.
     pairs:    for each layer a token's multiplications with each other token of a row: 2 n h for n heads of h.
     windows:  for each layer the windows of its calls of attention; None is a call that sees the whole row.
+    kv_heads: for each layer how many heads of keys each of these calls has.
     """
 
     skeleton: Skeleton
@@ -44,6 +45,7 @@ class Imported:
     layouts: Mapping[str, Layout]
     pairs: tuple[int, ...]
     windows: tuple[tuple[int | None, ...], ...]
+    kv_heads: tuple[tuple[int, ...], ...]
 
     @property
     def num_layers(self) -> int:
@@ -84,7 +86,8 @@ def imported(source: Source) -> Imported:
 def _imported(found: Skeleton) -> Imported:
     with FakeTensorMode(allow_non_fake_inputs=True):
         tokens, positions = torch.zeros(_BATCH, _SEQ, dtype=torch.int64), torch.arange(_SEQ)[None]
-        calls, context = runs.layer_calls(found, tokens, positions)
+        found = replace(found, behind=_num_behind(found, tokens, positions))
+        calls, context = runs.layer_calls(found, tokens, positions, torch.float32)
     if len(calls) != len(found.layers):
         raise ConfigError(f"it has {len(found.layers)} layers and runs {len(calls)} of them")
     context = {key: torch.empty(value.shape, dtype=value.dtype, device="meta") for key, value in context.items()}
@@ -93,9 +96,9 @@ def _imported(found: Skeleton) -> Imported:
     known: dict[str, Layout] = {}
     attends: dict[int, list[fx.Node]] = {}
     for index in sorted(set(kinds)):
-        logical, cuts, gives_tuple = _trace_layer(found, index, calls[index], context, {})
+        logical, cuts = _trace_layer(found, index, calls[index], context, {})
         if cuts:
-            logical, *_ = _trace_layer(found, index, calls[index], context, cuts)
+            logical, _ = _trace_layer(found, index, calls[index], context, cuts)
         attends[index] = [node for node in logical.graph.nodes if node.target == PRIMITIVES["attention"].op]
         names = {path: path.removeprefix("0.") for path in logical.names if path.startswith("0.")}
         leaves = layouts(logical, names, "1", ("batch", "seq", "embed"))
@@ -103,7 +106,6 @@ def _imported(found: Skeleton) -> Imported:
             joined, sizes = cuts.get(name, (None, (1,)))
             layout = Layout(tuple(leaves[f"{name}.{part}"] for part in range(len(sizes))), joined)
             known |= {f"{found.names[i]}.{name}": layout for i, kind in enumerate(kinds) if kind == index}
-    found = replace(found, returns_tuple=gives_tuple)
     embed = _outside(found, known, before=True)
     head = _outside(found, known, before=False)
     unread = {name: x for name, x in found.parameters.items() if name not in known}  # a folder has them: they come along
@@ -111,7 +113,17 @@ def _imported(found: Skeleton) -> Imported:
     head = (*head, *unread)
     pairs = tuple(_pairs(attends[kind]) for kind in kinds)
     windows = tuple(tuple(call.kwargs.get("window") for call in attends[kind]) for kind in kinds)
-    return Imported(found, tuple(calls), kinds, embed, head, known, pairs, windows)  # type: ignore[arg-type]
+    kv_heads = tuple(tuple(call.args[1].meta["val"].shape[2] for call in attends[kind]) for kind in kinds)  # type: ignore[union-attr]
+    return Imported(found, tuple(calls), kinds, embed, head, known, pairs, windows, kv_heads)  # type: ignore[arg-type]
+
+
+def _num_behind(found: Skeleton, tokens: Tensor, positions: Tensor) -> int | None:
+    """`Skeleton.behind`, as the first layer returns it."""
+    (call,), context = runs.layer_calls(found, tokens, positions, torch.float32, count=1)
+    weights = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in found.layers[0].named_parameters()}
+    reading = Reading(context, _BATCH, _SEQ)
+    runs.layer(found, 0, _plain(weights), torch.zeros(_BATCH, _SEQ, _hidden_size(found)), call, reading)
+    return reading.behind
 
 
 def _pairs(calls: Sequence[fx.Node]) -> int:
@@ -133,26 +145,21 @@ def _plain(params: Mapping[str, Tensor]) -> dict[str, Weight]:
 
 def _trace_layer(
     found: Skeleton, index: int, call: runs.Call, context: Mapping[str, Tensor], cuts: Mapping[str, _Cut]
-) -> tuple[LogicalGraph, dict[str, _Cut], bool]:
-    """`(the graph of a layer whose parameters are cut as cuts says, how they could be cut, whether it returns a tuple)`."""
+) -> tuple[LogicalGraph, dict[str, _Cut]]:
+    """`(the graph of a layer whose parameters are cut as cuts says, how they could be cut)`."""
     seen: dict[str, Weight] = {}
-    gives_tuple = False
 
     def fn(params: dict[str, list[Tensor]], x: Tensor, context: dict[str, Tensor]) -> Tensor:
-        nonlocal gives_tuple
         for name, parts in params.items():
             seen[name] = Weight(parts, (None,) * parts[0].ndim, cuts[name][0] if name in cuts else None)
-        reading = Reading(context, _BATCH, _SEQ)
-        y = runs.layer(found, index, seen, x, call, reading)
-        gives_tuple = reading.gives_tuple
-        return y
+        return runs.layer(found, index, seen, x, call, Reading(context, _BATCH, _SEQ))
 
     params = {}
     for name, parameter in found.layers[index].named_parameters():
         along, sizes = cuts.get(name, (0, ()))
         params[name] = list(parameter.detach().split(sizes, along)) if sizes else [parameter.detach()]
     logical = trace(fn, (params, _x(found), dict(context)))
-    return logical, {name: next(iter(weight.cuts)) for name, weight in seen.items() if len(weight.cuts) == 1}, gives_tuple
+    return logical, {name: next(iter(weight.cuts)) for name, weight in seen.items() if len(weight.cuts) == 1}
 
 
 def _outside(found: Skeleton, known: dict[str, Layout], *, before: bool) -> tuple[str, ...]:

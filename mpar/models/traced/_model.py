@@ -15,7 +15,7 @@ from mpar.errors import ConfigError, DataError
 from mpar.models._batch import BATCH_KEYS, ORDER, Batch, batch_weight, check_batch
 from mpar.models._model import Model
 from mpar.models.traced import _runs as runs
-from mpar.models.traced._attention import CARRIED_AXES
+from mpar.models.traced._attention import carried_axes
 from mpar.models.traced._imported import Imported, imported
 from mpar.models.traced._layout import Layout
 from mpar.models.traced._reading import Keys
@@ -100,8 +100,9 @@ class TracedModel(Model):
 
     @property
     def base(self) -> str:
-        """The prefix of the names of all stored tensors but those of the head."""
-        return f"{self.imported.skeleton.module.base_model_prefix}."
+        """The prefix of the names of all stored tensors but those of the head; empty if they have none."""
+        base = f"{self.imported.skeleton.module.base_model_prefix}."
+        return base if any(name.startswith(base) for name, _ in self.stored_names.values()) else ""
 
     @property
     def absent(self) -> tuple[str, ...]:
@@ -172,11 +173,11 @@ class TracedModel(Model):
         return (first, *body, Segment("head", HeadRun(source, self.vocab_size), found.head))
 
     def _layer_run(self, kind: int) -> tuple[LayerRun, Carry | None]:
-        run, windows = LayerRun(self.source, kind), self.imported.windows[kind]
+        run, windows, kv_heads = LayerRun(self.source, kind), self.imported.windows[kind], self.imported.kv_heads[kind]
         if not (self.traits.continues and windows):
             return run, None
         reach = max((window for window in windows if window is not None), default=None)
-        return run, Carry(run.slice, (CARRIED_AXES,) * len(windows), None if None in windows else reach)
+        return run, Carry(run.slice, tuple(map(carried_axes, kv_heads)), None if None in windows else reach)
 
     def context(self, batch: Batch, row_length: int | None = None) -> Mapping[str, Tensor]:
         """What segments read: the batch, positions (B or 1, S), and what layers are called with, such as tables of a rotation."""
@@ -185,7 +186,7 @@ class TracedModel(Model):
         if positions is None:
             positions = (torch.arange(tokens.shape[1], device=tokens.device) if order is None else order)[None]
         positions = positions + self.traits.first_position
-        _, called = runs.layer_calls(self.imported.skeleton, tokens, positions)
+        _, called = runs.layer_calls(self.imported.skeleton, tokens, positions, torch.promote_types(self.dtype, torch.float32))
         return {**batch, **called, "positions": positions}
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:

@@ -31,7 +31,7 @@ class Reading:
     past:    what earlier slices of the same rows carried: for each of them, for each call of attention in the layer, its keys.
     state:   while tokens are generated: for each call of attention the keys so far. None: tokens are not generated.
     carried: filled by the run: the keys of each call of attention, for later slices or tokens.
-    gives_tuple: filled by the run: whether the layer returns a tuple, whose first item is x.
+    behind:  filled by the run: how many items the layer returns behind x; None if it returns x alone, in no tuple.
     """
 
     context: Mapping[str, Tensor]
@@ -40,7 +40,7 @@ class Reading:
     past: Sequence[Sequence[Keys[Tensor]]] = ()
     state: Sequence[Keys[Tensor]] | None = None
     carried: list[Keys[Tensor]] = field(default_factory=list)
-    gives_tuple: bool = False
+    behind: int | None = None
 
 
 _current: ContextVar[Reading | None] = ContextVar("mpar_reading", default=None)

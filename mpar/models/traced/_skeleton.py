@@ -45,7 +45,7 @@ class Skeleton:
     saved:   for the name of a tied parameter the name under which folders have it.
     buffers: the names of parameters that are buffers in transformers: they are read from checkpoints, and have no gradient.
     masked:  whether its attention is its own, which reads a mask.
-    returns_tuple: whether a layer returns a tuple, whose first item is x.
+    behind:  how many items a layer returns behind x; None if it returns x alone, in no tuple.
     """
 
     module: nn.Module
@@ -55,7 +55,7 @@ class Skeleton:
     saved: dict[str, str]
     buffers: frozenset[str]
     masked: bool
-    returns_tuple: bool = False
+    behind: int | None = None
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -103,9 +103,24 @@ def is_causal_type(model_type: object) -> bool:
 
 
 def transformers_config(config_json: str) -> Any:
-    """transformers' own config, a new one for each call: `from_config` writes into what it is given."""
-    raw = json.loads(config_json)
-    return load_transformers().AutoConfig.for_model(raw.pop("model_type"), **raw)
+    """transformers' own config, a new one for each call: `from_config` writes into what it is given.
+
+    Raises ConfigError for whatever transformers finds wrong with it.
+    """
+    raw = json.loads(config_json, object_hook=_decoded)
+    model_type, transformers = raw.pop("model_type"), load_transformers()
+    try:
+        return transformers.AutoConfig.for_model(model_type, **raw)
+    except Exception as error:  # whatever a class of transformers raises
+        raise ConfigError(
+            f"transformers {transformers.__version__} refuses this config of model_type={model_type!r}: "
+            f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
+
+
+def _decoded(found: dict[str, object]) -> object:
+    """Numbers that JSON has not are written by transformers as {"__float__": "Infinity"}."""
+    return float(str(found["__float__"])) if set(found) == {"__float__"} else found
 
 
 @functools.lru_cache(maxsize=16)
