@@ -36,11 +36,16 @@ _SIZES = {
     8: ("qk_rope_head_dim", "rotary_dim"),
     128: ("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"),
     4: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    2: ("num_experts_per_tok", "moe_topk", "n_group", "num_expert_group", "moe_top_k", "top_k_experts", "moe_k"),
+    2: (
+        *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k"),
+        *("n_group", "num_expert_group"),
+    ),
     1: ("topk_group",),
     5: ("sliding_window",),
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
+_MOST_LAYERS = 8
+_MOST_LAYERS = 8
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -141,11 +146,17 @@ def _head_sizes(full: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _layer_counts(full: Mapping[str, Any]) -> dict[str, object]:
+    """Numbers of layers: so many that every sort of layer is among the first, if that is no more than eight."""
     small: dict[str, object] = {}
     for key in (key for key in _LAYERS if isinstance(full.get(key), int)):
-        count, num_layers = full[key], min(4, full[key])
+        count = full[key]
         lists = {name: value for name, value in full.items() if isinstance(value, list) and len(value) == count}
+        firsts = [value.index(sort) + 1 for value in lists.values() for sort in value]
+        num_layers = min(count, max([4, *(first for first in firsts if first <= _MOST_LAYERS)]))
         small |= {key: num_layers, **{name: value[:num_layers] for name, value in lists.items()}}
+        if isinstance(full.get("per_layer_config"), dict):
+            kept = {index: each for index, each in full["per_layer_config"].items() if int(index) < num_layers}
+            small["per_layer_config"] = {index: {**each, **_sizes(each), **_head_sizes(each)} for index, each in kept.items()}
     return small
 
 
