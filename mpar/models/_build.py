@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mpar
 from mpar import tree
@@ -23,8 +23,9 @@ from mpar.models.architectures import ARCHITECTURES, Architecture, find_architec
 from mpar.models.decoder import DecoderParams
 from mpar.models.hf import HfReader, load_params, read_json
 from mpar.strategy import Strategy, preset
+from mpar.tree import Tree
 
-__all__ = ["build", "from_config", "from_hf"]
+__all__ = ["build", "from_config", "from_hf", "from_module"]
 
 _MAX_CONFIG_BYTES = 2**21  # of a config.json; those of the hub have some kilobytes
 
@@ -104,6 +105,20 @@ def from_hf(
     device_mesh = mesh.bind()  # only this case loads mpar.dtensor, which imports DTensor and sympy
     shards = load_params(model, path, specs, mesh, device_mesh.get_rank())
     return model, tree.map_leaves(lambda local, spec: mpar.dtensor.wrap(local, spec, mesh, device_mesh), shards, specs)
+
+
+def from_module(module: nn.Module, example: Tensor) -> tuple["traced.ModuleModel", Tree]:
+    """`(model, params)` of a causal language model of your own, any `torch.nn.Module` with a list of blocks.
+
+    The params are copies of the module's; `model.state_dict(params)` gives them back by its names.
+
+    module:  its forward takes tokens (B, S) and gives logits (B, S, vocabulary), alone or first in a tuple. It calls the
+             modules of one ModuleList or Sequential one after the other, each with x (B, S, features) first. With an argument
+             `position_ids` or `positions` it is given positions (1 or B, S).
+    example: tokens (B, S), for which logits and the gradient of every parameter are compared with the module's, in float32.
+    Raises ConfigError for a module that cannot be traced, with the reason, and where the model differs, with what differs.
+    """
+    return traced.from_module(module, example)
 
 
 def _options(options: ModelOptions | None, words: OptionWords) -> ModelOptions:

@@ -10,13 +10,16 @@ if TYPE_CHECKING:
     from mpar.models.traced._imported import Imported, imported
     from mpar.models.traced._kept_checks import kept_check
     from mpar.models.traced._model import TracedModel
+    from mpar.models.traced._module_model import ModuleModel, from_module
     from mpar.models.traced._self_check import check_traced, shrunken
     from mpar.models.traced._skeleton import is_causal_type, load_transformers, transformers_config
 
 _HOME = {
     "Imported": "_imported",
+    "ModuleModel": "_module_model",
     "TracedModel": "_model",
     "check_traced": "_self_check",
+    "from_module": "_module_model",
     "imported": "_imported",
     "is_causal_type": "_skeleton",
     "kept_check": "_kept_checks",
@@ -27,8 +30,10 @@ _HOME = {
 
 __all__ = [
     "Imported",
+    "ModuleModel",
     "TracedModel",
     "check_traced",
+    "from_module",
     "imported",
     "is_causal_type",
     "kept_check",

@@ -4,14 +4,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mpar import ops
 from mpar.chain import Axes, of_past
 from mpar.errors import ConfigError
-from mpar.models.traced._reading import Keys, Reading, current
+from mpar.models.traced._reading import Keys, Reading, current, running
 
-__all__ = ["ATTENTION", "carried_axes", "register_attention"]
+__all__ = ["ATTENTION", "carried_axes", "dot_product_attention", "register_attention"]
 
 ATTENTION = "mpar"
 """The name of the function in transformers' table."""
@@ -47,17 +48,37 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
         raise ConfigError(f"{type(module).__name__} calls attention with {what}, which mpar's primitive has not")
     # a rotation by a table of float32 may have made queries and keys wider
     q_BSNH, k_BSKH, v_BSKH = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
-    found, apply = current(module), _in_rows
-    if found.state is not None:
-        apply = _after_state
-    out_BSNH = apply(
-        found,
-        ops.constrain(q_BSNH, _QUERIES),
-        Keys(k_BSKH, v_BSKH),
-        options.get("s_aux"),
-        {"window": options.get("sliding_window"), "scale": options.get("scaling"), "soft_cap": options.get("softcap")},
-    )
-    return ops.constrain(out_BSNH, _RESULT), None
+    how = {"window": options.get("sliding_window"), "scale": options.get("scaling"), "soft_cap": options.get("softcap")}
+    return _by_primitive(current(module), q_BSNH, Keys(k_BSKH, v_BSKH), options.get("s_aux"), how), None
+
+
+def dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's function of this name, (B, N, S, H) to (B, N, S, H).
+
+    Within a layer it is the primitive, if causal attention alone is asked for.
+    """
+    found = running()
+    plain = is_causal and attn_mask is None and not dropout_p and query.ndim == 4 and query.shape[2] == key.shape[2]
+    if found is None or not plain:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    q_BSNH, k_BSKH, v_BSKH = (x.transpose(1, 2) for x in (query, key, value))
+    return _by_primitive(found, q_BSNH, Keys(k_BSKH, v_BSKH), None, {"scale": scale, "window": None}).transpose(1, 2)
+
+
+def _by_primitive(found: Reading, q_BSNH: Tensor, keys: Keys[Tensor], sinks: Tensor | None, how: dict[str, Any]) -> Tensor:
+    apply = _in_rows if found.state is None else _after_state
+    return ops.constrain(apply(found, ops.constrain(q_BSNH, _QUERIES), keys, sinks, how), _RESULT)
 
 
 def _in_rows(found: Reading, q_BSNH: Tensor, keys: Keys[Tensor], sinks: Tensor | None, how: dict[str, Any]) -> Tensor:

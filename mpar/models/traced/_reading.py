@@ -11,7 +11,7 @@ from torch import Tensor
 from mpar.errors import ConfigError
 from mpar.tree import Leaf, struct
 
-__all__ = ["Keys", "Reading", "current", "reading"]
+__all__ = ["Keys", "Reading", "current", "reading", "running"]
 
 
 @struct
@@ -44,6 +44,11 @@ class Reading:
 
 
 _current: ContextVar[Reading | None] = ContextVar("mpar_reading", default=None)
+
+
+def running() -> Reading | None:
+    """What the layer that runs now may read; None outside of layers."""
+    return _current.get()
 
 
 def current(who: object) -> Reading:

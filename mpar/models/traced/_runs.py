@@ -4,7 +4,6 @@ The model of transformers is run as it is. Its layers are replaced by functions 
 So no name of a model's own is needed, only that its layers follow one another.
 """
 
-import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpar.errors import ConfigError
 from mpar.models.traced._mode import Weight, Weights
 from mpar.models.traced._reading import Reading, reading
 from mpar.models.traced._skeleton import Skeleton
 from mpar.torch_private import pytree
 
-__all__ = ["Call", "embed", "head", "layer", "layer_calls"]
+__all__ = ["Call", "embed", "head", "layer", "layer_calls", "logits_of"]
 
 _LOCK = threading.RLock()
 """A skeleton is one object, whose layers are replaced for a moment."""
@@ -58,10 +58,19 @@ def layer_calls(
     Weights are not read: they count as zeros of `dtype`.
     """
     notes: list[tuple[tuple, dict]] = []
+    shapes: list[tuple[int, ...]] = []
     last = len(skeleton.layers) if count is None else count
 
-    def note(x: Tensor, *args: object, **kwargs: object) -> object:
-        notes.append((args, kwargs))
+    def note(*args: object, **kwargs: object) -> object:
+        x, *args_behind = args or (None,)
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"{skeleton.names[len(notes)]} is not called with x, a tensor, as its first argument")
+        shapes.append(tuple(x.shape))
+        if shapes[-1] != shapes[0]:
+            raise ConfigError(
+                f"its layers read x of unlike shapes: {skeleton.names[0]} {shapes[0]}, {skeleton.names[len(notes)]} {shapes[-1]}"
+            )
+        notes.append((tuple(args_behind), kwargs))
         if len(notes) == last:
             raise _ReachedError
         return _as_layers_do(skeleton, x)
@@ -119,7 +128,12 @@ def head(skeleton: Skeleton, weights: Mapping[str, Weight], x: Tensor, tokens: T
         calls += 1
         return _as_layers_do(skeleton, x if calls == 1 else given)
 
-    return _run(skeleton, weights, tokens, positions, [put] * len(skeleton.layers), _dtype(weights)).logits
+    return logits_of(_run(skeleton, weights, tokens, positions, [put] * len(skeleton.layers), _dtype(weights)))
+
+
+def logits_of(returned: Any) -> Tensor:
+    """The logits among what a model returns: alone, first in a tuple, or an attribute."""
+    return returned if isinstance(returned, Tensor) else returned[0] if isinstance(returned, tuple) else returned.logits
 
 
 def _dtype(weights: Mapping[str, Weight]) -> torch.dtype:
@@ -139,11 +153,11 @@ def _run(
     for name, parameter in skeleton.parameters.items():
         if name not in given and not name.startswith(tuple(f"{layer}." for layer in skeleton.names)):
             given[name] = torch.zeros((), dtype=dtype).expand(parameter.shape)
-    known = inspect.signature(skeleton.module.forward).parameters
-    options = {"use_cache": False, "position_ids": positions, "return_dict": True}
+    options = dict(skeleton.options)
+    if skeleton.positions is not None:
+        options[skeleton.positions] = positions
     if skeleton.masked:  # without a mask transformers would look for packed rows in the values of positions
         options["attention_mask"] = torch.ones_like(tokens)
-    options = {key: value for key, value in options.items() if key in known or key == "return_dict"}
     try:
         with _LOCK, skeleton.forwards(forwards), Weights(weights):
             return torch.func.functional_call(skeleton.module, given, (tokens,), options, tie_weights=True)
