@@ -10,7 +10,7 @@ import torch
 from mpar.errors import MparError, TraceError
 from mpar.torch_private import DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException
 
-__all__ = ["user_code"]
+__all__ = ["place_of", "user_code"]
 
 _LIBRARIES = (str(Path(str(torch.__file__)).parent), str(Path(__file__).parent))
 _UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)  # the trace explains
@@ -27,10 +27,10 @@ def user_code(call: str) -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())
         shown = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-        raise TraceError(f"{call} raised {type(error).__name__}{_line(error)}: {shown}") from error
+        raise TraceError(f"{call} raised {type(error).__name__}{place_of(error)}: {shown}") from error
 
 
-def _line(error: Exception) -> str:
+def place_of(error: Exception) -> str:
     """` at file:line`, of the innermost code that is neither mpar's nor torch's."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
     return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

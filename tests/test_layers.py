@@ -32,6 +32,7 @@ VALUES = (
     "shards",
     "chain",
     "check_optimizer",
+    "code_facts",
     "collectives",
     "conf_dir",
     "control",
@@ -44,6 +45,7 @@ VALUES = (
     "testing",
     "torch_private",
     "typed_values",
+    "user_cache",
     "user_code",
 )
 BELOW = {name: set(VALUES) for name in VALUES}

@@ -14,9 +14,9 @@ from mpar.cli._bind import bind
 from mpar.cli._failures import write_failure
 from mpar.cli._later import later
 from mpar.cli._signals import Stopped, signals_stop
-from mpar.cli._user_cache import user_cache
 from mpar.parent_process import end_with_parent
 from mpar.train import MALFORMED_FILE, PlainConfig, TrainConfig, find_kept_job, write_run_dir
+from mpar.user_cache import user_cache
 
 __all__ = ["REQUEST", "Start", "main", "prepared_start"]
 

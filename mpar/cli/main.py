@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from mpar.cli import _screen
 from mpar.cli._signals import Stopped, signals_stop
 from mpar.cli._switches import say_info, say_version
-from mpar.cli._user_cache import user_cache
 from mpar.errors import ConfigError, MparError, UnknownNameError, exit_code
 from mpar.exit_codes import code_of_signal
+from mpar.user_cache import user_cache
 
 __all__ = ["COMMANDS", "main"]
 

@@ -4,7 +4,7 @@ architectures: declarations of model types.        decoder: config, parameters a
 layers:        what decoders are made of.          hf: folders of weights.
 """
 
-from mpar.models._build import build, from_config, from_hf
+from mpar.models._build import build, from_config, from_hf, from_module
 from mpar.models._cached import CachedDecoder, with_cache
 from mpar.models._declared import DeclaredModel
 from mpar.models._flops import flops_per_token
@@ -82,6 +82,7 @@ __all__ = [
     "flops_per_token",
     "from_config",
     "from_hf",
+    "from_module",
     "hf_tensors",
     "load_params",
     "shard_slices",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mpar
 from mpar import tree
@@ -23,8 +23,9 @@ from mpar.models.architectures import ARCHITECTURES, Architecture, find_architec
 from mpar.models.decoder import DecoderParams
 from mpar.models.hf import HfReader, load_params, read_json
 from mpar.strategy import Strategy, preset
+from mpar.tree import Tree
 
-__all__ = ["build", "from_config", "from_hf"]
+__all__ = ["build", "from_config", "from_hf", "from_module"]
 
 _MAX_CONFIG_BYTES = 2**21  # of a config.json; those of the hub have some kilobytes
 
@@ -106,6 +107,20 @@ def from_hf(
     return model, tree.map_leaves(lambda local, spec: mpar.dtensor.wrap(local, spec, mesh, device_mesh), shards, specs)
 
 
+def from_module(module: nn.Module, example: Tensor) -> tuple["traced.ModuleModel", Tree]:
+    """`(model, params)` of a causal language model of your own, any `torch.nn.Module` with a list of blocks.
+
+    The params are copies of the module's; `model.state_dict(params)` gives them back by its names.
+
+    module:  its forward takes tokens (B, S) and gives logits (B, S, vocabulary), alone or first in a tuple. It calls the
+             modules of one ModuleList or Sequential one after the other, each with x (B, S, features) first. With an argument
+             `position_ids` or `positions` it is given positions (1 or B, S).
+    example: tokens (B, S), for which logits and the gradient of every parameter are compared with the module's, in float32.
+    Raises ConfigError for a module that cannot be traced, with the reason, and where the model differs, with what differs.
+    """
+    return traced.from_module(module, example)
+
+
 def _options(options: ModelOptions | None, words: OptionWords) -> ModelOptions:
     return replace(options or ModelOptions(), **words)
 
@@ -141,7 +156,7 @@ def _traced(raw: Mapping[str, object], generation: Mapping[str, object] | None, 
         raise ConfigError(
             f"cannot make a {raw['model_type']} with {', '.join(asked)}: it is traced, and has only what transformers has"
         )
-    traits = traced.check_traced(json.dumps(raw))
+    traits = traced.kept_check(json.dumps(raw))
     generation_json = None if generation is None else json.dumps(generation)
     return traced.TracedModel(json.dumps(raw), options.dtype or torch.float32, generation_json, traits)
 

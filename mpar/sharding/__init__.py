@@ -18,8 +18,8 @@ from mpar.sharding._trace import LogicalGraph, source_line, trace
 
 __all__ = [
     "CONTROL",
-    "Cond",
     "Collective",
+    "Cond",
     "LogicalGraph",
     "NodeRule",
     "RankGraph",

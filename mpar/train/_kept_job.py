@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mpar.code_facts import code_facts, digest_of
 from mpar.data import find_sources
 from mpar.errors import MparError
 from mpar.files import Unreadable, open_regular
 from mpar.kept_files import KeptFiles, NotUsableError
 from mpar.plug_ins import source_digests
-from mpar.train._code import code_facts, digest_of
 from mpar.train._config import PlainConfig, TrainConfig
 from mpar.train._job_folder import DATA_FOLDER, JOB_FILE, write_private
 from mpar.train._plug_ins import plug_ins

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mpar import plain
+from mpar.code_facts import code_facts
 from mpar.errors import PlainDataError
 from mpar.files import MAX_TABLE_BYTES, Unreadable, read_text
 from mpar.kept_files import KeptFiles, NotUsableError, reason
 from mpar.plug_ins import source_digests
 from mpar.program import Program
-from mpar.train._code import code_facts
 from mpar.train._plug_ins import RATE_KEYS, plug_ins
 from mpar.train._setup import RunSetup
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from mpar import kept_files, plain
+from mpar import code_facts, kept_files, plain
 from mpar.cli._compose import compose_config
 from mpar.optim import CLASSES
 from mpar.program import Program
-from mpar.train import TrainConfig, _code, _program_cache, make_setup
+from mpar.train import TrainConfig, _program_cache, make_setup
 from mpar.train._program_cache import ProgramCache, program_key
 from mpar.train.compile import compile_evaluation, compile_program
 from mpar.train.prepare import prepare
@@ -231,9 +231,9 @@ def test_the_key_is_of_what_the_program_depends_on(monkeypatch):
     for overrides in SAME:
         assert program_key(setup_of(*overrides.split()), "training") == key, overrides
     keys = [key, program_key(setup_of(), "evaluation"), *(program_key(setup_of(one), "training") for one in OTHER)]
-    monkeypatch.setattr(_code, "_source_hash", lambda: "another source")
+    monkeypatch.setattr(code_facts, "_source_hash", lambda: "another source")
     keys.append(program_key(setup_of(), "training"))
-    monkeypatch.setattr(_code, "_version", lambda package: "another version")
+    monkeypatch.setattr(code_facts, "_version", lambda package: "another version")
     keys.append(program_key(setup_of(), "training"))
     assert len(set(keys)) == len(keys)
 

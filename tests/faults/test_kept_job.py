@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mpar import code_facts
 from mpar.cli._compose import compose_config
-from mpar.train import TrainConfig, _code, _kept_job, find_kept_job, read_metrics
+from mpar.train import TrainConfig, _kept_job, find_kept_job, read_metrics
 from tests.cli.conftest import SMALL, environment, run_mpar
 from tests.tiers import examples
 
@@ -111,7 +112,7 @@ def test_the_key_is_of_all_that_preparing_depends_on(find, rows, tmp_path, monke
         (tmp_path / "tokenizer" / "tokenizer.json").write_text(content)
         keys.append(find("data.tokenizer=tokenizer").key)
     for name in ("_source_hash", "_torch_build"):
-        monkeypatch.setattr(_code, name, lambda: "another")
+        monkeypatch.setattr(code_facts, name, lambda: "another")
         keys.append(find().key)
     assert len(set(keys)) == len(keys)
 

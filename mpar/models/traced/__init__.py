@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpar.models.traced._imported import Imported, imported
+    from mpar.models.traced._kept_checks import kept_check
     from mpar.models.traced._model import TracedModel
+    from mpar.models.traced._module_model import ModuleModel, from_module
     from mpar.models.traced._self_check import check_traced, shrunken
     from mpar.models.traced._skeleton import is_causal_type, load_transformers, transformers_config
 
 _HOME = {
     "Imported": "_imported",
+    "ModuleModel": "_module_model",
     "TracedModel": "_model",
     "check_traced": "_self_check",
+    "from_module": "_module_model",
     "imported": "_imported",
     "is_causal_type": "_skeleton",
+    "kept_check": "_kept_checks",
     "load_transformers": "_skeleton",
     "shrunken": "_self_check",
     "transformers_config": "_skeleton",
@@ -25,10 +30,13 @@ _HOME = {
 
 __all__ = [
     "Imported",
+    "ModuleModel",
     "TracedModel",
     "check_traced",
+    "from_module",
     "imported",
     "is_causal_type",
+    "kept_check",
     "load_transformers",
     "shrunken",
     "transformers_config",

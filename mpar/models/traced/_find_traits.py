@@ -2,23 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mpar.errors import MparError
-from mpar.models.traced._model import TracedModel
+from mpar.models.traced._chain import TracedChain
 from mpar.models.traced._traits import Traits
 from mpar.tree import Tree
 
 __all__ = ["find_traits"]
-
-
-class HasLogits(Protocol):
-    """What a model of transformers returns."""
-
-    logits: Tensor
 
 
 _ALLOWED = 1e-4
@@ -26,12 +19,12 @@ _CUT = 5
 """Where the second document, or the second part, begins."""
 
 
-def find_traits(model: TracedModel, params: Tree, eager: Callable[..., HasLogits], tokens_BS: Tensor) -> Traits:
-    """The traits of a model that computes what `eager` computes for whole rows in order."""
-    whole_BSV = eager(tokens_BS, use_cache=False).logits
+def find_traits(model: TracedChain, params: Tree, logits: Callable[[Tensor], Tensor], tokens_BS: Tensor) -> Traits:
+    """The traits of a model that computes what `logits` computes for whole rows in order."""
+    whole_BSV = logits(tokens_BS)
     length = tokens_BS.shape[1]
     order = torch.arange(length).flip(0).roll(2)
-    halves = [eager(part, use_cache=False).logits for part in (tokens_BS[:, :_CUT], tokens_BS[:, _CUT:])]
+    halves = [logits(part) for part in (tokens_BS[:, :_CUT], tokens_BS[:, _CUT:])]
     positions = torch.cat([torch.arange(_CUT), torch.arange(length - _CUT)]).expand(tokens_BS.shape)
     documents = (torch.arange(length) >= _CUT).to(torch.int64).expand(tokens_BS.shape)
 
@@ -45,8 +38,8 @@ def find_traits(model: TracedModel, params: Tree, eager: Callable[..., HasLogits
     def in_parts() -> Tensor:
         parts, state = [], None
         for part in tokens_BS.tensor_split((_CUT, _CUT + 1), 1):
-            logits, state = model.decode(params, part, state)
-            parts.append(logits)
+            logits_BSV, state = model.decode(params, part, state)
+            parts.append(logits_BSV)
         return torch.cat(parts, 1) - whole_BSV
 
     bound = _ALLOWED * float(whole_BSV.abs().max())

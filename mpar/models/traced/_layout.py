@@ -61,6 +61,15 @@ class Layout:
             parts = list(stored.split([leaf.stored_shape[self.joined] for leaf in self.leaves], self.joined))
         return [part.reshape(leaf.shape) for part, leaf in zip(parts, self.leaves, strict=True)]
 
+    def paths(self, name: str) -> tuple[str, ...]:
+        """The paths of the leaves of the parameter `name`."""
+        return (name,) if len(self.leaves) == 1 else tuple(f"{name}.{i}" for i in range(len(self.leaves)))
+
+    def join(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The stored tensor of these leaves."""
+        parts = [x.reshape(leaf.stored_shape) for x, leaf in zip(leaves, self.leaves, strict=True)]
+        return parts[0] if self.joined is None else torch.cat(parts, self.joined)
+
     @property
     def axes(self) -> Axes:
         """For each stored dim of the first leaf, the first logical axis that is in it; None if there is none."""

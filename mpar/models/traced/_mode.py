@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mpar import ops
 from mpar.chain import Axes
+from mpar.models.traced._attention import dot_product_attention
 from mpar.torch_private import TorchFunctionMode
 
 __all__ = ["Weight", "Weights"]
@@ -51,6 +52,8 @@ class Weights(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear:
             return self._linear(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return dot_product_attention(*args, **kwargs)
         if func is F.embedding:
             return self._embedding(func, *args, **kwargs)
         if func in (F.layer_norm, F.rms_norm):

@@ -11,7 +11,7 @@ from torch import Tensor
 from mpar.errors import ConfigError
 from mpar.tree import Leaf, struct
 
-__all__ = ["Keys", "Reading", "current", "reading"]
+__all__ = ["Keys", "Reading", "current", "reading", "running"]
 
 
 @struct
@@ -31,7 +31,7 @@ class Reading:
     past:    what earlier slices of the same rows carried: for each of them, for each call of attention in the layer, its keys.
     state:   while tokens are generated: for each call of attention the keys so far. None: tokens are not generated.
     carried: filled by the run: the keys of each call of attention, for later slices or tokens.
-    gives_tuple: filled by the run: whether the layer returns a tuple, whose first item is x.
+    behind:  filled by the run: how many items the layer returns behind x; None if it returns x alone, in no tuple.
     """
 
     context: Mapping[str, Tensor]
@@ -40,10 +40,15 @@ class Reading:
     past: Sequence[Sequence[Keys[Tensor]]] = ()
     state: Sequence[Keys[Tensor]] | None = None
     carried: list[Keys[Tensor]] = field(default_factory=list)
-    gives_tuple: bool = False
+    behind: int | None = None
 
 
 _current: ContextVar[Reading | None] = ContextVar("mpar_reading", default=None)
+
+
+def running() -> Reading | None:
+    """What the layer that runs now may read; None outside of layers."""
+    return _current.get()
 
 
 def current(who: object) -> Reading:

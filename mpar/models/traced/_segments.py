@@ -10,6 +10,7 @@ from torch import Tensor
 from mpar import ops
 from mpar.models.traced import _runs as runs
 from mpar.models.traced._imported import Imported, imported
+from mpar.models.traced._modules import ModuleSource
 from mpar.models.traced._reading import Keys, Reading
 from mpar.models.traced._skeleton import Source
 from mpar.tree import Tree
@@ -21,7 +22,7 @@ __all__ = ["EmbedRun", "HeadRun", "LayerRun"]
 class EmbedRun:
     """From tokens to what the first layer reads."""
 
-    source: Source
+    source: Source | ModuleSource
 
     def __call__(
         self, params: tuple, x: None, context: Mapping[str, Tensor], *, training: bool
@@ -37,7 +38,7 @@ class EmbedRun:
 class LayerRun:
     """One layer. Layers that compute the same have the `index` of the first of them, so that they are compiled once."""
 
-    source: Source
+    source: Source | ModuleSource
     index: int
 
     def __call__(
@@ -79,7 +80,7 @@ class LayerRun:
 class HeadRun:
     """What follows the layers: logits, and the sum of the losses of all tokens."""
 
-    source: Source
+    source: Source | ModuleSource
     vocab_size: int
 
     def __call__(

@@ -6,28 +6,23 @@ refused.
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpar import tree
 from mpar.errors import ConfigError
 from mpar.models.traced._attention import ATTENTION
-from mpar.models.traced._find_traits import find_traits
+from mpar.models.traced._comparison import compared
 from mpar.models.traced._model import TracedModel
 from mpar.models.traced._skeleton import load_transformers, transformers_config
 from mpar.models.traced._traits import Traits
-from mpar.tree import Tree
 
 __all__ = ["check_traced", "shrunken"]
 
 _ROWS, _LENGTH = 2, 12
-_LOGITS, _GRADIENTS = 1e-5, 1e-4
-"""How much may differ, as a share of the largest logit, and of the largest gradient of a parameter."""
-
 _SIZES = {
     64: ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"),
     96: ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "n_inner"),
@@ -36,11 +31,16 @@ _SIZES = {
     8: ("qk_rope_head_dim", "rotary_dim"),
     128: ("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"),
     4: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    2: ("num_experts_per_tok", "moe_topk", "n_group", "num_expert_group", "moe_top_k", "top_k_experts", "moe_k"),
+    2: (
+        *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k"),
+        *("n_group", "num_expert_group"),
+    ),
     1: ("topk_group",),
     5: ("sliding_window",),
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
+_MOST_LAYERS = 8
+_MOST_LAYERS = 8
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -141,11 +141,17 @@ def _head_sizes(full: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _layer_counts(full: Mapping[str, Any]) -> dict[str, object]:
+    """Numbers of layers: so many that every sort of layer is among the first, if that is no more than eight."""
     small: dict[str, object] = {}
     for key in (key for key in _LAYERS if isinstance(full.get(key), int)):
-        count, num_layers = full[key], min(4, full[key])
+        count = full[key]
         lists = {name: value for name, value in full.items() if isinstance(value, list) and len(value) == count}
+        firsts = [value.index(sort) + 1 for value in lists.values() for sort in value]
+        num_layers = min(count, max([4, *(first for first in firsts if first <= _MOST_LAYERS)]))
         small |= {key: num_layers, **{name: value[:num_layers] for name, value in lists.items()}}
+        if isinstance(full.get("per_layer_config"), dict):
+            kept = {index: each for index, each in full["per_layer_config"].items() if int(index) < num_layers}
+            small["per_layer_config"] = {index: {**each, **_sizes(each), **_head_sizes(each)} for index, each in kept.items()}
     return small
 
 
@@ -153,46 +159,15 @@ def _compared(model: TracedModel, eager: Any) -> tuple[list[str], Traits]:
     """A line for everything in which the two differ, and what rows allow."""
     generator = torch.Generator().manual_seed(1)
     stored = {name: x for name, x in eager.state_dict(keep_vars=True).items() if name in model.imported.skeleton.parameters}
-    for x in stored.values():
-        if x.ndim == 1:  # gains of one and biases of zero would hide what is done with them
-            x.data += 0.1 * torch.randn(x.shape, generator=generator)
-    params = tree.map_leaves(lambda x: x.detach().clone().requires_grad_(), model.leaves(stored))
-    ids = torch.randint(3, min(model.vocab_size, 128), (2, _ROWS, _LENGTH), generator=generator)
-    theirs = eager(ids[0], use_cache=False).logits
-    difference = _share(model.apply(params, ids[0]), theirs)
-    after_padding = _after_padding(model.hf_config_json)
-    if not difference <= _LOGITS and after_padding:
-        shifted = replace(model, traits=replace(model.traits, first_position=after_padding))
-        if _share(shifted.apply(params, ids[0]), theirs) <= _LOGITS:
-            model, difference = shifted, 0.0
-    if not difference <= _LOGITS:
-        return [f"logits differ by {difference:.1e} of the largest ({_LOGITS:.0e} is allowed)"], model.traits
-    problems = list(_gradients_that_differ(model, params, stored, theirs, ids))
-    with torch.no_grad():
-        return problems, find_traits(model, params, eager, ids[0])
+    tokens = torch.randint(3, min(model.vocab_size, 128), (_ROWS, _LENGTH), generator=generator)
 
+    def logits(tokens: Tensor) -> Tensor:
+        return eager(tokens, use_cache=False).logits
 
-def _gradients_that_differ(
-    model: TracedModel, params: Tree, stored: Mapping[str, Tensor], theirs: Tensor, ids: Tensor
-) -> Iterator[str]:
-    torch.nn.functional.cross_entropy(theirs.flatten(0, 1), ids[1].flatten(), reduction="sum").backward()
-    loss, _ = model.loss(params, {"tokens": ids[0], "labels": ids[1]})
-    loss.backward()
-    largest = max(float(x.grad.abs().max()) for x in stored.values() if x.grad is not None)
-    expected = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in stored.items()}
-    wanted = dict(tree.leaves_with_path(model.leaves(expected)))
-    for path, leaf in tree.leaves_with_path(params):
-        given = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        difference = float((given - wanted[path]).abs().max()) / max(float(wanted[path].abs().max()), 1e-3 * largest)
-        if not difference <= _GRADIENTS:
-            yield f"the gradient of {path} differs by {difference:.1e} ({_GRADIENTS:.0e} is allowed)"
+    return compared(model, stored, logits, tokens, _after_padding(model.hf_config_json))
 
 
 def _after_padding(config_json: str) -> int:
     """Where models count positions from the id of padding on, the position of the first token; 0 without such an id."""
     padding = transformers_config(config_json).get_text_config().pad_token_id
     return 0 if padding is None else padding + 1
-
-
-def _share(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).detach().abs().max() / theirs.detach().abs().max())

@@ -6,9 +6,10 @@ values.
 
 import functools
 import importlib.util
+import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -23,7 +24,16 @@ from mpar.models.traced._experts import EXPERTS, register_experts
 from mpar.models.traced._norms import replace_norms
 from mpar.models.traced._rotations import replace_rotations
 
-__all__ = ["Skeleton", "Source", "is_causal_type", "load_conversions", "load_transformers", "skeleton", "transformers_config"]
+__all__ = [
+    "Skeleton",
+    "Source",
+    "is_causal_type",
+    "load_conversions",
+    "load_transformers",
+    "skeleton",
+    "tied_names",
+    "transformers_config",
+]
 
 
 @dataclass(frozen=True)
@@ -34,10 +44,18 @@ class Source:
     config_json: str
     attention: str = ATTENTION
 
+    def skeleton(self) -> "Skeleton":
+        """The model without weights."""
+        return skeleton(self)
+
+    def label(self, found: "Skeleton") -> str:
+        """What messages call it."""
+        return f"{type(found.module).__name__} of transformers"
+
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A causal model of transformers.
+    """A causal model without weights.
 
     module:  the whole model, with its parameters on meta.
     layers:  the layers, in order, and `names`, their names in the module.
@@ -45,7 +63,10 @@ class Skeleton:
     saved:   for the name of a tied parameter the name under which folders have it.
     buffers: the names of parameters that are buffers in transformers: they are read from checkpoints, and have no gradient.
     masked:  whether its attention is its own, which reads a mask.
-    returns_tuple: whether a layer returns a tuple, whose first item is x.
+    options: with what the whole model is called besides tokens.
+    positions: by which name it is given positions; None: it makes them itself.
+    vocab_size: the number of tokens; None: as many as there are logits.
+    width, behind: filled by a run: the size of x, and how many items a layer returns behind x; None: it returns x, in no tuple.
     """
 
     module: nn.Module
@@ -55,7 +76,11 @@ class Skeleton:
     saved: dict[str, str]
     buffers: frozenset[str]
     masked: bool
-    returns_tuple: bool = False
+    options: Mapping[str, object]
+    positions: str | None
+    vocab_size: int | None
+    width: int = 0
+    behind: int | None = None
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -103,9 +128,24 @@ def is_causal_type(model_type: object) -> bool:
 
 
 def transformers_config(config_json: str) -> Any:
-    """transformers' own config, a new one for each call: `from_config` writes into what it is given."""
-    raw = json.loads(config_json)
-    return load_transformers().AutoConfig.for_model(raw.pop("model_type"), **raw)
+    """transformers' own config, a new one for each call: `from_config` writes into what it is given.
+
+    Raises ConfigError for whatever transformers finds wrong with it.
+    """
+    raw = json.loads(config_json, object_hook=_decoded)
+    model_type, transformers = raw.pop("model_type"), load_transformers()
+    try:
+        return transformers.AutoConfig.for_model(model_type, **raw)
+    except Exception as error:  # whatever a class of transformers raises
+        raise ConfigError(
+            f"transformers {transformers.__version__} refuses this config of model_type={model_type!r}: "
+            f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
+
+
+def _decoded(found: dict[str, object]) -> object:
+    """Numbers that JSON has not are written by transformers as {"__float__": "Infinity"}."""
+    return float(str(found["__float__"])) if set(found) == {"__float__"} else found
 
 
 @functools.lru_cache(maxsize=16)
@@ -134,7 +174,20 @@ def skeleton(source: Source) -> Skeleton:
     replace_rotations(module)
     names, layers = _layers(module, config)
     saved = dict(getattr(module, "all_tied_weights_keys", None) or {})
-    return Skeleton(module, layers, names, _tied(module), saved, buffers, source.attention != ATTENTION)
+    known = inspect.signature(module.forward).parameters
+    options = {"return_dict": True} | ({"use_cache": False} if "use_cache" in known else {})
+    return Skeleton(
+        module=module,
+        layers=layers,
+        names=names,
+        tied=tied_names(module),
+        saved=saved,
+        buffers=buffers,
+        masked=source.attention != ATTENTION and "attention_mask" in known,
+        options=options,
+        positions="position_ids" if "position_ids" in known else None,
+        vocab_size=module.config.get_text_config().vocab_size,  # type: ignore[union-attr, operator]
+    )
 
 
 def _fill_buffers(module: nn.Module) -> frozenset[str]:
@@ -170,7 +223,8 @@ def _layers(module: nn.Module, config: Any) -> tuple[tuple[str, ...], tuple[nn.M
     return tuple(f"{name}.{i}" for i in range(len(found))), tuple(found)
 
 
-def _tied(module: nn.Module) -> dict[str, str]:
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """For the name of a parameter that is another one too, the name of that one."""
     first: dict[int, str] = {}
     tied = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -55,7 +55,7 @@ def _pattern(name: str, elements: Mapping[int, str], numbered: Tensor) -> tuple[
         for words in column:
             texts = [seen | {text} for seen, text in zip(texts, words, strict=True)]
         differing = [at for at, seen in enumerate(texts) if len(seen) > 1]
-        if len(differing) != 1:
+        if len(differing) != 1 or not all(text.isdigit() for text in texts[differing[0]]):
             raise ConfigError(f"cannot tell how checkpoints store {name}: in {', '.join(sorted(set(elements.values())))}")
         words = column[0]
         words[differing[0]] = "{a}"

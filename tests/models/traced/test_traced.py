@@ -3,7 +3,6 @@
 import functools
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,10 +171,10 @@ def test_what_rows_allow_is_found_by_trying(monkeypatch, unchecked):
     tokens = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(_runs, "layer", mixing)
 
-    def eager(tokens, use_cache):
-        return SimpleNamespace(logits=model.apply(params, tokens))
+    def logits(tokens):
+        return model.apply(params, tokens)
 
-    found = _find_traits.find_traits(model, params, eager, tokens)
+    found = _find_traits.find_traits(model, params, logits, tokens)
     assert not (found.permutable or found.documents or found.continues)
 
 
