@@ -30,6 +30,7 @@ def verify(program: ProgramData, queues: str = "direction") -> None:
     for position in range(len(program.parts)):
         _check_shapes(program, position)
         _check_lifetimes(program, position)
+        _check_overwritten(program, position)
     _check_collectives(program)
     _check_messages(program)
     check_order(events(program), queues=queues, describe=lambda rank, line: describe(program.parts[rank].instructions[line]))
@@ -38,7 +39,6 @@ def verify(program: ProgramData, queues: str = "direction") -> None:
 
 def _check_lifetimes(program: ProgramData, position: int) -> None:
     names, part = program.values, program.parts[position]
-    spoiled: dict[int, int] = {}  # values that were written over, and the line that did it
     live = {leaf.value for leaf in part.reads()}
     made = set(live)
     freed: set[int] = set()
@@ -50,8 +50,6 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
             if v not in live:
                 state = "was freed" if v in freed else "nothing has made yet"
                 fail(program, position, line, instruction, f"reads {names[v].name}, which {state}")
-            if v in spoiled:
-                fail(program, position, line, instruction, f"reads {names[v].name}, over which line {spoiled[v]:04d} has written")
             if v in arriving and instruction.op != "wait":
                 fail(program, position, line, instruction, f"reads {names[v].name}, whose message has not been waited for")
         for v in instruction.outputs:
@@ -70,10 +68,8 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
                 fail(program, position, line, instruction, why)
             leaving[instruction.inputs[0]] -= instruction.inputs[0] not in arriving
             arriving.discard(instruction.inputs[0])
-        overwritten = {instruction.inputs[i] for i in program.kinds[instruction.kind].overwrites}
-        if any(leaving[v] for v in overwritten):
+        if any(leaving[instruction.inputs[i]] for i in program.kinds[instruction.kind].overwrites):
             fail(program, position, line, instruction, "writes over a value whose message has not been waited for")
-        spoiled |= {v: line for v in live - {*instruction.outputs} if any(_overlap(names[v], names[w]) for w in overwritten)}
         for v in instruction.frees:
             if v not in live:
                 state = "was freed before" if v in freed else "does not exist"
@@ -82,9 +78,6 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
                 fail(program, position, line, instruction, f"frees {names[v].name}, whose message has not been waited for")
             live.remove(v)
             freed.add(v)
-    lost = sorted(names[leaf.value].name for leaf in (*part.state_out, *part.metrics) if leaf.value in spoiled)
-    if lost:
-        raise ProgramError(f"invalid program: it returns the values {lost}, which were written over")
     expected_live = {leaf.value for leaf in (*part.state_out, *part.metrics, *part.batch, *part.scalars)}
     missing, leaked = expected_live - live, live - expected_live
     if missing or leaked:
@@ -92,6 +85,28 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
             f"invalid program: at its end the values {sorted(names[v].name for v in missing)} are missing and "
             f"{sorted(names[v].name for v in leaked)} were never freed"
         )
+
+
+def _check_overwritten(program: ProgramData, position: int) -> None:
+    """Raise ProgramError if a value is read, or returned, after an instruction has written over it."""
+    names, part = program.values, program.parts[position]
+    by_storage: dict[int, list[int]] = {}
+    for v in (*(leaf.value for leaf in part.reads()), *(v for i in part.instructions for v in i.outputs)):
+        by_storage.setdefault(names[v].storage, []).append(v)
+    made = {leaf.value for leaf in part.reads()}
+    spoiled: dict[int, int] = {}  # values that were written over, and the line that did it
+    for line, instruction in enumerate(part.instructions):
+        late = next((v for v in instruction.inputs if v in spoiled), None)
+        if late is not None:
+            why = f"reads {names[late].name}, over which line {spoiled[late]:04d} has written"
+            fail(program, position, line, instruction, why)
+        for w in (instruction.inputs[i] for i in program.kinds[instruction.kind].overwrites):
+            beside = (v for v in by_storage[names[w].storage] if v in made and _overlap(names[v], names[w]))
+            spoiled |= dict.fromkeys(beside, line)
+        made.update(instruction.outputs)
+    lost = sorted(names[leaf.value].name for leaf in (*part.state_out, *part.metrics) if leaf.value in spoiled)
+    if lost:
+        raise ProgramError(f"invalid program: it returns the values {lost}, which were written over")
 
 
 def _overlap(a: Value, b: Value) -> bool:

@@ -79,8 +79,8 @@ def _read_late(program: Program) -> None:
     frees = tuple(v for v in part.instructions[first].frees if v != old)
     part.instructions[first] = replace(part.instructions[first], frees=frees)
     inputs = list(part.instructions[second].inputs)
-    mine, inputs[2] = inputs[2], old
-    frees = tuple(old if v == mine else v for v in part.instructions[second].frees)
+    inputs[2] = old
+    frees = (*part.instructions[second].frees, old)
     part.instructions[second] = replace(part.instructions[second], inputs=tuple(inputs), frees=frees)
 
 
@@ -150,9 +150,7 @@ def test_chains_that_are_refused():
     """State of two segments or of none, state that changes its shape, a loss beside state, gradients through state."""
     first, zero, one, last = Stateful.segments
     twice = _Changed(first, zero, replace(one, state=zero.state), last)
-    with pytest.raises(
-        ConfigError, match=r"state mean.0 is replaced by the segments .*'layers.1'\](.|\n)*state mean.1"
-    ):
+    with pytest.raises(ConfigError, match=r"state mean.0 is replaced by the segments .*'layers.1'\](.|\n)*state mean.1"):
         compile_forward(twice, Mesh(), "ddp", SHAPE)
     nowhere = _Changed(first, zero, one, replace(last, state=("cache",)))
     with pytest.raises(ConfigError, match="segment 'head' keeps state at 'cache', where there is none"):

@@ -62,15 +62,8 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> tuple[Part,
             for _ in itertools.zip_longest(*(_written(actions, turn) for turn in item)):
                 pass  # a segment of each turn was written
     reported = write_metrics(writer, blueprint, actions.reported)
-    if total is None or cotangent is None:
-        metrics = write_results(actions)
-    else:
-        metrics = write_losses(writer, blueprint, actions.reported, cotangent)
-        metrics.append(writer.metric("weight", total))
-    metrics += [writer.metric(name, value) for name, value in reported.items()]
-    pairs = (zip(kept, actions.state[segment], strict=True) for segment, kept in boundary.kept.items())
-    new_values = {old: new for of_segment in pairs for old, new in of_segment}
-    state_out = [replace(leaf, value=new_values.get(leaf.value, leaf.value)) for leaf in boundary.state]
+    metrics = _write_losses(actions, total) + [writer.metric(name, value) for name, value in reported.items()]
+    state_out = _new_state(actions, boundary)
     gradients: dict[str, int] = {}
     if blueprint.optimizer is not None:
         norm, skip, state_out, gradients = _write_update(actions, boundary, metrics[0].value, reported)
@@ -91,6 +84,21 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> tuple[Part,
         gradients=gradients,
     )
     return replace(part, instructions=insert_frees(joined, kept)), part
+
+
+def _write_losses(actions: Actions, total: int | None) -> list[Leaf]:
+    """Write the losses of the batch, whose weight is `total`; or the results of a program that has no losses."""
+    if total is None or actions.cotangent is None:
+        return write_results(actions)
+    losses = write_losses(actions.writer, actions.blueprint, actions.reported, actions.cotangent)
+    return [*losses, actions.writer.metric("weight", total)]
+
+
+def _new_state(actions: Actions, boundary: Boundary) -> list[Leaf]:
+    """The leaves of the state after the forwards: that of segments is new, parameters are as before."""
+    pairs = (zip(kept, actions.state[segment], strict=True) for segment, kept in boundary.kept.items())
+    new_values = {old: new for of_segment in pairs for old, new in of_segment}
+    return [replace(leaf, value=new_values.get(leaf.value, leaf.value)) for leaf in boundary.state]
 
 
 def _write_weight(blueprint: Blueprint, writer: Writer, boundary: Boundary) -> tuple[int, int]:

@@ -11,6 +11,8 @@ from mpar.torch_private import storage_key
 __all__ = ["overwritten_operands", "write_state"]
 
 aten = torch.ops.aten
+OVER = {PRIMITIVES["write_rows"].op: PRIMITIVES["write_rows_over"].op}
+"""Primitives, and those that do the same over their first operand."""
 
 
 def write_state(graph: fx.Graph, old: slice, new: slice) -> dict[str, int]:
@@ -48,10 +50,9 @@ def write_state(graph: fx.Graph, old: slice, new: slice) -> dict[str, int]:
 
 def _write_in_place(operand: fx.Node, result: fx.Node) -> bool:
     """Make the op that gives `result` write over its first operand, if that is `operand` and only this op reads it."""
-    primitive = primitive_of(result.target)
-    if primitive is None or primitive.in_place is None or result.args[0] is not operand or list(operand.users) != [result]:
+    if result.target not in OVER or result.args[0] is not operand or list(operand.users) != [result]:
         return False
-    result.target = primitive.in_place.op
+    result.target = OVER[result.target]
     return True
 
 

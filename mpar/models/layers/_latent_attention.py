@@ -29,7 +29,11 @@ __all__ = [
     "decode_latent_attention",
     "latent_attend",
     "latent_attention_shapes",
+    "latent_merged",
+    "latent_queries",
+    "latent_scale",
     "latent_slice",
+    "latents",
 ]
 
 
@@ -171,13 +175,13 @@ def latent_slice(
     `past` has the latents that were carried from earlier slices. Latents are carried because they are smaller than keys and
     values, which each later slice makes from them again.
     """
-    q_nope_BSNH, q_rope_BSNH = _queries(params, config, x_BSD, context)
-    new = LatentCarried(*_latents(params, config, x_BSD, context))
+    q_nope_BSNH, q_rope_BSNH = latent_queries(params, config, x_BSD, context)
+    new = LatentCarried(*latents(params, config, x_BSD, context))
     q_BSNH = ops.name(torch.cat([q_nope_BSNH, q_rope_BSNH], -1), "q_rope")
     q_BSNH = ops.constrain(q_BSNH, ("batch", "attend_seq", "attend_heads", "head"))
     (k_BSNH, v_BSNH), *past_keys = (_keys(params, config, carried) for carried in (new, *past))
-    out_BSNH = attend_past(q_BSNH, k_BSNH, v_BSNH, past_keys, context, scale=_scale(config))
-    return _merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), new
+    out_BSNH = attend_past(q_BSNH, k_BSNH, v_BSNH, past_keys, context, scale=latent_scale(config))
+    return latent_merged(params, ops.constrain(out_BSNH, ("batch", "seq", "heads", "head"))), new
 
 
 def _keys(
@@ -203,8 +207,8 @@ def decode_latent_attention(
     Keys and values are never made (sec. 2.1.2): queries are projected to the size of the latent, and heads attend to latents.
     `context` has order (S,), the positions of the tokens, and the RoPE tables at these positions.
     """
-    q_nope_BSNH, q_rope_BSNH = _queries(params, config, x_BSD, context)
-    latent_BMC, k_rope_BMH = _latents(params, config, x_BSD, context)
+    q_nope_BSNH, q_rope_BSNH = latent_queries(params, config, x_BSD, context)
+    latent_BMC, k_rope_BMH = latents(params, config, x_BSD, context)
     order_M = context["order"]
     if state is not None:
         latent_BMC = torch.cat([state.latent_BMC, latent_BMC], 1)
@@ -214,13 +218,13 @@ def decode_latent_attention(
     q_BSNC = torch.cat([ops.einsum("bsnh,cnh->bsnc", q_nope_BSNH, up_CNH), q_rope_BSNH], -1)
     k_BM1C = torch.cat([latent_BMC, k_rope_BMH], -1)[:, :, None]
     mixed_BSNC, _ = ops.attention(
-        q_BSNC, k_BM1C, latent_BMC[:, :, None], q_order=context["order"], k_order=order_M, causal=True, scale=_scale(config)
+        q_BSNC, k_BM1C, latent_BMC[:, :, None], q_order=context["order"], k_order=order_M, causal=True, scale=latent_scale(config)
     )
     out_BSNH = ops.einsum("bsnc,cnh->bsnh", mixed_BSNC, out_CNH)
-    return _merged(params, out_BSNH), LatentState(latent_BMC, k_rope_BMH, order_M)
+    return latent_merged(params, out_BSNH), LatentState(latent_BMC, k_rope_BMH, order_M)
 
 
-def _queries(
+def latent_queries(
     params: LatentAttention[Tensor], config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The parts of queries without RoPE, and the parts with RoPE, which are already turned."""
@@ -235,7 +239,7 @@ def _queries(
     return nope_BSNH, _turned(config, rope_BSNH, context)
 
 
-def _latents(
+def latents(
     params: LatentAttention[Tensor], config: LatentAttentionConfig, x_BSD: Tensor, context: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The normed latent of keys and values, and the part of the key with RoPE, already turned, which all heads share."""
@@ -250,11 +254,11 @@ def _turned(config: LatentAttentionConfig, x_BSNH: Tensor, context: Mapping[str,
     return ops.rope(x_BSNH, cos, sin, interleaved=config.interleaved)
 
 
-def _scale(config: LatentAttentionConfig) -> float:
+def latent_scale(config: LatentAttentionConfig) -> float:
     return config.qk_size**-0.5 if config.scale is None else config.scale
 
 
-def _merged(params: LatentAttention[Tensor], out_BSNH: Tensor) -> Tensor:
+def latent_merged(params: LatentAttention[Tensor], out_BSNH: Tensor) -> Tensor:
     """The output projection of all heads."""
     out_BSNH = ops.name(out_BSNH, "attn")
     out_BSD = ops.constrain(ops.einsum("bsnh,nhd->bsd", out_BSNH, params.o_NHD), ("batch", "residual_seq", "embed"))

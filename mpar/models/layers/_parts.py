@@ -46,6 +46,7 @@ from mpar.models.layers._latent_attention import (
     latent_attention_shapes,
     latent_slice,
 )
+from mpar.models.layers._latent_pages import LATENT_PAGES_AXES, LatentPages, latent_attend_pages, latent_pages_shapes
 from mpar.models.layers.mamba import (
     MAMBA_AXES,
     MAMBA_CARRIED_AXES,
@@ -87,7 +88,7 @@ State = AttentionState | LatentState | MambaState[Tensor]
 """The state of a mixer after the tokens decoded so far."""
 Carried = AttentionCarried[Tensor] | LatentCarried[Tensor] | MambaState[Tensor]
 """What a mixer carries from a slice of rows to later slices."""
-Cache = AttentionPages[Leaf]
+Cache = AttentionPages[Leaf] | LatentPages[Leaf]
 """What a mixer keeps of all rows from step to step."""
 Update = tuple[str, Callable[[Tensor, Tensor], Tensor]]
 """The name of a metric, and `fn(parameter, total of the metric)`, which gives the parameter after a step."""
@@ -206,6 +207,9 @@ PARTS: dict[type[PartConfig], Part] = {
         decode=decode_latent_attention,
         slice=latent_slice,
         carried_axes=LATENT_CARRIED_AXES,
+        cached=latent_attend_pages,
+        cache_shapes=latent_pages_shapes,
+        cache_axes=LATENT_PAGES_AXES,
     ),
     MambaConfig: Part(
         mamba_shapes,

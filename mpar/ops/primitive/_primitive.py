@@ -50,8 +50,8 @@ class Primitive:
     types in torch's schema language (`eps="float"`). In a rank graph an `int` parameter may be a value that is known only at run
     time (the offset of a shard), so implementations must not specialise on it.
 
-    `mutates` names the operands that the implementation overwrites. `in_place` is the primitive that writes the result over the
-    first operand, if there is one. `asks_host` says that the implementation reads data on the host.
+    `mutates` names the operands that the implementation overwrites. `asks_host` says that the implementation reads data on the
+    host.
     """
 
     def __init__(self, name: str, signature: str, **params: str) -> None:
@@ -65,7 +65,6 @@ class Primitive:
         self.transforms = Transforms()
         self.placement = Placement()
         self.mutates: tuple[str, ...] = ()
-        self.in_place: Primitive | None = None
         self.asks_host = False
         try:
             _LIBRARY.define(f"{name}{self.signature.schema}")

@@ -96,7 +96,7 @@ def _abstract(q, k, v, rows, positions, pages, sinks, *, page_size, window, scal
 @paged_attention_p.def_impl
 def _impl(q, k, v, rows, positions, pages, sinks, *, page_size, window, scale, soft_cap):
     how = _How(page_size, window, scale, soft_cap, sinks)
-    groups = [_attend(*operands, how) for operands in zip(q, k, v, rows, positions, pages, strict=True)]
+    groups = [_attend(q[b], k[b], v[b], rows[b], positions[b], pages[b], how) for b in range(q.shape[0])]
     return groups[0].unsqueeze(0) if len(groups) == 1 else torch.stack(groups)
 
 
@@ -127,12 +127,12 @@ def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, how: _How) -> Te
         for first in range(0, len(tokens), at_once):
             chosen = tokens[first : first + at_once]
             used = pages_RL.index_select(0, pages_RL.new_tensor([row_of[t] for t in chosen]))[:, :num_pages].flatten()
-            keys_and_values = [pool.index_select(0, used).view(len(chosen), -1, *k_PKH.shape[1:]) for pool in pools]
+            k_NMKH, v_NMKH = (pool.index_select(0, used).view(len(chosen), -1, *k_PKH.shape[1:]) for pool in pools)
             if len(chosen) == len(row_of):  # nothing else is in this step
-                return _attend_each(q_TNH, *keys_and_values, positions_T, how)
+                return _attend_each(q_TNH, k_NMKH, v_NMKH, positions_T, how)
             index = pages_RL.new_tensor(chosen)
-            result = _attend_each(q_TNH.index_select(0, index), *keys_and_values, positions_T.index_select(0, index), how)
-            out_TNH.index_copy_(0, index, result)
+            q_chosen, positions = q_TNH.index_select(0, index), positions_T.index_select(0, index)
+            out_TNH.index_copy_(0, index, _attend_each(q_chosen, k_NMKH, v_NMKH, positions, how))
     return out_TNH
 
 

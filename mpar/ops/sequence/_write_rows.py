@@ -11,7 +11,6 @@ __all__ = ["write_rows"]
 write_rows_p = Primitive("write_rows", "pool, rows, places -> new_pool")
 write_rows_over_p = Primitive("write_rows_over", "pool, rows, places -> new_pool")
 write_rows_over_p.mutates = ("pool",)
-write_rows_p.in_place = write_rows_over_p
 
 
 def write_rows(pool_BPKH: Tensor, rows_BTKH: Tensor, places_BT: Tensor) -> Tensor:
