@@ -1,10 +1,13 @@
 """Program runner: carries out the steps of an engine by compiled programs, on one rank or on all ranks of a mesh."""
 
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from mpar import tree
 from mpar.errors import ConfigError
 from mpar.infer._compile_decode import compile_decode
 from mpar.infer._scheduler import Sizes
@@ -22,7 +25,8 @@ _GROWTH = 4
 
 
 class ProgramRunner:
-    """A runner of a model that has a cache of pages. Its programs for several numbers of tokens share one state.
+    """A runner of a model that has a cache of pages. Its programs for several numbers of tokens share one state; each is compiled
+    when a step first needs it, or by `prepare`.
 
     mesh: with several ranks, every process of torch.distributed has a runner, and all are given the same steps. The leaves of
           `params` are global tensors, or DTensors placed as the program stores them.
@@ -46,12 +50,26 @@ class ProgramRunner:
             raise ConfigError(
                 f"cannot answer with up to {sizes.length} tokens in a row: this model has learned {model.max_positions} positions"
             )
-        self.sizes, self.device = sizes, torch.device(device)
-        mesh = mesh or Mesh(tp=1)
-        how = {"precision": precision, "kernels": kernels_for("auto", self.device)}
-        self.programs = {n: compile_decode(model, mesh, strategy, _cache_sizes(sizes, n), **how) for n in _counts(sizes)}  # type: ignore[arg-type]
-        self.runs = {n: program.bind(device=device) for n, program in self.programs.items()}
-        self.state = self._first_state(next(iter(self.programs.values())), dataclasses.replace(params, mtp=None))
+        self.model, self.sizes, self.vocab_size, self.device = model, sizes, model.vocab_size, torch.device(device)
+        self._compile = functools.partial(
+            compile_decode, model, mesh or Mesh(tp=1), strategy, precision=precision, kernels=kernels_for("auto", self.device)
+        )
+        self.programs: dict[int, Program] = {}
+        self._runs: dict[int, Callable[[State, Mapping[str, Tensor]], tuple[State, dict[str, Tensor]]]] = {}
+        self._prepare(sizes.rows)
+        self.state = self._first_state(self.programs[sizes.rows], dataclasses.replace(params, mtp=None))
+
+    def prepare(self) -> None:
+        """Compile all programs now, so that no step has to wait for one."""
+        for count in _counts(self.sizes):
+            self._prepare(count)
+
+    def _prepare(self, count: int) -> None:
+        """Compile the program for so many tokens, if that was not done yet."""
+        if count not in self.programs:
+            sizes = self.sizes
+            self.programs[count] = self._compile(CacheSizes(count, sizes.rows, sizes.row_pages, sizes.page_size, sizes.pages))
+            self._runs[count] = self.programs[count].bind(device=self.device)
 
     def _first_state(self, program: Program, params: DecoderParams[Tensor]) -> State:
         rank = torch.distributed.get_rank() if program.mesh.size > 1 else 0
@@ -61,17 +79,24 @@ class ProgramRunner:
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
         """See `Runner`."""
         given = tokens_T.shape[0]
-        count = next(n for n in self.programs if n >= given)
+        count = next(n for n in _counts(self.sizes) if n >= given)
+        self._prepare(count)
         padded = {"tokens": (tokens_T, 0), "positions": (order_T, 0), "rows": (rows_T, -1)}
         batch = {key: torch.nn.functional.pad(x, (0, count - given), value=fill) for key, (x, fill) in padded.items()}
         batch |= {"pages": pages_RP.flatten(), "last": last_R}
         on_device = {key: x[None].to(self.device) for key, x in batch.items()}
-        self.state, results = self.runs[count](self.state, on_device)
+        self.state, results = self._runs[count](self.state, on_device)
         return results["logits"][0]
 
-
-def _cache_sizes(sizes: Sizes, tokens: int) -> CacheSizes:
-    return CacheSizes(tokens, sizes.rows, sizes.row_pages, sizes.page_size, sizes.pages)
+    def logits(self, tokens_S: Tensor) -> Tensor:
+        """See `Runner`. Raises ConfigError on several ranks, none of which has all parameters."""
+        if self.programs[self.sizes.rows].mesh.size > 1:
+            raise ConfigError("cannot compute the logits of a whole text on several ranks: evaluate on one.")
+        model = self.model.without_multi_token()
+        paths, structure = tree.paths(model.abstract_params), tree.flatten(model.abstract_params)[1]
+        params = tree.unflatten(structure, [self.state.leaves[f"params.{path}"] for path in paths])
+        with torch.no_grad():
+            return model.apply(params, tokens_S[None].to(self.device))[0].cpu()
 
 
 def _counts(sizes: Sizes) -> list[int]:

@@ -1,6 +1,23 @@
 """Inference by compiled programs. Importing this loads the compiler, which importing `mpar.infer` does not."""
 
-from mpar.infer._compile_decode import compile_decode
-from mpar.infer._program_runner import ProgramRunner
+from typing import cast
 
-__all__ = ["ProgramRunner", "compile_decode"]
+from mpar.errors import ConfigError
+from mpar.infer._compile_decode import compile_decode
+from mpar.infer._engine import Runner
+from mpar.infer._program_runner import ProgramRunner
+from mpar.infer._row_runner import RowRunner
+from mpar.infer._scheduler import Sizes
+from mpar.models import CacheSizes, DecoderParams, Model, with_cache
+from mpar.tree import Tree
+
+__all__ = ["ProgramRunner", "compile_decode", "make_runner"]
+
+
+def make_runner(model: Model, params: Tree, sizes: Sizes) -> Runner:
+    """The runner for a model on this process: by compiled programs, or row by row if the model cannot keep a cache of pages."""
+    try:
+        with_cache(model, CacheSizes(sizes.rows, sizes.rows, sizes.row_pages, sizes.page_size, sizes.pages))
+    except ConfigError:
+        return RowRunner(model, params, sizes)
+    return ProgramRunner(model, cast(DecoderParams, params), sizes)

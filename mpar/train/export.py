@@ -14,7 +14,8 @@ from mpar import models, tree
 from mpar.checkpoint import read_extras
 from mpar.data import Tokenizer
 from mpar.errors import CheckpointError
-from mpar.infer import Assistant, RowRunner, Sampling, Sizes, end_ids
+from mpar.infer import Assistant, Sampling, Sizes, end_ids
+from mpar.infer.compile import make_runner
 from mpar.models import HfReader, Model
 from mpar.train._changes import function_changes, model_then
 from mpar.train._config import ModelConfig, TrainConfig
@@ -196,7 +197,7 @@ def load_assistant(
         params = models.load_params(model, folder)
     length = min(_LENGTH, model.max_positions or _LENGTH)
     sizes = Sizes(rows=rows, tokens=max(rows, _STEP_TOKENS), length=length, pages=1 + rows * -(-length // 16), page_size=16)
-    return model, Assistant(RowRunner(model, params, sizes), Tokenizer.from_folder(folder), end_ids(model))
+    return model, Assistant(make_runner(model, params, sizes), Tokenizer.from_folder(folder), end_ids(model))
 
 
 def answer(folder: Path, questions: Sequence[str], *, max_new_tokens: int, group: ModelConfig | None = None) -> list[str]:
