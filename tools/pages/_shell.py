@@ -3,7 +3,7 @@
 Some lines of `sh` blocks cannot be run as they stand, because they train for minutes, or need a second machine. So
 - `mpar plan` runs;
 - `mpar train`, under torchrun too, is planned with the same overrides: it is compiled, verified and predicted;
-- a line with a name in capitals (DIR, HOST), a sweep, `mpar generate` and `mpar export` have their overrides checked;
+- a line with a name in capitals (DIR, HOST), a sweep, `mpar generate`, `eval`, `serve` and `export` have their overrides checked;
 - `pip install` must name extras that exist, `python -m` a module that exists, and any other line a known program.
 """
 
@@ -22,15 +22,24 @@ from pathlib import Path
 from mpar.cli import main as command_line
 from mpar.cli._arguments import read_arguments
 from mpar.cli._compose import check_overrides
+from mpar.cli._eval import EvalConfig
 from mpar.cli._export import ExportConfig
 from mpar.cli._generate import GenerateConfig
+from mpar.cli._serve import ServeConfig
 from mpar.train import TrainConfig
 from tools.pages._blocks import PageError
 
 __all__ = ["check_line", "commands", "lines_of", "printed"]
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = {"train": TrainConfig, "plan": TrainConfig, "generate": GenerateConfig, "export": ExportConfig}
+CONFIGS = {
+    "train": TrainConfig,
+    "plan": TrainConfig,
+    "generate": GenerateConfig,
+    "eval": EvalConfig,
+    "serve": ServeConfig,
+    "export": ExportConfig,
+}
 PROGRAMS = frozenset({"cat", "cd", "git", "ls", "mkdir", "mkdocs", "mypy", "pytest", "ruff", "sbatch", "srun", "tensorboard"})
 TIMEOUT_S = 300.0
 PROMPT = "$ "
@@ -102,7 +111,8 @@ def check_line(line: str) -> None:
     _, name, *args = words
     if name not in CONFIGS:
         raise PageError(f"cannot check {line!r}: there is no command mpar {name}")
-    only_read = "-m" in args or name in ("generate", "export") or any(re.search(r"\b[A-Z]{3,}\b|\.jsonl", arg) for arg in args)
+    stands_for_others = any(re.search(r"\b[A-Z]{3,}\b|\.jsonl", arg) for arg in args)
+    only_read = "-m" in args or name in ("generate", "eval", "serve", "export") or stands_for_others
     if only_read:
         return _check_overrides(name, args)
     code, output = _run_here(["plan", *args])

@@ -10,12 +10,20 @@ import mkdocs_gen_files
 
 from mpar.cli._bind import describe
 from mpar.cli._choices import choices
+from mpar.cli._eval import EvalConfig
 from mpar.cli._export import ExportConfig
 from mpar.cli._generate import GenerateConfig
+from mpar.cli._serve import ServeConfig
 from mpar.train import TrainConfig, bounds_of
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = {"train": TrainConfig, "generate": GenerateConfig, "export": ExportConfig}
+COMMANDS = {
+    "train": TrainConfig,
+    "generate": GenerateConfig,
+    "eval": EvalConfig,
+    "serve": ServeConfig,
+    "export": ExportConfig,
+}
 API = {
     "Functions and steps": ("mpar", "mpar.program", "mpar.sharding", "mpar.ops"),
     "Meshes, specs, strategies": ("mpar.mesh", "mpar.spec", "mpar.strategy", "mpar.hardware", "mpar.precision"),
