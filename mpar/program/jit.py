@@ -19,7 +19,18 @@ from mpar.errors import ConfigError, ShardingError, TraceError
 from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
 from mpar.runtime import ALONE, Comm, ProcessComm, load
-from mpar.sharding import Collective, RankGraph, bucket, check, collectives_of, describe_graph, lower, own_bodies, simulate_graph, trace
+from mpar.sharding import (
+    Collective,
+    RankGraph,
+    bucket,
+    check,
+    collectives_of,
+    describe_graph,
+    lower,
+    own_bodies,
+    simulate_graph,
+    trace,
+)
 from mpar.spec import P, normalise
 from mpar.strategy import AxisTable
 from mpar.tree import Tree

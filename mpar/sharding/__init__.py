@@ -4,7 +4,7 @@ from mpar.sharding import _collectives as collectives
 from mpar.sharding._bucket import bucket
 from mpar.sharding._check import check
 from mpar.sharding._check_primitive import check_primitive
-from mpar.sharding._control import CONTROL, Cond, bodies_of, num_steps, own_bodies
+from mpar.sharding._control import CONTROL, Cond, bodies_of, num_turns, own_bodies
 from mpar.sharding._control_memory import held_inside
 from mpar.sharding._cost import node_cost, workspace_of
 from mpar.sharding._describe import Collective, collectives_of, describe_graph
@@ -18,8 +18,8 @@ from mpar.sharding._trace import LogicalGraph, source_line, trace
 
 __all__ = [
     "CONTROL",
-    "Cond",
     "Collective",
+    "Cond",
     "LogicalGraph",
     "NodeRule",
     "RankGraph",
@@ -37,7 +37,7 @@ __all__ = [
     "lower",
     "mark_ragged",
     "node_cost",
-    "num_steps",
+    "num_turns",
     "overlap_posted",
     "own_bodies",
     "programs_of",
