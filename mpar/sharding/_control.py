@@ -20,8 +20,8 @@ __all__ = [
     "While",
     "bodies_of",
     "cond",
+    "copy_bodies",
     "num_turns",
-    "own_bodies",
     "scan",
     "values_of",
     "while_loop",
@@ -172,7 +172,7 @@ def bodies_of(graph: fx.Graph) -> Iterator[HasGraph]:
             yield body
 
 
-def own_bodies(graph: fx.Graph) -> list[HasGraph]:
+def copy_bodies(graph: fx.Graph) -> list[HasGraph]:
     """Give a graph copies of the bodies of its flows, which passes may change; returns them, inner ones first."""
     found: list[HasGraph] = []
     for node in graph.nodes:
@@ -181,7 +181,7 @@ def own_bodies(graph: fx.Graph) -> list[HasGraph]:
             for name, body in node.kwargs["flow"].bodies.items():
                 copy = fx.Graph()
                 copy.output(copy.graph_copy(body.graph, {}))
-                found += own_bodies(copy)
+                found += copy_bodies(copy)
                 copies[name] = replace(body, graph=copy)
                 found.append(copies[name])
             node.kwargs = {**node.kwargs, "flow": node.kwargs["flow"].with_bodies(**copies)}

@@ -107,11 +107,11 @@ def _lower_scan(lowering: Lowering, flow: Scan[LogicalGraph], operands: list[fx.
     carries, xs, captured = flow.operands(operands)
     outside = [*(_entering(lowering, x, turns=True) for x in xs), *(_entering(lowering, x) for x in captured)]
 
-    def close(entering: list[P], leaving: list[P | None]) -> Scan[Any]:
+    def _close(entering: list[P], leaving: list[P | None]) -> Scan[Any]:
         free = [None] * (len(flow.body.results) - len(leaving))
         return flow.with_bodies(body=lowering.nested(flow.body, [*entering, *outside], [*leaving, *free]))
 
-    lowered = _fixed_point(lowering, carries, close, flow.length)
+    lowered = _fixed_point(lowering, carries, _close, flow.length)
     entering = list(lowered.body.in_specs[: flow.num_carries])
     targets = [*entering, *(_stacked(spec) for spec in outside[: len(xs)]), *outside[len(xs) :]]
     carried, ys, sums = flow.parts(lowered.body.out_specs)
@@ -121,11 +121,11 @@ def _lower_scan(lowering: Lowering, flow: Scan[LogicalGraph], operands: list[fx.
 def _lower_while(lowering: Lowering, flow: While[LogicalGraph], operands: list[fx.Node]) -> tuple[While[Any], list[P], list[P]]:
     outside = [_entering(lowering, x) for x in operands[flow.num_carries :]]
 
-    def close(entering: list[P], leaving: list[P | None]) -> While[Any]:
+    def _close(entering: list[P], leaving: list[P | None]) -> While[Any]:
         specs = [*entering, *outside]
         return flow.with_bodies(test=lowering.nested(flow.test, specs, [P()]), body=lowering.nested(flow.body, specs, leaving))
 
-    lowered = _fixed_point(lowering, operands[: flow.num_carries], close, TURNS_OF_WHILE)
+    lowered = _fixed_point(lowering, operands[: flow.num_carries], _close, TURNS_OF_WHILE)
     return lowered, list(lowered.body.in_specs), list(lowered.body.out_specs)
 
 
