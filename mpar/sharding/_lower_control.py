@@ -1,8 +1,9 @@
 """Lower control flow: each body becomes a rank graph of its own, and what is carried has the same spec at both ends of it.
 
 Which spec that is, is searched for. Carries enter as they are; if the body gives one of them another spec, either it is moved
-back at the end of every turn, or it enters with that other spec and the body is lowered anew. Of all ways that end, the one by
-which a rank receives the fewest bytes is taken, then the one with the smallest results, then the one that computes the least.
+back at the end of every turn, or it enters with that other spec and the body is lowered anew; so it may enter as the part of it
+that the body reads. Of all ways, the one by which a rank receives the fewest bytes is taken, then the one with the smallest
+results, then the one that computes the least.
 Pending sums are carried out before they enter a body; those that it leaves in ys and sums stay pending behind the loop.
 """
 
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 
 from mpar.mesh import Mesh
+from mpar.sharding import _collectives as collectives
 from mpar.sharding._canonicalise import shape_of
 from mpar.sharding._control import CONTROL, Cond, Flow, HasGraph, Scan, While
 from mpar.sharding._cost import graph_cost
@@ -68,7 +70,7 @@ class Lowering(Protocol):
 
 
 NUM_ROUNDS = 4
-"""So often the specs of carries that enter a body are changed to those that leave it."""
+"""So many specs of carries are tried."""
 TURNS_OF_WHILE = 100
 """As many turns a loop with a test is taken to have, where what is moved before it is weighed against what is moved in it."""
 
@@ -132,23 +134,36 @@ def _lower_while(lowering: Lowering, flow: While[LogicalGraph], operands: list[f
 def _fixed_point(lowering: Lowering, carries: list[fx.Node], close: Any, num_turns: int) -> Any:
     """The flow, lowered by `close(specs of carries that enter, those that must leave or None)`, whose carries leave as they enter
     and which is the cheapest of those that are tried."""
-    entering = [_entering(lowering, carry) for carry in carries]
+    nc = len(carries)
+    todo = [[_entering(lowering, carry) for carry in carries]]
     best: tuple[tuple[float, ...], Any] | None = None
-    for _ in range(NUM_ROUNDS):
-        free = close(entering, [None] * len(carries))
-        leaving = [spec.without_partial() for spec in free.body.out_specs[: len(carries)]]
-        closed = free if list(free.body.out_specs[: len(carries)]) == entering else close(entering, entering)
-        before = sum(_bytes_to(lowering, carry, spec) for carry, spec in zip(carries, entering, strict=True))
-        costs = [graph_cost(body.graph) for body in closed.bodies.values()]
-        kept = sum(node.meta["val"].nbytes for node in closed.body.graph.output_node().args[0])
-        cost = (before + num_turns * sum(received for received, _ in costs), kept, sum(touched for _, touched in costs))
+    for entering in todo:  # which grows meanwhile
+        free = close(entering, [None] * nc)
+        closed = free if list(free.body.out_specs[:nc]) == entering else close(entering, entering)
+        cost = _cost(lowering, carries, closed, num_turns)
         if best is None or cost < best[0]:
             best = cost, closed
-        if leaving == entering:
-            break
-        entering = leaving
+        leaving = [spec.without_partial() for spec in free.body.out_specs[:nc]]
+        given = free.body.graph.find_nodes(op="placeholder")[:nc]
+        read = [lowering.in_mesh_order(_narrowed(node)) for node in given]
+        todo += [specs for specs in (leaving, read) if specs not in todo and len(todo) < NUM_ROUNDS]
     assert best is not None
     return best[1]
+
+
+def _cost(lowering: Lowering, carries: list[fx.Node], flow: Any, num_turns: int) -> tuple[float, ...]:
+    """What is compared of a flow whose carries enter its body with these specs: bytes that a rank receives, before it and in it,
+    then those of its results, then those that its ops read and write."""
+    before = sum(_bytes_to(lowering, *pair) for pair in zip(carries, flow.body.in_specs, strict=False))
+    costs = [graph_cost(body.graph) for body in flow.bodies.values()]
+    kept = sum(node.meta["val"].nbytes for node in flow.body.graph.output_node().args[0])
+    return before + num_turns * sum(received for received, _ in costs), kept, sum(touched for _, touched in costs)
+
+
+def _narrowed(node: fx.Node) -> P:
+    """The spec at which a body reads a carry, if it takes a part of it first."""
+    part = next((user for user in node.users if user.target is collectives.shard), None)
+    return node.meta["spec"] if part is None else _narrowed(part)
 
 
 def _bytes_to(lowering: Lowering, operand: fx.Node, spec: P) -> int:
