@@ -178,7 +178,7 @@ def traced_value(x: torch.Tensor) -> torch.Tensor:
     """The tensor that a trace knows, behind what transforms of `torch.func` and the replacement of writes make of it."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
-    return torch._from_functional_tensor(x.elem) if is_functional(x) else x
+    return torch._from_functional_tensor(x.elem) if is_functional(x) else x  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

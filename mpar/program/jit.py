@@ -25,9 +25,9 @@ from mpar.sharding import (
     bucket,
     check,
     collectives_of,
+    copy_bodies,
     describe_graph,
     lower,
-    own_bodies,
     simulate_graph,
     trace,
 )
@@ -206,7 +206,7 @@ class _Executable:
 
     def __init__(self, ranked: RankGraph, device: torch.device) -> None:
         self.ranked, mesh = ranked, ranked.mesh
-        for graph in (*(body.graph for body in own_bodies(ranked.graph)), ranked.graph):
+        for graph in (*(body.graph for body in copy_bodies(ranked.graph)), ranked.graph):
             bucket(graph)  # such as the sums of small gradients, each of which would be a message
         choose_kernels(ranked.graph, kernels_for("auto", device))
         source = generate(ranked.graph)

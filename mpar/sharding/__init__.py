@@ -4,7 +4,7 @@ from mpar.sharding import _collectives as collectives
 from mpar.sharding._bucket import bucket
 from mpar.sharding._check import check
 from mpar.sharding._check_primitive import check_primitive
-from mpar.sharding._control import CONTROL, Cond, bodies_of, num_steps, own_bodies
+from mpar.sharding._control import CONTROL, Cond, bodies_of, copy_bodies, num_turns
 from mpar.sharding._control_memory import held_inside
 from mpar.sharding._cost import node_cost, workspace_of
 from mpar.sharding._describe import Collective, collectives_of, describe_graph
@@ -30,6 +30,7 @@ __all__ = [
     "check_primitive",
     "collectives",
     "collectives_of",
+    "copy_bodies",
     "describe_graph",
     "erase_dead_nodes",
     "graph_pass",
@@ -37,9 +38,8 @@ __all__ = [
     "lower",
     "mark_ragged",
     "node_cost",
-    "num_steps",
+    "num_turns",
     "overlap_posted",
-    "own_bodies",
     "programs_of",
     "rule_of",
     "simulate_graph",

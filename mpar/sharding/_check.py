@@ -12,7 +12,7 @@ a value is never returned as replicated unless an all_reduce or an all_gather ma
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, fx
@@ -40,7 +40,7 @@ Types = Type | Sequence[Type]
 def check(ranked: RankGraph) -> None:
     """Raise ShardingError, naming node and line, unless every value has the type that the lowering says it has."""
     for body in bodies_of(ranked.graph):
-        _check_one(body)
+        _check_one(cast(RankGraph, body))
     _check_one(ranked)
 
 
@@ -144,7 +144,7 @@ class _AxisCheck:
         """The types of the results of control flow, of which `check_flow` has proved that they are those that its bodies give."""
         for operand in node.args[0]:
             self.expect(operand, self.of_spec(operand.meta["spec"]), "enters control flow")
-        return [self.of_spec(spec) for spec in specs_of(node)]
+        return [self.of_spec(spec) for spec in specs_of(node) if spec is not None]
 
     def collective(self, node: fx.Node) -> Type:
         now = self.types[node.args[0]]

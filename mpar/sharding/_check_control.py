@@ -1,7 +1,7 @@
 """Check control flow: what enters a body has the spec that the body was lowered for, and what leaves it has the spec claimed.
 
-Carries must leave a body as they enter it, because the next step takes them. The predicate of a choice or of a loop must be the same
-on all ranks of the mesh, because ranks that disagree would enter different collectives.
+Carries must leave a body as they enter it, because the next turn takes them. The predicate of a choice or of a loop must be the
+same on all ranks of the mesh, because ranks that disagree would enter different collectives.
 """
 
 from collections.abc import Callable
@@ -33,12 +33,12 @@ def check_flow(node: fx.Node, result_specs: list[P | None], fail: Fail) -> None:
         if expected[carries] != results[carries]:
             fail(node, f"carries enter its body as {expected[carries]} and leave it as {results[carries]}")
         if any(spec.partial for spec in expected):
-            fail(node, f"pending sums enter its body, which would be added once in every step: {expected}")
+            fail(node, f"pending sums enter its body, which would be added once in every turn: {expected}")
         if isinstance(flow, Scan):
             last = flow.num_carries + flow.num_xs
-            expected[flow.num_carries : last] = [_behind_steps(spec) for spec in expected[flow.num_carries : last]]
+            expected[flow.num_carries : last] = [_behind_turns(spec) for spec in expected[flow.num_carries : last]]
             end = len(results) - flow.num_sums
-            results[flow.num_carries : end] = [_behind_steps(spec) for spec in results[flow.num_carries : end]]
+            results[flow.num_carries : end] = [_behind_turns(spec) for spec in results[flow.num_carries : end]]
     if isinstance(flow, While) and (flow.test.in_specs != flow.body.in_specs or flow.test.out_specs != (P(),)):
         fail(node, f"its test takes {flow.test.in_specs} and gives {flow.test.out_specs}, so ranks may disagree when it ends")
     if operands != expected:
@@ -47,6 +47,6 @@ def check_flow(node: fx.Node, result_specs: list[P | None], fail: Fail) -> None:
         fail(node, f"its results are said to be {result_specs}, its bodies give {results}")
 
 
-def _behind_steps(spec: P) -> P:
-    """The spec of all steps of a value, whose first dim is that of the steps."""
+def _behind_turns(spec: P) -> P:
+    """The spec of all turns of a value, whose first dim is that of the turns."""
     return P((), *spec.dims, partial=spec.partial)

@@ -57,7 +57,7 @@ def _lifted(module: fx.GraphModule, lift: "_Lift", num_operands: int) -> tuple[B
     """A traced module as a body: what it reads from outside, constants included, becomes placeholders."""
     graph = module.graph
     erase_dead_nodes(graph)
-    placeholders, captured = graph.find_nodes(op="placeholder"), []
+    placeholders, captured = graph.find_nodes(op="placeholder"), list[Tensor]()
     assert len(placeholders) == num_operands
     known: dict[int, fx.Node] = {}
     for node in graph.find_nodes(op="get_attr"):
@@ -105,7 +105,7 @@ class _Lift(TorchFunctionMode):
             name = getattr(func, "__name__", str(func))
             raise TraceError(
                 f"{name} in a body of control flow writes into a tensor from outside of the body.\n"
-                "Write into a copy (`.clone()`), or carry the tensor from step to step and return its new value."
+                "Write into a copy (`.clone()`), or carry the tensor from turn to turn and return its new value."
             )
         return out
 
@@ -121,7 +121,7 @@ def share_captured(traced: Sequence[tuple[Body, list[Tensor]]], num_given: int) 
     shared = list({id(x): x for _, captured in traced for x in captured}.values())
     bodies = []
     for body, captured in traced:
-        graph, copies = fx.Graph(), {}
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         placeholders = body.graph.find_nodes(op="placeholder")
         own = {id(x): node for x, node in zip(captured, placeholders[num_given:], strict=True)}
         for index, old in enumerate([*placeholders[:num_given], *(own.get(id(x)) for x in shared)]):
@@ -136,12 +136,12 @@ def share_captured(traced: Sequence[tuple[Body, list[Tensor]]], num_given: int) 
     return bodies, shared
 
 
-def bind_scan(flow: Scan, operands: Sequence[Tensor]) -> list[Tensor]:
-    """The results of a scan for tensors that are traced. The carries that enter each step are kept beside: its gradient reads
+def bind_scan(flow: Scan[Body], operands: Sequence[Tensor]) -> list[Tensor]:
+    """The results of a scan for tensors that are traced. The carries that enter each turn are kept beside: its gradient reads
     them. If nothing reads them in the end, they are taken out again."""
     if not flow.num_carries:
         return bind_flow(flow, operands)
-    graph, copies = fx.Graph(), {}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     carries, ys, sums = flow.parts(graph.graph_copy(flow.body.graph, copies))
     entries = [copies[node] for node in flow.body.graph.find_nodes(op="placeholder")[: flow.num_carries]]
     graph.output((*carries, *ys, *entries, *sums))

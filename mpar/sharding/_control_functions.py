@@ -1,7 +1,6 @@
-"""torch's control flow as it is called: the functions that it takes become bodies, what they return is checked against its rules."""
+"""torch's control flow as it is called: the functions that it takes become bodies, and what these return is checked."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +13,18 @@ from mpar.sharding._control_op import bind_flow
 
 __all__ = ["trace_cond", "trace_map", "trace_scan", "trace_while_loop"]
 
-ALIKE = "Make them alike (reshape, expand, .to(dtype)): every step, and every branch, has operands and results of the same shapes."
+ALIKE = "Make them alike (reshape, expand, .to(dtype)): every turn and every branch has operands and results of the same shapes."
 ONE_TRUTH = "Compare it with a number, or take .any() or .all(); where elements choose by themselves, use torch.where."
 
 
-def trace_scan(combine: Callable, init: Sequence[Tensor], xs: Sequence[Tensor], additional_inputs: Sequence[Tensor] = ()) -> Any:
+def trace_scan(
+    combine: Callable, init: Sequence[Tensor], xs: Sequence[Tensor], additional_inputs: Sequence[Tensor] = ()
+) -> object:
     """What torch's scan computes along dim 0: (last carries, stacked ys), structured as `combine` returns them."""
     if len(lengths := {len(x) for x in xs}) > 1:
         raise TraceError(f"cannot trace scan: its xs have different numbers of slices, {sorted(lengths)}.\nCut or pad them.")
 
-    def pair(*operands: Tensor) -> Any:
+    def pair(*operands: Tensor) -> object:
         returned = combine(*operands)
         carried = len(tree.leaves(returned[0])) if isinstance(returned, (tuple, list)) and len(returned) == 2 else None
         if carried != len(init):
@@ -34,23 +35,23 @@ def trace_scan(combine: Callable, init: Sequence[Tensor], xs: Sequence[Tensor], 
             )
         return returned
 
-    step, returned = _flat("scan", pair)
-    body, captured = trace_body("the body of scan", step, [*init, *slices(xs), *additional_inputs])
+    turn, returned = _flat("scan", pair)
+    body, captured = trace_body("the body of scan", turn, [*init, *slices(xs), *additional_inputs])
     if problems := _differences("carry", init, body.results):
         raise _refusal("scan", "its body returns carries that are not like those it takes", problems, ALIKE)
     flow = Scan(body, len(init), len(xs), 0, len(xs[0]))
     return tree.unflatten(returned[0], bind_scan(flow, [*init, *xs, *additional_inputs, *captured]))
 
 
-def trace_map(fn: Callable, xs: Sequence[Tensor], args: Sequence[Tensor] = ()) -> Any:
+def trace_map(fn: Callable, xs: Sequence[Tensor], args: Sequence[Tensor] = ()) -> object:
     """What torch's map computes along dim 0: a scan that carries nothing."""
-    step, returned = _flat("map", fn)
-    body, captured = trace_body("the body of map", step, [*slices(xs), *args])
+    turn, returned = _flat("map", fn)
+    body, captured = trace_body("the body of map", turn, [*slices(xs), *args])
     flow = Scan(body, 0, len(xs), 0, len(xs[0]))
     return tree.unflatten(returned[0], bind_scan(flow, [*xs, *args, *captured]))
 
 
-def trace_cond(predicate: Tensor, if_true: Callable, if_false: Callable, operands: Sequence[Tensor] = ()) -> Any:
+def trace_cond(predicate: Tensor, if_true: Callable, if_false: Callable, operands: Sequence[Tensor] = ()) -> object:
     """What torch's cond computes: what the chosen branch returns."""
     given, structure = tree.flatten(tuple(operands))
     branches = [_flat("cond", lambda *args, fn=fn: fn(*tree.unflatten(structure, args))) for fn in (if_true, if_false)]
@@ -68,18 +69,18 @@ def trace_cond(predicate: Tensor, if_true: Callable, if_false: Callable, operand
 
 def trace_while_loop(
     test: Callable, body: Callable, carries: Sequence[Tensor], additional_inputs: Sequence[Tensor] = (), **_: object
-) -> Any:
+) -> object:
     """What torch's while_loop computes: the carries for which `test` no longer holds, structured as `body` returns them."""
     given = [*_tensors("while_loop", carries), *additional_inputs]
-    step, returned = _flat("while_loop", body)
+    turn, returned = _flat("while_loop", body)
     traced = [
         trace_body("the test of while_loop", lambda *args: [_as_predicate("while_loop", test(*args))], given),
-        trace_body("the body of while_loop", step, given),
+        trace_body("the body of while_loop", turn, given),
     ]
-    bodies, captured = share_captured(traced, len(given))
-    if problems := _differences("carry", given[: len(carries)], bodies[1].results, exactly=True):
+    (until, again), captured = share_captured(traced, len(given))
+    if problems := _differences("carry", given[: len(carries)], again.results, exactly=True):
         raise _refusal("while_loop", "its body returns carries that are not like those it takes", problems, ALIKE)
-    return tree.unflatten(returned[0], bind_flow(While(*bodies, len(carries)), [*given, *captured]))
+    return tree.unflatten(returned[0], bind_flow(While(until, again, len(carries)), [*given, *captured]))
 
 
 def _flat(op: str, fn: Callable) -> tuple[Callable[..., list[Tensor]], list[tree.Structure]]:
@@ -110,7 +111,7 @@ def _as_predicate(op: str, value: object) -> Tensor:
 
 
 def _differences(name: str, expected: Sequence[Tensor], got: Sequence[Tensor], *, exactly: bool = False) -> list[str]:
-    """How `got` differs from `expected` in shapes and dtypes; unless `exactly`, `got` may have more, which are of another sort."""
+    """How `got` differs from `expected` in shapes and dtypes; unless `exactly`, `got` may have more of another sort behind."""
     if len(got) < len(expected) or (exactly and len(got) != len(expected)):
         return [f"{len(expected)} tensors, and {len(got)} tensors"]
     pairs = enumerate(zip(expected, got, strict=False))

@@ -1,6 +1,6 @@
 """Memory of control flow: the bytes that a rank holds, besides operands and results, while the functions of `mpar.control` run.
 
-These hold operands to the end. The carries of the step before belong to the body, which frees each after its last use.
+These hold operands to the end. The carries of the turn before belong to the body, which frees each after its last use.
 """
 
 from collections.abc import Callable

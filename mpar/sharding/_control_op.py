@@ -12,11 +12,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.function import FunctionCtx
 
 from mpar.ops import primitive_of
 from mpar.sharding._control import Flow, values_of
 
-__all__ = ["RULES", "Body", "FlowRules", "Trace", "adopting", "bind_flow", "control_op", "current_trace", "interpret", "replayed_line", "tracing"]
+__all__ = [
+    "RULES",
+    "Body",
+    "FlowRules",
+    "Trace",
+    "adopting",
+    "bind_flow",
+    "control_op",
+    "current_trace",
+    "interpret",
+    "replayed_line",
+    "tracing",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +58,7 @@ class Trace:
     """
 
     module_of: Callable[[str, Callable, Sequence[str], list[Tensor]], fx.GraphModule]
-    flows: dict[str, Flow] = field(default_factory=dict)
+    flows: dict[str, Flow[Body]] = field(default_factory=dict)
 
 
 _trace: ContextVar[Trace | None] = ContextVar("mpar_control_trace", default=None)
@@ -83,10 +96,11 @@ class FlowRules:
     """
 
     pull_back: Callable[..., list[Tensor | None]]
-    push_forward: Callable[..., list[Tensor]]
+    push_forward: Callable[..., list[Tensor | None]]
     batch: Callable[..., tuple[list[Tensor], list[int]]]
 
 
+Batched = tuple[tuple[Tensor, ...], tuple[int, ...]]
 RULES: dict[type, FlowRules] = {}
 _LIBRARY = torch.library.Library("mpar", "FRAGMENT")
 _LIBRARY.define("control(Tensor[] operands, *, str flow) -> Tensor[]")
@@ -101,33 +115,49 @@ _LIBRARY.impl("control", _without_data, "CompositeExplicitAutograd")
 torch.library.register_fake("mpar::control", _without_data, lib=_LIBRARY)
 
 
-def bind_flow(flow: Flow, operands: Sequence[Tensor]) -> list[Tensor]:
+def bind_flow(flow: Flow[Body], operands: Sequence[Tensor]) -> list[Tensor]:
     """The results of a flow for tensors that are traced. In a body, tensors from outside of it are among them."""
     adopt = adopting.get()
     return list(_Control.apply(flow, *(operands if adopt is None else map(adopt, operands))))
+
+
+class _Kept(FunctionCtx):
+    """What a call keeps for its derivatives."""
+
+    flow: Flow[Body]
+    num_operands: int
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
+class _BatchInfo:
+    """What torch tells a batching rule."""
+
+    batch_size: int
 
 
 class _Control(torch.autograd.Function):
     """The autograd Function around `mpar::control`. Its arguments are the flow and its operands."""
 
     @staticmethod
-    def forward(flow: Flow, *operands: Tensor) -> tuple[Tensor, ...]:
+    def forward(flow: Flow[Body], *operands: Tensor) -> tuple[Tensor, ...]:
         flows = current_trace().flows
         key = next((key for key, known in flows.items() if known is flow), None) or f"flow{len(flows)}"
         flows[key] = flow
         return tuple(control_op(list(operands), flow=key))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: _Kept, inputs: tuple[Flow[Body] | Tensor, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.flow, *operands = inputs
+        ctx.flow = inputs[0]  # type: ignore[assignment]
+        operands: tuple[Tensor, ...] = inputs[1:]  # type: ignore[assignment]
         ctx.num_operands = len(operands)
         ctx.save_for_backward(*operands, *output)
         ctx.save_for_forward(*operands, *output)
         ctx.mark_non_differentiable(*(x for x in output if not x.is_floating_point()))
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Kept, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         operands, results = ctx.saved_tensors[: ctx.num_operands], ctx.saved_tensors[ctx.num_operands :]
         needed = ctx.needs_input_grad[1:]
         if all(dy is None for dy in cotangents):
@@ -135,12 +165,12 @@ class _Control(torch.autograd.Function):
         return None, *RULES[type(ctx.flow)].pull_back(ctx.flow, operands, results, cotangents, needed)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+    def jvp(ctx: _Kept, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = [torch.autograd.forward_ad.unpack_dual(kept)[0] for kept in ctx.saved_tensors]
         return tuple(RULES[type(ctx.flow)].push_forward(ctx.flow, saved[: ctx.num_operands], tangents))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], flow: Flow, *operands: Tensor) -> tuple[Any, Any]:
+    def vmap(info: _BatchInfo, in_dims: tuple[int | None, ...], flow: Flow[Body], *operands: Tensor) -> Batched:
         results, dims = RULES[type(flow)].batch(info.batch_size, in_dims[1:], flow, operands)
         return tuple(results), tuple(dims)
 

@@ -1,7 +1,7 @@
 """Derivatives and batches of control flow: each is control flow whose bodies are traced from those of the given one.
 
-A scan keeps the carries that enter each step. Its gradient is a scan in the opposite direction, which computes each step again
-and pulls the cotangents back through it. Gradients of captured tensors are sums over all steps, so that pending sums in them stay
+A scan keeps the carries that enter each turn. Its gradient is a scan in the opposite direction, which computes each turn again
+and pulls the cotangents back through it. Gradients of captured tensors are sums over all turns, so that pending sums in them stay
 pending until the loop has ended.
 """
 
@@ -52,7 +52,8 @@ def _push_forward_body(body: Body, moving: Sequence[int]) -> Callable[..., tuple
                 operands[index] = x
             return tuple(interpret(body, *operands))
 
-        results, pushed = torch.func.jvp(chosen, tuple(operands[index] for index in moving), tuple(tangents))
+        moved = tuple(operands[index] for index in moving)
+        results, pushed = torch.func.jvp(chosen, moved, tuple(tangents))  # type: ignore[misc]
         return (*results, *(pushed[index] for index in floats))
 
     return push_forward
@@ -75,9 +76,9 @@ def _filled(size: int, indices: Sequence[int], values: Sequence[Any]) -> list[An
 
 
 def _scan_pull_back(
-    flow: Scan, operands: Sequence[Tensor], results: Sequence[Tensor], cotangents: Sequence[Maybe], needed: Sequence[bool]
+    flow: Scan[Body], operands: Sequence[Tensor], results: Sequence[Tensor], cotangents: Sequence[Maybe], needed: Sequence[bool]
 ) -> list[Maybe]:
-    """The gradient of a scan whose last ys are the carries that entered each step."""
+    """The gradient of a scan whose last ys are the carries that entered each turn."""
     carries, xs, captured = flow.operands(operands)
     body, nc, nx = flow.body, flow.num_carries, flow.num_xs
     moved = _floats(carries)
@@ -86,20 +87,20 @@ def _scan_pull_back(
     wanted = [*moved, *(nc + i for i in wanted_xs), *(nc + nx + i for i in wanted_captured)]
     dcarries, dys, dsums = flow.parts(cotangents)
     entries = flow.parts(results)[1][-nc:] if nc else []
-    init = [torch.zeros_like(carries[i]) if dcarries[i] is None else dcarries[i] for i in moved]
+    init = [torch.zeros_like(carries[i]) if (dy := dcarries[i]) is None else dy for i in moved]
     given_ys = [i for i, dy in enumerate(dys) if dy is not None]
     given_sums = [i for i, dy in enumerate(dsums) if dy is not None]
     given = [*moved, *(nc + i for i in given_ys), *(nc + len(dys) + i for i in given_sums)]
     backward = _pull_back_body(body, wanted, given)
     sizes = (len(moved), nx, nc, len(given_ys), len(given_sums))
 
-    def step(*args: Tensor) -> tuple[Tensor, ...]:
+    def turn(*args: Tensor) -> tuple[Tensor, ...]:
         dcarry, x, entry, dy, dsum, outside = _split(args, sizes)
         return backward(*entry, *x, *outside, *dcarry, *dy, *dsum)
 
     new_xs = [*xs, *entries, *_pick(dys, given_ys)]
     new_captured = [*_pick(dsums, given_sums), *captured]
-    traced, more = trace_body("the gradient of a scan", step, [*init, *slices(new_xs), *new_captured])
+    traced, more = trace_body("the gradient of a scan", turn, [*init, *slices(new_xs), *new_captured])
     pulled = Scan(traced, len(moved), len(new_xs), len(wanted_captured), flow.length, not flow.reverse)
     gradients = bind_scan(pulled, [*init, *new_xs, *new_captured, *more])
     return _filled(len(operands), wanted, gradients)
@@ -114,7 +115,7 @@ def _split(values: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tens
     return [*out, values[start:]]
 
 
-def _scan_push_forward(flow: Scan, operands: Sequence[Tensor], tangents: Sequence[Maybe]) -> list[Maybe]:
+def _scan_push_forward(flow: Scan[Body], operands: Sequence[Tensor], tangents: Sequence[Maybe]) -> list[Maybe]:
     carries, xs, captured = flow.operands(operands)
     body, nc, nx = flow.body, flow.num_carries, flow.num_xs
     moved = _floats(carries)
@@ -127,14 +128,12 @@ def _scan_push_forward(flow: Scan, operands: Sequence[Tensor], tangents: Sequenc
     sizes = (nc, len(moved), nx, len(txs), len(captured), len(tcaptured))
     floats = _floats(body.results)
 
-    def step(*args: Tensor) -> tuple[Tensor, ...]:
+    def turn(*args: Tensor) -> tuple[Tensor, ...]:
         carry, tcarry, x, tx, outside, toutside, _ = _split(args, sizes)
         results = forward(*carry, *x, *outside, *tcarry, *tx, *toutside)
         return *results[:nc], *results[len(body.results) :]
 
-    traced, more = trace_body(
-        "the tangents of a scan", step, [*carries, *init, *slices([*xs, *txs]), *captured, *tcaptured]
-    )
+    traced, more = trace_body("the tangents of a scan", turn, [*carries, *init, *slices([*xs, *txs]), *captured, *tcaptured])
     num_sums = sum(i >= len(body.results) - flow.num_sums for i in floats)
     pushed = Scan(traced, nc + len(moved), nx + len(txs), num_sums, flow.length, flow.reverse)
     results = bind_scan(pushed, [*carries, *init, *xs, *txs, *captured, *tcaptured, *more])
@@ -142,9 +141,9 @@ def _scan_push_forward(flow: Scan, operands: Sequence[Tensor], tangents: Sequenc
 
 
 def _scan_batch(
-    size: int, dims: Sequence[int | None], flow: Scan, operands: Sequence[Tensor]
+    size: int, dims: Sequence[int | None], flow: Scan[Body], operands: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[int]]:
-    """Carries, captured tensors and sums have the batch in front, xs and ys after the dim of the steps."""
+    """Carries, captured tensors and sums have the batch in front, xs and ys after the dim of the turns."""
     nc, nx = flow.num_carries, flow.num_xs
     placed = []
     for index, (x, dim) in enumerate(zip(operands, dims, strict=True)):
@@ -169,7 +168,7 @@ def _interpreted(body: Body, *operands: Tensor) -> tuple[Tensor, ...]:
 
 
 def _cond_pull_back(
-    flow: Cond, operands: Sequence[Tensor], results: Sequence[Tensor], cotangents: Sequence[Maybe], needed: Sequence[bool]
+    flow: Cond[Body], operands: Sequence[Tensor], results: Sequence[Tensor], cotangents: Sequence[Maybe], needed: Sequence[bool]
 ) -> list[Maybe]:
     predicate, *given = operands
     wanted = [i for i in _floats(given) if needed[1 + i]]
@@ -183,7 +182,7 @@ def _cond_pull_back(
     return _filled(len(operands), [1 + i for i in wanted], bind_flow(Cond(*bodies), [predicate, *outside, *captured]))
 
 
-def _cond_push_forward(flow: Cond, operands: Sequence[Tensor], tangents: Sequence[Maybe]) -> list[Maybe]:
+def _cond_push_forward(flow: Cond[Body], operands: Sequence[Tensor], tangents: Sequence[Maybe]) -> list[Maybe]:
     predicate, *given = operands
     moving = [i for i, t in enumerate(tangents[1:]) if t is not None]
     num_results = len(flow.if_true.results)
@@ -200,7 +199,7 @@ def _cond_push_forward(flow: Cond, operands: Sequence[Tensor], tangents: Sequenc
 
 
 def _cond_batch(
-    size: int, dims: Sequence[int | None], flow: Cond, operands: Sequence[Tensor]
+    size: int, dims: Sequence[int | None], flow: Cond[Body], operands: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[int]]:
     """A choice that differs from example to example computes both branches."""
     placed = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(operands, dims, strict=True)]
@@ -220,15 +219,15 @@ def _cond_batch(
     return results, [0] * len(results)
 
 
-def _while_pull_back(flow: While, *_: Any) -> list[Maybe]:
+def _while_pull_back(flow: While[Body], *_: Any) -> list[Maybe]:
     raise DifferentiationError(
-        "cannot differentiate while_loop backward: how many steps it takes is known only when it runs, and its gradient would keep "
-        "what each step read.\nUse scan with a fixed number of steps, and torch.where for those after the end; or detach its "
-        "operands; or take tangents (torch.func.jvp, jacfwd)."
+        "cannot differentiate while_loop backward: how many turns it takes is known only when it runs, and its gradient would "
+        "keep what each turn read.\nUse scan with a fixed number of turns, and torch.where for those after the end; or detach "
+        "its operands; or take tangents (torch.func.jvp, jacfwd)."
     )
 
 
-def _while_push_forward(flow: While, operands: Sequence[Tensor], tangents: Sequence[Maybe]) -> list[Maybe]:
+def _while_push_forward(flow: While[Body], operands: Sequence[Tensor], tangents: Sequence[Maybe]) -> list[Maybe]:
     nc = flow.num_carries
     carries, captured = operands[:nc], operands[nc:]
     moved = _floats(carries)
@@ -238,7 +237,7 @@ def _while_push_forward(flow: While, operands: Sequence[Tensor], tangents: Seque
     forward = _push_forward_body(flow.body, [*moved, *(nc + i for i in moving_captured)])
     sizes = (nc, len(moved), len(captured))
 
-    def step(*args: Tensor) -> tuple[Tensor, ...]:
+    def turn(*args: Tensor) -> tuple[Tensor, ...]:
         carry, tcarry, outside, toutside = _split(args, sizes)
         return forward(*carry, *outside, *tcarry, *toutside)
 
@@ -246,12 +245,12 @@ def _while_push_forward(flow: While, operands: Sequence[Tensor], tangents: Seque
         carry, _, outside, _ = _split(args, sizes)
         return interpret(flow.test, *carry, *outside)
 
-    pushed = _bind_while(test, step, nc + len(moved), given, "the tangents of a while_loop")
+    pushed = _bind_while(test, turn, nc + len(moved), given, "the tangents of a while_loop")
     return _filled(nc, moved, pushed[nc:])
 
 
 def _while_batch(
-    size: int, dims: Sequence[int | None], flow: While, operands: Sequence[Tensor]
+    size: int, dims: Sequence[int | None], flow: While[Body], operands: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[int]]:
     """A batch of loops goes on until the last one ends; those that have ended keep their carries."""
     nc = flow.num_carries
@@ -274,8 +273,8 @@ def _bind_while(
     test: Callable[..., Sequence[Tensor]], body: Callable[..., Sequence[Tensor]], num_carries: int, given: list[Tensor], name: str
 ) -> list[Tensor]:
     traced = [trace_body(name, test, given), trace_body(name, body, given)]
-    bodies, captured = share_captured(traced, len(given))
-    return bind_flow(While(*bodies, num_carries), [*given, *captured])
+    (until, turn), captured = share_captured(traced, len(given))
+    return bind_flow(While(until, turn, num_carries), [*given, *captured])
 
 
 RULES[Scan] = FlowRules(_scan_pull_back, _scan_push_forward, _scan_batch)

@@ -1,25 +1,26 @@
 """Settle: in a traced graph the ops that stand for control flow become nodes that hold their bodies, without what nobody reads.
 
-A gradient asks for more than its caller: for the carries that enter each step, for gradients of everything that has floats. Of
+A gradient asks for more than its caller: for the carries that enter each turn, for gradients of everything that has floats. Of
 that, results that nobody reads are taken out of the bodies, then carries on which nothing depends that is read, then operands.
 """
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
 
-from mpar.sharding._control import CONTROL, Cond, Flow, Scan
+from mpar.sharding._control import CONTROL, Cond, Flow, HasGraph, Scan
 from mpar.sharding._control_op import Body, control_op
 from mpar.sharding._pass import erase_dead_nodes
 
 __all__ = ["settle"]
 
 
-def settle(graph: fx.Graph, flows: Mapping[str, Flow], prepare: Callable[[fx.Graph], None], hold: Callable[[fx.Graph], Any]) -> None:
+def settle(
+    graph: fx.Graph, flows: Mapping[str, Flow[Body]], prepare: Callable[[fx.Graph], object], hold: Callable[[fx.Graph], HasGraph]
+) -> None:
     """Replace each call of `mpar::control` by a node of the flow that its key stands for.
 
     prepare: the passes that have run on the graph, for the graphs of bodies.
@@ -34,7 +35,11 @@ def settle(graph: fx.Graph, flows: Mapping[str, Flow], prepare: Callable[[fx.Gra
 
 
 def _settle_one(
-    graph: fx.Graph, node: fx.Node, flows: Mapping[str, Flow], prepare: Callable[[fx.Graph], None], hold: Callable[[fx.Graph], Any]
+    graph: fx.Graph,
+    node: fx.Node,
+    flows: Mapping[str, Flow[Body]],
+    prepare: Callable[[fx.Graph], object],
+    hold: Callable[[fx.Graph], HasGraph],
 ) -> None:
     flow = flows[node.kwargs["flow"]]
     bodies = {name: _copy(body) for name, body in flow.bodies.items()}
@@ -43,9 +48,9 @@ def _settle_one(
     flow, operands, results = _reduced(flow.with_bodies(**bodies), sorted({user.args[1] for user in node.users}))
     for body in flow.bodies.values():
         settle(body.graph, flows, prepare, hold)
-    flow = flow.with_bodies(**{name: hold(body.graph) for name, body in flow.bodies.items()})
+    held: Flow[HasGraph] = flow.with_bodies(**{name: hold(body.graph) for name, body in flow.bodies.items()})
     with graph.inserting_before(node):
-        new = graph.call_function(CONTROL[type(flow)], ([node.args[0][i] for i in operands],), {"flow": flow})
+        new = graph.call_function(CONTROL[type(held)], ([node.args[0][i] for i in operands],), {"flow": held})
     new.meta = {"stack_trace": node.meta.get("stack_trace")}
     new.meta["val"] = tuple(torch.empty_like(node.meta["val"][i], device="meta") for i in results)
     for user in list(node.users):
@@ -57,7 +62,7 @@ def _settle_one(
     graph.erase_node(node)
 
 
-def _reduced(flow: Flow, read: Sequence[int]) -> tuple[Flow, list[int], list[int]]:
+def _reduced(flow: Flow[Body], read: Sequence[int]) -> tuple[Flow[Body], list[int], list[int]]:
     """The flow with the results `read` and what they need, and the numbers of the operands and results that remain."""
     if isinstance(flow, Cond):
         needed = _needed(flow.if_true, read) | _needed(flow.if_false, read)

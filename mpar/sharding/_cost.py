@@ -7,7 +7,7 @@ from torch import Tensor, fx
 
 from mpar.ops import Cost, primitive_of
 from mpar.sharding import _collectives as collectives
-from mpar.sharding._control import CONTROL, Cond, num_steps
+from mpar.sharding._control import CONTROL, Cond, num_turns
 from mpar.sharding._control_memory import flow_workspace, held_inside
 
 __all__ = ["graph_cost", "node_cost", "workspace_of"]
@@ -18,8 +18,10 @@ _TRANSCENDENTAL |= {"mish", "pow", "sigmoid", "silu", "sin", "softmax", "softplu
 
 
 def workspace_of(node: fx.Node) -> int:
-    """Bytes that an op allocates and frees before it returns; if a kernel was chosen for it, those of the kernel. Of control flow,
-    what ops in its bodies add to the bytes of the values there, which `held_inside` counts."""
+    """Bytes that an op allocates and frees before it returns; if a kernel was chosen for it, those of the kernel.
+
+    Of control flow, what ops in its bodies add to the bytes of the values there, which `held_inside` counts.
+    """
     if node.target in CONTROL.values():
         return flow_workspace(node.kwargs["flow"], _held_in) - held_inside(node)
     return 0 if _is_free(node) else node.meta["workspace"] if "workspace" in node.meta else node_cost(node).workspace
@@ -56,16 +58,16 @@ def node_cost(node: fx.Node) -> Cost:
 
 
 def _flow_cost(flow: Any) -> Cost:
-    """The cost of all steps of a loop, or of the branch that computes more."""
+    """The cost of all turns of a loop, or of the branch that computes more."""
     costs = []
     for body in flow.bodies.values():
         nodes = [node_cost(node) for node in body.graph.nodes]
         costs.append(Cost(sum(c.flops for c in nodes), sum(c.bytes for c in nodes), 0, sum(c.transcendentals for c in nodes)))
     if isinstance(flow, Cond):
         return max(costs, key=lambda cost: (cost.flops, cost.bytes))
-    steps = num_steps(flow)
+    turns = num_turns(flow)
     return Cost(
-        steps * sum(c.flops for c in costs), steps * sum(c.bytes for c in costs), 0, steps * sum(c.transcendentals for c in costs)
+        turns * sum(c.flops for c in costs), turns * sum(c.bytes for c in costs), 0, turns * sum(c.transcendentals for c in costs)
     )
 
 
@@ -76,7 +78,7 @@ def graph_cost(graph: fx.Graph) -> tuple[int, int]:
         if node.target in CONTROL.values():
             flow = node.kwargs["flow"]
             costs = [graph_cost(body.graph) for body in flow.bodies.values()]
-            received += num_steps(flow) * (max if isinstance(flow, Cond) else sum)(cost[0] for cost in costs)
+            received += num_turns(flow) * (max if isinstance(flow, Cond) else sum)(cost[0] for cost in costs)
         elif node.target in collectives.COLLECTIVES:
             received += _received(node)
         touched += node_cost(node).bytes

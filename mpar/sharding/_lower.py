@@ -323,9 +323,9 @@ class _Lowering:
         else:
             self.apply(node)
 
-    def nested(self, body: LogicalGraph, in_specs: list[P], out_specs: list[P | None]) -> RankGraph:
+    def nested(self, body: LogicalGraph, in_specs: list[P], out_specs: Sequence[P | None]) -> RankGraph:
         """A body of control flow, lowered for these specs; what it computes whole is noted here."""
-        lowered = _Lowering(body, self.mesh, self.table).run(in_specs, out_specs)
+        lowered = _Lowering(body, self.mesh, self.table).run(in_specs, list(out_specs))
         self.fallbacks += [op for op in lowered.fallbacks if op not in self.fallbacks]
         return lowered
 

@@ -87,7 +87,7 @@ def run_lockstep(
 
 
 def _run_flow(node: fx.Node, columns: list[list[Tensor]], mesh: Mesh) -> list[list[Tensor]]:
-    """The results of control flow on every rank: all ranks run the same steps, and take the same branch."""
+    """The results of control flow on every rank: all ranks run the same turns, and take the same branch."""
     flow: Any = node.kwargs["flow"]
 
     def run(body: RankGraph, given: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -107,16 +107,16 @@ def _run_flow(node: fx.Node, columns: list[list[Tensor]], mesh: Mesh) -> list[li
 
 def _run_scan(flow: Scan, columns: list[list[Tensor]], run: Callable[..., list[list[Tensor]]]) -> list[list[Tensor]]:
     carries, xs, captured = flow.operands(columns)
-    steps: list[list[list[Tensor]]] = []
+    turns: list[list[list[Tensor]]] = []
     order = range(flow.length)
-    for step in reversed(order) if flow.reverse else order:
-        results = run(flow.body, [*carries, *([x[step] for x in column] for column in xs), *captured])
+    for turn in reversed(order) if flow.reverse else order:
+        results = run(flow.body, [*carries, *([x[turn] for x in column] for column in xs), *captured])
         carries = results[: flow.num_carries]
-        steps.append(results)
-    stacked = steps[::-1] if flow.reverse else steps
-    _, ys, sums = flow.parts(range(len(steps[0])))
-    stacks = [[torch.stack(list(column)) for column in zip(*(step[i] for step in stacked), strict=True)] for i in ys]
-    totals = [[sum(column[1:], column[0]) for column in zip(*(step[i] for step in steps), strict=True)] for i in sums]
+        turns.append(results)
+    stacked = turns[::-1] if flow.reverse else turns
+    _, ys, sums = flow.parts(range(len(turns[0])))
+    stacks = [[torch.stack(list(column)) for column in zip(*(turn[i] for turn in stacked), strict=True)] for i in ys]
+    totals = [[sum(column[1:], column[0]) for column in zip(*(turn[i] for turn in turns), strict=True)] for i in sums]
     return [*carries, *stacks, *totals]
 
 

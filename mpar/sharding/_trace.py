@@ -109,15 +109,15 @@ def trace(fn: Callable[..., object], args: Sequence[object], *, canonical: bool 
             f"cannot trace {_name(fn)}: another trace inside it made tensors without data, which {', '.join(lines)} uses.\n"
             "Leave make_fx and torch.func.linearize out: use torch.func.jvp, or call the function."
         )
-
-    def prepare(graph: fx.Graph) -> None:
-        replace_writes(graph)
-        if canonical:
-            canonicalise(graph)
-
+    prepare = _prepare_canonical if canonical else replace_writes
     prepare(graph)
     settle(graph, opened.flows, prepare, _body)
     return LogicalGraph(graph, names, constants, structure, out_structure[0])
+
+
+def _prepare_canonical(graph: fx.Graph) -> None:
+    replace_writes(graph)
+    canonicalise(graph)
 
 
 def _body(graph: fx.Graph) -> LogicalGraph:

@@ -17,6 +17,15 @@ SHAPES = {
     "head": (D, V),
 }
 
+AXES = {
+    "embed": ("vocab", "embed"),
+    "layers": tuple(
+        {"in_DF": ("embed", "mlp"), "gate_DF": ("embed", "mlp"), "again_F": ("mlp",), "down_FD": ("mlp", "embed")}
+        for _ in range(2)
+    ),
+    "head": ("embed", "vocab"),
+}
+
 
 def embed(params, x, context, *, training):
     return ops.embedding(context["tokens"], params[0]), {}
@@ -50,15 +59,8 @@ class Recurrent(Chain):
         *(Segment(f"layers[{i}]", layer, (f"layers.{i}",), out_axes=("batch", "seq", "embed")) for i in range(2)),
         Segment("head", head, ("head",)),
     )
-    param_axes = {
-        "embed": ("vocab", "embed"),
-        "layers": tuple(
-            {"in_DF": ("embed", "mlp"), "gate_DF": ("embed", "mlp"), "again_F": ("mlp",), "down_FD": ("mlp", "embed")}
-            for _ in range(2)
-        ),
-        "head": ("embed", "vocab"),
-    }
-    batch_axes = dict.fromkeys(("tokens", "labels"), ("batch", "seq"))
+    param_axes = property(lambda self: AXES)
+    batch_axes = property(lambda self: dict.fromkeys(("tokens", "labels"), ("batch", "seq")))
     abstract_params = property(lambda self: made(SHAPES, lambda shape: torch.empty(shape, dtype=torch.float64, device="meta")))
 
     def weight(self, batch):

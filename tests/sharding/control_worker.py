@@ -22,14 +22,17 @@ def main():
     def make_tensor(shape, dtype):
         return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype)
 
+    def place(args, specs):
+        remaining = iter(specs)
+        return mpar.tree.map_leaves(lambda x: distribute_tensor(x, device_mesh, to_placements(next(remaining), mesh)), args)
+
     for name in ("gru", "cond", "converged"):
         fn, reference, shapes, specs = {**CASES, **LOOPS}[name]
         if name in CASES:
             fn, reference = mpar.value_and_grad(fn), mpar.value_and_grad(reference)
         args = tuple(made(shape, make_tensor) for shape in shapes)
         step = mpar.jit(fn, mesh=mesh, in_specs=specs)
-        leaves = iter(step.lower(*args).ranked.in_specs)
-        placed = mpar.tree.map_leaves(lambda x: distribute_tensor(x, device_mesh, to_placements(next(leaves), mesh)), args)
+        placed = place(args, step.lower(*args).ranked.in_specs)
         found, expected = mpar.tree.leaves(step(*placed)), mpar.tree.leaves(reference(*args))
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a.full_tensor(), b)

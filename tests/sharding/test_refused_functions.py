@@ -70,7 +70,13 @@ BAD = {
     "branch": (branch, "_local_scalar_dense"),
     "bincount": (lambda x: torch.bincount(x[0].long()), "bincount"),
     "comparison of data": (torch.corrcoef, "equal"),
-    "cond": (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "torch.where"),
+    "cond by many": (lambda x: torch.cond(x > 0, torch.sin, torch.cos, (x,)), "torch.where"),
+    "cond by a number": (lambda x: torch.cond(x.sum(), torch.sin, torch.cos, (x,)), "one truth value"),
+    "cond of other results": (
+        lambda x: torch.cond(x.sum() > 0, torch.sin, torch.sum, (x,)),
+        "result 0: float64[8, 8] and float64[]",
+    ),
+    "cond that writes": (lambda x: torch.cond(x.sum() > 0, lambda y: y.add_(1), torch.cos, (x.clone(),)), "add_"),
     "custom_op without shapes": (lambda x: no_fake(x), "register_fake"),
     "flex_attention": (lambda x: flex_attention(heads(x), heads(x), heads(x), score_mod=lambda s, *_: s * 2), "ops.attention"),
     "float": (lambda x: x * float(x.sum()), "_local_scalar_dense"),
@@ -86,7 +92,20 @@ BAD = {
     "quantised": (lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8), "quantize_per_tensor"),
     "rand": (lambda x: x + torch.rand(8, 8), "random_uniform"),
     "repeat_interleave by data": (lambda x: x.repeat_interleave(x[:, 0].long(), 0), "repeat_interleave"),
-    "scan": (lambda x: scan(lambda c, row: (c + row, c * row), x[0], x)[1], "for loop"),
+    "scan of another shape": (
+        lambda x: scan(lambda c, row: (torch.cat([c, row]), row * 2), x[0], x),
+        "float64[8] and float64[16]",
+    ),
+    "scan of one result": (lambda x: scan(lambda c, row: c + row, x[0], x), "no pair"),
+    "scan of unlike lengths": (lambda x: scan(lambda c, row: (c + row[0], row[1]), x[0], (x, x[:4])), "numbers of slices"),
+    "scan that reads data": (
+        lambda x: scan(lambda c, row: (c + row if row[0] > 0 else c, row * 2), x[0], x),
+        "_local_scalar_dense",
+    ),
+    "scan that writes a captured tensor": (
+        lambda x: scan(lambda c, row: (c + x.add_(1)[0], row * 2), x[0], x.sin()),
+        "from outside",
+    ),
     "sparse": (lambda x: x.to_sparse(), "_to_sparse"),
     "text in the place of a number": (lambda x: torch.sum(x, "a"), "sum"),
     "tolist": (lambda x: torch.tensor(x.tolist()), "tolist"),
@@ -94,7 +113,15 @@ BAD = {
     "unique": (lambda x: torch.unique(x), "unique"),
     "unknown attribute": (lambda x: x.softmaxx(-1), "softmaxx"),
     "until": (until, "_local_scalar_dense"),
-    "while_loop": (lambda x: while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (torch.tensor(0), x)), "for loop"),
+    "gradient of while_loop": (
+        lambda x: torch.func.grad(lambda x: while_loop(lambda y: y.sum() < 3, lambda y: (y * 2,), (x,))[0].sum())(x),
+        "Use scan",
+    ),
+    "while_loop of another shape": (
+        lambda x: while_loop(lambda y: y.sum() < 3, lambda y: (y[0],), (x,)),
+        "float64[8, 8] and float64[8]",
+    ),
+    "while_loop by many": (lambda x: while_loop(lambda y: y < 3, lambda y: (y * 2,), (x,)), "one truth value"),
 }
 
 

@@ -17,7 +17,7 @@ from mpar.errors import ProgramError
 from mpar.hardware import Hardware
 from mpar.ir import Kind, collective_time, op_time
 from mpar.mesh import Mesh
-from mpar.sharding import bucket, collectives, overlap_posted, own_bodies, workspace_of
+from mpar.sharding import bucket, collectives, copy_bodies, overlap_posted, workspace_of
 from mpar.spec import P
 
 __all__ = ["finish_code", "make_code"]
@@ -27,7 +27,7 @@ def make_code(
     name: str, graph: fx.Graph, constants: Mapping[str, Tensor], in_specs: list[P], out_specs: list[P], target: Target
 ) -> Code:
     """Make code of a checked rank graph, which the last passes change. `constants` may hold more than the graph reads."""
-    for each in (*(body.graph for body in own_bodies(graph)), graph):
+    for each in (*(body.graph for body in copy_bodies(graph)), graph):
         bucket(each)
         overlap_posted(each)
         fuse(each, target.kernels)

@@ -22,7 +22,6 @@ def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int], *, all_rows_co
     numbers: dict[Hashable, int] = {}
     sizes: list[int] = []
     held: dict[fx.Node, tuple[int, ...]] = {}
-
     ragged_factor = 1
 
     def number(key: Hashable, nbytes: int) -> int:
@@ -31,8 +30,7 @@ def measure(graph: fx.Graph, workspace: Callable[[fx.Node], int], *, all_rows_co
             sizes.append(nbytes * ragged_factor)
         return numbers[key]
 
-    order = [node for node in graph.nodes if node.op in ("placeholder", "call_function", "get_attr")]
-    inputs = []
+    order, inputs = [node for node in graph.nodes if node.op in ("placeholder", "call_function", "get_attr")], []
     for node in order:
         if node.op == "placeholder":
             ragged_factor = node.meta.get("ragged", 1) if all_rows_come else 1

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from mpar.ir import CollectiveUse, OpUse, Stretch
 from mpar.ops import primitive_of
-from mpar.sharding import CONTROL, Cond, collectives, node_cost, num_steps
+from mpar.sharding import CONTROL, Cond, collectives, node_cost, num_turns
 
 __all__ = ["collective_use", "collective_uses", "op_use", "stretches_of"]
 
@@ -52,7 +52,7 @@ def stretches_of(graph: fx.Graph) -> tuple[Stretch, ...]:
 
 
 def _as_run(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes of a graph as a rank runs them: control flow that communicates step by step, of branches the one that sends more;
+    """The nodes of a graph as a rank runs them: control flow that communicates turn by turn, of branches the one that sends more;
     other control flow is one op."""
     for node in graph.nodes:
         flow = node.kwargs["flow"] if node.target in CONTROL.values() else None
@@ -60,7 +60,7 @@ def _as_run(graph: fx.Graph) -> Iterator[fx.Node]:
         if flow is None or not any(_messages(body) for body in bodies):
             yield node
             continue
-        for body in [max(bodies, key=_messages)] if isinstance(flow, Cond) else bodies * num_steps(flow):
+        for body in [max(bodies, key=_messages)] if isinstance(flow, Cond) else bodies * num_turns(flow):
             yield from body
 
 
