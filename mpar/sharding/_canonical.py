@@ -17,6 +17,7 @@ from mpar.sharding._canonicalise import (
 from mpar.sharding._decompose import decompose
 from mpar.sharding._expands import expand_late, merge_expands
 from mpar.sharding._flatten_late import flatten_late
+from mpar.sharding._join_pads import join_pads
 from mpar.sharding._losses import expand_losses
 from mpar.sharding._split_indices import split_indices
 from mpar.sharding._unit_dims import drop_unit_letters, insert_unit_dims_late
@@ -28,6 +29,7 @@ ONCE = (expand_losses, decompose, use_one_name, erase_identities, split_means, s
 AGAIN = (
     restore_einsums,
     join_windows,
+    join_pads,
     merge_views,
     insert_unit_dims_late,
     drop_unit_letters,

@@ -13,7 +13,7 @@ from mpar.sharding import _collectives as collectives
 from mpar.sharding._control import CONTROL
 from mpar.sharding._derive import derived_rule
 from mpar.sharding._lower import RankGraph
-from mpar.sharding._rules import Factors, NodeRule
+from mpar.sharding._rules import Factors, NodeRule, tensor_operands
 from mpar.spec import P
 
 __all__ = ["check_order", "specs_of"]
@@ -84,10 +84,10 @@ def _check_collective(node: fx.Node, ranked: RankGraph, fail: Fail) -> None:
 
 
 def _check_op(node: fx.Node, ranked: RankGraph, fail: Fail) -> None:
-    rule = derived_rule(node)
     claims = specs_of(node)
-    if any(operand.meta.get("spec") is None for operand in rule.operands) or all(spec is None for spec in claims):
-        return  # inside the local program of a primitive: only its author knows where the values are
+    if any(operand.meta.get("spec") is None for operand in tensor_operands(node)) or all(spec is None for spec in claims):
+        return  # inside a local program: only its author knows where the values are
+    rule = derived_rule(node)
     free = {i for i in rule.as_is if not any(rule.factors[i])}  # the result does not depend on the specs of these operands
     specs = [*(None if i in free else operand.meta.get("spec") for i, operand in enumerate(rule.operands)), *claims]
     agreed: dict[str, tuple[str, ...]] = {}

@@ -67,6 +67,12 @@ class Emit:
         value.meta["same"] = tuple(axes)
         return value
 
+    def stated(self, value: fx.Node, *dims: tuple[str, ...], partial: Iterable[str] = ()) -> fx.Node:
+        """`value` with its spec, for the check of rank graphs, which else follows it by its global shape. It cannot do so where
+        the arguments of an op hold local sizes."""
+        value.meta["spec"] = P(*dims, partial=self.ordered(partial))
+        return value
+
     def axes_of(self, *factors: str) -> tuple[str, ...]:
         """The mesh axes that shard any of these factors, in mesh order."""
         return self.ordered(axis for factor in factors for axis in self._axes_of.get(factor, ()))

@@ -13,7 +13,7 @@ from mpar.sharding._local_programs import argument
 from mpar.sharding._pass_through import Localise, Pattern, named_operands, values_of
 from mpar.sharding._rules import RULES, Factors, NodeRule
 
-__all__: list[str] = []
+__all__ = ["convolution_gradients", "convolutions"]
 
 aten = torch.ops.aten
 Dims = list[tuple[str, ...]]
@@ -44,11 +44,16 @@ def _replaced(node: fx.Node, args: tuple, **new: object) -> tuple:
     return tuple(new.get(name, value) for name, value in zip(known, args, strict=False))
 
 
+def _transposed(node: fx.Node) -> bool:
+    """Whether a convolution is transposed; one of `_padded_ops` never is."""
+    return node.target in (aten.convolution.default, aten.convolution_backward.default) and argument(node, "transposed")
+
+
 def _channels(node: fx.Node, x: fx.Node, y: fx.Node) -> tuple[dict[str, int], Dims]:
     """The sizes of the batch, of groups, and of the channels of a group on both sides, in a convolution from `x` to `y`; and the
     factors of its weight. Shapes tell the groups: the argument may count those of one rank."""
     fixed = shape_of(argument(node, "weight"))[1]
-    if argument(node, "transposed"):
+    if _transposed(node):
         groups = shape_of(y)[1] // fixed
         weight: Dims = [("g", "i"), ("o",)]
     else:
@@ -57,7 +62,7 @@ def _channels(node: fx.Node, x: fx.Node, y: fx.Node) -> tuple[dict[str, int], Di
     return {"b": shape_of(x)[0], "g": groups, "i": shape_of(x)[1] // groups, "o": shape_of(y)[1] // groups}, weight
 
 
-def _convolution(node: fx.Node) -> NodeRule:
+def convolutions(node: fx.Node) -> NodeRule:
     """The rule of convolutions. Without groups the input's channels are contracted; with a bias, no part of them can be summed
     alone."""
     bias = argument(node, "bias") is not None
@@ -65,7 +70,7 @@ def _convolution(node: fx.Node) -> NodeRule:
     sizes, of_weight = _channels(node, argument(node, "input"), node)
     if sizes["g"] == 1:
         inner = "_" if bias else "i"
-        weight = f"{inner} o *" if argument(node, "transposed") else f"o {inner} *"
+        weight = f"{inner} o *" if _transposed(node) else f"o {inner} *"
         return Pattern(f"b {inner} *, {weight}, o -> b o *", linear=" ".join(linear))(node)
     operands: dict[str, Dims] = {"input": [("b",), ("g", "i")], "weight": of_weight, "bias": [("g", "o")]}
     rule = _rule(node, operands, [[("b",), ("g", "o")]], sizes, linear)
@@ -77,14 +82,14 @@ def _convolution(node: fx.Node) -> NodeRule:
     return rule
 
 
-def _convolution_backward(node: fx.Node) -> NodeRule:
+def convolution_gradients(node: fx.Node) -> NodeRule:
     """The rule of the gradients of a convolution: that of a weight or bias is a sum over the batch.
 
     That of a bias does not depend on the input's channels, so these cannot be sharded if it is asked for, unless they are groups.
     """
     sizes, channels = _channels(node, argument(node, "input"), argument(node, "grad_output"))
     inner = "_" if argument(node, "output_mask")[2] else "i"
-    weight = f"{inner} o *" if argument(node, "transposed") else f"o {inner} *"
+    weight = f"{inner} o *" if _transposed(node) else f"o {inner} *"
     if sizes["g"] == 1:
         rule = Pattern(f"b o *, b {inner} *, {weight} -> b {inner} *, {weight}, o", linear="grad_output")(node)
         rule.localise = _local_gradients(node, {})
@@ -102,7 +107,7 @@ def _local_gradients(node: fx.Node, sizes: dict[str, int]) -> Localise:
     def localise(args: tuple, kwargs: dict, shapes: list[tuple[int, ...]]) -> tuple[tuple, dict]:
         new: dict[str, object] = {}
         if sizes:
-            of_weight = sizes["i"] if argument(node, "transposed") else sizes["o"]
+            of_weight = sizes["i"] if _transposed(node) else sizes["o"]
             counts = [(shapes[0][1:2], sizes["i"]), (shapes[1][:1], of_weight), (shapes[2][:1], sizes["o"])]
             new["groups"] = next(channels[0] // size for channels, size in counts if channels)
         if argument(node, "bias_sizes") and shapes[2]:
@@ -137,8 +142,8 @@ def _group_norm(node: fx.Node) -> NodeRule:
 
 RULES.update(
     {
-        aten.convolution.default: _convolution,
-        aten.convolution_backward.default: _convolution_backward,
+        aten.convolution.default: convolutions,
+        aten.convolution_backward.default: convolution_gradients,
         aten.native_group_norm.default: _group_norm,
         aten.native_group_norm_backward.default: _group_norm,
     }

@@ -7,7 +7,7 @@ from mpar.sharding._canonicalise import shape_of
 from mpar.sharding._emit import Emit
 from mpar.sharding._local_programs import argument, local_program
 from mpar.sharding._pass_through import Pattern
-from mpar.sharding._rules import NodeRule
+from mpar.sharding._rules import DIVIDED, NodeRule
 
 __all__: list[str] = []
 
@@ -28,7 +28,6 @@ def _attention(node: fx.Node) -> NodeRule:
     else:
         rule = Pattern(f"{q}, {q}, {k}, {k}, {q}, b h {QUERIES}, {masks} -> {q}, {k}, {k}")(node)
     rule.replicate = {QUERIES} & rule.sizes.keys() if argument(node, "is_causal") else set()
-    rule.leads = {0}  # every rank attends from its own queries
     return rule
 
 
@@ -56,3 +55,6 @@ def attention_gradients(emit: Emit, dy: fx.Node, q: fx.Node, k: fx.Node, *others
     given = {**kwargs, "attn_mask": _later(emit, q, k)}
     gradients = emit(BACKWARD, dy, q, k, v, out, log_sum, dropout, False, **given)
     return [emit.getitem(gradients, 0), *(emit.pending(emit.getitem(gradients, i)) for i in (1, 2))]
+
+
+DIVIDED.update((FORWARD, BACKWARD))

@@ -3,6 +3,7 @@
 import torch
 from torch import fx
 
+from mpar.sharding._borders import rows_from
 from mpar.sharding._canonicalise import shape_of
 from mpar.sharding._emit import Emit
 from mpar.sharding._local_programs import along, argument, local_program
@@ -15,31 +16,11 @@ aten = torch.ops.aten
 
 def _moved(emit: Emit, x: fx.Node, dim: int, by: int, fill: float | None) -> fx.Node:
     """The rows of this rank after all rows moved `by` places along `dim`; what comes in at the end is `fill`, or, if that is
-    None, what went out at the other end.
-
-    The rows that move across a border go to the neighbour by a shift. Shifts go to the next rank only: if rows move back among
-    more than two ranks, or over mesh axes in another order, borders are gathered; whole shards are if rows move farther.
-    """
-    factor, ndim, size = f"d{dim}", len(emit.shape(x)), emit.shape(x)[dim]
-    axes = emit.order_of(factor)
+    None, what went out at the other end. Only rows that move across a border are sent, or whole shards if rows move farther."""
+    size, axes = emit.shape(x)[dim], emit.order_of(f"d{dim}")
     sent = min(abs(by), size)
     part = emit(aten.slice.Tensor, x, dim, size - sent, size) if by > 0 else emit(aten.slice.Tensor, x, dim, 0, sent)
-    neighbour = sent < size and (by > 0 or emit.size(axes) == 2) and axes == emit.ordered(axes)
-    counted = emit(aten.arange.default, sent, dtype=torch.int64, device=torch.device("cpu"))
-    # of the rows of all borders: those of the rank before, or behind, or as far away as the rows come from
-    first = emit(aten.add.Tensor, counted, emit.start_with(axes, sent))
-    rows = emit(aten.sub.Tensor, first, by if sent == size else sent if by > 0 else -sent)
-    if neighbour:
-        part = emit(aten.clone.default, part, memory_format=torch.contiguous_format)
-        (arrived,) = emit.arrived(emit.shift([part], axes), [part])
-    else:
-        around = emit(aten.remainder.Scalar, rows, sent * emit.size(axes))
-        arrived = emit(aten.index_select.default, emit.all_gather(part, axes, dim), dim, around)
-    if fill is not None:
-        beyond = emit(aten.lt.Scalar, rows, 0) if by > 0 else emit(aten.ge.Scalar, rows, sent * emit.size(axes))
-        for new in [0] * dim + [-1] * (ndim - dim - 1):
-            beyond = emit(aten.unsqueeze.default, beyond, new)
-        arrived = emit(aten.masked_fill.Scalar, arrived, beyond, fill)
+    arrived = rows_from(emit, part, dim, axes, by if sent == size else sent if by > 0 else -sent, fill)
     if sent == size:
         return arrived
     staying = emit(aten.slice.Tensor, x, dim, 0, size - sent) if by > 0 else emit(aten.slice.Tensor, x, dim, sent, size)

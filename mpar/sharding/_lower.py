@@ -28,6 +28,7 @@ from mpar.sharding import (  # noqa: F401  they fill tables
     _local_reductions,
     _local_rows,
     _local_scatters,
+    _local_windows,
     _pools,
     _torch_ops,
 )
@@ -37,7 +38,16 @@ from mpar.sharding._emit import Emit, Pending, Placed
 from mpar.sharding._factor_axes import axes_in_order, operand_specs, result_specs
 from mpar.sharding._lower_control import lower_control
 from mpar.sharding._redistribute import Move, plan, plan_bytes
-from mpar.sharding._rules import NodeRule, has_rule, is_float_cast, programs_of, rule_of, tensor_operands
+from mpar.sharding._rules import (
+    NodeRule,
+    fixed_program,
+    has_rule,
+    is_float_cast,
+    may_gather,
+    programs_of,
+    rule_of,
+    tensor_operands,
+)
 from mpar.sharding._trace import LogicalGraph, source_line
 from mpar.spec import P, check_spec, local_shape, normalise
 from mpar.strategy import AxisTable, spec_from_axes
@@ -407,11 +417,9 @@ class _Lowering:
         ]
         remaining = iter(locals_)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: next(remaining))
-        primitive = primitive_of(node.target)
         programs = programs_of(node)
         active = [factor for factor in programs if axes_of.get(factor)]
-        program = primitive.placement.lowered if primitive else None
-        program = program or (programs[active[0]] if active else None)
+        program = fixed_program(node) or (programs[active[0]] if active else None)
         if program is not None:
             emit = Emit(self, rule, axes_of, [factor for factor in active if programs[factor] is programs[active[0]]])
             out = program(emit, *args, **kwargs)
@@ -461,8 +469,8 @@ class _Lowering:
         Operands have their say one after the other: first those that the op takes as they are, then those that lead by its rule,
         then those with larger shards. So where two operands want one axis for different factors, the smaller one is moved, which
         takes smaller messages. Another order is taken if the op as a whole then receives fewer bytes: the operands that move, and
-        the pending sums that are left. So is an order in which an op of torch gathers what it works across. Where operands lead,
-        there is no other order: they divide the work of the op, which counts for more than bytes.
+        the pending sums that are left. So is an order in which an op of torch gathers what it works across, unless every rank
+        would then do much work that is divided otherwise.
         """
         local_bytes = [
             x.meta["val"].nbytes / self.mesh.axis_size(tuple(axis for dim in spec.dims for axis in dim))
@@ -472,7 +480,7 @@ class _Lowering:
         ways = [axes_in_order(self.mesh, rule, specs, order, ())]
         if not (rule.as_is or rule.leads or rule.follows or rule.ragged):
             ways += [axes_in_order(self.mesh, rule, specs, [i, *(j for j in order if j != i)], ()) for i in order[1:]]
-        if primitive_of(node.target) is None and not rule.leads and (programs := programs_of(node)):
+        if may_gather(node) and (programs := programs_of(node)):
             ways.append(axes_in_order(self.mesh, rule, specs, order, tuple(programs)))
         distinct = [way for index, way in enumerate(ways) if way not in ways[:index]]
         return min(distinct, key=lambda way: self.received(node, rule, specs, way)) if len(distinct) > 1 else distinct[0]

@@ -17,11 +17,15 @@ from mpar.ops import Primitive, ShardingRule, declared_rule, primitive_of
 from mpar.sharding._canonicalise import PRODUCTS, shape_of, view_groups
 
 __all__ = [
+    "DIVIDED",
+    "EXPANDED",
     "RULES",
     "Factors",
     "NodeRule",
+    "fixed_program",
     "has_rule",
     "is_float_cast",
+    "may_gather",
     "pointwise",
     "programs_of",
     "replicated",
@@ -91,6 +95,19 @@ def programs_of(node: fx.Node) -> Mapping[str, Callable]:
         return {}
     rule, program = PROGRAMS[node.target]
     return dict.fromkeys(sorted(rule(node).replicate), program)
+
+
+def fixed_program(node: fx.Node) -> Callable | None:
+    """The local program that a rank runs for a node whatever is sharded."""
+    primitive = primitive_of(node.target)
+    if primitive is not None:
+        return primitive.placement.lowered
+    return PROGRAMS[node.target][1] if node.target in EXPANDED else None
+
+
+def may_gather(node: fx.Node) -> bool:
+    """Whether the dims across which an op works may be gathered in the place of running its local program, to send less."""
+    return primitive_of(node.target) is None and node.target not in DIVIDED
 
 
 def has_rule(node: fx.Node) -> bool:
@@ -353,6 +370,13 @@ def _product(equation: str) -> Callable[[fx.Node], NodeRule]:
 
 PROGRAMS: dict[Any, tuple[Callable[[fx.Node], NodeRule], Callable]] = {}
 """Ops of torch with a local program, each with a rule that names in `replicate` the factors across which the op works."""
+
+DIVIDED: set[Any] = set()
+"""Ops whose local program divides much work. To gather what they work across would have every rank do all of it, so they never do
+this to receive fewer bytes."""
+
+EXPANDED: set[Any] = set()
+"""Ops that only logical graphs have: a rank runs their local program whatever is sharded."""
 
 RULES: dict[Any, Callable[[fx.Node], NodeRule]] = {
     aten.sum.default: _sum,

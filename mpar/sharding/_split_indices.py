@@ -64,6 +64,7 @@ def split_indices(graph: fx.Graph) -> dict[str, int]:
 def _rows(node: fx.Node) -> _Rows | None:
     """What a node reads, or what it adds to, if its index has one dim."""
     args = node.args
+    found: _Rows | None
     if node.target == aten.index_select.default:
         found = _Rows(args[1], args[2])
     elif node.target == aten.index_add.default and node.kwargs.get("alpha", 1) == 1:
@@ -86,11 +87,13 @@ def _indexed(node: fx.Node) -> _Rows | None:
     given = [(dim, index) for dim, index in enumerate(node.args[1]) if index is not None]
     if len(given) != 1 or not given[0][1].meta["val"].dtype.is_signed or len(shape_of(given[0][1])) != 1:
         return None
-    (dim, index), *values = given[0], *node.args[2:3]
-    shape = list(shape_of(node.args[0]))
+    dim, index = given[0]
+    if node.target == aten.index.Tensor:
+        return _Rows(dim, index)
+    shape, values = list(shape_of(node.args[0])), node.args[2]
     shape[dim] = shape_of(index)[0]
-    adds = len(node.args) > 3 and node.args[3] and list(shape_of(values[0])) == shape
-    return _Rows(dim, index, values[0] if values else None) if adds or not values else None
+    adds = len(node.args) > 3 and node.args[3] and list(shape_of(values)) == shape
+    return _Rows(dim, index, values) if adds else None
 
 
 def _before_view(graph: fx.Graph, values: fx.Node, dim: int, entries: tuple[int, ...]) -> fx.Node | None:
