@@ -34,15 +34,15 @@ def jsonl(kinds):
     return b"\n".join(lines) + b"\n"
 
 
-def table(kinds):
-    return [{name: ROWS[kind].get(name, "") for name in COLUMNS} for kind in kinds]
-
-
 def comma(kinds, delimiter=","):
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS, delimiter=delimiter)
     writer.writeheader()
-    writer.writerows(table(kinds))
+    for kind in kinds:
+        if kind == "damaged":
+            out.write("a row with one cell\n")
+        else:
+            writer.writerow({name: ROWS[kind].get(name, "") for name in COLUMNS})
     return out.getvalue().encode()
 
 
@@ -76,10 +76,10 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_of_any_format(byte_tokenizer, name):
-    """In memory, each kind is counted under its reason, exactly. Of a stream, rows up to any cursor are used or have a reason, and
+    """In memory, each kind is counted under its reason, exactly. Of a stream, rows up to a cursor are used or have a reason, and
     each time that the file is read, its good rows are used."""
-    possible = [kind for kind in ROWS if kind != "half" or name[-3:] not in ("csv", "tsv")]  # an empty cell is an empty answer
-    possible += ["damaged"] * ("jsonl" in name)
+    possible = [*ROWS] if name[-3:] not in ("csv", "tsv") else ["good", "long", "media"]  # an empty cell is an empty answer
+    possible += ["damaged"] * (name in ("rows.jsonl", "rows.jsonl.gz", "rows.csv", "rows.tsv"))
 
     @settings(deadline=None, max_examples=examples(30))
     @given(st.lists(st.sampled_from(possible), max_size=30), st.integers(1, 9))
