@@ -125,6 +125,9 @@ class DataGroup:
     )
     seq_len: int | None = key("positions of a sequence; null: model.seq_len", default=None, at_least=1)
     packing: bool = key("several documents share a sequence, without attending to each other", default=True)
+    pad_to_multiple: int = key(
+        "each document begins at a multiple of so many positions, behind padding; it divides seq_len", default=1, at_least=1
+    )
     shuffle: bool = key("use a new order of the data in every epoch", default=True)
     truncation: Literal["drop", "right", "left", "split", "error"] = key(
         "conversations longer than seq_len: drop them, cut at the right or left, split them into documents, or stop",
