@@ -1,7 +1,7 @@
 """`python -m bench.data.packing`: how full sequences are, and how long packing takes, beside TRL's `bfd` on the same documents.
 
 Takes `pip install trl datasets`. The documents are random ids with lengths of three distributions. `mpar` packs all of them at
-once, `mpar_1000` in windows of a thousand, as TRL does with a batch of `map`. Times are from documents in memory to all packed rows
+once, `mpar_1000` in windows of a thousand, as TRL does with a batch of `map`. Times are from documents in memory to all rows
 having been read once; each variant's is the median of `--passes`, in turns. No document is longer than a row, so none is cut.
 """
 
