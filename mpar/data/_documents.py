@@ -40,6 +40,7 @@ class LoadReport:
     formats: dict[str, int] = field(default_factory=dict)  # used rows of each detected format
     used_of_source: dict[str, int] = field(default_factory=dict)  # used rows of each source
     tokens_of_source: dict[str, int] = field(default_factory=dict)  # positions of its documents
+    rows_of_column: dict[str, int] = field(default_factory=dict)  # rows with each column that the user has renamed
     num_held_out: int = 0  # used rows that are evaluated on and not trained on; 0 if the data were not split
     cached: bool = False  # read from the cache; the numbers are those of the run that wrote it
     notice: str = ""  # why the entry of the cache was not used; empty if there was none, or it was used
@@ -105,7 +106,9 @@ class LoadReport:
             f"{f'; {self.num_held_out} rows held out' if self.num_held_out else ''}{', from the cache' if self.cached else ''}"
         )
         first = f"first malformed row: {self.first_malformed}" if self.num_malformed else ""
-        return "\n".join(text for text in (line, first, self.notice) if text)
+        nowhere = ", ".join(name for name, count in self.rows_of_column.items() if not count)
+        unmatched = f"data.columns names {nowhere}, which no row has" if nowhere else ""
+        return "\n".join(text for text in (line, first, unmatched, self.notice) if text)
 
 
 @dataclass(frozen=True, eq=False)
