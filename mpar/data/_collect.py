@@ -126,7 +126,7 @@ class Collector:
             self._counts["num_used"] += 1
             self._formats[row.format] += 1
             self._used[source] += 1
-            self._kept.add(source, row.where, made)
+            self._kept.add(source, row, made)
 
     def _malformed(self, row: BadRow) -> None:
         self._counts["num_malformed"] += 1

@@ -13,7 +13,7 @@ from mpar.errors import ConfigError
 __all__ = ["DataConfig", "check_config"]
 
 _CHOICES = {
-    "kind": ("sft", "pt"),
+    "kind": ("sft", "pt", "preference", "kto"),
     "truncation": ("drop", "left", "right", "split", "error"),
     "stop": ("first", "all"),
 }
@@ -24,7 +24,8 @@ class DataConfig:
     """The data to train on, and the shape of their batches.
 
     kind: `sft` are conversations, with the loss on what the assistant wrote. `pt` is plain text, with the loss on every token;
-        each text ends with the end-of-text token and is cut into documents of `seq_len` positions.
+        each text ends with the end-of-text token and is cut into documents of `seq_len` positions. `preference` are pairs of
+        conversations, each of which is two documents, the preferred one first; `kto` are conversations with a label.
     sources: files, folders, globs, addresses, `self-cognition` or `python-stdlib`; `NAME#N` takes N rows of a source. Or pairs
         NAME.bin and NAME.idx of Megatron's indexed tokens.
     columns: for names of columns in the files, the names by which formats know them, such as {"ask": "query"}.
@@ -100,8 +101,10 @@ def check_config(config: DataConfig, tokenizer: Tokenizer) -> None:
         faults.append(f"columns maps to {', '.join(unknown)}, which no format has; formats have {', '.join(COLUMNS)}")
     if config.preprocess is not None:
         faults += preprocess_plug_in(config.preprocess).problems()
-    if config.kind == "sft" and tokenizer.template is None:
-        faults.append("kind='sft' needs a tokenizer with a chat template; put a chat_template.jinja into its folder")
+    if config.kind == "preference" and config.truncation == "split":
+        faults.append("truncation=split would divide the answers of kind='preference', which are compared as they are")
+    if config.kind != "pt" and tokenizer.template is None:
+        faults.append(f"kind={config.kind!r} needs a tokenizer with a chat template; put a chat_template.jinja into its folder")
     indexed = any(map(is_indexed, config.sources))
     faults += _pad_to_multiple(config, indexed)
     if config.kind == "pt" and tokenizer.eos_id is None and (config.isolate or not indexed):

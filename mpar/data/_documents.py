@@ -1,8 +1,9 @@
 """Tokenised documents in flat arrays: many millions of tokens in a few allocations, memory-mapped when they come from a cache."""
 
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpar.data.rows import BadRow
-from mpar.errors import DataError
+from mpar.errors import DataError, brief
 
 __all__ = ["DESCRIBED_ROWS", "Documents", "LoadReport"]
 
@@ -126,6 +127,8 @@ class Documents:
     names: tuple[str, ...]  # for each row, its file:line
     sources: NDArray[np.int32]  # (documents,): the source that each document came from
     source_names: tuple[str, ...]
+    columns: Mapping[int, Mapping[str, object]] = field(default_factory=dict)  # by row, what a task may read besides
+    pairs: bool = False  # whether each row has two documents, one behind the other, of which the first is preferred
 
     @classmethod
     def from_ids(
@@ -146,17 +149,25 @@ class Documents:
             source_names=("",),
         )
 
+    def label(self, document: int) -> str:
+        """Where a document is from, and the columns of its row."""
+        columns = self.columns.get(int(self.rows[document]), {})
+        side = ["rejected" if document % 2 else "chosen"] if self.pairs else []
+        return " ".join([self.names[self.rows[document]], *side, *(f"{name}={brief(value)}" for name, value in columns.items())])
+
     def __len__(self) -> int:
         """The number of documents."""
         return len(self.starts)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the documents: their ids, labels, bounds and rows."""
+        """A hash of the documents: their ids, labels, bounds, rows and columns."""
         digest = hashlib.sha256()
         for array in (self.tokens, self.trained, self.starts, self.lengths, self.rows):
             digest.update(f"{array.dtype}{array.shape}".encode())
             digest.update(np.ascontiguousarray(array).data)
+        if self.columns:
+            digest.update(json.dumps(sorted(self.columns.items()), default=str).encode())
         return digest.hexdigest()
 
     @property

@@ -66,8 +66,8 @@ class Layout:
         return self._document_of_slot[np.asarray(in_slots, dtype=np.int64)]
 
     def names(self, sequence: int) -> list[str]:
-        """Where the documents of a sequence are from."""
-        return [self._documents.names[self._documents.rows[document]] for document in self.documents_in(sequence)]
+        """Where the documents of a sequence are from, and what is known of them besides."""
+        return [self._documents.label(document) for document in self.documents_in(sequence).tolist()]
 
     def write(self, sequence: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Write the documents of a sequence, one after the other, into arrays of (seq_len,), which hold padding."""

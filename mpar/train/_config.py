@@ -177,7 +177,10 @@ class DataGroup:
 class TaskConfig:
     """What is learned from the data."""
 
-    kind: Literal["sft", "pt"] = key("sft: conversations, with the loss on answers; pt: plain text, with the loss on every token")
+    kind: Literal["sft", "pt", "preference", "kto"] = key(
+        "sft: conversations, with the loss on answers; pt: plain text, with the loss on every token; preference: pairs of a "
+        "chosen and a rejected answer, kto: answers with a label, which only `mpar data` reads yet"
+    )
     chat: tuple[str, ...] | None = key(
         "questions that the trained model answers at the end; null: those of the sample data, if it learned them",
         default=None,

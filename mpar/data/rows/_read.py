@@ -8,6 +8,7 @@ from mpar.data._mix import choose
 from mpar.data.reading import Record, Source, read_records
 from mpar.data.rows._conversation import conversation, keys_of
 from mpar.data.rows._message import Media, check_unicode
+from mpar.data.rows._preference import labelled, preference
 from mpar.data.rows._preprocess import Preprocess, preprocess_function
 from mpar.data.rows._row import BadRow, EmptyRow, FilteredRow, MediaRow, Row, RowFault
 from mpar.errors import brief
@@ -85,6 +86,9 @@ def _row(kind: str, record: Record, value: Mapping[str, object]) -> AnyRow:
         if kind == "pt":
             text = _plain_text(value)
             return Row(record.file, record.line, "text", text=text, excerpt=record.excerpt) if text else EmptyRow()
+        if kind in ("preference", "kto"):
+            judged = preference(value) if kind == "preference" else labelled(value)
+            return Row(record.file, record.line, **vars(judged), excerpt=record.excerpt)
         name, messages, tools = conversation(value)
         return Row(record.file, record.line, name, messages=messages, tools=tools, excerpt=record.excerpt)
     except Media:
