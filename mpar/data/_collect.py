@@ -22,7 +22,7 @@ __all__ = ["Collector", "Progress", "TokeniseWorkers", "collect", "refuse_malfor
 Progress = Callable[[int, int], None]
 """A function that is called now and then with (rows read, tokens made) so far."""
 
-TokeniseWorkers = Workers[Tokenise, Sequence[SourcedRow], list[RowTokens]]
+TokeniseWorkers = Workers[Tokenise, Sequence[SourcedRow], Iterable[RowTokens]]
 """Processes that carry out `tokenise`."""
 
 _ROWS_AT_ONCE = 256

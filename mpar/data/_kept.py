@@ -38,9 +38,9 @@ class Kept:
         self._pairs |= bool(row.rejected)
         if row.columns:
             self._columns[number] = row.columns
-        for piece in made.documents:
-            self._starts.append(base + piece.start)
-            self._lengths.append(piece.stop - piece.start - 1)
+        for start, end in made.documents:
+            self._starts.append(base + start)
+            self._lengths.append(end - start - 1)
             self._rows.append(number)
             self._sources.append(source)
 

@@ -1,7 +1,7 @@
 """From rows to documents: tokens, marks on what is trained on, and the documents that a row is cut into."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,23 +23,59 @@ Tokenise = tuple[DataConfig, Tokenizer]
 """What `tokenise` needs besides rows."""
 
 
+Piece = tuple[int, int]
+"""The tokens of a document: where they begin in their row, and where they end. It has one position less than tokens."""
+
+
 @dataclass
 class RowTokens:
-    """What became of one row: the tokens, (T,), what each weighs in the loss, (T,), and the documents, which are slices
-    of inputs and labels, one token longer than a document has positions. A row without documents has a fault, or is too long.
+    """What became of one row: the tokens, (T,), what each weighs in the loss, (T,), and the documents. A row without documents
+    has a fault, or is too long.
     """
 
     ids: NDArray[np.int32]
     trained: NDArray[np.bool_ | np.float32]
-    documents: list[slice] = field(default_factory=list)
+    documents: list[Piece] = field(default_factory=list)
     too_long: bool = False
     fault: str = ""
+
+
+@dataclass(frozen=True)
+class ChunkTokens:
+    """What became of many rows, in few arrays, which go quickly between processes. Row i has `ids[ends[i - 1] : ends[i]]`."""
+
+    ids: NDArray[np.int32]
+    trained: NDArray[np.bool_ | np.float32]
+    ends: NDArray[np.int64]
+    documents: list[list[Piece]]
+    too_long: list[bool]
+    faults: list[str]
+
+    @classmethod
+    def of(cls, rows: Sequence[RowTokens]) -> "ChunkTokens":
+        """Those of these rows, at least one."""
+        return cls(
+            np.concatenate([row.ids for row in rows]),
+            np.concatenate([row.trained for row in rows]),
+            np.cumsum([len(row.ids) for row in rows]),
+            [row.documents for row in rows],
+            [row.too_long for row in rows],
+            [row.fault for row in rows],
+        )
+
+    def __iter__(self) -> Iterator[RowTokens]:
+        """What became of each row."""
+        begin = 0
+        for number, end in enumerate(self.ends.tolist()):
+            ids, trained = self.ids[begin:end], self.trained[begin:end]
+            yield RowTokens(ids, trained, self.documents[number], self.too_long[number], self.faults[number])
+            begin = end
 
 
 _Outcome = Iterator[RowTokens]
 
 
-def tokenise(given: Tokenise, rows: Sequence[SourcedRow]) -> list[RowTokens]:
+def tokenise(given: Tokenise, rows: Sequence[SourcedRow]) -> Iterable[RowTokens]:
     """What becomes of each row that is a Row, in order. Rows of other kinds are passed over.
 
     Raises DataError if a row is too long under `truncation=error`, TemplateError if the chat template cannot be used.
@@ -49,7 +85,7 @@ def tokenise(given: Tokenise, rows: Sequence[SourcedRow]) -> list[RowTokens]:
     if not usable:
         return []
     of_kind: Callable[[Sequence[Row], DataConfig, Tokenizer], _Outcome] = _texts if config.kind == "pt" else _conversations
-    return list(of_kind(usable, config, tokenizer))
+    return ChunkTokens.of(list(of_kind(usable, config, tokenizer)))
 
 
 def _texts(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer) -> _Outcome:
@@ -90,9 +126,9 @@ def _joined(made: Sequence[RowTokens]) -> RowTokens:
         return made[0]
     begins = np.cumsum([0, *(len(part.ids) for part in made)])
     documents = [
-        slice(piece.start + begin, piece.stop + begin)
+        (start + begin, end + begin)
         for part, begin in zip(made, begins.tolist(), strict=False)
-        for piece in part.documents
+        for start, end in part.documents
     ]
     return RowTokens(
         np.concatenate([part.ids for part in made]),
@@ -116,25 +152,25 @@ def _conversation(row: Row, ids: Sequence[int], weights: Sequence[float], config
             f"{config.seq_len}. Raise seq_len, or set truncation to drop, left, right or split."
         )
     pieces = _pieces(len(ids), config)
-    made.documents = [piece for piece in pieces if made.trained[piece.start + 1 : piece.stop].any()]
+    made.documents = [(start, end) for start, end in pieces if made.trained[start + 1 : end].any()]
     return made
 
 
-def _pieces(size: int, config: DataConfig) -> list[slice]:
+def _pieces(size: int, config: DataConfig) -> list[Piece]:
     """The tokens that become documents, of a conversation of `size` tokens."""
     longest = config.seq_len + 1
     if size <= longest:
-        return [slice(0, size)]
+        return [(0, size)]
     if config.truncation == "right":
-        return [slice(0, longest)]
+        return [(0, longest)]
     if config.truncation == "left":
-        return [slice(size - longest, size)]
+        return [(size - longest, size)]
     return _all_pieces(size, config.seq_len) if config.truncation == "split" else []
 
 
-def _all_pieces(size: int, seq_len: int) -> list[slice]:
+def _all_pieces(size: int, seq_len: int) -> list[Piece]:
     """All of `size` tokens as documents of at most `seq_len` positions. Documents that were cut from one row share a token."""
-    return [slice(start, min(start + seq_len + 1, size)) for start in range(0, size - 1, seq_len)]
+    return [(start, min(start + seq_len + 1, size)) for start in range(0, size - 1, seq_len)]
 
 
 def _prepare(messages: Sequence[Message], config: DataConfig) -> list[Message]:
