@@ -4,6 +4,7 @@ Kwon et al. 2023, arXiv:2309.06180, section 4.1. A page holds the keys of neighb
 says where. So rows grow without being moved, and tokens of many rows, one new one of each or a whole prompt, are one batch.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -110,11 +111,31 @@ class _How(NamedTuple):
     sinks: Tensor | None
 
 
+class _Run(NamedTuple):
+    """Neighbouring tokens of one row, which see the first `length` positions of the row."""
+
+    start: int
+    end: int
+    row: int
+    length: int
+
+
+class _Singles(NamedTuple):
+    """Tokens that are alone of their rows, which have about as many pages: their indices, rows and positions."""
+
+    num_pages: int
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
 def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, how: _How) -> Tensor:
     """The result of one group."""
     pools = [pool.reshape(-1, how.page_size * pool[0].numel()) for pool in (k_PKH, v_PKH)]  # a page is one row
-    row_of, place_of = rows_T.tolist(), positions_T.tolist()
-    runs, singles = _plan(row_of, place_of, how.page_size)
+    at_once = max(1, _GATHERED // pools[0].shape[1])
+    runs, singles = _plan(tuple(rows_T.tolist()), tuple(positions_T.tolist()), how.page_size, at_once)
+    if not runs and len(singles) == 1 and len(singles[0].tokens) == q_TNH.shape[0]:
+        return _attend_each(q_TNH, pools, pages_RL, singles[0], how, k_PKH.shape[1:])
     out_TNH = q_TNH.new_zeros(q_TNH.shape)
     for start, end, row, length in runs:
         used = pages_RL[row, : -(-length // how.page_size)]
@@ -122,30 +143,23 @@ def _attend(q_TNH, k_PKH, v_PKH, rows_T, positions_T, pages_RL, how: _How) -> Te
         operands = q_TNH[None, start:end], k_MKH[None], v_MKH[None], positions_T[start:end], None, None, None, how.sinks
         out_BTNH, _ = attention_p.meaning(*operands, causal=True, window=how.window, scale=how.scale, soft_cap=how.soft_cap)
         out_TNH[start:end] = out_BTNH[0]
-    for num_pages, tokens in singles:
-        at_once = max(1, _GATHERED // (num_pages * pools[0].shape[1]))
-        for first in range(0, len(tokens), at_once):
-            chosen = tokens[first : first + at_once]
-            used = pages_RL.index_select(0, pages_RL.new_tensor([row_of[t] for t in chosen]))[:, :num_pages].flatten()
-            k_NMKH, v_NMKH = (pool.index_select(0, used).view(len(chosen), -1, *k_PKH.shape[1:]) for pool in pools)
-            if len(chosen) == len(row_of):  # nothing else is in this step
-                return _attend_each(q_TNH, k_NMKH, v_NMKH, positions_T, how)
-            index = pages_RL.new_tensor(chosen)
-            q_chosen, positions = q_TNH.index_select(0, index), positions_T.index_select(0, index)
-            out_TNH.index_copy_(0, index, _attend_each(q_chosen, k_NMKH, v_NMKH, positions, how))
+    for single in singles:
+        index = pages_RL.new_tensor(single.tokens)
+        result = _attend_each(q_TNH.index_select(0, index), pools, pages_RL, single, how, k_PKH.shape[1:])
+        out_TNH.index_copy_(0, index, result)
     return out_TNH
 
 
+@functools.lru_cache(maxsize=16)
 def _plan(
-    rows: Sequence[int], positions: Sequence[int], page_size: int
-) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, list[int]]]]:
-    """How the tokens of a group are computed: `(runs, singles)`.
+    rows: Sequence[int], positions: Sequence[int], page_size: int, at_once: int
+) -> tuple[tuple[_Run, ...], tuple[_Singles, ...]]:
+    """How the tokens of a group are computed. All layers of a step have the same plan, so it is remembered.
 
-    A run, `(start, end, row, length)`, is neighbouring tokens of one row, which see the first `length` positions of the row. A
-    token that is alone is computed together with other such tokens whose rows have about as many pages: `(pages, tokens)`. The
-    number of pages is rounded up to a power of two, which depends on the token's own row alone, and so do its bits.
+    A token that is alone is computed together with others. The number of pages that it sees is rounded up to a power of two,
+    which depends on its own position alone, and so do its bits. at_once: how many pages tokens may have together.
     """
-    runs: list[tuple[int, int, int, int]] = []
+    runs: list[_Run] = []
     by_pages: dict[int, list[int]] = {}
     start = 0
     while start < len(rows):
@@ -153,32 +167,45 @@ def _plan(
         while end < len(rows) and rows[end] == rows[start]:
             end += 1
         if rows[start] >= 0 and end - start > 1:
-            runs.append((start, end, rows[start], max(positions[start:end]) + 1))
+            runs.append(_Run(start, end, rows[start], max(positions[start:end]) + 1))
         elif rows[start] >= 0:
             by_pages.setdefault(1 << (positions[start] // page_size).bit_length(), []).append(start)
         start = end
-    return runs, sorted(by_pages.items())
+    singles = []
+    for num_pages, tokens in sorted(by_pages.items()):
+        count = max(1, at_once // num_pages)
+        parts = (tuple(tokens[first : first + count]) for first in range(0, len(tokens), count))
+        singles += [_Singles(num_pages, t, tuple(rows[i] for i in t), tuple(positions[i] for i in t)) for t in parts]
+    return tuple(runs), tuple(singles)
 
 
-def _attend_each(q_TNH, k_TMKH, v_TMKH, positions_T, how: _How) -> Tensor:
-    """Attention of each token to keys of its own; query heads of one kv head are treated as queries of one sequence."""
-    q_TKGH = q_TNH.unflatten(1, (k_TMKH.shape[2], -1))
-    k_TKMH, v_TKMH = k_TMKH.transpose(1, 2), v_TMKH.transpose(1, 2)
-    own_T1, keys_M = positions_T.unsqueeze(1), torch.arange(k_TMKH.shape[1], device=q_TNH.device)
-    hidden_TM = keys_M > own_T1 if how.window is None else (keys_M > own_T1) | (keys_M <= own_T1 - how.window)
+def _attend_each(q_TNH, pools, pages_RL, single: _Singles, how: _How, head_shape) -> Tensor:
+    """Attention of each token to keys of its own row; query heads of one kv head are treated as queries of one sequence."""
+    used = pages_RL.index_select(0, pages_RL.new_tensor(single.rows))[:, : single.num_pages].flatten()
+    keys_and_values = (pool.index_select(0, used).view(q_TNH.shape[0], -1, *head_shape) for pool in pools)
+    k_TKMH, v_TKMH = (x.transpose(1, 2) for x in keys_and_values)
+    q_TKGH = q_TNH.unflatten(1, (head_shape[0], -1))
     if q_TNH.device.type == "cpu" and how.soft_cap is None:
-        bias = torch.zeros(hidden_TM.shape, dtype=q_TNH.dtype).masked_fill_(hidden_TM, -torch.inf)[:, None, None]
+        bias = _bias(single.positions, k_TKMH.shape[2], how.window, q_TNH.dtype, q_TNH.device)
         out_TKGH, lse_TKG = flash_attention_cpu(q_TKGH, k_TKMH, v_TKMH, 0.0, False, attn_mask=bias, scale=how.scale)
     else:
         wide = torch.promote_types(q_TNH.dtype, torch.float32)
         scores = (q_TKGH.to(wide) @ k_TKMH.to(wide).transpose(2, 3)).mul_(how.scale)
         if how.soft_cap is not None:
             scores.div_(how.soft_cap).tanh_().mul_(how.soft_cap)
-        scores.masked_fill_(hidden_TM[:, None, None], -torch.inf)
+        scores += _bias(single.positions, k_TKMH.shape[2], how.window, wide, q_TNH.device)
         lse_TKG = torch.logsumexp(scores, -1)
         out_TKGH = ((scores - lse_TKG.unsqueeze(-1)).exp_() @ v_TKMH.to(wide)).to(q_TNH.dtype)
     out_TNH = out_TKGH.reshape(q_TNH.shape)
     return out_TNH if how.sinks is None else with_sinks(out_TNH, lse_TKG.reshape(q_TNH.shape[:2]), how.sinks)[0]
+
+
+@functools.lru_cache(maxsize=16)
+def _bias(positions: Sequence[int], num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(T, 1, 1, M): zero for the positions of its row that each token sees, -inf for others. Nothing may change it."""
+    own_T1, keys_M = torch.tensor(positions, device=device).unsqueeze(1), torch.arange(num_keys, device=device)
+    hidden_TM = keys_M > own_T1 if window is None else (keys_M > own_T1) | (keys_M <= own_T1 - window)
+    return torch.zeros(hidden_TM.shape, dtype=dtype, device=device).masked_fill_(hidden_TM, -torch.inf)[:, None, None]
 
 
 paged_attention_p.def_sharding("b t (k g) h, b p k h, b p k h, b t, b t, b r l, (k g) -> b t (k g) h", need_replication="p h r l")
