@@ -180,6 +180,7 @@ LAZY = {
     "mpar/cli/_later.py": "what a command needs torch for, once nothing is wrong with its arguments",
     "mpar/data/__init__.py": "public names, so that a missing file is found before torch is loaded",
     "mpar/data/reading/_files.py": "what reads tables, other file systems and zstd, where it is installed",
+    "mpar/data/_tokenizer_files.py": "what reads other formats of tokenizers, where it is installed",
     "mpar/models/traced/__init__.py": "public names, so that a declared model loads no tracer",
     "mpar/models/traced/_skeleton.py": "transformers, where it is installed",
     "mpar/kernels/_catalogue.py": "a kernel when it is launched: a laptop without Triton reads the catalogue",

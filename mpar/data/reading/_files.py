@@ -131,7 +131,7 @@ class _Zstd(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while not self._made:
             unused = b"" if self._frame is None or not self._frame.eof else self._frame.unused_data
             if self._frame is not None and self._frame.eof:

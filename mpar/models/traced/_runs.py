@@ -131,9 +131,11 @@ def head(skeleton: Skeleton, weights: Mapping[str, Weight], x: Tensor, tokens: T
     return logits_of(_run(skeleton, weights, tokens, positions, [put] * len(skeleton.layers), _dtype(weights)))
 
 
-def logits_of(returned: Any) -> Tensor:
+def logits_of(returned: object) -> Tensor:
     """The logits among what a model returns: alone, first in a tuple, or an attribute."""
-    return returned if isinstance(returned, Tensor) else returned[0] if isinstance(returned, tuple) else returned.logits
+    if isinstance(returned, Tensor):
+        return returned
+    return returned[0] if isinstance(returned, tuple) else returned.logits  # type: ignore[attr-defined]
 
 
 def _dtype(weights: Mapping[str, Weight]) -> torch.dtype:
