@@ -8,6 +8,7 @@ from torch import fx
 from mpar.sharding import _padded_ops as padded
 from mpar.sharding._canonicalise import call_like, labels_of, shape_of
 from mpar.sharding._pass import graph_pass
+from mpar.sharding._windows import window_of
 
 __all__ = ["join_pads"]
 
@@ -23,7 +24,8 @@ def join_pads(graph: fx.Graph) -> dict[str, int]:
     before:  %p = constant_pad_nd(%x, [3, 0]); %y = convolution(%p, %w, None, [1], ...)      # %x: [8, 16, 32], %w: [16, 1, 4]
     after:   %y = padded.convolution(%x, %w, None, [3], [0], [1])
 
-    A gradient becomes one op with the cut that follows it.
+    A gradient becomes one op with the cut that follows it. Zeros may also be added on both sides by the convolution itself, and
+    rows of its result be cut off.
     """
     joined = 0
     for node in list(graph.nodes):
@@ -35,16 +37,22 @@ def join_pads(graph: fx.Graph) -> dict[str, int]:
 def _convolution(graph: fx.Graph, node: fx.Node) -> bool:
     x, weight, bias, *window = node.args
     source, sides = _padding(x, *window[:2])
-    if not _can_join(source, node, sides, window):
+    result = node
+    if len(node.users) == 1 and (cut := window_of(next(iter(node.users)))) is not None and max(cut.before, cut.after) <= 0:
+        result, sides = next(iter(node.users)), _narrowed(sides, cut.dim, -cut.before, -cut.after)
+    if not _can_join(source, result, sides, window):
         return False
     before, after = (side[2:] for side in sides)
-    _replace(graph, node, padded.convolution, (source, weight, bias, before, after, _each(window[2], len(before))))
+    _replace(graph, result, padded.convolution, (source, weight, bias, before, after, _each(window[2], len(before))))
     return True
 
 
 def _convolution_backward(graph: fx.Graph, node: fx.Node) -> bool:
     dy, x, weight, _, *window, mask = node.args
     source, sides = _padding(x, *window[:2])
+    zeros = window_of(dy)
+    if zeros is not None and min(zeros.before, zeros.after) >= 0 and not zeros.value:
+        dy, sides = zeros.source, _narrowed(sides, zeros.dim, zeros.before, zeros.after)
     if not _can_join(source, dy, sides, window):
         return False
     of_x = [user for user in node.users if user.args[1] == 0]
@@ -97,9 +105,19 @@ def _padding(x: fx.Node, stride: Sequence[int], padding: Sequence[int]) -> tuple
     return source, (before, after)
 
 
+def _narrowed(sides: Sides, dim: int, before: int, after: int) -> Sides:
+    """How many rows have to be added for a result without so many of its first and last rows along `dim`."""
+    first, last = (list(side) for side in sides)
+    first[dim] -= before
+    last[dim] -= after
+    return first, last
+
+
 def _can_join(source: fx.Node, result: fx.Node, sides: Sides, window: Sequence) -> bool:
-    """Whether a convolution has stride 1 and keeps the size of a dim to which rows are added."""
+    """Whether a convolution has stride 1, cuts no rows off, and keeps the size of a dim to which rows are added."""
     stride, _, _, transposed, *_ = window
+    if min(map(min, sides)) < 0 or any(sides[0][:2]) or any(sides[1][:2]):
+        return False
     dims = list(zip(shape_of(source), shape_of(result), *sides, strict=True))[2:]
     keeps = any(1 < size == kept and first + last > 0 for size, kept, first, last in dims)
     return keeps and not transposed and all(n == 1 for n in stride)

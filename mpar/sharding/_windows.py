@@ -12,7 +12,7 @@ from torch import fx
 from mpar.sharding._canonicalise import call_like, labels_of, shape_of
 from mpar.sharding._pass import graph_pass
 
-__all__ = ["join_windows"]
+__all__ = ["join_windows", "window_of"]
 
 aten = torch.ops.aten
 
@@ -40,8 +40,8 @@ def join_windows(graph: fx.Graph) -> dict[str, int]:
     """
     joined = 0
     for node in list(graph.nodes):
-        outer = _window(node)
-        inner = None if outer is None else _window(outer.source)
+        outer = window_of(node)
+        inner = None if outer is None else window_of(outer.source)
         if outer is None or inner is None or inner.dim != outer.dim or not _join(inner, outer):
             continue
         before, after = inner.before + outer.before, inner.after + outer.after
@@ -57,7 +57,7 @@ def join_windows(graph: fx.Graph) -> dict[str, int]:
     return {"windows_joined": joined}
 
 
-def _window(node: fx.Node) -> _Window | None:
+def window_of(node: fx.Node) -> _Window | None:
     """What a node does to its operand if it is a window along one dim."""
     if node.target == aten.cat.default:
         return _beside_a_constant(node)

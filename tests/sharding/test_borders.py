@@ -21,6 +21,10 @@ ONE, TWO, EACH, FULL = numbers(4, 1, 3), numbers(6, 4, 3), numbers(4, 1, 4), num
 BIAS = numbers(6)
 CASES = {
     "causal": (lambda x, w: F.conv1d(F.pad(x, (3, 0)), w, BIAS[:4], groups=4), X, EACH),
+    "causal by a cut": (lambda x, w: F.conv1d(x, w, BIAS[:4], padding=3, groups=4)[..., :8], X, EACH),
+    "of an image, cut on both sides": (lambda x, w: F.conv2d(x, w, padding=3)[:, :, 1:9, 3:-1], IMAGE, FULL),
+    "before a pad": (lambda x, w: F.pad(F.conv1d(x, w, groups=4), (1, 1)), X, ONE),
+    "of a part": (lambda x, w: F.conv1d(F.pad(x, (3, 0)), w[..., 1:], groups=4)[..., 2:], X, EACH),
     "causal and dilated": (lambda x, w: F.conv1d(F.pad(x, (4, 0)), w, dilation=2, groups=4), X, ONE),
     "centred": (lambda x, w: F.conv1d(x, w, BIAS, padding=1), X, TWO),
     "centred by a pad and by itself": (lambda x, w: F.conv1d(F.pad(x, (1, 0)), w, padding=1, groups=4), X, EACH),
@@ -59,8 +63,9 @@ def test_value_and_gradients_are_exact(name):
                 testing.assert_close(actual, gradient, name=f"gradient of {name} by {spec}")
 
 
-def messages(name, mesh, spec):
+def messages(name, mesh, spec, *, gradient=False):
     fn, *args = CASES[name]
+    fn = value_and_grad(lambda *args, fn=fn: fn(*args).sin().sum(), argnums=(0, 1)) if gradient else fn
     found = collectives_of(jit(fn, mesh=mesh, in_specs=(spec, P())).lower(*args).ranked)
     return [f"{each.op} {each.bytes}" for each in found]
 
@@ -72,6 +77,9 @@ def test_only_borders_are_sent():
     assert messages("of an image", SQUARE, P(None, None, "a", "b")) == ["shift 256"] * 2 + ["shift 384"] * 2
     assert messages("mean of windows", SQUARE, P(None, None, "a")) == ["shift 192"]
     assert messages("more rows than a shard has", ROW, P(None, None, "a")) == ["all_gather 128"]
+    assert messages("causal by a cut", SQUARE, P("a", None, "b")) == ["shift 96"]
+    for name in ("causal", "causal by a cut", "mean of windows"):
+        assert "gather" not in " ".join(messages(name, SQUARE, P("a", None, "b"), gradient=True)), name
     assert messages("causal", SQUARE, P("a", "b")) == []
 
 
