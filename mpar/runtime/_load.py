@@ -14,6 +14,9 @@ from mpar.runtime.comm import Comm
 
 __all__ = ["Code", "load"]
 
+CONTROL = (control.cond, control.scan, control.while_loop)
+"""Inductor would unroll loops, so it leaves these out."""
+
 Code = Callable[[list[Tensor], Comm], tuple[Tensor, ...]]
 """`code(args, comm)` takes its operands out of the list `args`, so that each is freed after its last use."""
 
@@ -35,7 +38,7 @@ def load(
         "torch": torch,
         "PRIMITIVES": primitives,
         "KERNELS": _Kernels(primitives, device, opaque if inductor else implementation),
-        "CONTROL": {"scan": control.scan, "cond": control.cond, "while_loop": control.while_loop},
+        "CONTROL": {fn.__name__: torch.compiler.disable(fn) if inductor else fn for fn in CONTROL},
         "CONSTANTS": {key: value.to(device) for key, value in constants.items()},
         "DEVICE": device,
         "TO_HOST": _to_host,

@@ -154,7 +154,7 @@ class _Control(torch.autograd.Function):
         ctx.num_operands = len(operands)
         ctx.save_for_backward(*operands, *output)
         ctx.save_for_forward(*operands, *output)
-        ctx.mark_non_differentiable(*(x for x in output if not x.is_floating_point()))
+        ctx.mark_non_differentiable(*(x for x in output if not (x.is_floating_point() or x.is_complex())))
 
     @staticmethod
     def backward(ctx: _Kept, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:

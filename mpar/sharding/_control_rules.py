@@ -60,7 +60,8 @@ def _push_forward_body(body: Body, moving: Sequence[int]) -> Callable[..., tuple
 
 
 def _floats(values: Sequence[Tensor]) -> list[int]:
-    return [index for index, value in enumerate(values) if value.is_floating_point()]
+    """The numbers of the values that have derivatives."""
+    return [index for index, value in enumerate(values) if value.is_floating_point() or value.is_complex()]
 
 
 def _pick(values: Sequence[Any], indices: Sequence[int]) -> list[Any]:

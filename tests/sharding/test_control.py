@@ -228,12 +228,25 @@ def inner_gradient(w_DD, x_SD):
     return h_D.sum() + slopes_S.sum()
 
 
+def doubled(w_DD, x_SD):
+    """A loop whose number of turns differs from example to example; one example takes none."""
+    return while_loop(lambda n, y: y.abs().sum() < 20, lambda n, y: (n + 1, (y * 2) @ w_DD), (torch.tensor(0), x_SD))[1].sum()
+
+
 def python_scan(combine, init, xs):
     carry, ys = init, []
     for x in xs:
         carry, y = combine(carry, x)
         ys.append(y)
     return carry, torch.stack(ys)
+
+
+def python_while(test, body, carries):
+    """Without a choice by data, for batches: carries stay as they are once the test fails."""
+    for _ in range(12):
+        going = test(*carries)
+        carries = tuple(torch.where(going, *pair) for pair in zip(body(*carries), carries, strict=True))
+    return carries
 
 
 def python_cond(predicate, if_true, if_false, operands):
@@ -249,6 +262,8 @@ TRANSFORMED = {
     "hessian of a choice": torch.func.hessian(chosen),
     "examples of a choice": of_examples(chosen),
     "gradients of examples of a choice": torch.func.grad(of_examples(chosen)),
+    "examples of a loop": of_examples(doubled),
+    "tangents of examples of a loop": torch.func.jacfwd(of_examples(doubled)),
     "gradient in a body": torch.func.grad(inner_gradient),
 }
 
@@ -260,6 +275,7 @@ def test_transforms_see_through_control_flow(case, make_tensor, monkeypatch):
     args = made((4, 4), make_tensor), made((6, 4), make_tensor)
     actual = jit(fn, mesh=mesh, in_specs=(P(None, "tp"), P("dp"))).lower(*args).simulate(*args)
     monkeypatch.setitem(globals(), "scan", python_scan)
+    monkeypatch.setitem(globals(), "while_loop", python_while)
     monkeypatch.setattr(torch, "cond", python_cond)
     testing.assert_close(actual, fn(*args), name=case)
 
