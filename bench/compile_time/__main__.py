@@ -1,16 +1,20 @@
-"""`python -m bench.compile_time [--case nano ...]`: seconds, nodes and instructions, each case in a fresh process."""
+"""`python -m bench.compile_time [--case nano ...] [--traced]`: seconds, nodes and instructions, each case in a fresh process."""
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import torch
+
 from bench._machine import ROOT, this_run
 from bench._result import RESULTS, Json, Result, append_results
 from mpar import models
 from mpar.mesh import Mesh
+from mpar.models import traced
 from mpar.optim import AdamW
 from mpar.program.compile import compile_step
 
@@ -34,8 +38,8 @@ CASES = {  # model, mesh, strategy, rows of the global batch
 }
 
 
-def measure(name: str) -> dict[str, Json]:
-    """Compile one case in this process, which has loaded the compiler but traced nothing yet."""
+def measure(name: str, *, traced_model: bool) -> dict[str, Json]:
+    """Compile one case in this process, which has loaded the compiler and transformers' code of the model, but traced nothing."""
     shape, mesh, strategy, rows = CASES[name]
     d, layers, heads, kv_heads, head_dim, ffn, vocab, seq = SHAPES[shape]
     config = {
@@ -53,16 +57,28 @@ def measure(name: str) -> dict[str, Json]:
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
     }
+    if traced_model:
+        importlib.import_module("transformers.models.llama.modeling_llama")
+        importlib.import_module("transformers.models.auto.modeling_auto")
+    begun = time.process_time()
     model = models.from_config(config)
+    if traced_model:
+        raw = json.dumps(config)
+        model = traced.TracedModel(raw, torch.float32, None, traced.kept_check(raw))
+        len(model.segments)
+    import_cpu_s, begun_cpu = time.process_time() - begun, time.process_time()
     begun = time.perf_counter()
     program = compile_step(model, AdamW(lr=3e-4), mesh, strategy, (rows, seq))
-    seconds = time.perf_counter() - begun
+    seconds, cpu_s = time.perf_counter() - begun, time.process_time() - begun_cpu
     with open("/proc/self/status") as file:
         peak = next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
     return {
         "case": name,
         "ranks": mesh.size,
         "compile_s": round(seconds, 2),
+        "compile_cpu_s": round(cpu_s, 2),
+        "import_cpu_s": round(import_cpu_s, 2),
+        "traced": traced_model,
         "peak_rss_mb": round(peak),
         "nodes": sum(kind.num_nodes for kind in program.kinds.values()),
         "kinds": len(program.kinds),
@@ -75,13 +91,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.compile_time")
     parser.add_argument("--case", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--here", action="store_true", help="measure one case in this process")
+    parser.add_argument("--traced", action="store_true", help="models that are traced from transformers instead of declared")
     parser.add_argument("--out", type=Path, default=RESULTS / "compile_time.jsonl")
     args = parser.parse_args()
     if args.here:
-        sys.stdout.write(json.dumps(measure(args.case[0])) + "\n")
+        sys.stdout.write(json.dumps(measure(args.case[0], traced_model=args.traced)) + "\n")
         return 0
     for name in args.case:
-        command = [sys.executable, "-m", "bench.compile_time", "--case", name, "--here"]
+        command = [sys.executable, "-m", "bench.compile_time", "--case", name, "--here", *(["--traced"] if args.traced else [])]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.stderr.write(done.stderr[-3000:])

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Mapping
@@ -73,6 +74,11 @@ def table(document: Mapping[str, object]) -> str:
         lines.append(f"| {name} | {' | '.join([*map(_mark, before), messages, *map(_mark, behind)])} |")
     lines += ["", "| type | why it is refused |", "| --- | --- |"]
     lines += [f"| {name} | {_short(row.load)} |" for name, row in rows.items() if row.load]
+    lines += ["", "| type | why it does not train on all of these meshes, or does not come back |", "| --- | --- |"]
+    for name, row in traced.items():
+        if not row.trains:
+            reasons = (row.fsdp_tp, row.pp, row.export, str(given[name].get("raised", "")))
+            lines.append(f"| {name} | {_short(next((reason for reason in reasons if reason), ''))} |")
     return "\n".join(lines)
 
 
@@ -96,5 +102,6 @@ def _mark(said: str | None) -> str:
 
 
 def _short(reason: str) -> str:
-    flat = " ".join(reason.split()).replace("|", "/").replace("<", "(").replace(">", ")")
+    flat = re.sub(r"Source\(.*?\), index", "index", " ".join(reason.split()))
+    flat = re.sub(r"/tmp/\w+/", "", flat).replace("|", "/").replace("<", "(").replace(">", ")")
     return flat if len(flat) <= _REASON else f"{flat[:_REASON]} ..."

@@ -46,8 +46,7 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
     if attention_mask is not None or strange or options.get("is_causal") is False:
         what = strange or ("a mask of its own" if attention_mask is not None else "no causal mask")
         raise ConfigError(f"{type(module).__name__} calls attention with {what}, which mpar's primitive has not")
-    # a rotation by a table of float32 may have made queries and keys wider
-    q_BSNH, k_BSKH, v_BSKH = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
+    q_BSNH, k_BSKH, v_BSKH = (x.transpose(1, 2) for x in (query, key, value))
     how = {"window": options.get("sliding_window"), "scale": options.get("scaling"), "soft_cap": options.get("softcap")}
     return _by_primitive(current(module), q_BSNH, Keys(k_BSKH, v_BSKH), options.get("s_aux"), how), None
 
@@ -77,7 +76,9 @@ def dot_product_attention(
 
 
 def _by_primitive(found: Reading, q_BSNH: Tensor, keys: Keys[Tensor], sinks: Tensor | None, how: dict[str, Any]) -> Tensor:
-    apply = _in_rows if found.state is None else _after_state
+    apply, dtype = _in_rows if found.state is None else _after_state, keys.v_BMKH.dtype
+    # a rotation by a table of float32 may have made queries and keys wider
+    q_BSNH, keys = q_BSNH.to(dtype), Keys(keys.k_BMKH.to(dtype), keys.v_BMKH)
     return ops.constrain(apply(found, ops.constrain(q_BSNH, _QUERIES), keys, sinks, how), _RESULT)
 
 

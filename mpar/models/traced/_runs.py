@@ -7,7 +7,7 @@ So no name of a model's own is needed, only that its layers follow one another.
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from mpar.models.traced._reading import Reading, reading
 from mpar.models.traced._skeleton import Skeleton
 from mpar.torch_private import pytree
 
-__all__ = ["Call", "embed", "head", "layer", "layer_calls", "logits_of"]
+__all__ = ["Call", "HasLogits", "embed", "head", "layer", "layer_calls", "logits_of"]
 
 _LOCK = threading.RLock()
 """A skeleton is one object, whose layers are replaced for a moment."""
@@ -131,11 +131,15 @@ def head(skeleton: Skeleton, weights: Mapping[str, Weight], x: Tensor, tokens: T
     return logits_of(_run(skeleton, weights, tokens, positions, [put] * len(skeleton.layers), _dtype(weights)))
 
 
-def logits_of(returned: object) -> Tensor:
+class HasLogits(Protocol):
+    """What a model of transformers returns."""
+
+    logits: Tensor
+
+
+def logits_of(returned: Tensor | tuple[Tensor, ...] | HasLogits) -> Tensor:
     """The logits among what a model returns: alone, first in a tuple, or an attribute."""
-    if isinstance(returned, Tensor):
-        return returned
-    return returned[0] if isinstance(returned, tuple) else returned.logits  # type: ignore[attr-defined]
+    return returned if isinstance(returned, Tensor) else returned[0] if isinstance(returned, tuple) else returned.logits
 
 
 def _dtype(weights: Mapping[str, Weight]) -> torch.dtype:

@@ -100,6 +100,37 @@ def test_parameters_come_back_by_the_names_of_the_module(net, made):
     assert all(torch.equal(x, stored[name]) and x.data_ptr() != stored[name].data_ptr() for name, x in given.items())
 
 
+class Turned(Block):
+    """Queries and keys are multiplied with a table."""
+
+    def forward(self, x, table):
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q * table, k * table, v, is_causal=True)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class WithTable(Net):
+    def __init__(self):
+        super().__init__([Turned(), Turned()])
+        self.register_buffer("table", torch.linspace(0, 1, 8), persistent=False)
+
+    def run_blocks(self, x):
+        for block in self.blocks:
+            x = block(x, self.table)
+        return x
+
+
+def test_a_module_in_bfloat16_has_its_loss():
+    """Its buffers are tables of float32 for the model, which do not make attention wider."""
+    torch.manual_seed(0)
+    net = WithTable().bfloat16()
+    model, params = models.from_module(net, TOKENS)
+    loss, weight = model.loss(params, {"tokens": TOKENS, "labels": LABELS})
+    expected = F.cross_entropy(net.float()(TOKENS).flatten(0, 1), LABELS.flatten())
+    assert model.dtype == torch.bfloat16
+    testing.assert_close((loss / weight).bfloat16(), expected.bfloat16(), name="loss")
+
+
 class WithoutList(Net):
     def __init__(self):
         super().__init__()
