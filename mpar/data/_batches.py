@@ -21,11 +21,14 @@ __all__ = ["BatchShape", "Batches", "DocumentBatches"]
 
 @dataclass(frozen=True)
 class BatchShape:
-    """`batch_size` sequences of `seq_len` positions in every step. With `packing`, a sequence may hold several documents."""
+    """`batch_size` sequences of `seq_len` positions in every step. With `packing`, a sequence may hold several documents, each of
+    which begins at a multiple of `pad_to_multiple`.
+    """
 
     batch_size: int
     seq_len: int
     packing: bool = True
+    pad_to_multiple: int = 1
 
 
 class Batches(ABC):
@@ -190,7 +193,7 @@ class DocumentBatches(Batches):
         self.report = report or LoadReport()
         self._vocab_size = vocab_size
         self.pad_id = pad_id
-        self._sequences = Sequences(documents, shape.seq_len, packing=shape.packing)
+        self._sequences = Sequences(documents, shape.seq_len, packing=shape.packing, pad_to_multiple=shape.pad_to_multiple)
         self._layouts: dict[int, Layout] = {}
 
     @property

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,10 +111,12 @@ def save_entry(folder: Path, key: str, entry: Entry, *, replaced: bool) -> None:
             "checksum": _checksum(documents),
             "names": documents.names,
             "source_names": documents.source_names,
+            "pairs": documents.pairs,
+            "columns": {str(row): columns for row, columns in documents.columns.items()},
             "report": asdict(entry.report),
             "following": entry.following,
         }
-        text = json.dumps(content).encode()
+        text = json.dumps(content, default=str).encode()
         (draft / _DESCRIPTION).write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
         os.chmod(draft / _DESCRIPTION, _OWNER_ONLY)
         if replaced:
@@ -173,7 +176,9 @@ def _read(folder: int, key: str) -> Entry:
     dtypes = _dtypes(content["weighed"])
     arrays = {name: _map(folder, name, dtype, content["sizes"][name]) for name, dtype in dtypes.items()}
     names, source_names = tuple(content["names"]), tuple(content["source_names"])
-    documents = Documents(**arrays, names=names, source_names=source_names)  # type: ignore[arg-type]
+    columns = {int(row): columns for row, columns in content["columns"].items()}
+    more: dict[str, Any] = {"columns": columns, "pairs": content["pairs"]}
+    documents = Documents(**arrays, names=names, source_names=source_names, **more)  # type: ignore[arg-type]
     if _checksum(documents) != content["checksum"]:
         raise Unreadable("their bytes do not have the checksum that was written with them")
     malformed = tuple(BadRow(**row) for row in content["report"].pop("malformed"))

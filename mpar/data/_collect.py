@@ -40,7 +40,7 @@ def collect(
     Raises DataError as soon as it is clear that the rows are no data.
     """
     columns = Columns(config.columns, config.preprocess)
-    collector = Collector(config, [source.name for source in sources], workers, progress)
+    collector = Collector(config, [source.name for source in sources], workers, progress, columns=columns)
     collector.add_all((number, row) for number, source in enumerate(sources) for row in read_rows(config.kind, source, columns))
     documents, report = collector.result()
     if not len(documents):
@@ -61,7 +61,7 @@ class Collector:
     """The documents of the rows that were added, and the counts.
 
     source_names: of the sources that rows name by number. are_data: it is known that these sources are data, so reading does not
-    stop, however many rows are malformed.
+    stop, however many rows are malformed. columns: those that the rows are read with, if it shall be told which rows have them.
     """
 
     def __init__(
@@ -72,8 +72,10 @@ class Collector:
         progress: Progress | None = None,
         *,
         are_data: bool = False,
+        columns: Columns | None = None,
     ) -> None:
         self._config, self._workers, self._progress, self._are_data = config, workers, progress, are_data
+        self._columns = columns
         self._kept = Kept(source_names)
         self._counts: Counter[str] = Counter()
         self._formats: Counter[str] = Counter()
@@ -124,7 +126,7 @@ class Collector:
             self._counts["num_used"] += 1
             self._formats[row.format] += 1
             self._used[source] += 1
-            self._kept.add(source, row.where, made)
+            self._kept.add(source, row, made)
 
     def _malformed(self, row: BadRow) -> None:
         self._counts["num_malformed"] += 1
@@ -137,7 +139,9 @@ class Collector:
             used_of[name] += count  # a source may be named twice
         counts: dict[str, Any] = dict(self._counts)
         described = tuple(self._bad_rows)
-        return LoadReport(**counts, malformed=described, formats=dict(self._formats), used_of_source=dict(used_of))
+        found = {} if self._columns is None else {name: self._columns.met[name] for name in self._columns.names}
+        parts: dict[str, Any] = {"formats": dict(self._formats), "used_of_source": dict(used_of), "rows_of_column": found}
+        return LoadReport(**counts, malformed=described, **parts)
 
 
 def _chunks(rows: Iterable[SourcedRow]) -> Iterator[Sequence[SourcedRow]]:

@@ -13,7 +13,7 @@ from mpar.errors import ConfigError
 __all__ = ["DataConfig", "check_config"]
 
 _CHOICES = {
-    "kind": ("sft", "pt"),
+    "kind": ("sft", "pt", "preference", "kto"),
     "truncation": ("drop", "left", "right", "split", "error"),
     "stop": ("first", "all"),
 }
@@ -24,7 +24,8 @@ class DataConfig:
     """The data to train on, and the shape of their batches.
 
     kind: `sft` are conversations, with the loss on what the assistant wrote. `pt` is plain text, with the loss on every token;
-        each text ends with the end-of-text token and is cut into documents of `seq_len` positions.
+        each text ends with the end-of-text token and is cut into documents of `seq_len` positions. `preference` are pairs of
+        conversations, each of which is two documents, the preferred one first; `kto` are conversations with a label.
     sources: files, folders, globs, addresses, `self-cognition` or `python-stdlib`; `NAME#N` takes N rows of a source. Or pairs
         NAME.bin and NAME.idx of Megatron's indexed tokens.
     columns: for names of columns in the files, the names by which formats know them, such as {"ask": "query"}.
@@ -35,7 +36,8 @@ class DataConfig:
     batch_size, seq_len: rows and positions of the global batch. A document of S + 1 tokens fits into S positions, because its
         last token is only a label.
     seed: seed of the order. shuffle: use a new order in every epoch.
-    packing: several documents share a sequence, without attending to each other.
+    packing: several documents share a sequence, without attending to each other. pad_to_multiple: each begins at a multiple of
+        this many positions, with padding before it.
     truncation: what to do with longer conversations: `drop` them, keep what fits of the beginning (`right` cuts at the right)
         or of the end (`left`), `split` them into documents, or raise an `error`.
     token_weights: what a token of a conversation weighs in the loss: `default` (answers), `last_round` or `all`, and patterns of
@@ -64,6 +66,7 @@ class DataConfig:
     stop: str = "first"
     seed: int = 0
     packing: bool = True
+    pad_to_multiple: int = 1
     shuffle: bool = True
     truncation: str = "drop"
     token_weights: str = "default"
@@ -88,7 +91,7 @@ def check_config(config: DataConfig, tokenizer: Tokenizer) -> None:
     ]
     faults += [
         f"{name}={getattr(config, name)} is below 1"
-        for name in ("batch_size", "seq_len", "shuffle_rows")
+        for name in ("batch_size", "seq_len", "shuffle_rows", "pad_to_multiple")
         if getattr(config, name) < 1
     ]
     faults += [f"{name}={getattr(config, name)} is negative" for name in ("seed", "workers") if getattr(config, name) < 0]
@@ -98,9 +101,12 @@ def check_config(config: DataConfig, tokenizer: Tokenizer) -> None:
         faults.append(f"columns maps to {', '.join(unknown)}, which no format has; formats have {', '.join(COLUMNS)}")
     if config.preprocess is not None:
         faults += preprocess_plug_in(config.preprocess).problems()
-    if config.kind == "sft" and tokenizer.template is None:
-        faults.append("kind='sft' needs a tokenizer with a chat template; put a chat_template.jinja into its folder")
+    if config.kind == "preference" and config.truncation == "split":
+        faults.append("truncation=split would divide the answers of kind='preference', which are compared as they are")
+    if config.kind != "pt" and tokenizer.template is None:
+        faults.append(f"kind={config.kind!r} needs a tokenizer with a chat template; put a chat_template.jinja into its folder")
     indexed = any(map(is_indexed, config.sources))
+    faults += _pad_to_multiple(config, indexed)
     if config.kind == "pt" and tokenizer.eos_id is None and (config.isolate or not indexed):
         way_out = "or set isolate=false" if indexed else "name it as eos_token in its tokenizer_config.json"
         faults.append(f"kind='pt' needs a tokenizer with an end-of-text token; {way_out}")
@@ -118,6 +124,15 @@ def _names(config: DataConfig) -> list[str]:
         elif value is None and any(re.fullmatch(rf"{SELF_COGNITION}(#\d+)?", source) for source in config.sources):
             faults.append(f"{name} is missing, which the source {SELF_COGNITION} needs")
     return faults
+
+
+def _pad_to_multiple(config: DataConfig, indexed: bool) -> list[str]:
+    multiple = config.pad_to_multiple
+    if multiple > 1 and indexed:
+        return [f"pad_to_multiple={multiple} moves documents, and those of indexed tokens stay where Megatron has them"]
+    if multiple > 1 and config.seq_len % multiple:
+        return [f"pad_to_multiple={multiple} does not divide seq_len={config.seq_len}"]
+    return []
 
 
 def _token_weights(config: DataConfig) -> list[str]:

@@ -1,8 +1,9 @@
 """Tokenised documents in flat arrays: many millions of tokens in a few allocations, memory-mapped when they come from a cache."""
 
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpar.data.rows import BadRow
-from mpar.errors import DataError
+from mpar.errors import DataError, brief
 
 __all__ = ["DESCRIBED_ROWS", "Documents", "LoadReport"]
 
@@ -40,6 +41,7 @@ class LoadReport:
     formats: dict[str, int] = field(default_factory=dict)  # used rows of each detected format
     used_of_source: dict[str, int] = field(default_factory=dict)  # used rows of each source
     tokens_of_source: dict[str, int] = field(default_factory=dict)  # positions of its documents
+    rows_of_column: dict[str, int] = field(default_factory=dict)  # rows with each column that the user has renamed
     num_held_out: int = 0  # used rows that are evaluated on and not trained on; 0 if the data were not split
     cached: bool = False  # read from the cache; the numbers are those of the run that wrote it
     notice: str = ""  # why the entry of the cache was not used; empty if there was none, or it was used
@@ -105,7 +107,9 @@ class LoadReport:
             f"{f'; {self.num_held_out} rows held out' if self.num_held_out else ''}{', from the cache' if self.cached else ''}"
         )
         first = f"first malformed row: {self.first_malformed}" if self.num_malformed else ""
-        return "\n".join(text for text in (line, first, self.notice) if text)
+        nowhere = ", ".join(name for name, count in self.rows_of_column.items() if not count)
+        unmatched = f"data.columns names {nowhere}, which no row has" if nowhere else ""
+        return "\n".join(text for text in (line, first, unmatched, self.notice) if text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +127,8 @@ class Documents:
     names: tuple[str, ...]  # for each row, its file:line
     sources: NDArray[np.int32]  # (documents,): the source that each document came from
     source_names: tuple[str, ...]
+    columns: Mapping[int, Mapping[str, object]] = field(default_factory=dict)  # by row, what a task may read besides
+    pairs: bool = False  # whether each row has two documents, one behind the other, of which the first is preferred
 
     @classmethod
     def from_ids(
@@ -143,17 +149,25 @@ class Documents:
             source_names=("",),
         )
 
+    def label(self, document: int) -> str:
+        """Where a document is from, and the columns of its row."""
+        columns = self.columns.get(int(self.rows[document]), {})
+        side = ["rejected" if document % 2 else "chosen"] if self.pairs else []
+        return " ".join([self.names[self.rows[document]], *side, *(f"{name}={brief(value)}" for name, value in columns.items())])
+
     def __len__(self) -> int:
         """The number of documents."""
         return len(self.starts)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the documents: their ids, labels, bounds and rows."""
+        """A hash of the documents: their ids, labels, bounds, rows and columns."""
         digest = hashlib.sha256()
         for array in (self.tokens, self.trained, self.starts, self.lengths, self.rows):
             digest.update(f"{array.dtype}{array.shape}".encode())
             digest.update(np.ascontiguousarray(array).data)
+        if self.columns:
+            digest.update(json.dumps(sorted(self.columns.items()), default=str).encode())
         return digest.hexdigest()
 
     @property

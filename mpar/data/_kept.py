@@ -1,12 +1,13 @@
 """The documents that have been read so far."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpar.data._documents import Documents
 from mpar.data._tokenise import RowTokens
+from mpar.data.rows import Row
 
 __all__ = ["Kept"]
 
@@ -24,18 +25,23 @@ class Kept:
         self._rows: list[int] = []
         self._sources: list[int] = []
         self._names: dict[str, int] = {}
+        self._columns: dict[int, Mapping[str, object]] = {}
+        self._pairs = False
 
-    def add(self, source: int, where: str, made: RowTokens) -> None:
-        """Add the documents of a row, which stands at `where`."""
+    def add(self, source: int, row: Row, made: RowTokens) -> None:
+        """Add the documents of a row."""
         base = self.num_tokens
         self._tokens.append(made.ids)
         self._trained.append(made.trained)
         self.num_tokens += len(made.ids)
-        row = self._names.setdefault(where, len(self._names))
+        number = self._names.setdefault(row.where, len(self._names))
+        self._pairs |= bool(row.rejected)
+        if row.columns:
+            self._columns[number] = row.columns
         for start, end in made.documents:
             self._starts.append(base + start)
             self._lengths.append(end - start - 1)
-            self._rows.append(row)
+            self._rows.append(number)
             self._sources.append(source)
 
     def documents(self) -> Documents:
@@ -49,4 +55,6 @@ class Kept:
             names=tuple(self._names),
             sources=np.array(self._sources, dtype=np.int32),
             source_names=self.source_names,
+            columns=self._columns,
+            pairs=self._pairs,
         )

@@ -44,7 +44,7 @@ def load_dataset(
     check_config(config, tokenizer)
     sources = find_sources(config.kind, config.sources)
     num_ids = tokenizer.vocab_size if vocab_size is None else vocab_size
-    shape = BatchShape(config.batch_size, config.seq_len, config.packing)
+    shape = BatchShape(config.batch_size, config.seq_len, config.packing, config.pad_to_multiple)
     if sources[0].indexed:
         eod_id = tokenizer.eos_id if config.isolate else None
         options = IndexedOptions(num_ids, config.num_samples, config.weights, eod_id)

@@ -18,13 +18,15 @@ IGNORED = -100
 
 class Sequences:
     """Documents in sequences of `seq_len` positions: one in each, or with `packing` all that were packed into it, best-fit
-    decreasing over all documents, so that every epoch has the same number of sequences.
+    decreasing over all documents, so that every epoch has the same number of sequences. Each document begins at a multiple of
+    `pad_to_multiple`, which divides `seq_len`.
     """
 
-    def __init__(self, documents: Documents, seq_len: int, *, packing: bool) -> None:
-        self.documents = documents
+    def __init__(self, documents: Documents, seq_len: int, *, packing: bool, pad_to_multiple: int = 1) -> None:
+        self.documents, self._multiple = documents, pad_to_multiple
         # A bin lists the slots of one sequence. A slot is a place for a document of one length; a layout fills the slots.
-        self._bins = pack(documents.lengths, seq_len) if packing else [[i] for i in range(len(documents))]
+        sizes = _rounded_up(documents.lengths, pad_to_multiple)
+        self._bins = pack(sizes, seq_len) if packing else [[i] for i in range(len(documents))]
 
     def __len__(self) -> int:
         """The number of sequences that hold a document."""
@@ -41,7 +43,7 @@ class Sequences:
             keys = random_keys(len(lengths), seed, epoch, DOCUMENT_ORDER)
             document_of_slot[np.argsort(lengths, kind="stable")] = np.lexsort((keys, lengths))
             sequence_order = random_keys(len(self._bins), seed, epoch, SEQUENCE_ORDER).argsort(kind="stable")
-        return Layout(self.documents, self._bins, document_of_slot, sequence_order)
+        return Layout(self.documents, self._bins, document_of_slot, sequence_order, self._multiple)
 
 
 class Layout:
@@ -53,8 +55,9 @@ class Layout:
         bins: list[list[int]],
         document_of_slot: NDArray[np.int64],
         sequence_order: NDArray[np.int64],
+        pad_to_multiple: int,
     ) -> None:
-        self._documents, self._bins = documents, bins
+        self._documents, self._bins, self._multiple = documents, bins, pad_to_multiple
         self._document_of_slot, self._sequence_order = document_of_slot, sequence_order
 
     def documents_in(self, sequence: int) -> NDArray[np.int64]:
@@ -63,8 +66,8 @@ class Layout:
         return self._document_of_slot[np.asarray(in_slots, dtype=np.int64)]
 
     def names(self, sequence: int) -> list[str]:
-        """Where the documents of a sequence are from."""
-        return [self._documents.names[self._documents.rows[document]] for document in self.documents_in(sequence)]
+        """Where the documents of a sequence are from, and what is known of them besides."""
+        return [self._documents.label(document) for document in self.documents_in(sequence).tolist()]
 
     def write(self, sequence: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Write the documents of a sequence, one after the other, into arrays of (seq_len,), which hold padding."""
@@ -78,4 +81,8 @@ class Layout:
                 arrays["token_weights"][to] = source.trained[shifted]
             arrays["positions"][to] = np.arange(length)
             arrays["documents"][to] = number
-            position += length
+            position = int(_rounded_up(position + length, self._multiple))
+
+
+def _rounded_up(size: Any, multiple: int) -> Any:
+    return -(-size // multiple) * multiple

@@ -1,6 +1,7 @@
 """What data are like: how many there are of what, how long, how often the same, and how full their sequences."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
@@ -19,6 +20,7 @@ PERCENTILES = (50, 90, 99)
 class DataStats:
     """report: what became of the rows. lengths: positions of each document. num_duplicates: documents with the tokens of an
     earlier one; None if that was not looked for. fill_ratio: the share of positions that hold data, in the sequences of an epoch.
+    columns: what each column that rows have for a task says, in words.
     """
 
     report: LoadReport
@@ -27,6 +29,7 @@ class DataStats:
     fill_ratio: float
     num_sequences: int
     steps_per_epoch: int
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[tuple[str, str]]:
         """Each number with its name, as a person reads them."""
@@ -40,6 +43,7 @@ class DataStats:
             for name, count in report.used_of_source.items()
         ]
         out += [(f"  as {name}", f"{count:,} rows") for name, count in sorted(report.formats.items())]
+        out += [(f"  with {name}", words) for name, words in self.columns.items()]
         out += [
             ("documents", f"{len(self.lengths):,}"),
             ("tokens", f"{report.num_tokens:,}, of which {report.num_trained:,} are trained on ({share:.1f} %)"),
@@ -58,10 +62,25 @@ def data_stats(batches: Batches) -> DataStats:
     steps = batches.steps_per_epoch
     if steps is None:
         raise ConfigError("cannot count what is in a stream before it has been read. Load the data with data.stream=false.")
-    duplicates, fill, num_sequences = None, 1.0, steps * batches.shape.batch_size
-    if isinstance(batches, DocumentBatches):
-        duplicates, fill, num_sequences = _num_duplicates(batches), batches.fill_ratio, batches.num_sequences
-    return DataStats(batches.report, batches.lengths, duplicates, fill, num_sequences, steps)
+    if not isinstance(batches, DocumentBatches):
+        return DataStats(batches.report, batches.lengths, None, 1.0, steps * batches.shape.batch_size, steps)
+    duplicates, columns = _num_duplicates(batches), _columns(batches)
+    return DataStats(batches.report, batches.lengths, duplicates, batches.fill_ratio, batches.num_sequences, steps, columns)
+
+
+def _columns(batches: DocumentBatches) -> dict[str, str]:
+    """By column, how many rows have it; of labels how many are true, of margins their mean."""
+    documents = batches.documents
+    rows = [documents.columns[row] for row in np.unique(documents.rows).tolist() if row in documents.columns]
+    found = {}
+    for name in sorted({name for row in rows for name in row}):
+        values = [row[name] for row in rows if name in row]
+        found[name] = f"{len(values):,} rows"
+        if name == "label":
+            found[name] += f", {sum(map(bool, values)):,} of them true"
+        elif name == "margin":
+            found[name] += f", {np.mean(values):.3g} on average"  # type: ignore[arg-type]
+    return found
 
 
 def _num_duplicates(batches: DocumentBatches) -> int:

@@ -77,7 +77,7 @@ class BlockMaker:
         if config.strict and report.malformed:
             raise refuse_malformed(config, report)
         self._rows = rows
-        num_sequences = len(Sequences(documents, config.seq_len, packing=config.packing))
+        num_sequences = len(Sequences(documents, config.seq_len, packing=config.packing, pad_to_multiple=config.pad_to_multiple))
         counts = asdict(cursor.report.plus(report))
         following = Cursor(
             rows.places,

@@ -113,7 +113,8 @@ class StreamWindow:
         entry.documents.check_ids(self._vocab_size)
         assert entry.following is not None
         following = Cursor.from_json(entry.following)
-        sequences = Sequences(entry.documents, config.seq_len, packing=config.packing)
+        multiple = config.pad_to_multiple
+        sequences = Sequences(entry.documents, config.seq_len, packing=config.packing, pad_to_multiple=multiple)
         held = Block(cursor, entry, sequences.layout(config.seed, cursor.block, shuffle=config.shuffle), following)
         if cursor.digest not in ("", held.digest):
             raise DataError(

@@ -102,19 +102,41 @@ def _texts(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer) -> _Ou
 
 
 def _conversations(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer) -> _Outcome:
-    """Each conversation as one document, with labels on what the assistant wrote, cut as `truncation` says if it is too long."""
-    conversations = [(_prepare(row.messages, config), row.tools) for row in rows]
-    weights = TokenWeights.parse(config.token_weights)
-    encodings = tokenizer.encode_chats(conversations, weights=weights)
-    for row in rows:
+    """Each conversation as one document, with labels on what the assistant wrote, cut as `truncation` says if it is too long. A
+    pair is two documents, the preferred one first; if one of them cannot be used, neither is.
+    """
+    sides = [(row.messages, row.rejected) if row.rejected else (row.messages,) for row in rows]
+    conversations = [(_prepare(side, config), row.tools) for row, of_row in zip(rows, sides, strict=True) for side in of_row]
+    encodings = tokenizer.encode_chats(conversations, weights=TokenWeights.parse(config.token_weights))
+    for row, of_row in zip(rows, sides, strict=True):
         try:
-            encoded = next(encodings)
+            encoded = [next(encodings) for _ in of_row]
         except TemplateError as error:
             raise TemplateError(f"{row.where}: {error}") from error
-        if isinstance(encoded, DataError):
-            yield RowTokens(np.zeros(0, np.int32), np.zeros(0, bool), fault=str(encoded))
+        fault = next((error for error in encoded if isinstance(error, DataError)), None)
+        if fault is not None:
+            yield RowTokens(np.zeros(0, np.int32), np.zeros(0, bool), fault=str(fault))
         else:
-            yield _conversation(row, *encoded, config)
+            yield _joined([_conversation(row, *made, config) for made in encoded if not isinstance(made, DataError)])
+
+
+def _joined(made: Sequence[RowTokens]) -> RowTokens:
+    """The documents of a row whose parts stand one behind the other: all of them, or none if a part has none."""
+    if len(made) == 1:
+        return made[0]
+    begins = np.cumsum([0, *(len(part.ids) for part in made)])
+    documents = [
+        (start + begin, end + begin)
+        for part, begin in zip(made, begins.tolist(), strict=False)
+        for start, end in part.documents
+    ]
+    return RowTokens(
+        np.concatenate([part.ids for part in made]),
+        np.concatenate([part.trained for part in made]),
+        documents if all(part.documents for part in made) else [],
+        any(part.too_long for part in made),
+        next((part.fault for part in made if part.fault), ""),
+    )
 
 
 def _conversation(row: Row, ids: Sequence[int], weights: Sequence[float], config: DataConfig) -> RowTokens:

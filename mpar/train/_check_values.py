@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from mpar.data import TokenWeights
 from mpar.errors import ConfigError
-from mpar.train._config import EvaluationConfig, ModelConfig, OptimizerConfig, TrainConfig, within_bounds
+from mpar.train._config import EvaluationConfig, ModelConfig, OptimizerConfig, TaskConfig, TrainConfig, within_bounds
 from mpar.train._duration import deadline_after
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._sizes import batch_size, num_microbatches, seq_len
@@ -27,6 +27,7 @@ def value_problems(config: TrainConfig, memory_bytes: int | None = None) -> list
         *_of_model(config.model),
         *_of_optimizer(config.optimizer),
         *_of_learning_rate(config),
+        *_of_task(config.task),
         *_of_token_weights(config.data.token_weights),
         *_of_evaluation(config.evaluation),
         *_of_stream(config),
@@ -62,6 +63,14 @@ def _of_learning_rate(config: TrainConfig) -> list[str]:
         first, *others = str(error).splitlines()
         return [f"optimizer: {line.strip()}" for line in others or [first]]
     return []
+
+
+def _of_task(task: TaskConfig) -> Iterator[str]:
+    if task.kind in ("preference", "kto"):
+        yield (
+            f"task.kind={task.kind}: `mpar data show` and `mpar data stats` read such rows, and no task learns from them yet; "
+            "data.columns={chosen: messages} with task=sft trains on preferred answers alone"
+        )
 
 
 def _of_token_weights(given: str) -> list[str]:

@@ -125,6 +125,9 @@ class DataGroup:
     )
     seq_len: int | None = key("positions of a sequence; null: model.seq_len", default=None, at_least=1)
     packing: bool = key("several documents share a sequence, without attending to each other", default=True)
+    pad_to_multiple: int = key(
+        "each document begins at a multiple of so many positions, behind padding; it divides seq_len", default=1, at_least=1
+    )
     shuffle: bool = key("use a new order of the data in every epoch", default=True)
     truncation: Literal["drop", "right", "left", "split", "error"] = key(
         "conversations longer than seq_len: drop them, cut at the right or left, split them into documents, or stop",
@@ -174,7 +177,10 @@ class DataGroup:
 class TaskConfig:
     """What is learned from the data."""
 
-    kind: Literal["sft", "pt"] = key("sft: conversations, with the loss on answers; pt: plain text, with the loss on every token")
+    kind: Literal["sft", "pt", "preference", "kto"] = key(
+        "sft: conversations, with the loss on answers; pt: plain text, with the loss on every token; preference: pairs of a "
+        "chosen and a rejected answer, kto: answers with a label, which only `mpar data` reads yet"
+    )
     chat: tuple[str, ...] | None = key(
         "questions that the trained model answers at the end; null: those of the sample data, if it learned them",
         default=None,

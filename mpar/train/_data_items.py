@@ -14,7 +14,7 @@ __all__ = ["BATCH_SIZE", "data_items", "unlike_data"]
 BATCH_SIZE = "data.batch_size"
 _SEQ_LEN, _ROWS, _TOKENIZER, _TEMPLATE = "data.seq_len", "rows", "tokenizer", "chat template"
 _ROWS_OF = "rows of "
-_OF_BATCHES = (BATCH_SIZE, _SEQ_LEN, "data.packing", "data.shuffle", "seed", "padding id")
+_OF_BATCHES = (BATCH_SIZE, _SEQ_LEN, "data.packing", "data.pad_to_multiple", "data.shuffle", "seed", "padding id")
 """The items that batches depend on besides documents. All other items matter only as far as they change the documents."""
 _WORDS = {
     _ROWS: "data.sources: the same names, but other rows are in the files",
@@ -30,6 +30,7 @@ def data_items(config: TrainConfig, tokenizer: Tokenizer, batches: Batches) -> d
         BATCH_SIZE: shape.batch_size,
         _SEQ_LEN: shape.seq_len,
         "data.packing": shape.packing,
+        "data.pad_to_multiple": shape.pad_to_multiple,
         "data.shuffle": batches.shuffle,
         "seed": batches.seed,
         "padding id": batches.pad_id,

@@ -11,7 +11,7 @@ _SIZES = ("rank", "num_ranks", "num_chunks", "num_microbatches")
 _KEYS = {
     "model": ("name", "seq_len"),
     "optimizer": ("kind", *RATE_KEYS),
-    "task": ("kind", "loss", "chat", "max_new_tokens"),
+    "task": ("kind", "chat", "max_new_tokens"),
     "schedule": (
         "name", "num_microbatches", "num_slices", "paired", "num_chunks", "layout", "bucket_bytes", "prefetch_bytes", "table",
     ),

@@ -110,6 +110,7 @@ def _data_config(config: TrainConfig, sources: tuple[str, ...], *, shuffle: bool
         seq_len=seq_len(config),
         seed=config.seed,
         packing=data.packing,
+        pad_to_multiple=data.pad_to_multiple,
         shuffle=shuffle,
         truncation=data.truncation,
         token_weights=data.token_weights,

@@ -23,9 +23,10 @@ def make_documents(lengths, vocab_size=97, seed=0):
     return [(rng.integers(0, vocab_size, n).tolist(), marked) for n, marked in zip(lengths, marks, strict=True)]
 
 
-def make_batches(lengths, batch_size=3, seq_len=16, packing=True, **options):
+def make_batches(lengths, batch_size=3, seq_len=16, packing=True, pad_to_multiple=1, **options):
     documents = Documents.from_ids(make_documents(lengths))
-    return DocumentBatches(documents, BatchShape(batch_size, seq_len, packing), vocab_size=97, pad_id=96, **options)
+    shape = BatchShape(batch_size, seq_len, packing, pad_to_multiple)
+    return DocumentBatches(documents, shape, vocab_size=97, pad_id=96, **options)
 
 
 def expected_inputs(lengths):
@@ -45,9 +46,11 @@ def seen_inputs(batches, epoch):
         for numbers, *columns in rows:
             groups = [(n, len(list(group))) for n, group in itertools.groupby(numbers)]
             assert [n for n, _ in groups if n != -1] == list(range(len([n for n, _ in groups if n != -1])))
-            assert -1 not in [n for n, _ in groups[:-1]]
+            multiple = batches.shape.pad_to_multiple
+            assert all(n != -1 or length < multiple for n, length in groups[:-1])
             at = 0
             for n, length in groups:
+                assert n == -1 or at % multiple == 0
                 document = tuple(tuple(column[at : at + length]) for column in columns)
                 if n == -1:
                     assert document == ((96,) * length, (-100,) * length, (0,) * length)
@@ -61,10 +64,11 @@ lengths_strategy = st.lists(st.integers(2, 17), min_size=1, max_size=40)
 
 
 @settings(deadline=None)
-@given(lengths_strategy, st.booleans(), st.booleans(), st.integers(1, 5))
-def test_each_epoch_feeds_every_document_once_and_whole(lengths, packing, shuffle, batch_size):
-    """Tokens, shifted labels and positions of all documents come back, in two epochs, and nothing else but padding."""
-    batches = make_batches(lengths, batch_size=batch_size, packing=packing, shuffle=shuffle)
+@given(lengths_strategy, st.booleans(), st.booleans(), st.integers(1, 5), st.sampled_from([1, 2, 8]))
+def test_each_epoch_feeds_every_document_once_and_whole(lengths, packing, shuffle, batch_size, multiple):
+    """Tokens, shifted labels and positions of all documents come back, in two epochs, and nothing else but padding, which is
+    behind the last document, and before others as far as they must begin at a multiple."""
+    batches = make_batches(lengths, batch_size=batch_size, packing=packing, shuffle=shuffle, pad_to_multiple=multiple)
     for epoch in (0, 1):
         assert Counter(seen_inputs(batches, epoch)) == Counter(expected_inputs(lengths))
 
@@ -166,13 +170,22 @@ def test_equal_documents_change_places_between_epochs():
     assert len(pairs(0) & pairs(1)) < 8
 
 
-@pytest.mark.parametrize("seq_len", [512, 2048])
-def test_packing_fills_log_normal_lengths(seq_len):
-    """At least 98 % of the positions hold a document."""
-    lengths = np.clip(np.random.default_rng(0).lognormal(5, 1, 4000).astype(int), 2, seq_len)
+DRAWS = {
+    "log-normal": lambda draw: draw.lognormal(5, 1, 4000),
+    "exponential": lambda draw: draw.exponential(300, 4000),
+    "two sorts": lambda draw: np.where(draw.random(4000) < 0.8, draw.normal(90, 30, 4000), draw.normal(900, 200, 4000)),
+}
+
+
+@pytest.mark.parametrize("seq_len", [1024, 2048])
+@pytest.mark.parametrize("name", DRAWS)
+def test_packing_fills_sequences(name, seq_len):
+    """At least 98 % of the positions hold a document, packed together or in windows of a thousand."""
+    lengths = np.clip(DRAWS[name](np.random.default_rng(0)).astype(int), 2, seq_len)
     batches = make_batches(lengths.tolist(), seq_len=seq_len)
     assert batches.fill_ratio == pytest.approx((lengths - 1).sum() / (batches.num_sequences * seq_len))
-    assert batches.fill_ratio >= 0.98
+    windows = [pack(lengths[i : i + 1000], seq_len) for i in range(0, len(lengths), 1000)]
+    assert min(batches.fill_ratio, lengths.sum() / sum(map(len, windows)) / seq_len) >= 0.98
 
 
 @settings(deadline=None, max_examples=examples(200))

@@ -177,6 +177,10 @@ def test_columns_are_renamed(byte_tokenizer, write_rows):
     expected = tokens(load_dataset(config(write_rows({"query": "why", "response": "so"})), byte_tokenizer))
     renamed = config(write_rows(row), columns={"ask": "query", "reply": "response"})
     assert tokens(load_dataset(renamed, byte_tokenizer)) == expected
+    others = load_dataset(config(write_rows(row), columns={"ask": "query", "reply": "response", "sys": "system"}), byte_tokenizer)
+    assert str(others.report).endswith("data.columns names sys, which no row has")
+    with pytest.raises(DataError, match=r"data\.columns names Ask, repyl, which no row has"):
+        load_dataset(config(write_rows({"ask": "why"}), columns={"Ask": "query", "repyl": "response"}), byte_tokenizer)
     with pytest.raises(ConfigError, match="columns maps to answre, which no format has; formats have messages"):
         load_dataset(config(write_rows(row), columns={"reply": "answre"}), byte_tokenizer)
 

@@ -44,20 +44,22 @@ def tokens_of(shape, seed=0, high=CONFIG["vocab_size"]):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_documents_equal_separate_rows(kind):
-    """Documents packed in one row, positions restarted by the data, give the logits of rows of their own; padding is inert."""
+    """Documents packed in one row, positions restarted by the data, give the logits of rows of their own; padding between and
+    behind them is inert."""
     model, params = made_tiny(kind)
-    sizes, row = (5, 9, 4), tokens_of((1, 21), high=61)
-    documents = torch.tensor([[i for i, size in enumerate(sizes) for _ in range(size)] + [-1] * 3])
-    positions = torch.tensor([[p for size in sizes for p in range(size)] + [0] * 3])
+    sizes, padding, row = (5, 9, 4), 3, tokens_of((1, 27), high=61)
+    documents = torch.tensor([[n for i, size in enumerate(sizes) for n in [i] * size + [-1] * padding]])
+    positions = torch.tensor([[p for size in sizes for p in [*range(size), *[0] * padding]]])
     packed = model.apply(params, row, positions=positions, documents=documents)
     start = 0
     for size in sizes:
         alone = model.apply(params, row[:, start : start + size])
         testing.assert_close(packed[:, start : start + size], alone, name=f"document at {start}")
-        start += size
-    other = row.clone()
-    other[:, -3:] = 0
-    assert torch.equal(model.apply(params, other, positions=positions, documents=documents)[:, :-3], packed[:, :-3])
+        start += size + padding
+    seen = documents != -1
+    other = row.where(seen, 0)
+    again = model.apply(params, other, positions=positions, documents=documents)
+    testing.assert_close(again[seen], packed[seen], name="with other padding")
     assert torch.isfinite(packed).all()
 
 

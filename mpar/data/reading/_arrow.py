@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from mpar.data.reading._files import file_format, open_data, optional
 from mpar.data.reading._record import EXCERPT, Record
@@ -11,6 +11,7 @@ from mpar.files import Unreadable
 __all__ = ["arrow_rows"]
 
 _ROWS_AT_ONCE = 256
+_PART_BYTES = 2**24
 
 
 def arrow_rows(name: str) -> Iterator[Record]:
@@ -18,7 +19,8 @@ def arrow_rows(name: str) -> Iterator[Record]:
     pyarrow = optional("pyarrow", name)
     number = 0
     try:
-        with open_data(name) as file:
+        with open_data(name) as content:
+            file = pyarrow.PythonFile(_Bounded(content), mode="r")
             for batch in _batches(pyarrow, name, file):
                 for value in batch.to_pylist():
                     number += 1
@@ -29,6 +31,28 @@ def arrow_rows(name: str) -> Iterator[Record]:
         yield Record(name, number + 1, Unreadable(f"not readable as {file_format(name).removeprefix('.')}: {reason}"))
     except Unreadable as error:
         yield Record(name, number, error)
+
+
+class _Bounded:
+    """A file that never makes room for more bytes than it has. A damaged one may say that a message has billions of them."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.seek, self.tell, self.close = file.seek, file.tell, file.close
+        self.closed = False
+
+    def seekable(self) -> bool:
+        return self._file.seekable()
+
+    def read(self, size: int = -1) -> bytes:
+        """At most so many bytes, read in parts."""
+        if size < _PART_BYTES:
+            return self._file.read(size)
+        parts = []
+        while size > 0 and (part := self._file.read(min(size, _PART_BYTES))):
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
 
 
 def _batches(pyarrow: Any, name: str, file: Any) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """Opens data files: local ones and those of other file systems, compressed or not."""
 
 import bz2
+import codecs
 import contextlib
 import gzip
 import hashlib
@@ -11,7 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from types import ModuleType
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from mpar.errors import ConfigError
 from mpar.files import Unreadable, open_regular
@@ -19,6 +20,7 @@ from mpar.files import Unreadable, open_regular
 __all__ = ["COMPRESSED", "file_digest", "file_format", "file_sample_digest", "is_remote", "open_data", "optional"]
 
 _PIECES, _PIECE_BYTES = 16, 2**16
+_CHUNK_BYTES = 2**10  # of zstd at a time, which become 32 MiB at most: a block of 4 bytes may stand for 128 KiB
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 
 
@@ -42,6 +44,7 @@ def open_data(name: str) -> Iterator[BinaryIO]:
     raw = _remote(name) if is_remote(name) else open_regular(name)
     try:
         with raw, _decompressed(raw, name) as file:
+            _refuse_wide_text(file)
             yield file
     except EOFError:
         raise Unreadable("its compressed content ends too early") from None
@@ -110,6 +113,45 @@ def _decompressed(raw: BinaryIO, name: str) -> contextlib.AbstractContextManager
         return cast(BinaryIO, lzma.LZMAFile(raw))
     if suffix in (".zst", ".zstd"):
         zstandard = optional("zstandard", f"{name}")
-        stream = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(raw, read_across_frames=True)
-        return cast(BinaryIO, io.BufferedReader(stream))
+        return cast(BinaryIO, io.BufferedReader(_Zstd(raw, zstandard.ZstdDecompressor(max_window_size=2**27))))
     return contextlib.nullcontext(raw)
+
+
+class _Zstd(io.RawIOBase):
+    """The content of zstd frames, one behind the other. The library's own reader takes a frame that is cut off for one that ends.
+
+    Reading raises EOFError where a frame is cut off.
+    """
+
+    def __init__(self, raw: BinaryIO, decompressor: Any) -> None:
+        self._raw, self._decompressor = raw, decompressor
+        self._frame: Any = None
+        self._made = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._made:
+            unused = b"" if self._frame is None or not self._frame.eof else self._frame.unused_data
+            if self._frame is not None and self._frame.eof:
+                self._frame = None
+            chunk = unused or self._raw.read(_CHUNK_BYTES)
+            if not chunk:
+                if self._frame is not None:
+                    raise EOFError
+                return 0
+            if self._frame is None:
+                self._frame = self._decompressor.decompressobj()
+            self._made = memoryview(self._frame.decompress(chunk))
+        count = min(len(self._made), len(buffer))
+        buffer[:count] = self._made[:count]
+        self._made = self._made[count:]
+        return count
+
+
+def _refuse_wide_text(file: BinaryIO) -> None:
+    """Raise Unreadable for text in UTF-16 or UTF-32, every line of which would be one more row that is not UTF-8."""
+    peek = getattr(file, "peek", None)
+    if peek is not None and peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # UTF-32 begins like UTF-16
+        raise Unreadable("it is text in UTF-16 or UTF-32; write it as UTF-8")

@@ -88,10 +88,10 @@ def _source(kind: str, name: str, pattern: str, limit: int | None) -> Source:
             raise _NotFound("#N takes rows, and indexed tokens have none; use data.weights")
         return Source(name, (_prefix(pattern),), indexed=True)
     files = _find_files(kind, pattern)
-    if kind == "sft":
+    if kind != "pt":
         wrong = [file for file in files if file_format(file) not in ROW_FORMATS]
         if wrong:
-            raise _NotFound(f"kind sft reads {', '.join(ROW_FORMATS)}, not {', '.join(wrong[:3])}")
+            raise _NotFound(f"kind {kind} reads {', '.join(ROW_FORMATS)}, not {', '.join(wrong[:3])}")
     return Source(name, files, limit)
 
 

@@ -7,11 +7,12 @@ from mpar.data.rows._message import Media, message_of, parsed, sharegpt
 from mpar.data.rows._row import RowFault
 from mpar.errors import brief
 
-__all__ = ["COLUMNS", "conversation", "keys_of"]
+__all__ = ["COLUMNS", "asked_before", "conversation", "keys_of", "list_of_messages", "refuse_media", "tools_of", "with_system"]
 
 COLUMNS = (
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "query", "response", "question",
-    "answer", "problem", "solution", "history", "system", "tools", "text",
+    "answer", "problem", "solution", "history", "system", "tools", "text", "chosen", "rejected", "rejected_response",
+    "rejected_messages", "label", "margin",
 )  # fmt: skip
 """The columns that formats have."""
 _FORMATS = (
@@ -24,21 +25,55 @@ _ANSWERS = ("response", "answer", "solution")
 
 def conversation(value: Mapping[str, object]) -> tuple[str, tuple[Message, ...], tuple[object, ...] | None]:
     """(the name of the format, the messages, the tools) of a row. Raises RowFault, or Media if it is not about text alone."""
-    for key in ("images", "image", "videos", "video", "audios", "audio"):
-        if value.get(key):
-            raise Media
+    refuse_media(value)
     name, read = _format(value)
-    messages = read(value)
-    if name != "messages" and isinstance(system := value.get("system") or value.get("system_prompt"), str) and system:
-        messages = [{"role": "system", "content": system}, *messages]
+    messages = read(value) if name == "messages" else with_system(value, read(value))
+    tools = tools_of(value)
+    checked = tuple(message_of(i, message) for i, message in enumerate(messages))
+    if all(message["role"] != "assistant" for message in checked):
+        raise RowFault("no assistant message")
+    return name, checked, tools
+
+
+def with_system(value: Mapping[str, object], messages: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """Messages behind the system message that a column of the row has, if it has one."""
+    system = value.get("system") or value.get("system_prompt")
+    return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
+
+
+def tools_of(value: Mapping[str, object]) -> tuple[object, ...] | None:
+    """The tools of a row. Raises RowFault."""
     tools = parsed(value.get("tools"))
     tools = [tools] if isinstance(tools, dict) else tools
     if tools is not None and not isinstance(tools, list):
         raise RowFault(f"'tools' is a {type(tools).__name__}, not a list")
-    checked = tuple(message_of(i, message) for i, message in enumerate(messages))
-    if all(message["role"] != "assistant" for message in checked):
-        raise RowFault("no assistant message")
-    return name, checked, tuple(tools) if tools else None
+    return tuple(tools) if tools else None
+
+
+def asked_before(value: Mapping[str, object]) -> list[Mapping[str, object]] | None:
+    """What was asked, of a row whose answers stand in columns of their own; None if they begin with it. Raises RowFault."""
+    for key in ("messages", "conversations", "conversation"):
+        if value.get(key):
+            return list_of_messages(value, key)
+    if "prompt" in value and value["prompt"] not in (None, ""):
+        prompt = parsed(value["prompt"])
+        return list_of_messages(value, "prompt") if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if value.get("instruction"):
+        return _alpaca({**value, "output": ""})[:1]
+    question = next((key for key in _QUESTIONS if value.get(key)), None)
+    return None if question is None else _question_answer({**value, "": ""}, question, "")[:-1]
+
+
+def list_of_messages(value: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
+    """A column that is a list of messages, in the words of OpenAI or of ShareGPT. Raises RowFault."""
+    return sharegpt(_list_of_objects(value, key))
+
+
+def refuse_media(value: Mapping[str, object]) -> None:
+    """Raise Media for a row that is not about text alone."""
+    for key in ("images", "image", "videos", "video", "audios", "audio"):
+        if value.get(key):
+            raise Media
 
 
 def keys_of(value: Mapping[str, object]) -> str:
@@ -53,10 +88,15 @@ def _format(value: Mapping[str, object]) -> tuple[str, Callable[[Mapping[str, ob
     if filled & {"conversations", "conversation"}:
         return "conversations", _conversations
     if filled & {"chosen", "rejected"}:
-        raise RowFault("a pair of a preferred and a rejected answer; data.columns={chosen: messages} trains on the preferred one")
+        raise RowFault(
+            "a pair of a preferred and a rejected answer: task.kind=preference reads it; data.columns={chosen: messages} trains "
+            "on the preferred one"
+        )
     if "prompt" in filled and "completion" in value:
         if "label" in filled:
-            raise RowFault("an answer with a label (KTO), of which task=sft cannot tell whether to learn it")
+            raise RowFault(
+                "an answer with a label (KTO), of which task=sft cannot tell whether to learn it: task.kind=kto reads it"
+            )
         return "prompt/completion", _prompt_completion
     if "instruction" in filled:
         return "instruction/output", _alpaca

@@ -1,5 +1,6 @@
 """Rows of sources: the columns of each record are renamed as the user says, and their format is recognised."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -7,6 +8,7 @@ from mpar.data._mix import choose
 from mpar.data.reading import Record, Source, read_records
 from mpar.data.rows._conversation import conversation, keys_of
 from mpar.data.rows._message import Media, check_unicode
+from mpar.data.rows._preference import labelled, preference
 from mpar.data.rows._preprocess import Preprocess, preprocess_function
 from mpar.data.rows._row import BadRow, EmptyRow, FilteredRow, MediaRow, Row, RowFault
 from mpar.errors import brief
@@ -21,10 +23,12 @@ class Columns:
     """What the columns of a record become before its format is recognised.
 
     names: for names of columns in the files, the names that formats have. preprocess: `module:function` of the user's own.
+    met: how many records so far have a column of each of these names.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
     preprocess: str | None = None
+    met: Counter[str] = field(default_factory=Counter)
 
 
 def read_rows(kind: str, source: Source, columns: Columns) -> Iterator[AnyRow]:
@@ -51,10 +55,10 @@ def read_rows(kind: str, source: Source, columns: Columns) -> Iterator[AnyRow]:
 def row_reader(kind: str, columns: Columns) -> Callable[[Record], Iterator[AnyRow]]:
     """A function that gives the rows that a record stands for. Raises ConfigError if `columns.preprocess` cannot be imported."""
     preprocess = preprocess_function(columns.preprocess)
-    return lambda record: _rows(kind, record, columns.names, preprocess)
+    return lambda record: _rows(kind, record, columns, preprocess)
 
 
-def _rows(kind: str, record: Record, names: Mapping[str, str], preprocess: Preprocess) -> Iterator[AnyRow]:
+def _rows(kind: str, record: Record, columns: Columns, preprocess: Preprocess) -> Iterator[AnyRow]:
     """The rows that a record stands for: one, unless the user's function makes none or several of it."""
     value = record.value
     try:
@@ -65,7 +69,8 @@ def _rows(kind: str, record: Record, names: Mapping[str, str], preprocess: Prepr
             return
         if not isinstance(value, dict):
             raise RowFault(f"it is a JSON {type(value).__name__}, not an object")
-        made = preprocess(_renamed(value, names))
+        columns.met.update(columns.names.keys() & value.keys())
+        made = preprocess(_renamed(value, columns.names))
     except RowFault as fault:
         yield BadRow(record.file, record.line, str(fault), record.excerpt)
         return
@@ -81,6 +86,9 @@ def _row(kind: str, record: Record, value: Mapping[str, object]) -> AnyRow:
         if kind == "pt":
             text = _plain_text(value)
             return Row(record.file, record.line, "text", text=text, excerpt=record.excerpt) if text else EmptyRow()
+        if kind in ("preference", "kto"):
+            judged = preference(value) if kind == "preference" else labelled(value)
+            return Row(record.file, record.line, **vars(judged), excerpt=record.excerpt)
         name, messages, tools = conversation(value)
         return Row(record.file, record.line, name, messages=messages, tools=tools, excerpt=record.excerpt)
     except Media:

@@ -1,6 +1,7 @@
 """Rows as training uses them, and why others cannot be used."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mpar.data._template import Message
 
@@ -22,6 +23,8 @@ class Row:
     messages: tuple[Message, ...] = ()
     tools: tuple[object, ...] | None = None
     excerpt: str = ""  # how the row begins in its file
+    rejected: tuple[Message, ...] = ()  # of a pair, the conversation with the answer that is not preferred
+    columns: Mapping[str, object] = field(default_factory=dict)  # what a task may read besides
 
     @property
     def where(self) -> str:
@@ -31,7 +34,7 @@ class Row:
     @property
     def num_characters(self) -> int:
         """Characters of the text, or of the contents of the messages."""
-        return len(self.text) + sum(len(str(message.get("content"))) for message in self.messages)
+        return len(self.text) + sum(len(str(message.get("content"))) for message in (*self.messages, *self.rejected))
 
     def malformed(self, reason: str) -> "BadRow":
         """This row as one that cannot be used after all."""
