@@ -14,12 +14,12 @@ __all__ = ["Cursor", "Place", "stream_report"]
 class Place:
     """How far a source has been read.
 
-    passes: how often it has been read to its end. file: the place, in the order of this pass, of the file that is being read.
+    epochs: how often it has been read to its end. file: the place, in the order of this epoch, of the file that is being read.
     mark:   how far that file has been read.
-    taken:  rows of this pass that could be used, as far as is known before they are tokenised; drawn: of all passes.
+    taken:  rows of this epoch that could be used, as far as is known before they are tokenised; drawn: of all epochs.
     """
 
-    passes: int = 0
+    epochs: int = 0
     file: int = 0
     mark: Mark = field(default_factory=Mark)
     taken: int = 0
@@ -48,7 +48,7 @@ class Cursor:
     @property
     def epoch(self) -> int:
         """How often all sources have been read."""
-        return min(place.passes for place in self.sources)
+        return min(place.epochs for place in self.sources)
 
     def __str__(self) -> str:
         """Its places, as a person reads them."""

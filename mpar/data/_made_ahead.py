@@ -65,7 +65,9 @@ class MadeAhead:
         if config.cache_dir is None:
             path = Path(tempfile.mkdtemp(prefix="mpar-stream-"))
         else:
-            path = entry_folder(Path(config.cache_dir), BlockFolder(Path(), key).key_of(self._stream.beginning))
+            machine = os.uname().nodename  # readers find out whether others live, which they cannot on another machine
+            shared = BlockFolder(Path(), f"{key} {machine}").key_of(self._stream.beginning)
+            path = entry_folder(Path(config.cache_dir), shared)
             path = _made(path.with_name(f"stream-{path.name}"))
         self._folder = BlockFolder(path, key)
         command = [sys.executable, "-m", "mpar.data._make_ahead"]

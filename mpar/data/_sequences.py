@@ -69,7 +69,7 @@ class Layout:
         """Where the documents of a sequence are from, and what is known of them besides."""
         return [self._documents.label(document) for document in self.documents_in(sequence).tolist()]
 
-    def write(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
+    def write(self, sequence: int, arrays: Mapping[str, NDArray[np.generic]]) -> None:
         """Write the documents of a sequence, one after the other, into arrays of (seq_len,), which hold padding."""
         source, position = self._documents, 0
         for number, document in enumerate(self.documents_in(sequence)):

@@ -32,7 +32,7 @@ class StreamRows:
         self._rows_of = row_reader(config.kind, Columns(config.columns, config.preprocess))
         self._open: list[Iterator[Record] | None] = [None] * len(sources)
         self._orders: dict[int, tuple[int, Sequence[int]]] = {}
-        self._barren = 0  # passes since the last row that could be used
+        self._barren = 0  # epochs since the last row that could be used
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -45,7 +45,7 @@ class StreamRows:
             source = self._next_source()
             record = self._next_record(source)
             if record is None:
-                self._end_pass(source)
+                self._end_epoch(source)
                 continue
             if not self._is_chosen(source, record):
                 self.num_passed_over += 1
@@ -59,16 +59,16 @@ class StreamRows:
             total = sum(self._config.weights)
             lags = [weight / total * at - count for weight, count in zip(self._config.weights, drawn, strict=True)]
             return lags.index(max(lags))
-        passes = min(place.passes for place in self._places)
-        return next(source for source in self._order_of_sources(passes) if self._places[source].passes == passes)
+        epochs = min(place.epochs for place in self._places)
+        return next(source for source in self._order_of_sources(epochs) if self._places[source].epochs == epochs)
 
     def _next_record(self, source: int) -> Record | None:
-        """The next record of a source, None at the end of its pass. Its place is then behind the record."""
+        """The next record of a source, None at the end of its epoch. Its place is then behind the record."""
         place, limit = self._places[source], self._sources[source].limit
         while place.file < len(self._sources[source].files) and (limit is None or place.taken < limit):
             opened = self._open[source]
             if opened is None:
-                name = self._sources[source].files[self._order_of_files(source, place.passes)[place.file]]
+                name = self._sources[source].files[self._order_of_files(source, place.epochs)[place.file]]
                 opened = self._open[source] = read_records(name, place.mark)
             record = next(opened, None)
             if record is not None:
@@ -79,10 +79,10 @@ class StreamRows:
             place = self._places[source] = replace(place, file=place.file + 1, mark=Mark())
         return None
 
-    def _end_pass(self, source: int) -> None:
+    def _end_epoch(self, source: int) -> None:
         place = self._places[source]
         self._open[source] = None
-        self._places[source] = Place(passes=place.passes + 1, drawn=place.drawn)
+        self._places[source] = Place(epochs=place.epochs + 1, drawn=place.drawn)
         self._barren += 1
         if self._barren > len(self._sources):
             name = self._sources[source].name
@@ -107,22 +107,22 @@ class StreamRows:
             return True
         share, chosen = self._part
         number = self._places[source].mark.records
-        file = self._order_of_files(source, self._places[source].passes)[self._places[source].file]
+        file = self._order_of_files(source, self._places[source].epochs)[self._places[source].file]
         return (_unit(source, file, number) < share) == chosen
 
-    def _order_of_sources(self, passes: int) -> Sequence[int]:
-        return self._order(-1, len(self._sources), passes, SOURCE_ORDER, 0, self._config.shuffle)
+    def _order_of_sources(self, epochs: int) -> Sequence[int]:
+        return self._order(-1, len(self._sources), epochs, SOURCE_ORDER, 0, self._config.shuffle)
 
-    def _order_of_files(self, source: int, passes: int) -> Sequence[int]:
+    def _order_of_files(self, source: int, epochs: int) -> Sequence[int]:
         found = self._sources[source]
         shuffled = self._config.shuffle and found.limit is None
-        return self._order(source, len(found.files), passes, FILE_ORDER, source, shuffled)
+        return self._order(source, len(found.files), epochs, FILE_ORDER, source, shuffled)
 
-    def _order(self, key: int, count: int, passes: int, purpose: int, number: int, shuffled: bool) -> Sequence[int]:
-        """A permutation for each pass, of which the last one is remembered."""
-        if key not in self._orders or self._orders[key][0] != passes:
-            drawn = random_keys(count, self._config.seed, passes, purpose, number).argsort(kind="stable").tolist()
-            self._orders[key] = passes, drawn if shuffled else range(count)
+    def _order(self, key: int, count: int, epochs: int, purpose: int, number: int, shuffled: bool) -> Sequence[int]:
+        """A permutation for each epoch, of which the last one is remembered."""
+        if key not in self._orders or self._orders[key][0] != epochs:
+            drawn = random_keys(count, self._config.seed, epochs, purpose, number).argsort(kind="stable").tolist()
+            self._orders[key] = epochs, drawn if shuffled else range(count)
         return self._orders[key][1]
 
 

@@ -126,9 +126,7 @@ def _joined(made: Sequence[RowTokens]) -> RowTokens:
         return made[0]
     begins = np.cumsum([0, *(len(part.ids) for part in made)])
     documents = [
-        (start + begin, end + begin)
-        for part, begin in zip(made, begins.tolist(), strict=False)
-        for start, end in part.documents
+        (start + begin, end + begin) for part, begin in zip(made, begins.tolist(), strict=False) for start, end in part.documents
     ]
     return RowTokens(
         np.concatenate([part.ids for part in made]),

@@ -1,13 +1,17 @@
 """A run that reads its data while it trains: it learns, and goes on after an interruption as if nothing had been."""
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 
+from mpar.cli._worker import _check_same
+from mpar.errors import DataError
 from mpar.train import read_metrics
 from tests.cli.conftest import SMALL, environment
 from tests.processes import PATIENCE_S
@@ -58,3 +62,19 @@ def test_an_interrupted_run_reads_on_where_it_stopped(arguments, mpar, tmp_path)
     refused = mpar("train", *arguments, "steps=70", "mesh=one", "strategy=ddp", "run_dir=stopped")
     assert refused.returncode == 1
     assert "short.jsonl: other rows are in its files" in refused.stderr and "long.jsonl: " not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("data", "refusal"),
+    [("aa", None), ("ab", "the ranks read different data"), ("bb", "the data changed while the run began")],
+)
+def test_all_ranks_compare_their_data(data, refusal):
+    """Each rank is refused if any rank has other data, and if all have other data than were prepared."""
+    sent = []
+    for rank_data in data:
+        with contextlib.suppress(DataError):
+            _check_same(rank_data, "a", lambda values: sent.append(values) or values, mock.Mock())
+    highest = [max(values) for values in zip(*sent, strict=True)]
+    for rank_data in data:
+        with contextlib.nullcontext() if refusal is None else pytest.raises(DataError, match=refusal):
+            _check_same(rank_data, "a", lambda _: highest, mock.Mock())

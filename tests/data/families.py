@@ -171,6 +171,8 @@ def _calls(family: Family, draw: random.Random) -> list[dict[str, object]]:
 
 def _answer(family: Family, draw: random.Random, content: str | None) -> dict[str, object]:
     message: dict[str, object] = {"role": "assistant", "content": content}
+    if draw.random() < 0.2:
+        message["tool_calls"] = None  # as rows have it that come from OpenAI
     if not family.thinks or draw.random() < 0.4:
         return message
     if family.thinks != "content" and draw.random() < 0.5:

@@ -98,8 +98,8 @@ def test_rows_of_any_format(byte_tokenizer, name):
                 batches.batch(step)
                 found = stream_report(batches.cursor(step))
                 assert found.num_rows == found.num_used + sum(found.unused.values())
-            passes = batches.cursor(11)["sources"][0]["passes"]
+            epochs = batches.cursor(11)["sources"][0]["epochs"]
             for count, in_file in ((found.num_rows, len(kinds)), (found.num_used, kinds.count("good"))):
-                assert passes * in_file <= count <= (passes + 1) * in_file
+                assert epochs * in_file <= count <= (epochs + 1) * in_file
 
     holds()

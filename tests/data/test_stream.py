@@ -165,7 +165,7 @@ def test_shares_are_met_all_along(folder, byte_tokenizer):
     for known in batches._window._known.values():
         used = list(known.report.used_of_source.values())
         assert all(abs(count - share * sum(used)) <= 1 for count, share in zip(used, (0.5, 0.3, 0.2), strict=bool(used)))
-    assert Cursor.from_json(batches.cursor(100)).sources[2].passes > 3
+    assert Cursor.from_json(batches.cursor(100)).sources[2].epochs > 3
 
 
 def test_rows_of_sources_are_counted_as_they_are_used(folder, byte_tokenizer):

@@ -12,10 +12,13 @@ import os
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from types import ModuleType
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from mpar.errors import ConfigError
 from mpar.files import Unreadable, open_regular
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 __all__ = ["COMPRESSED", "file_digest", "file_format", "file_sample_digest", "is_remote", "open_data", "optional"]
 
@@ -131,7 +134,7 @@ class _Zstd(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def readinto(self, buffer: "WriteableBuffer") -> int:
         while not self._made:
             unused = b"" if self._frame is None or not self._frame.eof else self._frame.unused_data
             if self._frame is not None and self._frame.eof:
@@ -144,8 +147,9 @@ class _Zstd(io.RawIOBase):
             if self._frame is None:
                 self._frame = self._decompressor.decompressobj()
             self._made = memoryview(self._frame.decompress(chunk))
-        count = min(len(self._made), len(buffer))
-        buffer[:count] = self._made[:count]
+        into = memoryview(buffer).cast("B")
+        count = min(len(self._made), len(into))
+        into[:count] = self._made[:count]
         self._made = self._made[count:]
         return count
 
