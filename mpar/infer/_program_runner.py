@@ -33,8 +33,6 @@ class ProgramRunner:
     Raises ConfigError for a model without such a cache, and for rows that are longer than it has learned positions.
     """
 
-    shares_pages = True
-
     def __init__(
         self,
         model: Model,
@@ -51,6 +49,7 @@ class ProgramRunner:
                 f"cannot answer with up to {sizes.length} tokens in a row: this model has learned {model.max_positions} positions"
             )
         self.model, self.sizes, self.vocab_size, self.device = model, sizes, model.vocab_size, torch.device(device)
+        self.shares_pages = not model.sequential  # the state of a scan is in no page
         self._compile = functools.partial(
             compile_decode, model, mesh or Mesh(tp=1), strategy, precision=precision, kernels=kernels_for("auto", self.device)
         )

@@ -21,7 +21,7 @@ __all__ = ["CachedDecoder", "with_cache"]
 
 
 def with_cache(model: Model, sizes: CacheSizes, dtype: torch.dtype | None = None) -> "CachedDecoder":
-    """The chain that goes on with rows from a cache of these sizes, whose keys and values have `dtype` (None: that of the model).
+    """The chain that goes on with rows from a cache of these sizes. `dtype` is that of keys and values; None: that of the model.
 
     Its parameters are those of the model, without the layer that learns further tokens. Raises ConfigError if a layer has no such
     cache, if a rotation depends on the length of the row, or if the model has learned too few positions for the pages of a row.
@@ -48,6 +48,11 @@ def with_cache(model: Model, sizes: CacheSizes, dtype: torch.dtype | None = None
 
 def _has_cache(mixer: object) -> bool:
     return part_of(mixer).cached is not None  # type: ignore[arg-type]
+
+
+def _without_data(shapes: Tree, dtype: torch.dtype) -> Tree:
+    leaves, structure = tree.flatten(shapes, is_leaf=is_sizes)
+    return tree.unflatten(structure, [torch.empty(shape, dtype=dtype, device="meta") for shape in leaves])
 
 
 @dataclass(frozen=True)
@@ -109,10 +114,11 @@ class CachedDecoder(Chain):
     @functools.cached_property
     def abstract_state(self) -> Tree:
         """The cache of each layer."""
-        shapes = [part_of(layer.mixer).cache_shapes for layer in self.model.config.layers]
-        layers = [fn(layer.mixer, self.sizes) for fn, layer in zip(shapes, self.model.config.layers, strict=True) if fn]
-        leaves, structure = tree.flatten({"layers": layers}, is_leaf=is_sizes)
-        return tree.unflatten(structure, [torch.empty(shape, dtype=self.dtype, device="meta") for shape in leaves])
+        functions = [part_of(layer.mixer).cache_shapes for layer in self.model.config.layers]
+        layers = [fn(layer.mixer, self.sizes) for fn, layer in zip(functions, self.model.config.layers, strict=True) if fn]
+        wide = torch.promote_types(self.dtype, torch.float32)  # of scans, whose state is a sum over all tokens
+        dtypes = [wide if layer.sequential else self.dtype for layer in self.model.config.layers]
+        return {"layers": [_without_data(shapes, dtype) for shapes, dtype in zip(layers, dtypes, strict=True)]}
 
     @functools.cached_property
     def state_axes(self) -> Tree:

@@ -35,7 +35,7 @@ def _answers(runner: ProgramRunner, prompts: list[list[int]], count: int) -> lis
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
-    "variant", ["llama", "qwen3", "gemma2_caps", "gemma3_text", "gpt2", "gpt_oss", "qwen3_moe", "deepseek_v3"]
+    "variant", ["llama", "qwen3", "gemma2_caps", "gemma3_text", "gpt2", "gpt_oss", "qwen3_moe", "deepseek_v3", "mamba2"]
 )
 def test_greedy_equals_transformers(variant, tmp_path):
     """Six prompts of unlike lengths at once in four slots, one of them read in two chunks: the tokens of each one alone."""

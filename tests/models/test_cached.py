@@ -26,11 +26,12 @@ MESHES = {
     "ep": ({"tp": 2}, "tp", {"expert_parallel": 2}),
     "ep_groups": ({"dp": 2}, "ddp", {"expert_parallel": 2, "groups": 2}),
 }
-ATTENTION = [*(kind for kind in KINDS if kind != "mamba2"), "gemma2_caps"]
+VARIANTS_RUN = [*KINDS, "gemma2_caps"]
 CASES = [
-    *((kind, "pp_tp") for kind in ATTENTION),
+    *((kind, "pp_tp") for kind in VARIANTS_RUN),
     *(("llama", mesh) for mesh in MESHES if mesh not in ("pp_tp", "ep", "ep_groups")),
     ("deepseek_v2", "tp_over_kv_heads"),
+    ("mamba2", "groups"),
     *(("qwen3_moe", mesh) for mesh in ("one", "ep", "ep_groups")),
 ]
 
@@ -97,9 +98,8 @@ def test_where_the_cache_lies():
 
 
 def test_models_that_are_refused():
-    """Scans, RoPE that turns earlier tokens, too few learned positions; sizes that are none."""
+    """RoPE that turns earlier tokens, too few learned positions; sizes that are none."""
     for variant, why in (
-        ("mamba2", "it has layers of Mamba, which keep no pages"),
         ("llama_dynamic_long", "its RoPE turns earlier tokens anew"),
         ("gpt2", "it has learned 64 positions, which do not reach the last of 20 pages of 4"),
     ):

@@ -129,6 +129,9 @@ def _calls(x):
     ]
 
 
+SCAN = ((1, 3, 4, 3), (1, 3, 4), (4,), (1, 3, 2, 6), (1, 3, 2, 6), (4,), (1, 2, 4, 3, 6))
+
+
 def _paged(x):
     """A step that writes the keys of three tokens and attends to them."""
     pool, rows, places = x(1, 8, 2, 6).detach(), x(1, 3, 2, 6).detach(), torch.tensor([[2, 3, 4]])
@@ -137,6 +140,8 @@ def _paged(x):
         ops.write_rows(pool, rows, places),
         PRIMITIVES["write_rows_over"].bind(pool.clone(), rows, places),
         ops.overwrite(rows.clone(), rows),
+        *ops.conv_by_rows(*(x(*shape).detach() for shape in ((1, 3, 6), (6, 4), (6,), (1, 2, 3, 6))), *where[:2]),
+        *ops.scan_by_rows(*(x(*shape).detach() for shape in SCAN), *where[:2], chunk=2),
         ops.paged_attention(x(1, 3, 4, 6).detach(), pool, pool, *where, page_size=4, sinks=x(4).detach()),
     ]
 

@@ -50,12 +50,15 @@ from mpar.models.layers._latent_pages import LATENT_PAGES_AXES, LatentPages, lat
 from mpar.models.layers.mamba import (
     MAMBA_AXES,
     MAMBA_CARRIED_AXES,
+    MAMBA_ROWS_AXES,
     Mamba,
     MambaConfig,
     MambaState,
     decode_mamba,
     init_mamba_leaf,
     mamba,
+    mamba_by_rows,
+    mamba_rows_shapes,
     mamba_shapes,
     mamba_slice,
 )
@@ -88,7 +91,7 @@ State = AttentionState | LatentState | MambaState[Tensor]
 """The state of a mixer after the tokens decoded so far."""
 Carried = AttentionCarried[Tensor] | LatentCarried[Tensor] | MambaState[Tensor]
 """What a mixer carries from a slice of rows to later slices."""
-Cache = AttentionPages[Leaf] | LatentPages[Leaf]
+Cache = AttentionPages[Leaf] | LatentPages[Leaf] | MambaState[Leaf]
 """What a mixer keeps of all rows from step to step."""
 Update = tuple[str, Callable[[Tensor, Tensor], Tensor]]
 """The name of a metric, and `fn(parameter, total of the metric)`, which gives the parameter after a step."""
@@ -221,6 +224,9 @@ PARTS: dict[type[PartConfig], Part] = {
         carried_axes=MAMBA_CARRIED_AXES,
         reach=lambda config: 2,  # a position itself, and the one before it, whose slice carried the state
         init=init_mamba_leaf,
+        cached=mamba_by_rows,
+        cache_shapes=mamba_rows_shapes,
+        cache_axes=MAMBA_ROWS_AXES,
     ),
     MoeConfig: Part(
         moe_shapes,

@@ -6,7 +6,7 @@ from torch import Tensor
 from mpar.errors import DtypeError, ShapeError
 from mpar.ops.primitive import Cost, Primitive
 
-__all__ = ["causal_conv1d"]
+__all__ = ["causal_conv1d", "causal_conv1d_p"]
 
 FAR = 1 << 40
 causal_conv1d_p = Primitive("causal_conv1d", "x, weight, bias?, state?, documents? -> y")

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpar.errors import ConfigError, DtypeError, ShapeError
 from mpar.ops.primitive import Cost, Primitive
 
-__all__ = ["ssd_scan"]
+__all__ = ["ssd_scan", "ssd_scan_p"]
 
 ssd_scan_p = Primitive("ssd_scan", "x, dt, a, b, c, d?, state?, documents? -> y, final", chunk="int")
 

@@ -1,6 +1,6 @@
 """The Mamba-2 mixer (Dao and Gu 2024, arXiv:2405.21060, sections 6 and 7): convolution, state-space scan, gated norm."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic
 
 import torch
@@ -13,7 +13,7 @@ from mpar.models.layers.mamba._config import MambaConfig
 from mpar.models.layers.mamba._params import Mamba
 from mpar.tree import Leaf, map_leaves, struct
 
-__all__ = ["MAMBA_CARRIED_AXES", "MambaState", "decode_mamba", "mamba", "mamba_slice"]
+__all__ = ["MAMBA_CARRIED_AXES", "MambaState", "decode_mamba", "mamba", "mamba_slice", "run_by_rows"]
 
 # heads are sharded as queries of attention are, groups as its keys
 HEADS: Axes = ("batch", "attend_seq", "attend_heads", "head")
@@ -113,10 +113,57 @@ def _last(x: Tensor, before: Tensor | None, count: int) -> Tensor:
     return torch.cat([before, x], 1)[:, x.shape[1] :]
 
 
+Convolve = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
+"""`fn(number, x, weight, bias)`: the causal convolution of x (0), b (1) or c (2)."""
+Scan = Callable[[tuple[Tensor, ...], int], tuple[Tensor, Tensor]]
+"""`fn((x, dt, a, b, c, d), chunk)`: the scan, and the state after it."""
+
+
 def _run(
     params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor, documents_BS: Tensor | None, state: MambaState[Tensor] | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
     """The output, the inputs of the convolution, and the final state of the scan."""
+    *before, old_BNHK = _tensors(state)
+
+    def convolve(number: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return ops.causal_conv1d(x, weight, bias, state_BTC=before[number], documents_BS=documents_BS)
+
+    def scan(operands: tuple[Tensor, ...], chunk: int) -> tuple[Tensor, Tensor]:
+        return ops.ssd_scan(*operands, state_BNHK=old_BNHK, documents_BS=documents_BS, chunk=chunk)
+
+    return _mix(params, config, x_BSD, convolve, scan)
+
+
+def run_by_rows(
+    params: Mamba[Tensor],
+    config: MambaConfig,
+    x_BTD: Tensor,
+    state: MambaState[Tensor],
+    rows_BT: Tensor,
+    positions_BT: Tensor,
+) -> tuple[Tensor, MambaState[Tensor]]:
+    """The mixer applied to tokens of many rows, and the states of all rows after them; `state` has one more dim, for rows."""
+    *before, old_BRNHK = (state.conv_x_BTNH, state.conv_b_BTGK, state.conv_c_BTGK, state.scan_BNHK)
+    after: list[Tensor] = []
+
+    def convolve(number: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y, new = ops.conv_by_rows(x, weight, bias, before[number], rows_BT, positions_BT)
+        after.append(new)
+        return y
+
+    def scan(operands: tuple[Tensor, ...], chunk: int) -> tuple[Tensor, Tensor]:
+        x, dt, a, b, c, d = operands
+        return ops.scan_by_rows(x, dt, a, b, c, d, old_BRNHK, rows_BT, positions_BT, chunk=chunk)
+
+    out_BTD, _, scan_BRNHK = _mix(params, config, x_BTD, convolve, scan)
+    conv_x, conv_b, conv_c = after
+    return out_BTD, MambaState(conv_x, conv_b, conv_c, scan_BRNHK)
+
+
+def _mix(
+    params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor, convolve: Convolve, scan: Scan
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
+    """The output, the inputs of the convolution, and what the scan gives as its state."""
     # b and c are made first, so that in the backward they come last: until then the gradients of x_BSD through z, x and dt, which
     # are pending sums, are added up, and then reduced together
     b_BSGK = ops.constrain(_project(x_BSD, params.b_DGK, params.b_bias_GK, "b"), GROUPS)
@@ -125,21 +172,11 @@ def _run(
     x_BSNH = ops.constrain(_project(x_BSD, params.x_DNH, params.x_bias_NH, "x"), HEADS)
     dt_BSN = ops.constrain(_time_steps(params, config, x_BSD), HEADS[:3])
     inputs = x_BSNH, b_BSGK, c_BSGK
-    old_x, old_b, old_c, old_BNHK = _tensors(state)
-    x_BSNH = _convolve(x_BSNH, params.conv_x_NHW, params.conv_x_bias_NH, HEADS, old_x, documents_BS, "x_conv")
-    b_BSGK = _convolve(b_BSGK, params.conv_b_GKW, params.conv_b_bias_GK, GROUPS, old_b, documents_BS, "b_conv")
-    c_BSGK = _convolve(c_BSGK, params.conv_c_GKW, params.conv_c_bias_GK, GROUPS, old_c, documents_BS, "c_conv")
-    y_BSNH, final_BNHK = ops.ssd_scan(
-        x_BSNH,
-        dt_BSN,
-        -_wide(ops.constrain(params.a_log_N, HEADS[2:3])).exp(),
-        b_BSGK,
-        c_BSGK,
-        ops.constrain(params.skip_N, HEADS[2:3]),
-        state_BNHK=old_BNHK,
-        documents_BS=documents_BS,
-        chunk=config.chunk,
-    )
+    x_BSNH = _convolved(0, x_BSNH, params.conv_x_NHW, params.conv_x_bias_NH, HEADS, convolve, "x_conv")
+    b_BSGK = _convolved(1, b_BSGK, params.conv_b_GKW, params.conv_b_bias_GK, GROUPS, convolve, "b_conv")
+    c_BSGK = _convolved(2, c_BSGK, params.conv_c_GKW, params.conv_c_bias_GK, GROUPS, convolve, "c_conv")
+    a_N, skip_N = -_wide(ops.constrain(params.a_log_N, HEADS[2:3])).exp(), ops.constrain(params.skip_N, HEADS[2:3])
+    y_BSNH, final_BNHK = scan((x_BSNH, dt_BSN, a_N, b_BSGK, c_BSGK, skip_N), config.chunk)
     y_BSNH = ops.name(ops.constrain(y_BSNH, ("batch", "seq", "heads", "head")), "scan")
     y_BSNH = _gated_norm(y_BSNH, z_BSNH, params.norm_C, config)
     out_BSD = ops.constrain(ops.einsum("bsnh,nhd->bsd", y_BSNH, params.out_NHD), ("batch", "residual_seq", "embed"))
@@ -157,13 +194,10 @@ def _project(x_BSD: Tensor, weight_DNH: Tensor, bias_NH: Tensor | None, label: s
     return ops.name(y_BSNH if bias_NH is None else y_BSNH + bias_NH, label)
 
 
-def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, axes: Axes, before: Tensor | None, documents_BS: Tensor | None, label: str
-) -> Tensor:
+def _convolved(number: int, x: Tensor, weight: Tensor, bias: Tensor | None, axes: Axes, convolve: Convolve, label: str) -> Tensor:
     """The convolution along the sequence, then silu. `axes` are those of `x`; weight and bias are placed as its channels are."""
     weight, bias = ops.constrain(weight, (*axes[2:], None)), None if bias is None else ops.constrain(bias, axes[2:])
-    y = ops.causal_conv1d(x, weight, bias, state_BTC=before, documents_BS=documents_BS)
-    return ops.name(torch.nn.functional.silu(y), label)
+    return ops.name(torch.nn.functional.silu(convolve(number, x, weight, bias)), label)
 
 
 def _time_steps(params: Mamba[Tensor], config: MambaConfig, x_BSD: Tensor) -> Tensor:
