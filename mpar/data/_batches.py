@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ class BatchShape:
     batch_size: int
     seq_len: int
     packing: bool = True
-    pad_to_multiple: int = 1
+    pad_to_multiple: int = field(default=1, repr=False)  # so that fingerprints are those of before there was this
 
 
 class Batches(ABC):
@@ -52,8 +52,9 @@ class Batches(ABC):
     @property
     def fingerprint(self) -> str:
         """A hash of everything that the batches depend on: data, shape, seed, shuffle, padding."""
-        content = (self.data_fingerprint, self.shape, self.seed, self.shuffle, self.pad_id)
-        return hashlib.sha256(repr(content).encode()).hexdigest()
+        content = [self.data_fingerprint, self.shape, self.seed, self.shuffle, self.pad_id]
+        content += [self.shape.pad_to_multiple] * (self.shape.pad_to_multiple > 1)
+        return hashlib.sha256(repr(tuple(content)).encode()).hexdigest()
 
     @property
     @abstractmethod

@@ -281,8 +281,16 @@ def test_fingerprint_covers_what_decides_the_order():
     others = [
         make_batches([5, 6, 8]), make_batches([5, 6, 7], seed=1), make_batches([5, 6, 7], shuffle=False),
         make_batches([5, 6, 7], packing=False), make_batches([5, 6, 7], batch_size=4), make_batches([5, 6, 7], seq_len=17),
+        make_batches([5, 6, 7], pad_to_multiple=8),
     ]  # fmt: skip
-    assert len({base, *(other.fingerprint for other in others)}) == 7
+    assert len({base, *(other.fingerprint for other in others)}) == 8
+
+
+def test_fingerprint_is_that_of_earlier_versions():
+    """A checkpoint of a run before documents could begin at multiples goes on."""
+    documents = Documents.from_ids([([1, 2, 3], [True] * 3), ([4, 5], [False, True])])
+    before = "98bb79f79eed05895ef1058e6b02b3adf67515c96944fbed1b02880bca3ffa41"
+    assert DocumentBatches(documents, BatchShape(2, 8), vocab_size=9).fingerprint == before
 
 
 @pytest.mark.parametrize("documents", [[], [([1], [True])], [([1, 2], [True])]], ids=str)
