@@ -6,19 +6,20 @@ from torch import Tensor
 __all__ = ["corrcoef", "cov", "fill_diagonal_"]
 
 
-def cov(
-    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
-) -> Tensor:  # torch calls its operands so
-    """What `torch.cov` computes: the covariances of the rows of `input`. Weights are not checked to be positive."""
+def cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
+    """What `torch.cov` computes: the covariances of the rows of `input`; counts are not checked to be positive.
+
+    With `aweights` it is torch's function, which looks at data: by how much they reduce the number of observations is prone to
+    cancel.
+    """
+    if aweights is not None:
+        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
     x_VO = input if input.ndim == 2 else input.reshape(1, -1)
-    weights = [w for w in (fweights, aweights) if w is not None]
-    weight_O = torch.ones_like(x_VO[0]) if not weights else (weights[0] if len(weights) == 1 else weights[0] * weights[1])
-    weight_O = weight_O.to(x_VO.dtype)
-    total = weight_O.sum()
-    reduced = correction * (weight_O * aweights).sum() / total if aweights is not None else correction
-    centred_VO = x_VO - (x_VO * weight_O).sum(1, keepdim=True) / total
-    products_VV = centred_VO @ (centred_VO * weight_O).mT.conj() / (total - reduced).real.clamp(min=0)
-    return products_VV if input.ndim == 2 else products_VV.reshape(())
+    counts_O = torch.ones_like(x_VO[0]) if fweights is None else fweights.to(x_VO.dtype)
+    total = counts_O.sum()
+    centred_VO = x_VO - (x_VO * counts_O).sum(1, keepdim=True) / total
+    products_VV = centred_VO @ (centred_VO * counts_O).mT.conj() / (total - correction).real.clamp(min=0)
+    return products_VV.squeeze()
 
 
 def corrcoef(input: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ import torch
 from mpar import Mesh, P, jit, testing
 
 COUNTS_O = torch.tensor([1, 2, 1, 3, 1, 1, 2, 1])
-WEIGHTS_O = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.1, 1.0, 0.3, 1.0], dtype=torch.float64)
 FUNCTIONS = {
     "cov": torch.cov,
     "cov of one variable": lambda x: torch.cov(x[0], correction=0),
-    "cov of weighted": lambda x: x.cov(fweights=COUNTS_O, aweights=WEIGHTS_O),
+    "cov of counted": lambda x: x.cov(fweights=COUNTS_O),
+    "cov of one row": lambda x: torch.cov(x[:1]),
     "corrcoef": torch.corrcoef,
     "corrcoef of one variable": lambda x: x[1].corrcoef(),
     "diagonal": lambda x: (x * 2).fill_diagonal_(3.0),
