@@ -16,6 +16,10 @@ HIGHER_ORDER = {
     "flex_attention": "mpar.ops.attention",
 }
 """Ops of torch that take functions, and what to use instead."""
+UNSHAPED = {
+    "aten.linalg_lstsq.default": "Use torch.linalg.solve(a.mT @ a, a.mT @ b), or torch.linalg.qr and solve_triangular.",
+}
+"""Ops of torch whose results have shapes that depend on data, and what to use instead."""
 WAYS_OUT = {
     "For combine_mode='pointwise'": 'Call associative_scan with combine_mode="generic".',
     "Expected pred to be": "Take .any() or .all(); where elements choose by themselves, use torch.where.",
@@ -52,7 +56,9 @@ def explain(name: str, watch: Watch, error: Exception) -> Exception:
         return TraceError(f"cannot trace {name}: {op}{at} makes a Python value or a shape from the data of a tensor.\n{OF_DATA}")
     if isinstance(error, (DynamicOutputShapeException, UnsupportedFakeTensorException)):
         op = getattr(error, "func", call)
-        return TraceError(f"cannot trace {name}: the result of {op}{at} has a shape that depends on data.\n{OF_SHAPE}")
+        return TraceError(
+            f"cannot trace {name}: the result of {op}{at} has a shape that depends on data.\n{UNSHAPED.get(str(op), OF_SHAPE)}"
+        )
     if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
         instead = HIGHER_ORDER.get(call, "ops of torch that take no functions")
         return TraceError(f"cannot trace {name}: {call}{at} takes functions, which are not compiled.\nUse {instead}.")

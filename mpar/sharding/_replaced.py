@@ -12,6 +12,7 @@ from mpar import ops
 from mpar.errors import TraceError
 from mpar.sharding._control_functions import trace_cond, trace_map, trace_scan, trace_while_loop
 from mpar.sharding._flex import flex_attention
+from mpar.sharding._statistics import corrcoef, cov, fill_diagonal_
 from mpar.torch_private import cond_op, flex_attention_op, map_op, scan_op, while_loop_op
 
 __all__ = ["REPLACED"]
@@ -72,10 +73,14 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     Tensor.__setitem__: _write_item,
     flex_attention_op: flex_attention,
     torch.einsum: _einsum,
+    **dict.fromkeys((torch.cov, Tensor.cov), cov),
+    **dict.fromkeys((torch.corrcoef, Tensor.corrcoef), corrcoef),
+    Tensor.fill_diagonal_: fill_diagonal_,
     cond_op: trace_cond,
     map_op: trace_map,
     scan_op: trace_scan,
     while_loop_op: trace_while_loop,
 }
-"""one_hot checks its operand; a write under a mask has a gradient of unknown shape; flex_attention takes functions; einsum
-flattens dims of three operands or more, and the pair with the least work comes first; control flow takes functions."""
+"""one_hot checks its operand; a write under a mask has a gradient of unknown shape; flex_attention and control flow take
+functions; einsum flattens dims of three operands or more, and the pair with the least work comes first; cov and corrcoef look at
+data; fill_diagonal_ writes by strides of memory."""

@@ -69,7 +69,7 @@ BAD = {
     "backward": (lambda x: x.sum().backward(), "backward"),
     "branch": (branch, "_local_scalar_dense"),
     "bincount": (lambda x: torch.bincount(x[0].long()), "bincount"),
-    "comparison of data": (torch.corrcoef, "equal"),
+    "comparison of data": (lambda x: x if torch.equal(x, x * 2) else -x, "equal"),
     "cond by many": (lambda x: torch.cond(x > 0, torch.sin, torch.cos, (x,)), "torch.where"),
     "cond by a number": (lambda x: torch.cond(x.sum(), torch.sin, torch.cos, (x,)), "one truth value"),
     "cond of other results": (
@@ -82,6 +82,7 @@ BAD = {
     "float": (lambda x: x * float(x.sum()), "_local_scalar_dense"),
     "gradient of several numbers": (lambda x: torch.func.grad(torch.sin)(x), "scalar"),
     "item": (lambda x: x * x.sum().item(), "_local_scalar_dense"),
+    "lstsq": (lambda x: torch.linalg.lstsq(x, x).solution, "torch.linalg.qr"),
     "nested": (lambda x: torch.nested.nested_tensor([x, x[:3]]), "nested"),
     "nonzero": (lambda x: x.nonzero(), "nonzero"),
     "numpy": (lambda x: torch.from_numpy(x.numpy()), "numpy"),
