@@ -179,6 +179,7 @@ LAZY = {
     "mpar/cli/main.py": "the command that is called, and no other",
     "mpar/cli/_later.py": "what a command needs torch for, once nothing is wrong with its arguments",
     "mpar/data/__init__.py": "public names, so that a missing file is found before torch is loaded",
+    "mpar/data/_fast_encoder.py": "gigatoken, where it is installed",
     "mpar/data/_tokenizer_files.py": "sentencepiece, tiktoken and transformers, where a tokenizer is in their files",
     "mpar/data/reading/_files.py": "what reads tables, other file systems and zstd, where it is installed",
     "mpar/models/traced/__init__.py": "public names, so that a declared model loads no tracer",

@@ -22,10 +22,19 @@ def measured(what: str, folder: Path, number: int) -> dict[str, float]:
     """What a process of its own measures, and how many cores others used meanwhile."""
     began, foreign = time.perf_counter(), foreign_cpu_s()
     words = [sys.executable, "-m", "bench.data._measured", what, str(folder), str(number)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=os.environ | _only_tokenizers(folder, what))
     found = json.loads(done.stdout.splitlines()[-1])
     busy_s = foreign_cpu_s() - foreign - found.get("cpu_s", 0.0)
     return {**found, "foreign_cores": round(busy_s / (time.perf_counter() - began), 2)}
+
+
+def _only_tokenizers(folder: Path, what: str) -> dict[str, str]:
+    """The environment in which workers do without gigatoken, so that they have something to do."""
+    if what not in ("load", "stream"):
+        return {}
+    (folder / "without").mkdir(exist_ok=True)
+    (folder / "without" / "gigatoken.py").write_text("raise ImportError\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder / "without"), os.environ.get("PYTHONPATH", "")])}
 
 
 def speed(rows: int, passes: int) -> dict[str, Json]:
@@ -52,6 +61,8 @@ def speed(rows: int, passes: int) -> dict[str, Json]:
         **figures,
         "rate_of_encode_cpu": [round(beside[key], 3) for key in ("rate_of_encode_cpu", "lowest", "highest")],
         "rate_bar": RATE_BAR,
+        "with_gigatoken_cpu": round(beside["with_gigatoken"], 2),
+        "gigatoken_alone_cpu": round(beside["gigatoken_alone"], 2),
         "two_workers_wall": round(median("load", 1, "wall_s") / median("load", 2, "wall_s"), 3),
         "two_workers_at_most": round(2 * median("load", 1, "cpu_s") / median("load", 2, "cpu_s"), 3),
         "workers_bar": WORKERS_BAR,

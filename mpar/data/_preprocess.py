@@ -1,6 +1,5 @@
 """Tokenises plain text once, into a pair of Megatron's indexed files, on several processes."""
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -117,11 +116,10 @@ def _texts(chunk: Sequence[AnyRow]) -> list[str]:
 def _encode(given: tuple[Tokenizer, int | None], chunk: Sequence[AnyRow]) -> tuple[NDArray[np.integer], list[int]]:
     """The tokens of the rows of a chunk that are documents, one after the other, and the number of tokens of each of them."""
     (tokenizer, eod), texts = given, _texts(chunk)
-    ids_of = [
-        ids if text else [] for text, ids in zip(texts, tokenizer.encode_batch(texts, add_special_tokens=True), strict=True)
-    ]
-    ended = [[*ids, eod] if ids and eod is not None and ids[-1] != eod else ids for ids in ids_of]
-    flat = np.fromiter(itertools.chain.from_iterable(ended), np.int64, sum(map(len, ended)))
+    ids_of = [ids if text else ids[:0] for text, ids in zip(texts, tokenizer.encode_texts(texts), strict=True)]
+    end = np.array([] if eod is None else [eod], np.int32)
+    ended = [np.concatenate((ids, end)) if len(ids) and eod is not None and ids[-1] != eod else ids for ids in ids_of]
+    flat = np.concatenate([end[:0], *ended])
     return flat.astype(dtype_for(tokenizer.vocab_size)), [len(ids) for ids in ended]
 
 

@@ -91,9 +91,10 @@ def tokenise(given: Tokenise, rows: Sequence[SourcedRow]) -> Iterable[RowTokens]
 def _texts(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer) -> _Outcome:
     """Each text, ended by the end-of-text token, as documents of at most seq_len positions."""
     texts = [_substitute(row.text, row.text, config) for row in rows]
-    for ids in tokenizer.encode_batch(texts, add_special_tokens=True):
-        ended = ids if ids and ids[-1] == tokenizer.eos_id else [*ids, tokenizer.eos_id]
-        made = RowTokens(np.array(ended, dtype=np.int32), np.ones(len(ended), dtype=bool))
+    eos = np.array([tokenizer.eos_id], np.int32)
+    for ids in tokenizer.encode_texts(texts):
+        ended = ids if len(ids) and ids[-1] == eos[0] else np.concatenate((ids, eos))
+        made = RowTokens(ended, np.ones(len(ended), dtype=bool))
         if len(ended) < 2:
             made.fault = "no token"
         else:

@@ -8,11 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
+from mpar.data._fast_encoder import FastEncoder, fast_encoder
 from mpar.data._template import ChatTemplate, Conversation, Message, RenderError, TemplateError
 from mpar.data._token_weights import Piece, TokenWeights
 from mpar.data._tokenizer_files import BYTE_NAMES, MAX_TOKENIZER_BYTES, Found, read_files
@@ -55,6 +58,7 @@ class Tokenizer:
             names = ", ".join(unknown)
             raise DataError(f"cannot build the tokenizer: special tokens {names} are not in its vocabulary. Add or omit them.")
         self._backend = backend
+        self._fast: FastEncoder | Literal[False] | None = None  # None: not tried yet
         self.special = dict(special)
         self.template: ChatTemplate | None = None
         if chat_template is not None:
@@ -76,6 +80,10 @@ class Tokenizer:
         special |= {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name, older.get(name))))}
         name, template = _read_template(folder, config)
         return cls(backend, special=special, chat_template=template, date=date, template_name=f"the chat template {name}")
+
+    def __getstate__(self) -> dict[str, object]:
+        """Another process finds out by itself which libraries it has."""
+        return {**vars(self), "_fast": None}
 
     def close(self) -> None:
         """End the process of the chat template, if there is one."""
@@ -143,6 +151,16 @@ class Tokenizer:
         for text in texts:
             _check_text(text)
         return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+
+    def encode_texts(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """`encode` of each text with its special tokens, as fast as the libraries that are installed can: by gigatoken, if it
+        gives the same ids for a sample of the first texts."""
+        encoded = [_utf8(text) for text in texts]
+        if self._fast is None and texts:
+            self._fast = fast_encoder(self._backend, texts, self.special_tokens) or False
+        if self._fast:
+            return self._fast(encoded)
+        return [np.array(e.ids, np.int32) for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=True)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD. Raises DataError on an id outside the vocabulary."""
@@ -242,8 +260,12 @@ def _weights_of_tokens(offsets: Sequence[tuple[int, int]], pieces: Sequence[Piec
 
 
 def _check_text(text: str) -> None:
+    _utf8(text)
+
+
+def _utf8(text: str) -> bytes:
     try:
-        text.encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"cannot encode a text of {len(text)} characters: {error.reason} at character {error.start}.") from error
 
