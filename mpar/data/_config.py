@@ -26,8 +26,8 @@ class DataConfig:
     kind: `sft` are conversations, with the loss on what the assistant wrote. `pt` is plain text, with the loss on every token;
         each text ends with the end-of-text token and is cut into documents of `seq_len` positions. `preference` are pairs of
         conversations, each of which is two documents, the preferred one first; `kto` are conversations with a label.
-    sources: files, folders, globs, addresses, `self-cognition` or `python-stdlib`; `NAME#N` takes N rows of a source. Or pairs
-        NAME.bin and NAME.idx of Megatron's indexed tokens.
+    sources: files, folders, globs, addresses, data sets of the hub (`hf::NAME:SPLIT`), `self-cognition` or `python-stdlib`;
+        `NAME#N` takes N rows of a source. Or pairs NAME.bin and NAME.idx of Megatron's indexed tokens.
     columns: for names of columns in the files, the names by which formats know them, such as {"ask": "query"}.
     preprocess: `module:function` of one's own, which is given the columns of each row, renamed, as a dict, and returns other
         ones; a list of rows in place of the row; or None to leave it out.

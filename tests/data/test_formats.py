@@ -6,7 +6,9 @@ import gzip
 import json
 import lzma
 import re
+import sys
 from dataclasses import fields
+from types import SimpleNamespace
 
 import fsspec
 import pyarrow
@@ -16,7 +18,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpar.data import DataConfig, Tokenizer, load_dataset
+from mpar.data import DataConfig, Tokenizer, byte_tokenizer, load_dataset
 from mpar.data._mix import rows_by_weight
 from mpar.errors import ConfigError, DataError
 from tests.tiers import examples
@@ -359,3 +361,30 @@ def test_reports_have_every_count_in_words(byte_tokenizer, write_rows):
     text = str(load_dataset(config(first, second), byte_tokenizer).report)
     assert f"1 of {first}; 1 of {second}" in text
     assert {field.name for field in fields(type(load_dataset(config(first), byte_tokenizer).report))} >= {"used_of_source"}
+
+
+def test_data_sets_of_the_hub_come_from_the_library(tmp_path, monkeypatch):
+    """The files in which `datasets` keeps the split that is named; what it cannot load is told with what it says."""
+    table = pyarrow.Table.from_pylist(ROWS)
+    with pyarrow.ipc.new_stream(str(tmp_path / "kept.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    asked = []
+
+    def load(name, split):
+        asked.append((name, split))
+        if name == "offline":
+            raise ConnectionError("Couldn't reach the Hub\nin any way")
+        return SimpleNamespace(cache_files=[{"filename": str(tmp_path / "kept.arrow")}] if name != "memory" else [])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+    kept = load_dataset(config("hf::owner/name:test#1"), byte_tokenizer())
+    assert kept.report.num_used == 1 and asked == [("owner/name", "test")]
+    with pytest.raises(DataError, match=r"datasets cannot load it here \(Couldn't reach the Hub\); where it can"):
+        load_dataset(config("hf::offline"), byte_tokenizer())
+    with pytest.raises(DataError, match="keeps it in memory"):
+        load_dataset(config("hf::memory"), byte_tokenizer())
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="pip install datasets"):
+        load_dataset(config("hf::owner/name"), byte_tokenizer())
+    with pytest.raises(DataError, match=r"MsDataset.load"):
+        load_dataset(config("ms::owner/name"), byte_tokenizer())

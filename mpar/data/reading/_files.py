@@ -84,14 +84,14 @@ def file_sample_digest(name: str) -> bytes:
         return str(error).encode("utf-8", "backslashreplace")
 
 
-def optional(module: str, purpose: str) -> ModuleType:
-    """A module that is installed with `mpar[data]`. Raises ConfigError if it is not there."""
+def optional(module: str, purpose: str, package: str = "'mpar[data]'") -> ModuleType:
+    """A module that is installed with `package`. Raises ConfigError if it is not there."""
     try:
         return importlib.import_module(module)
     except ImportError:
         raise ConfigError(
             f"cannot read {purpose}: it takes {module.partition('.')[0]}, which is not installed.\n"
-            "pip install 'mpar[data]', or write the rows as .jsonl."
+            f"pip install {package}, or write the rows as .jsonl."
         ) from None
 
 

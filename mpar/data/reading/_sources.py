@@ -21,7 +21,7 @@ ROW_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 """The suffixes of files that hold rows with columns; every other file is one row of plain text."""
 _TEXT_FORMATS = (".txt", ".md", ".rst")
 _SKIPPED_FOLDERS = {"__pycache__", "idle_test", "site-packages", "test", "tests"}  # of the standard library
-_HUBS = ("hf::", "ms::")
+_HUB, _MODELSCOPE = "hf::", "ms::"
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,12 @@ def _find_files(kind: str, pattern: str) -> tuple[str, ...]:
         return _bundled(kind, pattern)
     if "\0" in pattern:
         raise _NotFound("no path has a zero byte")
-    if pattern.startswith(_HUBS):
+    if pattern.startswith(_HUB):
+        return _find_on_hub(pattern.removeprefix(_HUB))
+    if pattern.startswith(_MODELSCOPE):
         raise _NotFound(
-            "data sets of a hub are not downloaded here; `datasets.load_dataset(...).save_to_disk(folder)` makes a folder"
+            "data sets of ModelScope are not downloaded here; `MsDataset.load(...).to_hf_dataset().save_to_disk(folder)` makes a "
+            "folder, where the modelscope library is installed"
         )
     if is_remote(pattern):
         return _find_remote(pattern)
@@ -154,6 +157,24 @@ def _files_of_folder(kind: str, folder: str) -> tuple[str, ...]:
     if not kept:
         raise _NotFound(f"the folder has no file that ends in one of {', '.join(formats)}")
     return tuple(kept)
+
+
+def _find_on_hub(name: str) -> tuple[str, ...]:
+    """The files in which the library `datasets` keeps a data set of the hub, `NAME` or `NAME:SPLIT`; it downloads them if it must.
+    Raises _NotFound, with what the library says, if it cannot."""
+    library = optional("datasets", "data sets of the hub", "datasets")
+    data_set, _, split = name.partition(":")
+    try:
+        loaded = library.load_dataset(data_set, split=split or "train")
+        files = tuple(entry["filename"] for entry in loaded.cache_files)
+    except Exception as error:  # the library raises errors of many kinds, those of the network among them
+        said = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        raise _NotFound(
+            f"datasets cannot load it here ({said}); where it can, `load_dataset(...).save_to_disk(folder)` makes a folder"
+        ) from None
+    if not files:
+        raise _NotFound("datasets keeps it in memory; `load_dataset(...).save_to_disk(folder)` makes a folder")
+    return files
 
 
 def _find_remote(pattern: str) -> tuple[str, ...]:
