@@ -160,7 +160,7 @@ def _files_of_folder(kind: str, folder: str) -> tuple[str, ...]:
 
 
 def _find_on_hub(name: str) -> tuple[str, ...]:
-    """The files in which the library `datasets` keeps a data set of the hub, `NAME` or `NAME:SPLIT`; it downloads them if it must.
+    """The files in which the library `datasets` keeps a data set of the hub, `NAME` or `NAME:SPLIT`; downloaded if need be.
     Raises _NotFound, with what the library says, if it cannot."""
     library = optional("datasets", "data sets of the hub", "datasets")
     data_set, _, split = name.partition(":")
