@@ -13,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from mpar import checkpoint
 from mpar.checkpoint import Json, Reader
 from mpar.checkpoint.dcp import from_dcp, to_dcp
+from mpar.cli._later import later
 from mpar.cli._screen import say, say_aside
 from mpar.errors import CheckpointError, ConfigError
 
@@ -20,7 +21,8 @@ __all__ = ["main"]
 
 _HELP = """usage: mpar checkpoint COMMAND PATH ...
 
-  verify PATH...          read all of each checkpoint and compare every checksum
+  verify PATH...          read all of each checkpoint and compare every checksum; of a folder of Hugging Face, see whether vLLM,
+                          SGLang, llama.cpp's converter and transformers load it as what it is
   show PATH...            step, mesh, and a table of tensors with shape, dtype and norm; --no-norms reads no tensors
   diff A B                what differs: values of the configuration, names, shapes, and values of tensors
   to-dcp PATH OUT         write a checkpoint as a folder of torch.distributed.checkpoint
@@ -73,6 +75,8 @@ def main(args: Sequence[str]) -> int:
 def _verify(given: Path) -> int:
     """Verify one checkpoint, and say the outcome; the others are verified even if it is damaged."""
     path = given
+    if (given / "config.json").is_file() and not (given / "checkpoints").exists():
+        return _validate(given)
     try:
         path = _newest(given)
         with _Bytes("verified", _size(path)) as progress:
@@ -83,6 +87,13 @@ def _verify(given: Path) -> int:
     with Reader(path) as source:
         say(f"{path}: sound, step {source.step}, {len(source.tensors)} tensors, {_bytes(_size(path))}, format {source.version}")
     return 0
+
+
+def _validate(folder: Path) -> int:
+    """Say whether other programs will load a folder of Hugging Face as what it is."""
+    problems = later("mpar.models").folder_problems(folder)
+    say("\n  ".join([f"{folder}: {'not sound' if problems else 'sound, a folder of Hugging Face'}", *problems]))
+    return 1 if problems else 0
 
 
 def _show(path: Path, *, norms: bool) -> int:

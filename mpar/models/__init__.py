@@ -11,6 +11,7 @@ from mpar.models._flops import flops_per_token
 from mpar.models._model import Model, Trainable
 from mpar.models._options import ModelOptions
 from mpar.models._storage import storage_specs
+from mpar.models._validate import folder_problems
 from mpar.models.architectures import (
     ARCHITECTURES,
     DEEPSEEK_V2,
@@ -80,6 +81,7 @@ __all__ = [
     "build",
     "compare_hf",
     "flops_per_token",
+    "folder_problems",
     "from_config",
     "from_hf",
     "from_module",
