@@ -62,6 +62,7 @@ def main(args: Sequence[str]) -> int:
     model, assistant = export.load_assistant(
         folder, model_of_run(folder.parent), rows=config.rows, dtype=getattr(torch, config.dtype)
     )
+    assistant.engine.runner.prepare()
     sampling = chosen_sampling(model, folder, infer.Sampling(), {"temperature": config.temperature})
     worker = serve.Worker(assistant, config.max_waiting)
     name = config.name or (folder.parent if folder.name == "hf" else folder).resolve().name

@@ -27,12 +27,16 @@ class Runner(Protocol):
 
         tokens_T: the tokens, at most `sizes.tokens`. order_T: their places in their rows, from 0 on.
         rows_T:   the rows that they belong to.
-        pages_RP: the pages of each row, in order; those behind the last are the spare page.
+        pages_RP: the pages of each row, in order; those behind the last are the spare page, and rows without tokens mean nothing.
+                  The next step changes it.
         All are int64. Tokens of a row stand in their order, and see those before them in the row.
         """
 
     def logits(self, tokens_S: Tensor) -> Tensor:
         """The logits (S, V) behind each token of a text, computed as a whole, without the cache."""
+
+    def prepare(self) -> None:
+        """Do now what the first steps would otherwise have to wait for."""
 
 
 class Engine:
@@ -49,6 +53,8 @@ class Engine:
         self.runner, self.eos_ids, self.stopped = runner, tuple(eos_ids), stopped
         self.scheduler = Scheduler(runner.sizes, shares=runner.shares_pages)
         self.num_steps = 0
+        self._pages_RP = torch.full((runner.sizes.rows, runner.sizes.row_pages), SPARE_PAGE)
+        self._written: list[tuple[list[int], int]] = [([], 0)] * runner.sizes.rows  # for each row its list, and how much of it
 
     @property
     def is_idle(self) -> bool:
@@ -113,14 +119,23 @@ class Engine:
         order: list[int] = []
         rows: list[int] = []
         last = [-1] * sizes.rows
-        pages = [[SPARE_PAGE] * sizes.row_pages for _ in range(sizes.rows)]
         for turn in turns:
             request = turn.request
             tokens += request.tokens[turn.start : turn.end]
             order += range(turn.start, turn.end)
             rows += [request.row] * (turn.end - turn.start)
-            pages[request.row][: len(request.pages)] = request.pages
+            self._write_pages(request)
             if turn.chooses:
                 last[request.row] = len(tokens) - 1
-        tables = (tokens, order, rows, pages, last)
-        return tuple(torch.tensor(table) for table in tables)  # type: ignore[return-value]
+        return torch.tensor(tokens), torch.tensor(order), torch.tensor(rows), self._pages_RP, torch.tensor(last)
+
+    def _write_pages(self, request: Request) -> None:
+        """Bring the table of pages up to date for the row of a request; most steps change nothing there."""
+        pages, row_P = request.pages, self._pages_RP[request.row]
+        written, count = self._written[request.row]
+        if written is not pages:  # the scheduler makes a new list when a request gets a row
+            row_P.fill_(SPARE_PAGE)
+            count = 0
+        if count < len(pages):
+            row_P[count : len(pages)] = torch.tensor(pages[count:])
+        self._written[request.row] = pages, len(pages)

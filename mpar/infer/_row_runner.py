@@ -27,6 +27,9 @@ class RowRunner:
             logits_RV[row] = self._read(row, tokens_T[here], first=int(order_T[here][0]) == 0)
         return logits_RV
 
+    def prepare(self) -> None:
+        """See `Runner`; there is nothing to do."""
+
     def logits(self, tokens_S: Tensor) -> Tensor:
         """The logits (S, V) behind each token of a text, computed as a whole, without the cache."""
         with torch.no_grad():

@@ -40,6 +40,9 @@ class CachedTokens:
                 logits_RV[row, next_token(seen.tolist())] = 1.0
         return logits_RV
 
+    def prepare(self) -> None:
+        """See `Runner`."""
+
     def logits(self, tokens_S: Tensor) -> Tensor:
         """See `Runner`."""
         seen = (tokens_S[: n + 1].tolist() for n in range(len(tokens_S)))
