@@ -134,5 +134,5 @@ def _show(results: Mapping[str, Mapping]) -> None:
                 rows.setdefault((name, measure), {})[model] = f"{values['value']:.3f} ± {values['error']:.3f}"
     for (name, measure), cells in rows.items():
         table.add_row(name, measure, *(cells.get(model, "-") for model in results))
-    console = Console(width=None if Console().is_terminal else 200, highlight=False)
+    console = Console(width=None if Console().is_terminal else 10_000, highlight=False)
     console.print(table)

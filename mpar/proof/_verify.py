@@ -88,8 +88,9 @@ def _check_lifetimes(program: ProgramData, position: int) -> None:
 
 
 def _check_overwritten(program: ProgramData, position: int) -> None:
-    """Raise ProgramError if a value is read, or returned, after an instruction has written over it."""
+    """Raise ProgramError if state of a segment is read, or returned, after an instruction has written over it."""
     names, part = program.values, program.parts[position]
+    kept = {names[leaf.value].storage for leaf in part.state_in if leaf.path.startswith("state.")}
     by_storage: dict[int, list[int]] = {}
     for v in (*(leaf.value for leaf in part.reads()), *(v for i in part.instructions for v in i.outputs)):
         by_storage.setdefault(names[v].storage, []).append(v)
@@ -101,6 +102,8 @@ def _check_overwritten(program: ProgramData, position: int) -> None:
             why = f"reads {names[late].name}, over which line {spoiled[late]:04d} has written"
             fail(program, position, line, instruction, why)
         for w in (instruction.inputs[i] for i in program.kinds[instruction.kind].overwrites):
+            if names[w].storage not in kept:
+                continue
             beside = (v for v in by_storage[names[w].storage] if v in made and _overlap(names[v], names[w]))
             spoiled |= dict.fromkeys(beside, line)
         made.update(instruction.outputs)
