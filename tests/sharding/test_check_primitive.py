@@ -116,6 +116,7 @@ def calls():
         ops.ssd_scan(*scan[:3], *(x[:, :, :2] for x in scan[3:]), draw(8, seed=1), documents_BS=documents, chunk=4),
         ops.causal_conv1d(x, draw(8, 4)),
         ops.causal_conv1d(x, draw(8, 4), draw(8), state_BTC=draw(4, 3, 8), documents_BS=documents),
+        *cached(),
         ops.swiglu(x, draw(4, 4, 8, seed=1)),
         ops.geglu(x, draw(4, 4, 8, seed=1)),
         ops.mlp_tiled(x, draw(8, 4), draw(8, 4, seed=1), draw(4, 8), activation="gelu", chunk=4),
@@ -148,6 +149,28 @@ def calls():
         ops.grouped_matmul(draw(16, 4), draw(4, 4, 8), torch.tensor([3, 4, 9, 16])),
         *(quantised(draw(4, 256).detach().float(), block) for block in ("tensor", "row", "1x128")),
         quantised(draw(256, 256).detach().float(), "128x128"),
+    ]
+
+
+def cached():
+    """A step of inference: four tokens of two rows in each group, of which the second goes on from a cache."""
+    pool, new = draw(4, 16, 4, 4).detach(), draw(4, 4, 4, 4).detach()
+    rows, order = torch.tensor([[0, 0, 0, 1]]).expand(4, 4), torch.tensor([[0, 1, 2, 5]]).expand(4, 4)
+    places = torch.tensor([[4, 5, 6, 13]]).expand(4, 4)
+    pages = torch.tensor([[[1, 0], [2, 3]]]).expand(4, 2, 2)
+    scanned = [(4, 4, 8, 4), (4, 4, 8), (8,), (4, 4, 4, 4), (4, 4, 4, 4), (8,), (4, 2, 8, 4, 4)]
+    scanned = [draw(*shape, seed=i).detach() for i, shape in enumerate(scanned)]
+    few = [x[:, :, :2] if i in (3, 4) else x for i, x in enumerate(scanned)]
+    return [
+        ops.write_rows(pool, new, places),
+        PRIMITIVES["write_rows_over"].bind(pool.clone(), new, places),
+        ops.overwrite(new.clone(), new),
+        *ops.conv_by_rows(*(draw(*shape).detach() for shape in ((4, 4, 8), (8, 4), (8,), (4, 2, 3, 8))), rows, order),
+        *ops.scan_by_rows(*scanned, rows, order, chunk=2),
+        *ops.scan_by_rows(*few, rows, order, chunk=2),
+        ops.paged_attention(draw(4, 4, 8, 4).detach(), pool, pool, rows, order, pages, page_size=4, sinks=draw(8).detach()),
+        ops.paged_attention(draw(4, 4, 8, 4).detach(), pool, pool, rows, order, pages, page_size=4, window=2, soft_cap=3.0),
+        ops.paged_attention(draw(4, 4, 8, 4).detach(), *[pool[:, :, :2]] * 2, rows, order, pages, page_size=4),
     ]
 
 
