@@ -12,8 +12,7 @@ from typing import Any
 from mpar.errors import CheckpointError, ConfigError
 from mpar.models._build import from_config
 from mpar.models.architectures import ARCHITECTURES
-from mpar.models.hf._folder import DTYPES, INDEX, SINGLE, open_weights, read_json
-from mpar.models.hf._reader import HfReader
+from mpar.models.hf import DTYPES, INDEX, SINGLE, HfReader, open_weights, read_json
 
 __all__ = ["folder_problems"]
 

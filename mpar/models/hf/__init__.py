@@ -1,17 +1,21 @@
 """Hugging Face folders: reading any slice of any leaf from safetensors, and writing folders that transformers can load."""
 
 from mpar.models.hf._export import MAX_FILE_BYTES, compare_hf, hf_tensors, to_hf, write_hf
-from mpar.models.hf._folder import read_json
+from mpar.models.hf._folder import DTYPES, INDEX, SINGLE, open_weights, read_json
 from mpar.models.hf._load import load_params, shard_slices
 from mpar.models.hf._reader import HfReader
 from mpar.models.hf._stored import stored_leaves
 
 __all__ = [
+    "DTYPES",
+    "INDEX",
     "MAX_FILE_BYTES",
+    "SINGLE",
     "HfReader",
     "compare_hf",
     "hf_tensors",
     "load_params",
+    "open_weights",
     "read_json",
     "shard_slices",
     "stored_leaves",
