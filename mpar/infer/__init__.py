@@ -12,7 +12,7 @@ from mpar.infer._row_runner import RowRunner
 from mpar.infer._sampling import MAX_ALTERNATIVES, Sampling
 from mpar.infer._scheduler import Scheduler, Sizes, Turn
 from mpar.infer._tasks import Question, Score, continuation_logprob, read_task, score_task
-from mpar.infer._text import TextStream
+from mpar.infer._text import TextStream, num_overlapping
 
 __all__ = [
     "MAX_ALTERNATIVES",
@@ -40,6 +40,7 @@ __all__ = [
     "end_ids",
     "generate",
     "loss_of",
+    "num_overlapping",
     "read_task",
     "score_task",
     "with_defaults",

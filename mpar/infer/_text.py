@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["TextStream"]
+__all__ = ["TextStream", "num_overlapping"]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _HELD_BYTES = 3  # the most bytes, and so tokens, of a character whose last byte is missing
@@ -85,12 +85,12 @@ class TextStream:
             index, _, self.stopped_by = min(found)
             certain, self._held = text[:index], ""
         else:
-            keep = 0 if at_end else max((_overlap(text, stop) for stop in stops), default=0)
+            keep = 0 if at_end else max((num_overlapping(text, stop) for stop in stops), default=0)
             certain, self._held = text[: len(text) - keep], text[len(text) - keep :]
         self.text += certain
         return certain
 
 
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` with which `stop` begins."""
+def num_overlapping(text: str, stop: str) -> int:
+    """The length of the longest end of `text` with which `stop` begins; it is less than all of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

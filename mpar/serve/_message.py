@@ -8,6 +8,8 @@ import json
 import secrets
 from dataclasses import dataclass
 
+from mpar.infer import num_overlapping
+
 __all__ = ["MessageParser", "Part"]
 
 _ENDS = {"content": ("<think>", "<tool_call>"), "reasoning_content": ("</think>",), "call": ("</tool_call>",)}
@@ -52,7 +54,7 @@ class MessageParser:
             text, self._text = self._text, ""
             parts += self._unfinished(text)
         elif self._state != "call":
-            held = max((_overlap(self._text, mark) for mark in self._marks()), default=0)
+            held = max((num_overlapping(self._text, mark) for mark in self._marks()), default=0)
             if self._state == "reasoning_content":  # line ends before the end of the thoughts are left out
                 held = max(held, len(self._text) - len(self._text[: len(self._text) - held].rstrip("\n")))
             text, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
@@ -90,8 +92,3 @@ def _call(text: str) -> Part:
         return Part("content", f"<tool_call>{text}</tool_call>")
     as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return Part("tool_call", as_text, name, f"call_{secrets.token_hex(12)}")
-
-
-def _overlap(text: str, mark: str) -> int:
-    """The length of the longest end of `text` with which `mark` begins."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from mpar.infer import Sampling, Sizes
+from mpar.infer import Sizes
 from tests.infer.cached_tokens import CachedTokens
 from tests.serve.conftest import serving
 
@@ -175,7 +175,6 @@ def test_exceptions_of_the_client(client):
     with pytest.raises(openai.BadRequestError) as raised:
         client.completions.create(model="tiny", prompt="x" * 300)
     assert raised.value.param == "prompt" and "300 tokens" in str(raised.value)
-    assert Sampling().temperature == 0
 
 
 def test_counts_for_prometheus(server):
