@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpar.data._chunks import chunks
 from mpar.data._config import DataConfig
 from mpar.data._documents import DESCRIBED_ROWS, Documents, LoadReport
 from mpar.data._kept import Kept
@@ -84,7 +85,7 @@ class Collector:
 
     def add_all(self, rows: Iterable[SourcedRow]) -> None:
         """Add every row that can be used, and count all of them."""
-        for chunk, outcomes in self._workers.map(_chunks(rows)):
+        for chunk, outcomes in self._workers.map(chunks(rows, lambda item: item[1], _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE)):
             self._add(chunk, iter(outcomes))
             if self._progress is not None:
                 self._progress(self._counts["num_rows"], self._kept.num_tokens)
@@ -142,20 +143,6 @@ class Collector:
         found = {} if self._columns is None else {name: self._columns.met[name] for name in self._columns.names}
         parts: dict[str, Any] = {"formats": dict(self._formats), "used_of_source": dict(used_of), "rows_of_column": found}
         return LoadReport(**counts, malformed=described, **parts)
-
-
-def _chunks(rows: Iterable[SourcedRow]) -> Iterator[Sequence[SourcedRow]]:
-    """Rows in lists of some hundred rows and a few million characters."""
-    chunk: list[SourcedRow] = []
-    num_characters = 0
-    for source, row in rows:
-        chunk.append((source, row))
-        num_characters += row.num_characters if isinstance(row, Row) else 0
-        if len(chunk) == _ROWS_AT_ONCE or num_characters > _CHARACTERS_AT_ONCE:
-            yield chunk
-            chunk, num_characters = [], 0
-    if chunk:
-        yield chunk
 
 
 def _mixed(collector: Collector, config: DataConfig, documents: Documents, report: LoadReport) -> tuple[Documents, LoadReport]:

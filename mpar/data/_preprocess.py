@@ -1,12 +1,13 @@
 """Tokenises plain text once, into a pair of Megatron's indexed files, on several processes."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpar.data._chunks import chunks
 from mpar.data._collect import Progress
 from mpar.data._documents import LoadReport
 from mpar.data._tokenizer import Tokenizer, byte_tokenizer
@@ -68,7 +69,7 @@ def preprocess(config: PreprocessConfig, progress: Progress | None = None) -> Lo
     eod = tokenizer.eos_id if config.append_eod else None
     dtype = dtype_for(tokenizer.vocab_size)
     with IndexedWriter(config.out, dtype) as writer, Workers(_encode, (tokenizer, eod), config.workers) as workers:
-        for chunk, (tokens, lengths) in workers.map(_chunks(rows)):
+        for chunk, (tokens, lengths) in workers.map(chunks(rows, lambda row: row, _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE)):
             writer.add(tokens, [length for length in lengths if length], [int(length > 0) for length in lengths])
             _count(chunk, lengths, counts, bad_rows)
             if progress is not None:
@@ -92,20 +93,6 @@ def preprocess(config: PreprocessConfig, progress: Progress | None = None) -> Lo
 
 def _tokenizer(name: str) -> Tokenizer:
     return byte_tokenizer() if name == "bytes" else Tokenizer.from_folder(name)
-
-
-def _chunks(rows: Iterable[AnyRow]) -> Iterator[list[AnyRow]]:
-    """Rows in lists of some hundred rows and about a million characters."""
-    chunk: list[AnyRow] = []
-    num_characters = 0
-    for row in rows:
-        chunk.append(row)
-        num_characters += row.num_characters if isinstance(row, Row) else 0
-        if len(chunk) == _ROWS_AT_ONCE or num_characters > _CHARACTERS_AT_ONCE:
-            yield chunk
-            chunk, num_characters = [], 0
-    if chunk:
-        yield chunk
 
 
 def _texts(chunk: Sequence[AnyRow]) -> list[str]:
