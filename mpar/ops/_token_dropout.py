@@ -16,9 +16,7 @@ from mpar.ops.primitive import Cost, Primitive, ShardingRule
 
 __all__ = ["token_dropout"]
 
-token_dropout_p = Primitive(
-    "token_dropout", "x, draw, segment -> y", rate="float", key="int[]", token_dims="int", starts="int[]"
-)
+token_dropout_p = Primitive("token_dropout", "x, draw, segment -> y", rate="float", key="int[]", token_dims="int", starts="int[]")
 
 _MAX_FEATURE_DIMS = 2  # two of the four words of a counter are for the number of the token, one is for each dim of features
 
@@ -46,8 +44,8 @@ def token_dropout(x: Tensor, rate: float, draw: Tensor, segment: Tensor, label: 
 def _abstract(x, draw, segment, *, rate, key, token_dims, starts):
     if draw.dtype != torch.int64 or segment.dtype != torch.int64 or segment.ndim:
         raise ShapeError(
-            f"token_dropout: draw is {tuple(draw.shape)} {draw.dtype} and segment {tuple(segment.shape)} {segment.dtype}; both must "
-            "be int64, and segment a scalar"
+            f"token_dropout: draw is {tuple(draw.shape)} {draw.dtype} and segment {tuple(segment.shape)} {segment.dtype}; "
+            "both must be int64, and segment a scalar"
         )
     features = x.ndim - token_dims
     if tuple(draw.shape) != tuple(x.shape[:token_dims]) or not 1 <= features <= _MAX_FEATURE_DIMS or len(starts) != features:
