@@ -46,12 +46,14 @@ from mpar.models.hf import (
     to_hf,
     write_hf,
 )
-from mpar.models.layers import CacheSizes, MoeConfig
+from mpar.models.layers import DRAW, DRAW_AXES, CacheSizes, MoeConfig, drop, segment_numbers, with_draws
 
 __all__ = [
     "ARCHITECTURES",
     "DEEPSEEK_V2",
     "DEEPSEEK_V3",
+    "DRAW",
+    "DRAW_AXES",
     "GEMMA2",
     "GEMMA3",
     "GPT2",
@@ -83,6 +85,7 @@ __all__ = [
     "Trainable",
     "build",
     "compare_hf",
+    "drop",
     "flops_per_token",
     "folder_problems",
     "from_config",
@@ -90,11 +93,13 @@ __all__ = [
     "from_module",
     "hf_tensors",
     "load_params",
+    "segment_numbers",
     "shard_slices",
     "storage_specs",
     "stored_leaves",
     "to_hf",
     "with_cache",
+    "with_draws",
     "with_next_tokens",
     "write_hf",
 ]

@@ -31,6 +31,7 @@ from mpar.ops._sgd import sgd, sgd_many
 from mpar.ops._stand_in import StandIn
 from mpar.ops._sum_squares import sum_squares
 from mpar.ops._swiglu import swiglu
+from mpar.ops._token_dropout import token_dropout
 from mpar.ops._widen import widen
 from mpar.ops.experts import (
     ROUTER_TINY,
@@ -158,6 +159,7 @@ __all__ = [
     "sum_squares",
     "swiglu",
     "take_slots",
+    "token_dropout",
     "topk_router",
     "unpermute",
     "widen",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mpar import models, testing, tree
+from mpar.chain import context_of
 from mpar.program import Program, State
 from tests.program.test_exactness import Recorder
 
@@ -58,9 +59,10 @@ class Problem:
         num_microbatches: int = 1,
         seed: int = 5,
         mtp_loss_weight: float | None = None,
+        dropout: float | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        options = {"router": router, "mtp_loss_weight": mtp_loss_weight}
+        options = {"router": router, "mtp_loss_weight": mtp_loss_weight, "dropout": dropout}
         self.model = models.from_config(config, dtype=torch.float64, vocab_multiple=8, **options)
         self.params = tree.map_leaves(
             lambda leaf: 0.3 * torch.randn(leaf.shape, generator=generator, dtype=torch.float64) + (leaf.ndim == 1),
@@ -69,6 +71,8 @@ class Problem:
         self.batch = random_batch(shape, generator, packed=packed)
         if mtp_loss_weight is not None:
             self.batch = models.with_next_tokens(self.batch)
+        if dropout is not None:
+            self.batch = models.with_draws(self.batch, seed=seed, step=3, rows=range(shape[0]), num_rows=shape[0])
         self.num_microbatches = num_microbatches
         self.differentiate()
 
@@ -88,7 +92,8 @@ class Problem:
             rows = {key: x.chunk(self.num_microbatches)[m] for key, x in self.batch.items()}
             x, context = None, self.model.context(rows)
             for segment in self.model.segments:
-                x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, context, training=True)
+                read = context_of(segment.name, context)
+                x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, read, training=True)
                 for name, value in losses.items():
                     totals[name] = totals.get(name, 0.0) + value
         weight = self.model.weight(self.batch)

@@ -126,6 +126,8 @@ def calls():
         ops.random_uniform(key, (4, 8)),
         ops.random_normal(key, (4, 8), starts=(1, 3)),
         ops.dropout(x, 0.5, ops.fold_key(0)),
+        ops.token_dropout(x, 0.5, draw(4, 4, low=0, high=99), torch.tensor(3), "a"),
+        ops.token_dropout(draw(4, 4, 8), 0.5, draw(4, low=0, high=99), torch.tensor(3), "a"),
         ops.fold_in(key, 3),
         ops.sum_squares(x),
         ops.newton_schulz(x.detach(), narrow=False),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpar import tree
-from mpar.chain import Axes, Carry, Segment
+from mpar.chain import Axes, Carry, Segment, context_of
 from mpar.errors import ConfigError, DataError
 from mpar.models._batch import BATCH_KEYS, ORDER, Batch, batch_weight, check_batch
 from mpar.models._matrix import Matrix, joined_matrices
@@ -206,7 +206,7 @@ class TracedChain(Trainable):
         context, x = self.context(batch), None
         losses: dict[str, Tensor] = {}
         for segment in self.segments:
-            x, losses = segment.fn(_subtrees(segment, params), x, context, training=True)
+            x, losses = segment.fn(_subtrees(segment, params), x, context_of(segment.name, context), training=True)
         return losses["loss"], self.weight(dict(batch))
 
 
