@@ -6,9 +6,8 @@ weight sums, and B the others; dims of both count experts, which have matrices o
 """
 
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from mpar import ops
 from mpar.adapters._regroup import Regroup, regroup
+from mpar.errors import ConfigError
 from mpar.ops import StandIn
 
 __all__ = ["Factor", "LowRank"]
@@ -61,7 +61,12 @@ class LowRank(StandIn):
         return torch.empty(self.base.shape, dtype=self.base.dtype, device="meta")
 
     def tensor(self) -> Tensor:
-        """The sum, computed. Dropout is not in it."""
+        """The sum, computed. Raises ConfigError if there is dropout, which only a product with x has."""
+        if self.drop is not None:
+            raise ConfigError(
+                f"cannot drop what an adapter of a weight {tuple(self.shape)} reads: the weight is used by another op than a product "
+                "of tokens.\nUse dropout=0, or exclude these weights (mlp_chunk and logits_chunk make such ops)."
+            )
         low = ops.einsum(f"{self.a.letters},{self.b.letters}->{self.letters}", self.a.value, self.b.value)
         summed = self.base + (low * self.scale).to(self.base.dtype)
         return summed if self.gain is None else summed * self._spread(self.gain, self.letters).to(summed.dtype)
@@ -91,9 +96,9 @@ class LowRank(StandIn):
             return NotImplemented
         return view(self, *args[1:], **kwargs)
 
-    def _matmul(self, x: Tensor, weight: "LowRank") -> Tensor:
-        letters = [c for c in string.ascii_letters if c not in "yz"][: x.ndim - 1]
-        rows = "".join(letters)
+    @staticmethod
+    def _matmul(x: Tensor, weight: Any) -> Tensor:
+        rows = string.ascii_lowercase[: x.ndim - 1]
         return ops.einsum(f"{rows}y,yz->{rows}z", x, weight)
 
     def _einsum(self, operands: tuple, equation: str) -> Any:
@@ -117,9 +122,7 @@ class LowRank(StandIn):
         plain = ops.einsum(pair, x, self.base)
         if self.gain is None:
             return plain + low
-        factor = self.gain.value[tuple(slice(None) if c in gain else None for c in output)] if gain else self.gain.value
-        order = [gain.index(c) for c in output if c in gain]
-        factor = self.gain.value.permute(order)[tuple(slice(None) if c in gain else None for c in output)].to(plain.dtype)
+        factor = self._spread(Factor(self.gain.value, gain), output).to(plain.dtype)
         if dropped is x:
             return (plain + low) * factor
         return plain + ops.einsum(pair, dropped, self.base) * (factor - 1) + low * factor
@@ -142,13 +145,8 @@ class LowRank(StandIn):
         if start or self.gain is not None or column not in two.letters or row in two.letters or column in one.letters:
             return NotImplemented
         middle = ops.embedding(ids, one.ordered(row + RANK))
-        low = self._matmul_last(middle * self.scale, two.ordered(RANK + column))
+        low = self._matmul(middle * self.scale, two.ordered(RANK + column))
         return ops.embedding(ids, self.base) + low.to(self.base.dtype)
-
-    @staticmethod
-    def _matmul_last(x: Tensor, weight: Tensor) -> Tensor:
-        rows = "".join(c for c in string.ascii_letters if c not in "yz")[: x.ndim - 1]
-        return ops.einsum(f"{rows}y,yz->{rows}z", x, weight)
 
     @staticmethod
     def _spread(factor: Factor, letters: str) -> Tensor:
@@ -178,7 +176,9 @@ class LowRank(StandIn):
         letter = self.letters[dim]
         gone = letter not in letters
         changed = {
-            name: Factor(view(factor.value, factor.letters.index(letter)), factor.letters.replace(letter, "") if gone else factor.letters)
+            name: Factor(
+                view(factor.value, factor.letters.index(letter)), factor.letters.replace(letter, "") if gone else factor.letters
+            )
             for name, factor in self._factors.items()
             if letter in factor.letters
         }
@@ -219,7 +219,9 @@ class LowRank(StandIn):
                 if made is None:
                     return NotImplemented
                 changed[name] = made
-        return replace(self, base=self.base.reshape([size for group in groups for size in group.sizes]), letters=letters, **changed)
+        return replace(
+            self, base=self.base.reshape([size for group in groups for size in group.sizes]), letters=letters, **changed
+        )
 
     def _unflattened(self, dim: int, sizes: Sequence[int]) -> Any:
         dim %= self.ndim
@@ -277,7 +279,3 @@ def _regrouped(factor: Factor, old: str, new: str, group: Regroup) -> Factor | N
     others = [c for c in factor.letters if c not in old]
     value = factor.ordered("".join(others) + "".join(c for c in old if c in inside))
     return Factor(value.reshape([*value.shape[: len(others)], *group.sizes]), "".join(others) + new)
-
-
-def _letters(count: int) -> Iterable[str]:
-    return (first + second for first, second in product(string.ascii_lowercase, repeat=2))

@@ -12,6 +12,7 @@ __all__ = ["Kind", "Matrix", "MatrixLeaf", "joined_matrices"]
 
 Kind = Literal["linear", "embedding", "parameter", "head"]
 
+
 @dataclass(frozen=True)
 class MatrixLeaf:
     """A leaf of a matrix.

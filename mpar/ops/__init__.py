@@ -97,7 +97,6 @@ __all__ = [
     "RouterScore",
     "ShardingRule",
     "StandIn",
-    "StandIn",
     "Static",
     "adamw",
     "adamw_many",

@@ -36,7 +36,9 @@ class StandIn(ABC):
         return NotImplemented
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         bound = getattr(func, "__self__", None)
         found = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, StandIn)]

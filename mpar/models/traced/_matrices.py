@@ -29,7 +29,9 @@ def traced_matrices(found: Imported) -> Iterator[Matrix]:
         tied = [other for other, original in found.skeleton.tied.items() if original == name]
         if kind == "linear" and name in found.head:
             kind = "head"
-        yield Matrix(module, kind, tuple(leaves), given_first and kind == "linear", ("embed",) if tied and kind == "embedding" else None)
+        yield Matrix(
+            module, kind, tuple(leaves), given_first and kind == "linear", ("embed",) if tied and kind == "embedding" else None
+        )
         for other in tied if kind == "embedding" else ():
             (leaf_of,) = leaves
             head = MatrixLeaf(leaf_of.path, other, leaf_of.dims, given=leaf_of.result, result=leaf_of.given)

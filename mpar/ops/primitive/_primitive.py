@@ -21,7 +21,6 @@ from mpar.ops.primitive._declaration import check_name, check_rule, check_rule_t
 from mpar.ops.primitive._sharding_rule import Placement, ShardingRule, parse_sharding
 from mpar.ops.primitive._signature import parse_signature
 
-
 __all__ = ["PRIMITIVES", "Cost", "Primitive", "primitive_of"]
 
 PRIMITIVES: dict[str, "Primitive"] = {}
