@@ -8,6 +8,7 @@ from mpar.models._build import build, from_config, from_hf, from_module
 from mpar.models._cached import CachedDecoder, with_cache
 from mpar.models._declared import DeclaredModel
 from mpar.models._flops import flops_per_token
+from mpar.models._matrix import Matrix, MatrixLeaf
 from mpar.models._model import Model, Trainable
 from mpar.models._options import ModelOptions
 from mpar.models._storage import storage_specs
@@ -37,9 +38,13 @@ from mpar.models.decoder import DecoderConfig, DecoderParams, with_next_tokens
 from mpar.models.hf import (
     MAX_FILE_BYTES,
     HfReader,
+    StoredLeaf,
     compare_hf,
     hf_tensors,
     load_params,
+    map_leaves_to_stored,
+    open_weights,
+    read_json,
     shard_slices,
     stored_leaves,
     to_hf,
@@ -76,9 +81,12 @@ __all__ = [
     "DecoderConfig",
     "DecoderParams",
     "HfReader",
+    "Matrix",
+    "MatrixLeaf",
     "Model",
     "ModelOptions",
     "MoeConfig",
+    "StoredLeaf",
     "Trainable",
     "build",
     "compare_hf",
@@ -90,6 +98,9 @@ __all__ = [
     "from_module",
     "hf_tensors",
     "load_params",
+    "map_leaves_to_stored",
+    "open_weights",
+    "read_json",
     "segment_numbers",
     "shard_slices",
     "storage_specs",

@@ -14,6 +14,8 @@ from mpar.chain import Axes, Segment, context_of
 from mpar.errors import ConfigError, DataError, ShapeError
 from mpar.models import decoder
 from mpar.models._batch import BATCH_KEYS, ORDER, Batch, batch_weight, check_batch
+from mpar.models._declared_matrices import declared_matrices
+from mpar.models._matrix import Matrix, joined_matrices
 from mpar.models._model import Model
 from mpar.models.architectures import Architecture
 from mpar.models.decoder import NEXT_KEYS, NEXT_WEIGHTS, BlockSegment, DecoderConfig, DecoderParams
@@ -263,6 +265,11 @@ class DeclaredModel(Model):
             share = mlp.top_k / mlp.num_experts if names[0] == "expert" and isinstance(mlp, MoeConfig) else 1.0
             weights += leaf.numel() * share
         return weights, float(sum(part_of(part).pairs(part) for layer in layers.values() for part in layer.parts))
+
+    @functools.cached_property
+    def matrices(self) -> tuple[Matrix, ...]:  # type: ignore[override]
+        """What tokens are multiplied with."""
+        return joined_matrices(declared_matrices(self))
 
     @property
     def hf_class(self) -> str:
