@@ -1,12 +1,13 @@
 """int8: weights as 8-bit integers with a scale for each row, as in bitsandbytes (Dettmers et al. 2022, arXiv:2208.07339)."""
 
-from typing import NamedTuple
+from typing import Generic
 
 import torch
 from torch import Tensor
 
 from mpar.errors import DtypeError, ShapeError
 from mpar.ops.primitive import Cost, Primitive
+from mpar.tree import Leaf, struct
 
 __all__ = ["Int8", "dequantise_int8", "quantise_int8"]
 
@@ -15,14 +16,15 @@ dequantise_int8_p = Primitive("dequantise_int8", "codes, absmax -> w", dtype="Sc
 _LARGEST = 127
 
 
-class Int8(NamedTuple):
+@struct
+class Int8(Generic[Leaf]):
     """A quantised matrix: codes int8 (..., R, C); absmax int32 (..., R), the bits of float32: the largest magnitude of a row."""
 
-    codes: Tensor
-    absmax: Tensor
+    codes: Leaf
+    absmax: Leaf
 
 
-def quantise_int8(w: Tensor) -> Int8:
+def quantise_int8(w: Tensor) -> Int8[Tensor]:
     """The matrix `w` (R, C), or the matrices (E, R, C), in int8. Raises DtypeError unless it is floating."""
     if not w.is_floating_point():
         raise DtypeError(f"cannot quantise a weight of {w.dtype} to int8: it must be floating")
@@ -31,9 +33,9 @@ def quantise_int8(w: Tensor) -> Int8:
     return Int8(torch.round(w * factor).to(torch.int8), absmax.view(torch.int32))
 
 
-def dequantise_int8(parts: Int8, *, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantise_int8(parts: Int8[Tensor], *, dtype: torch.dtype = torch.float32) -> Tensor:
     """The matrix or matrices in `dtype`, computed in float32. They have no gradient. Raises ShapeError or DtypeError."""
-    return dequantise_int8_p.bind(*parts, dtype=dtype)
+    return dequantise_int8_p.bind(parts.codes, parts.absmax, dtype=dtype)
 
 
 @dequantise_int8_p.def_abstract

@@ -8,13 +8,15 @@ weight takes 4.127 bits. The layout is that of bitsandbytes, byte for byte.
 import functools
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic
 
 import torch
 from torch import Tensor
 
+from mpar import tree
 from mpar.errors import DtypeError, ShapeError
 from mpar.ops.primitive import Cost, Primitive
+from mpar.tree import Leaf, struct
 
 __all__ = ["NF4_BLOCK", "NF4_CODES", "Nf4", "dequantise_nf4", "nf4_scale_codes", "nf4_shapes", "quantise_nf4"]
 
@@ -34,7 +36,8 @@ dequantise_nf4_p = Primitive(
 )
 
 
-class Nf4(NamedTuple):
+@struct
+class Nf4(Generic[Leaf]):
     """A quantised matrix (R, C), or one for each expert, whose count is then the first dim of everything.
 
     codes:  uint8 (R, C / 2), two codes a byte, the first in the high bits.
@@ -43,10 +46,10 @@ class Nf4(NamedTuple):
     offset: int32 (): the bits of the mean magnitude.
     """
 
-    codes: Tensor
-    absmax: Tensor
-    nested: Tensor
-    offset: Tensor
+    codes: Leaf
+    absmax: Leaf
+    nested: Leaf
+    offset: Leaf
 
 
 @functools.cache
@@ -61,7 +64,7 @@ def nf4_scale_codes() -> tuple[float, ...]:
     return tuple(sorted(data))
 
 
-def nf4_shapes(shape: Sequence[int]) -> Nf4:
+def nf4_shapes(shape: Sequence[int]) -> Nf4[Tensor]:
     """The parts of a matrix of `shape`, (R, C) or (E, R, C), as tensors without data. Raises ShapeError if rows are not whole
     blocks."""
     *lead, rows, columns = shape
@@ -82,18 +85,18 @@ def nf4_shapes(shape: Sequence[int]) -> Nf4:
     )
 
 
-def quantise_nf4(w: Tensor) -> Nf4:
+def quantise_nf4(w: Tensor) -> Nf4[Tensor]:
     """The matrix `w` (R, C), or the matrices (E, R, C), in nf4. It is computed in float32. Raises ShapeError or DtypeError."""
     nf4_shapes(w.shape)
     if not w.is_floating_point():
         raise DtypeError(f"cannot quantise a weight of {w.dtype} to nf4: it must be floating")
     if w.ndim == 3:
-        parts = [_quantise(expert) for expert in w]
-        return Nf4(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
+        first, *others = (_quantise(expert) for expert in w)
+        return tree.map_leaves(lambda *tensors: torch.stack(tensors), first, *others)
     return _quantise(w)
 
 
-def _quantise(w_RC: Tensor) -> Nf4:
+def _quantise(w_RC: Tensor) -> Nf4[Tensor]:
     scaled, absmax = _scaled(w_RC.reshape(-1, NF4_BLOCK).float())
     codes = _nearest(scaled, NF4_CODES).view(w_RC.shape)
     offset = absmax.mean()
@@ -123,9 +126,10 @@ def _nearest(x: Tensor, codes: Sequence[float]) -> Tensor:
     return torch.bucketize(x, (numbers[:-1] + numbers[1:]) / 2).to(torch.uint8)
 
 
-def dequantise_nf4(parts: Nf4, *, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantise_nf4(parts: Nf4[Tensor], *, dtype: torch.dtype = torch.float32) -> Tensor:
     """The matrix or matrices in `dtype`, computed in float32. They have no gradient. Raises ShapeError or DtypeError."""
-    return dequantise_nf4_p.bind(*parts, dtype=dtype, row_blocks=parts.absmax.shape[-1], starts=[0, 0])
+    operands = parts.codes, parts.absmax, parts.nested, parts.offset
+    return dequantise_nf4_p.bind(*operands, dtype=dtype, row_blocks=parts.absmax.shape[-1], starts=[0, 0])
 
 
 @dequantise_nf4_p.def_abstract

@@ -1,10 +1,12 @@
 """nf4 and int8: the bytes of bitsandbytes, arithmetic in float64 beside, shards, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from bitsandbytes import functional
 
-from mpar import ops, testing
+from mpar import ops, testing, tree
 from mpar.errors import DtypeError, ShapeError
 from mpar.ops._int8 import dequantise_int8_p
 from mpar.ops._nf4 import dequantise_nf4_p
@@ -59,14 +61,14 @@ def test_dequantised_is_the_published_formula():
             scale = scales[int(parts.absmax[e].flatten()[i // 64])] * nested[e, i // 64 // 256] + offset[e]
             expected[e, i // 2048, i % 2048] = code * scale
     testing.assert_close(ops.dequantise_nf4(parts), expected, name="weight")
-    alone = ops.dequantise_nf4(ops.Nf4(*(part[1] for part in parts)))
+    alone = ops.dequantise_nf4(tree.map_leaves(lambda part: part[1], parts))
     assert torch.equal(ops.dequantise_nf4(parts)[1], alone)
 
 
 def test_a_weight_takes_4_127_bits():
     """Of a matrix of a 7B model."""
     parts = ops.nf4_shapes((4096, 11008))
-    bits_of_weight = 8 * sum(part.nbytes for part in parts) / (4096 * 11008)
+    bits_of_weight = 8 * sum(part.nbytes for part in tree.leaves(parts)) / (4096 * 11008)
     assert round(bits_of_weight, 3) == 4.127
 
 
@@ -92,9 +94,9 @@ def test_blocks_of_zeros_stay_zero():
 def test_shards_are_of_the_whole():
     """Rows and blocks of columns may be sharded, also both; every shard finds its own among the nested magnitudes."""
     whole = {"dtype": torch.float64, "row_blocks": 16, "starts": [0, 0]}
-    tried = check_primitive(dequantise_nf4_p, [*ops.quantise_nf4(weight((64, 1024)))], whole)
+    tried = check_primitive(dequantise_nf4_p, tree.leaves(ops.quantise_nf4(weight((64, 1024)))), whole)
     assert {"r", "c"} <= set(tried)
-    tried = check_primitive(dequantise_int8_p, [*ops.quantise_int8(weight((8, 8)))], {"dtype": torch.float64})
+    tried = check_primitive(dequantise_int8_p, tree.leaves(ops.quantise_int8(weight((8, 8)))), {"dtype": torch.float64})
     assert {"r", "c"} <= set(tried)
 
 
@@ -107,11 +109,11 @@ def test_wrong_operands_are_refused():
             quantise(torch.ones(4, 64, dtype=torch.int64))
     parts = ops.quantise_nf4(weight((4, 128)))
     with pytest.raises(ShapeError, match=r"\(R, C / 2\), \(R, C / 64\)"):
-        ops.dequantise_nf4(parts._replace(absmax=parts.absmax[:2]))
+        ops.dequantise_nf4(replace(parts, absmax=parts.absmax[:2]))
     with pytest.raises(DtypeError, match="two of int32"):
-        ops.dequantise_nf4(parts._replace(nested=bits(parts.nested)))
+        ops.dequantise_nf4(replace(parts, nested=bits(parts.nested)))
     whole = ops.quantise_int8(weight((4, 128)))
     with pytest.raises(ShapeError, match=r"\(\.\.\., R\)"):
-        ops.dequantise_int8(whole._replace(absmax=whole.absmax[:2]))
+        ops.dequantise_int8(replace(whole, absmax=whole.absmax[:2]))
     with pytest.raises(DtypeError, match="int8, and int32"):
-        ops.dequantise_int8(whole._replace(codes=whole.codes.long()))
+        ops.dequantise_int8(replace(whole, codes=whole.codes.long()))
