@@ -13,6 +13,7 @@ from mpar.models._model import Model, Trainable
 from mpar.models._options import ModelOptions
 from mpar.models._storage import storage_specs
 from mpar.models._validate import folder_problems
+from mpar.models._wrapped import WrappedModel
 from mpar.models.architectures import (
     ARCHITECTURES,
     DEEPSEEK_V2,
@@ -88,6 +89,7 @@ __all__ = [
     "MoeConfig",
     "StoredLeaf",
     "Trainable",
+    "WrappedModel",
     "build",
     "compare_hf",
     "drop",

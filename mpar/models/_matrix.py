@@ -30,6 +30,10 @@ class MatrixLeaf:
     result: str
     expert: str | None = None
 
+    def stored_order(self, side: str) -> tuple[str, ...]:
+        """The dims of the leaf that a side, "given" or "result", has, in the order of the stored matrix: major first."""
+        return tuple(re.findall(r"\w+", getattr(self, side)))
+
     def letters(self, side: str) -> tuple[str, ...]:
         """The dims of the leaf that a side, "given" or "result", has, in the order of the leaf."""
         words = re.findall(r"\w+", getattr(self, side))

@@ -9,10 +9,12 @@ from mpar.ops._eigenbasis import eigenbasis
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
 from mpar.ops._geglu import geglu
+from mpar.ops._int8 import Int8, dequantise_int8, quantise_int8
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy
 from mpar.ops._mlp_tiled import Activation, mlp_tiled
 from mpar.ops._newton_schulz import newton_schulz
+from mpar.ops._nf4 import NF4_BLOCK, NF4_CODES, Nf4, dequantise_nf4, nf4_scale_codes, nf4_shapes, quantise_nf4
 from mpar.ops._overwrite import overwrite
 from mpar.ops._quantise_fp8 import (
     FP8_MAX,
@@ -83,14 +85,18 @@ __all__ = [
     "FP8_MAX",
     "FP8_SIDE",
     "FP8_SMALLEST_SCALE",
+    "NF4_BLOCK",
+    "NF4_CODES",
     "PRIMITIVES",
     "ROUTER_TINY",
     "Activation",
     "Cost",
     "Factors",
+    "Int8",
     "Key",
     "KeyPart",
     "Marks",
+    "Nf4",
     "Operand",
     "Primitive",
     "RouterOrder",
@@ -113,6 +119,8 @@ __all__ = [
     "declared_rule",
     "decode_axes",
     "dequantise_fp8",
+    "dequantise_int8",
+    "dequantise_nf4",
     "dispatch",
     "dropout",
     "eigenbasis",
@@ -138,6 +146,8 @@ __all__ = [
     "mlp_tiled",
     "name",
     "newton_schulz",
+    "nf4_scale_codes",
+    "nf4_shapes",
     "overwrite",
     "paged_attention",
     "parse_sharding",
@@ -145,6 +155,8 @@ __all__ = [
     "primitive_of",
     "quantise_fp8",
     "quantise_fp8_both",
+    "quantise_int8",
+    "quantise_nf4",
     "random_normal",
     "random_uniform",
     "rms_norm",

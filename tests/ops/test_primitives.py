@@ -100,6 +100,8 @@ def _calls(x):
         ops.random_uniform((1, 2), (3, 5)),
         ops.random_normal((1, 2), (3, 5), starts=(1, 3)),
         ops.dropout(x(2, 3), 0.5, ops.fold_key(0)),
+        ops.dequantise_nf4(ops.quantise_nf4(x(2, 64).detach())),
+        ops.dequantise_int8(ops.quantise_int8(x(2, 3).detach())),
         ops.token_dropout(x(2, 3), 0.5, torch.arange(2), torch.tensor(1), "a"),
         ops.fold_in((1, 2), 3),
         ops.sum_squares(x(2, 3)),
