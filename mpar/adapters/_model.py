@@ -17,7 +17,7 @@ from mpar.adapters._start import start_leaf
 from mpar.adapters._targets import Adapted, adapted_matrices, saved_leaves
 from mpar.chain import Axes, Segment, is_axes
 from mpar.errors import ConfigError, UnknownNameError
-from mpar.models import DRAW, DRAW_AXES, Matrix, Trainable, segment_numbers
+from mpar.models import DRAW, DRAW_AXES, Matrix, Trainable, WrappedModel, segment_numbers
 from mpar.tree import Tree
 
 __all__ = ["AdaptedModel", "add", "with_adapters"]
@@ -40,7 +40,7 @@ def add(model: Trainable, lora: LoRA, name: str = "default") -> "AdaptedModel":
 
 
 @dataclass(frozen=True)
-class AdaptedModel(Trainable):
+class AdaptedModel(WrappedModel):
     """A model with adapters. Of its parameters only those of active adapters, and the leaves that these train in full, are trained.
 
     active: the names of the adapters that are added to the weights. Without any it computes what `base` computes.
@@ -169,20 +169,6 @@ class AdaptedModel(Trainable):
             return found
         return {**found, **draws, **segment_numbers([segment.name for segment in self.base.segments], draws[DRAW])}
 
-    def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """As `base`."""
-        return self.base.weight(batch)
-
-    @property
-    def vocab_size(self) -> int:
-        """As `base`."""
-        return self.base.vocab_size
-
-    @property
-    def name(self) -> str:
-        """As `base`."""
-        return self.base.name
-
     @property
     def settings(self) -> dict[str, object]:
         """Those of `base`, and all of the adapters that says what they compute."""
@@ -197,41 +183,6 @@ class AdaptedModel(Trainable):
         """Those of `base`, and of its tokens with A and B."""
         weights, pairs = self.base.multiplications
         return weights + sum(torch.Size(leaf.shape).numel() for leaf in self.leaves.values() if len(leaf.shape) > 1), pairs
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        """As `base`."""
-        return self.base.matrices
-
-    @property
-    def sequential(self) -> bool:
-        """As `base`."""
-        return self.base.sequential
-
-    @property
-    def max_positions(self) -> int | None:
-        """As `base`."""
-        return self.base.max_positions
-
-    @property
-    def next_keys(self) -> tuple[str, ...]:
-        """As `base`."""
-        return self.base.next_keys
-
-    @property
-    def hf_config(self) -> dict[str, object] | None:
-        """As `base`."""
-        return self.base.hf_config
-
-    @property
-    def forbids_microbatches(self) -> str | None:
-        """As `base`."""
-        return self.base.forbids_microbatches
-
-    @property
-    def forbids_slices(self) -> str | None:
-        """As `base`."""
-        return self.base.forbids_slices
 
     def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
         """The elements within `slices` of the first value of a leaf, where no adapter begins with values of `base`."""

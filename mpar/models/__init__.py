@@ -8,6 +8,7 @@ from mpar.models._build import build, from_config, from_hf, from_module
 from mpar.models._cached import CachedDecoder, with_cache
 from mpar.models._declared import DeclaredModel
 from mpar.models._flops import flops_per_token
+from mpar.models._language_head import HiddenHead, LanguageHead
 from mpar.models._matrix import Matrix, MatrixLeaf
 from mpar.models._model import Model, Trainable
 from mpar.models._options import ModelOptions
@@ -82,6 +83,8 @@ __all__ = [
     "DecoderConfig",
     "DecoderParams",
     "HfReader",
+    "HiddenHead",
+    "LanguageHead",
     "Matrix",
     "MatrixLeaf",
     "Model",

@@ -86,10 +86,11 @@ class Problem:
         self.norm = torch.sqrt(sum(grad.pow(2).sum() for grad in self.grads.values()))
 
     def _differentiate(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Mean losses by name, and the gradient of their sum by path; zero where nothing depends on a parameter."""
-        leaves, structure = tree.flatten(self.params)
-        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-        params = tree.unflatten(structure, leaves)
+        """Mean losses by name, and the gradient of their sum by path of what is trained; zero where nothing depends on it."""
+        named, structure = tree.leaves_with_path(self.params), tree.flatten(self.params)[1]
+        given = {path: leaf.clone().requires_grad_(path not in self.model.frozen) for path, leaf in named}
+        params = tree.unflatten(structure, list(given.values()))
+        leaves = {path: leaf for path, leaf in given.items() if leaf.requires_grad}
         totals: dict[str, Tensor] = {}
         for m in range(self.num_microbatches):
             rows = {key: x.chunk(self.num_microbatches)[m] for key, x in self.batch.items()}
@@ -100,15 +101,15 @@ class Problem:
                 for name, value in losses.items():
                     totals[name] = totals.get(name, 0.0) + value
         weight = self.model.weight(self.batch)
-        grads = torch.autograd.grad(sum(totals.values()) / weight, leaves, allow_unused=True)
-        filled = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
+        grads = torch.autograd.grad(sum(totals.values()) / weight, list(leaves.values()), allow_unused=True)
+        filled = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves.values(), grads, strict=True)]
         means = {name: (value / weight).detach() for name, value in totals.items()}
-        return means, dict(zip(tree.paths(self.params), filled, strict=True))
+        return means, dict(zip(leaves, filled, strict=True))
 
     def state(self) -> State:
         """Global, before the first step."""
         leaves = dict(tree.leaves_with_path(self.params))
-        trained = leaves.keys() - self.model.updates.keys()
+        trained = leaves.keys() - self.model.updates.keys() - self.model.frozen
         zeros = {f"opt.g.{path}": torch.zeros_like(leaves[path]) for path in trained}
         return State({f"params.{path}": x for path, x in leaves.items()} | zeros)
 

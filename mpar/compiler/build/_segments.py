@@ -126,7 +126,8 @@ class SegmentCompiler:
         after = _Entering(None, [], context, list(context_specs))
         for segment in self.model.segments:
             slices: Slices
-            entering, active = after.of(segment), codes.active[-1]
+            entering = after.of(segment)
+            active = codes.active[-1]
             reach = reach_in_slices(segment, self.length) if self.num_slices > 1 else 0
             if segment.state:
                 code = self._compile_stateful(segment, entering)
