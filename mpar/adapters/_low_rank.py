@@ -116,16 +116,17 @@ class LowRank(StandIn):
         (one, one_letters), (two, two_letters) = ((self.a, a), (self.b, b))[:: 1 if first == "a" else -1]
         dropped = self.drop(x) if self.drop is not None and first == "a" else x
         kept = "".join(c for c in dict.fromkeys(of_x + one_letters) if c in two_letters or c in output)
-        middle = ops.einsum(f"{of_x},{one_letters}->{kept}", dropped, one.value.to(x.dtype))
-        low = ops.einsum(f"{kept},{two_letters}->{output}", middle * self.scale, two.value.to(x.dtype))
         pair = f"{of_x},{of_weight}->{output}"
+        # in this order what is added, forward and backward, finds a sum of the base that is pending, and joins it
+        middle = ops.einsum(f"{of_x},{one_letters}->{kept}", dropped, one.value.to(x.dtype)) * self.scale
         plain = ops.einsum(pair, x, self.base)
-        if self.gain is None:
-            return plain + low
-        factor = self._spread(Factor(self.gain.value, gain), output).to(plain.dtype)
-        if dropped is x:
-            return (plain + low) * factor
-        return plain + ops.einsum(pair, dropped, self.base) * (factor - 1) + low * factor
+        if self.gain is None or dropped is x:
+            y = plain + ops.einsum(f"{kept},{two_letters}->{output}", middle, two.value.to(x.dtype))
+            return y if self.gain is None else y * self._spread(Factor(self.gain.value, gain), output).to(y.dtype)
+        factor = self._spread(Factor(self.gain.value, gain), output).to(x.dtype)
+        second = two.value * self._spread(Factor(self.gain.value, gain), two_letters)
+        y = plain + ops.einsum(pair, dropped, self.base) * (factor - 1)
+        return y + ops.einsum(f"{kept},{two_letters}->{output}", middle, second.to(x.dtype))
 
     def _grouped(self, x: Tensor, offsets: Tensor) -> Any:
         expert, given, result = self.letters
@@ -135,18 +136,18 @@ class LowRank(StandIn):
         one, two = (self.a, self.b) if given in self.a.letters else (self.b, self.a)
         if result not in two.letters:
             return NotImplemented
-        middle = ops.grouped_matmul(x, one.ordered(expert + given + RANK).to(x.dtype), offsets)
-        low = ops.grouped_matmul(middle * self.scale, two.ordered(expert + RANK + result).to(x.dtype), offsets)
-        return ops.grouped_matmul(x, self.base, offsets) + low
+        middle = ops.grouped_matmul(x, one.ordered(expert + given + RANK).to(x.dtype), offsets) * self.scale
+        plain = ops.grouped_matmul(x, self.base, offsets)
+        return plain + ops.grouped_matmul(middle, two.ordered(expert + RANK + result).to(x.dtype), offsets)
 
     def _embedding(self, ids: Tensor, start: int) -> Any:
         row, column = self.letters
         one, two = (self.a, self.b) if row in self.a.letters else (self.b, self.a)
         if start or self.gain is not None or column not in two.letters or row in two.letters or column in one.letters:
             return NotImplemented
-        middle = ops.embedding(ids, one.ordered(row + RANK))
-        low = self._matmul(middle * self.scale, two.ordered(RANK + column))
-        return ops.embedding(ids, self.base) + low.to(self.base.dtype)
+        middle = ops.embedding(ids, one.ordered(row + RANK)) * self.scale
+        plain = ops.embedding(ids, self.base)
+        return plain + self._matmul(middle, two.ordered(RANK + column)).to(plain.dtype)
 
     @staticmethod
     def _spread(factor: Factor, letters: str) -> Tensor:
