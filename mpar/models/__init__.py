@@ -10,7 +10,7 @@ from mpar.models._declared import DeclaredModel
 from mpar.models._flops import flops_per_token
 from mpar.models._language_head import HiddenHead, LanguageHead
 from mpar.models._matrix import Matrix, MatrixLeaf
-from mpar.models._model import Model, Trainable
+from mpar.models._model import Model, Read, Trainable
 from mpar.models._options import ModelOptions
 from mpar.models._storage import storage_specs
 from mpar.models._validate import folder_problems
@@ -90,6 +90,7 @@ __all__ = [
     "Model",
     "ModelOptions",
     "MoeConfig",
+    "Read",
     "StoredLeaf",
     "Trainable",
     "WrappedModel",
