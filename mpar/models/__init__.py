@@ -8,6 +8,7 @@ from mpar.models._build import build, from_config, from_hf, from_module
 from mpar.models._cached import CachedDecoder, with_cache
 from mpar.models._declared import DeclaredModel
 from mpar.models._flops import flops_per_token
+from mpar.models._freeze import FrozenModel, freeze, with_frozen
 from mpar.models._model import Model, Trainable
 from mpar.models._options import ModelOptions
 from mpar.models._storage import storage_specs
@@ -73,6 +74,7 @@ __all__ = [
     "DeclaredModel",
     "DecoderConfig",
     "DecoderParams",
+    "FrozenModel",
     "HfReader",
     "Model",
     "ModelOptions",
@@ -82,6 +84,7 @@ __all__ = [
     "compare_hf",
     "flops_per_token",
     "folder_problems",
+    "freeze",
     "from_config",
     "from_hf",
     "from_module",
@@ -92,6 +95,7 @@ __all__ = [
     "stored_leaves",
     "to_hf",
     "with_cache",
+    "with_frozen",
     "with_next_tokens",
     "write_hf",
 ]
