@@ -18,7 +18,7 @@ from mpar.models import DRAW, ModelOptions, Trainable
 from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
 from mpar.strategy import Strategy, preset
-from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mpar.train._config import FreezeConfig, HardwareConfig, ModelConfig, OptimizerConfig, TrainConfig
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._plug_ins import plug_in_of
 from mpar.train._sizes import batch_size, seq_len
@@ -44,7 +44,8 @@ WEIGHT_KEYS = ("token_weights", "next_token_weights")  # of labels, and of those
 class RunSetup:
     """A configuration and the objects that it names. Every process makes this once and passes it to what needs it.
 
-    chain: what is trained, which is the model itself unless a task of the user's own makes another chain of it.
+    chain: what is trained, which is the model itself unless some of it is frozen, or a task of the user's own makes another
+           chain of it.
     """
 
     config: TrainConfig
@@ -63,7 +64,8 @@ def make_setup(config: TrainConfig) -> RunSetup:
     """
     mesh, strategy = make_mesh(config), _strategy(config)
     model = _model(config.model, mesh, strategy)
-    return RunSetup(config, mesh, strategy, model, chain_of(config, model), make_hardware(config.hardware), _kernels(config))
+    chain = chain_of(config, _frozen(config.freeze, model))
+    return RunSetup(config, mesh, strategy, model, chain, make_hardware(config.hardware), _kernels(config))
 
 
 def make_mesh(config: TrainConfig) -> Mesh:
@@ -142,9 +144,14 @@ def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Traina
     return models.from_config(source, options)
 
 
+def _frozen(group: FreezeConfig, model: Trainable) -> Trainable:
+    """The model, of which training does not change what `group` says. Raises ConfigError or UnknownNameError."""
+    return models.freeze(model, names=group.names, segments=group.segments, ratio=group.ratio, trainable=group.trainable)
+
+
 def chain_of(config: TrainConfig, model: Trainable) -> Chain:
     """What is trained: `model`, or what a task of the user's own makes of it. Raises ConfigError if that is no chain with the
-    parameters of the model.
+    parameters of the model, or one that trains what is frozen in the model.
     """
     plug_in = plug_in_of(config.task)
     if plug_in is None:
@@ -163,6 +170,11 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
         raise ConfigError(
             f"{plug_in.label} returned a chain with other parameters than the model (model -> chain):\n  {lines}\n"
             "A task changes the loss. A chain with parameters of its own is a model: model=module:function."
+        )
+    if unfrozen := sorted(model.frozen - chain.frozen):
+        raise ConfigError(
+            f"{plug_in.label} returned a chain that trains {len(unfrozen)} parameters which are frozen in the model: "
+            f"{', '.join(unfrozen[:4])}\nIts `frozen` must have those of the model that it is given."
         )
     return chain
 

@@ -163,10 +163,13 @@ def load_state(
 ) -> tuple[State, Progress]:
     """This rank's shards and the progress of the run, from the checkpoint at `path`, which any mesh may have saved.
 
-    params_only: the optimizer's state is zero, whatever the checkpoint has of it.
+    params_only: the optimizer's state is zero, whatever the checkpoint has of it. Parameters are then cast to the dtypes in which
+        the program stores them, as those that it does not train may be saved in a narrower one.
     """
     leaves_in = [leaf for leaf in program.part(rank).state_in if not params_only or leaf.path.startswith(PARAMS)]
-    wanted = {leaf.path: (leaf.shape, leaf.spec, leaf.dtype) for leaf in leaves_in}
+    saved = _saved_dtypes(path) if params_only else {}
+    read_as = {leaf.path: _readable_as(leaf.dtype, saved.get(leaf.path, leaf.dtype)) for leaf in leaves_in}
+    wanted = {leaf.path: (leaf.shape, leaf.spec, read_as[leaf.path]) for leaf in leaves_in}
     others = {name for name in checkpoint.names(path) if not name.startswith(PARAMS)}
     if not others and any(not name.startswith(PARAMS) for name in wanted):
         raise CheckpointError(
@@ -177,12 +180,23 @@ def load_state(
     loaded = checkpoint.load(path, wanted, program.mesh, rank, elsewhere=elsewhere)
     progress = Progress.from_extras(checkpoint.read_extras(path), path)
     leaves = {
-        leaf.path: loaded[leaf.path].to(device) if leaf.path in loaded else _zeros(leaf, program.mesh, device)
+        leaf.path: loaded[leaf.path].to(device, leaf.dtype) if leaf.path in loaded else _zeros(leaf, program.mesh, device)
         for leaf in program.part(rank).state_in
     }
     if params_only:
         return State(leaves), progress
     return State(leaves, progress.step - progress.optimizer_start, progress.health.skipped), progress
+
+
+def _saved_dtypes(path: Path) -> dict[str, torch.dtype]:
+    """The dtype of every tensor in a checkpoint."""
+    with checkpoint.Reader(path) as reader:
+        return {name: x.dtype for name, x in reader.tensors.items()}
+
+
+def _readable_as(wanted: torch.dtype, saved: torch.dtype) -> torch.dtype:
+    """The dtype in which to read a parameter: that in which it is saved, if it can be cast to the one that is wanted."""
+    return saved if saved.is_floating_point and wanted.is_floating_point else wanted
 
 
 def _zeros(leaf: Leaf, mesh: Mesh, device: torch.device) -> Tensor:
@@ -198,7 +212,7 @@ def load_params(model: Trainable, path: Path) -> DecoderParams[Tensor]:
 
 
 def read_params(model: Trainable, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The global parameters in a checkpoint with their paths, one after the other.
+    """The global parameters in a checkpoint with their paths, one after the other, in the dtypes of the model.
 
     Raises CheckpointError, before the first, unless they are exactly those of the model, and if one that is read is damaged.
     """
@@ -209,15 +223,15 @@ def read_params(model: Trainable, path: Path) -> Iterator[tuple[str, Tensor]]:
         problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
         problems += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys())]
         problems += [
-            f"different: {name} is {found[name]}, the model's is {wanted}"
-            for name, wanted in expected.items()
-            if found.get(name, wanted) != wanted
+            f"different: {name} is {found[name]}, the model's is {(shape, dtype)}"
+            for name, (shape, dtype) in expected.items()
+            if name in found and found[name] != (shape, _readable_as(dtype, found[name][1]))
         ]
         if problems:
             lines = "\n  ".join(problems)
             raise CheckpointError(f"the parameters in {path} are not those of this {model.name} model:\n  {lines}")
-        for name, _ in leaves:
-            yield name, reader.read(PARAMS + name)
+        for name, leaf in leaves:
+            yield name, reader.read(PARAMS + name).to(leaf.dtype)
 
 
 def resume_from(run_dir: Path, resume: str) -> Path | None:
