@@ -131,7 +131,9 @@ class _Call:
             @staticmethod
             def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple) -> None:
                 found = {"inputs": inputs, "outputs": output}
-                flat = [None if place is None else found[place[0]][place[1]] for of in call.places.values() for place in of]
+                flat: list[Any] = [
+                    None if place is None else found[place[0]][place[1]] for of in call.places.values() for place in of
+                ]
                 ctx.save_for_backward(*flat)
                 ctx.mark_non_differentiable(*(output[i] for i in call.constants))
                 ctx.set_materialize_grads(call.materialize)
