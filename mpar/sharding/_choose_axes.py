@@ -13,7 +13,7 @@ from mpar.sharding._canonicalise import shape_of
 from mpar.sharding._factor_axes import axes_in_order, operand_specs, result_specs
 from mpar.sharding._local_nodes import LocalNodes
 from mpar.sharding._redistribute import plan, plan_bytes
-from mpar.sharding._rules import NodeRule, is_float_cast, may_gather, programs_of
+from mpar.sharding._rules import NodeRule, has_rule, is_float_cast, may_gather, programs_of, rule_of
 from mpar.spec import P, normalise
 from mpar.strategy import AxisTable, spec_from_axes
 
@@ -119,7 +119,8 @@ class AxisChoice:
 
         An op that is linear in all operands together leaves those sums pending that all operands have. Any other op must be
         linear in the one operand that is a pending sum over an axis. Its results must not have more bytes than that operand,
-        because to sum them later would then move more bytes than to sum the operand now.
+        because to sum them later would then move more bytes than to sum the operand now; unless they are added to a sum that is
+        pending over the same axis, so that no reduction is needed for them alone.
 
         A cast to a narrower dtype is linear but for rounding. It leaves sums pending only for a caller who adds them up later, as
         a step adds up the gradients of its microbatches.
@@ -135,7 +136,18 @@ class AxisChoice:
             only_here = pending[i] - used - set().union(*(p for j, p in enumerate(pending) if j != i))
             if out_bytes <= rule.operands[i].meta["val"].nbytes or _may_grow(node):
                 passed |= only_here
+            elif only_here:
+                passed |= only_here & self.joined_axes(node)
         return passed
+
+    def joined_axes(self, node: fx.Node) -> set[str]:
+        """The mesh axes over which all is pending that the result of `node` is added to; empty if it is read by anything else."""
+        users = list(node.users)
+        if len(users) != 1 or not has_rule(users[0]) or not (rule := rule_of(users[0])).jointly:
+            return set()
+        others = [operand for operand in rule.operands if operand is not node]
+        known = [set(self.nodes.specs[operand].partial) if operand in self.nodes.specs else set() for operand in others]
+        return set.intersection(*known) if known else set()
 
 
 def spec_of_axes(axes: Marks, table: AxisTable, mesh: Mesh) -> P:

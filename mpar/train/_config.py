@@ -94,6 +94,11 @@ class ModelConfig:
         default=None,
         at_least=0,
     )
+    dropout: float | None = key(
+        "training drops features of embeddings, and of what attention and feed-forward add, with this probability; null: none",
+        default=None,
+        at_least=0,
+    )
     router: dict[str, Any] | None = key(
         "options of expert routers: capacity_factor, padded, token_groups=[2,1] or group=rank, side losses, bias_rate",
         default=None,

@@ -77,8 +77,9 @@ def run_steps(rank: Rank, state: State, progress: Progress, on_step: Callable[[S
     Raises NumericsError if the numbers of a step say that the run must stop (see `judge`); no checkpoint is written then. Raises
     the failure of a save, which goes on while training does, after one of the next steps, or at the end.
     """
+    how = {"seed": rank.setup.config.seed, "start": progress.data_start}
     next_tokens = bool(rank.setup.model.next_keys)
-    local = LocalBatches(rank.program, rank.batches, rank.rank, rank.device, next_tokens=next_tokens)
+    local = LocalBatches(rank.program, rank.batches, rank.rank, rank.device, next_tokens=next_tokens, **how)
     with rank.saving, local:
         return _run_steps(rank, local, state, progress, on_step)
 

@@ -14,7 +14,7 @@ from mpar.data import TokenWeights
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
-from mpar.models import ModelOptions, Trainable
+from mpar.models import DRAW, ModelOptions, Trainable
 from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
 from mpar.strategy import Strategy, preset
@@ -137,6 +137,7 @@ def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Traina
         mlp_chunk=group.mlp_chunk,
         router=router,
         mtp_loss_weight=group.mtp_loss_weight,
+        dropout=group.dropout,
     )
     return models.from_config(source, options)
 
@@ -154,7 +155,7 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
             f"{plug_in.label} returned {_a(made)}, not a chain: it is given the model, and returns a mpar.chain.Chain."
         )
     chain = cast(Chain, made)
-    check_chain(chain)
+    check_chain(chain, trains=True)
     before, after = (_shapes(item) for item in (model, chain))
     if before != after:
         changed = [path for path in {**before, **after} if before.get(path) != after.get(path)]
@@ -181,12 +182,15 @@ def num_threads(config: TrainConfig, local_ranks: int) -> int:
     return config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
-def batch_shapes(config: TrainConfig, chain: Chain, model: Trainable) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
-    """The shape and dtype of every entry of a global batch that `chain`, made of `model`, reads.
+def batch_shapes(
+    config: TrainConfig, chain: Chain, model: Trainable, *, training: bool = True
+) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
+    """The shape and dtype of every entry of a global batch that `chain`, made of `model`, reads, in training or in an evaluation.
 
     Raises ConfigError if tokens have weights and the chain reads none.
     """
-    keys = [key for key in (*BATCH_KEYS, *model.next_keys) if key in chain.batch_axes]
+    read = (*BATCH_KEYS, *model.next_keys, *(DRAW,) * training)
+    keys = [key for key in read if key in chain.batch_axes]
     shape = (batch_size(config), seq_len(config))
     ints = dict.fromkeys(keys, (shape, torch.int64))
     if TokenWeights.parse(config.data.token_weights).binary:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from mpar.errors import ConfigError, ShardingError
 from mpar.op_shape import AttentionShape, MatmulShape
@@ -107,7 +108,12 @@ class Primitive:
         return self.signature.params
 
     def bind(self, *operands: Operand, **params: Static) -> Any:
-        """Apply the primitive; `params` must name every static parameter. Returns a tensor, or a tuple if it has many results."""
+        """Apply the primitive; `params` must name every static parameter. Returns a tensor, or a tuple if it has many results.
+
+        An operand that only stands for a tensor is given the call by `__torch_function__`, as torch's own functions do it.
+        """
+        if has_torch_function(operands):
+            return handle_torch_function(self.bind, operands, *operands, **params)
         if self.signature.takes_lists:
             tensors = [x for given in operands for x in ([given] if given is None or isinstance(given, Tensor) else given)]
             if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
