@@ -154,7 +154,7 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
             f"{plug_in.label} returned {_a(made)}, not a chain: it is given the model, and returns a mpar.chain.Chain."
         )
     chain = cast(Chain, made)
-    check_chain(chain)
+    check_chain(chain, trains=True)
     before, after = (_shapes(item) for item in (model, chain))
     if before != after:
         changed = [path for path in {**before, **after} if before.get(path) != after.get(path)]
