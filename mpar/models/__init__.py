@@ -8,6 +8,7 @@ from mpar.models._build import build, from_config, from_hf, from_module
 from mpar.models._cached import CachedDecoder, with_cache
 from mpar.models._declared import DeclaredModel
 from mpar.models._flops import flops_per_token
+from mpar.models._language_head import HiddenHead, LanguageHead
 from mpar.models._model import Model, Trainable
 from mpar.models._options import ModelOptions
 from mpar.models._storage import storage_specs
@@ -74,6 +75,8 @@ __all__ = [
     "DecoderConfig",
     "DecoderParams",
     "HfReader",
+    "HiddenHead",
+    "LanguageHead",
     "Model",
     "ModelOptions",
     "MoeConfig",

@@ -4,13 +4,13 @@ from mpar.ops._adamw import adamw, adamw_many
 from mpar.ops._add_layer_norm import add_layer_norm
 from mpar.ops._add_rms_norm import add_rms_norm
 from mpar.ops._constrain import Marks, constrain, decode_axes, marking, name
-from mpar.ops._cross_entropy import cross_entropy
+from mpar.ops._cross_entropy import cross_entropy, token_losses
 from mpar.ops._eigenbasis import eigenbasis
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
 from mpar.ops._geglu import geglu
 from mpar.ops._layer_norm import layer_norm
-from mpar.ops._linear_cross_entropy import linear_cross_entropy
+from mpar.ops._linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from mpar.ops._mlp_tiled import Activation, mlp_tiled
 from mpar.ops._newton_schulz import newton_schulz
 from mpar.ops._overwrite import overwrite
@@ -130,6 +130,7 @@ __all__ = [
     "layer_norm",
     "limit_capacity",
     "linear_cross_entropy",
+    "linear_token_losses",
     "marking",
     "merge_attention",
     "mlp_tiled",
@@ -155,6 +156,7 @@ __all__ = [
     "sum_squares",
     "swiglu",
     "take_slots",
+    "token_losses",
     "topk_router",
     "unpermute",
     "widen",

@@ -22,6 +22,7 @@ __all__ = [
     "row_gradients",
     "row_losses",
     "row_statistics",
+    "token_losses",
     "weighted_sum",
 ]
 
@@ -56,6 +57,16 @@ def cross_entropy(
     params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": 0, "label_smoothing": label_smoothing}
     loss, lse = cross_entropy_p.bind(logits, labels, **params)
     return weighted_sum(add_z_loss(loss, lse, labels, ignore_index, z_loss), labels, token_weights, ignore_index)
+
+
+def token_losses(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, vocab_size: int | None = None) -> Tensor:
+    """`-log softmax(logits)[label]` of each token in nats, float32 or wider; 0 where the label is `ignore_index`.
+
+    `logits` (..., V) and `labels` (...), as `cross_entropy` takes them. Raises ShapeError, DtypeError or ConfigError.
+    """
+    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
+    params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": 0, "label_smoothing": 0.0}
+    return cross_entropy_p.bind(logits, labels, **params)[0]
 
 
 def add_z_loss(loss: Tensor, lse: Tensor, labels: Tensor, ignore_index: int, z_loss: float) -> Tensor:
