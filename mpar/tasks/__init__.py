@@ -9,7 +9,7 @@ from mpar.tasks._answers import members_of, per_answer, per_token
 from mpar.tasks._chain import MEAN, TaskChain, task_means
 from mpar.tasks._dpo import DPO_LOSSES, Dpo
 from mpar.tasks._gkd import generalised_jsd
-from mpar.tasks._grpo import GrpoLoss, GrpoTokens, grpo_loss
+from mpar.tasks._grpo import Grpo, GrpoLoss, GrpoTokens, grpo_loss
 from mpar.tasks._ppo import PpoLoss, gae, ppo_loss, token_rewards, whitened
 from mpar.tasks._task import COLUMN, POSITIONS, Entry, Forward, Forwards, Means, Task
 
@@ -22,6 +22,7 @@ __all__ = [
     "Entry",
     "Forward",
     "Forwards",
+    "Grpo",
     "GrpoLoss",
     "GrpoTokens",
     "Means",
