@@ -77,6 +77,10 @@ class Batches(ABC):
         """
         return {}
 
+    def end(self, step: int, means: Mapping[str, float]) -> None:
+        """Called after the update of `step`, with the metrics of its task, which batches that depend on parameters check."""
+        return
+
     @property
     @abstractmethod
     def lengths(self) -> NDArray[np.integer]:

@@ -2,7 +2,7 @@
 
 from mpar.rollouts._advantages import advantages
 from mpar.rollouts._batches import RolloutBatches
-from mpar.rollouts._draw import Drawing
+from mpar.rollouts._draw import Drawing, Exchange
 from mpar.rollouts._files import RolloutFile, RolloutHeader, list_rollouts, read_rollouts
 from mpar.rollouts._plan import RolloutPlan
 from mpar.rollouts._prompts import Prompts
@@ -15,6 +15,7 @@ __all__ = [
     "Drawing",
     "Drawn",
     "EngineSampler",
+    "Exchange",
     "Prompts",
     "Reward",
     "RewardSpec",

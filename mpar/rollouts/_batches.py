@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpar.data import Batches, DocumentBatches
-from mpar.errors import CheckpointError, ConfigError, RewardError
+from mpar.errors import CheckpointError, ConfigError, NumericsError, RewardError
 from mpar.rollouts._draw import Drawing, draw, numbers_of, with_advantages
 from mpar.rollouts._files import RolloutFile, RolloutHeader, read_rollouts, rollout_path, write_rollouts
 from mpar.rollouts._plan import RolloutPlan
@@ -83,6 +83,18 @@ class RolloutBatches(Batches):
             self._read(number)
         return {}
 
+    def end(self, step: int, means: Mapping[str, float]) -> None:
+        """Raise NumericsError if the first update after answers were drawn met other log-probabilities than the sampler: then the
+        sampler and the trainer do not compute the same. means: the metrics of the task.
+        """
+        if step % self.plan.steps == 0 and means.get("apart", 0.0) > 0:
+            raise NumericsError(
+                f"training stopped: sampler and trainer are out of step. {means['apart']:.2%} of the tokens that were just drawn "
+                f"have log-probabilities that differ by more than task.bar; the mean difference is {means.get('gap', 0.0):.3g}.\n"
+                "Both compute with the same parameters, so one of them is wrong, or rounds more than the bar allows: compare "
+                "with precision=fp32, or raise task.bar."
+            )
+
     def use(self, step: int) -> dict[str, tuple[int, int]]:
         """By the name of each source, the answers and tokens that `batch(step)` has of it."""
         found: dict[str, tuple[int, int]] = dict.fromkeys(self.prompts.documents.source_names, (0, 0))
@@ -99,12 +111,12 @@ class RolloutBatches(Batches):
 
         answers:    (B, S), the index in its row of the answer for which the label counts, else -1.
         old_logps:  (B, S), the log-probability of the label when it was drawn.
-        advantages: (B, N), of each answer of a row.
+        advantages: (B, N), of each answer of a row. signs: (B, N), 1 where there is an answer to learn from, else -1.
         """
         made = super().rows(step, rows)
         size, count = (len(rows), self.shape.seq_len), self.plan.answers_per_row
         made |= {key: torch.full(size, fill, dtype=dtype) for key, (dtype, fill) in ANSWER_KEYS.items()}
-        made["advantages"] = torch.zeros(len(rows), count, dtype=torch.float32)
+        made |= {"advantages": torch.zeros(len(rows), count), "signs": torch.full((len(rows), count), -1)}
         for out, row in enumerate(rows):
             place = 0
             for index, rollout in enumerate(self._in_row(step, row)):
@@ -113,6 +125,7 @@ class RolloutBatches(Batches):
                     made["answers"][out, begin:end] = index
                     made["old_logps"][out, begin:end] = torch.tensor(rollout.logps)
                     made["advantages"][out, index] = rollout.advantage
+                    made["signs"][out, index] = 1
                 place = end
         return made
 

@@ -1,6 +1,6 @@
 """The sampler: what draws answers from the policy. mpar's own is its engine, with the tensors that training updates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,27 +44,33 @@ class Sampler(Protocol):
 
 
 class EngineSampler:
-    """Draws with an engine over `runner`. eos_ids: tokens that end an answer. max_tokens: the most tokens of one."""
+    """Draws with an engine. make_runner: makes its runner of the first parameters. eos_ids: tokens that end an answer.
+    max_tokens: the most tokens of one."""
 
-    def __init__(self, runner: Runner, eos_ids: Sequence[int], max_tokens: int) -> None:
-        self._engine, self._max_tokens = Engine(runner, eos_ids=eos_ids), max_tokens
+    def __init__(self, make_runner: Callable[[Mapping[str, Tensor]], Runner], eos_ids: Sequence[int], max_tokens: int) -> None:
+        self._make_runner, self._eos_ids, self._max_tokens = make_runner, tuple(eos_ids), max_tokens
+        self._engine: Engine | None = None
 
     def load(self, params: Mapping[str, Tensor]) -> None:
         """See `Sampler`. The engine reads the tensors of the training themselves: nothing is copied."""
+        if self._engine is None:
+            self._engine = Engine(self._make_runner(params), eos_ids=self._eos_ids)
         self._engine.runner.load(params)
         self._engine.forget()
 
     def draw(self, asks: Sequence[Ask]) -> list[Drawn]:
         """See `Sampler`."""
+        engine = self._engine
+        assert engine is not None, "load was not called"
         requests = [
-            self._engine.add(
+            engine.add(
                 ask.prompt,
                 Sampling(max_tokens=self._max_tokens, temperature=1.0, seed=ask.seed & _MAX_SEED, num_alternatives=0),
                 ask.choice,
             )
             for ask in asks
         ]
-        for _ in self._engine.run():
+        for _ in engine.run():
             pass
         return [
             Drawn(

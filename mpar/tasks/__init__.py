@@ -10,6 +10,7 @@ from mpar.tasks._chain import MEAN, TaskChain, task_means
 from mpar.tasks._dpo import DPO_LOSSES, Dpo
 from mpar.tasks._gkd import generalised_jsd
 from mpar.tasks._grpo import Grpo, GrpoLoss, GrpoTokens, grpo_loss
+from mpar.tasks._named import grpo
 from mpar.tasks._ppo import PpoLoss, gae, ppo_loss, token_rewards, whitened
 from mpar.tasks._task import COLUMN, POSITIONS, Entry, Forward, Forwards, Means, Task
 
@@ -31,6 +32,7 @@ __all__ = [
     "TaskChain",
     "gae",
     "generalised_jsd",
+    "grpo",
     "grpo_loss",
     "members_of",
     "per_answer",

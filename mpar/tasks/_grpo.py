@@ -16,9 +16,10 @@ from mpar.errors import ConfigError
 from mpar.tasks._answers import members_of, per_answer, per_token
 from mpar.tasks._task import COLUMN, POSITIONS, Entry, Forwards, Means, Task
 
-__all__ = ["Grpo", "GrpoLoss", "GrpoTokens", "Reduction", "grpo_loss"]
+__all__ = ["Grpo", "GrpoLoss", "GrpoTokens", "Ratio", "Reduction", "grpo_loss"]
 
 Reduction = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"]
+Ratio = Literal["token", "sequence", "sequence_token", "sequence_sum"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class GrpoLoss:
     """
 
     loss_type: Reduction = "dapo"
-    ratio: Literal["token", "sequence", "sequence_token", "sequence_sum"] = "token"
+    ratio: Ratio = "token"
     epsilon: float = 0.2
     epsilon_high: float | None = None
     delta: float | None = None

@@ -15,6 +15,7 @@ from mpar.checkpoint import Json
 from mpar.data import Batches
 from mpar.errors import RewardError
 from mpar.program import NO_LIMITS, Program, RankRun, Replay, State
+from mpar.tasks import task_means
 from mpar.train._evaluation import EvalLosses, Evaluation
 from mpar.train._experts import expert_load, side_losses
 from mpar.train._first_tensor import first_not_finite
@@ -102,6 +103,7 @@ def _run_steps(
         locate = partial(first_not_finite, rank.program, rank.rank, rank.run, state, batch, rank.agree)
         notes = judge(config, progress.health, seen, locate)
         watch.between_steps(seen.step)
+        rank.batches.end(position, task_means(metrics))
         progress = progress.after(seen, config.spike.window).having_read(rank.batches)
         elapsed, communication = time.perf_counter() - began, watch.communication_bytes - sent
         record = yardstick.record(rank, progress, seen, metrics, elapsed, communication)
@@ -178,6 +180,7 @@ class _Yardstick:
             expert_load=expert_load(metrics),
             skipped=progress.health.skipped,
             data_use=progress.data_numbers(),
+            task_means=task_means(metrics),
         )
 
 

@@ -18,7 +18,7 @@ ASKS = [Ask(prompt, 11, choice) for prompt in PROMPTS for choice in range(3)]
 def make(kind: str) -> tuple[models.Model, EngineSampler, object]:
     model = models.build(kind, {**KINDS[kind].base, "initializer_range": 0.4})
     runner = make_runner(model, model.init(0), SIZES)
-    return model, EngineSampler(runner, eos_ids=[0], max_tokens=12), runner
+    return model, EngineSampler(lambda params: runner, eos_ids=[0], max_tokens=12), runner
 
 
 def logps_of(model: models.Model, params: object, ask: Ask, tokens: tuple[int, ...]) -> torch.Tensor:
