@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mpar import tree
 from mpar.errors import ConfigError
+from mpar.infer._check_params import check_params
 from mpar.infer._compile_decode import compile_decode
 from mpar.infer._scheduler import Sizes
 from mpar.kernels import kernels_for
@@ -20,6 +21,7 @@ from mpar.strategy import Strategy
 
 __all__ = ["ProgramRunner"]
 
+_PARAMS = "params."
 _GROWTH = 4
 """By how much each number of tokens for which there is a program exceeds the one before: less padding, but more to compile."""
 
@@ -74,6 +76,13 @@ class ProgramRunner:
         rank = torch.distributed.get_rank() if program.mesh.size > 1 else 0
         state = program.init_state(params, rank)
         return State({path: leaf.to(self.device) for path, leaf in state.leaves.items()})
+
+    def load(self, params: Mapping[str, Tensor]) -> None:
+        """See `Runner`. On several ranks these are the shards of this rank, placed as the programs store them."""
+        held = {path: leaf for path, leaf in self.state.leaves.items() if path.startswith(_PARAMS)}
+        given = {f"{_PARAMS}{path}": leaf.detach() for path, leaf in params.items()}
+        check_params(held, {path: leaf for path, leaf in given.items() if not path.startswith(f"{_PARAMS}mtp.")})
+        self.state = State({path: given.get(path, leaf) for path, leaf in self.state.leaves.items()}, self.state.step)
 
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
         """See `Runner`."""

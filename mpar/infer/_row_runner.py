@@ -1,8 +1,12 @@
 """Row runner: computes each row of a step by itself, with the state that the model keeps, or by reading the whole row again."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from mpar import tree
+from mpar.infer._check_params import check_params
 from mpar.infer._scheduler import Sizes
 from mpar.models import Model
 from mpar.tree import Tree
@@ -29,6 +33,12 @@ class RowRunner:
 
     def prepare(self) -> None:
         """See `Runner`; there is nothing to do."""
+
+    def load(self, params: Mapping[str, Tensor]) -> None:
+        """See `Runner`."""
+        named, structure = tree.leaves_with_path(self.params), tree.flatten(self.params)[1]
+        check_params(dict(named), params)
+        self.params = tree.unflatten(structure, [params[path].detach() for path, _ in named])
 
     def logits(self, tokens_S: Tensor) -> Tensor:
         """The logits (S, V) behind each token of a text, computed as a whole, without the cache."""

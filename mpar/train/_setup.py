@@ -10,15 +10,17 @@ import torch
 from mpar import models, tree
 from mpar.arrange import arrange
 from mpar.chain import Chain, check_chain
-from mpar.data import TokenWeights
+from mpar.data import BatchShape, TokenWeights
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
 from mpar.models import DRAW, ModelOptions, Trainable
 from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
+from mpar.rollouts import RewardSpec, RolloutPlan
 from mpar.strategy import Strategy, preset
-from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mpar.tasks import COLUMN, TaskChain
+from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TaskConfig, TrainConfig
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._plug_ins import plug_in_of
 from mpar.train._sizes import batch_size, seq_len
@@ -192,7 +194,10 @@ def batch_shapes(
     read = (*BATCH_KEYS, *model.next_keys, *(DRAW,) * training)
     keys = [key for key in read if key in chain.batch_axes]
     shape = (batch_size(config), seq_len(config))
-    ints = dict.fromkeys(keys, (shape, torch.int64))
+    ints: dict[str, tuple[tuple[int, int], torch.dtype]] = dict.fromkeys(keys, (shape, torch.int64))
+    if isinstance(chain, TaskChain):
+        columns = (shape[0], answers_per_row(config))
+        ints |= {key: (columns if entry.axes == COLUMN else shape, entry.dtype) for key, entry in chain.task.entries.items()}
     if TokenWeights.parse(config.data.token_weights).binary:
         return ints
     if WEIGHT_KEYS[0] not in chain.batch_axes:
@@ -202,6 +207,36 @@ def batch_shapes(
         )
     floats = [key for key in (WEIGHT_KEYS if model.next_keys else WEIGHT_KEYS[:1]) if key in chain.batch_axes]
     return {**ints, **dict.fromkeys(floats, (shape, torch.float32))}
+
+
+def answers_per_row(config: TrainConfig) -> int:
+    """How many answers a row of a batch may have."""
+    return rollout_plan(config).answers_per_row
+
+
+def rollout_plan(config: TrainConfig) -> RolloutPlan:
+    """How answers are drawn. Raises ConfigError with all sizes that do not fit each other."""
+    task, length = config.task, seq_len(config)
+    return RolloutPlan(
+        shape=BatchShape(batch_size(config), length),
+        group_size=task.group_size,
+        max_prompt_tokens=task.max_prompt_tokens or max(2, length - task.max_new_tokens + 1),
+        max_tokens=task.max_new_tokens,
+        num_batches=task.rollout_batches,
+        num_rounds=task.rollout_rounds,
+        scale=task.scale_rewards,
+        baseline=task.baseline,
+        max_redraws=task.max_redraws,
+        drop_truncated=task.drop_truncated,
+    )
+
+
+def reward_specs(task: TaskConfig) -> list[RewardSpec]:
+    """The rewards that the configuration names."""
+    weights = task.reward_weights or (1.0,) * len(task.rewards)
+    return [
+        RewardSpec(name, weight, task.reward_options.get(name, {})) for name, weight in zip(task.rewards, weights, strict=True)
+    ]
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:
