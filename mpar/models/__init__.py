@@ -10,6 +10,7 @@ from mpar.models._declared import DeclaredModel
 from mpar.models._flops import flops_per_token
 from mpar.models._model import Model, Trainable
 from mpar.models._options import ModelOptions
+from mpar.models._scored import ScoredDecoder
 from mpar.models._storage import storage_specs
 from mpar.models._validate import folder_problems
 from mpar.models.architectures import (
@@ -77,6 +78,7 @@ __all__ = [
     "Model",
     "ModelOptions",
     "MoeConfig",
+    "ScoredDecoder",
     "Trainable",
     "build",
     "compare_hf",
