@@ -15,7 +15,7 @@ from mpar.infer._scorer import Scorer
 from mpar.infer._scores import Scores
 from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
-from mpar.models import CacheSizes, DecoderParams, Model
+from mpar.models import CacheSizes, DeclaredModel, DecoderParams, Model, ScoredDecoder
 from mpar.precision import Precision
 from mpar.program import Program, State, batch_rows
 from mpar.program.compile import compile_forward
@@ -53,20 +53,19 @@ class ProgramRunner:
             )
         self.model, self.sizes, self.vocab_size, self.device = model, sizes, model.vocab_size, torch.device(device)
         self.shares_pages = not model.sequential  # the state of a scan is in no page
-        mesh, strategy = mesh or Mesh(tp=1), preset(strategy) if isinstance(strategy, str) else strategy
-        how = {"precision": precision, "kernels": kernels_for("auto", self.device)}
-        self._compile = functools.partial(compile_decode, model, mesh, strategy, **how)
-        self._scorer = Scorer(
-            model,  # type: ignore[arg-type]  # compile_decode refuses those without a declaration
-            sizes.length,
-            sizes.groups,
-            lambda chain: compile_forward(chain, mesh, strategy, chain.batch_shape, **how),
-            self.device,
-        )
+        mesh, table = mesh or Mesh(tp=1), preset(strategy) if isinstance(strategy, str) else strategy
+        kernels = kernels_for("auto", self.device)
+
+        def compile_scores(chain: ScoredDecoder) -> Program:
+            return compile_forward(chain, mesh, table, chain.batch_shape, precision=precision, kernels=kernels)
+
+        self._compile = functools.partial(compile_decode, model, mesh, table, precision=precision, kernels=kernels)
         self._rank = torch.distributed.get_rank() if mesh.size > 1 else 0
         self.programs: dict[int, Program] = {}
         self._runs: dict[int, Callable[[State, Mapping[str, Tensor]], tuple[State, dict[str, Tensor]]]] = {}
         self._prepare(sizes.group_rows)
+        assert isinstance(model, DeclaredModel)  # compile_decode refuses others
+        self._scorer = Scorer(model, sizes.length, sizes.groups, compile_scores, self.device)
         program = self.programs[sizes.group_rows]
         state = program.init_state(dataclasses.replace(params, mtp=None), self._rank)
         self.state = State({path: leaf.to(self.device) for path, leaf in state.leaves.items()})
