@@ -63,16 +63,18 @@ class ProgramRunner:
         self._rank = torch.distributed.get_rank() if mesh.size > 1 else 0
         self.programs: dict[int, Program] = {}
         self._runs: dict[int, Callable[[State, Mapping[str, Tensor]], tuple[State, dict[str, Tensor]]]] = {}
-        self._prepare(sizes.group_rows)
+        share = mesh.axis_size(tuple(table.compute["seq"]))
+        self._counts = _counts(sizes, share)
+        self._prepare(self._counts[0])
         assert isinstance(model, DeclaredModel)  # compile_decode refuses others
-        self._scorer = Scorer(model, sizes.length, sizes.groups, compile_scores, self.device)
-        program = self.programs[sizes.group_rows]
+        self._scorer = Scorer(model, sizes.length // share * share, sizes.groups, compile_scores, self.device)
+        program = self.programs[self._counts[0]]
         state = program.init_state(dataclasses.replace(params, mtp=None), self._rank)
         self.state = State({path: leaf.to(self.device) for path, leaf in state.leaves.items()})
 
     def prepare(self) -> None:
         """Compile all programs now, so that no step has to wait for one."""
-        for count in _counts(self.sizes):
+        for count in self._counts:
             self._prepare(count)
 
     def _prepare(self, count: int) -> None:
@@ -89,7 +91,7 @@ class ProgramRunner:
         sizes = self.sizes
         places = [torch.arange(len(rows_T))] if sizes.groups == 1 else _by_group(rows_T, sizes)
         given = max(len(places_N) for places_N in places)
-        count = next(n for n in _counts(sizes) if n >= given)
+        count = next(n for n in self._counts if n >= given)
         self._prepare(count)
         columns = {"tokens": (tokens_T, 0), "positions": (order_T, 0), "rows": (rows_T % sizes.group_rows, -1)}
         batch = {
@@ -107,12 +109,13 @@ class ProgramRunner:
         return self._scorer(self.state.leaves, texts, num_likeliest)
 
 
-def _counts(sizes: Sizes) -> list[int]:
-    """The numbers of tokens for which there are programs: one for each row, and more up to the most that a step may have."""
+def _counts(sizes: Sizes, share: int) -> list[int]:
+    """The numbers of tokens for which there are programs: one for each row, and more up to the most that a step may have, all
+    multiples of `share`, the number of ranks that divide the tokens."""
     counts = [sizes.group_rows]
     while counts[-1] < sizes.tokens:
         counts.append(min(_GROWTH * counts[-1], sizes.tokens))
-    return counts
+    return [-(-count // share) * share for count in counts]
 
 
 def _by_group(rows_T: Tensor, sizes: Sizes) -> list[Tensor]:
