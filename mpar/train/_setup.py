@@ -20,7 +20,15 @@ from mpar.program import Hardware
 from mpar.rollouts import RewardSpec, RolloutPlan
 from mpar.strategy import Strategy, preset
 from mpar.tasks import COLUMN, TaskChain
-from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TaskConfig, TrainConfig
+from mpar.train._config import (
+    HardwareConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    StrategyConfig,
+    TaskConfig,
+    TrainConfig,
+)
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._plug_ins import plug_in_of
 from mpar.train._sizes import batch_size, seq_len
@@ -34,6 +42,7 @@ __all__ = [
     "make_mesh",
     "make_optimizer",
     "make_setup",
+    "make_strategy",
     "model_of",
     "num_threads",
 ]
@@ -63,27 +72,27 @@ def make_setup(config: TrainConfig) -> RunSetup:
 
     Raises an MparError if mesh, strategy, model or kernels are impossible.
     """
-    mesh, strategy = make_mesh(config), _strategy(config)
+    mesh, strategy = make_mesh(config.mesh), make_strategy(config.strategy, config.mesh)
     model = _model(config.model, mesh, strategy)
     return RunSetup(config, mesh, strategy, model, chain_of(config, model), make_hardware(config.hardware), _kernels(config))
 
 
-def make_mesh(config: TrainConfig) -> Mesh:
+def make_mesh(config: MeshConfig) -> Mesh:
     """The mesh of the configuration, its axes outermost first."""
-    return Mesh(**asdict(config.mesh))
+    return Mesh(**asdict(config))
 
 
-def _strategy(config: TrainConfig) -> Strategy:
+def make_strategy(config: StrategyConfig, mesh: MeshConfig) -> Strategy:
     """The preset, changed as configured. Raises ConfigError or UnknownNameError for values that no mesh could use."""
-    asked = {name: value for name, value in asdict(config.strategy).items() if name != "name" and value is not None}
-    axes = [axis for axis in asdict(config.mesh) if axis != "pp"]
+    asked = {name: value for name, value in asdict(config).items() if name != "name" and value is not None}
+    axes = [axis for axis in asdict(mesh) if axis != "pp"]
     unknown = [axis for axis in asked.get("expert_axes", ()) if axis not in axes]
     if unknown:
         raise UnknownNameError(f"strategy.expert_axes={list(asked['expert_axes'])} has {unknown}: experts can be over {axes}")
     small = [f"strategy.{name}={asked[name]}" for name in ("expert_parallel", "ulysses_size") if asked.get(name, 1) < 1]
     if small:
         raise ConfigError(f"cannot use {', '.join(small)}: a number of ranks is at least 1")
-    return replace(preset(config.strategy.name), **asked)
+    return replace(preset(config.name), **asked)
 
 
 def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Trainable:
@@ -277,14 +286,14 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:
 
 def check_device(config: TrainConfig) -> None:
     """Raise ConfigError unless this node has the devices that the configuration asks for, and they can run `execution`."""
-    if config.execution == "cuda_graph" and (config.device != "cuda" or make_mesh(config).size > 1):
+    if config.execution == "cuda_graph" and (config.device != "cuda" or make_mesh(config.mesh).size > 1):
         raise ConfigError(
-            f"cannot train with execution=cuda_graph on device={config.device} and {make_mesh(config)}: a step is recorded on "
-            "one GPU. Use execution=eager or inductor, or device=cuda mesh=one."
+            f"cannot train with execution=cuda_graph on device={config.device} and {make_mesh(config.mesh)}: a step is recorded "
+            "on one GPU. Use execution=eager or inductor, or device=cuda mesh=one."
         )
     if config.device != "cuda":
         return
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", make_mesh(config).size))  # torchrun sets it on every node
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", make_mesh(config.mesh).size))  # torchrun sets it on every node
     if torch.cuda.device_count() < local:
         raise ConfigError(
             f"cannot train with device=cuda: {local} ranks run on this machine, and torch finds {torch.cuda.device_count()} CUDA "
