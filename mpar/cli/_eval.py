@@ -44,6 +44,7 @@ class EvalConfig:
     compare: tuple[str, ...] = key("files with results, which are shown beside each other", default=())
     picture: str | None = key("a picture of the results, .png, .svg or .pdf", default=None)
     rows: int = key("the most answers that are made at the same time", default=16, at_least=1)
+    adapter: str | None = key("a folder of PEFT with an adapter, which is added to the weights; null: none", default=None)
     dtype: str = key("float32, bfloat16 or float16: of the weights and of what is computed", default="float32")
 
 
@@ -91,7 +92,9 @@ def _evaluate(config: EvalConfig, path: str) -> dict[str, object]:
     infer, data, export = later("mpar.infer"), later("mpar.data"), later("mpar.train.export")
     tasks = {name: infer.read_task(Path(name)) for name in config.tasks}
     dtype = getattr(later("torch"), config.dtype)
-    model, assistant = export.load_assistant(folder, model_of_run(folder.parent), rows=config.rows, dtype=dtype)
+    model, assistant = export.load_assistant(
+        folder, model_of_run(folder.parent), rows=config.rows, dtype=dtype, adapter=config.adapter
+    )
     seq_len = min(config.seq_len, assistant.engine.runner.sizes.length)
     losses, scores = {}, {}
     for name in config.sets:

@@ -68,6 +68,7 @@ class GenerateConfig:
     )
     seed: int = key("seed of the random draws of tokens", default=0, at_least=0, at_most=2**63 - 1)
     rows: int = key("the most answers that are made at the same time", default=16, at_least=1)
+    adapter: str | None = key("a folder of PEFT with an adapter, which is added to the weights; null: none", default=None)
     dtype: str = key("float32, bfloat16 or float16: of the weights and of what is computed", default="float32")
 
 
@@ -83,7 +84,9 @@ def main(args: Sequence[str]) -> int:
     export = later("mpar.train.export")
     count = len(prompts or [0]) * config.num_answers
     dtype = getattr(later("torch"), config.dtype)
-    model, assistant = export.load_assistant(folder, model_of_run(folder.parent), rows=min(config.rows, count), dtype=dtype)
+    model, assistant = export.load_assistant(
+        folder, model_of_run(folder.parent), rows=min(config.rows, count), dtype=dtype, adapter=config.adapter
+    )
     sampling = _sampling(config, model, folder)
     if prompts is None:
         _talk(config, assistant, sampling)

@@ -41,6 +41,7 @@ class ServeConfig:
     temperature: float | None = key(
         "unless a request says otherwise; null: as generation_config.json says", default=None, at_least=0
     )
+    adapter: str | None = key("a folder of PEFT with an adapter, which is added to the weights; null: none", default=None)
     dtype: str = key("float32, bfloat16 or float16: of the weights and of what is computed", default="float32")
 
 
@@ -60,7 +61,7 @@ def main(args: Sequence[str]) -> int:
         raise ConfigError(f"cannot serve: {error.name} is missing. Install it: pip install 'mpar[serve]'.") from None
     export, infer, torch = later("mpar.train.export"), later("mpar.infer"), later("torch")
     model, assistant = export.load_assistant(
-        folder, model_of_run(folder.parent), rows=config.rows, dtype=getattr(torch, config.dtype)
+        folder, model_of_run(folder.parent), rows=config.rows, dtype=getattr(torch, config.dtype), adapter=config.adapter
     )
     assistant.engine.runner.prepare()
     sampling = chosen_sampling(model, folder, infer.Sampling(), {"temperature": config.temperature})

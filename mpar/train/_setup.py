@@ -18,6 +18,7 @@ from mpar.models import DRAW, ModelOptions, Trainable
 from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
 from mpar.strategy import Strategy, preset
+from mpar.train._adapters import adapted, with_rates
 from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TrainConfig
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._plug_ins import plug_in_of
@@ -34,6 +35,7 @@ __all__ = [
     "make_setup",
     "model_of",
     "num_threads",
+    "trained_model",
 ]
 
 BATCH_KEYS = ("tokens", "labels", "positions", "documents")
@@ -62,7 +64,7 @@ def make_setup(config: TrainConfig) -> RunSetup:
     Raises an MparError if mesh, strategy, model or kernels are impossible.
     """
     mesh, strategy = make_mesh(config), _strategy(config)
-    model = _model(config.model, mesh, strategy)
+    model = adapted(config.adapter, _model(config.model, mesh, strategy))
     return RunSetup(config, mesh, strategy, model, chain_of(config, model), make_hardware(config.hardware), _kernels(config))
 
 
@@ -103,6 +105,11 @@ def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Trainable:
     strategy, mesh = arrange(strategy, mesh, plain.abstract_params, plain.param_axes)
     groups = tuple(mesh.axis_size(strategy.compute[row]) for row in ("moe_batch", "moe_seq"))
     return plain if groups == (1, 1) else _model_of(group, {**router, "token_groups": groups})
+
+
+def trained_model(config: TrainConfig) -> Trainable:
+    """The model of a run with its adapters, on a mesh that does not divide the tokens of its routers."""
+    return adapted(config.adapter, model_of(config.model))
 
 
 def model_of(group: ModelConfig) -> Trainable:
@@ -204,8 +211,12 @@ def batch_shapes(
     return {**ints, **dict.fromkeys(floats, (shape, torch.float32))}
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:
-    """The optimizer, with its learning rate for a run of `steps` updates. Raises ConfigError."""
+def make_optimizer(config: TrainConfig, steps: int) -> Optimizer:
+    """The optimizer, with its learning rates for a run of `steps` updates. Raises ConfigError."""
+    return with_rates(config.adapter, _optimizer(config.optimizer, steps))
+
+
+def _optimizer(config: OptimizerConfig, steps: int) -> Optimizer:
     rate = make_learning_rate(config, steps)
     plug_in = plug_in_of(config)
     if plug_in is not None:

@@ -26,7 +26,7 @@ def compile_program(setup: RunSetup) -> Program:
     _check_scans(setup.model, setup.strategy, config.mesh.cp)
     return compile_step(
         setup.chain,
-        make_optimizer(config.optimizer, config.steps),
+        make_optimizer(config, config.steps),
         setup.mesh,
         setup.strategy,
         batch_shapes(config, setup.chain, setup.model),

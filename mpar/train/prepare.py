@@ -59,7 +59,7 @@ def prepare(
         data.training.go_to(reached.data_cursor)
     program, compiled = _kept(kept_programs, setup, "training", lambda: _compiler().compile_program(setup))
     steps = config.steps - reached.optimizer_start
-    program = program.with_optimizer(make_optimizer(config.optimizer, steps))  # a kept program has none
+    program = program.with_optimizer(make_optimizer(config, steps))  # a kept program has none
     evaluation = None
     if data.evaluation:
         evaluation, _ = _kept(kept_programs, setup, "evaluation", lambda: _compiler().compile_evaluation(setup, program))
