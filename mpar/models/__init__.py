@@ -12,6 +12,7 @@ from mpar.models._language_head import HiddenHead, LanguageHead
 from mpar.models._matrix import Matrix, MatrixLeaf
 from mpar.models._model import Model, Read, Trainable
 from mpar.models._options import ModelOptions
+from mpar.models._scored import ScoredDecoder
 from mpar.models._storage import storage_specs
 from mpar.models._validate import folder_problems
 from mpar.models._wrapped import WrappedModel
@@ -91,6 +92,7 @@ __all__ = [
     "ModelOptions",
     "MoeConfig",
     "Read",
+    "ScoredDecoder",
     "StoredLeaf",
     "Trainable",
     "WrappedModel",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from mpar.errors import TraceError
 from mpar.torch_private import functorch_transforms_active
@@ -68,6 +69,13 @@ class _Context:
         )
 
 
+class _Late(FunctionCtx):
+    """What torch gives the `backward` of a function with `setup_context`."""
+
+    saved_tensors: tuple[Tensor | None, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
 class _Call:
     """One call of such a function. `single`: it returns one tensor, and not a tuple."""
 
@@ -109,7 +117,7 @@ class _Call:
         outputs.append(value)
         return "outputs", len(outputs) - 1
 
-    def function(self) -> Any:
+    def function(self) -> type[torch.autograd.Function]:
         """The function with `setup_context` that makes this call."""
         call = self
 
@@ -121,15 +129,17 @@ class _Call:
                 return call.forward(args)
 
             @staticmethod
-            def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+            def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple) -> None:
                 found = {"inputs": inputs, "outputs": output}
-                flat = [None if place is None else found[place[0]][place[1]] for of in call.places.values() for place in of]
+                flat: list[Any] = [
+                    None if place is None else found[place[0]][place[1]] for of in call.places.values() for place in of
+                ]
                 ctx.save_for_backward(*flat)
                 ctx.mark_non_differentiable(*(output[i] for i in call.constants))
                 ctx.set_materialize_grads(call.materialize)
 
             @staticmethod
-            def backward(ctx: Any, *cotangents: Tensor | None) -> object:
+            def backward(ctx: _Late, *cotangents: Tensor | None) -> object:
                 early = _Context(ctx.needs_input_grad)
                 early.__dict__.update(call.attributes)
                 remaining = iter(ctx.saved_tensors)

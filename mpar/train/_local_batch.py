@@ -52,7 +52,9 @@ class LocalBatches:
         """
         ahead = self._ahead.pop(step, None)
         batch = self.read(step) if ahead is None else ahead.result()
-        self._ahead = {} if following is None else {following: self._thread.submit(self.read, following)}
+        self._ahead = (
+            {} if following is None or not self._batches.reads_ahead else {following: self._thread.submit(self.read, following)}
+        )
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)

@@ -4,11 +4,11 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import peft
 import torch
 import transformers
 from torch import Tensor
 
-import peft
 from mpar import adapters, models, tree
 from mpar.optim import AdamW, OptState, ScaledRates
 

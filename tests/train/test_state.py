@@ -79,7 +79,7 @@ def _with(config, fsdp):
 
 def test_schedules(config):
     """The optimizer's rate follows the configured schedule over all steps."""
-    cosine = make_optimizer(config, 100)
+    cosine = make_optimizer(config.optimizer, 100)
     assert cosine.rate(5) == pytest.approx(3e-3)
     assert cosine.rate(100) == pytest.approx(3e-4)
-    assert compile_program(make_setup(config)).facts.optimizer == make_optimizer(config, config.steps)
+    assert compile_program(make_setup(config)).facts.optimizer == make_optimizer(config.optimizer, config.steps)
