@@ -407,6 +407,23 @@ class ResumeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FreezeConfig:
+    """Parameters that training does not change. They have no gradient, no state of the optimizer, and no copy in float32."""
+
+    names: tuple[str, ...] = key(
+        "patterns of paths of parameters, or of names of Hugging Face tensors, such as model.layers.[0-3].*", default=()
+    )
+    segments: tuple[str, ...] = key("patterns of names of segments, such as embed or layers.1?", default=())
+    ratio: float = key(
+        "share of the numbers of the model that are frozen from its beginning on, whole parameters only",
+        default=0.0,
+        at_least=0,
+        at_most=1,
+    )
+    trainable: tuple[str, ...] = key("patterns like names, of what is trained in spite of these", default=())
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpikeConfig:
     """When a loss or a gradient norm is a spike; on_spike says what happens then."""
 
@@ -461,6 +478,7 @@ class TrainConfig:
 
     model: ModelConfig
     data: DataGroup
+    freeze: FreezeConfig = key("what is not trained", default_factory=FreezeConfig)
     task: TaskConfig
     mesh: MeshConfig
     strategy: StrategyConfig

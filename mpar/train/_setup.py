@@ -22,6 +22,7 @@ from mpar.strategy import Strategy, preset
 from mpar.tasks import COLUMN, TaskChain
 from mpar.train._adapters import adapted, with_rates
 from mpar.train._config import (
+    FreezeConfig,
     HardwareConfig,
     MeshConfig,
     ModelConfig,
@@ -58,7 +59,8 @@ WEIGHT_KEYS = ("token_weights", "next_token_weights")  # of labels, and of those
 class RunSetup:
     """A configuration and the objects that it names. Every process makes this once and passes it to what needs it.
 
-    chain: what is trained, which is the model itself unless a task of the user's own makes another chain of it.
+    chain: what is trained, which is the model itself unless some of it is frozen, or a task of the user's own makes another
+           chain of it.
     """
 
     config: TrainConfig
@@ -77,7 +79,8 @@ def make_setup(config: TrainConfig) -> RunSetup:
     """
     mesh, strategy = make_mesh(config.mesh), make_strategy(config.strategy, config.mesh)
     model = adapted(config.adapter, _model(config.model, mesh, strategy))
-    return RunSetup(config, mesh, strategy, model, chain_of(config, model), make_hardware(config.hardware), _kernels(config))
+    chain = chain_of(config, _frozen(config.freeze, model))
+    return RunSetup(config, mesh, strategy, model, chain, make_hardware(config.hardware), _kernels(config))
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
@@ -161,9 +164,14 @@ def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Traina
     return models.from_config(source, options)
 
 
+def _frozen(group: FreezeConfig, model: Trainable) -> Trainable:
+    """The model, of which training does not change what `group` says. Raises ConfigError or UnknownNameError."""
+    return models.freeze(model, names=group.names, segments=group.segments, ratio=group.ratio, trainable=group.trainable)
+
+
 def chain_of(config: TrainConfig, model: Trainable) -> Chain:
     """What is trained: `model`, or what a task of the user's own makes of it. Raises ConfigError if that is no chain with the
-    parameters of the model.
+    parameters of the model, or one that trains what is frozen in the model.
     """
     plug_in = plug_in_of(config.task)
     if plug_in is None:
@@ -182,6 +190,11 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
         raise ConfigError(
             f"{plug_in.label} returned a chain with other parameters than the model (model -> chain):\n  {lines}\n"
             "A task changes the loss. A chain with parameters of its own is a model: model=module:function."
+        )
+    if unfrozen := sorted(model.frozen - chain.frozen):
+        raise ConfigError(
+            f"{plug_in.label} returned a chain that trains {len(unfrozen)} parameters which are frozen in the model: "
+            f"{', '.join(unfrozen[:4])}\nIts `frozen` must have those of the model that it is given."
         )
     return chain
 

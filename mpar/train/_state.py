@@ -190,10 +190,13 @@ def load_state(
 ) -> tuple[State, Progress]:
     """This rank's shards and the progress of the run, from the checkpoint at `path`, which any mesh may have saved.
 
-    params_only: the optimizer's state is zero, whatever the checkpoint has of it.
+    params_only: the optimizer's state is zero, whatever the checkpoint has of it. Parameters are then cast to the dtypes in which
+        the program stores them, as those that it does not train may be saved in a narrower one.
     """
     leaves_in = [leaf for leaf in program.part(rank).state_in if not params_only or leaf.path.startswith(PARAMS)]
-    wanted = {leaf.path: (leaf.shape, leaf.spec, leaf.dtype) for leaf in leaves_in}
+    saved = _saved_dtypes(path) if params_only else {}
+    read_as = {leaf.path: _readable_as(leaf.dtype, saved.get(leaf.path, leaf.dtype)) for leaf in leaves_in}
+    wanted = {leaf.path: (leaf.shape, leaf.spec, read_as[leaf.path]) for leaf in leaves_in}
     others = {name for name in checkpoint.names(path) if not name.startswith(PARAMS)}
     if not others and any(not name.startswith(PARAMS) for name in wanted):
         raise CheckpointError(
@@ -204,12 +207,23 @@ def load_state(
     loaded = checkpoint.load(path, wanted, program.mesh, rank, elsewhere=elsewhere)
     progress = Progress.from_extras(checkpoint.read_extras(path), path)
     leaves = {
-        leaf.path: loaded[leaf.path].to(device) if leaf.path in loaded else _zeros(leaf, program.mesh, device)
+        leaf.path: loaded[leaf.path].to(device, leaf.dtype) if leaf.path in loaded else _zeros(leaf, program.mesh, device)
         for leaf in program.part(rank).state_in
     }
     if params_only:
         return State(leaves), progress
     return State(leaves, progress.step - progress.optimizer_start, progress.health.skipped), progress
+
+
+def _saved_dtypes(path: Path) -> dict[str, torch.dtype]:
+    """The dtype of every tensor in a checkpoint."""
+    with checkpoint.Reader(path) as reader:
+        return {name: x.dtype for name, x in reader.tensors.items()}
+
+
+def _readable_as(wanted: torch.dtype, saved: torch.dtype) -> torch.dtype:
+    """The dtype in which to read a parameter: that in which it is saved, if it can be cast to the one that is wanted."""
+    return saved if saved.is_floating_point and wanted.is_floating_point else wanted
 
 
 def _zeros(leaf: Leaf, mesh: Mesh, device: torch.device) -> Tensor:
@@ -225,7 +239,7 @@ def load_params(model: Trainable, path: Path) -> DecoderParams[Tensor]:
 
 
 def read_params(model: Trainable, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The global parameters in a checkpoint with their paths, one after the other.
+    """The global parameters in a checkpoint with their paths, one after the other, in the dtypes of the model.
 
     Raises CheckpointError, before the first, unless they are exactly those of the model, and if one that is read is damaged.
     """
@@ -239,22 +253,20 @@ def open_params(model: Trainable, path: Path) -> Iterator[Callable[[str], Tensor
     """What gives the global parameters in a checkpoint by path. Raises CheckpointError unless they are those of the model."""
     with checkpoint.Reader(path) as reader:
         _check_params(model, reader)
-        yield lambda name: reader.read(PARAMS + name)
+        dtypes = {name: leaf.dtype for name, leaf in tree.leaves_with_path(model.abstract_params)}
+        yield lambda name: reader.read(PARAMS + name).to(dtypes[name])
 
 
 def _check_params(model: Trainable, reader: checkpoint.Reader) -> None:
     leaves = tree.leaves_with_path(model.abstract_params)
     expected = {PARAMS + name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
-    for name in model.frozen:  # it may be stored in the dtype in which it computes
-        if (stored := reader.tensors.get(PARAMS + name)) is not None and stored.dtype.is_floating_point:
-            expected[PARAMS + name] = (expected[PARAMS + name][0], stored.dtype)
     found = {name: (x.shape, x.dtype) for name, x in reader.tensors.items() if name.startswith(PARAMS)}
     problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
     problems += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys())]
     problems += [
         f"different: {name} is {found[name]}, the model's is {wanted}"
         for name, wanted in expected.items()
-        if found.get(name, wanted) != wanted
+        if name in found and found[name] != (wanted[0], _readable_as(wanted[1], found[name][1]))
     ]
     if problems:
         lines = "\n  ".join(problems)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from mpar.compiler import Schedule, policy
 from mpar.errors import ConfigError
 from mpar.files import MAX_TABLE_BYTES, Unreadable, read_text
-from mpar.models import Trainable
+from mpar.models import Trainable, with_frozen
 from mpar.program import Program
 from mpar.program.compile import compile_eval, compile_step
 from mpar.schedules import Action, from_table, layout_letters
@@ -63,7 +63,7 @@ def compile_evaluation(setup: RunSetup, program: Program) -> Program:
     loss of the next token.
     """
     config, model = setup.config, setup.model.without_multi_token()
-    chain = setup.chain if model is setup.model else chain_of(config, model)
+    chain = setup.chain if model is setup.model else chain_of(config, with_frozen(model, setup.chain.frozen))
     names = {segment.name for segment in chain.segments}
     stage_of = {name: stage for name, stage in program.facts.stage_of.items() if name in names}
     strategy, chosen = setup.strategy, program.facts.context_parallel
