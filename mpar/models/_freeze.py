@@ -104,10 +104,17 @@ class _Known:
         return [path for path in self.paths if any(f"{path}.".startswith(f"{place}.") for place in read)]
 
     def first(self, ratio: float) -> list[str]:
-        """The first parameters of the chain that together have at most this share of all numbers."""
+        """The first parameters of the chain that together have at most this share of all numbers. Raises ConfigError if there are
+        none."""
         leaves = dict(tree.leaves_with_path(self.model.abstract_params))
         sums = list(itertools.accumulate(leaves[path].numel() for path in self.paths))
-        return [path for path, total in zip(self.paths, sums, strict=True) if total <= int(sums[-1] * ratio)]
+        found = [path for path, total in zip(self.paths, sums, strict=True) if total <= int(sums[-1] * ratio)]
+        if ratio and not found:
+            raise ConfigError(
+                f"cannot freeze a share of {ratio} of the parameters of {self.model.name}: the first one, {self.paths[0]}, has "
+                f"{sums[0] / sums[-1]:.3f} of all numbers, and parameters are frozen as a whole."
+            )
+        return found
 
     def check(self, names: Sequence[str], segments: Sequence[str], trainable: Sequence[str]) -> None:
         """Raise UnknownNameError for patterns that match nothing, ConfigError for those that match a part of a parameter."""

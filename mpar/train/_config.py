@@ -158,6 +158,30 @@ class TaskConfig(RolloutKeys):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Small matrices that are trained in the place of the weights; names and meanings are those of PEFT."""
+
+    kind: Literal["lora"] | None = key("lora: with adapters; null: without", default=None)
+    rank: int = key("columns of A and rows of B", default=8, at_least=1)
+    alpha: float = key("A B is multiplied by alpha / rank", default=16.0, above=0)
+    dropout: float = key("training drops features of what A reads with this probability", default=0.0, at_least=0, below=1)
+    rslora: bool = key("A B is multiplied by alpha / sqrt(rank) instead", default=False)
+    dora: bool = key("train a magnitude for each output, too", default=False)
+    init: Literal["kaiming", "gaussian", "random", "pissa", "olora"] = key("how A and B begin", default="kaiming")
+    targets: str | tuple[str, ...] = key(
+        "all-linear, ends of the names of modules such as [q_proj,v_proj], or a regular expression of full names",
+        default="all-linear",
+    )
+    exclude: str | tuple[str, ...] = key("no adapters for these modules, named likewise", default=())
+    layers: tuple[int, ...] | None = key("the numbers of the layers that have adapters; null: all", default=None)
+    rank_pattern: dict[str, int] = key("other ranks, by a regular expression of the end of a name", default_factory=dict)
+    alpha_pattern: dict[str, float] = key("other values of alpha, likewise", default_factory=dict)
+    modules_to_save: tuple[str, ...] = key("modules that are trained in full, such as [lm_head]", default=())
+    bias: Literal["none", "all", "lora_only"] = key("which biases are trained", default="none")
+    b_rate: float = key("the learning rate of B is multiplied by this (LoRA+)", default=1.0, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Sizes of the mesh axes, outermost first; their product is the number of ranks."""
 
@@ -467,6 +491,7 @@ class TrainConfig:
     evaluation: EvaluationConfig
     spike: SpikeConfig
     plan: PlanConfig
+    adapter: AdapterConfig = key("adapters that are trained in the place of the weights", default_factory=AdapterConfig)
     experiment: str | None = key("a file in conf/experiment that changes other keys", default=None)
     steps: int = key("optimizer updates of the run", at_least=1)
     seed: int = key("seed of fresh weights and of the order of the data", default=0, at_least=0, at_most=2**63 - 1)

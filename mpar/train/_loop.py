@@ -25,7 +25,7 @@ from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
 from mpar.train._place import Phase
 from mpar.train._saving import Saving
 from mpar.train._setup import RunSetup
-from mpar.train._state import PARAMS, Progress, fresh_state, is_checkpoint, load_state
+from mpar.train._state import PARAMS, Progress, fresh_state, has_params, is_checkpoint, load_state
 from mpar.train._stop import Stop
 from mpar.train._watch import Watch
 
@@ -67,10 +67,10 @@ def start(rank: Rank, resume: Path | None, init: Path | None = None) -> tuple[St
         rank.batches.go_to(reached.data_cursor)
         return state, replace(reached, hf_config=hf_config)
     progress = Progress(0, 0, data, config.seed, data_items=rank.data_items, hf_config=hf_config)
-    if init is not None and is_checkpoint(init):
+    if init is not None and is_checkpoint(init) and (model.plain is model or has_params(model, init)):
         return load_state(rank.program, init, rank.rank, rank.device, params_only=True)[0], progress
     path = str(init) if init is not None else None if config.model.random_init else config.model.path
-    return fresh_state(rank.program, model, rank.rank, seed=config.seed, hf_path=path, device=rank.device), progress
+    return fresh_state(rank.program, model, rank.rank, seed=config.seed, source=path, device=rank.device), progress
 
 
 def run_steps(rank: Rank, state: State, progress: Progress, on_step: Callable[[StepRecord], None]) -> tuple[State, Progress]:

@@ -20,6 +20,7 @@ from mpar.program import Hardware
 from mpar.rollouts import RewardSpec, RolloutPlan
 from mpar.strategy import Strategy, preset
 from mpar.tasks import COLUMN, TaskChain
+from mpar.train._adapters import adapted, with_rates
 from mpar.train._config import (
     FreezeConfig,
     HardwareConfig,
@@ -46,6 +47,8 @@ __all__ = [
     "make_strategy",
     "model_of",
     "num_threads",
+    "run_optimizer",
+    "trained_model",
 ]
 
 BATCH_KEYS = ("tokens", "labels", "positions", "documents")
@@ -75,7 +78,7 @@ def make_setup(config: TrainConfig) -> RunSetup:
     Raises an MparError if mesh, strategy, model or kernels are impossible.
     """
     mesh, strategy = make_mesh(config.mesh), make_strategy(config.strategy, config.mesh)
-    model = _model(config.model, mesh, strategy)
+    model = adapted(config.adapter, _model(config.model, mesh, strategy))
     chain = chain_of(config, _frozen(config.freeze, model))
     return RunSetup(config, mesh, strategy, model, chain, make_hardware(config.hardware), _kernels(config))
 
@@ -117,6 +120,11 @@ def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Trainable:
     strategy, mesh = arrange(strategy, mesh, plain.abstract_params, plain.param_axes)
     groups = tuple(mesh.axis_size(strategy.compute[row]) for row in ("moe_batch", "moe_seq"))
     return plain if groups == (1, 1) else _model_of(group, {**router, "token_groups": groups})
+
+
+def trained_model(config: TrainConfig) -> Trainable:
+    """The model of a run with its adapters, on a mesh that does not divide the tokens of its routers."""
+    return adapted(config.adapter, model_of(config.model))
 
 
 def model_of(group: ModelConfig) -> Trainable:
@@ -259,6 +267,11 @@ def reward_specs(task: TaskConfig) -> list[RewardSpec]:
     return [
         RewardSpec(name, weight, task.reward_options.get(name, {})) for name, weight in zip(task.rewards, weights, strict=True)
     ]
+
+
+def run_optimizer(config: TrainConfig, steps: int) -> Optimizer:
+    """The optimizer of a run of `steps` updates, with the rates of its adapters. Raises ConfigError."""
+    return with_rates(config.adapter, make_optimizer(config.optimizer, steps))
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:

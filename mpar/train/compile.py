@@ -14,7 +14,7 @@ from mpar.strategy import Strategy
 from mpar.train._config import TrainConfig
 from mpar.train._orders import orders
 from mpar.train._plug_ins import plug_in_of
-from mpar.train._setup import RunSetup, batch_shapes, chain_of, make_optimizer
+from mpar.train._setup import RunSetup, batch_shapes, chain_of, run_optimizer
 from mpar.train._sizes import num_microbatches
 
 __all__ = ["compile_evaluation", "compile_program", "make_schedule"]
@@ -26,7 +26,7 @@ def compile_program(setup: RunSetup) -> Program:
     _check_scans(setup.model, setup.strategy, config.mesh.cp)
     return compile_step(
         setup.chain,
-        make_optimizer(config.optimizer, config.steps),
+        run_optimizer(config, config.steps),
         setup.mesh,
         setup.strategy,
         batch_shapes(config, setup.chain, setup.model),
