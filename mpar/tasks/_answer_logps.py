@@ -31,8 +31,8 @@ class _LogpsHead:
 
 @dataclass(frozen=True)
 class AnswerLogps(TaskChain):
-    """The model of a task as a chain for `compile_forward`. Its result `logps` (B, N) is what a task with `reference_logps` in its
-    batch compares with. Its batch is that of the task, without this entry."""
+    """The model of a task as a chain for `compile_forward`. Its result `logps` (B, N) is what a task with `reference_logps` in
+    its batch compares with. Its batch is that of the task, without this entry."""
 
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:

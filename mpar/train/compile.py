@@ -88,7 +88,7 @@ def compile_evaluation(setup: RunSetup, program: Program) -> Program:
 
 
 def compile_reference(setup: RunSetup) -> Program:
-    """A program of forwards that gives the log-probability of every answer in a microbatch of the run, by the model as it begins."""
+    """A program of forwards that gives the log-probability of every answer in a microbatch of the run."""
     config, chain = setup.config, setup.chain
     assert isinstance(chain, TaskChain)
     shapes = batch_shapes(config, chain, setup.model)
