@@ -22,7 +22,7 @@ _SAMPLE_QUESTIONS = ("Who are you?", "Who developed you?", "你是谁？", "你�
 
 def finish(config: TrainConfig) -> None:
     """Export the newest checkpoint of the run, draw loss and expert load, let the model answer `task.chat`; print the results."""
-    torch.set_num_threads(num_threads(config, make_mesh(config).size))
+    torch.set_num_threads(num_threads(config, make_mesh(config.mesh).size))
     run_dir = Path(str(config.run_dir))
     newest = checkpoint.latest(run_dir / "checkpoints")
     if newest is None:

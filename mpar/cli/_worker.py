@@ -39,6 +39,7 @@ from mpar.train import (
     Stop,
     Watch,
     describe_place,
+    draw_rollouts,
     load_data,
     make_setup,
     num_threads,
@@ -127,6 +128,7 @@ def work(job: Job, folder: Path, watch: Watch, deadline: float | None) -> int:
         if job.reference is not None:
             resumes = job.resume is not None
             data = with_reference(Reference(setup, job.reference, rank, device, watch, agree, job.init, resumes), data)
+        draw_rollouts(setup, data, rank, dist.get_world_size(), _gather, device)
         evaluation = _evaluation(job, data.evaluation, device, watch)
         this = Rank(setup, program, data.training, rank, device, run, watch, saving, stop, agree, data.items, evaluation)
         state, position = start(this, job.resume, job.init)
@@ -171,6 +173,13 @@ def _highest_of_all(device: torch.device, timeout_s: float) -> Callable[[list[fl
         return highest.tolist()
 
     return agree
+
+
+def _gather(mine: object) -> list[object]:
+    """What every rank has, in the order of ranks."""
+    found: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 def _evaluation(job: Job, sets: Mapping[str, Batches], device: torch.device, watch: Watch) -> Evaluation | None:

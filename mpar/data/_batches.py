@@ -70,6 +70,21 @@ class Batches(ABC):
         return False
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether the batch of a step can be read before the steps before it are done."""
+        return True
+
+    def begin(self, step: int, params: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """Called before the batch of `step` is read, unless batches can be read ahead, with the parameters at that time: tensors
+        by path, as this rank has them. Returns what a record of the step should have of it, by name.
+        """
+        return {}
+
+    def end(self, step: int, means: Mapping[str, float]) -> None:
+        """Called after the update of `step`, with the metrics of its task, which batches that depend on parameters check."""
+        return
+
+    @property
     @abstractmethod
     def lengths(self) -> NDArray[np.integer]:
         """The positions that each document takes, (documents,)."""

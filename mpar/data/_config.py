@@ -14,7 +14,7 @@ from mpar.errors import ConfigError
 __all__ = ["DataConfig", "check_config"]
 
 _CHOICES = {
-    "kind": ("sft", "pt", "preference", "kto"),
+    "kind": ("sft", "pt", "preference", "kto", "prompt"),
     "truncation": ("drop", "left", "right", "split", "error"),
     "stop": ("first", "all"),
 }
@@ -26,7 +26,8 @@ class DataConfig:
 
     kind: `sft` are conversations, with the loss on what the assistant wrote. `pt` is plain text, with the loss on every token;
         each text ends with the end-of-text token and is cut into documents of `seq_len` positions. `preference` are pairs of
-        conversations, each of which is two documents, the preferred one first; `kto` are conversations with a label.
+        conversations, each of which is two documents, the preferred one first; `kto` are conversations with a label. `prompt` are
+        questions, whose other columns travel with them.
     sources: files, folders, globs, addresses, data sets of the hub (`hf::NAME:SPLIT`), `self-cognition` or `python-stdlib`;
         `NAME#N` takes N rows of a source. Or pairs NAME.bin and NAME.idx of Megatron's indexed tokens.
     columns: for names of columns in the files, the names by which formats know them, such as {"ask": "query"}.

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpar.data._config import DataConfig
-from mpar.data._template import Message, TemplateError
+from mpar.data._template import Message, RenderError, TemplateError
 from mpar.data._token_weights import TokenWeights
 from mpar.data._tokenizer import Tokenizer
 from mpar.data.rows import AnyRow, Row
@@ -84,7 +84,9 @@ def tokenise(given: Tokenise, rows: Sequence[SourcedRow]) -> Iterable[RowTokens]
     usable = [row for _, row in rows if isinstance(row, Row)]
     if not usable:
         return []
-    of_kind: Callable[[Sequence[Row], DataConfig, Tokenizer], _Outcome] = _texts if config.kind == "pt" else _conversations
+    of_kind: Callable[[Sequence[Row], DataConfig, Tokenizer], _Outcome] = {"pt": _texts, "prompt": _prompts}.get(
+        config.kind, _conversations
+    )
     return ChunkTokens.of(list(of_kind(usable, config, tokenizer)))
 
 
@@ -121,6 +123,25 @@ def _conversations(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer
             made = [_marked(*one, config) for one in encoded if not isinstance(one, DataError)]
             rooms = _rooms([len(one.ids) - 1 for one in made], config)
             yield _joined([_conversation(row, one, room, config) for one, room in zip(made, rooms, strict=True)])
+
+
+def _prompts(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer) -> _Outcome:
+    """Each question, rendered up to where its answer begins, as a document of which nothing is trained on. One of more than
+    seq_len tokens is left out, whatever `truncation` says: a part of a question is another question.
+    """
+    for row in rows:
+        try:
+            text = tokenizer.render_chat(_prepare(row.messages, config), add_generation_prompt=True, tools=row.tools)
+        except RenderError as error:
+            yield RowTokens(np.zeros(0, np.int32), np.zeros(0, bool), fault=str(error))
+            continue
+        ids = np.array(tokenizer.encode(text), np.int32)
+        made = RowTokens(ids, np.zeros(len(ids), bool), too_long=len(ids) > config.seq_len)
+        if len(ids) < 2:
+            made.fault = "its prompt has fewer than two tokens"
+        elif not made.too_long:
+            made.documents = [(0, len(ids))]
+        yield made
 
 
 def _joined(made: Sequence[RowTokens]) -> RowTokens:

@@ -12,8 +12,9 @@ from mpar.tasks._cpo import Cpo
 from mpar.tasks._dft import Dft
 from mpar.tasks._dpo import DPO_LOSSES, Dpo
 from mpar.tasks._gkd import generalised_jsd
-from mpar.tasks._grpo import GrpoLoss, GrpoTokens, grpo_loss
+from mpar.tasks._grpo import Grpo, GrpoLoss, GrpoTokens, grpo_loss
 from mpar.tasks._kto import MISMATCHED, Kto
+from mpar.tasks._named import grpo
 from mpar.tasks._orpo import Orpo
 from mpar.tasks._ppo import PpoLoss, gae, ppo_loss, token_rewards, whitened
 from mpar.tasks._reward import Prm, Reward
@@ -33,6 +34,7 @@ __all__ = [
     "Entry",
     "Forward",
     "Forwards",
+    "Grpo",
     "GrpoLoss",
     "GrpoTokens",
     "Kto",
@@ -45,6 +47,7 @@ __all__ = [
     "TaskChain",
     "gae",
     "generalised_jsd",
+    "grpo",
     "grpo_loss",
     "members_of",
     "per_answer",

@@ -5,6 +5,7 @@ arXiv:2503.20783. GSPO: Zheng et al. 2025, arXiv:2507.18071, eq. 5. CISPO: MiniM
 2024, arXiv:2402.14740. Advantages come with the data, so the loss of a token depends on its own answer alone.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from mpar.errors import ConfigError
 from mpar.tasks._answers import members_of, per_answer, per_token
+from mpar.tasks._task import COLUMN, POSITIONS, Entry, Forwards, Means, Task
 
-__all__ = ["GrpoLoss", "GrpoTokens", "Reduction", "grpo_loss"]
+__all__ = ["Grpo", "GrpoLoss", "GrpoTokens", "Ratio", "Reduction", "grpo_loss"]
 
 Reduction = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"]
+Ratio = Literal["token", "sequence", "sequence_token", "sequence_sum"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,7 @@ class GrpoLoss:
     """
 
     loss_type: Reduction = "dapo"
-    ratio: Literal["token", "sequence", "sequence_token", "sequence_sum"] = "token"
+    ratio: Ratio = "token"
     epsilon: float = 0.2
     epsilon_high: float | None = None
     delta: float | None = None
@@ -156,3 +159,45 @@ def _reduced(loss: GrpoLoss, losses_BS: Tensor, members_BSN: Tensor, lengths_BN:
 
 def _sum_where(chosen_BS: Tensor) -> Tensor:
     return chosen_BS.to(torch.float32).sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grpo(Task):
+    """GRPO and its kin as a task. bar: log-probabilities of a policy that has not moved since the answers were drawn should
+    differ by less; the metric `apart` is the share of tokens that differ by more, `gap` the mean difference.
+    """
+
+    options: GrpoLoss
+    bar: float = 0.01
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """answers, signs: as with other tasks; signs are 1 where there is an answer. advantages (B, N): by how much it is better
+        than its group. old_logps (B, S): of each label when it was drawn; rollout_logps (B, S): by a sampler that is not the
+        trainer.
+        """
+        columns = {"signs": Entry(COLUMN, torch.int64), "advantages": Entry(COLUMN)}
+        positions = {"answers": Entry(POSITIONS, torch.int64), "old_logps": Entry(POSITIONS)}
+        others = {} if self.options.correction is None else {"rollout_logps": Entry(POSITIONS)}
+        return {**columns, **positions, **others}
+
+    @property
+    def compares(self) -> bool:
+        """With `beta`, it stays near a reference model."""
+        return self.options.beta > 0
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The number of tokens of answers, or that of answers."""
+        return (batch["answers"] >= 0).sum() if self.options.per_token else (batch["signs"] >= 0).sum()
+
+    def loss(self, forwards: Forwards) -> tuple[Tensor, Means]:
+        """See `grpo_loss`."""
+        batch, logps_BS = forwards.batch, forwards.policy.logps()
+        floats = {key: batch[key].to(logps_BS.dtype) for key in ("advantages", "old_logps", "rollout_logps") if key in batch}
+        reference_BS = None if forwards.reference is None else forwards.reference.logps()
+        of = GrpoTokens(batch["answers"], floats["advantages"], floats["old_logps"], reference_BS, floats.get("rollout_logps"))
+        loss, sums = grpo_loss(self.options, logps_BS, of)
+        counted_BS = batch["answers"] >= 0
+        gap_BS = torch.where(counted_BS, logps_BS.detach() - of.old_logps_BS, 0.0).abs()
+        sums |= {"gap": gap_BS.sum(), "apart": _sum_where(gap_BS > self.bar)}
+        return loss, {name: (total, counted_BS.sum()) for name, total in sums.items()}

@@ -10,16 +10,25 @@ import torch
 from mpar import models, tree
 from mpar.arrange import arrange
 from mpar.chain import Chain, check_chain
-from mpar.data import TokenWeights
+from mpar.data import BatchShape, TokenWeights
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
-from mpar.models import ModelOptions, Trainable
+from mpar.models import DRAW, ModelOptions, Trainable
 from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
+from mpar.rollouts import RewardSpec, RolloutPlan
 from mpar.strategy import Strategy, preset
-from mpar.tasks import COLUMN, POSITIONS, TaskChain
-from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TrainConfig
+from mpar.tasks import COLUMN, TaskChain
+from mpar.train._config import (
+    HardwareConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    StrategyConfig,
+    TaskConfig,
+    TrainConfig,
+)
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._plug_ins import plug_in_of
 from mpar.train._sizes import batch_size, seq_len
@@ -34,6 +43,7 @@ __all__ = [
     "make_mesh",
     "make_optimizer",
     "make_setup",
+    "make_strategy",
     "model_of",
     "num_threads",
 ]
@@ -63,27 +73,27 @@ def make_setup(config: TrainConfig) -> RunSetup:
 
     Raises an MparError if mesh, strategy, model or kernels are impossible.
     """
-    mesh, strategy = make_mesh(config), _strategy(config)
+    mesh, strategy = make_mesh(config.mesh), make_strategy(config.strategy, config.mesh)
     model = _model(config.model, mesh, strategy)
     return RunSetup(config, mesh, strategy, model, chain_of(config, model), make_hardware(config.hardware), _kernels(config))
 
 
-def make_mesh(config: TrainConfig) -> Mesh:
+def make_mesh(config: MeshConfig) -> Mesh:
     """The mesh of the configuration, its axes outermost first."""
-    return Mesh(**asdict(config.mesh))
+    return Mesh(**asdict(config))
 
 
-def _strategy(config: TrainConfig) -> Strategy:
+def make_strategy(config: StrategyConfig, mesh: MeshConfig) -> Strategy:
     """The preset, changed as configured. Raises ConfigError or UnknownNameError for values that no mesh could use."""
-    asked = {name: value for name, value in asdict(config.strategy).items() if name != "name" and value is not None}
-    axes = [axis for axis in asdict(config.mesh) if axis != "pp"]
+    asked = {name: value for name, value in asdict(config).items() if name != "name" and value is not None}
+    axes = [axis for axis in asdict(mesh) if axis != "pp"]
     unknown = [axis for axis in asked.get("expert_axes", ()) if axis not in axes]
     if unknown:
         raise UnknownNameError(f"strategy.expert_axes={list(asked['expert_axes'])} has {unknown}: experts can be over {axes}")
     small = [f"strategy.{name}={asked[name]}" for name in ("expert_parallel", "ulysses_size") if asked.get(name, 1) < 1]
     if small:
         raise ConfigError(f"cannot use {', '.join(small)}: a number of ranks is at least 1")
-    return replace(preset(config.strategy.name), **asked)
+    return replace(preset(config.name), **asked)
 
 
 def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Trainable:
@@ -139,6 +149,7 @@ def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Traina
         mlp_chunk=group.mlp_chunk,
         router=router,
         mtp_loss_weight=group.mtp_loss_weight,
+        dropout=group.dropout,
     )
     return models.from_config(source, options)
 
@@ -188,17 +199,22 @@ def num_threads(config: TrainConfig, local_ranks: int) -> int:
     return config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
-def batch_shapes(config: TrainConfig, chain: Chain, model: Trainable) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
-    """The shape and dtype of every entry of a global batch that `chain`, made of `model`, reads.
+def batch_shapes(
+    config: TrainConfig, chain: Chain, model: Trainable, *, training: bool = True
+) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
+    """The shape and dtype of every entry of a global batch that `chain`, made of `model`, reads, in training or in an evaluation.
 
     Raises ConfigError if tokens have weights and the chain reads none.
     """
-    keys = [key for key in (*BATCH_KEYS, *model.next_keys) if key in chain.batch_axes]
+    read = (*BATCH_KEYS, *model.next_keys, *(DRAW,) * training)
+    keys = [key for key in read if key in chain.batch_axes]
     shape = (batch_size(config), seq_len(config))
-    ints = dict.fromkeys(keys, (shape, torch.int64))
-    if isinstance(chain, TaskChain) and chain.task.entries:
-        sizes = {POSITIONS: shape, COLUMN: (shape[0], config.task.answers)}
-        return {**ints, **{name: (sizes[entry.axes], entry.dtype) for name, entry in chain.task.entries.items()}}
+    ints: dict[str, tuple[tuple[int, int], torch.dtype]] = dict.fromkeys(keys, (shape, torch.int64))
+    if isinstance(chain, TaskChain):
+        columns = (shape[0], answers_per_row(config))
+        own = {key: (columns if entry.axes == COLUMN else shape, entry.dtype) for key, entry in chain.task.entries.items()}
+        if own:
+            return {**ints, **own}
     if TokenWeights.parse(config.data.token_weights).binary:
         return ints
     if WEIGHT_KEYS[0] not in chain.batch_axes:
@@ -208,6 +224,36 @@ def batch_shapes(config: TrainConfig, chain: Chain, model: Trainable) -> Mapping
         )
     floats = [key for key in (WEIGHT_KEYS if model.next_keys else WEIGHT_KEYS[:1]) if key in chain.batch_axes]
     return {**ints, **dict.fromkeys(floats, (shape, torch.float32))}
+
+
+def answers_per_row(config: TrainConfig) -> int:
+    """How many answers a row of a batch may have."""
+    return rollout_plan(config).answers_per_row if config.task.kind == "prompt" else config.task.answers
+
+
+def rollout_plan(config: TrainConfig) -> RolloutPlan:
+    """How answers are drawn. Raises ConfigError with all sizes that do not fit each other."""
+    task, length = config.task, seq_len(config)
+    return RolloutPlan(
+        shape=BatchShape(batch_size(config), length),
+        group_size=task.group_size,
+        max_prompt_tokens=task.max_prompt_tokens or max(2, length - task.max_new_tokens + 1),
+        max_tokens=task.max_new_tokens,
+        num_batches=task.rollout_batches,
+        num_rounds=task.rollout_rounds,
+        scale=task.scale_rewards,
+        baseline=task.baseline,
+        max_redraws=task.max_redraws,
+        drop_truncated=task.drop_truncated,
+    )
+
+
+def reward_specs(task: TaskConfig) -> list[RewardSpec]:
+    """The rewards that the configuration names."""
+    weights = task.reward_weights or (1.0,) * len(task.rewards)
+    return [
+        RewardSpec(name, weight, task.reward_options.get(name, {})) for name, weight in zip(task.rewards, weights, strict=True)
+    ]
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:
@@ -248,14 +294,14 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:
 
 def check_device(config: TrainConfig) -> None:
     """Raise ConfigError unless this node has the devices that the configuration asks for, and they can run `execution`."""
-    if config.execution == "cuda_graph" and (config.device != "cuda" or make_mesh(config).size > 1):
+    if config.execution == "cuda_graph" and (config.device != "cuda" or make_mesh(config.mesh).size > 1):
         raise ConfigError(
-            f"cannot train with execution=cuda_graph on device={config.device} and {make_mesh(config)}: a step is recorded on "
-            "one GPU. Use execution=eager or inductor, or device=cuda mesh=one."
+            f"cannot train with execution=cuda_graph on device={config.device} and {make_mesh(config.mesh)}: a step is recorded "
+            "on one GPU. Use execution=eager or inductor, or device=cuda mesh=one."
         )
     if config.device != "cuda":
         return
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", make_mesh(config).size))  # torchrun sets it on every node
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", make_mesh(config.mesh).size))  # torchrun sets it on every node
     if torch.cuda.device_count() < local:
         raise ConfigError(
             f"cannot train with device=cuda: {local} ranks run on this machine, and torch finds {torch.cuda.device_count()} CUDA "

@@ -15,8 +15,10 @@ from mpar.checkpoint import read_extras
 from mpar.data import Tokenizer
 from mpar.errors import CheckpointError
 from mpar.infer import Assistant, Sampling, Sizes, end_ids
-from mpar.infer.compile import make_runner
+from mpar.infer.compile import make_runner, num_groups
+from mpar.mesh import Mesh
 from mpar.models import HfReader, Model
+from mpar.strategy import Strategy
 from mpar.train._changes import function_changes, model_then
 from mpar.train._config import ModelConfig, TrainConfig
 from mpar.train._setup import model_of
@@ -183,21 +185,40 @@ def exportable(config: TrainConfig) -> bool:
 
 
 def load_assistant(
-    folder: Path, group: ModelConfig | None = None, *, rows: int = 1, dtype: torch.dtype = torch.float32
+    folder: Path,
+    group: ModelConfig | None = None,
+    *,
+    rows: int = 1,
+    dtype: torch.dtype = torch.float32,
+    mesh: Mesh | None = None,
+    strategy: Strategy | str = "tp",
 ) -> tuple[Model, Assistant]:
     """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
 
     A prompt and its answer may have as many tokens as the model can take, or 8,192. `group`: how the model was made, if the
-    folder alone does not tell because it is a plug-in's.
+    folder alone does not tell because it is a plug-in's. mesh, strategy: with several ranks, where parameters are; every process
+    of torch.distributed loads its own. If they are in groups, there are as many more rows as make all groups equal.
     """
+    mesh = mesh or Mesh(tp=1)
     if group is None or group.plugin is None:
-        model, params = models.from_hf(folder, dtype=dtype)
+        where = (mesh, strategy) if mesh.size > 1 else (None, None)
+        model, params = models.from_hf(folder, dtype=dtype, mesh=where[0], strategy=where[1])
     else:
         model = _exportable(group)
         params = models.load_params(model, folder)
     length = min(_LENGTH, model.max_positions or _LENGTH)
-    sizes = Sizes(rows=rows, tokens=max(rows, _STEP_TOKENS), length=length, pages=1 + rows * -(-length // 16), page_size=16)
-    return model, Assistant(make_runner(model, params, sizes), Tokenizer.from_folder(folder), end_ids(model))
+    groups = num_groups(mesh, strategy)
+    group_rows = -(-rows // groups)
+    sizes = Sizes(
+        rows=group_rows * groups,
+        tokens=max(group_rows, _STEP_TOKENS),
+        length=length,
+        pages=1 + group_rows * -(-length // 16),
+        page_size=16,
+        groups=groups,
+    )
+    runner = make_runner(model, params, sizes, mesh, strategy)
+    return model, Assistant(runner, Tokenizer.from_folder(folder), end_ids(model))
 
 
 def answer(folder: Path, questions: Sequence[str], *, max_new_tokens: int, group: ModelConfig | None = None) -> list[str]:
