@@ -123,7 +123,7 @@ def work(job: Job, folder: Path, watch: Watch, deadline: float | None) -> int:
         watch.enter(Phase.BEGIN)
         data = load_data(setup, folder / DATA_FOLDER)
         _check_same(data.fingerprint, job.fingerprint, agree, watch)
-        draw_rollouts(setup, data, rank, dist.get_world_size(), _gather, device)
+        draw_rollouts(setup, program, data, rank, _gather, device)
         evaluation = _evaluation(job, data.evaluation, device, watch)
         this = Rank(setup, program, data.training, rank, device, run, watch, saving, stop, agree, data.items, evaluation)
         state, position = start(this, job.resume, job.init)
