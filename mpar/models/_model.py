@@ -101,6 +101,11 @@ class Trainable(Chain):
             return torch.ones(sizes, dtype=leaf.dtype)
         return normal(fold_key(seed, path), bounds, leaf.dtype).mul_(self.init_std(path))
 
+    def origin_of(self, path: str) -> "tuple[Trainable, str]":
+        """The model whose stored weights have the parameter at `path`, and its path there: this model, unless the parameter is a
+        copy of one of another model. Training may begin with these weights."""
+        return self, path
+
     def init(self, seed: int, dtype: torch.dtype | None = None) -> Tree:
         """Fresh parameters, of the dtype `dtype` or their own. Every element depends only on `seed`, its path and its index."""
         named, structure = tree.leaves_with_path(self.abstract_params), tree.flatten(self.abstract_params)[1]

@@ -15,12 +15,14 @@ from mpar.tasks._reference import REFERENCE, beside, joined_paths
 from mpar.tasks._task import Forward, Forwards, Task
 from mpar.tree import Tree
 
-__all__ = ["MEAN", "TaskChain", "task_means"]
+__all__ = ["BESIDE_MODEL", "MEAN", "TaskChain", "task_means"]
 
 MEAN = ".mean"
 """How the names of those metrics of a segment end that are a sum and a count, of shape (2,)."""
 TASK = "task"
 """Where the parameters of a task are in the tree."""
+BESIDE_MODEL = (f"{TASK}.", f"{REFERENCE}.")
+"""How the paths of parameters begin that are not those of the model."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,13 @@ class TaskChain(Trainable):
     def hf_config(self) -> dict[str, object] | None:
         """That of the model."""
         return self.model.hf_config
+
+    def origin_of(self, path: str) -> tuple[Trainable, str]:
+        """The parameters of the reference model begin as those of the model; those of the task are its own."""
+        top, _, inner = path.partition(".")
+        if top == REFERENCE and self.reference is not None and not self.shared:
+            return self.reference.origin_of(inner)
+        return (self, path) if top == TASK and self.task.parameters else self.model.origin_of(path)
 
     def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
         """The reference model begins as the same model; parameters of the task are zero."""

@@ -20,10 +20,13 @@ from mpar.tasks._pairs import (
     FromData,
     Sides,
     answer_scores,
+    from_data,
     num_pairs,
     of_pairs,
     pair_means,
     sides,
+    smoothed,
+    total,
 )
 from mpar.tasks._task import COLUMN, POSITIONS, Entry, Forwards, Means, Task
 
@@ -45,8 +48,7 @@ class _Pair:
 
 def _sigmoid(pair: _Pair) -> Tensor:
     """With label smoothing: cDPO (Mitchell 2023)."""
-    scaled = pair.beta * pair.d
-    return -(1 - pair.smoothing) * logsigmoid(scaled) - pair.smoothing * logsigmoid(-scaled)
+    return smoothed(pair.beta * pair.d, pair.smoothing)
 
 
 def _robust(pair: _Pair) -> Tensor:
@@ -190,27 +192,24 @@ class Dpo(Task):
     def loss(self, forwards: Forwards) -> tuple[Tensor, Means]:
         """The sum over pairs; metrics are means over pairs, rewards are beta * R."""
         batch = forwards.batch
-        policy = answer_scores(forwards.policy, batch, self.ld_alpha)
+        policy = answer_scores(forwards.policy.logps(), batch, self.ld_alpha)
         reference_BN = torch.zeros_like(policy.sums_BN)
         if self.reference == "columns":
             reference_BN = batch["reference_logps"].to(policy.sums_BN.dtype)
         elif forwards.reference is not None:
-            reference_BN = answer_scores(forwards.reference, batch, self.ld_alpha).sums_BN
+            reference_BN = answer_scores(forwards.reference.logps(), batch, self.ld_alpha).sums_BN
         present_BP = of_pairs(batch)
         pair = self.pair(policy, reference_BN, batch.get("beta"), present_BP)
         losses_BP = sum(weight * DPO_LOSSES[name](pair) for name, weight in self.losses) + self.rpo_alpha * _sft(pair)
         rewards = Sides(*(pair.beta * reward for reward in (pair.rewards.chosen, pair.rewards.rejected)))
         means = pair_means(rewards, sides(policy.sums_BN), present_BP)
-        return torch.where(present_BP, losses_BP, 0.0).sum(), means
+        return total(losses_BP, present_BP), means
 
     def pair(self, policy: AnswerScores, reference_BN: Tensor, beta_BN: Tensor | None, present_BP: Tensor) -> _Pair:
         """What a loss reads, made of log-probabilities by both models."""
         ratios_BN = policy.sums_BN - reference_BN
         rewards = sides(self._held(ratios_BN))
-        beta = self.beta
-        if isinstance(beta, str):
-            assert beta_BN is not None
-            beta = torch.where(present_BP, sides(beta_BN).chosen, 1.0).to(ratios_BN.dtype)
+        beta = from_data(self.beta, beta_BN, present_BP, ratios_BN)
         mean_d = sides(ratios_BN / policy.lengths_BN).margin
         return _Pair(rewards, rewards.margin, mean_d, sides(policy.means_BN).chosen, beta, self.label_smoothing)
 

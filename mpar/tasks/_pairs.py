@@ -6,11 +6,25 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from mpar.tasks._answers import members_of, per_answer
-from mpar.tasks._task import COLUMN, POSITIONS, Entry, Forward, Means
+from mpar.tasks._task import COLUMN, POSITIONS, Entry, Means
 
-__all__ = ["ANSWER_ENTRIES", "AnswerScores", "FromData", "Sides", "answer_scores", "num_pairs", "of_pairs", "pair_means", "sides"]
+__all__ = [
+    "ANSWER_ENTRIES",
+    "AnswerScores",
+    "FromData",
+    "Sides",
+    "answer_scores",
+    "from_data",
+    "num_pairs",
+    "of_pairs",
+    "pair_means",
+    "sides",
+    "smoothed",
+    "total",
+]
 
 ANSWER_ENTRIES: Mapping[str, Entry] = {"answers": Entry(POSITIONS, torch.int64), "signs": Entry(COLUMN, torch.int64)}
 FromData = float | Literal["data"]
@@ -43,19 +57,18 @@ class Sides:
         return self.chosen - self.rejected
 
 
-def answer_scores(forward: Forward, batch: Mapping[str, Tensor], ld_alpha: float | None = None) -> AnswerScores:
-    """The log-probabilities that a forward gives each answer.
+def answer_scores(logps_BS: Tensor, batch: Mapping[str, Tensor], ld_alpha: float | None = None) -> AnswerScores:
+    """The log-probabilities of each answer, from those of the labels.
 
     ld_alpha: of a pair, tokens of the longer answer beyond the length of the shorter one weigh so much in its sum (Liu et al.
     2024, arXiv:2409.06411); the entry `indices` (B, S) says which token of its answer a label is.
     """
-    logps_BS, num_answers = forward.logps(), batch["signs"].shape[1]
-    members_BSN = members_of(batch["answers"], num_answers, logps_BS.dtype)
+    members_BSN = members_of(batch["answers"], batch["signs"].shape[1], logps_BS.dtype)
     lengths_BN = members_BSN.sum(1)
     if ld_alpha is not None:
         shorter_BN = lengths_BN.unflatten(1, (-1, 2)).amin(2, keepdim=True).expand(-1, -1, 2).flatten(1)
         beyond_BSN = batch["indices"][..., None] >= shorter_BN[:, None]
-        members_BSN = members_BSN * torch.where(beyond_BSN, ld_alpha, 1.0)
+        members_BSN = members_BSN * (1 - (1 - ld_alpha) * beyond_BSN.to(members_BSN.dtype))
     return AnswerScores(per_answer(logps_BS, members_BSN), lengths_BN.clamp(min=1))
 
 
@@ -72,6 +85,24 @@ def of_pairs(batch: Mapping[str, Tensor]) -> Tensor:
 def num_pairs(batch: Mapping[str, Tensor]) -> Tensor:
     """How many pairs a batch has."""
     return of_pairs(batch).sum()
+
+
+def from_data(given: FromData, column_BN: Tensor | None, present_BP: Tensor, like: Tensor) -> Tensor | float:
+    """The number of each pair: the same for all, or that of the preferred answer in a column of the batch."""
+    if not isinstance(given, str):
+        return given
+    assert column_BN is not None
+    return torch.where(present_BP, sides(column_BN).chosen, 1.0).to(like.dtype)
+
+
+def smoothed(x: Tensor, smoothing: float) -> Tensor:
+    """Minus the logarithm of sigmoid(x), where a share of the pairs is labelled the other way round."""
+    return -(1 - smoothing) * logsigmoid(x) - smoothing * logsigmoid(-x)
+
+
+def total(losses_BP: Tensor, present_BP: Tensor) -> Tensor:
+    """The sum over the pairs that there are."""
+    return torch.where(present_BP, losses_BP, 0.0).sum()
 
 
 def pair_means(rewards: Sides, logps: Sides, present_BP: Tensor) -> Means:

@@ -81,7 +81,7 @@ class Task(ABC):
 
     @property
     def parameters(self) -> Mapping[str, Axes]:
-        """Parameters of its own by name, with their logical axes: dims called `embed` have the width of the model, others are 1."""
+        """Parameters of its own by name, with their logical axes. Dims called `embed` have the width of the model, others 1."""
         return {}
 
     @property
@@ -92,6 +92,11 @@ class Task(ABC):
     @property
     def reads_hidden(self) -> bool:
         """Whether it reads features, and the output matrix of the model has no use."""
+        return False
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether labels are wanted at all positions of a document, also where they count for no answer."""
         return False
 
     @abstractmethod

@@ -19,11 +19,12 @@ from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
 from mpar.rollouts import RewardSpec, RolloutPlan
 from mpar.strategy import Strategy, preset
-from mpar.tasks import COLUMN, TaskChain
+from mpar.tasks import COLUMN, POSITIONS, TaskChain
 from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TaskConfig, TrainConfig
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._plug_ins import plug_in_of
 from mpar.train._sizes import batch_size, seq_len
+from mpar.train._tasks import make_task
 
 __all__ = [
     "RunSetup",
@@ -46,7 +47,7 @@ WEIGHT_KEYS = ("token_weights", "next_token_weights")  # of labels, and of those
 class RunSetup:
     """A configuration and the objects that it names. Every process makes this once and passes it to what needs it.
 
-    chain: what is trained, which is the model itself unless a task of the user's own makes another chain of it.
+    chain: what is trained, which is the model itself unless a task makes another chain of it.
     """
 
     config: TrainConfig
@@ -144,12 +145,17 @@ def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Traina
 
 
 def chain_of(config: TrainConfig, model: Trainable) -> Chain:
-    """What is trained: `model`, or what a task of the user's own makes of it. Raises ConfigError if that is no chain with the
-    parameters of the model.
+    """What is trained: `model`, or what a task makes of it. Raises ConfigError if options of the task are impossible, or if what
+    a task of the user's own makes is no chain with the parameters of the model.
     """
     plug_in = plug_in_of(config.task)
     if plug_in is None:
-        return model
+        task = make_task(config.task)
+        if task is None:
+            return model
+        chain: Chain = TaskChain(model, task, model if task.compares else None)
+        check_chain(chain, trains=True)
+        return chain
     made = plug_in.call(model)
     if isinstance(made, type) or not hasattr(made, "segments"):
         raise ConfigError(
@@ -190,10 +196,10 @@ def batch_shapes(config: TrainConfig, chain: Chain, model: Trainable) -> Mapping
     """
     keys = [key for key in (*BATCH_KEYS, *model.next_keys) if key in chain.batch_axes]
     shape = (batch_size(config), seq_len(config))
-    ints: dict[str, tuple[tuple[int, int], torch.dtype]] = dict.fromkeys(keys, (shape, torch.int64))
-    if isinstance(chain, TaskChain):
-        columns = (shape[0], answers_per_row(config))
-        ints |= {key: (columns if entry.axes == COLUMN else shape, entry.dtype) for key, entry in chain.task.entries.items()}
+    ints = dict.fromkeys(keys, (shape, torch.int64))
+    if isinstance(chain, TaskChain) and chain.task.entries:
+        sizes = {POSITIONS: shape, COLUMN: (shape[0], answers_per_row(config))}
+        return {**ints, **{name: (sizes[entry.axes], entry.dtype) for name, entry in chain.task.entries.items()}}
     if TokenWeights.parse(config.data.token_weights).binary:
         return ints
     if WEIGHT_KEYS[0] not in chain.batch_axes:
@@ -207,7 +213,7 @@ def batch_shapes(config: TrainConfig, chain: Chain, model: Trainable) -> Mapping
 
 def answers_per_row(config: TrainConfig) -> int:
     """How many answers a row of a batch may have."""
-    return rollout_plan(config).answers_per_row
+    return rollout_plan(config).answers_per_row if config.task.kind == "prompt" else config.task.answers
 
 
 def rollout_plan(config: TrainConfig) -> RolloutPlan:

@@ -17,6 +17,7 @@ from mpar.mesh import Mesh
 from mpar.models import DecoderParams, HfReader, Model, Trainable, shard_slices
 from mpar.program import Leaf, Program, State
 from mpar.spec import local_shape
+from mpar.tasks import BESIDE_MODEL
 from mpar.train._config import PlainConfig, ResumeConfig
 from mpar.train._data_items import unlike_data
 from mpar.train._health import Health, Seen
@@ -31,6 +32,7 @@ __all__ = [
     "load_state",
     "read_params",
     "resume_from",
+    "started_state",
 ]
 
 PARAMS = "params."
@@ -133,18 +135,23 @@ class Progress:
 
 
 def fresh_state(program: Program, model: Trainable, rank: int, *, seed: int, hf_path: str | None, device: torch.device) -> State:
-    """This rank's shards before the first step. Parameters are drawn from `seed`, or read from the weights in `hf_path`; the
-    optimizer's state is zero.
+    """This rank's shards before the first step. Parameters are drawn from `seed`, or read from the weights in `hf_path` if these
+    have them (`Trainable.origin_of`); the optimizer's state is zero.
     """
     leaves: dict[str, Tensor] = {}
-    reader = None if hf_path is None else HfReader(_exportable(model, hf_path), hf_path)
+    readers: dict[Trainable, HfReader] = {}
     for leaf in program.part(rank).state_in:
         kind, _, path = leaf.path.partition(".")
         if kind != "params":
             leaves[leaf.path] = _zeros(leaf, program.mesh, device)
             continue
         cut = shard_slices(leaf.shape, leaf.spec, program.mesh, rank)
-        part = model.init_leaf(seed, path, cut) if reader is None else reader.read_leaf(path, cut)
+        owner, inner = model.origin_of(path)
+        if hf_path is None or (owner is model and path.startswith(BESIDE_MODEL)):
+            part = model.init_leaf(seed, path, cut)
+        else:
+            readers[owner] = readers.get(owner) or HfReader(_exportable(owner, hf_path), hf_path)
+            part = readers[owner].read_leaf(inner, cut)
         leaves[leaf.path] = part.to(device=device, dtype=leaf.dtype).contiguous()
     return State(leaves)
 
@@ -156,6 +163,29 @@ def _exportable(model: Trainable, folder: str) -> Model:
         f"cannot start from the weights in {folder}: {model.name} does not say how its parameters are called in such folders.\n"
         "Give init_from= a run or a checkpoint, or leave it out."
     )
+
+
+def started_state(program: Program, model: Trainable, rank: int, path: Path, *, seed: int, device: torch.device) -> State:
+    """This rank's shards before the first step, with the parameters in the checkpoint at `path`. Parameters that are copies of
+    others begin as these, and what the checkpoint does not have besides the model's is fresh. The optimizer's state is zero.
+    """
+    present, mesh = set(checkpoint.names(path)), program.mesh
+    wanted, names = {}, {}
+    leaves: dict[str, Tensor] = {}
+    for leaf in program.part(rank).state_in:
+        kind, _, inner = leaf.path.partition(".")
+        if kind != "params":
+            leaves[leaf.path] = _zeros(leaf, mesh, device)
+        elif inner.startswith(BESIDE_MODEL) and model.origin_of(inner)[0] is model and leaf.path not in present:
+            part = model.init_leaf(seed, inner, shard_slices(leaf.shape, leaf.spec, mesh, rank))
+            leaves[leaf.path] = part.to(device=device, dtype=leaf.dtype).contiguous()
+        else:
+            names[leaf.path] = PARAMS + model.origin_of(inner)[1]
+            wanted[names[leaf.path]] = (leaf.shape, leaf.spec, leaf.dtype)
+    origins = {PARAMS + model.origin_of(leaf.path.removeprefix(PARAMS))[1] for leaf in program.state_in}
+    others = {name for name in present if not name.startswith(PARAMS) or name.removeprefix(PARAMS).startswith(BESIDE_MODEL)}
+    loaded = checkpoint.load(path, wanted, mesh, rank, elsewhere=(origins | others) - wanted.keys())
+    return State({**leaves, **{name: loaded[source].to(device).clone() for name, source in names.items()}})
 
 
 def load_state(
@@ -198,14 +228,19 @@ def load_params(model: Trainable, path: Path) -> DecoderParams[Tensor]:
 
 
 def read_params(model: Trainable, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The global parameters in a checkpoint with their paths, one after the other.
+    """The global parameters of the model in a checkpoint with their paths, one after the other. Those of a task are left out.
 
     Raises CheckpointError, before the first, unless they are exactly those of the model, and if one that is read is damaged.
     """
     leaves = tree.leaves_with_path(model.abstract_params)
     expected = {PARAMS + name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
     with checkpoint.Reader(path) as reader:
-        found = {name: (x.shape, x.dtype) for name, x in reader.tensors.items() if name.startswith(PARAMS)}
+        beside = tuple(PARAMS + root for root in BESIDE_MODEL)
+        found = {
+            name: (x.shape, x.dtype)
+            for name, x in reader.tensors.items()
+            if name.startswith(PARAMS) and not name.startswith(beside)
+        }
         problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
         problems += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys())]
         problems += [

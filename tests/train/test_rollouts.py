@@ -111,10 +111,10 @@ def test_it_learns_to_add(arithmetic):
     assert sum(rewards[:3]) / 3 < 0.3
     assert sum(rewards[-5:]) / 5 > 0.8
     for record in records[::2]:  # the first of two updates meets the log-probabilities of the sampler
-        assert record.task_means["apart"] == 0
-        assert record.task_means["gap"] < 1e-5
-        assert record.task_means["ratio"] == pytest.approx(1, abs=1e-5)
-    assert any(record.task_means["gap"] > 1e-3 for record in records[1::2])
+        assert record.task_metrics["apart"] == 0
+        assert record.task_metrics["gap"] < 1e-5
+        assert record.task_metrics["ratio"] == pytest.approx(1, abs=1e-5)
+    assert any(record.task_metrics["gap"] > 1e-3 for record in records[1::2])
 
 
 def test_a_run_goes_on_between_two_updates_with_the_same_bits(arithmetic):
