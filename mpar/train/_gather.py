@@ -1,6 +1,6 @@
 """Gathers parameters: from the shards that ranks train to whole tensors on every rank, for a sampler that is not sharded."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,17 +13,16 @@ from mpar.train._state import PARAMS
 __all__ = ["gathered_params"]
 
 
-def gathered_params(program: Program, rank: int, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All parameters by path, global, on every rank. All ranks of the process group call this together.
+def gathered_params(program: Program, rank: int, shards: Mapping[str, Tensor], paths: Sequence[str]) -> dict[str, Tensor]:
+    """The parameters at these paths, global, on every rank. All ranks of the process group call this together.
 
     shards: those of this rank, by path. Every distinct shard is broadcast once, by the first rank that has it.
     """
     found: dict[str, Tensor] = {}
     like = next(iter(shards.values()))
-    for leaf in program.state_in:
-        path = leaf.path.removeprefix(PARAMS)
-        if not leaf.path.startswith(PARAMS) or path in found:
-            continue
+    leaves = {leaf.path: leaf for leaf in program.state_in}
+    for path in paths:
+        leaf = leaves[f"{PARAMS}{path}"]
         found[path] = torch.empty(leaf.shape, dtype=leaf.dtype, device=like.device)
         for owner, slices in _owners(program, leaf):
             here = found[path][slices]

@@ -37,11 +37,11 @@ def draw_rollouts(setup: RunSetup, program: Program, data: RunData, rank: int, e
         return
     prompts = Prompts(batches.prompts.documents, seed=config.seed, shuffle=config.data.shuffle)
     tokenizer = data.tokenizer
-    own: Sampler = _sampler(setup, batches, tokenizer, device)
+    paths = tuple(tree.paths(setup.model.abstract_params))
     drawing = Drawing(
         batches.plan,
         prompts,
-        own if program.mesh.size == 1 else _Gathering(own, program, rank),
+        _OfPolicy(_sampler(setup, batches, tokenizer, device), paths, program, rank),
         make_rewards(reward_specs(config.task)),
         lambda ids: _text(tokenizer, ids),
         config.seed,
@@ -53,16 +53,21 @@ def draw_rollouts(setup: RunSetup, program: Program, data: RunData, rank: int, e
 
 
 @dataclass(frozen=True)
-class _Gathering:
-    """A sampler on each of several ranks, which reads the parameters of all of them."""
+class _OfPolicy:
+    """A sampler that is given the parameters of the policy alone, of those that are trained, and on several ranks all of them.
+
+    paths: of the parameters of the policy.
+    """
 
     sampler: Sampler
+    paths: tuple[str, ...]
     program: Program
     rank: int
 
     def load(self, params: Mapping[str, Tensor]) -> None:
         """See `Sampler`."""
-        self.sampler.load(gathered_params(self.program, self.rank, params))
+        own = {path: params[path] for path in self.paths if path in params}  # a stage of a pipeline has some of them
+        self.sampler.load(own if self.program.mesh.size == 1 else gathered_params(self.program, self.rank, own, self.paths))
 
     def draw(self, asks: Sequence[Ask]) -> list[Drawn]:
         """See `Sampler`."""

@@ -53,3 +53,9 @@ def test_grpo_is_exact(place):
     task = Grpo(loss_type="grpo", ratio="sequence")
     problem = check(task, place)
     assert problem.losses["loss"] != 0
+
+
+def test_grpo_beside_a_reference_model_is_exact():
+    """The divergence from a frozen copy in the same program, weighed by the ratio of each token."""
+    problem = check(Grpo(beta=0.1, weigh_kl=True, epsilon_high=0.3), "tp and fsdp", reference=True)
+    assert float(problem.metrics["head.kl.mean"][0]) > 0

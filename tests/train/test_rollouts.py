@@ -135,6 +135,14 @@ def test_a_run_goes_on_between_two_updates_with_the_same_bits(arithmetic):
         assert path.read_bytes() == (arithmetic / "parts" / "rollouts" / path.name).read_bytes()
 
 
+def test_it_is_held_to_the_model_of_the_beginning(arithmetic):
+    """With beta, a frozen copy lies beside the model: the divergence is 0 at first, and then it is not."""
+    short = ("task.rewards=[length]", "task.reward_options={length: {target: 1}}", "optimizer.lr_decay=constant")
+    records = trained(arithmetic / "run", 3, *GRPO, *short, "task.beta=0.1", "task.rollout_rounds=3")
+    divergences = [record.task_metrics["kl"] for record in records]
+    assert divergences[0] < 1e-9 < divergences[1] < divergences[2]
+
+
 def test_answers_that_are_gone_are_asked_for(arithmetic):
     """Between two updates of one drawing a run cannot go on without its answers, and says from where it can."""
     options = (*GRPO, "task.rollout_rounds=4")
