@@ -47,7 +47,6 @@ __all__ = [
     "TaskChain",
     "gae",
     "generalised_jsd",
-    "grpo",
     "grpo_loss",
     "members_of",
     "per_answer",
