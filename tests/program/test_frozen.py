@@ -103,9 +103,8 @@ def test_nothing_is_reduced_or_kept_for_what_is_frozen(strategy):
     trained = {path for path in sizes if path not in found.model.frozen}
     assert sum(sent(part, "reduce").values()) == 8 * sum(sizes[path] for path in trained)
     assert sum(sent(whole, "reduce").values()) == 8 * sum(sizes.values())
-    assert {leaf.path for leaf in part.state_in if leaf.path.startswith("opt.")} == {
-        f"opt.{m}.{p}" for p in trained for m in "mv"
-    }
+    slots = {leaf.path for leaf in part.state_in if leaf.path.startswith("opt.")}
+    assert slots == {f"opt.{slot}.{path}" for path in trained for slot in "mv"}
     shards = [leaf.spec for leaf in part.state_in if leaf.path == "params.layers.0.mlp.up_DF"]
     assert shards == [leaf.spec for leaf in whole.state_in if leaf.path == "params.layers.0.mlp.up_DF"]
     if strategy == "zero3":  # for the forward, and but for the last ones once more for the backward, if there is one
