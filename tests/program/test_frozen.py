@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,6 +141,27 @@ def test_leaves_of_x_that_depend_on_nothing_trained_have_no_gradient():
     loss = two_streams_loss(leaf, params, batch) / batch["labels"].numel()
     (expected,) = torch.autograd.grad(loss, leaf)
     testing.assert_close(state.leaves["opt.g.policy"], expected, name="gradient")
+
+
+def test_what_is_detached_has_no_gradient():
+    """A result that depends on a trained parameter, but through which no gradient flows, is no source of gradients further on."""
+
+    class Detached(TwoStreams):
+        segments = (
+            replace(TwoStreams.segments[0], fn=_embed_detached),
+            *TwoStreams.segments[1:],
+        )
+        frozen = frozenset({"gain", "reference_gain"})
+
+    program = compile_step(Detached(), Recorder(), Mesh(pp=2), "ddp", (4, 8), num_microbatches=2)
+    back = [message.bytes for message in program.messages() if message.kind == "B"]
+    forth = [message.bytes for message in program.messages() if message.kind == "F"]
+    assert sum(back) * 2 == sum(forth) > 0
+
+
+def _embed_detached(params, x, context, *, training):
+    policy, reference = _embed(params, x, context, training=training)[0]
+    return (policy, reference.detach()), {}
 
 
 def _embed(params, x, context, *, training):

@@ -545,3 +545,24 @@ def test_freed_result() -> None:
     mutant = _with_steps(program, 0, [*steps, replace(last, frees=(*last.frees, last.outputs[0]))])
     assert str(_tried(mutant, "direction", Terms(), {})).startswith("no result")
     assert "are missing" in str(_proved(mutant, "direction"))
+
+
+def _with_frozen(program: Program, frozen: Iterable[str]) -> Program:
+    return replace(program, facts=replace(program.facts, frozen=tuple(sorted(frozen))))
+
+
+def test_frozen_parameters_are_proved_not_to_change():
+    """A parameter that is said to be frozen and has a gradient, one that is neither frozen nor updated, and an instruction that
+    writes over a frozen one are refused."""
+    program = make_program(*FROZEN[1])
+    frozen, trained = set(program.facts.frozen), "layers.1.attention.o_NHD"
+    with pytest.raises(ProgramError, match=f"{trained} is frozen, but has a gradient; .*belongs to a frozen parameter"):
+        verify(_with_frozen(program, frozen | {trained}))
+    with pytest.raises(ProgramError, match=r"pp=0 params.layers.0.attn_norm_D is not updated"):
+        verify(_with_frozen(program, frozen - {"layers.0.attn_norm_D"}))
+    values = {leaf.path: leaf.value for part in program.parts for leaf in part.state_in}
+    shared = list(program.values)
+    place = values["params.layers.1.attn_norm_D"]
+    shared[place] = replace(shared[place], storage=shared[values[f"params.{trained}"]].storage)
+    with pytest.raises(ProgramError, match=r"writes over params.layers.1.attn_norm_D, which is frozen"):
+        verify(replace(program, values=shared))
