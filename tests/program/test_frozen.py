@@ -248,6 +248,14 @@ def test_peak_is_exact(mask):
     assert max(part.peaks()) < max(whole.peaks())
 
 
+def test_only_what_a_backward_reads_goes_to_the_host():
+    """Segments without a backward offload nothing, and of those that have one only what it reads."""
+    found = problem("llama", "second half")
+    program = compiled(found, Mesh(), "ddp", recompute=RecomputePolicy("full", offload=True))
+    offloaded = {instruction.segment for instruction in program.instructions if instruction.op == "offload"}
+    assert offloaded == {"layers.2", "layers.3"}
+
+
 def of_model(found: Problem, model: models.Trainable) -> Problem:
     other = copy.copy(found)
     other.model = model
