@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpar.data._answers import Answers
     from mpar.data._batches import Batches, BatchShape, DocumentBatches
     from mpar.data._collect import Progress
     from mpar.data._config import DataConfig
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from mpar.data._load import load_dataset
     from mpar.data._malformed import MalformedFile, write_malformed
     from mpar.data._preprocess import PreprocessConfig, preprocess
+    from mpar.data._random import random_order
     from mpar.data._stats import DataStats, data_stats
     from mpar.data._stream_batches import StreamBatches
     from mpar.data._template import ChatTemplate, Message, RenderError, TemplateError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from mpar.data.rows import BadRow
 
 _HOME = {
+    "Answers": "_answers",
     "Batches": "_batches",
     "BatchShape": "_batches",
     "DocumentBatches": "_batches",
@@ -34,6 +37,7 @@ _HOME = {
     "load_dataset": "_load",
     "PreprocessConfig": "_preprocess",
     "preprocess": "_preprocess",
+    "random_order": "_random",
     "DataStats": "_stats",
     "data_stats": "_stats",
     "MalformedFile": "_malformed",
@@ -52,6 +56,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Answers",
     "BadRow",
     "BatchShape",
     "Batches",
@@ -75,6 +80,7 @@ __all__ = [
     "find_sources",
     "load_dataset",
     "preprocess",
+    "random_order",
     "stream_report",
     "write_malformed",
 ]

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from mpar.chain import Axes, Segment, Update
-from mpar.models._model import Trainable
+from mpar.models._matrix import Matrix
+from mpar.models._model import Read, Trainable
 from mpar.tree import Tree
 
 __all__ = ["WrappedModel"]
@@ -75,6 +76,11 @@ class WrappedModel(Trainable):
         return self.base.multiplications
 
     @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """As `base`."""
+        return self.base.matrices
+
+    @property
     def sequential(self) -> bool:
         """As `base`."""
         return self.base.sequential
@@ -93,6 +99,15 @@ class WrappedModel(Trainable):
     def hf_config(self) -> dict[str, object] | None:
         """As `base`."""
         return self.base.hf_config
+
+    @property
+    def plain(self) -> Trainable:
+        """As `base`."""
+        return self.base.plain
+
+    def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
+        """As `base`."""
+        return self.base.first_leaf(seed, path, slices, read)
 
     @property
     def forbids_microbatches(self) -> str | None:

@@ -187,7 +187,7 @@ class _Flow:
     def _label_results(self, position: int, instruction: Instruction, purpose: str | Squares) -> str | None:
         """Label what an instruction makes. Returns what is wrong if the part lists it for another instruction, else None."""
         part, piece, why = self.program.parts[position], instruction.piece, None
-        num_listed = 0  # values that the part lists, such as contributions and losses: other results are numbered without them
+        num_listed = 0  # values that the part lists, such as contributions and reports: other results are numbered without them
         for index, v in enumerate(instruction.outputs):
             label, makers, segment = _listed_label(part, v)
             if label is not None:
@@ -203,7 +203,7 @@ class _Flow:
     def _result(self, instruction: Instruction, purpose: str | Squares, index: int) -> Meaning:
         if isinstance(purpose, Squares):
             return Squares(purpose.first, index)
-        if instruction.op in _BACKWARD:  # what it makes besides losses and contributions are gradients of inputs
+        if instruction.op in _BACKWARD:  # what it makes besides reports and contributions are gradients of inputs
             return InputGradient(instruction.segment, index)
         return Result(purpose, instruction.segment if instruction.op in _PER_PIECE else "", index)
 
@@ -213,9 +213,9 @@ def _listed_label(part: Part, value: int) -> tuple[Label | None, tuple[str, ...]
     if value in part.contributions:
         grad = part.contributions[value]
         return Label(Contributed(grad.path, grad.use), grad.piece), _BACKWARD, grad.use.rstrip("'")
-    if value in part.losses:
-        loss = part.losses[value]
-        return Label(Result("forward", loss.segment, loss.index), loss.piece), ("backward",), loss.segment
+    if value in part.reports:
+        report = part.reports[value]
+        return Label(Result("forward", report.segment, report.index), report.piece), ("backward",), report.segment
     if value in part.carried:
         carried = part.carried[value]
         return Label(Carried(carried.segment, carried.index), carried.piece), ("forward",), carried.segment
@@ -227,8 +227,8 @@ def _listed_in_words(part: Part, value: int) -> str:
     if value in part.contributions:
         contribution = part.contributions[value]
         return f"a value that the part lists as a contribution of {contribution.use} for piece {_piece_name(contribution.piece)}"
-    result = part.losses.get(value) or part.carried[value]
-    maker = "backward" if value in part.losses else "forward"
+    result = part.reports.get(value) or part.carried[value]
+    maker = "backward" if value in part.reports else "forward"
     return f"a value that the part lists as made by the {maker} of {result.segment} for piece {_piece_name(result.piece)}"
 
 

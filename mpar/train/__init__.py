@@ -10,18 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpar.train._check_values import value_problems
     from mpar.train._config import (
-        BOUNDS,
         HardwareConfig,
         MeshConfig,
         ModelConfig,
         PlainConfig,
         PlainValue,
         PlanConfig,
+        StrategyConfig,
         TrainConfig,
-        bounds_of,
-        key,
-        outside,
-        within_bounds,
     )
     from mpar.train._duration import deadline_after, seconds
     from mpar.train._evaluation import Evaluation
@@ -29,12 +25,15 @@ if TYPE_CHECKING:
     from mpar.train._job import Job, read_job, write_job
     from mpar.train._job_folder import DATA_FOLDER, MALFORMED_FILE, write_run_dir
     from mpar.train._kept_job import find_kept_job
+    from mpar.train._key import BOUNDS, bounds_of, key, outside, within_bounds
     from mpar.train._loop import Rank, run_steps, start
     from mpar.train._mesh_name import MESH_EXAMPLES, MESH_GRAMMAR, mesh_by_name, mesh_problem, nearest_mesh_name
     from mpar.train._metrics import MetricsFile, StepRecord, flops_per_token, read_metrics, tensorboard_writer, wandb_writer
     from mpar.train._origin import steps_done
     from mpar.train._place import Phase, Place, read_place
     from mpar.train._plug_ins import PLUGGABLE, plug_ins, values_of_reference, with_options
+    from mpar.train._reference import Reference, with_reference
+    from mpar.train._rollouts import ROLLOUTS_FOLDER, draw_rollouts
     from mpar.train._run_data import RunData, load_data, make_tokenizer, training_data
     from mpar.train._saving import Saving
     from mpar.train._setup import (
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
         make_mesh,
         make_optimizer,
         make_setup,
+        make_strategy,
         num_threads,
     )
     from mpar.train._sizes import batch_size, num_microbatches, seq_len
@@ -52,17 +52,18 @@ if TYPE_CHECKING:
 
 _HOME = {
     "value_problems": "_check_values",
-    "BOUNDS": "_config",
-    "bounds_of": "_config",
-    "outside": "_config",
-    "within_bounds": "_config",
-    "key": "_config",
+    "BOUNDS": "_key",
+    "bounds_of": "_key",
+    "outside": "_key",
+    "within_bounds": "_key",
+    "key": "_key",
     "HardwareConfig": "_config",
     "MeshConfig": "_config",
     "ModelConfig": "_config",
     "PlainConfig": "_config",
     "PlainValue": "_config",
     "PlanConfig": "_config",
+    "StrategyConfig": "_config",
     "TrainConfig": "_config",
     "deadline_after": "_duration",
     "seconds": "_duration",
@@ -98,6 +99,10 @@ _HOME = {
     "read_metrics": "_metrics",
     "tensorboard_writer": "_metrics",
     "wandb_writer": "_metrics",
+    "Reference": "_reference",
+    "with_reference": "_reference",
+    "ROLLOUTS_FOLDER": "_rollouts",
+    "draw_rollouts": "_rollouts",
     "RunData": "_run_data",
     "load_data": "_run_data",
     "make_tokenizer": "_run_data",
@@ -108,6 +113,7 @@ _HOME = {
     "make_mesh": "_setup",
     "make_optimizer": "_setup",
     "make_setup": "_setup",
+    "make_strategy": "_setup",
     "batch_size": "_sizes",
     "num_microbatches": "_sizes",
     "seq_len": "_sizes",
@@ -131,6 +137,7 @@ __all__ = [
     "MESH_EXAMPLES",
     "MESH_GRAMMAR",
     "PLUGGABLE",
+    "ROLLOUTS_FOLDER",
     "Evaluation",
     "ExpertLoad",
     "HardwareConfig",
@@ -145,17 +152,20 @@ __all__ = [
     "PlanConfig",
     "Progress",
     "Rank",
+    "Reference",
     "RunData",
     "RunSetup",
     "Saving",
     "StepRecord",
     "Stop",
+    "StrategyConfig",
     "TrainConfig",
     "Watch",
     "batch_size",
     "bounds_of",
     "deadline_after",
     "describe_place",
+    "draw_rollouts",
     "expert_load",
     "find_kept_job",
     "flops_per_token",
@@ -168,6 +178,7 @@ __all__ = [
     "make_mesh",
     "make_optimizer",
     "make_setup",
+    "make_strategy",
     "make_tokenizer",
     "mesh_by_name",
     "mesh_problem",
@@ -193,6 +204,7 @@ __all__ = [
     "waits_for_others",
     "wandb_writer",
     "with_options",
+    "with_reference",
     "within_bounds",
     "write_job",
     "write_run_dir",

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 from mpar.data import TokenWeights
 from mpar.errors import ConfigError
-from mpar.train._config import EvaluationConfig, ModelConfig, OptimizerConfig, TaskConfig, TrainConfig, within_bounds
+from mpar.train._config import EvaluationConfig, ModelConfig, OptimizerConfig, TrainConfig
 from mpar.train._duration import deadline_after
+from mpar.train._key import within_bounds
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._sizes import batch_size, num_microbatches, seq_len
 
@@ -27,7 +28,8 @@ def value_problems(config: TrainConfig, memory_bytes: int | None = None) -> list
         *_of_model(config.model),
         *_of_optimizer(config.optimizer),
         *_of_learning_rate(config),
-        *_of_task(config.task),
+        *_of_task(config),
+        *_of_rollouts(config),
         *_of_token_weights(config.data.token_weights),
         *_of_evaluation(config.evaluation),
         *_of_stream(config),
@@ -65,12 +67,41 @@ def _of_learning_rate(config: TrainConfig) -> list[str]:
     return []
 
 
-def _of_task(task: TaskConfig) -> Iterator[str]:
-    if task.kind in ("preference", "kto"):
+def _of_task(config: TrainConfig) -> Iterator[str]:
+    task = config.task
+    kinds = {"next_token": ("sft", "pt"), "dft": ("sft", "pt"), "kto": ("kto",), "prm": ("prm",)}.get(task.learn, ("preference",))
+    if task.plugin is None and task.kind not in kinds:
         yield (
-            f"task.kind={task.kind}: `mpar data show` and `mpar data stats` read such rows, and no task learns from them yet; "
-            "data.columns={chosen: messages} with task=sft trains on preferred answers alone"
+            f"task.kind={task.kind} with task.learn={task.learn}, which learns from {' or '.join(kinds)}: choose both by "
+            "task=sft, pt, dft, dpo, orpo, simpo, cpo, reward or kto"
         )
+    needed = 2 if task.learn not in ("next_token", "dft", "prm") else 1
+    if task.answers < needed or task.answers % needed:
+        yield f"task.answers={task.answers}: answers come in twos with task.learn={task.learn}, so it must be an even number"
+    if task.reference == "columns" and config.data.stream:
+        yield (
+            "task.reference=columns with data.stream: log-probabilities are computed for all rows before the first step, and a "
+            "stream has no end; use task.reference=frozen"
+        )
+    if task.reference == "adapter":
+        yield "task.reference=adapter: there is no adapter; use task.reference=frozen or columns"
+
+
+def _of_rollouts(config: TrainConfig) -> Iterator[str]:
+    task = config.task
+    if task.kind != "prompt":
+        return
+    if not task.rewards:
+        yield "task.rewards is empty: name what answers are worth, such as [exact], or module:function of your own"
+    if task.reward_weights is not None and len(task.reward_weights) != len(task.rewards):
+        yield f"task.reward_weights has {len(task.reward_weights)} numbers for {len(task.rewards)} rewards"
+    unknown = [name for name in task.reward_options if name not in task.rewards]
+    if unknown:
+        yield f"task.reward_options is for {', '.join(unknown)}, which task.rewards={list(task.rewards)} does not have"
+    if config.evaluation.sources is not None or config.evaluation.fraction is not None:
+        yield "evaluation: the loss of task.kind=prompt is about answers that are drawn in training; leave evaluation out"
+    if config.data.stream:
+        yield "data.stream=true: prompts are drawn in an order of their own, and are kept in memory"
 
 
 def _of_token_weights(given: str) -> list[str]:

@@ -1,15 +1,13 @@
 """The configuration of a training run: one frozen dataclass for each group. `--help` prints the `doc` of each field."""
 
-import math
-import operator
-from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from mpar.plain_value import PlainValue
+from mpar.train._key import key
+from mpar.train._rollout_keys import RolloutKeys
 
 __all__ = [
-    "BOUNDS",
     "CheckpointConfig",
     "DataGroup",
     "EvaluationConfig",
@@ -28,50 +26,10 @@ __all__ = [
     "StrategyConfig",
     "TaskConfig",
     "TrainConfig",
-    "bounds_of",
-    "key",
-    "outside",
-    "within_bounds",
 ]
 
-BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
-    "at_least": ("at least", operator.ge),
-    "above": ("above", operator.gt),
-    "at_most": ("at most", operator.le),
-    "below": ("below", operator.lt),
-}
-"""The bounds that a key may have: each in words, and whether a value keeps it."""
 PlainConfig: TypeAlias = dict[str, PlainValue]
 """A configuration as plain data: so it is composed, and so a run and its checkpoints record it."""
-
-
-def key(doc: str, *, default: Any = MISSING, default_factory: Any = MISSING, prose: bool = False, **bounds: float) -> Any:
-    """A field with its text for `--help`. A field with a default may be missing in configuration files.
-
-    bounds: `at_least`, `above`, `at_most` and `below`, of a number or of each number in a list. prose: a text for people, in
-    which the command line gives no character a meaning.
-    """
-    return field(metadata={"doc": doc, "prose": prose, **bounds}, default=default, default_factory=default_factory)
-
-
-def bounds_of(described: Field) -> str:
-    """The bounds of a field in words, such as `above 0, below 1`; an empty text if it has none."""
-    return ", ".join(f"{words} {described.metadata[name]:g}" for name, (words, _) in BOUNDS.items() if name in described.metadata)
-
-
-def outside(described: Field, value: object) -> str:
-    """What `value`, or each of its items, must be, if it is not; an empty text if it keeps the bounds of the field."""
-    items = value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,)
-    numbers = [item for item in items if isinstance(item, (int, float))]
-    if not all(math.isfinite(number) for number in numbers):
-        return "a finite number"
-    bounds = [(keeps, described.metadata[name]) for name, (_, keeps) in BOUNDS.items() if name in described.metadata]
-    return "" if all(keeps(number, bound) for number in numbers for keeps, bound in bounds) else bounds_of(described)
-
-
-def within_bounds(*groups: object) -> bool:
-    """Whether all values in these groups of the configuration keep their bounds."""
-    return not any(outside(item, getattr(group, item.name)) for group in groups for item in fields(group))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +49,11 @@ class ModelConfig:
     )
     mtp_loss_weight: float | None = key(
         "multi-token prediction: a further layer learns the token after the next; its loss has this weight; null: no such layer",
+        default=None,
+        at_least=0,
+    )
+    dropout: float | None = key(
+        "training drops features of embeddings, and of what attention and feed-forward add, with this probability; null: none",
         default=None,
         at_least=0,
     )
@@ -174,13 +137,48 @@ class DataGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig:
+class TaskConfig(RolloutKeys):
     """What is learned from the data."""
 
-    kind: Literal["sft", "pt", "preference", "kto"] = key(
-        "sft: conversations, with the loss on answers; pt: plain text, with the loss on every token; preference: pairs of a "
-        "chosen and a rejected answer, kto: answers with a label, which only `mpar data` reads yet"
+    kind: Literal["sft", "pt", "preference", "kto", "prompt"] = key(
+        "rows of the data: sft: conversations, with labels on answers; pt: plain text, with labels on every token; preference: "
+        "pairs of a chosen and a rejected answer; kto: answers with a label; prompt: questions that the model answers as it is "
+        "trained"
     )
+    learn: Literal["next_token", "dpo", "kto", "orpo", "cpo", "reward", "prm", "dft"] = key(
+        "what is learned from them; the keys from `loss` to `centre` are its options, null: its default",
+        default="next_token",
+    )
+    answers: int = key("the most answers that a sequence may hold; the two of a pair are both counted", default=32, at_least=1)
+    loss: str | dict[str, float] | None = key(
+        "dpo: sigmoid, robust, hinge, ipo, sigmoid_norm, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop, "
+        "sft, or a sum {sigmoid: 1, sft: 0.2}; kto: kto, apo_zero_unpaired; cpo: sigmoid, hinge, ipo, simpo",
+        default=None,
+    )
+    beta: float | Literal["data"] | None = key(
+        "how strongly the model is held to what it was; data: the column `beta` of each row", default=None
+    )
+    reference: Literal["frozen", "adapter", "columns", "none"] | None = key(
+        "dpo, kto: the model that is compared with: `frozen`, a copy in the same program; `columns`: its log-probabilities, "
+        "computed once before the first step, and kept; `adapter`: the model without its adapter; none",
+        default=None,
+    )
+    label_smoothing: float | None = key("dpo, cpo: the share of pairs that may be labelled wrongly", default=None, at_least=0)
+    rpo_alpha: float | None = key("dpo: adds so much of the loss of the chosen answer", default=None, at_least=0)
+    ld_alpha: float | None = key(
+        "dpo: what tokens beyond the length of the shorter answer weigh", default=None, at_least=0, at_most=1
+    )
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None = key(
+        "dpo: what holds the model to the reference model", default=None
+    )
+    divergence_alpha: float | None = key("dpo: of divergence=alpha", default=None)
+    gamma: float | None = key("cpo with loss=simpo: the margin", default=None, at_least=0)
+    cpo_alpha: float | None = key("cpo: adds so much of the loss of the chosen answer", default=None, at_least=0)
+    prompt: bool | None = key("orpo: whether the tokens of the prompt are learned, too", default=None)
+    desirable_weight: float | None = key("kto: what good answers weigh", default=None, at_least=0)
+    undesirable_weight: float | None = key("kto: what bad answers weigh", default=None, at_least=0)
+    margin: float | Literal["data"] | None = key("reward: the margin; data: the column `margin` of each row", default=None)
+    centre: float | None = key("reward: holds the sum of both scores near zero", default=None, at_least=0)
     chat: tuple[str, ...] | None = key(
         "questions that the trained model answers at the end; null: those of the sample data, if it learned them",
         default=None,
@@ -191,6 +189,30 @@ class TaskConfig:
         default=None,
     )
     options: dict[str, Any] = key("parameters of the plug-in; `task.NAME=value` sets one", default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Small matrices that are trained in the place of the weights; names and meanings are those of PEFT."""
+
+    kind: Literal["lora"] | None = key("lora: with adapters; null: without", default=None)
+    rank: int = key("columns of A and rows of B", default=8, at_least=1)
+    alpha: float = key("A B is multiplied by alpha / rank", default=16.0, above=0)
+    dropout: float = key("training drops features of what A reads with this probability", default=0.0, at_least=0, below=1)
+    rslora: bool = key("A B is multiplied by alpha / sqrt(rank) instead", default=False)
+    dora: bool = key("train a magnitude for each output, too", default=False)
+    init: Literal["kaiming", "gaussian", "random", "pissa", "olora"] = key("how A and B begin", default="kaiming")
+    targets: str | tuple[str, ...] = key(
+        "all-linear, ends of the names of modules such as [q_proj,v_proj], or a regular expression of full names",
+        default="all-linear",
+    )
+    exclude: str | tuple[str, ...] = key("no adapters for these modules, named likewise", default=())
+    layers: tuple[int, ...] | None = key("the numbers of the layers that have adapters; null: all", default=None)
+    rank_pattern: dict[str, int] = key("other ranks, by a regular expression of the end of a name", default_factory=dict)
+    alpha_pattern: dict[str, float] = key("other values of alpha, likewise", default_factory=dict)
+    modules_to_save: tuple[str, ...] = key("modules that are trained in full, such as [lm_head]", default=())
+    bias: Literal["none", "all", "lora_only"] = key("which biases are trained", default="none")
+    b_rate: float = key("the learning rate of B is multiplied by this (LoRA+)", default=1.0, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -503,6 +525,7 @@ class TrainConfig:
     evaluation: EvaluationConfig
     spike: SpikeConfig
     plan: PlanConfig
+    adapter: AdapterConfig = key("adapters that are trained in the place of the weights", default_factory=AdapterConfig)
     experiment: str | None = key("a file in conf/experiment that changes other keys", default=None)
     steps: int = key("optimizer updates of the run", at_least=1)
     seed: int = key("seed of fresh weights and of the order of the data", default=0, at_least=0, at_most=2**63 - 1)

@@ -11,7 +11,7 @@ from mpar.models import Trainable
 from mpar.train._changes import config_changes, function_changes, model_then
 from mpar.train._config import PlainConfig, TrainConfig
 from mpar.train._data_items import BATCH_SIZE
-from mpar.train._setup import RunSetup, model_of
+from mpar.train._setup import RunSetup, trained_model
 from mpar.train._state import Progress, checkpoint_in, resume_from
 
 __all__ = ["Origin", "find_origin", "steps_done"]
@@ -59,7 +59,7 @@ def find_origin(setup: RunSetup, resolved: PlainConfig) -> Origin:
             "Give a larger steps=, or another run_dir."
         )
     if not config.resume.allow_change:
-        _check_function(resume, model_then(then, reached.hf_config), model_of(config.model))
+        _check_function(resume, model_then(then, reached.hf_config), trained_model(config))
         _check_frozen(resume, then, resolved)
     if config.resume.state == "all":
         _check_optimizer(resume, then, str(config.optimizer.plugin or config.optimizer.kind))

@@ -1,13 +1,15 @@
 """What a step must give: the model on one rank, differentiated by torch.autograd; and an optimizer that shows gradients."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpar import models, testing, tree
+from mpar.chain import context_of
+from mpar.models import Model
 from mpar.program import Program, State
 from tests.program.test_exactness import Recorder
 
@@ -47,7 +49,8 @@ GPT_OSS = {**BASE, "model_type": "gpt_oss", "num_local_experts": 8, "num_experts
 
 
 class Problem:
-    """A model, parameters and a batch, and loss, gradients and their norm on one rank. `router`: options of its routers."""
+    """A model, parameters and a batch, and loss, gradients and their norm on one rank. `router`: options of its routers.
+    `adapt` makes the model that is trained of the one of the config."""
 
     def __init__(
         self,
@@ -59,10 +62,12 @@ class Problem:
         num_microbatches: int = 1,
         seed: int = 5,
         mtp_loss_weight: float | None = None,
+        dropout: float | None = None,
+        adapt: Callable[[Model], Any] = lambda model: model,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        options = {"router": router, "mtp_loss_weight": mtp_loss_weight}
-        self.model = models.from_config(config, dtype=torch.float64, vocab_multiple=8, **options)
+        options = {"router": router, "mtp_loss_weight": mtp_loss_weight, "dropout": dropout}
+        self.model = adapt(models.from_config(config, dtype=torch.float64, vocab_multiple=8, **options))
         self.params = tree.map_leaves(
             lambda leaf: 0.3 * torch.randn(leaf.shape, generator=generator, dtype=torch.float64) + (leaf.ndim == 1),
             self.model.abstract_params,
@@ -70,6 +75,8 @@ class Problem:
         self.batch = random_batch(shape, generator, packed=packed)
         if mtp_loss_weight is not None:
             self.batch = models.with_next_tokens(self.batch)
+        if models.DRAW in self.model.batch_axes:
+            self.batch = models.with_draws(self.batch, seed=seed, step=3, rows=range(shape[0]), num_rows=shape[0])
         self.num_microbatches = num_microbatches
         self.differentiate()
 
@@ -104,7 +111,8 @@ class Problem:
             rows = {key: x.chunk(self.num_microbatches)[m] for key, x in self.batch.items()}
             x, context = None, self.model.context(rows)
             for segment in self.model.segments:
-                x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, context, training=True)
+                read = context_of(segment.name, context)
+                x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, read, training=True)
                 for name, value in losses.items():
                     totals[name] = totals.get(name, 0.0) + value
         weight = self.model.weight(self.batch)

@@ -139,10 +139,9 @@ def _write_segment(actions: Actions, stage: int, segment: int, piece: Piece, pri
     if code.joint is not None and actions.position.is_joint(segment, stage, piece.microbatch):
         report_names = reported.names(segment, piece)
         out = actions.writer.emit("backward", code.joint, [*primals, *saved.dy], [*report_names, *names], name, piece)
-        reported.take(segment, piece, out[: len(report_names)])
-        out = out[len(report_names) :]
-        losses = reported.losses[piece, segment]
-        actions.joint_losses.update({v: SegmentResult(name, piece, n) for n, v in enumerate(losses)})
+        found, out = out[: len(report_names)], out[len(report_names) :]
+        reported.take(segment, piece, found)
+        actions.joint_reports.update({v: SegmentResult(name, piece, n) for n, v in enumerate(found)})
     else:
         assert code.backward is not None
         operands = [*(primals[i] for i in code.reads), *saved.kept.values, *saved.dy]

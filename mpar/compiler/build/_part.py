@@ -79,7 +79,7 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> tuple[Part,
         scalars=boundary.scalars,
         metrics=metrics,
         contributions=actions.gradients.contributions,
-        losses=actions.joint_losses,
+        reports=actions.joint_reports,
         carried=actions.carried,
         gradients=gradients,
     )
