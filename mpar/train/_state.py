@@ -206,11 +206,15 @@ def load_state(
     """This rank's shards and the progress of the run, from the checkpoint at `path`, which any mesh may have saved.
 
     params_only: the optimizer's state is zero, whatever the checkpoint has of it. Parameters are then cast to the dtypes in which
-        the program stores them, as those that it does not train may be saved in a narrower one.
+        the program stores them; frozen ones, which are stored in the dtype in which they compute, are always cast.
     """
     leaves_in = [leaf for leaf in program.part(rank).state_in if not params_only or leaf.path.startswith(PARAMS)]
-    saved = _saved_dtypes(path) if params_only else {}
-    read_as = {leaf.path: _readable_as(leaf.dtype, saved.get(leaf.path, leaf.dtype)) for leaf in leaves_in}
+    frozen = {PARAMS + name for name in program.facts.frozen}
+    saved = _saved_dtypes(path) if params_only or frozen else {}
+    read_as = {leaf.path: leaf.dtype for leaf in leaves_in}
+    for leaf in leaves_in:
+        if leaf.path in saved and (params_only or leaf.path in frozen):
+            read_as[leaf.path] = _readable_as(leaf.dtype, saved[leaf.path])
     wanted = {leaf.path: (leaf.shape, leaf.spec, read_as[leaf.path]) for leaf in leaves_in}
     others = {name for name in checkpoint.names(path) if not name.startswith(PARAMS)}
     if not others and any(not name.startswith(PARAMS) for name in wanted):
