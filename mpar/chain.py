@@ -8,7 +8,7 @@ import difflib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 from torch import Tensor
 
@@ -17,7 +17,19 @@ from mpar.errors import ConfigError, brief
 from mpar.tree import Tree
 from mpar.user_code import user_code
 
-__all__ = ["CONTEXT_OF_PAST", "Axes", "Carry", "Chain", "Segment", "Update", "check_chain", "is_axes", "of_past"]
+__all__ = [
+    "CONTEXT_OF_PAST",
+    "Axes",
+    "Carry",
+    "Chain",
+    "Segment",
+    "Update",
+    "check_chain",
+    "context_of",
+    "is_axes",
+    "of_past",
+    "of_segment",
+]
 
 Axes = tuple[str | None, ...]
 """Logical names of a tensor's dims, such as `("batch", "residual_seq", "embed")`; None is a dim that is never sharded."""
@@ -54,6 +66,23 @@ CONTEXT_OF_PAST = ("order", "documents")
 def of_past(key: str, index: int) -> str:
     """The key under which the context of a slice has the entry `key` of the earlier slice that carried `past[index]`."""
     return f"{key}.{index}"
+
+
+def of_segment(key: str, segment: str) -> str:
+    """The key of the context whose entry only the segment of this name reads, as `key`.
+
+    Equal segments are one program. What differs between them, and is no parameter, they read so.
+    """
+    return f"{key}@{segment}"
+
+
+Entry = TypeVar("Entry")
+
+
+def context_of(segment: str, context: Mapping[str, Entry]) -> dict[str, Entry]:
+    """What the segment of this name reads of a context: its own entries, see `of_segment`, and those of no segment, in order."""
+    parted = ((*key.partition("@"), entry) for key, entry in context.items())
+    return {key: entry for key, mark, name, entry in parted if not mark or name == segment}
 
 
 @dataclass(frozen=True)
@@ -119,6 +148,8 @@ class Chain(Protocol):
     def context(self, batch: dict[str, Tensor], row_length: int | None = None) -> Mapping[str, Tensor]:
         """What every segment may read (tokens, labels, RoPE tables, documents); nothing in it is differentiated.
 
+        An entry under the key `of_segment(key, name)` is read by the segment of this name only, as `key`.
+
         `row_length` is given if the batch is only a slice: it is the number of positions of the full rows.
         """
 
@@ -143,6 +174,12 @@ class Chain(Protocol):
         return {}
 
     @property
+    def frozen(self) -> frozenset[str]:
+        """Paths of the parameters that training does not change: they have no gradient and no state of an optimizer, and no entry
+        in `updates` changes them. By default there are none."""
+        return frozenset()
+
+    @property
     def forbids_microbatches(self) -> str | None:
         """Why the batch of a step cannot be cut into microbatches; None, the default, if it can."""
         return None
@@ -163,13 +200,16 @@ _MEMBERS = (
     "abstract_state",
     "state_axes",
     "updates",
+    "frozen",
     "forbids_microbatches",
     "forbids_slices",
 )
 
 
-def check_chain(chain: Chain) -> None:
+def check_chain(chain: Chain, *, trains: bool = False) -> None:
     """Raise ConfigError, listing every problem by segment and leaf, unless the members of a chain fit each other.
+
+    trains: whether the chain is to be trained, so that not all of its parameters may be frozen.
 
     Its functions are not traced here: what only that shows, such as the leaves that a segment returns, is checked at compilation.
     """
@@ -177,7 +217,8 @@ def check_chain(chain: Chain) -> None:
         problems = [f"it lacks `{name}`: {_meaning(name)}" for name in _MEMBERS if not hasattr(chain, name)]
     problems = problems or [*_member_problems(chain)]
     if not problems:
-        problems = [*_axes_problems(chain), *_segment_problems(chain), *_state_problems(chain)]
+        problems = [*_axes_problems(chain), *_segment_problems(chain), *_frozen_problems(chain, trains=trains)]
+        problems += _state_problems(chain)
     if problems:
         raise ConfigError(f"cannot compile {type(chain).__name__} as a chain of segments:\n  " + "\n  ".join(problems))
 
@@ -187,6 +228,8 @@ def _member_problems(chain: Chain) -> Iterator[str]:
     segments, batch_axes = chain.segments, chain.batch_axes
     if not isinstance(segments, (tuple, list)) or not segments or not all(isinstance(item, Segment) for item in segments):
         yield f"`segments` is {brief(segments)}: it must be a tuple of mpar.chain.Segment"
+    if not isinstance(chain.frozen, frozenset):
+        yield f"`frozen` is {brief(chain.frozen)}: it must be a frozenset of paths"
     if not isinstance(batch_axes, Mapping):
         yield f"`batch_axes` is {brief(batch_axes)}: it must be a dict from batch keys to the names of their dims"
     wrong = [path for path, leaf in tree.leaves_with_path(chain.abstract_params) if not isinstance(leaf, Tensor)]
@@ -235,6 +278,20 @@ def _segment_problems(chain: Chain) -> list[str]:
     return problems + [
         f"updates has {path!r}, which is no parameter{_near(path, paths)}" for path in chain.updates if path not in paths
     ]
+
+
+def _frozen_problems(chain: Chain, *, trains: bool) -> Iterator[str]:
+    """Frozen paths that are no parameters, integers that are not frozen, and a chain to train that has nothing to train."""
+    leaves = dict(tree.leaves_with_path(chain.abstract_params))
+    for path in sorted(chain.frozen - set(leaves)):
+        inside = sum(leaf.startswith(f"{path}.") for leaf in leaves)
+        hint = f", but a tree with {inside} of them; name these" if inside else _near(path, leaves)
+        yield f"frozen has {path!r}, which is no parameter{hint}"
+    for path, leaf in leaves.items():
+        if not leaf.is_floating_point() and path not in (*chain.frozen, *chain.updates):
+            yield f"parameter {path} holds {leaf.dtype}, which has no gradient: it must be in frozen, or in updates"
+    if trains and not set(leaves) - chain.frozen - set(chain.updates):
+        yield f"all of its {len(leaves)} parameters are frozen, so that there is nothing to train"
 
 
 def _state_problems(chain: Chain) -> Iterator[str]:

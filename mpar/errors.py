@@ -14,6 +14,7 @@ __all__ = [
     "NumericsError",
     "PlainDataError",
     "ProgramError",
+    "RewardError",
     "ShapeError",
     "ShardingError",
     "TraceError",
@@ -59,6 +60,10 @@ class ShapeError(MparError, ValueError):
 
 class DtypeError(MparError, TypeError):
     """Operands whose dtypes the op does not accept."""
+
+
+class RewardError(MparError, ValueError):
+    """A function that rewards answers raised, or returned what is no reward."""
 
 
 class TraceError(MparError, TypeError):

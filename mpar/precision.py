@@ -24,7 +24,9 @@ class Precision:
     table: tuple[tuple[str, torch.dtype], ...] = ()
 
     def compute_dtype(self, path: str, stored: torch.dtype) -> torch.dtype:
-        """The dtype in which the parameter at `path` is used."""
+        """The dtype in which the parameter at `path` is used; integers are used as they are stored."""
+        if not stored.is_floating_point:
+            return stored
         for pattern, dtype in self.table:
             if fnmatch.fnmatchcase(path, pattern):
                 return dtype

@@ -20,6 +20,7 @@ __all__ = [
     "Leaf",
     "Structure",
     "Tree",
+    "children",
     "flatten",
     "flatten_present",
     "get",
@@ -121,6 +122,17 @@ def get(tree: Tree, path: str) -> Any:
     for key in path.split(".") if path else ():
         tree = _child(tree, key)
     return tree
+
+
+def children(tree: Tree) -> dict[str, Any]:
+    """The subtrees directly below `tree`, by the first key of their paths; those that are None are left out."""
+    if isinstance(tree, dict):
+        return {str(key): child for key, child in tree.items() if child is not None}
+    if isinstance(tree, (list, tuple)):
+        return {str(index): child for index, child in enumerate(tree) if child is not None}
+    assert dataclasses.is_dataclass(tree), f"{tree!r} has no children"
+    found = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    return {name: child for name, child in found.items() if child is not None}
 
 
 def replace(tree: T, path: str, value: Tree) -> T:

@@ -38,6 +38,7 @@ from mpar.train import (
     Stop,
     Watch,
     describe_place,
+    draw_rollouts,
     load_data,
     make_setup,
     num_threads,
@@ -122,6 +123,7 @@ def work(job: Job, folder: Path, watch: Watch, deadline: float | None) -> int:
         watch.enter(Phase.BEGIN)
         data = load_data(setup, folder / DATA_FOLDER)
         _check_same(data.fingerprint, job.fingerprint, agree, watch)
+        draw_rollouts(setup, data, rank, dist.get_world_size(), _gather, device)
         evaluation = _evaluation(job, data.evaluation, device, watch)
         this = Rank(setup, program, data.training, rank, device, run, watch, saving, stop, agree, data.items, evaluation)
         state, position = start(this, job.resume, job.init)
@@ -166,6 +168,13 @@ def _highest_of_all(device: torch.device, timeout_s: float) -> Callable[[list[fl
         return highest.tolist()
 
     return agree
+
+
+def _gather(mine: object) -> list[object]:
+    """What every rank has, in the order of ranks."""
+    found: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 def _evaluation(job: Job, sets: Mapping[str, Batches], device: torch.device, watch: Watch) -> Evaluation | None:

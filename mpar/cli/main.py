@@ -26,6 +26,7 @@ COMMANDS = {
     "data": ("mpar.cli._data", "show the rows that a run would train on, and what the data are like"),
     "preprocess": ("mpar.cli._preprocess", "tokenise text once, into files that `train` and Megatron read"),
     "export": ("mpar.cli._export", "write a checkpoint as a folder that transformers loads"),
+    "rollouts": ("mpar.cli._rollouts", "show the answers that a run with task=grpo drew, and how their rewards went"),
     "checkpoint": ("mpar.cli._checkpoint", "verify, show, compare and convert checkpoints"),
 }
 _USAGE = """usage: mpar COMMAND [group=choice] [key=value] ...

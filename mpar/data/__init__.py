@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mpar.data._load import load_dataset
     from mpar.data._malformed import MalformedFile, write_malformed
     from mpar.data._preprocess import PreprocessConfig, preprocess
+    from mpar.data._random import random_order
     from mpar.data._stats import DataStats, data_stats
     from mpar.data._stream_batches import StreamBatches
     from mpar.data._template import ChatTemplate, Message, RenderError, TemplateError
@@ -34,6 +35,7 @@ _HOME = {
     "load_dataset": "_load",
     "PreprocessConfig": "_preprocess",
     "preprocess": "_preprocess",
+    "random_order": "_random",
     "DataStats": "_stats",
     "data_stats": "_stats",
     "MalformedFile": "_malformed",
@@ -75,6 +77,7 @@ __all__ = [
     "find_sources",
     "load_dataset",
     "preprocess",
+    "random_order",
     "stream_report",
     "write_malformed",
 ]

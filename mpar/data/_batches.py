@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mpar.data._answers import Answers, check_columns
 from mpar.data._documents import Documents, LoadReport
 from mpar.data._random import SPLIT, random_keys
 from mpar.data._sequences import IGNORED, Layout, Sequences
@@ -22,13 +23,14 @@ __all__ = ["BatchShape", "Batches", "DocumentBatches"]
 @dataclass(frozen=True)
 class BatchShape:
     """`batch_size` sequences of `seq_len` positions in every step. With `packing`, a sequence may hold several documents, each of
-    which begins at a multiple of `pad_to_multiple`.
+    which begins at a multiple of `pad_to_multiple`. answers: what is said of documents besides, for tasks that compare them.
     """
 
     batch_size: int
     seq_len: int
     packing: bool = True
     pad_to_multiple: int = field(default=1, repr=False)  # so that fingerprints are those of before there was this
+    answers: Answers | None = field(default=None, repr=False)
 
 
 class Batches(ABC):
@@ -54,6 +56,7 @@ class Batches(ABC):
         """A hash of everything that the batches depend on: data, shape, seed, shuffle, padding."""
         content = [self.data_fingerprint, self.shape, self.seed, self.shuffle, self.pad_id]
         content += [self.shape.pad_to_multiple] * (self.shape.pad_to_multiple > 1)
+        content += [self.shape.answers] * (self.shape.answers is not None)
         return hashlib.sha256(repr(tuple(content)).encode()).hexdigest()
 
     @property
@@ -65,6 +68,21 @@ class Batches(ABC):
     def weighed(self) -> bool:
         """Whether labels weigh more or less than 1, so that batches say how much."""
         return False
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the batch of a step can be read before the steps before it are done."""
+        return True
+
+    def begin(self, step: int, params: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """Called before the batch of `step` is read, unless batches can be read ahead, with the parameters at that time: tensors
+        by path, as this rank has them. Returns what a record of the step should have of it, by name.
+        """
+        return {}
+
+    def end(self, step: int, means: Mapping[str, float]) -> None:
+        """Called after the update of `step`, with the metrics of its task, which batches that depend on parameters check."""
+        return
 
     @property
     @abstractmethod
@@ -110,6 +128,7 @@ class Batches(ABC):
         positions:  from 0 in each document; 0 in padding.
         documents:  0, 1, ... within a sequence; -1 in padding.
         token_weights: if `weighed`, what each label weighs in the loss, in float32.
+        Others that `shape.answers` names.
         Raises ConfigError if step < 0.
         """
         return self.rows(step, range(self.shape.batch_size))
@@ -127,7 +146,9 @@ class Batches(ABC):
         fills = {"tokens": self.pad_id, "labels": IGNORED, "positions": 0, "documents": -1}
         size = (len(rows), self.shape.seq_len)
         arrays: dict[str, NDArray[Any]] = {name: np.full(size, value, dtype=np.int64) for name, value in fills.items()}
-        if self.weighed:
+        if self.shape.answers is not None:
+            arrays |= self.shape.answers.arrays(*size)
+        elif self.weighed:
             arrays["token_weights"] = np.zeros(size, dtype=np.float32)
         for out, row in enumerate(rows):
             self._fill_row(step, row, {name: array[out] for name, array in arrays.items()})
@@ -179,9 +200,10 @@ class DocumentBatches(Batches):
             )
         if len(documents) == 0:
             raise DataError("cannot make batches: there is no document.")
-        too_long = np.flatnonzero(documents.lengths > shape.seq_len)
+        sizes = Sequences.sizes(documents, shape.pad_to_multiple)
+        too_long = np.flatnonzero(sizes > shape.seq_len)
         if len(too_long):
-            name, length = documents.names[documents.rows[too_long[0]]], documents.lengths[too_long[0]]
+            name, length = documents.names[documents.rows[too_long[0] * documents.together]], sizes[too_long[0]]
             raise DataError(
                 f"cannot make batches: {len(too_long)} documents do not fit into {shape.seq_len} positions; the first, {name}, "
                 f"takes {length}. Raise seq_len, or cut or drop them (truncation)."
@@ -194,7 +216,15 @@ class DocumentBatches(Batches):
         self.report = report or LoadReport()
         self._vocab_size = vocab_size
         self.pad_id = pad_id
-        self._sequences = Sequences(documents, shape.seq_len, packing=shape.packing, pad_to_multiple=shape.pad_to_multiple)
+        if shape.answers is not None:
+            check_columns(documents, shape.answers)
+        self._sequences = Sequences(
+            documents,
+            shape.seq_len,
+            packing=shape.packing,
+            pad_to_multiple=shape.pad_to_multiple,
+            answers=shape.answers,
+        )
         self._layouts: dict[int, Layout] = {}
 
     @property

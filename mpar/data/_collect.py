@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpar.data._answers import with_mismatched
 from mpar.data._chunks import chunks
 from mpar.data._config import DataConfig
 from mpar.data._documents import DESCRIBED_ROWS, Documents, LoadReport
@@ -96,7 +97,9 @@ class Collector:
 
     def result(self, *, num_held_out: int = 0) -> tuple[Documents, LoadReport]:
         """The documents, and what became of the rows. num_held_out: rows that were not added, to evaluate on them."""
-        documents = self._kept.documents()
+        documents, answers = self._kept.documents(), self._config.answers
+        if answers is not None and answers.mismatched and len(documents):
+            documents = with_mismatched(documents, self._config.seq_len, self._config.pad_to_multiple)
         return documents, replace(self._report().of(documents), num_held_out=num_held_out)
 
     def no_documents(self, problem: str) -> DataError:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mpar.data._answers import Answers
 from mpar.data._token_weights import TokenWeights
 from mpar.data._tokenizer import Tokenizer
 from mpar.data.reading import SELF_COGNITION, is_indexed
@@ -13,7 +14,7 @@ from mpar.errors import ConfigError
 __all__ = ["DataConfig", "check_config"]
 
 _CHOICES = {
-    "kind": ("sft", "pt", "preference", "kto"),
+    "kind": ("sft", "pt", "preference", "kto", "prompt"),
     "truncation": ("drop", "left", "right", "split", "error"),
     "stop": ("first", "all"),
 }
@@ -25,7 +26,8 @@ class DataConfig:
 
     kind: `sft` are conversations, with the loss on what the assistant wrote. `pt` is plain text, with the loss on every token;
         each text ends with the end-of-text token and is cut into documents of `seq_len` positions. `preference` are pairs of
-        conversations, each of which is two documents, the preferred one first; `kto` are conversations with a label.
+        conversations, each of which is two documents, the preferred one first; `kto` are conversations with a label. `prompt` are
+        questions, whose other columns travel with them.
     sources: files, folders, globs, addresses, data sets of the hub (`hf::NAME:SPLIT`), `self-cognition` or `python-stdlib`;
         `NAME#N` takes N rows of a source. Or pairs NAME.bin and NAME.idx of Megatron's indexed tokens.
     columns: for names of columns in the files, the names by which formats know them, such as {"ask": "query"}.
@@ -54,6 +56,7 @@ class DataConfig:
     num_samples: of indexed tokens, how many samples the run reads, on which Megatron's order depends; None: those of one epoch.
     isolate: of indexed tokens, whether documents that share a sample do not attend to each other; without it, a sample is one
         document, as it is by Megatron's default.
+    answers: what batches say of documents besides, for tasks that compare them.
     """
 
     kind: str
@@ -80,6 +83,7 @@ class DataConfig:
     strict: bool = False
     num_samples: int | None = None
     isolate: bool = True
+    answers: Answers | None = None
 
 
 def check_config(config: DataConfig, tokenizer: Tokenizer) -> None:
@@ -99,10 +103,12 @@ def check_config(config: DataConfig, tokenizer: Tokenizer) -> None:
     unknown = sorted(set(config.columns.values()) - set(COLUMNS))
     if unknown:
         faults.append(f"columns maps to {', '.join(unknown)}, which no format has; formats have {', '.join(COLUMNS)}")
+    if config.answers is not None and config.answers.count < 2 and config.kind in ("preference", "kto"):
+        faults.append(f"a row that may hold {config.answers.count} answer has no room for two, which kind={config.kind!r} needs")
     if config.preprocess is not None:
         faults += preprocess_plug_in(config.preprocess).problems()
-    if config.kind == "preference" and config.truncation == "split":
-        faults.append("truncation=split would divide the answers of kind='preference', which are compared as they are")
+    if config.kind in ("preference", "kto", "prm") and config.truncation == "split":
+        faults.append(f"truncation=split would divide the answers of kind={config.kind!r}, which are judged as they are")
     if config.kind != "pt" and tokenizer.template is None:
         faults.append(f"kind={config.kind!r} needs a tokenizer with a chat template; put a chat_template.jinja into its folder")
     indexed = any(map(is_indexed, config.sources))

@@ -128,7 +128,8 @@ class Documents:
     sources: NDArray[np.int32]  # (documents,): the source that each document came from
     source_names: tuple[str, ...]
     columns: Mapping[int, Mapping[str, object]] = field(default_factory=dict)  # by row, what a task may read besides
-    pairs: bool = False  # whether each row has two documents, one behind the other, of which the first is preferred
+    pairs: bool = False  # whether each row has two documents, one behind the other, which always share a sequence
+    reference_logps: NDArray[np.float32] | None = None  # (documents,): log-probabilities of answers by a reference model
 
     @classmethod
     def from_ids(
@@ -152,7 +153,8 @@ class Documents:
     def label(self, document: int) -> str:
         """Where a document is from, and the columns of its row."""
         columns = self.columns.get(int(self.rows[document]), {})
-        side = ["rejected" if document % 2 else "chosen"] if self.pairs else []
+        names = ("with its answer", "with the answer to another") if "label" in columns else ("chosen", "rejected")
+        side = [names[document % 2]] if self.pairs else []
         return " ".join([self.names[self.rows[document]], *side, *(f"{name}={brief(value)}" for name, value in columns.items())])
 
     def __len__(self) -> int:
@@ -198,7 +200,14 @@ class Documents:
     def take(self, documents: NDArray[np.int64]) -> "Documents":
         """These documents in this order, one that occurs twice, twice. The arrays of tokens are shared, not copied."""
         arrays = {name: getattr(self, name)[documents] for name in ("starts", "lengths", "rows", "sources")}
+        if self.reference_logps is not None:
+            arrays["reference_logps"] = self.reference_logps[documents]
         return replace(self, **arrays)
+
+    @property
+    def together(self) -> int:
+        """How many neighbouring documents always share a sequence."""
+        return 2 if self.pairs else 1
 
     def select(self, rows: NDArray[np.int64]) -> "Documents":
         """The documents of these rows, in their present order. The arrays of tokens are shared, not copied."""

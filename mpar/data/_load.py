@@ -44,7 +44,7 @@ def load_dataset(
     check_config(config, tokenizer)
     sources = find_sources(config.kind, config.sources)
     num_ids = tokenizer.vocab_size if vocab_size is None else vocab_size
-    shape = BatchShape(config.batch_size, config.seq_len, config.packing, config.pad_to_multiple)
+    shape = BatchShape(config.batch_size, config.seq_len, config.packing, config.pad_to_multiple, config.answers)
     if sources[0].indexed:
         eod_id = tokenizer.eos_id if config.isolate else None
         options = IndexedOptions(num_ids, config.num_samples, config.weights, eod_id)
@@ -115,6 +115,7 @@ def _row_settings(config: DataConfig, tokenizer: Tokenizer) -> tuple[object, ...
     return (
         _CACHE_FORMAT, config.kind, config.seq_len, config.truncation, config.token_weights, config.system, dict(config.columns),
         config.preprocess, code, config.weights, config.model_name, config.model_author, tokenizer.fingerprint,
+        *((config.pad_to_multiple,) if config.kind == "preference" else ()), *(() if config.answers is None else (config.answers,)),
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ class StreamBatches(Batches):
         facts: Mapping[str, str],
     ) -> None:
         config = stream.config
-        self.shape = BatchShape(config.batch_size, config.seq_len, config.packing, config.pad_to_multiple)
+        self.shape = BatchShape(config.batch_size, config.seq_len, config.packing, config.pad_to_multiple, config.answers)
         self.seed, self.shuffle, self.pad_id = config.seed, config.shuffle, pad_id
         self._stream, self._make_blocks, self._vocab_size, self._facts = stream, make_blocks, vocab_size, facts
         self._window = StreamWindow(stream, make_blocks(stream), vocab_size)

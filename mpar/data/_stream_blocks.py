@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
+from mpar.data._answers import check_columns
 from mpar.data._cache import Entry
 from mpar.data._collect import Collector, TokeniseWorkers, refuse_malformed
 from mpar.data._config import DataConfig
@@ -77,12 +78,15 @@ class BlockMaker:
         if config.strict and report.malformed:
             raise refuse_malformed(config, report)
         self._rows = rows
-        num_sequences = len(Sequences(documents, config.seq_len, packing=config.packing, pad_to_multiple=config.pad_to_multiple))
+        if config.answers is not None:
+            check_columns(documents, config.answers)
+        multiple, answers = config.pad_to_multiple, config.answers
+        laid_out = Sequences(documents, config.seq_len, packing=config.packing, pad_to_multiple=multiple, answers=answers)
         counts = asdict(cursor.report.plus(report))
         following = Cursor(
             rows.places,
             cursor.block + 1,
-            cursor.sequence + num_sequences,
+            cursor.sequence + len(laid_out),
             {name: value for name, value in counts.items() if name not in _NOT_COUNTED},
         )
         if following.epoch >= 2 and not following.report.num_used:

@@ -114,7 +114,9 @@ class StreamWindow:
         assert entry.following is not None
         following = Cursor.from_json(entry.following)
         multiple = config.pad_to_multiple
-        sequences = Sequences(entry.documents, config.seq_len, packing=config.packing, pad_to_multiple=multiple)
+        sequences = Sequences(
+            entry.documents, config.seq_len, packing=config.packing, pad_to_multiple=multiple, answers=config.answers
+        )
         held = Block(cursor, entry, sequences.layout(config.seed, cursor.block, shuffle=config.shuffle), following)
         if cursor.digest not in ("", held.digest):
             raise DataError(

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpar.data._config import DataConfig
-from mpar.data._template import Message, TemplateError
+from mpar.data._template import Message, RenderError, TemplateError
 from mpar.data._token_weights import TokenWeights
 from mpar.data._tokenizer import Tokenizer
 from mpar.data.rows import AnyRow, Row
@@ -84,7 +84,9 @@ def tokenise(given: Tokenise, rows: Sequence[SourcedRow]) -> Iterable[RowTokens]
     usable = [row for _, row in rows if isinstance(row, Row)]
     if not usable:
         return []
-    of_kind: Callable[[Sequence[Row], DataConfig, Tokenizer], _Outcome] = _texts if config.kind == "pt" else _conversations
+    of_kind: Callable[[Sequence[Row], DataConfig, Tokenizer], _Outcome] = {"pt": _texts, "prompt": _prompts}.get(
+        config.kind, _conversations
+    )
     return ChunkTokens.of(list(of_kind(usable, config, tokenizer)))
 
 
@@ -118,7 +120,28 @@ def _conversations(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer
         if fault is not None:
             yield RowTokens(np.zeros(0, np.int32), np.zeros(0, bool), fault=str(fault))
         else:
-            yield _joined([_conversation(row, *made, config) for made in encoded if not isinstance(made, DataError)])
+            made = [_marked(*one, config) for one in encoded if not isinstance(one, DataError)]
+            rooms = _rooms([len(one.ids) - 1 for one in made], config)
+            yield _joined([_conversation(row, one, room, config) for one, room in zip(made, rooms, strict=True)])
+
+
+def _prompts(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer) -> _Outcome:
+    """Each question, rendered up to where its answer begins, as a document of which nothing is trained on. One of more than
+    seq_len tokens is left out, whatever `truncation` says: a part of a question is another question.
+    """
+    for row in rows:
+        try:
+            text = tokenizer.render_chat(_prepare(row.messages, config), add_generation_prompt=True, tools=row.tools)
+        except RenderError as error:
+            yield RowTokens(np.zeros(0, np.int32), np.zeros(0, bool), fault=str(error))
+            continue
+        ids = np.array(tokenizer.encode(text), np.int32)
+        made = RowTokens(ids, np.zeros(len(ids), bool), too_long=len(ids) > config.seq_len)
+        if len(ids) < 2:
+            made.fault = "its prompt has fewer than two tokens"
+        elif not made.too_long:
+            made.documents = [(0, len(ids))]
+        yield made
 
 
 def _joined(made: Sequence[RowTokens]) -> RowTokens:
@@ -138,26 +161,48 @@ def _joined(made: Sequence[RowTokens]) -> RowTokens:
     )
 
 
-def _conversation(row: Row, ids: Sequence[int], weights: Sequence[float], config: DataConfig) -> RowTokens:
+def _marked(ids: Sequence[int], weights: Sequence[float], config: DataConfig) -> RowTokens:
+    """The tokens of a conversation, and what each weighs. Where answers are scored, one more makes a position of the last."""
     dtype = np.bool_ if TokenWeights.parse(config.token_weights).binary else np.float32
-    made = RowTokens(np.array(ids, dtype=np.int32), np.array(weights, dtype=dtype))
+    if config.answers is not None and config.answers.scored:
+        ids, weights = [*ids, ids[-1]], [*weights, 0]
+    return RowTokens(np.array(ids, dtype=np.int32), np.array(weights, dtype=dtype))
+
+
+def _rooms(lengths: Sequence[int], config: DataConfig) -> list[int]:
+    """The most positions that each document of a row may take. Those of a pair share a sequence, and so does a document with the
+    one of another answer that will be behind it: if they do not fit, each has half of it, and the longer one what the other does
+    not need."""
+    multiple, seq_len = config.pad_to_multiple, config.seq_len
+    half = seq_len // 2 // multiple * multiple
+    if config.answers is not None and config.answers.mismatched:
+        return [half for _ in lengths]
+    if len(lengths) == 1:
+        return [seq_len]
+    rounded = [-(-length // multiple) * multiple for length in lengths]
+    return [max(half, seq_len - other) for other in reversed(rounded)]
+
+
+def _conversation(row: Row, made: RowTokens, room: int, config: DataConfig) -> RowTokens:
     if not made.trained[1:].any():
         made.fault = "no token to train on: the chat template renders no answer, or none has a loss"
         return made
-    made.too_long = len(ids) > config.seq_len + 1
+    size = len(made.ids)
+    made.too_long = size > room + 1
     if made.too_long and config.truncation == "error":
         raise DataError(
-            f"cannot use {row.where}: its conversation has {len(ids)} tokens, {config.seq_len + 1} fit into seq_len="
-            f"{config.seq_len}. Raise seq_len, or set truncation to drop, left, right or split."
+            f"cannot use {row.where}: its conversation has {size} tokens, {room + 1} fit into seq_len={config.seq_len}"
+            f"{'' if room == config.seq_len else ', which it shares with another answer'}. Raise seq_len, or set truncation to "
+            "drop, left, right or split."
         )
-    pieces = _pieces(len(ids), config)
+    pieces = _pieces(size, room, config)
     made.documents = [(start, end) for start, end in pieces if made.trained[start + 1 : end].any()]
     return made
 
 
-def _pieces(size: int, config: DataConfig) -> list[Piece]:
-    """The tokens that become documents, of a conversation of `size` tokens."""
-    longest = config.seq_len + 1
+def _pieces(size: int, room: int, config: DataConfig) -> list[Piece]:
+    """The tokens that become documents, of a conversation of `size` tokens for which there are `room` positions."""
+    longest = room + 1
     if size <= longest:
         return [(0, size)]
     if config.truncation == "right":

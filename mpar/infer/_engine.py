@@ -1,6 +1,6 @@
 """Engine: answers many requests at the same time. Each step reads tokens of several of them and chooses their next tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -39,6 +39,12 @@ class Runner(Protocol):
 
     def prepare(self) -> None:
         """Do now what the first steps would otherwise have to wait for."""
+
+    def load(self, params: Mapping[str, Tensor]) -> None:
+        """Compute with other parameters from now on: tensors by path, which are read as they are, not copied.
+
+        Raises ShapeError, listing all problems, unless they are those of the model.
+        """
 
 
 class Engine:
@@ -87,6 +93,12 @@ class Engine:
             request.append(chosen)
             self._end(request)
         return grown
+
+    def forget(self) -> None:
+        """Find no prompt in the cache any more, because the parameters have changed. No request may be under way."""
+        assert self.is_idle, "requests are under way, which have read their prompts with the parameters of before"
+        for pool in self.scheduler.pools:
+            pool.forget()
 
     def run(self) -> Iterator[Request]:
         """Run steps until all requests have ended; gives each request as often as its answer becomes longer."""

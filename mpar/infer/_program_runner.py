@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mpar.errors import ConfigError
+from mpar.infer._check_params import check_params
 from mpar.infer._compile_decode import compile_decode
 from mpar.infer._scheduler import Sizes
 from mpar.infer._scorer import Scorer
@@ -23,6 +24,7 @@ from mpar.strategy import Strategy, preset
 
 __all__ = ["ProgramRunner"]
 
+_PARAMS = "params."
 _GROWTH = 4
 """By how much each number of tokens for which there is a program exceeds the one before: less padding, but more to compile."""
 
@@ -85,6 +87,13 @@ class ProgramRunner:
                 CacheSizes(count, sizes.group_rows, sizes.row_pages, sizes.page_size, sizes.pages, sizes.groups)
             )
             self._runs[count] = self.programs[count].bind(device=self.device)
+
+    def load(self, params: Mapping[str, Tensor]) -> None:
+        """See `Runner`. On several ranks these are the shards of this rank, placed as the programs store them."""
+        held = {path: leaf for path, leaf in self.state.leaves.items() if path.startswith(_PARAMS)}
+        given = {f"{_PARAMS}{path}": leaf.detach() for path, leaf in params.items()}
+        check_params(held, {path: leaf for path, leaf in given.items() if not path.startswith(f"{_PARAMS}mtp.")})
+        self.state = State({path: given.get(path, leaf) for path, leaf in self.state.leaves.items()}, self.state.step)
 
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
         """See `Runner`."""

@@ -1,11 +1,13 @@
 """Row runner: computes each row of a step by itself, with the state that the model keeps, or by reading the whole row again."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from mpar import tree
 from mpar.errors import ConfigError
+from mpar.infer._check_params import check_params
 from mpar.infer._scheduler import Sizes
 from mpar.infer._scores import Scores, scores_of_logits
 from mpar.models import Model
@@ -33,6 +35,12 @@ class RowRunner:
 
     def prepare(self) -> None:
         """See `Runner`; there is nothing to do."""
+
+    def load(self, params: Mapping[str, Tensor]) -> None:
+        """See `Runner`."""
+        named, structure = tree.leaves_with_path(self.params), tree.flatten(self.params)[1]
+        check_params(dict(named), params)
+        self.params = tree.unflatten(structure, [params[path].detach() for path, _ in named])
 
     def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
         """See `Runner`."""

@@ -2,6 +2,8 @@
 
 from typing import cast
 
+import torch
+
 from mpar.errors import ConfigError
 from mpar.infer._compile_decode import compile_decode
 from mpar.infer._lead import Leader, follow
@@ -10,6 +12,7 @@ from mpar.infer._row_runner import RowRunner
 from mpar.infer._scheduler import Sizes
 from mpar.mesh import Mesh
 from mpar.models import CacheSizes, DecoderParams, Model, with_cache
+from mpar.precision import Precision
 from mpar.strategy import Strategy, preset
 from mpar.tree import Tree
 
@@ -17,9 +20,17 @@ __all__ = ["Leader", "ProgramRunner", "compile_decode", "follow", "make_runner",
 
 
 def make_runner(
-    model: Model, params: Tree, sizes: Sizes, mesh: Mesh | None = None, strategy: Strategy | str = "tp"
+    model: Model,
+    params: Tree,
+    sizes: Sizes,
+    mesh: Mesh | None = None,
+    strategy: Strategy | str = "tp",
+    *,
+    precision: Precision | str | None = None,
+    device: torch.device | str = "cpu",
 ) -> ProgramRunner | RowRunner:
-    """The runner for a model: by compiled programs, or in a single process row by row if the model cannot keep a cache of pages.
+    """The runner for a model: by compiled programs, or in a single process row by row, in the dtype of the parameters, if the
+    model cannot keep a cache of pages.
 
     With a mesh of several ranks, `params` are as `ProgramRunner` says. Raises ConfigError if the model cannot run on it.
     """
@@ -29,7 +40,7 @@ def make_runner(
         if mesh is not None and mesh.size > 1:
             raise ConfigError(f"cannot run on {mesh}: {error}\nUse a single rank.") from None
         return RowRunner(model, params, sizes)
-    return ProgramRunner(model, cast(DecoderParams, params), sizes, mesh, strategy)
+    return ProgramRunner(model, cast(DecoderParams, params), sizes, mesh, strategy, precision=precision, device=device)
 
 
 def num_groups(mesh: Mesh, strategy: Strategy | str) -> int:

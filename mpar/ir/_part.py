@@ -41,7 +41,8 @@ class Part:
                           and `max_loss` and `max_grad_norm`, the largest with which the update is made.
     metrics:              the values that the step reports.
     contributions:        by value, which gradient it is, for all gradients that backwards give.
-    losses:               by value, which loss it is, for losses of segments whose forward and backward are one instruction.
+    reports:              by value, which loss or metric it is, losses first, for those of segments whose forward and backward are
+                          one instruction.
     carried:              by value, which result it is, for all values that a slice hands to later slices of its rows.
     gradients:            by path of the parameter, the value that is its finished gradient.
     """
@@ -53,7 +54,7 @@ class Part:
     scalars: list[Leaf]
     metrics: list[Leaf]
     contributions: dict[int, Contribution]
-    losses: dict[int, SegmentResult]
+    reports: dict[int, SegmentResult]
     carried: dict[int, SegmentResult]
     gradients: dict[str, int]
 

@@ -36,6 +36,7 @@ class Facts:
     schedule:         the name of the schedule; "table" if its actions were given instead.
     stage_of:         the stage of each segment, by the segment's name, in the order of the chain.
     fallbacks:        the ops that every rank computes on global tensors because they have no sharding rule, sorted.
+    frozen:           the paths of the parameters that training does not change, sorted.
     """
 
     optimizer: Optimizer | None
@@ -50,6 +51,7 @@ class Facts:
     schedule: str
     stage_of: Mapping[str, int]
     fallbacks: tuple[str, ...]
+    frozen: tuple[str, ...] = ()
 
 
 @dataclass

@@ -13,6 +13,7 @@ from mpar import tree
 from mpar.chain import Axes, Chain
 from mpar.models._batch import Batch
 from mpar.models._init import normal
+from mpar.models._matrix import Matrix, MatrixLeaf
 from mpar.ops import fold_key
 from mpar.tree import Tree
 
@@ -77,6 +78,12 @@ class Trainable(Chain):
     def hf_config(self) -> dict[str, object] | None:
         """The Hugging Face config that it was made from, which an export writes again; None: it cannot be exported."""
         return None
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """What tokens are multiplied with. By default each leaf of two dims, as `x @ leaf`, by its path."""
+        leaves = tree.leaves_with_path(self.abstract_params)
+        return tuple(Matrix(path, "linear", (MatrixLeaf(path, path, ("d", "f"), "d", "f"),)) for path, x in leaves if x.ndim == 2)
 
     def without_multi_token(self) -> "Trainable":
         """The same model without the layer that learns further tokens; its logits do not need that layer."""

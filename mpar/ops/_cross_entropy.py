@@ -19,9 +19,11 @@ __all__ = [
     "check_labels",
     "combine_shards",
     "cross_entropy",
+    "formula",
     "row_gradients",
     "row_losses",
     "row_statistics",
+    "token_losses",
     "weighted_sum",
 ]
 
@@ -56,6 +58,16 @@ def cross_entropy(
     params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": 0, "label_smoothing": label_smoothing}
     loss, lse = cross_entropy_p.bind(logits, labels, **params)
     return weighted_sum(add_z_loss(loss, lse, labels, ignore_index, z_loss), labels, token_weights, ignore_index)
+
+
+def token_losses(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, vocab_size: int | None = None) -> Tensor:
+    """`-log softmax(logits)[label]` of each token in nats, float32 or wider; 0 where the label is `ignore_index`.
+
+    `logits` (..., V) and `labels` (...), as `cross_entropy` takes them. Raises ShapeError, DtypeError or ConfigError.
+    """
+    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
+    params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": 0, "label_smoothing": 0.0}
+    return cross_entropy_p.bind(logits, labels, **params)[0]
 
 
 def add_z_loss(loss: Tensor, lse: Tensor, labels: Tensor, ignore_index: int, z_loss: float) -> Tensor:
@@ -231,6 +243,19 @@ def _vjp(logits, labels, lse, dloss, dlse, **params):
         out=dlogits.view(-1, logits.shape[-1]),
     )
     return dlogits
+
+
+@cross_entropy_p.def_formula
+def formula(logits, labels, *, ignore_index, vocab_size, start, label_smoothing):
+    """`(loss, lse)` of every token, where all columns are there."""
+    assert start == 0, "gradients are differentiated before columns are divided"
+    wide = logits[..., :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
+    lse, ignored = wide.logsumexp(-1), labels == ignore_index
+    target = wide.gather(-1, labels.long().clamp(0, vocab_size - 1).unsqueeze(-1)).squeeze(-1)
+    if label_smoothing:
+        target = (1 - label_smoothing) * target + label_smoothing / vocab_size * wide.sum(-1)
+    target = target.masked_fill(((labels < 0) | (labels >= vocab_size)) & ~ignored, torch.nan)
+    return (lse - target).masked_fill(ignored, 0.0), lse
 
 
 def combine_shards(emit, statistics, labels, ignore_index):

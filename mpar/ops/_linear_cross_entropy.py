@@ -12,6 +12,7 @@ from mpar.ops._cross_entropy import (
     add_z_loss,
     check_labels,
     combine_shards,
+    formula,
     row_gradients,
     row_losses,
     row_statistics,
@@ -19,7 +20,7 @@ from mpar.ops._cross_entropy import (
 )
 from mpar.ops.primitive import Cost, Primitive
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["linear_cross_entropy", "linear_token_losses"]
 
 _PARAMS = {"ignore_index": "int", "vocab_size": "int", "start": "int", "label_smoothing": "float", "chunk": "int"}
 linear_cross_entropy_p = Primitive("linear_cross_entropy", "x, head, labels -> loss, lse", **_PARAMS)
@@ -51,6 +52,21 @@ def linear_cross_entropy(
     params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": 0, "label_smoothing": label_smoothing}
     loss, lse = linear_cross_entropy_p.bind(x, head_DV, labels, **params, chunk=chunk)
     return weighted_sum(add_z_loss(loss, lse, labels, ignore_index, z_loss), labels, token_weights, ignore_index)
+
+
+def linear_token_losses(
+    x: Tensor,
+    head_DV: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    chunk: int = 1024,
+) -> Tensor:
+    """`token_losses(x @ head_DV, labels, ...)` in the memory of the logits of `chunk` tokens; see `linear_cross_entropy`."""
+    vocab_size = head_DV.shape[-1] if vocab_size is None else vocab_size
+    params = {"ignore_index": ignore_index, "vocab_size": vocab_size, "start": 0, "label_smoothing": 0.0}
+    return linear_cross_entropy_p.bind(x, head_DV, labels, **params, chunk=chunk)[0]
 
 
 @linear_cross_entropy_stats_p.def_abstract
@@ -145,6 +161,9 @@ def _impl_grad(x, head, labels, dloss, *, chunk, **params):
 
     dx_TD, dhead = _gradients(x_TD, head, labels_T, statistics, dloss.flatten().to(wide), None, params, chunk)
     return loss_T.view(labels.shape), lse_T.view(labels.shape), dx_TD.view(x.shape), dhead
+
+
+linear_cross_entropy_p.def_formula(lambda x, head, labels, *, chunk, **params: formula(x @ head, labels, **params))
 
 
 @linear_cross_entropy_p.def_sharded("v")

@@ -145,7 +145,7 @@ def _compile(
     options: CompileOptions,
 ) -> Program:
     """Build the program and verify it."""
-    check_chain(model)
+    check_chain(model, trains=optimizer is not None)
     stateful = [segment.name for segment in model.segments if segment.state]
     if stateful and options.differentiable:
         raise ConfigError(

@@ -6,10 +6,24 @@ linear in the number of instructions.
 
 from collections.abc import Iterator, Sequence
 
+from mpar.errors import ProgramError
 from mpar.ir import Instruction, Part, Piece, ProgramData
 from mpar.proof._fail import fail
 from mpar.proof._gradients import check_gradients
-from mpar.proof._labels import Carried, Contributed, Given, InputGradient, Label, Meaning, Moved, OfSlice, Result, Squares, Terms
+from mpar.proof._labels import (
+    Carried,
+    Contributed,
+    Given,
+    InputGradient,
+    Label,
+    Meaning,
+    Moved,
+    OfSlice,
+    Result,
+    Squares,
+    Terms,
+    as_text,
+)
 from mpar.proof._pieces import Pieces
 from mpar.proof._states import States
 from mpar.proof._step_end import StepEnd
@@ -30,6 +44,7 @@ def check_dataflow(program: ProgramData) -> None:
     - each gradient is the sum of the contributions of all microbatches, each once, reduced as the strategy says. For each use of
       the parameter, microbatches are added in the order of the schedule; then these sums, in the order of the chain;
     - the norm contains each gradient once, and each parameter is updated with its own gradient and slots;
+    - every gradient of an input that a backward gives is read, or sent and read there;
     - the state of a segment is replaced once, by the segment's forward, in the memory in which it lies.
 
     Only for programs that `mpar.schedules.check_order` has accepted, so that no message is waited for without end.
@@ -40,6 +55,7 @@ def check_dataflow(program: ProgramData) -> None:
         why = next(problems, _members_problem(instruction))
         if why is not None:
             fail(program, position, line, instruction, why)
+    flow.check_read()
     flow.end.check_once()
     flow.states.check_all()
     check_gradients(program, flow.terms, flow.labels)
@@ -80,7 +96,7 @@ def _members_problem(instruction: Instruction) -> str | None:
 class _Flow:
     """The labels of all values that were made so far.
 
-    labels: the label of each value. sent: the value that each message carries.
+    labels: the label of each value. sent: the value that each message carries. unread: gradients of inputs that nothing has read.
     """
 
     def __init__(self, program: ProgramData) -> None:
@@ -89,6 +105,7 @@ class _Flow:
         self.states = States(program)
         self.sent: dict[int, int] = {}
         self.labels: dict[int, Label] = {}
+        self.unread: set[int] = set()
         for part in program.parts:
             self._label_boundary(part)
 
@@ -102,14 +119,25 @@ class _Flow:
             shared = len(leaf.shape) == 1  # an entry with one dim is the same for all microbatches
             self.labels[leaf.value] = Label(OfSlice(key, piece.slice)) if shared else Label(Given(key), piece)
 
+    def check_read(self) -> None:
+        """Raise ProgramError unless every gradient of an input was read."""
+        if self.unread:
+            dropped = sorted({as_text(self.labels[v]) for v in self.unread})
+            raise ProgramError(f"invalid program: nothing reads {', '.join(dropped[:4])}")
+
     def follow(self, position: int, instruction: Instruction) -> str | None:
         """Label what an instruction makes. Returns what is wrong with its operands, or None."""
         labels = self.labels
+        if instruction.op != "wait":
+            self.unread.difference_update(instruction.inputs)
         match instruction.op:
             case "send":
                 self.sent[instruction.message] = instruction.inputs[0]
             case "wait":
-                labels[instruction.inputs[0]] = labels[self.sent[instruction.message]]
+                value, sent = instruction.inputs[0], self.sent[instruction.message]
+                labels[value] = labels[sent]
+                if value != sent and isinstance(labels[sent].meaning, InputGradient):
+                    self.unread.add(value)
             case "accumulate":
                 half = len(instruction.outputs)
                 for a, b, out in zip(instruction.inputs[:half], instruction.inputs[half:], instruction.outputs, strict=True):
@@ -159,7 +187,7 @@ class _Flow:
     def _label_results(self, position: int, instruction: Instruction, purpose: str | Squares) -> str | None:
         """Label what an instruction makes. Returns what is wrong if the part lists it for another instruction, else None."""
         part, piece, why = self.program.parts[position], instruction.piece, None
-        num_listed = 0  # values that the part lists, such as contributions and losses: other results are numbered without them
+        num_listed = 0  # values that the part lists, such as contributions and reports: other results are numbered without them
         for index, v in enumerate(instruction.outputs):
             label, makers, segment = _listed_label(part, v)
             if label is not None:
@@ -169,12 +197,13 @@ class _Flow:
                 num_listed += 1
             else:
                 self.labels[v] = Label(self._result(instruction, purpose, index - num_listed), piece)
+                self.unread |= {v} if isinstance(self.labels[v].meaning, InputGradient) else set()
         return why
 
     def _result(self, instruction: Instruction, purpose: str | Squares, index: int) -> Meaning:
         if isinstance(purpose, Squares):
             return Squares(purpose.first, index)
-        if instruction.op in _BACKWARD:  # what it makes besides losses and contributions are gradients of inputs
+        if instruction.op in _BACKWARD:  # what it makes besides reports and contributions are gradients of inputs
             return InputGradient(instruction.segment, index)
         return Result(purpose, instruction.segment if instruction.op in _PER_PIECE else "", index)
 
@@ -184,9 +213,9 @@ def _listed_label(part: Part, value: int) -> tuple[Label | None, tuple[str, ...]
     if value in part.contributions:
         grad = part.contributions[value]
         return Label(Contributed(grad.path, grad.use), grad.piece), _BACKWARD, grad.use.rstrip("'")
-    if value in part.losses:
-        loss = part.losses[value]
-        return Label(Result("forward", loss.segment, loss.index), loss.piece), ("backward",), loss.segment
+    if value in part.reports:
+        report = part.reports[value]
+        return Label(Result("forward", report.segment, report.index), report.piece), ("backward",), report.segment
     if value in part.carried:
         carried = part.carried[value]
         return Label(Carried(carried.segment, carried.index), carried.piece), ("forward",), carried.segment
@@ -198,8 +227,8 @@ def _listed_in_words(part: Part, value: int) -> str:
     if value in part.contributions:
         contribution = part.contributions[value]
         return f"a value that the part lists as a contribution of {contribution.use} for piece {_piece_name(contribution.piece)}"
-    result = part.losses.get(value) or part.carried[value]
-    maker = "backward" if value in part.losses else "forward"
+    result = part.reports.get(value) or part.carried[value]
+    maker = "backward" if value in part.reports else "forward"
     return f"a value that the part lists as made by the {maker} of {result.segment} for piece {_piece_name(result.piece)}"
 
 

@@ -1,5 +1,6 @@
 """Pieces: an instruction that is repeated for every piece reads the same values for each, and nothing that belongs to another."""
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from mpar.ir import Instruction, Piece
@@ -85,8 +86,8 @@ class Pieces:
     def _slices_problem(self, instruction: Instruction, piece: Piece, operands: Sequence[Label]) -> str | None:
         """What is wrong with the operands that belong to other slices, or None.
 
-        What earlier slices carried is read in the order of the slices. For each value that its slice carried, a backward reads
-        the sum of the gradients from all slices that read the value.
+        What earlier slices carried is read in the order of the slices. For each value that its slice carried and that has a
+        gradient, a backward reads the sum of the gradients from all slices that read the value.
         """
         segment = instruction.segment
         read = [
@@ -111,9 +112,7 @@ class Pieces:
             for label in operands
         ]
         actual = [sorted(pieces) for pieces in terms if pieces]
-        if instruction.op == "backward_weight" or actual == expected:
-            return None
-        if instruction.op == "backward_input" and all(pieces in expected for pieces in actual):
+        if instruction.op == "backward_weight" or not Counter(map(tuple, actual)) - Counter(map(tuple, expected)):
             return None
         return "does not read the gradients of what it carried, each the sum over all slices that read it"
 

@@ -108,22 +108,26 @@ class StepEnd:
         return "norm", None if right else f"reads {_all_as_text(operands)}, which are {why}"
 
     def update_problem(self, position: int, instruction: Instruction, operands: Sequence[Label]) -> str | None:
-        """What is wrong with the operands of an update, or None. It reads parameters, their gradients, slots, scalars and
-        metrics, in this order, and makes new parameters and slots."""
-        operands = [label for label in operands if not (isinstance(label.meaning, Result) and label.meaning.op == "metrics")]
+        """What is wrong with the operands of an update, or None. It reads parameters, the gradients of those that are trained,
+        slots, scalars, and a metric for each parameter that has no gradient, in this order. It makes new parameters and slots."""
+        others = [label for label in operands if not (isinstance(label.meaning, Result) and label.meaning.op == "metrics")]
         results, gradients = self.results[position], self.program.parts[position].gradients
         made = [results.get(v, "") for v in instruction.outputs]
-        num = len(operands) - NUM_SCALARS - len(made)  # how many parameters, and as many gradients
+        num = sum(path.startswith("params.") for path in made)
         if num < 1 or not all(made):
             return "does not make new parameters and slots"
         paths, slots = [path.removeprefix("params.") for path in made[:num]], made[num:]
+        trained = [path for path in paths if path in gradients]
+        if len(operands) - len(others) != num - len(trained):
+            return f"does not read a metric for each of {sorted(set(paths) - set(trained))}, which have no gradient"
         kept = [path for path in results.values() if path.startswith("opt.") and path.split(".", 2)[-1] in paths]
         if slots != kept:
             return f"makes slots that are not those of {paths}"
         scalars: list[Meaning] = [Given("lr"), Given("step"), Result("norm", "", 1), Result("norm", "", 2)]
-        if [*operands[:num], *operands[2 * num :]] != [*(Label(Given(path)) for path in made), *map(Label, scalars)]:
+        end = num + len(trained)  # of the gradients
+        if [*others[:num], *others[end:]] != [*(Label(Given(path)) for path in made), *map(Label, scalars)]:
             return "does not read the parameters and slots whose new values it makes, and lr, step, scale and skip"
-        if list(instruction.inputs[num : 2 * num]) != [gradients[path] for path in paths]:
+        if list(instruction.inputs[num:end]) != [gradients[path] for path in trained]:
             return "does not read the gradients of the parameters whose new values it makes"
         return None
 

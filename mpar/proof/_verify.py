@@ -6,6 +6,7 @@ from mpar.errors import ProgramError
 from mpar.ir import ProgramData, Value
 from mpar.proof._dataflow import check_dataflow
 from mpar.proof._fail import describe, fail
+from mpar.proof._frozen import check_frozen
 from mpar.schedules import Event, check_order
 
 __all__ = ["events", "verify"]
@@ -22,7 +23,8 @@ def verify(program: ProgramData, queues: str = "direction") -> None:
       queues called `queues` (see `mpar.schedules.check_order`);
     - positions along pp meet in a collective on the same queue: another queue may have groups of its own;
     - the contribution of every microbatch enters each stored gradient exactly once, in the order of the schedule, and every other
-      operand is what it should be, as far as the program shows it: see `check_dataflow`.
+      operand is what it should be, as far as the program shows it: see `check_dataflow`;
+    - frozen parameters have no gradient and keep their values, and all others are updated: see `check_frozen`.
 
     Ranks at the same position along pp run the same part, so they agree on every collective that does not cross pp. What holds
     for one rank of each position therefore holds for all.
@@ -35,6 +37,7 @@ def verify(program: ProgramData, queues: str = "direction") -> None:
     _check_messages(program)
     check_order(events(program), queues=queues, describe=lambda rank, line: describe(program.parts[rank].instructions[line]))
     check_dataflow(program)
+    check_frozen(program)
 
 
 def _check_lifetimes(program: ProgramData, position: int) -> None:

@@ -38,7 +38,8 @@ def cut_rows(program: ProgramData, batch: Mapping[str, Tensor], rank: int) -> di
         slice_order = sequence_order(first["order"].shape[0], program.order_parts)
         order = torch.cat([slice_order + c * len(slice_order) for c in range(program.num_slices)])
         check_given("this batch", {key: x for key, x in expected.items() if key != "order"}, batch)
-        batch = {key: x if program.order_parts == 1 else x[:, order] for key, x in batch.items()} | {"order": order}
+        dealt = {key for key, leaf in first.items() if program.order_parts > 1 and leaf.spec.padded(len(leaf.shape))[-1]}
+        batch = {key: x[:, order] if key in dealt else x for key, x in batch.items()} | {"order": order}
     check_given("this batch", expected, batch)
     out = {}
     for key, leaf in first.items():

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpar.train._check_values import value_problems
     from mpar.train._config import (
-        BOUNDS,
         HardwareConfig,
         MeshConfig,
         ModelConfig,
@@ -19,10 +18,6 @@ if TYPE_CHECKING:
         PlanConfig,
         StrategyConfig,
         TrainConfig,
-        bounds_of,
-        key,
-        outside,
-        within_bounds,
     )
     from mpar.train._duration import deadline_after, seconds
     from mpar.train._evaluation import Evaluation
@@ -30,12 +25,14 @@ if TYPE_CHECKING:
     from mpar.train._job import Job, read_job, write_job
     from mpar.train._job_folder import DATA_FOLDER, MALFORMED_FILE, write_run_dir
     from mpar.train._kept_job import find_kept_job
+    from mpar.train._key import BOUNDS, bounds_of, key, outside, within_bounds
     from mpar.train._loop import Rank, run_steps, start
     from mpar.train._mesh_name import MESH_EXAMPLES, MESH_GRAMMAR, mesh_by_name, mesh_problem, nearest_mesh_name
     from mpar.train._metrics import MetricsFile, StepRecord, flops_per_token, read_metrics, tensorboard_writer, wandb_writer
     from mpar.train._origin import steps_done
     from mpar.train._place import Phase, Place, read_place
     from mpar.train._plug_ins import PLUGGABLE, plug_ins, values_of_reference, with_options
+    from mpar.train._rollouts import ROLLOUTS_FOLDER, draw_rollouts
     from mpar.train._run_data import RunData, load_data, make_tokenizer, training_data
     from mpar.train._saving import Saving
     from mpar.train._setup import (
@@ -54,11 +51,11 @@ if TYPE_CHECKING:
 
 _HOME = {
     "value_problems": "_check_values",
-    "BOUNDS": "_config",
-    "bounds_of": "_config",
-    "outside": "_config",
-    "within_bounds": "_config",
-    "key": "_config",
+    "BOUNDS": "_key",
+    "bounds_of": "_key",
+    "outside": "_key",
+    "within_bounds": "_key",
+    "key": "_key",
     "HardwareConfig": "_config",
     "MeshConfig": "_config",
     "ModelConfig": "_config",
@@ -101,6 +98,8 @@ _HOME = {
     "read_metrics": "_metrics",
     "tensorboard_writer": "_metrics",
     "wandb_writer": "_metrics",
+    "ROLLOUTS_FOLDER": "_rollouts",
+    "draw_rollouts": "_rollouts",
     "RunData": "_run_data",
     "load_data": "_run_data",
     "make_tokenizer": "_run_data",
@@ -135,6 +134,7 @@ __all__ = [
     "MESH_EXAMPLES",
     "MESH_GRAMMAR",
     "PLUGGABLE",
+    "ROLLOUTS_FOLDER",
     "Evaluation",
     "ExpertLoad",
     "HardwareConfig",
@@ -161,6 +161,7 @@ __all__ = [
     "bounds_of",
     "deadline_after",
     "describe_place",
+    "draw_rollouts",
     "expert_load",
     "find_kept_job",
     "flops_per_token",

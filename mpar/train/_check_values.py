@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 from mpar.data import TokenWeights
 from mpar.errors import ConfigError
-from mpar.train._config import EvaluationConfig, ModelConfig, OptimizerConfig, TaskConfig, TrainConfig, within_bounds
+from mpar.train._config import EvaluationConfig, ModelConfig, OptimizerConfig, TaskConfig, TrainConfig
 from mpar.train._duration import deadline_after
+from mpar.train._key import within_bounds
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._sizes import batch_size, num_microbatches, seq_len
 
@@ -28,6 +29,7 @@ def value_problems(config: TrainConfig, memory_bytes: int | None = None) -> list
         *_of_optimizer(config.optimizer),
         *_of_learning_rate(config),
         *_of_task(config.task),
+        *_of_rollouts(config),
         *_of_token_weights(config.data.token_weights),
         *_of_evaluation(config.evaluation),
         *_of_stream(config),
@@ -71,6 +73,23 @@ def _of_task(task: TaskConfig) -> Iterator[str]:
             f"task.kind={task.kind}: `mpar data show` and `mpar data stats` read such rows, and no task learns from them yet; "
             "data.columns={chosen: messages} with task=sft trains on preferred answers alone"
         )
+
+
+def _of_rollouts(config: TrainConfig) -> Iterator[str]:
+    task = config.task
+    if task.kind != "prompt":
+        return
+    if not task.rewards:
+        yield "task.rewards is empty: name what answers are worth, such as [exact], or module:function of your own"
+    if task.reward_weights is not None and len(task.reward_weights) != len(task.rewards):
+        yield f"task.reward_weights has {len(task.reward_weights)} numbers for {len(task.rewards)} rewards"
+    unknown = [name for name in task.reward_options if name not in task.rewards]
+    if unknown:
+        yield f"task.reward_options is for {', '.join(unknown)}, which task.rewards={list(task.rewards)} does not have"
+    if config.evaluation.sources is not None or config.evaluation.fraction is not None:
+        yield "evaluation: the loss of task.kind=prompt is about answers that are drawn in training; leave evaluation out"
+    if config.data.stream:
+        yield "data.stream=true: prompts are drawn in an order of their own, and are kept in memory"
 
 
 def _of_token_weights(given: str) -> list[str]:

@@ -1,15 +1,13 @@
 """The configuration of a training run: one frozen dataclass for each group. `--help` prints the `doc` of each field."""
 
-import math
-import operator
-from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from mpar.plain_value import PlainValue
+from mpar.train._key import key
+from mpar.train._rollout_keys import RolloutKeys
 
 __all__ = [
-    "BOUNDS",
     "CheckpointConfig",
     "DataGroup",
     "EvaluationConfig",
@@ -28,50 +26,10 @@ __all__ = [
     "StrategyConfig",
     "TaskConfig",
     "TrainConfig",
-    "bounds_of",
-    "key",
-    "outside",
-    "within_bounds",
 ]
 
-BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
-    "at_least": ("at least", operator.ge),
-    "above": ("above", operator.gt),
-    "at_most": ("at most", operator.le),
-    "below": ("below", operator.lt),
-}
-"""The bounds that a key may have: each in words, and whether a value keeps it."""
 PlainConfig: TypeAlias = dict[str, PlainValue]
 """A configuration as plain data: so it is composed, and so a run and its checkpoints record it."""
-
-
-def key(doc: str, *, default: Any = MISSING, default_factory: Any = MISSING, prose: bool = False, **bounds: float) -> Any:
-    """A field with its text for `--help`. A field with a default may be missing in configuration files.
-
-    bounds: `at_least`, `above`, `at_most` and `below`, of a number or of each number in a list. prose: a text for people, in
-    which the command line gives no character a meaning.
-    """
-    return field(metadata={"doc": doc, "prose": prose, **bounds}, default=default, default_factory=default_factory)
-
-
-def bounds_of(described: Field) -> str:
-    """The bounds of a field in words, such as `above 0, below 1`; an empty text if it has none."""
-    return ", ".join(f"{words} {described.metadata[name]:g}" for name, (words, _) in BOUNDS.items() if name in described.metadata)
-
-
-def outside(described: Field, value: object) -> str:
-    """What `value`, or each of its items, must be, if it is not; an empty text if it keeps the bounds of the field."""
-    items = value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,)
-    numbers = [item for item in items if isinstance(item, (int, float))]
-    if not all(math.isfinite(number) for number in numbers):
-        return "a finite number"
-    bounds = [(keeps, described.metadata[name]) for name, (_, keeps) in BOUNDS.items() if name in described.metadata]
-    return "" if all(keeps(number, bound) for number in numbers for keeps, bound in bounds) else bounds_of(described)
-
-
-def within_bounds(*groups: object) -> bool:
-    """Whether all values in these groups of the configuration keep their bounds."""
-    return not any(outside(item, getattr(group, item.name)) for group in groups for item in fields(group))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +49,11 @@ class ModelConfig:
     )
     mtp_loss_weight: float | None = key(
         "multi-token prediction: a further layer learns the token after the next; its loss has this weight; null: no such layer",
+        default=None,
+        at_least=0,
+    )
+    dropout: float | None = key(
+        "training drops features of embeddings, and of what attention and feed-forward add, with this probability; null: none",
         default=None,
         at_least=0,
     )
@@ -174,12 +137,13 @@ class DataGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig:
+class TaskConfig(RolloutKeys):
     """What is learned from the data."""
 
-    kind: Literal["sft", "pt", "preference", "kto"] = key(
+    kind: Literal["sft", "pt", "preference", "kto", "prompt"] = key(
         "sft: conversations, with the loss on answers; pt: plain text, with the loss on every token; preference: pairs of a "
-        "chosen and a rejected answer, kto: answers with a label, which only `mpar data` reads yet"
+        "chosen and a rejected answer, kto: answers with a label, which only `mpar data` reads yet; prompt: questions "
+        "that the model answers as it is trained"
     )
     chat: tuple[str, ...] | None = key(
         "questions that the trained model answers at the end; null: those of the sample data, if it learned them",

@@ -13,16 +13,19 @@ from torch import Tensor
 
 from mpar.checkpoint import Json
 from mpar.data import Batches
+from mpar.errors import RewardError
 from mpar.program import NO_LIMITS, Program, RankRun, Replay, State
+from mpar.tasks import task_means
 from mpar.train._evaluation import EvalLosses, Evaluation
 from mpar.train._experts import expert_load, side_losses
 from mpar.train._first_tensor import first_not_finite
 from mpar.train._health import Seen, judge
 from mpar.train._local_batch import LocalBatches
 from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
+from mpar.train._place import Phase
 from mpar.train._saving import Saving
 from mpar.train._setup import RunSetup
-from mpar.train._state import Progress, fresh_state, is_checkpoint, load_state
+from mpar.train._state import PARAMS, Progress, fresh_state, is_checkpoint, load_state
 from mpar.train._stop import Stop
 from mpar.train._watch import Watch
 
@@ -77,8 +80,9 @@ def run_steps(rank: Rank, state: State, progress: Progress, on_step: Callable[[S
     Raises NumericsError if the numbers of a step say that the run must stop (see `judge`); no checkpoint is written then. Raises
     the failure of a save, which goes on while training does, after one of the next steps, or at the end.
     """
+    how = {"seed": rank.setup.config.seed, "start": progress.data_start}
     next_tokens = bool(rank.setup.model.next_keys)
-    local = LocalBatches(rank.program, rank.batches, rank.rank, rank.device, next_tokens=next_tokens)
+    local = LocalBatches(rank.program, rank.batches, rank.rank, rank.device, next_tokens=next_tokens, **how)
     with rank.saving, local:
         return _run_steps(rank, local, state, progress, on_step)
 
@@ -90,6 +94,7 @@ def _run_steps(
     while progress.step < config.steps:
         began, sent = time.perf_counter(), watch.communication_bytes
         position = progress.step - progress.data_start
+        said = _begin_batch(rank, position, state, progress)
         batch = local.take(position, following=position + 1 if progress.step + 1 < config.steps else None)
         waited_s = time.perf_counter() - began
         watch.begin_step(progress.step + 1)
@@ -99,17 +104,36 @@ def _run_steps(
         locate = partial(first_not_finite, rank.program, rank.rank, rank.run, state, batch, rank.agree)
         notes = judge(config, progress.health, seen, locate)
         watch.between_steps(seen.step)
+        rank.batches.end(position, task_means(metrics))
         progress = progress.after(seen, config.spike.window).having_read(rank.batches)
         elapsed, communication = time.perf_counter() - began, watch.communication_bytes - sent
         record = yardstick.record(rank, progress, seen, metrics, elapsed, communication)
         evaluated = _evaluated(rank, state, progress.step)
         eval_loss = None if evaluated is None else evaluated.mean
-        on_step(replace(_with_evaluation(record, evaluated), data_s=waited_s, notes=notes))
+        on_step(replace(_with_evaluation(record, evaluated), data_s=waited_s, notes=notes, batch_numbers=said))
         is_last = progress.step == config.steps or rank.stop.is_agreed(progress.step, watch)
         rank.saving.after_step(state, progress, eval_loss, last=is_last)
         if is_last:
             break
     return state, progress
+
+
+def _begin_batch(rank: Rank, position: int, state: State, progress: Progress) -> Mapping[str, float]:
+    """Make ready for a batch that depends on the parameters. If answers cannot be rewarded, the steps up to here are saved first:
+    a run that goes on begins with drawing the same answers.
+    """
+    if rank.batches.reads_ahead:
+        return {}
+    params = {path.removeprefix(PARAMS): leaf for path, leaf in state.leaves.items() if path.startswith(PARAMS)}
+    rank.watch.enter(Phase.BATCH)
+    try:
+        said = rank.batches.begin(position, params)
+    except RewardError:
+        if progress.step:
+            rank.saving.after_step(state, progress, None, last=True)
+        raise
+    rank.watch.between_steps(progress.step)
+    return said
 
 
 @dataclass(frozen=True)
@@ -157,6 +181,7 @@ class _Yardstick:
             expert_load=expert_load(metrics),
             skipped=progress.health.skipped,
             data_use=progress.data_numbers(),
+            task_means=task_means(metrics),
         )
 
 

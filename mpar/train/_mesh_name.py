@@ -50,5 +50,3 @@ def nearest_mesh_name(name: str) -> str:
         (axis,) = difflib.get_close_matches(letters, (*_AXES, _ONE), n=1, cutoff=0.0)
         sizes.setdefault(axis, digits or "2")
     return "_".join(axis + sizes[axis] for axis in _AXES if axis in sizes) or _ONE
-
-

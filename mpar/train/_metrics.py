@@ -49,6 +49,8 @@ class StepRecord:
     expert_load: by layer with experts.
     data_s: for how many seconds the step waited for its batch.
     data_use: the rows and tokens that all steps have been given, by source; of a stream also rows that were left out, by reason.
+    batch_numbers: what there is to see of a batch that depends on the parameters, such as the mean reward of its answers.
+    task_means: the metrics of the task.
     skipped: how many steps of the run so far were skipped, because loss or gradient norm were not finite or a spike.
     notes: what is wrong with the step, in words; nothing with most.
     """
@@ -75,6 +77,8 @@ class StepRecord:
     skipped: int = 0
     data_s: float = 0.0
     data_use: Mapping[str, float] = field(default_factory=dict)
+    batch_numbers: Mapping[str, float] = field(default_factory=dict)
+    task_means: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -92,10 +96,10 @@ class StepRecord:
         """All numbers that are not None, by name; those of one layer are named like `max_load/layers.3`, those of one of several
         sets to evaluate on like `eval_loss/NAME`.
         """
-        mappings = ("side_losses", "eval_losses", "expert_load", "data_use")
+        mappings = ("side_losses", "eval_losses", "expert_load", "data_use", "batch_numbers", "task_means")
         names = [f.name for f in fields(self) if f.name not in (*mappings, "notes")]
         numbers = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        numbers |= {**self.side_losses, **self.data_use}
+        numbers |= {**self.side_losses, **self.data_use, **self.batch_numbers, **self.task_means}
         numbers |= {f"eval_loss/{name}": loss for name, loss in self.eval_losses.items()}
         if self.expert_load:
             numbers |= {"max_load": self.max_load, "dropped": self.dropped}

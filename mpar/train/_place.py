@@ -20,6 +20,7 @@ class Phase(enum.IntEnum):
     EVALUATION = 3
     SAVE = 4
     BETWEEN = 5
+    BATCH = 6  # making a batch that depends on the parameters
 
 
 @dataclass(frozen=True)

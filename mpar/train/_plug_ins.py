@@ -1,8 +1,11 @@
 """The plug-ins of a configuration: `model=`, `optimizer=`, `task=` and `schedule=` may name `module:function`. Loads no torch."""
 
+from dataclasses import fields
+
 from mpar.plain_value import PlainValue
-from mpar.plug_ins import PlugIn
+from mpar.plug_ins import PlugIn, is_reference
 from mpar.train._config import ModelConfig, OptimizerConfig, PlainConfig, ScheduleConfig, TaskConfig, TrainConfig
+from mpar.train._rollout_keys import RolloutKeys
 
 __all__ = ["PLUGGABLE", "RATE_KEYS", "plug_in_of", "plug_ins", "values_of_reference", "with_options"]
 
@@ -11,7 +14,7 @@ _SIZES = ("rank", "num_ranks", "num_chunks", "num_microbatches")
 _KEYS = {
     "model": ("name", "seq_len"),
     "optimizer": ("kind", *RATE_KEYS),
-    "task": ("kind", "chat", "max_new_tokens"),
+    "task": ("kind", "chat", "max_new_tokens", *(item.name for item in fields(RolloutKeys))),
     "schedule": (
         "name", "num_microbatches", "num_slices", "paired", "num_chunks", "layout", "bucket_bytes", "prefetch_bytes", "table",
     ),
@@ -36,7 +39,13 @@ def plug_in_of(config: ModelConfig | OptimizerConfig | TaskConfig | ScheduleConf
 def plug_ins(config: TrainConfig) -> list[PlugIn]:
     """Every plug-in of a configuration."""
     found = (plug_in_of(group) for group in (config.model, config.optimizer, config.task, config.schedule))
-    return [plug_in for plug_in in found if plug_in is not None]
+    return [*(plug_in for plug_in in found if plug_in is not None), *_rewards(config.task)]
+
+
+def _rewards(task: TaskConfig) -> list[PlugIn]:
+    """The rewards that are functions of the user's own."""
+    names = task.rewards if task.kind == "prompt" else ()
+    return [PlugIn("reward", name, task.reward_options.get(name, {}), positional=1) for name in names if is_reference(name)]
 
 
 def values_of_reference(group: str, reference: str) -> PlainConfig:

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpar.checkpoint import Json
-from mpar.data import Batches, DataConfig, Progress, Tokenizer, byte_tokenizer, load_dataset, write_malformed
+from mpar.data import Batches, DataConfig, DocumentBatches, Progress, Tokenizer, byte_tokenizer, load_dataset, write_malformed
+from mpar.rollouts import RolloutBatches
 from mpar.train._config import TrainConfig
 from mpar.train._data_items import data_items
-from mpar.train._setup import RunSetup
+from mpar.train._setup import RunSetup, reward_specs, rollout_plan
 from mpar.train._sizes import batch_size, seq_len
 
 __all__ = ["HELD_OUT", "RunData", "load_data", "make_tokenizer", "training_data"]
@@ -72,6 +73,9 @@ def load_data(
     tokenizer, vocab_size = make_tokenizer(config), setup.model.vocab_size
     wanted = training_data(config, folder)
     batches, sets = load_dataset(wanted, tokenizer, vocab_size=vocab_size, progress=progress), {}
+    if config.task.kind == "prompt":
+        assert isinstance(batches, DocumentBatches)  # prompts are not streamed (`value_problems`)
+        batches = RolloutBatches(batches, rollout_plan(config), rewards=_described(config))
     if evaluation.fraction is not None:
         batches, sets[HELD_OUT] = batches.split(evaluation.fraction)
     for name, sources in evaluation.sets.items():
@@ -83,6 +87,11 @@ def load_data(
         written = write_malformed(malformed_file, [batches.report, *others])
     items = data_items(config, tokenizer, batches)
     return RunData(tokenizer, batches, sets, items, malformed_file if written else None)
+
+
+def _described(config: TrainConfig) -> str:
+    """What answers are worth, in words that change if it does; the code of rewards is not looked at."""
+    return repr(reward_specs(config.task))
 
 
 def training_data(config: TrainConfig, cache_dir: str | None) -> DataConfig:
@@ -107,7 +116,7 @@ def _data_config(config: TrainConfig, sources: tuple[str, ...], *, shuffle: bool
         kind=task.kind,
         sources=sources,
         batch_size=batch_size(config),
-        seq_len=seq_len(config),
+        seq_len=rollout_plan(config).max_prompt_tokens if task.kind == "prompt" else seq_len(config),
         seed=config.seed,
         packing=data.packing,
         pad_to_multiple=data.pad_to_multiple,

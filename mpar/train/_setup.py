@@ -10,15 +10,25 @@ import torch
 from mpar import models, tree
 from mpar.arrange import arrange
 from mpar.chain import Chain, check_chain
-from mpar.data import TokenWeights
+from mpar.data import BatchShape, TokenWeights
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
-from mpar.models import ModelOptions, Trainable
+from mpar.models import DRAW, ModelOptions, Trainable
 from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
+from mpar.rollouts import RewardSpec, RolloutPlan
 from mpar.strategy import Strategy, preset
-from mpar.train._config import HardwareConfig, MeshConfig, ModelConfig, OptimizerConfig, StrategyConfig, TrainConfig
+from mpar.tasks import COLUMN, TaskChain
+from mpar.train._config import (
+    HardwareConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    StrategyConfig,
+    TaskConfig,
+    TrainConfig,
+)
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._plug_ins import plug_in_of
 from mpar.train._sizes import batch_size, seq_len
@@ -138,6 +148,7 @@ def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Traina
         mlp_chunk=group.mlp_chunk,
         router=router,
         mtp_loss_weight=group.mtp_loss_weight,
+        dropout=group.dropout,
     )
     return models.from_config(source, options)
 
@@ -155,7 +166,7 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
             f"{plug_in.label} returned {_a(made)}, not a chain: it is given the model, and returns a mpar.chain.Chain."
         )
     chain = cast(Chain, made)
-    check_chain(chain)
+    check_chain(chain, trains=True)
     before, after = (_shapes(item) for item in (model, chain))
     if before != after:
         changed = [path for path in {**before, **after} if before.get(path) != after.get(path)]
@@ -182,14 +193,20 @@ def num_threads(config: TrainConfig, local_ranks: int) -> int:
     return config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
-def batch_shapes(config: TrainConfig, chain: Chain, model: Trainable) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
-    """The shape and dtype of every entry of a global batch that `chain`, made of `model`, reads.
+def batch_shapes(
+    config: TrainConfig, chain: Chain, model: Trainable, *, training: bool = True
+) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
+    """The shape and dtype of every entry of a global batch that `chain`, made of `model`, reads, in training or in an evaluation.
 
     Raises ConfigError if tokens have weights and the chain reads none.
     """
-    keys = [key for key in (*BATCH_KEYS, *model.next_keys) if key in chain.batch_axes]
+    read = (*BATCH_KEYS, *model.next_keys, *(DRAW,) * training)
+    keys = [key for key in read if key in chain.batch_axes]
     shape = (batch_size(config), seq_len(config))
-    ints = dict.fromkeys(keys, (shape, torch.int64))
+    ints: dict[str, tuple[tuple[int, int], torch.dtype]] = dict.fromkeys(keys, (shape, torch.int64))
+    if isinstance(chain, TaskChain):
+        columns = (shape[0], answers_per_row(config))
+        ints |= {key: (columns if entry.axes == COLUMN else shape, entry.dtype) for key, entry in chain.task.entries.items()}
     if TokenWeights.parse(config.data.token_weights).binary:
         return ints
     if WEIGHT_KEYS[0] not in chain.batch_axes:
@@ -199,6 +216,36 @@ def batch_shapes(config: TrainConfig, chain: Chain, model: Trainable) -> Mapping
         )
     floats = [key for key in (WEIGHT_KEYS if model.next_keys else WEIGHT_KEYS[:1]) if key in chain.batch_axes]
     return {**ints, **dict.fromkeys(floats, (shape, torch.float32))}
+
+
+def answers_per_row(config: TrainConfig) -> int:
+    """How many answers a row of a batch may have."""
+    return rollout_plan(config).answers_per_row
+
+
+def rollout_plan(config: TrainConfig) -> RolloutPlan:
+    """How answers are drawn. Raises ConfigError with all sizes that do not fit each other."""
+    task, length = config.task, seq_len(config)
+    return RolloutPlan(
+        shape=BatchShape(batch_size(config), length),
+        group_size=task.group_size,
+        max_prompt_tokens=task.max_prompt_tokens or max(2, length - task.max_new_tokens + 1),
+        max_tokens=task.max_new_tokens,
+        num_batches=task.rollout_batches,
+        num_rounds=task.rollout_rounds,
+        scale=task.scale_rewards,
+        baseline=task.baseline,
+        max_redraws=task.max_redraws,
+        drop_truncated=task.drop_truncated,
+    )
+
+
+def reward_specs(task: TaskConfig) -> list[RewardSpec]:
+    """The rewards that the configuration names."""
+    weights = task.reward_weights or (1.0,) * len(task.rewards)
+    return [
+        RewardSpec(name, weight, task.reward_options.get(name, {})) for name, weight in zip(task.rewards, weights, strict=True)
+    ]
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:

@@ -137,6 +137,8 @@ def _outside(place: Place) -> str:
         return f"after step {place.step}: waits for all ranks to agree" if place.step else "start-up: waits for the other ranks"
     if place.phase == Phase.SAVE:
         return f"after step {place.step}: saving a checkpoint"
+    if place.phase == Phase.BATCH:
+        return f"after step {place.step}: drawing answers for the next step, or rewarding them"
     if place.phase == Phase.BETWEEN:
         return f"after step {place.step}: between two steps"
     return f"{'evaluation after step' if place.evaluating else 'step'} {place.step}: had not begun its first line"

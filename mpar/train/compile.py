@@ -74,7 +74,7 @@ def compile_evaluation(setup: RunSetup, program: Program) -> Program:
         chain,
         setup.mesh,
         strategy,
-        batch_shapes(config, chain, model),
+        batch_shapes(config, chain, model, training=False),
         schedule=Schedule("forwards", layout=layout_letters(stage_of), table=forwards),
         num_microbatches=num_microbatches(config),
         num_slices=config.schedule.num_slices,

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-__all__ = ["draw_experts", "draw_lengths", "draw_loss", "draw_losses", "draw_scores"]
+__all__ = ["draw_experts", "draw_lengths", "draw_loss", "draw_losses", "draw_rewards", "draw_scores"]
 
 _PANELS = {
     "max_load": ("max / mean load of an expert", 1.0, None),
@@ -38,6 +38,29 @@ def draw_loss(records: Sequence[Mapping[str, float]], path: Path, title: str) ->
     rates = axes.twinx()
     rates.plot(steps, [record["lr"] for record in records], color="tab:orange", alpha=0.6, linewidth=1)
     rates.set_ylabel("learning rate", color="tab:orange")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def draw_rewards(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> Path:
+    """Write a picture of the mean reward over updates, with each of several rewards, and of the mean length of answers. `rows`
+    have `step`, `reward` and `answer_tokens`."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    rows = [row for row in rows if "reward" in row]
+    steps = [row["step"] for row in rows]
+    axes.plot(steps, [row["reward"] for row in rows], color="tab:blue", label="reward")
+    names = sorted({name for row in rows for name in row if name.startswith("reward/")})
+    for name in names if len(names) > 1 else []:
+        axes.plot(steps, [row.get(name, float("nan")) for row in rows], linewidth=1, label=name.partition("/")[2])
+    if len(names) > 1:
+        axes.legend(loc="lower right", fontsize="small")
+    axes.set(xlabel="update", ylabel="mean reward of an answer", title=title)
+    axes.grid(True, alpha=0.3)
+    lengths = axes.twinx()
+    lengths.plot(steps, [row["answer_tokens"] for row in rows], color="tab:orange", alpha=0.6, linewidth=1)
+    lengths.set_ylabel("mean tokens of an answer", color="tab:orange")
     figure.savefig(path, dpi=120)
     return path
 

@@ -42,6 +42,7 @@ class Parts:
     params: dict = field(default_factory=lambda: {"embed": meta(V, D), "head": meta(D, V)})
     param_axes: dict = field(default_factory=lambda: {"embed": ("vocab", "embed"), "head": ("embed", "vocab")})
     batch_axes: dict = field(default_factory=lambda: dict.fromkeys(("tokens", "labels"), ("batch", "seq")))
+    frozen: frozenset[str] = frozenset()
 
 
 class Bigram(Chain):
@@ -51,6 +52,7 @@ class Bigram(Chain):
     abstract_params = property(lambda self: self.parts.params)
     param_axes = property(lambda self: self.parts.param_axes)
     batch_axes = property(lambda self: self.parts.batch_axes)
+    frozen = property(lambda self: self.parts.frozen)
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -105,6 +107,19 @@ WRONG: dict[str, tuple[Callable[[Parts], Parts], str]] = {
     "axes of no parameter": (
         lambda chain: replace(chain, param_axes=chain.param_axes | {"haed": (None,)}),
         "param_axes has haed, which is no parameter; did you mean 'head'",
+    ),
+    "no parameter that is frozen": (
+        lambda chain: replace(chain, frozen=frozenset({"haed"})),
+        "frozen has 'haed', which is no parameter; did you mean 'head'",
+    ),
+    "frozen paths in a list": (lambda chain: replace(chain, frozen=["head"]), "`frozen` is .* it must be a frozenset of paths"),
+    "nothing to train": (
+        lambda chain: replace(chain, frozen=frozenset(chain.params)),
+        "all of its 2 parameters are frozen, so that there is nothing to train",
+    ),
+    "integers to train": (
+        lambda chain: replace(chain, params=chain.params | {"head": meta(D, V).long()}),
+        r"parameter head holds torch.int64, which has no gradient: it must be in frozen, or in updates",
     ),
 }
 

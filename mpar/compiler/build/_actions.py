@@ -23,7 +23,7 @@ class Actions:
     edges:        the values that wait between actions.
     cotangent:    the value that holds the reciprocal of the batch's weight, which is the cotangent of every loss; None without
                   losses.
-    joint_losses: which loss a value is, for every loss of a segment whose forward and backward are one instruction.
+    joint_reports: which loss or metric a value is, for those of segments whose forward and backward are one instruction.
     carried:      which result a value is, for every value that a slice hands to later slices.
     state:        for each segment that keeps state, the values of its leaves: the old ones until its forward is written.
     """
@@ -37,7 +37,7 @@ class Actions:
     reported: Reported
     cotangent: int | None
     state: dict[int, list[int]]
-    joint_losses: dict[int, SegmentResult] = field(default_factory=dict)
+    joint_reports: dict[int, SegmentResult] = field(default_factory=dict)
     carried: dict[int, SegmentResult] = field(default_factory=dict)
 
     @property

@@ -31,6 +31,8 @@ def write_input_half(actions: Actions, stage: int, microbatches: Sequence[int]) 
 def write_weight_half(actions: Actions, stage: int, microbatches: Sequence[int]) -> Iterator[None]:
     """Write W: the half that gives the gradients of the stage's parameters."""
     for segment in reversed(actions.segments_of(stage)):
+        if not actions.blueprint.trained_paths(segment):
+            continue
         for microbatch in microbatches:
             _write_weight_half(actions, stage, segment, microbatch)
         actions.gathers.next_use()
@@ -52,7 +54,7 @@ def _write_weight_half(actions: Actions, stage: int, segment: int, microbatch: i
             *saved.crossing,
             *(saved.dy[i] for i in split.weight_cotangents),
         ]
-        names = [f"d {path}.mb{blueprint.piece_name(piece)}" for path in blueprint.leaf_paths(segment)]
+        names = [f"d {path}.mb{blueprint.piece_name(piece)}" for path in blueprint.trained_paths(segment)]
         out = actions.writer.emit("backward_weight", split.weight, operands, names, blueprint.segments[segment].name, piece)
         actions.gradients.take(stage, segment, out, piece)
         del actions.edges.saved[stage, microbatch][segment, piece.slice]
@@ -66,6 +68,8 @@ def _go_back(actions: Actions, stage: int, microbatches: Sequence[int], write: W
     edges = actions.edges
     dys = {m: edges.cotangents.pop((stage, m), edges.nothing()) for m in microbatches}
     for segment in reversed(actions.segments_of(stage)):
+        if not actions.blueprint.placement.segments.has_backward(segment):
+            continue
         for microbatch in microbatches:
             dys[microbatch] = _go_back_segment(actions, stage, segment, microbatch, dys[microbatch], write)
         actions.gathers.next_use()
@@ -79,16 +83,20 @@ def _go_back_segment(
 ) -> list[Waiting]:
     """Write all slices of a segment, last first, for the gradients `dys` of what it gave; returns those of what entered it."""
     blueprint = actions.blueprint
-    num_x, dxs, params = blueprint.num_entering(segment), actions.edges.nothing(), None
+    dxs, params = actions.edges.nothing(), None
     starts_stage = segment == actions.segments_of(stage)[0]
-    carried_gradients = CarriedGradients(actions.writer, blueprint.segments[segment].name, blueprint.num_carried(segment))
+    num_carried = [blueprint.num_active_carried(segment, c) for c in range(blueprint.options.num_slices)]
+    carried_gradients = CarriedGradients(actions.writer, blueprint.segments[segment].name, num_carried)
     for piece in reversed(blueprint.pieces(microbatch)):
+        code, num_x = blueprint.codes[segment][piece.slice], len(blueprint.placement.segments.active[segment][piece.slice])
+        if code.backward is None:
+            continue
         saved = _fetch_saved(actions, stage, segment, piece)
         actions.fetch(dys, segment, microbatch, (piece.slice, piece.slice - 1))
         params = actions.gathers.parameters(blueprint.segments[segment].paths, microbatch) if params is None else params
-        num_losses = len(blueprint.codes[segment][piece.slice].traced.losses)
         assert actions.cotangent is not None
-        saved.dy = [*dys[piece.slice].values, *carried_gradients.take(piece), *[actions.cotangent] * num_losses]
+        of_losses = [actions.cotangent] * code.traced.num_active_losses
+        saved.dy = [*dys[piece.slice].values, *carried_gradients.take(piece), *of_losses]
         grads = write(actions, stage, segment, piece, _primals(actions, stage, segment, piece, params))
         carried_gradients.add(piece, blueprint.past(segment, piece), grads[num_x:])
         dxs[piece.slice] = actions.until_next_segment(grads[:num_x], segment, piece, ends_stage=starts_stage)
@@ -124,17 +132,16 @@ def _primals(actions: Actions, stage: int, segment: int, piece: Piece, params: l
 def _write_segment(actions: Actions, stage: int, segment: int, piece: Piece, primals: list[int]) -> list[int]:
     """Write the whole backward of one slice of a segment, or its forward and backward as one; see `WriteSegment`."""
     blueprint, code, reported = actions.blueprint, actions.blueprint.codes[segment][piece.slice], actions.reported
-    name, paths = blueprint.segments[segment].name, blueprint.leaf_paths(segment)
+    name, paths = blueprint.segments[segment].name, blueprint.trained_paths(segment)
     saved = actions.edges.saved[stage, piece.microbatch].pop((segment, piece.slice))
     assert saved.dy is not None
     names = [*(f"d {path}.mb{blueprint.piece_name(piece)}" for path in paths), *_gradient_names(actions, segment, piece)]
     if code.joint is not None and actions.position.is_joint(segment, stage, piece.microbatch):
         report_names = reported.names(segment, piece)
         out = actions.writer.emit("backward", code.joint, [*primals, *saved.dy], [*report_names, *names], name, piece)
-        reported.take(segment, piece, out[: len(report_names)])
-        out = out[len(report_names) :]
-        losses = reported.losses[piece, segment]
-        actions.joint_losses.update({v: SegmentResult(name, piece, n) for n, v in enumerate(losses)})
+        found, out = out[: len(report_names)], out[len(report_names) :]
+        reported.take(segment, piece, found)
+        actions.joint_reports.update({v: SegmentResult(name, piece, n) for n, v in enumerate(found)})
     else:
         assert code.backward is not None
         operands = [*(primals[i] for i in code.reads), *saved.kept.values, *saved.dy]
@@ -156,16 +163,17 @@ def _write_input_half(actions: Actions, stage: int, segment: int, piece: Piece, 
     crossing = (f"c{segment}.{blueprint.piece_name(piece)}.{i}" for i in range(split.num_crossing))
     names = [*_gradient_names(actions, segment, piece), *crossing]
     out = actions.writer.emit("backward_input", split.input, operands, names, blueprint.segments[segment].name, piece)
-    saved.crossing = out[code.traced.num_x :]
-    return out[: code.traced.num_x]
+    num_gradients = len(code.traced.active_x)
+    saved.crossing = out[num_gradients:]
+    return out[:num_gradients]
 
 
 def _gradient_names(actions: Actions, segment: int, piece: Piece) -> list[str]:
     """Names for the gradients of x and of what past slices carried over."""
-    blueprint, num_carried = actions.blueprint, actions.blueprint.num_carried(segment)
-    of_x = [f"dx{segment}.{blueprint.piece_name(piece)}"] * blueprint.num_entering(segment)
+    blueprint = actions.blueprint
+    of_x = [f"dx{segment}.{blueprint.piece_name(piece)}"] * len(blueprint.placement.segments.active[segment][piece.slice])
     return of_x + [
         f"dcarried{segment}.{blueprint.piece_name(earlier)}"
         for earlier in blueprint.past(segment, piece)
-        for _ in range(num_carried)
+        for _ in range(blueprint.num_active_carried(segment, earlier.slice))
     ]

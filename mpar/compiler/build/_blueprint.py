@@ -7,6 +7,7 @@ from mpar.chain import Chain, Segment
 from mpar.compiler.build._options import CompileOptions
 from mpar.compiler.build._pipeline import Pipeline
 from mpar.compiler.build._placement import Placement
+from mpar.compiler.build._units import Unit
 from mpar.compiler.segment import Slices
 from mpar.ir import Piece
 from mpar.optimizer import Optimizer
@@ -58,9 +59,22 @@ class Blueprint:
             return 0
         return len(self.codes[segment][0].traced.x_out) - self.num_entering(segment + 1)
 
-    def leaf_paths(self, segment: int) -> list[str]:
-        """The path of every parameter that a segment reads."""
-        return [path for unit_path in self.segments[segment].paths for path in self.placement.units[unit_path].paths]
+    def num_active_carried(self, segment: int, slice_number: int) -> int:
+        """The number of these leaves that depend on a parameter that is trained, for one slice."""
+        if not self.num_carried(segment):
+            return 0
+        traced, first = self.codes[segment][slice_number].traced, self.num_entering(segment + 1)
+        return sum(first <= i < len(traced.x_out) for i in traced.active_out)
+
+    @functools.cached_property
+    def trained_units(self) -> dict[str, Unit]:
+        """The units by path, each with only those of its parameters that are trained; none without such."""
+        return {path: unit.only(unit.trained) for path, unit in self.placement.units.items() if unit.trained}
+
+    def trained_paths(self, segment: int) -> list[str]:
+        """The path of every parameter of a segment that is trained."""
+        units = (self.trained_units.get(path) for path in self.segments[segment].paths)
+        return [path for unit in units if unit is not None for path in unit.paths]
 
     @functools.cached_property
     def messages_per_edge(self) -> int:

@@ -25,7 +25,8 @@ class Boundary:
 
     state, batch, scalars: their leaves.
     params:                for each unit, the values of its parameters.
-    slots:                 for each unit and each slot of the optimizer, the values of that slot, for parameters that have it.
+    slots:                 for each unit and each slot of the optimizer, the values of that slot, for trained parameters that
+                           have it.
     kept:                  for each segment that keeps state, the values of its leaves.
     batch_values:          for each piece, the values of its batch entries.
 
@@ -70,7 +71,7 @@ def _declare_state(position: Position, values: Values) -> tuple[list[Leaf], dict
     slots: dict[str, list[list[int]]] = {path: [] for path in units}
     if optimizer is not None:
         for slot in optimizer.slots:
-            for path, unit in units.items():
+            for path, unit in position.trained_units.items():
                 stored = {i: unit.slot(optimizer, slot, i) for i in unit.with_slot(optimizer, slot)}
                 slots[path].append(declare(f"opt.{slot}", unit, stored))
     return leaves, params, slots

@@ -145,4 +145,5 @@ def _facts(blueprint: Blueprint, kinds: Kinds, mesh: Mesh) -> Facts:
             for index in segments
         },
         fallbacks=tuple(sorted({op for code in kinds.codes.values() for op in code.fallbacks})),
+        frozen=tuple(sorted(blueprint.model.frozen)),
     )

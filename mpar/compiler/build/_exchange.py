@@ -1,4 +1,4 @@
-"""Exchange: the finished gradient of each parameter of a part is the sum over all segments that use it, in chain order.
+"""Exchange: the finished gradient of each trained parameter of a part is the sum over all segments that use it, in chain order.
 
 If several positions along pp hold a parameter, such as a tied embedding, each first sends its gradients to the others.
 """
@@ -21,14 +21,14 @@ __all__ = ["finished_gradients"]
 def finished_gradients(position: Position, writer: Writer, gradients: Gradients) -> dict[str, list[int]]:
     """The finished gradients of each unit: the sum over its uses in chain order, including those at other positions."""
     pipeline = position.blueprint.pipeline
-    uses = {path: pipeline.uses(unit.users) for path, unit in position.units.items()}
+    uses = {path: pipeline.uses(unit.users) for path, unit in position.trained_units.items()}
     names = [
         use_name(path, index, copy) for path, of_unit in uses.items() for index, copy, at in of_unit if at == position.number
     ]
     by_use = {name: gradients.take_reduced(name) for name in names}
     by_use |= _exchange(position, writer, by_use)
     finished = {}
-    for path, unit in position.units.items():
+    for path, unit in position.trained_units.items():
         total, *others = (by_use[use_name(path, index, copy)] for index, copy, _ in uses[path])
         for other in others:
             total = writer.add(total, other, [f"g {p}" for p in unit.paths], path)
@@ -85,7 +85,7 @@ def _shared(position: Position) -> list[_Gradient]:
     numbers = (item.message for items in blueprint.pipeline.entries for item in items if isinstance(item, Transfer))
     number = (max(numbers, default=-1) + 1) * blueprint.messages_per_edge
     gradients: list[_Gradient] = []
-    for path, unit in blueprint.placement.units.items():
+    for path, unit in blueprint.trained_units.items():
         holders = position.holders(unit)
         for segment, copy, source in blueprint.pipeline.uses(unit.users) if len(holders) > 1 else ():
             use = use_name(path, segment, copy)

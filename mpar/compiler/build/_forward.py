@@ -54,13 +54,20 @@ def _write_segment(actions: Actions, stage: int, segment: int, microbatch: int, 
         else:
             carried[piece] = out[num_x:num_out]
         actions.carried.update({v: SegmentResult(name, piece, n) for n, v in enumerate(carried.get(piece, ()))})
-        saved = Saved(xs[piece.slice], Waiting(out[num_results:]), Waiting(carried.get(piece, ())))
-        if blueprint.options.recompute.offload:
-            saved = saved.offloaded(writer, name, piece)
-        actions.edges.saved[stage, microbatch][segment, piece.slice] = saved
+        if blueprint.placement.segments.has_backward(segment):
+            saved = Saved(_read(xs[piece.slice], code), Waiting(out[num_results:]), Waiting(carried.get(piece, ())))
+            if blueprint.options.recompute.offload:
+                saved = saved.offloaded(writer, name, piece)
+            actions.edges.saved[stage, microbatch][segment, piece.slice] = saved
         ys.append(actions.until_next_segment(out[:num_x], segment, piece, ends_stage=ends_stage))
         actions.reported.take(segment, piece, out[num_out:num_results])
     return ys
+
+
+def _read(x: Waiting, code: SegmentCode) -> Waiting:
+    """The leaves of the x of a segment that its backward reads."""
+    first = code.traced.num_params
+    return Waiting([v if first + i in code.reads else -1 for i, v in enumerate(x.values)], on_host=x.on_host)
 
 
 def _result_names(actions: Actions, segment: int, piece: Piece, code: SegmentCode) -> list[str]:

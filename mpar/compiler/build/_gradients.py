@@ -36,21 +36,20 @@ class Gradients:
     def __init__(self, writer: Writer, position: Position) -> None:
         self.writer, self.position = writer, position
         self.each = position.blueprint.placement.strategy.reduces_each
-        self.group_of = group_of(position.groups)
+        self.group_of = group_of(position.trained_groups)
         self.raw: dict[tuple[str, int], list[int]] = {}
         self.reduced: dict[str, list[int]] = {}
         self.contributions: dict[int, Contribution] = {}
 
     def take(self, stage: int, index: int, grads: list[int], piece: Piece) -> None:
-        """Take the gradients that one backward of segment `index` gives, of all parameters that it reads."""
+        """Take the gradients that one backward of segment `index` gives, of all parameters of it that are trained."""
         blueprint, copy = self.position.blueprint, self.position.copies[stage]
         segment = blueprint.segments[index]
         reader = segment.name + "'" * copy
         self.contributions |= {
-            v: Contribution(path, reader, piece) for v, path in zip(grads, blueprint.leaf_paths(index), strict=True)
+            v: Contribution(path, reader, piece) for v, path in zip(grads, blueprint.trained_paths(index), strict=True)
         }
-        for path in segment.paths:
-            unit = blueprint.placement.units[path]
+        for unit in (blueprint.trained_units[path] for path in segment.paths if path in blueprint.trained_units):
             self._take_unit(stage, index, unit, grads[: len(unit.leaves)], piece)
             grads = grads[len(unit.leaves) :]
 
@@ -64,7 +63,8 @@ class Gradients:
         self.raw[key] = grads
         group = self.group_of[stage, unit.path]
         first = min(user for u in group for user in u.users)  # the backward reaches this segment last
-        in_group = [path for path in self.position.blueprint.segments[index].paths if self.group_of[stage, path] is group]
+        paths = self.position.blueprint.segments[index].paths
+        in_group = [path for path in paths if self.group_of.get((stage, path)) is group]
         is_due = self.each or piece.microbatch == self.position.last_microbatches[stage]
         if index == first and unit.path == in_group[-1] and piece.slice == 0 and is_due:
             self._reduce(stage, group, piece)

@@ -32,7 +32,7 @@ def write_norm(
     """
     blueprint, optimizer = position.blueprint, position.blueprint.optimizer
     assert optimizer is not None
-    units = list(blueprint.placement.units.values())
+    units = list(blueprint.trained_units.values())
     dtype = widest([blueprint.placement.precision.grad_dtype(leaf.dtype) for unit in units for _, leaf in unit.leaves])
     squares: list[int] = []
     contributed = [unit for unit in units if unit.path in position.units and position.holders(unit)[0] == position.number]

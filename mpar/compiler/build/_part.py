@@ -79,7 +79,7 @@ def write_part(blueprint: Blueprint, writer: Writer, number: int) -> tuple[Part,
         scalars=boundary.scalars,
         metrics=metrics,
         contributions=actions.gradients.contributions,
-        losses=actions.joint_losses,
+        reports=actions.joint_reports,
         carried=actions.carried,
         gradients=gradients,
     )
@@ -122,20 +122,17 @@ def _with_reciprocal(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _written(actions: Actions, turn: Turn) -> Iterator[None]:
-    """Write one turn of a stage, segment by segment. No stage waits for the input gradients of the first stage, so its I does
-    nothing and its W does all."""
+    """Write one turn of a stage, segment by segment. If no stage waits for its input gradients, as for those of the first stage,
+    its I does nothing and its W does all."""
     stage, kind, microbatches = turn
-    is_first = actions.segments_of(stage).start == 0
+    divided = actions.position.returns_gradients(stage)
     if kind == "F":
         yield from write_forward(actions, stage, microbatches)
-    elif kind == "B" or (kind == "W" and is_first):
+    elif kind == "B" or (kind == "W" and not divided):
         yield from write_backward(actions, stage, microbatches)
     elif kind == "W":
         yield from write_weight_half(actions, stage, microbatches)
-    elif is_first:
-        for microbatch in microbatches:
-            actions.hand_back(stage, microbatch, actions.edges.nothing())  # there may be stages without segments before it
-    else:
+    elif divided:
         yield from write_input_half(actions, stage, microbatches)
 
 
@@ -152,6 +149,7 @@ def _write_update(
     lr, step, *limits = [leaf.value for leaf in boundary.scalars]
     norm, scale, skip = write_norm(position, writer, finished, loss, limits)
     new = write_updates(position, writer, boundary, finished, (lr, step, scale, skip), reported)
-    state_out = [Leaf(leaf.path, new[leaf.path], leaf.shape, leaf.dtype, leaf.spec) for leaf in boundary.state]
-    gradients = {p: v for path, unit in position.units.items() for p, v in zip(unit.paths, finished[path], strict=True)}
+    state_out = [replace(leaf, value=new.get(leaf.path, leaf.value)) for leaf in boundary.state]
+    units = position.trained_units
+    gradients = {p: v for path, unit in units.items() for p, v in zip(unit.paths, finished[path], strict=True)}
     return norm, skip, state_out, gradients

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeGuard
 
 from mpar.chain import Chain
 from mpar.compiler.build._options import CompileOptions
@@ -75,7 +76,7 @@ def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -
     Without training, the schedule keeps its forwards only. Raises ConfigError if it cannot run on the positions along pp.
     """
     names = [segment.name for segment in model.segments]
-    costs = StageCosts(placement.segments.by_segment, placement.mesh, options.profile)
+    costs = StageCosts(placement.segments, placement.mesh, options.profile)
     num_positions = placement.mesh.axis_size("pp")
     schedule = options.schedule.for_positions(num_positions)
     both_ways = schedule.pairs_both_ways(num_positions)
@@ -104,8 +105,32 @@ def make_pipeline(model: Chain, placement: Placement, options: CompileOptions) -
     elif schedule.paired:
         entries = [[both for item in items for both in _both(item)] for items in entries]
     verify(entries)
+    entries = _with_gradients(entries, ranges, placement)
     table = [[item for item in row if isinstance(item, Action)] for row in entries]  # some I and W have become B
     return Pipeline(ranges, table, entries)
+
+
+def _with_gradients(
+    entries: Sequence[Sequence[Action | Transfer]], ranges: Sequence[range], placement: Placement
+) -> list[list[Action | Transfer]]:
+    """The entries without the backwards of stages that have none, and without messages of gradients that do not exist: before
+    the first parameter that is trained nothing has a gradient."""
+    codes = placement.segments
+    returns = [codes.returns_gradients(segments) for segments in ranges]
+    has_backward = [sends or any(map(codes.has_backward, of)) for sends, of in zip(returns, ranges, strict=True)]
+    sent = {item.message for items in entries for item in items if _is_send(item) and (item.kind == "F" or returns[item.stage])}
+    return [
+        [
+            item
+            for item in items
+            if (item.message in sent if isinstance(item, Transfer) else item.kind == "F" or has_backward[item.stage])
+        ]
+        for items in entries
+    ]
+
+
+def _is_send(item: Action | Transfer) -> TypeGuard[Transfer]:
+    return isinstance(item, Transfer) and item.op == "send"
 
 
 def _num_turns(options: CompileOptions, *, both_ways: bool) -> int:

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -93,18 +93,29 @@ class Position:
         return {path: unit for path, unit in self.blueprint.placement.units.items() if held & set(unit.users)}
 
     @functools.cached_property
+    def trained_units(self) -> dict[str, Unit]:
+        """These units, each with only those of its parameters that are trained; none without such."""
+        return {path: unit for path, unit in self.blueprint.trained_units.items() if path in self.units}
+
+    @functools.cached_property
     def groups(self) -> dict[int, list[list[Unit]]]:
         """For each stage, the groups of units that its segments read."""
-        return {stage: self._groups(self.blueprint.pipeline.ranges[stage]) for stage in self.stages}
+        return {stage: self._groups(self.blueprint.pipeline.ranges[stage], self.units) for stage in self.stages}
 
-    def _groups(self, segments: range) -> list[list[Unit]]:
-        """The groups of units that the segments of one stage read; the users of each unit are those of this stage."""
-        units: dict[str, Unit] = {}
+    @functools.cached_property
+    def trained_groups(self) -> dict[int, list[list[Unit]]]:
+        """For each stage, the groups of units whose gradients are reduced together."""
+        return {stage: self._groups(self.blueprint.pipeline.ranges[stage], self.trained_units) for stage in self.stages}
+
+    def _groups(self, segments: range, units: Mapping[str, Unit]) -> list[list[Unit]]:
+        """The groups of those `units` that the segments of one stage read; the users of each unit are those of this stage."""
+        read: dict[str, Unit] = {}
         for index in segments:
             for path in self.blueprint.segments[index].paths:
-                unit = self.blueprint.placement.units[path]
-                units.setdefault(path, replace(unit, users=[user for user in unit.users if user in segments]))
-        return group_units(list(units.values()), self.blueprint.options.bucket_bytes)
+                if path in units:
+                    users = [user for user in units[path].users if user in segments]
+                    read.setdefault(path, replace(units[path], users=users))
+        return group_units(list(read.values()), self.blueprint.options.bucket_bytes)
 
     @functools.cached_property
     def last_microbatches(self) -> dict[int, int]:
@@ -121,8 +132,12 @@ class Position:
         return frozenset(
             (stage, m)
             for stage, kind, m in self.actions
-            if kind == "B" or (kind == "W" and self.blueprint.pipeline.ranges[stage].start == 0)
+            if kind == "B" or (kind == "W" and not self.returns_gradients(stage))
         )
+
+    def returns_gradients(self, stage: int) -> bool:
+        """Whether a stage gives gradients of what enters it. If not, its I does nothing, and its W the whole backward."""
+        return self.blueprint.placement.segments.returns_gradients(self.blueprint.pipeline.ranges[stage])
 
     def runs(self, stage: int, microbatch: int) -> bool:
         """Whether this position runs the stage with that microbatch; then values go to or from the stage without a message."""
@@ -130,7 +145,8 @@ class Position:
 
     def is_joint(self, segment: int, stage: int, microbatch: int) -> bool:
         """Whether a segment's forward and backward are one instruction: it returns losses only, and its backward is not split."""
-        return self.blueprint.codes[segment][0].joint is not None and (stage, microbatch) in self._undivided
+        is_possible = all(code.joint is not None for code in self.blueprint.codes[segment])
+        return is_possible and (stage, microbatch) in self._undivided
 
     def holders(self, unit: Unit) -> list[int]:
         """The positions along pp that hold a unit, in the order of its uses."""
@@ -147,28 +163,32 @@ class Position:
         segments = self.blueprint.pipeline.ranges[turn.stage]
         for index in segments if turn.kind == "F" else reversed(segments):
             actions = [Action(turn.stage, turn.kind, m) for m in turn.microbatches]
-            reads = [self._parameters_read(index, action, first=segments.start == 0) for action in actions]
+            reads = [self._parameters_read(index, action) for action in actions]
             read = [some for some in reads if some is not None]
             if read:
                 paths = self._paths_read(self.blueprint.segments[index].paths, set().union(*read))
                 uses.append(Use(number, turn.stage, frozenset(paths)))
         return uses
 
-    def _parameters_read(self, segment: int, action: Action, *, first: bool) -> Set[int] | None:
+    def _parameters_read(self, segment: int, action: Action) -> Set[int] | None:
         """Which parameters a segment reads in an action of its stage, as indices into its primals (parameters, x, context).
 
         Indices of x and of the context may be among them. None means that the action does not run the segment.
-        first: whether the stage is the first; its I does nothing then, and its W the whole backward.
         """
         codes: Sequence[SegmentCode] = self.blueprint.codes[segment]
         joint = self.is_joint(segment, action.stage, action.microbatch)
-        if (joint and action.kind == "F") or (action.kind == "I" and (joint or first)):
+        divided = self.returns_gradients(action.stage)
+        if (joint and action.kind == "F") or (action.kind == "I" and (joint or not divided)):
             return None
         if joint or action.kind == "F":
             return set(range(codes[0].traced.num_params))
-        if first or action.kind == "B":
+        if not self.blueprint.placement.segments.has_backward(segment):
+            return None
+        if action.kind == "B" or not divided:
             return {i for code in codes for i in code.reads}
-        halves = map(split_segment, codes)
+        if action.kind == "W" and not codes[0].traced.trained:
+            return None
+        halves = [split_segment(code) for code in codes if code.backward is not None]
         return {i for half in halves for i in (half.input_reads if action.kind == "I" else half.weight_reads)}
 
     def _paths_read(self, paths: Sequence[str], reads: Set[int]) -> list[str]:

@@ -1,6 +1,7 @@
 """The code of every segment of a chain. Segments that are alike share a compilation, and so do slices of a segment that read
 equally many past slices, except the last slice, which carries nothing over."""
 
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from mpar import tree
-from mpar.chain import CONTEXT_OF_PAST, Carry, Chain, Segment, is_axes, of_past
+from mpar.chain import CONTEXT_OF_PAST, Carry, Chain, Segment, context_of, is_axes, of_past
 from mpar.compiler.build._units import Unit
 from mpar.compiler.segment import SegmentCode, SegmentSpecs, Slices, Target, TracedSegment, compile_segment, trace_segment
 from mpar.errors import ConfigError
@@ -28,14 +29,25 @@ class SegmentCodes:
     by_segment: for each segment, the code of every slice.
     entering:   for each segment, the leaves of the x that enters it, as local tensors without data, with their specs; in the last
                 entry those of the x that leaves the chain.
+    active:     for each segment and slice, which leaves of the x that enters it depend on a parameter that is trained; in the
+                last entry those of the x that leaves the chain.
     reach:      for each segment, how many earlier slices one slice reads.
     leaving:    the paths of the leaves of the x that leaves the chain.
     """
 
     by_segment: list[Slices]
     entering: list[list[tuple[Tensor, P]]]
+    active: list[list[tuple[int, ...]]]
     reach: list[int]
     leaving: list[str] = field(default_factory=list)
+
+    def has_backward(self, segment: int) -> bool:
+        """Whether a segment has a backward: a parameter of it is trained, or something that enters it depends on one."""
+        return any(code.backward is not None for code in self.by_segment[segment])
+
+    def returns_gradients(self, segments: range) -> bool:
+        """Whether the stage with these segments gives gradients of what enters it."""
+        return any(self.active[segments.start])
 
 
 @dataclass(frozen=True)
@@ -70,12 +82,22 @@ class _Stateful:
 
 @dataclass(frozen=True)
 class _Entering:
-    """What enters a segment: its x and the context, as trees of global tensors without data, and the specs of their leaves."""
+    """What enters a segment: its x and the context, as trees of global tensors without data, and the specs of their leaves.
+
+    active: which leaves of x depend on a parameter that is trained.
+    """
 
     x: Any
     x_specs: list[P]
     context: Mapping[str, Tensor]
     context_specs: list[P]
+    active: tuple[int, ...] = ()
+
+    def of(self, segment: Segment) -> "_Entering":
+        """The same with those entries of the context that `segment` reads."""
+        specs = dict(zip(self.context, self.context_specs, strict=True))
+        context, specs = context_of(segment.name, self.context), context_of(segment.name, specs)
+        return replace(self, context=context, context_specs=list(specs.values()))
 
 
 @dataclass
@@ -100,30 +122,33 @@ class SegmentCompiler:
 
     def compile_all(self, context: Mapping[str, Tensor], context_specs: Sequence[P]) -> SegmentCodes:
         """Compile every segment, first to last; `context` holds global tensors without data."""
-        codes = SegmentCodes([], [[]], [])
-        entering = _Entering(None, [], context, list(context_specs))
+        codes = SegmentCodes([], [[]], [[()] * self.num_slices], [])
+        after = _Entering(None, [], context, list(context_specs))
         for segment in self.model.segments:
             slices: Slices
+            entering = after.of(segment)
+            active = codes.active[-1]
             reach = reach_in_slices(segment, self.length) if self.num_slices > 1 else 0
             if segment.state:
                 code = self._compile_stateful(segment, entering)
                 slices = (code,)
                 x, _ = cast(tuple, tree.unflatten(code.traced.x_structure, code.traced.x_out))
             elif segment.carry is None or reach == 0:
-                code = self._compile(segment, entering)
-                slices = (code,) * self.num_slices
+                slices = tuple(self._compile(segment, replace(entering, active=of_slice)) for of_slice in active)
+                code = slices[-1]
                 x = tree.unflatten(code.traced.x_structure, code.traced.x_out) if code.traced.x_out else None
             else:
-                slices = self._compile_slices(segment, segment.carry, reach, entering)
+                slices = self._compile_slices(segment, segment.carry, reach, entering, active)
                 code = slices[-1]  # the last slice carries nothing over: its x_out is the x of the next segment alone
                 (x,) = cast(tuple, tree.unflatten(code.traced.x_structure, code.traced.x_out))
             num_leaves = len(code.traced.x_out) - code.traced.num_state
             specs = list(code.forward.out_specs[:num_leaves])
-            entering = replace(entering, x=x, x_specs=specs)
+            after = replace(after, x=x, x_specs=specs)
             codes.by_segment.append(slices)
             codes.entering.append(list(zip(code.forward.out_values[:num_leaves], specs, strict=True)))
+            codes.active.append([tuple(i for i in of_slice.traced.active_out if i < num_leaves) for of_slice in slices])
             codes.reach.append(reach)
-        codes.leaving.extend(tree.paths(entering.x))
+        codes.leaving.extend(tree.paths(after.x))
         return codes
 
     def _compile_stateful(self, segment: Segment, entering: _Entering) -> SegmentCode:
@@ -135,16 +160,24 @@ class SegmentCompiler:
         seen = replace(entering, x=(entering.x, state), x_specs=[*entering.x_specs, *specs])
         return self._compile(stateful, seen, state)
 
-    def _compile_slices(self, segment: Segment, carry: Carry, reach: int, entering: _Entering) -> tuple[SegmentCode, ...]:
-        """Compile a segment for each slice; what a slice carries over enters the later slices within reach."""
+    def _compile_slices(
+        self, segment: Segment, carry: Carry, reach: int, entering: _Entering, active: Sequence[tuple[int, ...]]
+    ) -> tuple[SegmentCode, ...]:
+        """Compile a segment for each slice; what a slice carries over enters the later slices within reach.
+
+        active: for each slice, which leaves of the x that enters depend on a parameter that is trained.
+        """
         slices: list[SegmentCode] = []
         specs = dict(zip(entering.context, entering.context_specs, strict=True))
         carried: Any = None
         carried_specs: list[P] = []
+        carried_active: list[tuple[int, ...]] = []  # for each slice, which of the leaves that it carries over
         of_keys = [key for key in CONTEXT_OF_PAST if key in entering.context]
         for c in range(self.num_slices):
             num_past, last = min(c, reach), c + 1 == self.num_slices
             past_keys = {of_past(key, i): key for i in range(num_past) for key in of_keys}
+            first_of_past = [len(entering.x_specs) + i * len(carried_specs) for i in range(num_past)]
+            active_past = zip(first_of_past, carried_active[c - num_past :], strict=True)
             out_axes = (segment.out_axes,) if last else (segment.out_axes, carry.axes)
             sliced = replace(segment, fn=_Slice(carry, num_past, last), out_axes=out_axes)
             seen = _Entering(
@@ -152,11 +185,14 @@ class SegmentCompiler:
                 [*entering.x_specs, *carried_specs * num_past],
                 {**entering.context, **{name: entering.context[key] for name, key in past_keys.items()}},
                 [*entering.context_specs, *(specs[key] for key in past_keys.values())],
+                (*active[c], *(first + i for first, of_slice in active_past for i in of_slice)),
             )
             code = self._compile(sliced, seen)
             if not last:
                 y, carried = cast(tuple, tree.unflatten(code.traced.x_structure, code.traced.x_out))
-                carried_specs = list(code.forward.out_specs[len(tree.leaves(y)) : len(code.traced.x_out)])
+                num_y, num_out = len(tree.leaves(y)), len(code.traced.x_out)
+                carried_specs = list(code.forward.out_specs[num_y:num_out])
+                carried_active.append(tuple(i - num_y for i in code.traced.active_out if num_y <= i < num_out))
             slices.append(code)
         return tuple(slices)
 
@@ -164,8 +200,17 @@ class SegmentCompiler:
         """The code of a segment for what enters it; `state` is the last part of the x that enters."""
         read = [self.units[path] for path in segment.paths]
         params = [_in_use(self.model, unit) for unit in read]
-        how = {"training": self.training, "differentiable": self.differentiable}
-        traced = trace_segment(segment, params, entering.x, entering.context, **how, num_state=len(tree.leaves(state)))
+        traced = trace_segment(
+            segment,
+            params,
+            entering.x,
+            entering.context,
+            training=self.training,
+            differentiable=self.differentiable,
+            num_state=len(tree.leaves(state)),
+            trained=_trained(read),
+            active=entering.active,
+        )
         last = segment.name == self.model.segments[-1].name
         _check_results(segment, traced, tree.leaves(state), last=last, differentiable=self.differentiable)
         specs = SegmentSpecs(
@@ -225,6 +270,12 @@ def reach_in_slices(segment: Segment, length: int) -> int:
     reach = segment.carry.reach
     # the first position of a slice reads reach - 1 positions before it
     return sys.maxsize if reach is None else -(-(reach - 1) // length)
+
+
+def _trained(units: Sequence[Unit]) -> list[int]:
+    """Which parameters of these units are trained, as indices into those of all of them."""
+    first = itertools.accumulate((len(unit.leaves) for unit in units), initial=0)
+    return [start + i for start, unit in zip(first, units, strict=False) for i in unit.trained]
 
 
 def _in_use(model: Chain, unit: Unit) -> Any:

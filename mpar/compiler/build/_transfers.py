@@ -1,4 +1,7 @@
-"""Transfers: a stage sends every slice of every leaf of x, or of its gradient, to another stage as a message of its own."""
+"""Transfers: a stage sends every slice of every leaf of x, or of every gradient that leaves of x have, to another stage as a
+message of its own."""
+
+import itertools
 
 from mpar.compiler.build._actions import Actions
 from mpar.compiler.build._waiting import Waiting
@@ -37,14 +40,19 @@ def _write_receipts(actions: Actions, transfer: Transfer, numbers: range) -> Non
     blueprint, edges, segment, first = actions.blueprint, actions.edges, f"stage {transfer.stage}", Piece(transfer.microbatch, 0)
     segments = actions.segments_of(transfer.stage)
     index, prefix = (segments.start, "x") if transfer.kind == "F" else (segments.stop, "dx")
-    leaves = blueprint.placement.segments.entering[index]
-    places = [(piece, x, spec) for piece in blueprint.pieces(transfer.microbatch) for x, spec in leaves]
+    codes = blueprint.placement.segments
+    by_slice = [codes.entering[index]] * blueprint.options.num_slices
+    if transfer.kind == "B":
+        by_slice = [[leaves[i] for i in active] for leaves, active in zip(by_slice, codes.active[index], strict=True)]
+    pieces = zip(blueprint.pieces(transfer.microbatch), by_slice, strict=True)
+    places = [(piece, x, spec) for piece, leaves in pieces for x, spec in leaves]
     values = [
         actions.writer.receive(
             f"{prefix}{index}.{blueprint.piece_name(piece)}", x, spec, number, transfer.peer, transfer.kind, segment, first
         )
         for (piece, x, spec), number in zip(places, numbers, strict=False)
     ]
-    waiting = [Waiting(values[c * len(leaves) : (c + 1) * len(leaves)]) for c in range(blueprint.options.num_slices)]
+    remaining = iter(values)
+    waiting = [Waiting(list(itertools.islice(remaining, len(leaves)))) for leaves in by_slice]
     (edges.inputs if transfer.kind == "F" else edges.cotangents)[transfer.stage, transfer.microbatch] = waiting
     edges.messages[transfer.message] = values

@@ -1,7 +1,7 @@
 """Units: the parameters at one path of the chain, which are stored, gathered, reduced and updated together."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Unit:
     storage, grad:      the specs at which the parameter and its gradient are stored.
     slot_spec:          gives the spec at which a slot of the optimizer with some logical axes is stored.
     users:              the numbers of the segments that read the unit.
+    trained:            the indices of the parameters that have a gradient: those that are neither frozen nor set by `updates`.
     """
 
     path: str
@@ -38,16 +39,29 @@ class Unit:
     grad: list[P]
     slot_spec: Callable[[Axes], P]
     users: list[int] = field(default_factory=list)
+    trained: list[int] = field(default_factory=list)
 
     @property
     def paths(self) -> list[str]:
         """The path of each parameter."""
         return [path for path, _ in self.leaves]
 
+    def only(self, indices: Sequence[int]) -> "Unit":
+        """The unit with only these of its parameters."""
+        return replace(
+            self,
+            leaves=[self.leaves[i] for i in indices],
+            axes=[self.axes[i] for i in indices],
+            compute=[self.compute[i] for i in indices],
+            compute_dtypes=[self.compute_dtypes[i] for i in indices],
+            storage=[self.storage[i] for i in indices],
+            grad=[self.grad[i] for i in indices],
+            trained=[place for place, i in enumerate(indices) if i in self.trained],
+        )
+
     def with_slot(self, optimizer: Optimizer, slot: str) -> list[int]:
-        """The indices of the parameters that have this slot of the optimizer."""
-        named = enumerate(zip(self.paths, self.axes, strict=True))
-        return [i for i, (path, axes) in named if slot in leaf_rule(optimizer, path, axes).slots]
+        """The indices of the trained parameters that have this slot of the optimizer."""
+        return [i for i in self.trained if slot in leaf_rule(optimizer, self.paths[i], self.axes[i]).slots]
 
     def slot(self, optimizer: Optimizer, slot: str, index: int) -> tuple[Tensor, P]:
         """A slot of the parameter at `index`: a global tensor without data, and the spec at which it is stored."""
@@ -82,16 +96,22 @@ def make_units(model: Chain, strategy: Strategy, mesh: Mesh, precision: Precisio
 def _make_unit(model: Chain, path: str, strategy: Strategy, mesh: Mesh, precision: Precision) -> Unit:
     subtree = tree.leaves_with_path(tree.get(model.abstract_params, path))
     leaves = [(f"{path}.{sub}" if sub else path, leaf) for sub, leaf in subtree]
+    compute_dtypes = [precision.compute_dtype(p, leaf.dtype) for p, leaf in leaves]
+    leaves = [
+        (p, leaf.new_empty(leaf.shape, dtype=dtype) if p in model.frozen else leaf)  # what nothing updates needs no wider copy
+        for (p, leaf), dtype in zip(leaves, compute_dtypes, strict=True)
+    ]
     axes = [tuple(tree.get(model.param_axes, leaf_path)) for leaf_path, _ in leaves]
     return Unit(
         path,
         leaves,
         axes,
         [strategy.compute_spec(a, mesh) for a in axes],
-        [precision.compute_dtype(p, leaf.dtype) for p, leaf in leaves],
+        compute_dtypes,
         [strategy.storage_spec(a, "param", mesh) for a in axes],
         [strategy.storage_spec(a, "grad", mesh) for a in axes],
         lambda a: strategy.storage_spec(a, "opt", mesh),
+        trained=[i for i, (p, _) in enumerate(leaves) if p not in model.frozen and p not in model.updates],
     )
 
 

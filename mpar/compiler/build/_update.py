@@ -1,4 +1,4 @@
-"""The update: the optimizer's rule for every parameter, on the specs at which the parameter and its slots are stored."""
+"""The update: the optimizer's rule for every parameter that is trained, on the specs at which it and its slots are stored."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -29,28 +29,34 @@ def write_updates(
     scalars: tuple[int, int, int, int],
     reported: Mapping[str, int],
 ) -> dict[str, int]:
-    """Write the update of each unit; returns the values of the new state by path.
+    """Write the update of each unit; returns the values of the new state by path. What is frozen has no new value.
 
-    grads:    for each unit, the finished gradients.
+    grads:    for each unit, the finished gradients of those of its parameters that are trained.
     scalars:  the values of the learning rate, of the number of the update, of the factor by which gradients are multiplied, and
               of whether the update is skipped: then the new state has the bits of the old one.
     reported: the values of metrics by name. Parameters that the chain names in `updates` are set from these, not by gradients.
     """
     blueprint, optimizer = position.blueprint, position.blueprint.optimizer
     assert optimizer is not None
-    units = list(position.units.values())
-    set_from = {path: (reported[metric], fn) for path, (metric, fn) in blueprint.model.updates.items()}
+    updates, frozen = blueprint.model.updates, blueprint.model.frozen
+    set_from = {path: (reported[metric], fn) for path, (metric, fn) in updates.items() if path not in frozen}
     overwrite = _overwritable(
-        writer, [v for unit in units for v in grads[unit.path]], [v for unit in units for v in boundary.params[unit.path]]
+        writer,
+        [v for of_unit in grads.values() for v in of_unit],
+        [v for path in position.units for v in boundary.params[path]],
     )
     new: dict[str, int] = {}
-    for unit in units:
-        slots = boundary.slots[unit.path]
-        rules = {i: set_from[path] for i, path in enumerate(unit.paths) if path in set_from}
-        code = _update_code(writer, optimizer, unit, grads[unit.path], rules, overwrite=overwrite)
-        inputs = [*boundary.params[unit.path], *grads[unit.path], *(v for slot in slots for v in slot), *scalars]
+    for path, all_of_unit in position.units.items():
+        changed = [i for i, p in enumerate(all_of_unit.paths) if i in all_of_unit.trained or p in set_from]
+        if not changed:
+            continue
+        unit = all_of_unit.only(changed)
+        rules = {i: set_from[p] for i, p in enumerate(unit.paths) if p in set_from}
+        of_unit, slots = grads.get(path, []), boundary.slots[path]
+        code = _update_code(writer, optimizer, unit, of_unit, rules, overwrite=overwrite)
+        inputs = [*(boundary.params[path][i] for i in changed), *of_unit, *(v for slot in slots for v in slot), *scalars]
         inputs += [value for value, _ in rules.values()]
-        names = [f"params.{path}" for path in unit.paths]
+        names = [f"params.{p}" for p in unit.paths]
         names += [f"opt.{slot}.{unit.paths[i]}" for slot in optimizer.slots for i in unit.with_slot(optimizer, slot)]
         new |= dict(zip(names, writer.emit("update", code, inputs, names, unit.path), strict=True))
     return new
@@ -61,7 +67,8 @@ def _update_code(
 ) -> Code:
     """The code of the update of a unit.
 
-    rules:     how parameters are set from a metric, by their index in the unit; the slots of these parameters do not change.
+    grads:     the gradients of its trained parameters.
+    rules:     how parameters are set from a metric, by their index in the unit; these have no gradient and no slots.
     overwrite: whether the new values may be written over the old ones; if not, they are written over copies of these. One of
                several positions that hold a parameter may have to do that; the same kernel then runs there as at the others,
                so the parameter keeps the same bits everywhere.
@@ -73,20 +80,24 @@ def _update_code(
     def update(
         params: list, grads: list, slots: dict, lr: Tensor, step: Tensor, scale: Tensor, skip: Tensor, given: list
     ) -> list[Tensor]:
-        values, results = dict(zip(rules, given, strict=True)), []
-        for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-            of_leaf = tuple(dict(zip(holders[name], slots[name], strict=True))[i] for name in leaf_rules[i].slots)
-            if not overwrite:
-                p, g, of_leaf = p.clone(), g.clone(), tuple(slot.clone() for slot in of_leaf)
+        values, grad_of = dict(zip(rules, given, strict=True)), dict(zip(unit.trained, grads, strict=True))
+        new_params: list[Tensor] = []
+        new_slots: dict[int, tuple[Tensor, ...]] = {}
+        for i, p in enumerate(params):
+            p = p if overwrite else p.clone()
             if i in rules:
-                results.append((torch.where(skip, p, rules[i][1](p, values[i])), of_leaf))
+                new_params.append(torch.where(skip, p, rules[i][1](p, values[i])))
                 continue
+            g, of_leaf = grad_of[i], [dict(zip(holders[name], slots[name], strict=True))[i] for name in leaf_rules[i].slots]
+            if not overwrite:
+                g, of_leaf = g.clone(), [slot.clone() for slot in of_leaf]
             old = (p, *of_leaf)
-            new_p, new_slots = updated(optimizer, leaf_rules[i], unit.paths[i], old, g, lr, step, scale, decays=decay[i])
-            kept = [torch.where(skip, before, new) for before, new in zip(old, (new_p, *new_slots), strict=True)]
-            results.append((kept[0], tuple(kept[1:])))
-        all_slots = [results[i][1][leaf_rules[i].slots.index(name)] for name, indices in holders.items() for i in indices]
-        return [new for new, _ in results] + all_slots
+            new = updated(optimizer, leaf_rules[i], unit.paths[i], old, g, lr, step, scale, decays=decay[i])
+            kept = [torch.where(skip, before, after) for before, after in zip(old, (new[0], *new[1]), strict=True)]
+            new_params.append(kept[0])
+            new_slots[i] = tuple(kept[1:])
+        all_slots = [new_slots[i][leaf_rules[i].slots.index(name)] for name, indices in holders.items() for i in indices]
+        return [*new_params, *all_slots]
 
     leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for _, leaf in unit.leaves]
     scalars = [*[torch.empty((), dtype=torch.float64, device="meta")] * 3, torch.empty((), dtype=torch.bool, device="meta")]
@@ -101,7 +112,7 @@ def _update_code(
     args = (leaves, values.globals(grads), slot_leaves, *scalars, values.globals(given))
     targets = [*unit.storage, *slot_specs]
     different_rules = () if all(rule is optimizer for rule in leaf_rules) else leaf_rules
-    variant = (different_rules, *((i, fn) for i, (_, fn) in rules.items()))
+    variant = (different_rules, tuple(unit.trained), *((i, fn) for i, (_, fn) in rules.items()))
     return writer.functions.compile(name, update, args, specs, targets, (*variant, overwrite), (join_updates,))
 
 

@@ -10,7 +10,10 @@ __all__ = ["CarriedGradients", "Edges", "Saved", "Waiting"]
 
 
 class Waiting:
-    """Values that wait for a later action; `on_host`: whether they are in the host's memory."""
+    """Values that wait for a later action; -1 stands for one that the action does not read.
+
+    on_host: whether they are in the host's memory.
+    """
 
     def __init__(self, values: Sequence[int] = (), *, on_host: bool = False) -> None:
         self.values, self.on_host = list(values), on_host
@@ -19,13 +22,13 @@ class Waiting:
         """Write copies of the values to the host's memory. The originals are freed when nothing reads them any more."""
         if self.on_host:
             return self
-        return Waiting([writer.copy("offload", v, segment, piece) for v in self.values], on_host=True)
+        return Waiting([v if v < 0 else writer.copy("offload", v, segment, piece) for v in self.values], on_host=True)
 
     def fetched(self, writer: Writer, segment: str, piece: Piece) -> "Waiting":
         """Write copies of the values to the device; if they are on the device already, they are returned as they are."""
         if not self.on_host:
             return self
-        return Waiting([writer.copy("fetch", v, segment, piece) for v in self.values])
+        return Waiting([v if v < 0 else writer.copy("fetch", v, segment, piece) for v in self.values])
 
 
 @dataclass
@@ -80,10 +83,11 @@ class Edges:
 class CarriedGradients:
     """The gradients of what the slices of one segment carried over. Each later slice that read it gives a term; terms are added.
 
-    sums: for each slice, the sums so far.
+    num_carried: for each slice, how many of the values that it carried over have a gradient.
+    sums:        for each slice, the sums so far.
     """
 
-    def __init__(self, writer: Writer, segment: str, num_carried: int) -> None:
+    def __init__(self, writer: Writer, segment: str, num_carried: Sequence[int]) -> None:
         self.writer, self.segment, self.num_carried = writer, segment, num_carried
         self.sums: dict[Piece, list[int]] = {}
 
@@ -94,8 +98,9 @@ class CarriedGradients:
     def add(self, piece: Piece, past: Sequence[Piece], grads: list[int]) -> None:
         """Add the gradients that `piece` gives for what each slice in `past` carried over."""
         for earlier in past:
-            new, grads = grads[: self.num_carried], grads[self.num_carried :]
-            names = [f"dcarried {self.segment}"] * self.num_carried
-            if earlier in self.sums:
+            number = self.num_carried[earlier.slice]
+            new, grads = grads[:number], grads[number:]
+            names = [f"dcarried {self.segment}"] * number
+            if new and earlier in self.sums:
                 new = self.writer.add(self.sums[earlier], new, names, self.segment, piece)
             self.sums[earlier] = new

@@ -75,11 +75,14 @@ class TracedSegment:
     """The joint graph of a segment: of its forward and of its backward at once, on global shapes.
 
     logical:         (parameters, x, context, cotangents) -> (x, losses, metrics, gradients of parameters, gradients of x);
-                     without cotangents and gradients if the program is not differentiable.
+                     without cotangents and gradients if nothing is differentiated.
     x_out:           tensors without data that look like the leaves of the x that the segment returns.
     x_structure:     the structure of that x.
     losses, metrics: their names, sorted: the order in which the graph returns them.
     num_state:       how many leaves at the end of x, and of the x that the segment returns, are its state.
+    trained:         which leaves of the parameters get a gradient, as indices.
+    active_x:        which leaves of x get a gradient: those that depend on a parameter that is trained.
+    active_out:      which of the leaves of the x that it returns, and then of its losses, have a cotangent.
     """
 
     logical: LogicalGraph
@@ -91,6 +94,19 @@ class TracedSegment:
     num_x: int
     num_context: int
     num_state: int = 0
+    trained: tuple[int, ...] = ()
+    active_x: tuple[int, ...] = ()
+    active_out: tuple[int, ...] = ()
+
+    @property
+    def num_active_losses(self) -> int:
+        """The number of losses that have a cotangent."""
+        return sum(i >= len(self.x_out) for i in self.active_out)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether it was traced with gradients."""
+        return bool(self.trained or self.active_x)
 
     @property
     def num_results(self) -> int:
@@ -109,10 +125,10 @@ class SegmentCode:
 
     forward:  (parameters, x, context) -> (x, losses, metrics, kept values).
     backward: (operands of the forward that it reads, kept values, cotangents of x, cotangents of losses) -> (gradients of
-              parameters, gradients of x); None in a program that is not differentiable.
+              parameters, gradients of x), as far as the traced segment has them; None if it has no gradients.
     joint:    forward and backward as one, for a segment that returns losses but no x: (parameters, x, context, cotangents of
               losses) -> (losses, metrics, gradients of parameters, gradients of x). It keeps nothing, and computes once what
-              forward and backward both need. None for other segments.
+              forward and backward both need. None for other segments, and without gradients.
     reads:    which operands of the forward the backward reads, as indices into (parameters, x, context).
     num_kept: the number of kept values.
     ranked:   the rank graph of which forward and backward were cut; `split_segment` cuts the backward further.

@@ -23,16 +23,18 @@ __all__ = ["compile_function", "compile_segment", "cut", "specs_of"]
 def compile_segment(name: str, traced: TracedSegment, specs: SegmentSpecs, target: Target) -> SegmentCode:
     """Lower a traced segment, check the rank graph, cut it into forward and backward, and make code of them.
 
-    A segment that was traced without gradients has a forward only, which writes the new state over the old one. Gradients of
+    A segment that was traced without gradients has a forward only, which writes new state over the old one. Gradients of
     parameters keep the specs that the lowering gives them and may stay pending sums: instructions `reduce` sum them and move
     them. Gradients of x get the specs of x.
     """
-    if len(traced.logical.placeholders) == traced.num_primals:
+    if not traced.has_gradients:
         return _compile_forward(name, traced, specs, target)
     num_losses = len(traced.losses)
-    in_specs = [*specs.params, *specs.x, *specs.context, *specs.out, *[P()] * num_losses]
-    out_specs = [*specs.out, *[None] * (num_losses + len(traced.metrics) + traced.num_params), *specs.x]
-    hints = [*[None] * traced.num_results, *specs.params]
+    results = [*specs.out, *[P()] * num_losses]
+    in_specs = [*specs.params, *specs.x, *specs.context, *(results[i] for i in traced.active_out)]
+    reported_and_trained = [None] * (num_losses + len(traced.metrics) + len(traced.trained))
+    out_specs = [*specs.out, *reported_and_trained, *(specs.x[i] for i in traced.active_x)]
+    hints = [*[None] * traced.num_results, *(specs.params[i] for i in traced.trained)]
     ranked = lower(traced.logical, target.mesh, in_specs, out_specs, target.table, hints)
     _fill_results(ranked.graph)
     check(ranked)

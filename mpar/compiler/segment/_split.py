@@ -43,15 +43,15 @@ class SplitCode:
     """The code of the backward of a segment in two halves, which together give the same bits as the backward.
 
     input:  (primals, kept values and cotangents that it reads) -> (gradients of x, the values that cross).
-    weight: (primals and kept values that it reads, the values that cross, cotangents that it reads) -> gradients of all
+    weight: (primals and kept values that it reads, the values that cross, cotangents that it reads) -> gradients of
             parameters, in the order of the backward.
     *_reads:      which primals a half reads, as indices into (parameters, x, context).
     *_kept:       which of the values that the forward kept a half reads, as indices.
     *_cotangents: which cotangents a half reads, as indices into those of (x, losses).
     num_crossing: how many values cross.
 
-    The backward of the first segment, which has no x, is all W: the input half reads and gives nothing. The backward of a segment
-    without parameters is all I.
+    A backward that gives no gradient of x, such as that of the first segment, is all W: the input half reads and gives nothing.
+    One that gives no gradients of parameters is all I.
     """
 
     input: Code
@@ -79,17 +79,17 @@ def _split(code: SegmentCode) -> SplitCode:
     """Compile the two halves of the backward of a segment."""
     assert code.backward is not None
     traced, num_read, num_kept = code.traced, len(code.reads), code.num_kept
-    num_cotangents = len(traced.x_out) + len(traced.losses)
+    num_cotangents, num_trained = len(traced.active_out), len(traced.trained)
     all_read = (code.reads, tuple(range(num_kept)), tuple(range(num_cotangents)))
-    if traced.num_x == 0:
+    if not traced.active_x:
         return SplitCode(_nothing(code, "input"), code.backward, (), (), (), *all_read, 0)
-    if traced.num_params == 0:
+    if not traced.trained:
         return SplitCode(code.backward, _nothing(code, "weight"), *all_read, (), (), (), 0)
     first_context = traced.num_params + traced.num_x
     params = [i for i, primal in enumerate(code.reads) if primal < traced.num_params]
     context = [i for i, primal in enumerate(code.reads) if primal >= first_context]
     backward = cut(traced, code.ranked, code.target.recompute).backward
-    graphs = split_backward(backward, traced.num_params, num_cotangents, params, context)
+    graphs = split_backward(backward, num_trained, num_cotangents, params, context)
 
     def by_sort(operands: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Sort indices of operands of the backward into indices of primals, of kept values and of cotangents."""
@@ -102,14 +102,14 @@ def _split(code: SegmentCode) -> SplitCode:
     specs, out_specs, crossing = code.backward.in_specs, code.backward.out_specs, specs_of(graphs.crossing)
     before = [specs[i] for i in graphs.weight_reads if i < num_read + num_kept]
     after = [specs[i] for i in graphs.weight_reads if i >= num_read + num_kept]
-    constants, num_params = code.ranked.logical.constants, traced.num_params
+    constants = code.ranked.logical.constants
     return SplitCode(
         make_code(
             f"{code.name} input",
             graphs.input,
             constants,
             [specs[i] for i in graphs.input_reads],
-            [*out_specs[num_params:], *crossing],
+            [*out_specs[num_trained:], *crossing],
             code.target,
         ),
         make_code(
@@ -117,7 +117,7 @@ def _split(code: SegmentCode) -> SplitCode:
             graphs.weight,
             constants,
             [*before, *crossing, *after],
-            list(out_specs[:num_params]),
+            list(out_specs[:num_trained]),
             code.target,
         ),
         *by_sort(graphs.input_reads),

@@ -1,7 +1,6 @@
 """Trace a segment: one graph for its results and all its gradients. Equal segments are traced once."""
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +11,9 @@ from torch import Tensor
 from mpar import tree
 from mpar.chain import Segment
 from mpar.compiler.segment._code import TracedSegment
+from mpar.compiler.segment._partition import descendants, reaching
 from mpar.errors import ConfigError
-from mpar.sharding import trace
+from mpar.sharding import LogicalGraph, trace
 from mpar.tree import Tree
 from mpar.user_code import user_code
 
@@ -31,18 +31,27 @@ def trace_segment(
     training: bool,
     differentiable: bool = True,
     num_state: int = 0,
+    trained: Sequence[int] | None = None,
+    active: Sequence[int] | None = None,
 ) -> TracedSegment:
-    """Trace `segment.fn`, together with its gradient if the program is differentiable.
+    """Trace `segment.fn`, together with its gradients if the program is differentiable.
 
-    num_state: how many leaves at the end of x are the state of the segment. The arguments are trees of tensors without data;
-    `params` has a subtree for each path of the segment. Gradients have the dtypes of what they are the gradients of. A leaf of x
-    that holds integers gets a gradient of zeros.
+    num_state: how many leaves at the end of x are the state of the segment.
+    trained:   which leaves of the parameters are trained, as indices; None: all.
+    active:    which leaves of x depend on a parameter that is trained; None: all. Those that hold integers never count.
+
+    The arguments are trees of tensors without data; `params` has a subtree for each path of the segment. What is trained or
+    active gets a gradient, of its own dtype; a segment that has neither is traced without gradients.
     """
     leaves, structure = tree.flatten((tuple(params), () if x is None else x, dict(context)))
-    counts = (len(tree.leaves(tuple(params))), len(tree.leaves(() if x is None else x)), num_state)
+    num_params, num_x = len(tree.leaves(tuple(params))), len(tree.leaves(() if x is None else x))
     key = tuple((tuple(t.shape), t.dtype) for t in leaves)
-    trace_function = _trace_joint if differentiable else _trace_forward
-    return trace_function(_Function(segment.fn, structure, first=x is None, training=training), counts, key)
+    function, counts = _Function(segment.fn, structure, first=x is None, training=training), (num_params, num_x, num_state)
+    chosen = range(num_params) if trained is None else trained
+    active_x = tuple(i for i in (range(num_x) if active is None else active) if key[num_params + i][1].is_floating_point)
+    if not differentiable or not (chosen or active_x):
+        return _trace_forward(function, counts, key)
+    return _trace_joint(function, counts, key, tuple(chosen), active_x)
 
 
 @dataclass(frozen=True)
@@ -114,19 +123,39 @@ class _Results:
 
 
 @functools.lru_cache(maxsize=256)
-def _trace_joint(function: _Function, counts: tuple[int, int, int], key: tuple[Shape, ...]) -> TracedSegment:
+def _trace_joint(
+    function: _Function, counts: tuple[int, int, int], key: tuple[Shape, ...], trained: tuple[int, ...], active_x: tuple[int, ...]
+) -> TracedSegment:
     """Trace the joint graph: results and gradients.
 
-    counts: how many leaves the parameters, x and the state at the end of x have.
-    key:    the shape and dtype of every leaf of (parameters, x, context).
+    counts:            how many leaves the parameters, x and the state at the end of x have.
+    key:               the shape and dtype of every leaf of (parameters, x, context).
+    trained, active_x: which parameters and leaves of x get a gradient, as indices.
+
+    Only results through which a gradient flows have a cotangent: not one that was detached, although it depends on a parameter.
     """
     forward = _trace_forward(function, counts, key)
-    num_params, num_x, _ = counts
+    num_params = counts[0]
     metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in key]
-    results = forward.logical.results[: forward.num_results - len(forward.metrics)]
-    cotangents = [torch.empty_like(node.meta["val"], device="meta") for node in results]
-    inputs = (metas[:num_params], metas[num_params : num_params + num_x], metas[num_params + num_x :], cotangents)
-    return replace(forward, logical=trace(functools.partial(_joint, function), inputs))
+    differentiated = (*trained, *(num_params + i for i in active_x))
+    num_results = forward.num_results - len(forward.metrics)
+    active = _depending(forward.logical, differentiated, num_results)
+    while True:
+        cotangents = [torch.empty_like(forward.logical.results[i].meta["val"], device="meta") for i in active]
+        joint = functools.partial(_joint, function, differentiated, active)
+        logical = trace(joint, (metas, cotangents))
+        read = reaching(logical.results[forward.num_results :], set())
+        flowing = tuple(i for i, node in zip(active, logical.placeholders[len(key) :], strict=True) if node in read)
+        if flowing == active:
+            return replace(forward, logical=logical, trained=trained, active_x=active_x, active_out=active)
+        active = flowing
+
+
+def _depending(logical: LogicalGraph, inputs: Sequence[int], num_results: int) -> tuple[int, ...]:
+    """Which of the first results hold floating-point numbers and depend on any of these inputs, as indices."""
+    found = descendants(logical.graph, {logical.placeholders[i] for i in inputs})
+    results = enumerate(logical.results[:num_results])
+    return tuple(i for i, node in results if node in found and node.meta["val"].is_floating_point())
 
 
 @functools.lru_cache(maxsize=256)
@@ -150,28 +179,24 @@ def _trace_forward(function: _Function, counts: tuple[int, int, int], key: tuple
 
 def _joint(
     function: _Function,
-    params: Sequence[Tensor],
-    x: Sequence[Tensor],
-    context: Sequence[Tensor],
+    differentiated: Sequence[int],
+    active: Sequence[int],
+    leaves: Sequence[Tensor],
     cotangents: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The results of a segment, then the gradients of its parameters and of its x."""
-    is_float = [leaf.is_floating_point() for leaf in x]
+    """The results of a segment, then the gradients of those `leaves` of (parameters, x, context) that are `differentiated`.
 
-    def differentiable(params: Sequence[Tensor], float_x: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        results = function([*params, *_fill(is_float, float_x, x), *context])
-        return _floating(results.differentiable), [*results.differentiable, *(metric.detach() for metric in results.reported)]
+    active: which results have a cotangent, as indices.
+    """
 
-    _, pull_back, *aux = torch.func.vjp(differentiable, params, list(itertools.compress(x, is_float)), has_aux=True)
-    d_params, d_float_x = pull_back(_floating(cotangents))
-    return [*aux[0], *d_params, *_fill(is_float, d_float_x, [torch.zeros_like(leaf) for leaf in x])]
+    def some_results(chosen: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        places = dict(zip(differentiated, chosen, strict=True))
+        results = function([places.get(i, leaf) for i, leaf in enumerate(leaves)])
+        everything = [*results.differentiable, *(metric.detach() for metric in results.reported)]
+        return [everything[i] for i in active], everything
 
-
-def _floating(values: Sequence[Tensor]) -> list[Tensor]:
-    return [value for value in values if value.is_floating_point()]
-
-
-def _fill(where: Sequence[bool], chosen: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """`others`, with its entries replaced by those of `chosen`, one after the other, where `where` is true."""
-    remaining = iter(chosen)
-    return [next(remaining) if take_chosen else other for take_chosen, other in zip(where, others, strict=True)]
+    chosen = [leaves[i] for i in differentiated]
+    if not active:  # nothing that the segment gives depends on them
+        return [*some_results(chosen)[1], *map(torch.zeros_like, chosen)]
+    _, pull_back, *aux = torch.func.vjp(some_results, chosen, has_aux=True)
+    return [*aux[0], *pull_back(list(cotangents))[0]]

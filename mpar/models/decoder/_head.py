@@ -41,6 +41,22 @@ class HeadSegment:
             )
         return None, {"loss": loss}
 
+    def token_losses(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """(B, S, D) to the losses (B, S) of its tokens, in nats; 0 where the label is -100."""
+        labels_BS = context["labels"]
+        if self.logits_chunk is None:
+            return ops.token_losses(self.logits(params, x), labels_BS, vocab_size=self.vocab_size)
+        normed, chunk = self._normed(params, x), self.logits_chunk
+        return ops.linear_token_losses(normed, _matrix_DV(params), labels_BS, vocab_size=self.vocab_size, chunk=chunk)
+
+    def token_logits(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """(B, S, D) to logits (B, S, V), where V may be padded beyond `vocab_size`."""
+        return self.logits(params, x)
+
+    def hidden(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """(B, S, D) to what is multiplied with the output matrix, (B, S, D)."""
+        return self._normed(params, x)
+
     def last_logits(
         self, params: tuple, x: Tensor, context: Mapping[str, Tensor], *, training: bool
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

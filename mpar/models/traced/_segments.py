@@ -92,6 +92,14 @@ class HeadRun:
         loss, _ = ops.cross_entropy(logits_BSV, context["labels"], token_weights=weights, vocab_size=self.vocab_size)
         return None, {"loss": loss}
 
+    def token_losses(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """(B, S, D) to the losses (B, S) of its tokens, in nats; 0 where the label is -100."""
+        return ops.token_losses(self.logits(params, x, context), context["labels"], vocab_size=self.vocab_size)
+
+    def token_logits(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """(B, S, D) to logits (B, S, V)."""
+        return self.logits(params, x, context)
+
     def logits(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """(B, S, D) to logits (B, S, V)."""
         model: Imported = imported(self.source)

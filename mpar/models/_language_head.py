@@ -1,0 +1,27 @@
+"""LanguageHead: what the function of the last segment of a language model can give besides its loss."""
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+__all__ = ["HiddenHead", "LanguageHead"]
+
+
+@runtime_checkable
+class LanguageHead(Protocol):
+    """`params` and `x` are those of the segment, `context` has tokens and labels."""
+
+    def token_losses(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """Minus the log-probability of each label, (B, S), in nats; 0 where the label is -100."""
+
+    def token_logits(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """Logits (B, S, V), where V may be padded beyond the vocabulary."""
+
+
+@runtime_checkable
+class HiddenHead(LanguageHead, Protocol):
+    """A head that can also give what it multiplies with the output matrix."""
+
+    def hidden(self, params: tuple, x: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """The features (B, S, D) of each token."""

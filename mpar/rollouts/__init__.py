@@ -1,0 +1,33 @@
+"""Rollouts: answers that the policy gives while it is trained, what they are worth, and the batches that are made of them."""
+
+from mpar.rollouts._advantages import advantages
+from mpar.rollouts._batches import RolloutBatches
+from mpar.rollouts._draw import Drawing, Exchange
+from mpar.rollouts._files import RolloutFile, RolloutHeader, list_rollouts, read_rollouts
+from mpar.rollouts._plan import RolloutPlan
+from mpar.rollouts._prompts import Prompts
+from mpar.rollouts._rollout import Rollout
+from mpar.rollouts._sampler import Ask, Drawn, EngineSampler, Sampler
+from mpar.rollouts.rewards import Reward, RewardSpec, make_rewards, reward_problems
+
+__all__ = [
+    "Ask",
+    "Drawing",
+    "Drawn",
+    "EngineSampler",
+    "Exchange",
+    "Prompts",
+    "Reward",
+    "RewardSpec",
+    "Rollout",
+    "RolloutBatches",
+    "RolloutFile",
+    "RolloutHeader",
+    "RolloutPlan",
+    "Sampler",
+    "advantages",
+    "list_rollouts",
+    "make_rewards",
+    "read_rollouts",
+    "reward_problems",
+]

@@ -1,0 +1,188 @@
+"""Batches of rollouts: what training reads, made of answers that the policy gives as training goes on."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mpar.data import Batches, DocumentBatches
+from mpar.errors import CheckpointError, ConfigError, NumericsError, RewardError
+from mpar.rollouts._draw import Drawing, draw, numbers_of, with_advantages
+from mpar.rollouts._files import RolloutFile, RolloutHeader, read_rollouts, rollout_path, write_rollouts
+from mpar.rollouts._plan import RolloutPlan
+from mpar.rollouts._rollout import Rollout
+
+__all__ = ["RolloutBatches"]
+
+ANSWER_KEYS: Mapping[str, tuple[torch.dtype, float]] = {"old_logps": (torch.float32, 0.0), "answers": (torch.int64, -1)}
+
+
+class RolloutBatches(Batches):
+    """Batches of answers to prompts. A batch depends on the parameters, so `begin` must be called before each one.
+
+    Every `plan.steps` steps answers are drawn with the parameters of that time, and kept in a file. A run that goes on between
+    two such times reads them there; at such a time it draws the same ones again, because draws depend on seed, prompt and
+    parameters alone.
+    prompts: whose rows are prompts. rewards: what the rewards are, for the fingerprint.
+    """
+
+    def __init__(self, prompts: DocumentBatches, plan: RolloutPlan, *, rewards: str) -> None:
+        self.prompts, self.plan, self._rewards = prompts, plan, rewards
+        self.shape, self.seed, self.shuffle = plan.shape, prompts.seed, prompts.shuffle
+        self.pad_id, self.report = prompts.pad_id, prompts.report
+        self._drawing: Drawing | None = None
+        self._folder: Path | None = None
+        self._number, self._rollouts = -1, tuple[Rollout, ...]()
+        self._numbers: Mapping[str, float] = {}
+
+    def draw_with(self, drawing: Drawing, folder: Path) -> None:
+        """Draw with these from now on, and keep rollouts in `folder`."""
+        self._drawing, self._folder = drawing, folder
+
+    @property
+    def data_fingerprint(self) -> str:
+        """A hash of the prompts, the plan and the rewards."""
+        return hashlib.sha256(repr((self.prompts.data_fingerprint, self.plan, self._rewards)).encode()).hexdigest()
+
+    @property
+    def reads_ahead(self) -> bool:
+        """The next batch may need parameters that do not exist yet."""
+        return False
+
+    @property
+    def lengths(self) -> NDArray[np.integer]:
+        """The tokens of each prompt."""
+        return self.prompts.lengths + 1
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The number of steps in which each prompt is answered about once."""
+        return max(1, round(len(self.prompts.documents) / self.plan.num_groups * self.plan.steps))
+
+    @property
+    def rollouts(self) -> Sequence[Rollout]:
+        """The answers that were drawn last."""
+        return self._rollouts
+
+    def begin(self, step: int, params: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """Make ready for the batch of `step`. Answers are drawn if it is time to, with `params`, by path; returns what is worth
+        seeing of them.
+
+        Raises RewardError if they cannot be rewarded, and CheckpointError if those of before, which the step needs, are gone.
+        """
+        number = step // self.plan.steps
+        if step % self.plan.steps == 0:
+            self._draw(number, step, params)
+            return self._numbers
+        if number != self._number:
+            self._read(number)
+        return {}
+
+    def end(self, step: int, means: Mapping[str, float]) -> None:
+        """Raise NumericsError if the first update after answers were drawn met other log-probabilities than the sampler: then the
+        sampler and the trainer do not compute the same. means: the metrics of the task.
+        """
+        if step % self.plan.steps == 0 and means.get("apart", 0.0) > 0:
+            raise NumericsError(
+                f"training stopped: sampler and trainer are out of step. {means['apart']:.2%} of the tokens that were just drawn "
+                f"have log-probabilities that differ by more than task.bar; the mean difference is {means.get('gap', 0.0):.3g}.\n"
+                "Both compute with the same parameters, so one of them is wrong, or rounds more than the bar allows: compare "
+                "with precision=fp32, or raise task.bar."
+            )
+
+    def use(self, step: int) -> dict[str, tuple[int, int]]:
+        """By the name of each source, the answers and tokens that `batch(step)` has of it."""
+        found: dict[str, tuple[int, int]] = dict.fromkeys(self.prompts.documents.source_names, (0, 0))
+        name = next(iter(found))
+        rollouts = [item for row in range(self.shape.batch_size) for item in self._in_row(step, row)]
+        return {**found, name: (len(rollouts), sum(item.num_positions for item in rollouts))}
+
+    def names(self, step: int, row: int) -> list[str]:
+        """Where the prompts of a row of `batch(step)` are from."""
+        return [rollout.name for rollout in self._in_row(step, row)]
+
+    def rows(self, step: int, rows: Sequence[int]) -> dict[str, Tensor]:
+        """These rows of `batch(step)`, with the keys of `Batches.batch`, and
+
+        answers:    (B, S), the index in its row of the answer for which the label counts, else -1.
+        old_logps:  (B, S), the log-probability of the label when it was drawn.
+        advantages: (B, N), of each answer of a row. signs: (B, N), 1 where there is an answer to learn from, else -1.
+        """
+        made = super().rows(step, rows)
+        size, count = (len(rows), self.shape.seq_len), self.plan.answers_per_row
+        made |= {key: torch.full(size, fill, dtype=dtype) for key, (dtype, fill) in ANSWER_KEYS.items()}
+        made |= {"advantages": torch.zeros(len(rows), count), "signs": torch.full((len(rows), count), -1)}
+        for out, row in enumerate(rows):
+            place = 0
+            for index, rollout in enumerate(self._in_row(step, row)):
+                begin, end = place + len(rollout.prompt_ids) - 1, place + rollout.num_positions
+                if self._counts(rollout):
+                    made["answers"][out, begin:end] = index
+                    made["old_logps"][out, begin:end] = torch.tensor(rollout.logps)
+                    made["advantages"][out, index] = rollout.advantage
+                    made["signs"][out, index] = 1
+                place = end
+        return made
+
+    def split(self, fraction: float) -> tuple[Batches, Batches]:
+        """Rollouts are not split: what they are worth on other prompts is another run's."""
+        raise ConfigError("cannot hold prompts back from rollouts: evaluation.fraction is for data with labels.")
+
+    def _fill_row(self, step: int, row: int, arrays: dict[str, NDArray[Any]]) -> None:
+        place = 0
+        for index, rollout in enumerate(self._in_row(step, row)):
+            ids = np.array((*rollout.prompt_ids, *rollout.answer_ids), np.int64)
+            here = slice(place, place + rollout.num_positions)
+            arrays["tokens"][here] = ids[:-1]
+            arrays["positions"][here] = np.arange(rollout.num_positions)
+            arrays["documents"][here] = index
+            if self._counts(rollout):
+                begin = place + len(rollout.prompt_ids) - 1
+                arrays["labels"][begin : here.stop] = rollout.answer_ids
+            place = here.stop
+
+    def _in_row(self, step: int, row: int) -> list[Rollout]:
+        assert step // self.plan.steps == self._number, f"begin was not called for step {step}"
+        return [self._rollouts[index] for index in self.plan.answers_of(step, row)]
+
+    def _counts(self, rollout: Rollout) -> bool:
+        """Whether training learns from an answer."""
+        return rollout.reward is not None and not (self.plan.drop_truncated and rollout.finish == "length")
+
+    def _draw(self, number: int, step: int, params: Mapping[str, Tensor]) -> None:
+        assert self._drawing is not None and self._folder is not None, "draw_with was not called"
+        self._drawing.sampler.load(params)
+        rollouts, problem = draw(self._drawing, number)
+        if problem is None:
+            rollouts = with_advantages(self.plan, rollouts)
+            self._numbers = numbers_of(self.plan, rollouts)
+        header = RolloutHeader(number, step, self.fingerprint, problem is None, {} if problem else self._numbers)
+        if self._drawing.rank == 0:
+            write_rollouts(self._folder, RolloutFile(header, tuple(rollouts)))
+        if problem is not None:
+            file = rollout_path(self._folder, number)
+            raise RewardError(f"{problem}\nThe answers are in {file}; a run that goes on draws the same ones again.")
+        self._number, self._rollouts = number, tuple(rollouts)
+
+    def _read(self, number: int) -> None:
+        """The answers of a rollout that was drawn before this process began."""
+        assert self._folder is not None, "draw_with was not called"
+        path = rollout_path(self._folder, number)
+        steps = f"{self.plan.steps} updates"
+        if not path.is_file():
+            raise CheckpointError(
+                f"cannot go on: the answers for the next update were drawn earlier, for {steps}, and {path} is gone.\n"
+                f"Go on from a checkpoint of a step that {self.plan.steps} divides, for which they are drawn again."
+            )
+        found = read_rollouts(path)
+        if found.header.number != number or found.header.batches != self.fingerprint or not found.header.scored:
+            raise CheckpointError(
+                f"cannot go on: the answers in {path} are of another run, or were not rewarded.\n"
+                f"Go on from a checkpoint of a step that {self.plan.steps} divides, for which they are drawn again."
+            )
+        self._number, self._rollouts = number, found.rollouts

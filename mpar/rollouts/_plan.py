@@ -1,0 +1,80 @@
+"""The plan of rollouts: how many answers are drawn at a time, how they lie in batches, and how often each is learned from."""
+
+from dataclasses import dataclass
+
+from mpar.data import BatchShape
+from mpar.errors import ConfigError
+from mpar.rollouts._advantages import Baseline, Scale
+
+__all__ = ["RolloutPlan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlan:
+    """How answers are drawn, compared and laid out.
+
+    shape:             rows and positions of a batch. As many answers share a row as always fit, however long they become.
+    group_size:        answers to each prompt. scale, baseline: how they are compared, as `advantages` says.
+    max_prompt_tokens: the most tokens of a prompt; max_tokens: of an answer.
+    num_batches:       the batches that are drawn at a time, with the same parameters. num_rounds: how often each is learned from.
+    max_redraws:       how often a group in which all rewards are equal is replaced by one for another prompt (DAPO).
+    drop_truncated:    do not learn from answers that did not end by themselves.
+    Raises ConfigError with all sizes that do not fit each other.
+    """
+
+    shape: BatchShape
+    group_size: int
+    max_prompt_tokens: int
+    max_tokens: int
+    num_batches: int = 1
+    num_rounds: int = 1
+    scale: Scale = "group"
+    baseline: Baseline = "mean"
+    max_redraws: int = 0
+    drop_truncated: bool = False
+
+    def __post_init__(self) -> None:
+        least = {"group_size": 2, "max_prompt_tokens": 2, "max_tokens": 1, "num_batches": 1, "num_rounds": 1, "max_redraws": 0}
+        problems = [f"{name}={getattr(self, name)} is below {low}" for name, low in least.items() if getattr(self, name) < low]
+        if self.answers_per_row < 1:
+            problems.append(
+                f"a row has seq_len={self.shape.seq_len} positions, and a prompt with its answer may take {self._positions}: "
+                f"max_prompt_tokens={self.max_prompt_tokens} and max_tokens={self.max_tokens}, whose last one is only a label"
+            )
+        elif not problems and self.num_answers % self.group_size:
+            problems.append(
+                f"{self.num_answers} answers are drawn at a time (num_batches={self.num_batches} of batch_size="
+                f"{self.shape.batch_size} rows with {self.answers_per_row} each), which are no full groups of "
+                f"group_size={self.group_size}"
+            )
+        if problems:
+            raise ConfigError("cannot draw answers:\n  " + "\n  ".join(problems))
+
+    @property
+    def _positions(self) -> int:
+        return self.max_prompt_tokens + self.max_tokens - 1
+
+    @property
+    def answers_per_row(self) -> int:
+        """How many answers share a row."""
+        return self.shape.seq_len // max(1, self._positions)
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers are drawn at a time."""
+        return self.num_batches * self.shape.batch_size * self.answers_per_row
+
+    @property
+    def num_groups(self) -> int:
+        """How many prompts are answered at a time."""
+        return self.num_answers // self.group_size
+
+    @property
+    def steps(self) -> int:
+        """For how many updates answers are drawn at a time."""
+        return self.num_batches * self.num_rounds
+
+    def answers_of(self, step: int, row: int) -> range:
+        """The answers, of those drawn at a time, that are in a row of the batch of `step`."""
+        begin = (step % self.num_batches * self.shape.batch_size + row) * self.answers_per_row
+        return range(begin, begin + self.answers_per_row)

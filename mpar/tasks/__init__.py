@@ -1,0 +1,56 @@
+"""Tasks: what is learned, as pure losses over the log-probabilities of answers.
+
+`TaskChain(model, task)` is a chain whose last segment ends with the loss of a `Task` in place of that of the next token. A loss
+is given `Forwards`, and asks them for what it needs: log-probabilities of labels, logits, or features. The answers 2k and 2k + 1
+of a row are the pair k, so no entry of the batch has to say which answers belong together.
+"""
+
+from mpar.tasks._answers import members_of, per_answer, per_token
+from mpar.tasks._chain import MEAN, TaskChain, task_means
+from mpar.tasks._cpo import Cpo
+from mpar.tasks._dft import Dft
+from mpar.tasks._dpo import DPO_LOSSES, Dpo
+from mpar.tasks._gkd import generalised_jsd
+from mpar.tasks._grpo import Grpo, GrpoLoss, GrpoTokens, grpo_loss
+from mpar.tasks._kto import MISMATCHED, Kto
+from mpar.tasks._named import grpo
+from mpar.tasks._orpo import Orpo
+from mpar.tasks._ppo import PpoLoss, gae, ppo_loss, token_rewards, whitened
+from mpar.tasks._reward import Prm, Reward
+from mpar.tasks._task import COLUMN, POSITIONS, Entry, Forward, Forwards, Means, Task
+
+__all__ = [
+    "COLUMN",
+    "DPO_LOSSES",
+    "MEAN",
+    "MISMATCHED",
+    "POSITIONS",
+    "Cpo",
+    "Dft",
+    "Dpo",
+    "Entry",
+    "Forward",
+    "Forwards",
+    "Grpo",
+    "GrpoLoss",
+    "GrpoTokens",
+    "Kto",
+    "Means",
+    "Orpo",
+    "PpoLoss",
+    "Prm",
+    "Reward",
+    "Task",
+    "TaskChain",
+    "gae",
+    "generalised_jsd",
+    "grpo",
+    "grpo_loss",
+    "members_of",
+    "per_answer",
+    "per_token",
+    "ppo_loss",
+    "task_means",
+    "token_rewards",
+    "whitened",
+]

@@ -1,0 +1,237 @@
+"""TaskChain: a model as a chain that ends with the loss of a task in place of that of the next token."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mpar import tree
+from mpar.chain import Axes, Segment, Update, is_axes
+from mpar.errors import ConfigError
+from mpar.models import HiddenHead, LanguageHead, Trainable
+from mpar.tasks._reference import REFERENCE, beside, joined_paths
+from mpar.tasks._task import Forward, Forwards, Task
+from mpar.tree import Tree
+
+__all__ = ["MEAN", "TaskChain", "task_means"]
+
+MEAN = ".mean"
+"""How the names of those metrics of a segment end that are a sum and a count, of shape (2,)."""
+TASK = "task"
+"""Where the parameters of a task are in the tree."""
+
+
+@dataclass(frozen=True)
+class _TaskHead:
+    """The function of the last segment: the heads of one or two models, then the loss of the task."""
+
+    task: Task
+    policy: LanguageHead
+    policy_reads: tuple[int, ...]
+    reference: LanguageHead | None = None
+    reference_reads: tuple[int, ...] = ()
+
+    def __call__(
+        self, params: tuple, x: Tensor | tuple[Tensor, Tensor], context: Mapping[str, Tensor], *, training: bool
+    ) -> tuple[None, dict[str, Tensor], dict[str, Tensor]]:
+        policy_x, reference_x = x if isinstance(x, tuple) else (x, None)
+        policy = Forward(self.policy, tuple(params[i] for i in self.policy_reads), policy_x, context)
+        reference = None
+        if self.reference is not None and reference_x is not None:
+            reference = Forward(self.reference, tuple(params[i] for i in self.reference_reads), reference_x, context)
+        extra = params[-1] if self.task.parameters else {}
+        loss, means = self.task.loss(Forwards(policy, reference, context, extra))
+        return (
+            None,
+            {"loss": loss},
+            {f"{name}{MEAN}": torch.stack([part.to(loss.dtype) for part in parts]).detach() for name, parts in means.items()},
+        )
+
+
+def task_means(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """The metrics of a task among those of a step, as means; NaN where nothing was counted."""
+    found = {}
+    for name, value in metrics.items():
+        if name.endswith(MEAN):
+            total, count = value.tolist()
+            found[name.removesuffix(MEAN).partition(".")[2]] = total / count if count else float("nan")
+    return found
+
+
+@dataclass(frozen=True)
+class TaskChain(Trainable):
+    """`model`, trained by the loss of `task`.
+
+    reference: a model to compare with, whose segments run beside those of `model`. Its parameters are frozen, and stored under
+        `reference.`, unless `shared`: then it is the model itself without its adapters, and reads the same parameters.
+    Raises ConfigError, with all problems, if the task and the models do not fit each other.
+    """
+
+    model: Trainable
+    task: Task
+    reference: Trainable | None = None
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        wanted = HiddenHead if self.task.reads_hidden else LanguageHead
+        for model in (self.model, *([] if self.reference is None else [self.reference])):
+            if not isinstance(model.segments[-1].fn, wanted):
+                given = "features" if self.task.reads_hidden else "losses of single tokens"
+                problems.append(
+                    f"the last segment of this {model.name} model does not give {given} (mpar.models.{wanted.__name__})"
+                )
+        if self.reference is not None and len(self.reference.segments) != len(self.model.segments):
+            problems.append("the reference model has another number of segments")
+        if self.model.next_keys:
+            problems.append("the model predicts several tokens: leave that out with model.mtp_loss_weight=null")
+        taken = sorted(set(self.task.entries) & set(self.model.batch_axes))
+        if taken:
+            problems.append(f"the model reads batch keys that are the task's own: {', '.join(taken)}")
+        if problems:
+            raise ConfigError(f"cannot make a chain for {type(self.task).__name__}:\n  " + "\n  ".join(problems))
+
+    @functools.cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """Those of the model, side by side with those of the reference model, and the loss of the task."""
+        *body, last = self.model.segments
+        extra = (TASK,) if self.task.parameters else ()
+        if self.reference is None:
+            fn = _TaskHead(self.task, last.fn, tuple(range(len(last.paths))))  # type: ignore[arg-type]  # checked when made
+            return (*(Segment(s.name, s.fn, s.paths, s.out_axes) for s in body), Segment(last.name, fn, (*last.paths, *extra)))
+        *others, other_last = self.reference.segments
+        prefix = "" if self.shared else REFERENCE
+        paths, *reads = joined_paths(last, other_last, prefix)
+        fn = _TaskHead(self.task, last.fn, reads[0], other_last.fn, reads[1])  # type: ignore[arg-type]  # checked when made
+        pairs = (beside(policy, reference, prefix) for policy, reference in zip(body, others, strict=True))
+        return (*pairs, Segment(last.name, fn, (*paths, *extra)))
+
+    @functools.cached_property
+    def abstract_params(self) -> Tree:
+        """The parameters of the model, those of the task under `task.`, and those of the reference model under `reference.`."""
+        own = {
+            name: torch.empty([self._width if axis == "embed" else 1 for axis in axes], dtype=self._dtype, device="meta")
+            for name, axes in self.task.parameters.items()
+        }
+        return self._joined(self.model.abstract_params, own, lambda model: model.abstract_params)
+
+    @functools.cached_property
+    def param_axes(self) -> Tree:
+        """The logical axes of the parameters."""
+        return self._joined(self.model.param_axes, dict(self.task.parameters), lambda model: model.param_axes)
+
+    def _joined(self, base: Tree, own: Tree, of_model: Callable[[Trainable], Tree]) -> Tree:
+        copied = self.reference if not self.shared else None
+        if not own and copied is None:
+            return base
+        others = {} if copied is None else {REFERENCE: of_model(copied)}
+        return {**tree.children(base), **({TASK: own} if own else {}), **others}
+
+    @property
+    def _width(self) -> int:
+        """The width of the model: the size of a dim that is called `embed`."""
+        axes = dict(tree.leaves_with_path(self.model.param_axes, is_leaf=is_axes))
+        leaves = tree.leaves_with_path(self.model.abstract_params)
+        return next(leaf.shape[axes[path].index("embed")] for path, leaf in leaves if "embed" in axes[path])
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(leaf.dtype for leaf in tree.leaves(self.model.abstract_params) if leaf.is_floating_point())
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """The dtype of losses: float32, or wider if a parameter is."""
+        floats = [leaf.dtype for leaf in tree.leaves(self.model.abstract_params) if leaf.is_floating_point()]
+        return functools.reduce(torch.promote_types, floats, torch.float32)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Those of the model, and all of the reference model."""
+        if self.reference is None or self.shared:
+            return self.model.frozen
+        return self.model.frozen | {f"{REFERENCE}.{path}" for path in tree.paths(self.reference.abstract_params)}
+
+    @property
+    def updates(self) -> Mapping[str, Update]:
+        """Those of the model."""
+        return self.model.updates
+
+    @property
+    def batch_axes(self) -> dict[str, Axes]:
+        """The keys of the model, without weights of tokens, and those of the task."""
+        own = {key: entry.axes for key, entry in self.task.entries.items()}
+        return {**self.model.batch_axes, **own}
+
+    def context(self, batch: dict[str, Tensor], row_length: int | None = None) -> Mapping[str, Tensor]:
+        """What the model makes of its part of the batch, and the entries of the task as they are."""
+        own = {key: batch[key] for key in self.task.entries if key in batch}
+        context = {**self.model.context({key: x for key, x in batch.items() if key not in own}, row_length), **own}
+        if "weight" in context:  # by which side losses are multiplied, because they are divided by the weight of the chain
+            context["weight"] = self.weight(batch)
+        return context
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """How much there is to learn from, as the task says."""
+        return self.task.weight(batch).to(self._wide)
+
+    @property
+    def forbids_microbatches(self) -> str | None:
+        """As the model says."""
+        return self.model.forbids_microbatches
+
+    @property
+    def forbids_slices(self) -> str | None:
+        """Rows stay whole, because the loss of an answer is a function of all its tokens."""
+        return f"{type(self.task).__name__} compares answers, which are not cut."
+
+    @property
+    def vocab_size(self) -> int:
+        """That of the model."""
+        return self.model.vocab_size
+
+    @property
+    def name(self) -> str:
+        """That of the model."""
+        return self.model.name
+
+    @property
+    def settings(self) -> object:
+        """Those of the model."""
+        return self.model.settings
+
+    @property
+    def multiplications(self) -> tuple[float, float]:
+        """Those of the model, and of the reference model, whose forward is a third of a step."""
+        weights, pairs = self.model.multiplications
+        if self.reference is None:
+            return weights, pairs
+        more_weights, more_pairs = self.reference.multiplications
+        return weights + more_weights / 3, pairs + more_pairs / 3
+
+    @property
+    def sequential(self) -> bool:
+        """As the model is."""
+        return self.model.sequential
+
+    @property
+    def max_positions(self) -> int | None:
+        """That of the model."""
+        return self.model.max_positions
+
+    @property
+    def hf_config(self) -> dict[str, object] | None:
+        """That of the model."""
+        return self.model.hf_config
+
+    def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
+        """The reference model begins as the same model; parameters of the task are zero."""
+        top, _, inner = path.partition(".")
+        if top == REFERENCE and self.reference is not None and not self.shared:
+            return self.reference.init_leaf(seed, inner, slices)
+        if top == TASK and self.task.parameters:
+            leaf = tree.get(self.abstract_params, path)
+            bounds = zip(leaf.shape, slices or [slice(None)] * leaf.ndim, strict=True)
+            return torch.zeros([len(range(size)[cut]) for size, cut in bounds], dtype=leaf.dtype)
+        return self.model.init_leaf(seed, path, slices)

@@ -1,0 +1,42 @@
+"""The keys of tasks that draw answers: how many, what rewards them, and how they are compared. This loads no torch."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mpar.train._key import key
+
+__all__ = ["RolloutKeys"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutKeys:
+    """How a task with kind=prompt draws answers to its prompts, and what they are worth."""
+
+    group_size: int = key("kind=prompt: answers to each prompt, which are compared with each other", default=8, at_least=2)
+    rewards: tuple[str, ...] = key(
+        "kind=prompt: what answers are worth: exact, format, length, overlong, code, module:function of your own", default=()
+    )
+    reward_weights: tuple[float, ...] | None = key("what each reward is multiplied by; null: 1", default=None)
+    reward_options: dict[str, Any] = key(
+        "options of rewards, such as {format: {pattern: ...}, exact: {column: solution}}", default_factory=dict
+    )
+    max_prompt_tokens: int | None = key(
+        "longer prompts are left out; null: what data.seq_len leaves beside task.max_new_tokens. Rows hold as many answers as "
+        "always fit",
+        default=None,
+        at_least=2,
+    )
+    rollout_batches: int = key("the batches that are drawn at a time, with the same parameters", default=1, at_least=1)
+    rollout_rounds: int = key("how often each of these batches is learned from", default=1, at_least=1)
+    rollout_rows: int = key("the most answers that are made at the same time", default=64, at_least=1)
+    scale_rewards: Literal["group", "batch", "none"] = key(
+        "what differences of rewards are divided by: the standard deviation of the group, or of all answers, or nothing",
+        default="group",
+    )
+    baseline: Literal["mean", "others"] = key(
+        "what is subtracted from a reward: the mean of its group, or that of the others in it (RLOO)", default="mean"
+    )
+    max_redraws: int = key(
+        "how often a group with equal rewards is replaced by one for another prompt (DAPO)", default=0, at_least=0
+    )
+    drop_truncated: bool = key("do not learn from answers that did not end by themselves", default=False)

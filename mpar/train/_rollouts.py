@@ -1,0 +1,71 @@
+"""What a rank draws answers with: the sampler over the parameters that are trained, the rewards, the prompts."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mpar import tree
+from mpar.data import Tokenizer
+from mpar.errors import ConfigError
+from mpar.infer import Runner, Sizes, end_ids
+from mpar.models import Model
+from mpar.rollouts import Drawing, EngineSampler, Exchange, Prompts, RolloutBatches, Sampler, make_rewards
+from mpar.train._run_data import RunData
+from mpar.train._setup import RunSetup, reward_specs
+
+__all__ = ["ROLLOUTS_FOLDER", "draw_rollouts"]
+
+ROLLOUTS_FOLDER = "rollouts"
+"""Where in the run_dir a run keeps the answers that it drew."""
+_PAGE_SIZE = 16
+
+
+def draw_rollouts(setup: RunSetup, data: RunData, rank: int, size: int, exchange: Exchange, device: torch.device) -> None:
+    """Let the batches to train on draw answers, if they are made of answers. Loads the compiler, for the sampler's programs.
+
+    Raises ConfigError for a model that cannot answer, and for rewards that cannot be called.
+    """
+    batches, config = data.training, setup.config
+    if not isinstance(batches, RolloutBatches):
+        return
+    prompts = Prompts(batches.prompts.documents, seed=config.seed, shuffle=config.data.shuffle)
+    tokenizer = data.tokenizer
+    drawing = Drawing(
+        batches.plan,
+        prompts,
+        _sampler(setup, batches, tokenizer, device),
+        make_rewards(reward_specs(config.task)),
+        lambda ids: _text(tokenizer, ids),
+        config.seed,
+        exchange,
+        rank,
+        size,
+    )
+    batches.draw_with(drawing, Path(str(config.run_dir)) / ROLLOUTS_FOLDER)
+
+
+def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of tokens; of ids beyond the tokenizer's, which a model with a padded vocabulary may draw, nothing."""
+    return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size], skip_special_tokens=True)
+
+
+def _sampler(setup: RunSetup, batches: RolloutBatches, tokenizer: Tokenizer, device: torch.device) -> Sampler:
+    model, plan = setup.model, batches.plan
+    if not isinstance(model, Model):
+        raise ConfigError(f"cannot draw answers with this {model.name} model: it is a chain, and no language model of mpar.")
+    rows = min(setup.config.task.rollout_rows, plan.num_answers)
+    length = plan.max_prompt_tokens + plan.max_tokens
+    pages = rows * -(-length // _PAGE_SIZE) + 1
+    sizes = Sizes(rows=rows, tokens=max(rows, 4 * plan.max_prompt_tokens), pages=pages, page_size=_PAGE_SIZE, length=length)
+    compiled, precision = importlib.import_module("mpar.infer.compile"), setup.config.precision.name
+
+    def make_runner(params: Mapping[str, Tensor]) -> Runner:
+        paths, structure = tree.paths(model.abstract_params), tree.flatten(model.abstract_params)[1]
+        of_model = tree.unflatten(structure, [params[path] for path in paths])
+        return compiled.make_runner(model, of_model, sizes, precision=precision, device=device)
+
+    ends = dict.fromkeys([*end_ids(model), *([] if tokenizer.eos_id is None else [tokenizer.eos_id])])
+    return EngineSampler(make_runner, list(ends), plan.max_tokens)
