@@ -55,8 +55,8 @@ class ProgramRunner:
         )
         self.programs: dict[int, Program] = {}
         self._runs: dict[int, Callable[[State, Mapping[str, Tensor]], tuple[State, dict[str, Tensor]]]] = {}
-        self._prepare(sizes.rows)
-        self.state = self._first_state(self.programs[sizes.rows], dataclasses.replace(params, mtp=None))
+        self._prepare(1)
+        self.state = self._first_state(self.programs[1], dataclasses.replace(params, mtp=None))
 
     def prepare(self) -> None:
         """Compile all programs now, so that no step has to wait for one."""
@@ -89,7 +89,7 @@ class ProgramRunner:
 
     def logits(self, tokens_S: Tensor) -> Tensor:
         """See `Runner`. Raises ConfigError on several ranks, none of which has all parameters."""
-        if self.programs[self.sizes.rows].mesh.size > 1:
+        if self.programs[1].mesh.size > 1:
             raise ConfigError("cannot compute the logits of a whole text on several ranks: evaluate on one.")
         model = self.model.without_multi_token()
         paths, structure = tree.paths(model.abstract_params), tree.flatten(model.abstract_params)[1]
@@ -99,8 +99,8 @@ class ProgramRunner:
 
 
 def _counts(sizes: Sizes) -> list[int]:
-    """The numbers of tokens for which there are programs: one for each row, and more up to the most that a step may have."""
-    counts = [sizes.rows]
+    """The numbers of tokens for which there are programs: one, and more up to the most that a step may have."""
+    counts = [1]
     while counts[-1] < sizes.tokens:
         counts.append(min(_GROWTH * counts[-1], sizes.tokens))
     return counts

@@ -1,5 +1,6 @@
 """The runner by programs: greedy answers of transformers, many requests at once as each alone, and two real processes."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -57,22 +58,21 @@ def test_logits_alone_and_beside_others():
     model = _model("llama")
     params = model.init(0)
     pages = torch.arange(1, 37).view(4, 9).repeat(1, 2)[:, :12]
-    row = torch.tensor(PROMPTS[0])
+    row = torch.tensor(PROMPTS[4])
     last = torch.full((4,), -1)
 
     def step(runner: ProgramRunner, beside: bool) -> torch.Tensor:
         others = torch.tensor(PROMPTS[3][:4]) if beside else torch.empty(0, dtype=torch.int64)
-        tokens, order = torch.cat([others, row]), torch.cat([torch.arange(len(others)), torch.arange(3)])
-        rows, places = torch.tensor([1] * len(others) + [2] * 3), last.clone()
+        tokens, order = torch.cat([others, row]), torch.cat([torch.arange(len(others)), torch.arange(len(row))])
+        rows, places = torch.tensor([1] * len(others) + [2] * len(row)), last.clone()
         places[2] = len(tokens) - 1
         return runner.step(tokens, order, rows, pages, places)[2].log_softmax(-1)
 
-    runner = ProgramRunner(model, params, Sizes(rows=4, tokens=12, pages=40, page_size=4, length=48))
-    runner.programs.pop(4)
+    runner = ProgramRunner(model, params, SIZES)
     alone, beside = step(runner, beside=False), step(runner, beside=True)
-    assert torch.equal(alone, beside)
-    small = step(ProgramRunner(model, params, SIZES), beside=False)
-    assert (small - alone).abs().max() < 1e-5
+    assert torch.equal(alone, beside) and list(runner.programs) == [1, 12]
+    smaller = step(ProgramRunner(model, params, dataclasses.replace(SIZES, tokens=8)), beside=False)
+    assert (smaller - alone).abs().max() < 1e-5
 
 
 def test_what_is_refused():
