@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mpar import tree
+from mpar.chain import Axes, is_axes
 from mpar.errors import ConfigError
 from mpar.infer._compile_decode import compile_decode
 from mpar.infer._scheduler import Sizes
@@ -72,8 +73,9 @@ class ProgramRunner:
 
     def _first_state(self, program: Program, params: DecoderParams[Tensor]) -> State:
         rank = torch.distributed.get_rank() if program.mesh.size > 1 else 0
-        state = program.init_state(params, rank)
-        return State({path: leaf.to(self.device) for path, leaf in state.leaves.items()})
+        leaves = {path: leaf.to(self.device) for path, leaf in program.init_state(params, rank).leaves.items()}
+        axes = {f"params.{path}": names for path, names in tree.leaves_with_path(self.model.param_axes, is_leaf=is_axes)}
+        return State({path: _laid_out(leaf, axes.get(path, ())) for path, leaf in leaves.items()})
 
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
         """See `Runner`."""
@@ -96,6 +98,18 @@ class ProgramRunner:
         params = tree.unflatten(structure, [self.state.leaves[f"params.{path}"] for path in paths])
         with torch.no_grad():
             return model.apply(params, tokens_S[None].to(self.device))[0].cpu()
+
+
+def _laid_out(leaf: Tensor, axes: Axes) -> Tensor:
+    """A matrix in bfloat16 on a CPU with the features that products sum over next to each other in memory: products with a few
+    rows are then a tenth to a fifth faster. In float32 they are not."""
+    if leaf.device.type != "cpu" or leaf.dtype != torch.bfloat16 or "vocab" in axes[:1] or "expert" in axes:
+        return leaf
+    if len(axes) > 1 and axes[0] == "embed":
+        return leaf.movedim(0, -1).contiguous().movedim(-1, 0)
+    if len(axes) > 1 and axes[-1] == "embed":
+        return leaf.movedim(-1, 0).contiguous().movedim(0, -1)
+    return leaf
 
 
 def _counts(sizes: Sizes) -> list[int]:

@@ -75,6 +75,21 @@ def test_logits_alone_and_beside_others():
     assert (smaller - alone).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("variant", ["qwen2", "deepseek_v3", "mamba2"])
+def test_weights_in_bfloat16(variant):
+    """However the runner lays out weights in memory, logits are those of the whole forward, but for the rounding of sums."""
+    model = _model(variant).with_dtype(torch.bfloat16)
+    params = model.init(0)
+    runner, row = ProgramRunner(model, params, SIZES), torch.tensor(PROMPTS[4])
+    pages, last = torch.arange(1, 13).expand(4, 12), torch.tensor([len(row) - 1, -1, -1, -1])
+    given = runner.step(row, torch.arange(len(row)), torch.zeros_like(row), pages, last)[0]
+    expected = model.apply(params, row[None])[0, -1]
+    assert float((given.double() - expected.double()).norm() / expected.double().norm()) < 0.02
+    if variant == "qwen2":
+        assert runner.state.leaves["params.layers.0.attention.q_DNH"].stride(0) == 1
+        assert runner.state.leaves["params.layers.0.attention.o_NHD"].stride()[-1] > 1
+
+
 def test_what_is_refused():
     """Rows longer than the learned positions."""
     model = _model("gpt2")
