@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -17,10 +18,12 @@ from mpar.mesh import Mesh
 from mpar.models import CacheSizes, DecoderParams, Model
 from mpar.precision import Precision
 from mpar.program import Program, State
-from mpar.strategy import Strategy
+from mpar.strategy import Strategy, preset
 
 __all__ = ["ProgramRunner"]
 
+Run = Callable[[State, Mapping[str, Tensor]], tuple[State, dict[str, Tensor]]]
+"""`run(state, batch)` gives the new state and the results of a step."""
 _GROWTH = 4
 """By how much each number of tokens for which there is a program exceeds the one before: less padding, but more to compile."""
 
@@ -51,17 +54,19 @@ class ProgramRunner:
             )
         self.model, self.sizes, self.vocab_size, self.device = model, sizes, model.vocab_size, torch.device(device)
         self.shares_pages = not model.sequential  # the state of a scan is in no page
+        mesh, strategy = mesh or Mesh(tp=1), preset(strategy) if isinstance(strategy, str) else strategy
+        self.counts = _counts(sizes.tokens, _unit(strategy, mesh))
         self._compile = functools.partial(
-            compile_decode, model, mesh or Mesh(tp=1), strategy, precision=precision, kernels=kernels_for("auto", self.device)
+            compile_decode, model, mesh, strategy, precision=precision, kernels=kernels_for("auto", self.device)
         )
         self.programs: dict[int, Program] = {}
-        self._runs: dict[int, Callable[[State, Mapping[str, Tensor]], tuple[State, dict[str, Tensor]]]] = {}
-        self._prepare(1)
-        self.state = self._first_state(self.programs[1], dataclasses.replace(params, mtp=None))
+        self._runs: dict[int, Run] = {}
+        self._prepare(self.counts[0])
+        self.state = self._first_state(self.programs[self.counts[0]], dataclasses.replace(params, mtp=None))
 
     def prepare(self) -> None:
         """Compile all programs now, so that no step has to wait for one."""
-        for count in _counts(self.sizes):
+        for count in self.counts:
             self._prepare(count)
 
     def _prepare(self, count: int) -> None:
@@ -69,7 +74,11 @@ class ProgramRunner:
         if count not in self.programs:
             sizes = self.sizes
             self.programs[count] = self._compile(CacheSizes(count, sizes.rows, sizes.row_pages, sizes.page_size, sizes.pages))
-            self._runs[count] = self.programs[count].bind(device=self.device)
+            self._runs[count] = self._bound(self.programs[count])
+
+    def _bound(self, program: Program) -> Run:
+        """The function that runs a step."""
+        return program.bind(device=self.device)
 
     def _first_state(self, program: Program, params: DecoderParams[Tensor]) -> State:
         rank = torch.distributed.get_rank() if program.mesh.size > 1 else 0
@@ -80,7 +89,7 @@ class ProgramRunner:
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
         """See `Runner`."""
         given = tokens_T.shape[0]
-        count = next(n for n in _counts(self.sizes) if n >= given)
+        count = next(n for n in self.counts if n >= given)
         self._prepare(count)
         padded = {"tokens": (tokens_T, 0), "positions": (order_T, 0), "rows": (rows_T, -1)}
         batch = {key: torch.nn.functional.pad(x, (0, count - given), value=fill) for key, (x, fill) in padded.items()}
@@ -91,7 +100,7 @@ class ProgramRunner:
 
     def logits(self, tokens_S: Tensor) -> Tensor:
         """See `Runner`. Raises ConfigError on several ranks, none of which has all parameters."""
-        if self.programs[1].mesh.size > 1:
+        if self.programs[self.counts[0]].mesh.size > 1:
             raise ConfigError("cannot compute the logits of a whole text on several ranks: evaluate on one.")
         model = self.model.without_multi_token()
         paths, structure = tree.paths(model.abstract_params), tree.flatten(model.abstract_params)[1]
@@ -112,9 +121,15 @@ def _laid_out(leaf: Tensor, axes: Axes) -> Tensor:
     return leaf
 
 
-def _counts(sizes: Sizes) -> list[int]:
-    """The numbers of tokens for which there are programs: one, and more up to the most that a step may have."""
-    counts = [1]
-    while counts[-1] < sizes.tokens:
-        counts.append(min(_GROWTH * counts[-1], sizes.tokens))
+def _counts(largest: int, unit: int) -> list[int]:
+    """The numbers of tokens for which there are programs, of which `largest` is the last one. `unit`: they are multiples of it, save the largest."""
+    counts = [unit]
+    while counts[-1] < largest:
+        counts.append(min(_GROWTH * counts[-1], largest))
     return counts
+
+
+def _unit(strategy: Strategy, mesh: Mesh) -> int:
+    """The number of tokens of a step is a multiple of this: ranks divide tokens among them, or what their experts compute."""
+    axes = {axis for name in ("seq", "residual_seq") for axis in strategy.compute.get(name, ())}
+    return math.lcm(mesh.axis_size(tuple(axes)), strategy.expert_parallel)
