@@ -39,7 +39,7 @@ class QuantisedReader:
     """The weights of a quantised model in a folder of bitsandbytes. Making it reads headers only, and checks names.
 
     Raises CheckpointError, which lists all tensors that are missing, and matrices that are quantised in the folder but not in the
-    model, or the other way round.
+    model, or the other way round. Use it in a `with` statement.
     """
 
     def __init__(self, model: QuantisedModel, folder: str | os.PathLike[str]) -> None:
@@ -54,6 +54,12 @@ class QuantisedReader:
                 f"the weights in {self.folder} are not those of this {model.name} model in {model.kind}:\n  {lines}\n"
                 "Choose which matrices are quantised by targets and exclude."
             )
+
+    def __enter__(self) -> "QuantisedReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
 
     def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None) -> Tensor:
         """The elements within `slices` (None: all) of a leaf of the model before training."""

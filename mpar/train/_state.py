@@ -16,10 +16,12 @@ from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
 from mpar.models import DecoderParams, HfReader, Model, Read, Trainable, shard_slices
 from mpar.program import Leaf, Program, State
+from mpar.quantised import QuantisedReader, is_quantised_folder
 from mpar.spec import local_shape
 from mpar.train._config import PlainConfig, ResumeConfig
 from mpar.train._data_items import unlike_data
 from mpar.train._health import Health, Seen
+from mpar.train._quantised import quantised_part
 
 __all__ = [
     "PARAMS",
@@ -141,15 +143,27 @@ def fresh_state(
     model that others are made of, without adapters, are read from `source` if it is given, a Hugging Face folder or a checkpoint.
     """
     leaves: dict[str, Tensor] = {}
-    with _source(model, seed, source) as read:
+    with _first_leaves(model, seed, source) as first:
         for leaf in program.part(rank).state_in:
             kind, _, path = leaf.path.partition(".")
             if kind != "params":
                 leaves[leaf.path] = _zeros(leaf, program.mesh, device)
                 continue
-            part = model.first_leaf(seed, path, shard_slices(leaf.shape, leaf.spec, program.mesh, rank), read)
+            part = first(path, shard_slices(leaf.shape, leaf.spec, program.mesh, rank))
             leaves[leaf.path] = part.to(device=device, dtype=leaf.dtype).contiguous()
     return State(leaves)
+
+
+@contextmanager
+def _first_leaves(model: Trainable, seed: int, source: str | None) -> Iterator[Read]:
+    """What gives the leaves with which training begins."""
+    made = quantised_part(model)
+    if made is not None and source is not None and not is_checkpoint(Path(source)) and is_quantised_folder(source):
+        with QuantisedReader(made, source) as folder:
+            yield lambda path, slices: folder.first_leaf(seed, path, slices)
+        return
+    with _source(model, seed, source) as read:
+        yield lambda path, slices: model.first_leaf(seed, path, slices, read)
 
 
 @contextmanager
