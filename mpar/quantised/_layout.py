@@ -23,8 +23,8 @@ __all__ = ["Kind", "Layout", "Parts", "check_kind", "layout_of"]
 Kind = Literal["nf4", "int8"]
 _MANY_BLOCKS = 16
 _ONLY_STORED = ("embed",)
-"""Logical axes along which strategies shard what is stored, but not what is used. Magnitudes of blocks, a byte for 64 weights, are not
-sharded along them unless there are multiples of 16: the number of ranks has to divide that of the blocks."""
+"""Logical axes along which strategies shard what is stored, but not what is used. Magnitudes, a byte for 64 weights, are
+sharded along them only where there are multiples of 16 blocks: the number of ranks has to divide that of the blocks."""
 Parts = Nf4[Tensor] | Int8[Tensor]
 
 
