@@ -97,4 +97,4 @@ def _impossible(matrix: Matrix, lora: LoRA) -> list[str]:
     else:
         tied = matrix.segments is not None
         wrong = {f"init={lora.init}, because it is tied to the embedding": tied and lora.init in ("pissa", "olora")}
-    return [f"{matrix.name}, a {matrix.kind}, has no {text}; name it in exclude" for text, is_wrong in wrong.items() if is_wrong]
+    return [f"{matrix.name}, a matrix of kind {matrix.kind}, has no {text}; name it in exclude" for text, is_wrong in wrong.items() if is_wrong]
