@@ -26,6 +26,8 @@ __all__ = ["CONFIG", "WEIGHTS", "AdapterReader", "base_hash", "read_lora", "read
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _WORDS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+_COPIED, _COPIES = ("embedding", "head"), (".weight", ".base_layer.weight")
+"""PEFT writes the weight of an embedding, and of the head, beside an adapter of an embedding; it is that of the base."""
 _OF_EMBEDDING = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 
@@ -117,9 +119,10 @@ class AdapterReader:
 
     def _problems(self) -> list[str]:
         expected = {name: leaf.stored_shape for leaf in self._leaves.values() for name in leaf.names}
-        found = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}
+        found = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118 (it is no dict)
         problems = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in found]
-        problems += [f"unexpected: {name} {shape}" for name, shape in found.items() if name not in expected]
+        copies = {f"{_PREFIX}{matrix.name}{end}" for matrix in self._model.matrices for end in _COPIES if matrix.kind in _COPIED}
+        problems += [f"unexpected: {name} {shape}" for name, shape in found.items() if name not in {*expected, *copies}]
         problems += [
             f"shape: {name} is {found[name]}, the model asks for {shape}"
             for name, shape in expected.items()

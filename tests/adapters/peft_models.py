@@ -36,6 +36,13 @@ def of_peft(base: Path, adapter: Path, *, trained: bool = False) -> peft.PeftMod
         return peft.PeftModel.from_pretrained(model, adapter, is_trainable=trained)
 
 
+def save_peft(model: peft.PeftModel, folder: Path) -> None:
+    """Write the adapter as PEFT does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder)
+
+
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and labels of each step."""
     generator = torch.Generator().manual_seed(1)
