@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -87,7 +88,8 @@ def read_peft(model: AdaptedModel, folder: str | os.PathLike[str], base: Tree, *
 class AdapterReader:
     """The adapter `name` of `model` in a folder. Making it reads headers only, and checks every name, shape and dtype.
 
-    Raises CheckpointError, which lists all tensors that are missing, unexpected or of another shape. Use it in a `with` statement.
+    Raises CheckpointError, which lists all tensors that are missing, unexpected or of another shape. Use it in a `with`
+    statement.
     """
 
     def __init__(self, model: AdaptedModel, folder: str | os.PathLike[str], name: str = "default") -> None:
@@ -163,9 +165,7 @@ def stored_adapter(model: AdaptedModel, name: str) -> dict[str, StoredLeaf]:
     of_base = stored_leaves(model.base)
     trained = [*saved_leaves(model.base, lora), *model.trained_biases(name)]
     for path in trained:
-        leaf = of_base[path]
-        keys = tuple(_PREFIX + key for key in leaf.names)
-        stored[path] = StoredLeaf(leaf.shape, keys, leaf.outer, leaf.transform, leaf.sizes, leaf.place)
+        stored[path] = replace(of_base[path], names=tuple(_PREFIX + key for key in of_base[path].names))
     return stored
 
 

@@ -151,7 +151,7 @@ class _Leaves:
 
 
 def _as_trained(config: TrainConfig, checkpoint: Path) -> tuple[TrainConfig, Trainable]:
-    """`(config, model with its adapters)`, as the checkpoint records the model: the folder that it came from may be gone, or have changed."""
+    """`(config, model with its adapters)`, as the checkpoint records the model: the folder that it came from may be gone."""
     extras = read_extras(checkpoint)
     recorded = Progress.from_extras(extras, checkpoint).hf_config
     group = config.model
@@ -229,8 +229,9 @@ def load_assistant(
     """The model in an HF `folder`, and an assistant that answers with it up to `rows` requests at the same time.
 
     A prompt and its answer may have as many tokens as the model can take, or 8,192. `group`: how the model was made, if the
-    folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, which is added to the weights. mesh, strategy: with several ranks, where parameters are; every process
-    of torch.distributed loads its own. If they are in groups, there are as many more rows as make all groups equal.
+    folder alone does not tell because it is a plug-in's. adapter: a folder of PEFT, which is added to the weights. mesh, strategy:
+    with several ranks, where parameters are; every process of torch.distributed loads its own. If they are in groups, there are as
+    many more rows as make all groups equal.
     """
     mesh = mesh or Mesh(tp=1)
     if group is None or group.plugin is None:
@@ -241,8 +242,8 @@ def load_assistant(
         params = models.load_params(model, folder)
     if adapter is not None and mesh.size > 1:
         raise CheckpointError(
-            f"cannot add the adapter in {adapter} to weights on {mesh}: it is added on one rank.\nUse mesh=one, or write the sum: "
-            "mpar export of the run, or the run's hf folder."
+            f"cannot add the adapter in {adapter} to weights on {mesh}: it is added on one rank.\n"
+            "Use mesh=one, or a folder with the sum: the run that trained the adapter has one in hf."
         )
     if adapter is not None:
         adapted = adapters.add(model, adapters.read_lora(adapter))

@@ -15,7 +15,13 @@ from mpar.optim import AdamW, OptState, ScaledRates
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61}
 LLAMA = transformers.LlamaConfig(**SIZES, intermediate_size=48, max_position_embeddings=64, tie_word_embeddings=False)
 MOE = transformers.Qwen3MoeConfig(
-    **SIZES, head_dim=8, intermediate_size=48, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.0
+    **SIZES,
+    head_dim=8,
+    intermediate_size=48,
+    moe_intermediate_size=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    router_aux_loss_coef=0.0,
 )
 LR, STEPS = 3e-3, 20
 

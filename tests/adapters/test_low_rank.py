@@ -94,6 +94,8 @@ def test_dropout_needs_a_product():
     """What A reads cannot be dropped where the weight itself is needed."""
     low, _ = make("de", "dR", "Re", SIZES)
     dropped = LowRank(low.base, low.letters, low.a, low.b, 1.0, drop=lambda x: x * 0)
-    torch.testing.assert_close(torch.ones(1, 2, 6, dtype=torch.float64) @ dropped, torch.ones(1, 2, 6, dtype=torch.float64) @ low.base)
+    torch.testing.assert_close(
+        torch.ones(1, 2, 6, dtype=torch.float64) @ dropped, torch.ones(1, 2, 6, dtype=torch.float64) @ low.base
+    )
     with pytest.raises(ConfigError, match="cannot drop what an adapter of a weight"):
         dropped.tensor()

@@ -16,6 +16,7 @@ NEOX = {"model_type": "gpt_neox", "hidden_size": 16, "num_hidden_layers": 2, "nu
 NEOX |= {"vocab_size": 64, "max_position_embeddings": 64, "use_parallel_residual": False}
 OLMOE = {"model_type": "olmoe", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
 OLMOE |= {"intermediate_size": 24, "vocab_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+ZBV = Schedule("zbv", None, "E|t|t|L")
 TP = (Mesh(fsdp=2, tp=2), "zero1_tp_sp", {})
 EP = (Mesh(fsdp=2, tp=2), spread(2, "zero3_tp_sp"), {})
 CASES = {
@@ -25,10 +26,10 @@ CASES = {
     ),
     "tp, dropout, DoRA": (LLAMA, LoRA(rank=4, dropout=0.3, dora=True), TP),
     "zbv, dropout": (
-        LLAMA, LoRA(rank=4, dropout=0.3), (Mesh(pp=2), "ddp", {"schedule": Schedule("zbv", None, "E|t|t|L"), "num_microbatches": 4})
+        LLAMA, LoRA(rank=4, dropout=0.3), (Mesh(pp=2), "ddp", {"schedule": ZBV, "num_microbatches": 4})
     ),
     "ring": (LLAMA, LoRA(rank=4), (Mesh(cp=2), spread(1, "zero3", context_parallel="ring", sequence="zigzag"), {})),
-    "slices": (LLAMA, LoRA(rank=4, targets=("q_proj", "down_proj")), (Mesh(pp=2), "ddp", {"num_slices": 2, "num_microbatches": 2})),
+    "slices": (LLAMA, LoRA(rank=4, targets=r".*\.[qd]\w+_proj"), (Mesh(pp=2), "ddp", {"num_slices": 2, "num_microbatches": 2})),
     "tied": ({**LLAMA, "tie_word_embeddings": True}, LoRA(rank=4, targets=("embed_tokens", "lm_head", "v_proj")), TP),
     "in full": (LLAMA, LoRA(rank=4, targets=("v_proj",), modules_to_save=("lm_head",)), TP),
     "experts": (MOE, LoRA(rank=4), EP),
@@ -74,7 +75,7 @@ def sent(model, mesh, strategy):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_tensor_parallelism_sends_no_more_activations(dora):
     """Under tp with sp, no message of the forward or backward is new; the first layer even sends less."""
-    config = {**LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+    config = {**LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 8, "head_dim": 8}
     base = models.from_config(config)
     model = adapters.add(base, LoRA(rank=2, dora=dora))
     mine, gradients = sent(model, Mesh(tp=2), "tp_sp")

@@ -54,7 +54,9 @@ def test_values_are_refused():
 
 def test_experts_have_no_dropout():
     """As in PEFT; the way out is said."""
-    with pytest.raises(ConfigError, match=r"experts\.gate_up_proj, a matrix of kind parameter, has no dropout; name it in exclude"):
+    with pytest.raises(
+        ConfigError, match=r"experts\.gate_up_proj, a matrix of kind parameter, has no dropout; name it in exclude"
+    ):
         adapters.add(models.from_config(MOE), LoRA(dropout=0.1))
 
 
@@ -72,7 +74,7 @@ def test_folder_of_another_base(base, folder):
     other = models.from_config({**LLAMA, "intermediate_size": 32})
     with pytest.raises(CheckpointError, match=r"gate_proj.lora_B.weight is \(24, 2\), the model asks for \(32, 2\)"):
         adapters.AdapterReader(adapters.add(other, LoRA(rank=2)), folder)
-    with pytest.raises(CheckpointError, match="missing: .*embed_tokens"):
+    with pytest.raises(CheckpointError, match=r"missing: .*embed_tokens"):
         adapters.AdapterReader(adapters.add(base, LoRA(rank=2, targets=("embed_tokens", "q_proj"))), folder)
     mistral = models.from_config({**LLAMA, "model_type": "mistral"})
     with pytest.raises(CheckpointError, match="base: it was trained with a model"):
@@ -90,7 +92,9 @@ def test_folder_of_another_kind(folder):
 def test_merging_refuses(base, folder):
     """A weight that would not be finite, and one of two tied matrices."""
     weights = load_file(folder / "adapter_model.safetensors")
-    save_file({name: x * torch.inf if "lora_B" in name else x for name, x in weights.items()}, folder / "adapter_model.safetensors")
+    save_file(
+        {name: x * torch.inf if "lora_B" in name else x for name, x in weights.items()}, folder / "adapter_model.safetensors"
+    )
     model = adapters.add(base, adapters.read_lora(folder))
     params = adapters.read_peft(model, folder, base.init(0))
     with pytest.raises(ConfigError, match=r"cannot merge default into layers\.0\.attention\.q_DNH"):
