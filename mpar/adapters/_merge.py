@@ -1,4 +1,4 @@
-"""Merging: adapters added to the weights, and taken away from them; in float32 or wider, and in the dtype of the weights at last."""
+"""Merging: adapters added to the weights, and taken away from them; in float32 or wider, then in the dtype of the weights."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -104,8 +104,8 @@ def check_untied(model: AdaptedModel) -> None:
     """Raise ConfigError unless `can_merge`."""
     if _tied(model):
         raise ConfigError(
-            f"cannot merge the adapter of {', '.join(_tied(model))}: embedding and head of this {model.name} model are one tensor, "
-            "and only one of them has the adapter.\nKeep the adapter as a folder of its own, or leave this module out of targets."
+            f"cannot merge the adapter of {', '.join(_tied(model))}: embedding and head of this {model.name} model are one "
+            "tensor, and only one of them has the adapter.\nKeep the adapter as a folder of its own, or leave this module out of targets."
         )
 
 

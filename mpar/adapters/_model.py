@@ -42,7 +42,7 @@ def add(model: Trainable, lora: LoRA, name: str = "default") -> "AdaptedModel":
 
 @dataclass(frozen=True)
 class AdaptedModel(WrappedModel):
-    """A model with adapters. Of its parameters only those of active adapters, and the leaves that these train in full, are trained.
+    """A model with adapters. Only those parameters are trained that belong to active adapters, or that these train in full.
 
     active: the names of the adapters that are added to the weights. Without any it computes what `base` computes.
     """

@@ -41,7 +41,10 @@ def finish(config: TrainConfig) -> None:
             dropped = f", {100 * last['dropped']:.1f} % dropped" if last["dropped"] else ""
             lines.append(f"experts: the busiest of a layer has {last['max_load']:.2f} times the mean load{dropped}")
         if "eval_loss" in last:
-            lines.append(f"evaluation: loss {last['eval_loss']:.4f}, perplexity {last['perplexity']:,.4g}")
+            perplexity = f", perplexity {last['perplexity']:,.4g}" if "perplexity" in last else ""
+            lines.append(f"evaluation: loss {last['eval_loss']:.4f}{perplexity}")
+            means = {name.removeprefix("eval_"): value for name, value in last.items() if name.startswith("eval_")}
+            lines += [f"  {name}: {value:.4f}" for name, value in means.items() if name not in ("loss",) and "loss/" not in name]
             of_sets = {name.partition("/")[2]: loss for name, loss in last.items() if name.startswith("eval_loss/")}
             lines += [f"  {name}: loss {loss:.4f}" for name, loss in of_sets.items()]
     if folder is not None and config.task.kind == "sft":

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,9 +18,21 @@ from mpar.quantised._layout import Kind, Layout, Parts, check_kind, layout_of
 from mpar.quantised._segment import QuantisedSegment
 from mpar.tree import Tree
 
-__all__ = ["ALL_LINEAR", "QuantisedModel", "quantise"]
+__all__ = ["ALL_LINEAR", "PartsSource", "QuantisedModel", "quantise"]
 
 ALL_LINEAR = "all-linear"
+
+
+class PartsSource(ABC):
+    """Gives leaves of the plain model, as a `Read` does, and has some weights quantised already."""
+
+    @abstractmethod
+    def __call__(self, path: str, slices: Sequence[slice] | None) -> Tensor:
+        """The elements within `slices` (None: all) of a leaf of the plain model."""
+
+    @abstractmethod
+    def part(self, path: str, slices: Sequence[slice] | None) -> Tensor:
+        """The elements within `slices` (None: all) of a part of a quantised weight."""
 
 
 def quantise(
@@ -144,6 +157,8 @@ class QuantisedModel(WrappedModel):
 
     def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
         """The elements within `slices` (None: all) of a leaf, quantised, where `read(path, slices)` gives leaves of `plain`."""
+        if isinstance(read, PartsSource) and path.rpartition(".")[0] in self.layouts:
+            return read.part(path, slices)
         return self._leaf_of(
             path, slices, lambda base_path, cut: self.base.first_leaf(seed, base_path, cut, read), key=(seed, read)
         )

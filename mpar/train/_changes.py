@@ -74,16 +74,18 @@ def _shown(value: object) -> str:
 
 
 def model_then(config: Mapping[str, Json], hf_config: Mapping[str, Json] | None) -> Trainable | None:
-    """The model of a checkpoint with its adapters: `config` is the configuration that it records, `hf_config` the content of config.json.
+    """The model of a checkpoint with its adapters: `config` is the configuration that it records, `hf_config` its config.json.
 
     None for a checkpoint of an older version that lacks what is needed. Raises an MparError if no model can be made of it.
     """
     group, adapter = config.get("model"), config.get("adapter")
     if not isinstance(group, Mapping):
         return None
-    chosen = {} if not isinstance(adapter, Mapping) else {
-        field.name: _in_tuples(adapter[field.name]) for field in fields(AdapterConfig) if field.name in adapter
-    }
+    chosen = (
+        {}
+        if not isinstance(adapter, Mapping)
+        else {field.name: _in_tuples(adapter[field.name]) for field in fields(AdapterConfig) if field.name in adapter}
+    )
     made = _plain_model_then(group, hf_config)
     if made is None:
         return None

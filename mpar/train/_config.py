@@ -148,10 +148,45 @@ class TaskConfig(RolloutKeys):
     """What is learned from the data."""
 
     kind: Literal["sft", "pt", "preference", "kto", "prompt"] = key(
-        "sft: conversations, with the loss on answers; pt: plain text, with the loss on every token; preference: pairs of a "
-        "chosen and a rejected answer, kto: answers with a label, which only `mpar data` reads yet; prompt: questions "
-        "that the model answers as it is trained"
+        "rows of the data: sft: conversations, with labels on answers; pt: plain text, with labels on every token; preference: "
+        "pairs of a chosen and a rejected answer; kto: answers with a label; prompt: questions, which the model "
+        "answers as it is trained"
     )
+    learn: Literal["next_token", "dpo", "kto", "orpo", "cpo", "reward", "prm", "dft", "grpo"] = key(
+        "what is learned from them; the keys from `loss` to `centre` are its options, null: its default",
+        default="next_token",
+    )
+    answers: int = key("the most answers that a sequence may hold; the two of a pair are both counted", default=32, at_least=1)
+    loss: str | dict[str, float] | None = key(
+        "dpo: sigmoid, robust, hinge, ipo, sigmoid_norm, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop, "
+        "sft, or a sum {sigmoid: 1, sft: 0.2}; kto: kto, apo_zero_unpaired; cpo: sigmoid, hinge, ipo, simpo; "
+        "grpo: dapo, grpo, bnpo, dr_grpo, cispo",
+        default=None,
+    )
+    beta: float | Literal["data"] | None = key(
+        "how strongly the model is held to what it was; data: the column `beta` of each row", default=None
+    )
+    reference: Literal["frozen", "adapter", "columns", "none"] | None = key(
+        "dpo, kto: the model that is compared with: `frozen`, a copy in the same program; `columns`: its log-probabilities, "
+        "computed once before the first step, and kept; `adapter`: the model without its adapter; none",
+        default=None,
+    )
+    label_smoothing: float | None = key("dpo, cpo: the share of pairs that may be labelled wrongly", default=None, at_least=0)
+    rpo_alpha: float | None = key("dpo: adds so much of the loss of the chosen answer", default=None, at_least=0)
+    ld_alpha: float | None = key(
+        "dpo: what tokens beyond the length of the shorter answer weigh", default=None, at_least=0, at_most=1
+    )
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None = key(
+        "dpo: what holds the model to the reference model", default=None
+    )
+    divergence_alpha: float | None = key("dpo: of divergence=alpha", default=None)
+    gamma: float | None = key("cpo with loss=simpo: the margin", default=None, at_least=0)
+    cpo_alpha: float | None = key("cpo: adds so much of the loss of the chosen answer", default=None, at_least=0)
+    prompt: bool | None = key("orpo: whether the tokens of the prompt are learned, too", default=None)
+    desirable_weight: float | None = key("kto: what good answers weigh", default=None, at_least=0)
+    undesirable_weight: float | None = key("kto: what bad answers weigh", default=None, at_least=0)
+    margin: float | Literal["data"] | None = key("reward: the margin; data: the column `margin` of each row", default=None)
+    centre: float | None = key("reward: holds the sum of both scores near zero", default=None, at_least=0)
     chat: tuple[str, ...] | None = key(
         "questions that the trained model answers at the end; null: those of the sample data, if it learned them",
         default=None,

@@ -19,7 +19,8 @@ class Job:
     resume: the checkpoint to go on from, if any. evaluation: the program that evaluates, if the run does. init: the checkpoint or
     Hugging Face folder that has the first parameters of a fresh start, if any. changes: what differs from the configuration that
     the checkpoint records, a line each. fingerprint: of the data, as they were when the job was prepared.
-    optimizer_steps: for how many steps the learning rate is made; None: those of the configuration."""
+    optimizer_steps: for how many steps the learning rate is made; None: those of the configuration. reference: the program that
+    gives the log-probabilities of a reference model before the first step, if the batches of the run have them."""
 
     config: TrainConfig
     resolved: PlainConfig
@@ -30,6 +31,7 @@ class Job:
     changes: tuple[str, ...] = ()
     fingerprint: str = ""
     optimizer_steps: int | None = None
+    reference: Program | None = None
 
     def program_at(self, place: Place | None) -> Program:
         """The program that a rank at `place` is running: the training or the evaluation."""

@@ -14,7 +14,7 @@ from mpar.data import BatchShape, TokenWeights
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
-from mpar.models import DRAW, ModelOptions, Trainable
+from mpar.models import DRAW, QUANTISATION, ModelOptions, Trainable
 from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
 from mpar.rollouts import RewardSpec, RolloutPlan
@@ -35,6 +35,7 @@ from mpar.train._learning_rate import make_learning_rate
 from mpar.train._plug_ins import plug_in_of
 from mpar.train._quantised import quantised
 from mpar.train._sizes import batch_size, seq_len
+from mpar.train._tasks import make_task
 
 __all__ = [
     "RunSetup",
@@ -53,7 +54,6 @@ __all__ = [
 ]
 
 BATCH_KEYS = ("tokens", "labels", "positions", "documents")
-QUANTISATION = "quantization_config"  # of a config.json whose folder has quantised weights
 WEIGHT_KEYS = ("token_weights", "next_token_weights")  # of labels, and of those behind them
 
 
@@ -61,8 +61,7 @@ WEIGHT_KEYS = ("token_weights", "next_token_weights")  # of labels, and of those
 class RunSetup:
     """A configuration and the objects that it names. Every process makes this once and passes it to what needs it.
 
-    chain: what is trained, which is the model itself unless some of it is frozen, or a task of the user's own makes another
-           chain of it.
+    chain: what is trained, which is the model itself unless some of it is frozen, or a task makes another chain of it.
     """
 
     config: TrainConfig
@@ -172,12 +171,17 @@ def _frozen(group: FreezeConfig, model: Trainable) -> Trainable:
 
 
 def chain_of(config: TrainConfig, model: Trainable) -> Chain:
-    """What is trained: `model`, or what a task of the user's own makes of it. Raises ConfigError if that is no chain with the
-    parameters of the model, or one that trains what is frozen in the model.
+    """What is trained: `model`, or what a task makes of it. Raises ConfigError if options of the task are impossible, or if what
+    a task of the user's own makes is no chain with the parameters of the model, or one that trains what is frozen in the model.
     """
     plug_in = plug_in_of(config.task)
     if plug_in is None:
-        return model
+        task = make_task(config.task)
+        if task is None:
+            return model
+        chain: Chain = TaskChain(model, task, model if task.compares else None)
+        check_chain(chain, trains=True)
+        return chain
     made = plug_in.call(model)
     if isinstance(made, type) or not hasattr(made, "segments"):
         raise ConfigError(
@@ -229,7 +233,9 @@ def batch_shapes(
     ints: dict[str, tuple[tuple[int, int], torch.dtype]] = dict.fromkeys(keys, (shape, torch.int64))
     if isinstance(chain, TaskChain):
         columns = (shape[0], answers_per_row(config))
-        ints |= {key: (columns if entry.axes == COLUMN else shape, entry.dtype) for key, entry in chain.task.entries.items()}
+        own = {key: (columns if entry.axes == COLUMN else shape, entry.dtype) for key, entry in chain.task.entries.items()}
+        if own:
+            return {**ints, **own}
     if TokenWeights.parse(config.data.token_weights).binary:
         return ints
     if WEIGHT_KEYS[0] not in chain.batch_axes:
@@ -243,7 +249,7 @@ def batch_shapes(
 
 def answers_per_row(config: TrainConfig) -> int:
     """How many answers a row of a batch may have."""
-    return rollout_plan(config).answers_per_row
+    return rollout_plan(config).answers_per_row if config.task.kind == "prompt" else config.task.answers
 
 
 def rollout_plan(config: TrainConfig) -> RolloutPlan:

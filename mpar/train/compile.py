@@ -8,16 +8,17 @@ from mpar.errors import ConfigError
 from mpar.files import MAX_TABLE_BYTES, Unreadable, read_text
 from mpar.models import Trainable, with_frozen
 from mpar.program import Program
-from mpar.program.compile import compile_eval, compile_step
+from mpar.program.compile import compile_eval, compile_forward, compile_step
 from mpar.schedules import Action, from_table, layout_letters
 from mpar.strategy import Strategy
+from mpar.tasks import AnswerLogps, TaskChain
 from mpar.train._config import TrainConfig
 from mpar.train._orders import orders
 from mpar.train._plug_ins import plug_in_of
 from mpar.train._setup import RunSetup, batch_shapes, chain_of, run_optimizer
 from mpar.train._sizes import num_microbatches
 
-__all__ = ["compile_evaluation", "compile_program", "make_schedule"]
+__all__ = ["compile_evaluation", "compile_program", "compile_reference", "make_schedule"]
 
 
 def compile_program(setup: RunSetup) -> Program:
@@ -78,6 +79,26 @@ def compile_evaluation(setup: RunSetup, program: Program) -> Program:
         schedule=Schedule("forwards", layout=layout_letters(stage_of), table=forwards),
         num_microbatches=num_microbatches(config),
         num_slices=config.schedule.num_slices,
+        bucket_bytes=config.schedule.bucket_bytes,
+        prefetch_bytes=config.schedule.prefetch_bytes,
+        precision=config.precision.name,
+        hardware=setup.hardware,
+        kernels=setup.kernels,
+    )
+
+
+def compile_reference(setup: RunSetup) -> Program:
+    """A program of forwards that gives the log-probability of every answer in a microbatch of the run."""
+    config, chain = setup.config, setup.chain
+    assert isinstance(chain, TaskChain)
+    shapes = batch_shapes(config, chain, setup.model)
+    count = num_microbatches(config)
+    small = {key: ((rows // count, length), dtype) for key, ((rows, length), dtype) in shapes.items() if key != "reference_logps"}
+    return compile_forward(
+        AnswerLogps(chain.model, chain.task),
+        setup.mesh,
+        setup.strategy,
+        small,
         bucket_bytes=config.schedule.bucket_bytes,
         prefetch_bytes=config.schedule.prefetch_bytes,
         precision=config.precision.name,

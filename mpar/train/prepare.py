@@ -10,6 +10,7 @@ from types import ModuleType
 from mpar import checkpoint
 from mpar.data import Progress
 from mpar.program import Program
+from mpar.tasks import TaskChain
 from mpar.train._config import PlainConfig
 from mpar.train._job import Job, write_job
 from mpar.train._job_folder import DATA_FOLDER, MALFORMED_FILE
@@ -63,7 +64,11 @@ def prepare(
     evaluation = None
     if data.evaluation:
         evaluation, _ = _kept(kept_programs, setup, "evaluation", lambda: _compiler().compile_evaluation(setup, program))
-    job = Job(config, resolved, program, origin.resume, evaluation, origin.init, origin.changes, data.fingerprint, steps)
+    reference = None
+    if isinstance(setup.chain, TaskChain) and "reference_logps" in setup.chain.task.entries:
+        reference, _ = _kept(kept_programs, setup, "reference", lambda: _compiler().compile_reference(setup))
+    changes, fingerprint = origin.changes, data.fingerprint
+    job = Job(config, resolved, program, origin.resume, evaluation, origin.init, changes, fingerprint, steps, reference)
     write_job(folder, job)
     return Prepared(job, data, compiled, moved)
 

@@ -43,7 +43,16 @@ def test_a_folder_of_bitsandbytes_is_trained(mpar, tmp_path):
     model = quantised.quantise(models.from_config(config))
     parts = model.init(3)
     quantised.write_quantised(model, parts, tmp_path / "base")
-    how = ["data.tokenizer=bytes", "data.seq_len=128", "data.batch_size=2", "steps=2", "task.chat=[hi]"]
+    how = [
+        "mesh=one",
+        "strategy=ddp",
+        "run_dir=run",
+        "data.tokenizer=bytes",
+        "data.seq_len=128",
+        "data.batch_size=2",
+        "steps=2",
+        "task.chat=[hi]",
+    ]
     done = mpar(
         "train",
         "model=hf",
