@@ -105,7 +105,8 @@ def check_untied(model: AdaptedModel) -> None:
     if _tied(model):
         raise ConfigError(
             f"cannot merge the adapter of {', '.join(_tied(model))}: embedding and head of this {model.name} model are one "
-            "tensor, and only one of them has the adapter.\nKeep the adapter as a folder of its own, or leave this module out of targets."
+            "tensor, and only one of them has the adapter.\n"
+            "Keep the adapter as a folder of its own, or leave this module out of targets."
         )
 
 
