@@ -71,17 +71,17 @@ class LowRank(StandIn):
         summed = self.base + (low * self.scale).to(self.base.dtype)
         return summed if self.gain is None else summed * self._spread(self.gain, self.letters).to(summed.dtype)
 
-    def primitive(self, primitive: ops.Primitive, operands: tuple, params: Mapping[str, Any]) -> Any:
+    def primitive(self, primitive: ops.Primitive, operands: tuple, params: Mapping[str, object]) -> object:
         """Products with x; NotImplemented for what is no product."""
         if primitive.name == "einsum":
-            return self._einsum(operands, params["equation"])
+            return self._einsum(operands, str(params["equation"]))
         if primitive.name == "grouped_matmul" and operands[1] is self:
             return self._grouped(operands[0], operands[2])
         if primitive.name == "embedding" and operands[1] is self:
-            return self._embedding(operands[0], params["start"])
+            return self._embedding(operands[0], cut=bool(params["start"]))
         return NotImplemented
 
-    def function(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def function(self, name: str, args: tuple, kwargs: Mapping[str, object]) -> object:
         """Products by functions of torch, and views of the weight; NotImplemented for all others."""
         if name == "linear" and len(args) + len(kwargs) <= 3 and args[1:2] == (self,):
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
@@ -140,10 +140,10 @@ class LowRank(StandIn):
         plain = ops.grouped_matmul(x, self.base, offsets)
         return plain + ops.grouped_matmul(middle, two.ordered(expert + RANK + result).to(x.dtype), offsets)
 
-    def _embedding(self, ids: Tensor, start: int) -> Any:
+    def _embedding(self, ids: Tensor, *, cut: bool) -> Any:
         row, column = tuple(self.letters)
         one, two = (self.a, self.b) if row in self.a.letters else (self.b, self.a)
-        if start or self.gain is not None or column not in two.letters or row in two.letters or column in one.letters:
+        if cut or self.gain is not None or column not in two.letters or row in two.letters or column in one.letters:
             return NotImplemented
         middle = ops.embedding(ids, one.ordered(row + RANK)) * self.scale
         plain = ops.embedding(ids, self.base)

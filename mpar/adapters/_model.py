@@ -222,7 +222,7 @@ def first_params(model: AdaptedModel, base: Tree, seed: int) -> Tree:
     return tree.unflatten(structure, [model.leaf_of(seed, path, None, read) for path in tree.paths(model.abstract_params)])
 
 
-def with_adapters(base: Tree, leaves: Mapping[str, object]) -> dict[str, Any]:
+def with_adapters(base: Tree, leaves: Mapping[str, object]) -> dict[str, object]:
     """The tree of a model with the leaves of adapters, which are given by path."""
     made: Any = nested(leaves)
     if isinstance(base, Mapping):

@@ -37,7 +37,7 @@ class Use:
     rate: float
     label: str
 
-    def stand_in(self, weight: Any, params: tuple, context: Mapping[str, Tensor] | None) -> LowRank:
+    def stand_in(self, weight: Tensor | StandIn, params: tuple, context: Mapping[str, Tensor] | None) -> LowRank:
         """What stands for the weight; `context` is None where nothing is dropped."""
         of_weight, of_a, of_b, of_gain = self.letters
         dropped: Drop | None = None
