@@ -37,7 +37,8 @@ class ExportConfig:
         default=MAX_FILE_BYTES, metadata={"doc": "a larger model has several files of weights", "at_least": 1}
     )
     adapter: bool = field(
-        default=False, metadata={"doc": "write the adapter alone, as PEFT does, into run_dir/adapter; false: added to the weights"}
+        default=False,
+        metadata={"doc": "write the adapter alone, as PEFT does, into run_dir/adapter; false: added to the weights"},
     )
     check: bool = field(default=True, metadata={"doc": "read the folder back and compare every bit with the checkpoint"})
     progress: bool = field(default=True, metadata={"doc": "show a progress bar, on a terminal"})
