@@ -20,7 +20,9 @@ from mpar.program import Hardware
 from mpar.rollouts import RewardSpec, RolloutPlan
 from mpar.strategy import Strategy, preset
 from mpar.tasks import COLUMN, TaskChain
+from mpar.train._adapters import adapted, adapted_part, with_rates
 from mpar.train._config import (
+    FreezeConfig,
     HardwareConfig,
     MeshConfig,
     ModelConfig,
@@ -46,6 +48,8 @@ __all__ = [
     "make_strategy",
     "model_of",
     "num_threads",
+    "run_optimizer",
+    "trained_model",
 ]
 
 BATCH_KEYS = ("tokens", "labels", "positions", "documents")
@@ -56,7 +60,7 @@ WEIGHT_KEYS = ("token_weights", "next_token_weights")  # of labels, and of those
 class RunSetup:
     """A configuration and the objects that it names. Every process makes this once and passes it to what needs it.
 
-    chain: what is trained, which is the model itself unless a task makes another chain of it.
+    chain: what is trained, which is the model itself unless some of it is frozen, or a task makes another chain of it.
     """
 
     config: TrainConfig
@@ -74,8 +78,9 @@ def make_setup(config: TrainConfig) -> RunSetup:
     Raises an MparError if mesh, strategy, model or kernels are impossible.
     """
     mesh, strategy = make_mesh(config.mesh), make_strategy(config.strategy, config.mesh)
-    model = _model(config.model, mesh, strategy)
-    return RunSetup(config, mesh, strategy, model, chain_of(config, model), make_hardware(config.hardware), _kernels(config))
+    model = adapted(config.adapter, _model(config.model, mesh, strategy))
+    chain = chain_of(config, _frozen(config.freeze, model))
+    return RunSetup(config, mesh, strategy, model, chain, make_hardware(config.hardware), _kernels(config))
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
@@ -117,6 +122,11 @@ def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Trainable:
     return plain if groups == (1, 1) else _model_of(group, {**router, "token_groups": groups})
 
 
+def trained_model(config: TrainConfig) -> Trainable:
+    """The model of a run with its adapters, on a mesh that does not divide the tokens of its routers."""
+    return adapted(config.adapter, model_of(config.model))
+
+
 def model_of(group: ModelConfig) -> Trainable:
     """The model of `group` on a mesh that does not divide the tokens of its routers: what it computes without a mesh."""
     router = group.router and {name: value for name, value in group.router.items() if name != "group"}
@@ -154,16 +164,21 @@ def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Traina
     return models.from_config(source, options)
 
 
+def _frozen(group: FreezeConfig, model: Trainable) -> Trainable:
+    """The model, of which training does not change what `group` says. Raises ConfigError or UnknownNameError."""
+    return models.freeze(model, names=group.names, segments=group.segments, ratio=group.ratio, trainable=group.trainable)
+
+
 def chain_of(config: TrainConfig, model: Trainable) -> Chain:
     """What is trained: `model`, or what a task makes of it. Raises ConfigError if options of the task are impossible, or if what
-    a task of the user's own makes is no chain with the parameters of the model.
+    a task of the user's own makes is no chain with the parameters of the model, or one that trains what is frozen in the model.
     """
     plug_in = plug_in_of(config.task)
     if plug_in is None:
         task = make_task(config.task)
         if task is None:
             return model
-        chain: Chain = TaskChain(model, task, model if task.compares else None)
+        chain: Chain = TaskChain(model, task, *(_reference(config.task, model) if task.compares else ()))
         check_chain(chain, trains=True)
         return chain
     made = plug_in.call(model)
@@ -181,7 +196,25 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
             f"{plug_in.label} returned a chain with other parameters than the model (model -> chain):\n  {lines}\n"
             "A task changes the loss. A chain with parameters of its own is a model: model=module:function."
         )
+    if unfrozen := sorted(model.frozen - chain.frozen):
+        raise ConfigError(
+            f"{plug_in.label} returned a chain that trains {len(unfrozen)} parameters which are frozen in the model: "
+            f"{', '.join(unfrozen[:4])}\nIts `frozen` must have those of the model that it is given."
+        )
     return chain
+
+
+def _reference(config: TaskConfig, model: Trainable) -> tuple[Trainable, bool]:
+    """The model that is compared with in the same program, and whether it reads the parameters of `model`. Raises ConfigError."""
+    adapted = adapted_part(model)
+    if config.reference == "adapter" and adapted is None:
+        raise ConfigError("cannot use task.reference=adapter: there is no adapter. Use task.reference=frozen or columns.")
+    if config.reference == "frozen" and adapted is not None:
+        raise ConfigError(
+            "cannot use task.reference=frozen with an adapter, without which the model is what it was: use "
+            "task.reference=adapter, or columns, if training begins with an adapter that was trained before."
+        )
+    return (model, False) if adapted is None else (adapted.base, True)
 
 
 def _shapes(chain: Chain) -> dict[str, tuple[int, ...]]:
@@ -254,6 +287,11 @@ def reward_specs(task: TaskConfig) -> list[RewardSpec]:
     return [
         RewardSpec(name, weight, task.reward_options.get(name, {})) for name, weight in zip(task.rewards, weights, strict=True)
     ]
+
+
+def run_optimizer(config: TrainConfig, steps: int) -> Optimizer:
+    """The optimizer of a run of `steps` updates, with the rates of its adapters. Raises ConfigError."""
+    return with_rates(config.adapter, make_optimizer(config.optimizer, steps))
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:
