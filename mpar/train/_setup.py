@@ -216,8 +216,8 @@ def _reference(config: TaskConfig, model: Trainable) -> tuple[Trainable, bool]:
         )
     if adapted is not None and any(lora.init in ("pissa", "olora") for _, lora in adapted.adapters):
         raise ConfigError(
-            "cannot compare with the model without its adapter: adapter.init=pissa and olora take the adapter out of the weights, "
-            "which are then no longer those of the model.\nUse task.reference=columns, or another init."
+            "cannot compare with the model without its adapter: adapter.init=pissa and olora take the adapter out of the "
+            "weights, which are then no longer those of the model.\nUse task.reference=columns, or another init."
         )
     return (model, False) if adapted is None else (adapted.base, True)
 
