@@ -168,7 +168,8 @@ class TaskConfig(RolloutKeys):
     )
     reference: Literal["frozen", "adapter", "columns", "none"] | None = key(
         "dpo, kto: the model that is compared with: `frozen`, a copy in the same program; `columns`: its log-probabilities, "
-        "computed once before the first step, and kept; `adapter`: the model without its adapter; none",
+        "computed once before the first step, and kept; `adapter`: the model without its adapter; none; null: adapter if there "
+        "is one, else frozen",
         default=None,
     )
     label_smoothing: float | None = key("dpo, cpo: the share of pairs that may be labelled wrongly", default=None, at_least=0)

@@ -20,7 +20,7 @@ from mpar.program import Hardware
 from mpar.rollouts import RewardSpec, RolloutPlan
 from mpar.strategy import Strategy, preset
 from mpar.tasks import COLUMN, TaskChain
-from mpar.train._adapters import adapted, with_rates
+from mpar.train._adapters import adapted, adapted_part, with_rates
 from mpar.train._config import (
     FreezeConfig,
     HardwareConfig,
@@ -179,7 +179,7 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
         task = make_task(config.task)
         if task is None:
             return model
-        chain: Chain = TaskChain(model, task, model if task.compares else None)
+        chain: Chain = TaskChain(model, task, *(_reference(config.task, model) if task.compares else ()))
         check_chain(chain, trains=True)
         return chain
     made = plug_in.call(model)
@@ -203,6 +203,24 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
             f"{', '.join(unfrozen[:4])}\nIts `frozen` must have those of the model that it is given."
         )
     return chain
+
+
+def _reference(config: TaskConfig, model: Trainable) -> tuple[Trainable, bool]:
+    """The model that is compared with in the same program, and whether it reads the parameters of `model`. Raises ConfigError."""
+    adapted = adapted_part(model)
+    if config.reference == "adapter" and adapted is None:
+        raise ConfigError("cannot use task.reference=adapter: there is no adapter. Use task.reference=frozen or columns.")
+    if config.reference == "frozen" and adapted is not None:
+        raise ConfigError(
+            "cannot use task.reference=frozen with an adapter, without which the model is what it was: use "
+            "task.reference=adapter, or columns, if training begins with an adapter that was trained before."
+        )
+    if adapted is not None and any(lora.init in ("pissa", "olora") for _, lora in adapted.adapters):
+        raise ConfigError(
+            "cannot compare with the model without its adapter: adapter.init=pissa and olora take the adapter out of the "
+            "weights, which are then no longer those of the model.\nUse task.reference=columns, or another init."
+        )
+    return (model, False) if adapted is None else (adapted.base, True)
 
 
 def _shapes(chain: Chain) -> dict[str, tuple[int, ...]]:

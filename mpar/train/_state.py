@@ -227,6 +227,8 @@ def load_state(
             f"cannot go on from {path}: it has parameters only, since it was saved with checkpoint.optimizer_state=false.\n"
             "To go on with a fresh optimizer: resume=weights. To begin a new run with them: init_from= and a new run_dir."
         )
+    if params_only:
+        others |= {name for name in checkpoint.names(path) if name.removeprefix(PARAMS).startswith(BESIDE_MODEL)} - wanted.keys()
     elsewhere = {leaf.path for leaf in program.state_in} - wanted.keys() | (others if params_only else set())
     loaded = checkpoint.load(path, wanted, program.mesh, rank, elsewhere=elsewhere)
     progress = Progress.from_extras(checkpoint.read_extras(path), path)
@@ -285,12 +287,9 @@ def open_params(model: Trainable, path: Path) -> Iterator[Callable[[str], Tensor
 def _check_params(model: Trainable, reader: checkpoint.Reader) -> None:
     leaves = tree.leaves_with_path(model.abstract_params)
     expected = {PARAMS + name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
-    beside = tuple(PARAMS + beginning for beginning in BESIDE_MODEL)
-    found = {
-        name: (x.shape, x.dtype)
-        for name, x in reader.tensors.items()
-        if name.startswith(PARAMS) and not name.startswith(beside)
-    }
+    beside = tuple(PARAMS + root for root in BESIDE_MODEL)
+    tensors = {name: x for name, x in reader.tensors.items() if name.startswith(PARAMS) and not name.startswith(beside)}
+    found = {name: (x.shape, x.dtype) for name, x in tensors.items()}
     problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
     problems += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys())]
     problems += [
