@@ -8,7 +8,7 @@ import difflib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 from torch import Tensor
 
@@ -17,7 +17,19 @@ from mpar.errors import ConfigError, brief
 from mpar.tree import Tree
 from mpar.user_code import user_code
 
-__all__ = ["CONTEXT_OF_PAST", "Axes", "Carry", "Chain", "Segment", "Update", "check_chain", "is_axes", "of_past"]
+__all__ = [
+    "CONTEXT_OF_PAST",
+    "Axes",
+    "Carry",
+    "Chain",
+    "Segment",
+    "Update",
+    "check_chain",
+    "context_of",
+    "is_axes",
+    "of_past",
+    "of_segment",
+]
 
 Axes = tuple[str | None, ...]
 """Logical names of a tensor's dims, such as `("batch", "residual_seq", "embed")`; None is a dim that is never sharded."""
@@ -54,6 +66,23 @@ CONTEXT_OF_PAST = ("order", "documents")
 def of_past(key: str, index: int) -> str:
     """The key under which the context of a slice has the entry `key` of the earlier slice that carried `past[index]`."""
     return f"{key}.{index}"
+
+
+def of_segment(key: str, segment: str) -> str:
+    """The key of the context whose entry only the segment of this name reads, as `key`.
+
+    Equal segments are one program. What differs between them, and is no parameter, they read so.
+    """
+    return f"{key}@{segment}"
+
+
+Entry = TypeVar("Entry")
+
+
+def context_of(segment: str, context: Mapping[str, Entry]) -> dict[str, Entry]:
+    """What the segment of this name reads of a context: its own entries, see `of_segment`, and those of no segment, in order."""
+    parted = ((*key.partition("@"), entry) for key, entry in context.items())
+    return {key: entry for key, mark, name, entry in parted if not mark or name == segment}
 
 
 @dataclass(frozen=True)
@@ -118,6 +147,8 @@ class Chain(Protocol):
     @abstractmethod
     def context(self, batch: dict[str, Tensor], row_length: int | None = None) -> Mapping[str, Tensor]:
         """What every segment may read (tokens, labels, RoPE tables, documents); nothing in it is differentiated.
+
+        An entry under the key `of_segment(key, name)` is read by the segment of this name only, as `key`.
 
         `row_length` is given if the batch is only a slice: it is the number of positions of the full rows.
         """

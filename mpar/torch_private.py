@@ -23,6 +23,7 @@ __all__ = [
     "flash_attention_cpu_backward",
     "flex_attention_called",
     "functionalise",
+    "functorch_transforms_active",
     "fused_adamw_",
     "grouped_mm",
     "is_functional",
@@ -34,6 +35,7 @@ __all__ = [
     "quiet_errors",
     "storage_key",
     "traced_value",
+    "unwrap_if_dead",
     "visible_keys",
     "was_written",
 ]
@@ -70,6 +72,9 @@ flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 fused_adamw_ = torch._fused_adamw_
 grouped_mm = torch._grouped_mm
+functorch_transforms_active = torch._C._are_functorch_transforms_active
+unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+"""The tensor without the wrappers of transforms of `torch.func` that have ended."""
 
 
 def __getattr__(name: str) -> Any:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from bench._machine import foreign_cpu_s, this_run
 from bench._result import RESULTS, Json, Result, append_results
+from bench._statistics import paired_ratio
 from bench.data._corpus import write_corpus, write_short_rows, write_tokenizer
 
-RATE_BAR, WORKERS_BAR, GROWTH_BAR_MB, WAIT_BAR = 0.9, 1.8, 50.0, 0.01
+RATE_BAR, WORKERS_BAR, GROWTH_BAR_MB, WAIT_BAR, STEP_BAR = 0.9, 1.8, 50.0, 0.01, 1.02
 
 
 def measured(what: str, folder: Path, number: int) -> dict[str, float]:
@@ -76,19 +77,25 @@ def memory(rows: int) -> dict[str, Json]:
         return {**measured("memory", Path(name), rows), "bar_mb": GROWTH_BAR_MB}
 
 
-def wait(steps: int) -> dict[str, Json]:
-    """The share of the steps of `tiny` that waits for the data of a stream, and its steps beside the same from memory."""
-    shares: dict[str, Json] = {}
+def wait(steps: int, passes: int) -> dict[str, Json]:
+    """The share of the steps of `tiny` that waits for the data of a stream, and its steps beside those of the same data from
+    memory, in runs that take turns."""
+    kinds = {"stream": ["data.stream=true", "data.shuffle_rows=1000"], "memory": []}
+    records: dict[str, list[list[dict[str, float]]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(folder / "corpus.jsonl", 6000)
         write_tokenizer(folder / "tokenizer")
-        for kind, options in (("stream", ["data.stream=true", "data.shuffle_rows=1000"]), ("memory", [])):
-            records = _train(folder, kind, steps, options)
-            total_s = sum(record["step_s"] for record in records)
-            shares[f"{kind}_step_s"] = round(statistics.median(record["step_s"] for record in records), 4)
-            shares[f"{kind}_wait"] = round(sum(record["data_s"] for record in records) / total_s, 5)
-    return {**shares, "steps": steps, "bar": WAIT_BAR}
+        for number in range(passes):
+            for kind, options in kinds.items():
+                records[kind].append(_train(folder, f"{kind}{number}", steps, options))
+    step_s = {kind: [[record["step_s"] for record in run] for run in runs] for kind, runs in records.items()}
+    shares: dict[str, Json] = {}
+    for kind, runs in records.items():
+        shares[f"{kind}_step_s"] = round(statistics.median(statistics.median(run) for run in step_s[kind]), 4)
+        shares[f"{kind}_wait"] = round(sum(record["data_s"] for run in runs for record in run) / sum(map(sum, step_s[kind])), 5)
+    ratio = paired_ratio(step_s["stream"], step_s["memory"]).rounded()
+    return {**shares, "steps": steps, "passes": passes, "bar": WAIT_BAR, "stream_over_memory": ratio, "step_bar": STEP_BAR}
 
 
 def _train(folder: Path, run: str, steps: int, options: list[str]) -> list[dict[str, float]]:
@@ -110,7 +117,7 @@ def main() -> int:
     parser.add_argument("what", choices=("speed", "memory", "wait"))
     parser.add_argument("--rows", type=int, default=None, help="speed: 24,000 of 1,000 characters; memory: a million")
     parser.add_argument("--passes", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path, default=RESULTS / "data.jsonl")
     args = parser.parse_args()
     figures: Mapping[str, Json]
@@ -119,7 +126,7 @@ def main() -> int:
     elif args.what == "memory":
         figures = memory(args.rows or 1_000_000)
     else:
-        figures = wait(args.steps)
+        figures = wait(args.steps, args.passes)
     append_results(args.out, [Result.of({"bench": "data", "case": args.what, **figures}, this_run())])
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")
     return 0

@@ -41,6 +41,8 @@ def _summarised(config: str, ranks: int, measured: list[Measured], programs: dic
         if name in _BARS:
             ratios = {f"traced_over_this_{key}": paired_ratio(clock["traced"], clock[name]) for key, clock in clocks.items()}
             line |= {key: ratio.rounded() for key, ratio in ratios.items()} | {"bar": _BARS[name]}
+        if name == "transformers":
+            line["products_over_this_cpu"] = paired_ratio(clocks["cpu"]["floor_products"], clocks["cpu"][name]).rounded()
         results.append(Result.of(about | line, this_run()))
     return results
 
@@ -48,7 +50,7 @@ def _summarised(config: str, ranks: int, measured: list[Measured], programs: dic
 def _measured(kind: str, size: str, args: argparse.Namespace, folder: Path) -> list[Result]:
     """The results of one kind in one size."""
     programs: dict[str, Program] = {}
-    variants = ["traced", *(["declared"] if kind in DECLARED else []), "transformers"]
+    variants = ["traced", *(["declared"] if kind in DECLARED else []), "transformers", "floor_products"]
     given = {"peers": folder, "config": kind, "size": size, "variants": ",".join(variants)}
     measured = launched(
         args.ranks,

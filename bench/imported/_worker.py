@@ -1,4 +1,4 @@
-"""One rank of a launch: traced, declared, and transformers with FSDP2 take one step each in turn."""
+"""One rank of a launch: traced, declared, transformers with FSDP2, and the products of a step alone take one turn each."""
 
 import pickle
 from collections.abc import Callable
@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench._rank import local_state
 from bench._turns import Rank, joined, run_passes
@@ -15,6 +16,9 @@ from mpar.models.traced import load_transformers
 from mpar.program import batch_rows
 
 __all__ = ["main"]
+
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", _ATTENTION, f"{_ATTENTION}_backward")
 
 
 def _compiled(rank: Rank, name: str) -> Callable[[], torch.Tensor]:
@@ -57,10 +61,40 @@ def _transformers(rank: Rank) -> Callable[[], torch.Tensor]:
     return step
 
 
+class _Recorder(TorchDispatchMode):
+    """Keeps the calls of matrix products and attention, with their operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.overloadpacket.__name__ in _PRODUCTS:
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _products(rank: Rank) -> Callable[[], torch.Tensor]:
+    """The matrix products and the attention that transformers' step makes on this rank, on operands that lie ready: the floor."""
+    model = load_transformers().AutoModelForCausalLM.from_pretrained(rank.work / "hf", dtype=torch.float32).train()
+    tokens, labels = (x.chunk(rank.num_ranks)[rank.rank] for x in next(batches(rank.args.size)))
+    recorder = _Recorder()
+    with recorder:
+        F.cross_entropy(model(input_ids=tokens, use_cache=False).logits.flatten(0, 1), labels.flatten()).backward()
+
+    def step() -> torch.Tensor:
+        for func, args, kwargs in recorder.calls:
+            func(*args, **kwargs)
+        return torch.zeros(())
+
+    return step
+
+
 def main() -> None:
     """Entry of one rank."""
     rank = joined(texts=["size"])
-    run_passes({name: _transformers(rank) if name == "transformers" else _compiled(rank, name) for name in rank.variants}, rank)
+    others = {"transformers": _transformers, "floor_products": _products}
+    run_passes({name: others[name](rank) if name in others else _compiled(rank, name) for name in rank.variants}, rank)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The choices of every group: files of `conf/`, names that are parsed, files of the user; and the messages that refuse others."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 from mpar.cli._bind import nearest_value
 from mpar.cli._named import NAMED, is_named
@@ -37,6 +39,11 @@ class Choices:
         if group == "mesh":
             return "; ".join([MESH_GRAMMAR, *self._mesh_files()])
         return " ".join([*self.shown[group], *(["or module:function"] if group in PLUGGABLE else [])])
+
+    def of(self, cls: type) -> "Choices":
+        """Those of the groups that are keys of the configuration `cls`."""
+        groups = {name for name, hint in get_type_hints(cls).items() if dataclasses.is_dataclass(hint)}
+        return Choices({group: names for group, names in self.shown.items() if group in groups})
 
     def _mesh_files(self) -> list[str]:
         return [name for name in self.shown["mesh"] if not is_named("mesh", name)]

@@ -96,7 +96,7 @@ def check_overrides(
     nearest that does.
     """
     known = choices(user_dir)
-    groups = known if name == "train" else Choices({})
+    groups = known if name == "train" else known.of(cls)
     keys, dict_keys = known_keys(cls), open_keys(cls)
     overrides, problems = without_dashes(overrides, [*keys, *groups.shown])
     checked, plugged = [], _plugged(overrides, user_dir) if groups.shown else set()

@@ -4,20 +4,26 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from mpar.cli._answering import AnswerKeys, answer_problems, answering
 from mpar.cli._arguments import SWITCHES_HELP, read_arguments
 from mpar.cli._compose import compose_config
-from mpar.cli._generate import model_folder, model_of_run
 from mpar.cli._later import later
 from mpar.cli._local_model import local_folder
+from mpar.cli._model_folder import model_folder
 from mpar.cli._screen import CountProgress, say, say_aside
 from mpar.cli._switches import answer_switches
 from mpar.errors import ConfigError, DataError
 from mpar.files import MAX_JSON_BYTES, Unreadable, read_json
 from mpar.train import key
+
+if TYPE_CHECKING:
+    from mpar.infer import Assistant, Question  # which load torch
+    from mpar.models import Model
 
 __all__ = ["EvalConfig", "main"]
 
@@ -32,7 +38,7 @@ the model has to write ("chat": true asks it in the chat template; "stop" and "m
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(AnswerKeys):
     """The keys of `mpar eval`."""
 
     path: str | None = key("an HF folder, or the run_dir of a run", default=None)
@@ -43,8 +49,6 @@ class EvalConfig:
     out: str | None = key("the file for the results, .json", default=None)
     compare: tuple[str, ...] = key("files with results, which are shown beside each other", default=())
     picture: str | None = key("a picture of the results, .png, .svg or .pdf", default=None)
-    rows: int = key("the most answers that are made at the same time", default=16, at_least=1)
-    dtype: str = key("float32, bfloat16 or float16: of the weights and of what is computed", default="float32")
 
 
 def main(args: Sequence[str]) -> int:
@@ -67,15 +71,13 @@ def main(args: Sequence[str]) -> int:
 
 def _check(config: EvalConfig) -> None:
     """Raise ConfigError for keys that do not go together, before anything is loaded."""
-    problems = []
+    problems = answer_problems(config)
     if (config.path is None) == (not config.compare):
         problems.append("give either path (a model) or compare (files with results)")
     if config.path is not None and not config.sets and not config.tasks:
         problems.append("there is nothing to evaluate on: give sets or tasks")
     if config.kind not in ("sft", "pt"):
         problems.append(f"kind={config.kind}: choose sft or pt")
-    if config.dtype not in ("float32", "bfloat16", "float16"):
-        problems.append(f"dtype={config.dtype}: choose float32, bfloat16 or float16")
     for name, value in (("out", config.out), ("picture", config.picture)):
         if value is not None and not Path(value).absolute().parent.is_dir():
             problems.append(f"{name}={value}: there is no folder {Path(value).absolute().parent}")
@@ -88,26 +90,32 @@ def _check(config: EvalConfig) -> None:
 def _evaluate(config: EvalConfig, path: str) -> dict[str, object]:
     """The results of one model: losses by set, scores by task."""
     folder = model_folder(Path(local_folder(path)), "evaluate")
-    infer, data, export = later("mpar.infer"), later("mpar.data"), later("mpar.train.export")
-    tasks = {name: infer.read_task(Path(name)) for name in config.tasks}
-    dtype = getattr(later("torch"), config.dtype)
-    model, assistant = export.load_assistant(folder, model_of_run(folder.parent), rows=config.rows, dtype=dtype)
-    seq_len = min(config.seq_len, assistant.engine.runner.sizes.length)
-    losses, scores = {}, {}
-    for name in config.sets:
-        settings = data.DataConfig(
-            kind=config.kind, sources=(name,), batch_size=1, seq_len=seq_len, packing=False, shuffle=False, truncation="split"
-        )
-        batches = data.load_dataset(settings, assistant.tokenizer, vocab_size=model.vocab_size)
-        say_aside(f"{name}: {batches.report}")
-        with CountProgress(name, len(batches.documents)) as progress:
-            found = infer.loss_of(assistant.engine.runner, batches.documents, progress)
-        losses[name] = {"loss": found.loss, "perplexity": found.perplexity, "tokens": found.num_tokens}
-    for name, questions in tasks.items():
-        with CountProgress(name, len(questions)) as progress:
-            found = infer.score_task(assistant, questions, progress)
-        scores[name] = {s.name: {"value": s.value, "error": s.error, "questions": s.num_questions} for s in found}
+    tasks = {name: later("mpar.infer").read_task(Path(name)) for name in config.tasks}
+    with answering(config, folder) as (model, assistant):
+        losses = {name: _loss(config, name, model, assistant) for name in config.sets}
+        scores = {name: _scores(name, questions, assistant) for name, questions in tasks.items()}
     return {"model": str(folder), "sets": losses, "tasks": scores}
+
+
+def _loss(config: EvalConfig, name: str, model: "Model", assistant: "Assistant") -> dict[str, float]:
+    """The loss on one set."""
+    data = later("mpar.data")
+    seq_len = min(config.seq_len, assistant.engine.runner.sizes.length)
+    settings = data.DataConfig(
+        kind=config.kind, sources=(name,), batch_size=1, seq_len=seq_len, packing=False, shuffle=False, truncation="split"
+    )
+    batches = data.load_dataset(settings, assistant.tokenizer, vocab_size=model.vocab_size)
+    say_aside(f"{name}: {batches.report}")
+    with CountProgress(name, len(batches.documents)) as progress:
+        found = later("mpar.infer").loss_of(assistant.engine.runner, batches.documents, progress)
+    return {"loss": found.loss, "perplexity": found.perplexity, "tokens": found.num_tokens}
+
+
+def _scores(name: str, questions: Sequence["Question"], assistant: "Assistant") -> dict[str, dict[str, float]]:
+    """The scores in one task."""
+    with CountProgress(name, len(questions)) as progress:
+        found = later("mpar.infer").score_task(assistant, questions, progress)
+    return {score.name: {"value": score.value, "error": score.error, "questions": score.num_questions} for score in found}
 
 
 def _read_results(path: Path) -> dict[str, object]:

@@ -12,7 +12,7 @@ from mpar.cli._screen import encode_everything, say
 from mpar.errors import CheckpointError
 from mpar.train import TrainConfig, make_mesh, make_tokenizer, num_threads, read_job, read_metrics
 from mpar.train.curve import draw_experts, draw_loss
-from mpar.train.export import answer, export_hf, exportable
+from mpar.train.export import answer, export_adapter, export_hf, exportable
 
 __all__ = ["finish", "main"]
 
@@ -22,12 +22,13 @@ _SAMPLE_QUESTIONS = ("Who are you?", "Who developed you?", "你是谁？", "你�
 
 def finish(config: TrainConfig) -> None:
     """Export the newest checkpoint of the run, draw loss and expert load, let the model answer `task.chat`; print the results."""
-    torch.set_num_threads(num_threads(config, make_mesh(config).size))
+    torch.set_num_threads(num_threads(config, make_mesh(config.mesh).size))
     run_dir = Path(str(config.run_dir))
     newest = checkpoint.latest(run_dir / "checkpoints")
     if newest is None:
         raise CheckpointError(f"cannot export {run_dir}: it holds no complete checkpoint")
     folder = export_hf(config, make_tokenizer(config), newest, run_dir / "hf") if exportable(config) else None
+    adapter = export_adapter(config, newest, run_dir / "adapter")
     records = read_metrics(run_dir / "metrics.jsonl")
     lines, pictures = [], {}
     if records:
@@ -52,6 +53,8 @@ def finish(config: TrainConfig) -> None:
         "checkpoint": newest,
         "model": folder or f"no Hugging Face folder: {config.model.name} does not say how to write one",
     }
+    if adapter is not None:
+        results["adapter"] = adapter
     lines += [f"{label:12} {path}" for label, path in (results | pictures).items()]
     note_finished(run_dir, int(newest.name.rpartition("_")[2]))
     say("\n".join(lines))

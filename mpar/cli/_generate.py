@@ -5,29 +5,27 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-import yaml
-
+from mpar.cli._answering import AnswerKeys, answer_problems, answering
 from mpar.cli._arguments import SWITCHES_HELP, read_arguments
-from mpar.cli._bind import bind
 from mpar.cli._compose import compose_config
 from mpar.cli._later import later
 from mpar.cli._local_model import local_folder
+from mpar.cli._model_folder import model_folder
 from mpar.cli._prompts import Prompt, read_prompts
 from mpar.cli._screen import AnswerProgress, say, say_aside
 from mpar.cli._switches import answer_switches
-from mpar.errors import CheckpointError, ConfigError
-from mpar.files import MAX_TABLE_BYTES, Unreadable, read_text
-from mpar.train import ModelConfig, TrainConfig, key
+from mpar.errors import ConfigError
+from mpar.train import key
 
 if TYPE_CHECKING:
     from mpar.infer import Answer, Assistant, Sampling  # which load torch
     from mpar.models import Model
 
-__all__ = ["GenerateConfig", "chosen_sampling", "main", "model_folder", "model_of_run"]
+__all__ = ["GenerateConfig", "chosen_sampling", "main"]
 
 _HELP = f"""usage: mpar generate path=RUN_OR_HF_FOLDER [prompt='Who are you?'] [key=value] ...
        mpar generate path=RUN_OR_HF_FOLDER prompts=questions.jsonl out=answers.jsonl
@@ -40,7 +38,7 @@ _FROM_FILE = "null: as generation_config.json of the model says, else "
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
+class GenerateConfig(AnswerKeys):
     """The keys of `mpar generate`."""
 
     path: str = key("an HF folder, or the run_dir of a run")
@@ -67,8 +65,6 @@ class GenerateConfig:
         "write log-probabilities, and those of so many likeliest tokens, into `out`", default=None, at_least=0, at_most=20
     )
     seed: int = key("seed of the random draws of tokens", default=0, at_least=0, at_most=2**63 - 1)
-    rows: int = key("the most answers that are made at the same time", default=16, at_least=1)
-    dtype: str = key("float32, bfloat16 or float16: of the weights and of what is computed", default="float32")
 
 
 def main(args: Sequence[str]) -> int:
@@ -80,23 +76,21 @@ def main(args: Sequence[str]) -> int:
     _check(config)
     folder = model_folder(Path(local_folder(config.path)))
     prompts = _prompts(config)
-    export = later("mpar.train.export")
     count = len(prompts or [0]) * config.num_answers
-    dtype = getattr(later("torch"), config.dtype)
-    model, assistant = export.load_assistant(folder, model_of_run(folder.parent), rows=min(config.rows, count), dtype=dtype)
-    sampling = _sampling(config, model, folder)
-    if prompts is None:
-        _talk(config, assistant, sampling)
-    elif config.prompts is None and config.num_answers == 1 and config.logprobs is None:
-        _stream(_begin(assistant, prompts[0], sampling), assistant)
-    else:
-        _answer_all(config, assistant, prompts, sampling)
+    with answering(replace(config, rows=min(config.rows, count)), folder) as (model, assistant):
+        sampling = _sampling(config, model, folder)
+        if prompts is None:
+            _talk(config, assistant, sampling)
+        elif config.prompts is None and config.num_answers == 1 and config.logprobs is None:
+            _stream(_begin(assistant, prompts[0], sampling), assistant)
+        else:
+            _answer_all(config, assistant, prompts, sampling)
     return 0
 
 
 def _check(config: GenerateConfig) -> None:
     """Raise ConfigError for keys that do not go together, before anything is read."""
-    problems = []
+    problems = answer_problems(config)
     if config.prompt is not None and config.prompts is not None:
         problems.append("both prompt and prompts are given: leave one of them out")
     if config.out is not None and config.prompts is None and config.prompt is None:
@@ -105,8 +99,6 @@ def _check(config: GenerateConfig) -> None:
         problems.append(f"out={config.out}: there is no folder {Path(config.out).absolute().parent}")
     if config.system is not None and not config.chat:
         problems.append("a system message needs chat=true")
-    if config.dtype not in ("float32", "bfloat16", "float16"):
-        problems.append(f"dtype={config.dtype}: choose float32, bfloat16 or float16")
     if "" in config.stop:
         problems.append("stop has an empty text, which would end every answer")
     if problems:
@@ -221,26 +213,3 @@ def _write(config: GenerateConfig, file: TextIO | None, prompt: Prompt, answer: 
         record["tokens"] = [asdict(chosen) for chosen in answer.request.chosen]
     file.write(json.dumps(record, ensure_ascii=False) + "\n")
     file.flush()
-
-
-def model_of_run(run_dir: Path) -> ModelConfig | None:
-    """How the run in this folder made its model; None if it is the folder of no run."""
-    record = run_dir / "config.yaml"
-    if not record.is_file():
-        return None
-    try:
-        plain = yaml.safe_load(read_text(record, MAX_TABLE_BYTES))
-    except (Unreadable, yaml.YAMLError) as error:
-        raise CheckpointError(f"cannot read {record}: {error}") from None
-    return bind(TrainConfig, plain).model if isinstance(plain, Mapping) and {"model", "steps"} <= set(plain) else None
-
-
-def model_folder(path: Path, purpose: str = "generate from") -> Path:
-    """The folder of Hugging Face that `path` is or has in hf/. Raises CheckpointError if there is none, for this purpose."""
-    for folder in (path, path / "hf"):
-        if (folder / "config.json").is_file():
-            return folder
-    raise CheckpointError(
-        f"cannot {purpose} {path}: neither it nor {path / 'hf'} has a config.json.\n"
-        "Give an HF folder or the run_dir of a finished run; `mpar export run_dir=...` makes one from any checkpoint."
-    )

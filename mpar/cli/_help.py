@@ -18,12 +18,14 @@ __all__ = ["describe_config"]
 def describe_config(name: str, cls: type, overrides: Sequence[str], user_dir: Path | None = None) -> str:
     """Every group with its choices, also those in `user_dir`, then every key with its value and meaning."""
     lines = []
-    if name == "train":
-        known = choices(user_dir)
+    known = choices(user_dir) if name == "train" else choices(user_dir).of(cls)
+    if known.shown:
         lines.append("groups (group=choice):")
         for group in known.shown:
             lines += textwrap.wrap(known.line(group), 110, initial_indent=f"  {group:11} ", subsequent_indent=" " * 14)
-        lines += ["", "schedules of a pipeline (schedule=NAME):"]
+        lines.append("")
+    if name == "train":
+        lines += ["schedules of a pipeline (schedule=NAME):"]
         lines += [f"  {name:12} {schedule.line}" for name, schedule in SCHEDULES.items() if known.has("schedule", name)]
         lines += [f"  {'auto':12} the best order that a search finds for the costs of the model on `hardware`", ""]
     lines.append("keys (key=value), each with its current value:")

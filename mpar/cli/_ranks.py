@@ -1,9 +1,11 @@
 """The processes of the ranks of one machine: starts them, looks at them, and ends them."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,18 +15,29 @@ _LOOPBACK = "lo"
 
 
 class Ranks:
-    """Processes `python -m mpar.cli._worker ARGUMENTS`, one for each rank, in sessions of their own: what the keyboard sends goes
+    """Processes `python -m MODULE ARGUMENTS`, one for each rank, in sessions of their own: what the keyboard sends goes
     to their launcher alone. What they listen on is the loopback interface.
     """
 
-    def __init__(self, size: int, arguments: Sequence[str], inherited: Sequence[int], temp: Path) -> None:
-        """inherited: descriptors that the processes keep open. temp: the folder for their temporary files."""
+    def __init__(
+        self,
+        size: int,
+        arguments: Sequence[str],
+        inherited: Sequence[int],
+        temp: Path,
+        *,
+        module: str = "mpar.cli._worker",
+        first: int = 0,
+    ) -> None:
+        """inherited: descriptors that the processes keep open. temp: the folder for their temporary files. first: the ranks
+        before it are not started here."""
+        self._first = first
         self._processes: list[subprocess.Popen[bytes]] = []
-        for rank in range(size):
+        for rank in range(first, size):
             numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             interfaces = {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
             process = subprocess.Popen(
-                [sys.executable, "-m", "mpar.cli._worker", *arguments],
+                [sys.executable, "-m", module, *arguments],
                 env={**os.environ, **{name: str(number) for name, number in numbers.items()}, **interfaces, "TMPDIR": str(temp)},
                 pass_fds=inherited,
                 start_new_session=True,
@@ -33,7 +46,7 @@ class Ranks:
 
     def ended(self) -> dict[int, int]:
         """The exit codes of the ranks that have ended; minus the number of a signal that killed one."""
-        codes = {rank: process.poll() for rank, process in enumerate(self._processes)}
+        codes = {rank: process.poll() for rank, process in enumerate(self._processes, self._first)}
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def tell(self, number: int) -> None:
@@ -43,7 +56,14 @@ class Ranks:
 
     def standing_still(self) -> list[int]:
         """The ranks whose processes are stopped by a signal or a debugger: neither running nor waiting."""
-        return [rank for rank, process in enumerate(self._processes) if _state(process.pid) in ("T", "t")]
+        return [rank for rank, process in enumerate(self._processes, self._first) if _state(process.pid) in ("T", "t")]
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all ranks have ended, but not longer than this."""
+        end = time.monotonic() + timeout_s
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
 
     def kill(self) -> None:
         """Kill the ranks that have not ended, and wait until they are gone."""

@@ -234,7 +234,7 @@ class StepProgress:
             return
         evaluated = "" if record.eval_loss is None else f"eval {record.eval_loss:.4f}"
         evaluated += "".join(f" {name} {loss:.4f}" for name, loss in record.eval_losses.items())
-        evaluated += f"  {_of_task(record.eval_task_metrics)}" if record.eval_task_metrics else ""
+        evaluated += f"  {_of_task(record.eval_task_means)}" if record.eval_task_means else ""
         self._held_out = evaluated or self._held_out
         at_times = record.step % self._stride == 0
         if not self._only_strides:
@@ -255,7 +255,7 @@ class StepProgress:
             Word(f"step {record.step}/{self._last}"),
             Word("━" * filled + "╌" * (_BAR - filled) if bar else "", 9),
             Word(f"loss {record.loss:.4f}", 1),
-            Word(_of_task(record.task_metrics), 2),
+            Word(_of_task(record.task_means), 2),
             Word(_of_experts(record), 8),
             Word(f"{record.skipped} skipped" if record.skipped else "", 7),
             Word(evaluated, 3),

@@ -2,18 +2,20 @@
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpar.cli._answering import AnswerKeys, answer_problems, answering
 from mpar.cli._arguments import SWITCHES_HELP, read_arguments
 from mpar.cli._compose import compose_config
-from mpar.cli._generate import chosen_sampling, model_folder, model_of_run
+from mpar.cli._generate import chosen_sampling
 from mpar.cli._later import later
 from mpar.cli._local_model import local_folder
+from mpar.cli._model_folder import model_folder
 from mpar.cli._screen import say_aside
 from mpar.cli._switches import answer_switches
-from mpar.errors import ConfigError
+from mpar.errors import ConfigError, ProgramError
 from mpar.train import key
 
 __all__ = ["ServeConfig", "main"]
@@ -27,7 +29,7 @@ pip install 'mpar[serve]'. SIGTERM and Ctrl-C let answers that have begun come t
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(AnswerKeys):
     """The keys of `mpar serve`."""
 
     path: str = key("an HF folder, or the run_dir of a run")
@@ -35,13 +37,11 @@ class ServeConfig:
     port: int = key("the port to listen at; 0: a free one", default=8000, at_least=0, at_most=65535)
     name: str | None = key("the name of the model for clients; null: that of its folder", default=None)
     api_keys: tuple[str, ...] = key("clients need one of these; also those in MPAR_API_KEY, split at commas", default=())
-    rows: int = key("the most answers that are made at the same time", default=16, at_least=1)
     max_waiting: int = key("further requests are refused while so many answers wait", default=256, at_least=1)
     drain_s: int = key("at the end, seconds for answers that have begun", default=30, at_least=0)
     temperature: float | None = key(
         "unless a request says otherwise; null: as generation_config.json says", default=None, at_least=0
     )
-    dtype: str = key("float32, bfloat16 or float16: of the weights and of what is computed", default="float32")
 
 
 def main(args: Sequence[str]) -> int:
@@ -50,35 +50,37 @@ def main(args: Sequence[str]) -> int:
     if answer_switches(arguments, _HELP, "serve", ServeConfig):
         return 0
     config, _ = compose_config("serve", ServeConfig, arguments.overrides, arguments.user_dir)
-    if config.dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"cannot serve with dtype={config.dtype}: choose float32, bfloat16 or float16.")
+    problems = answer_problems(config)
+    if problems:
+        raise ConfigError(f"cannot serve with {'; '.join(problems)}.")
     folder = model_folder(Path(local_folder(config.path)), "serve")
     try:
         uvicorn = later("uvicorn")
         serve = later("mpar.serve")
     except ModuleNotFoundError as error:
         raise ConfigError(f"cannot serve: {error.name} is missing. Install it: pip install 'mpar[serve]'.") from None
-    export, infer, torch = later("mpar.train.export"), later("mpar.infer"), later("torch")
-    model, assistant = export.load_assistant(
-        folder, model_of_run(folder.parent), rows=config.rows, dtype=getattr(torch, config.dtype)
-    )
-    assistant.engine.runner.prepare()
-    sampling = chosen_sampling(model, folder, infer.Sampling(), {"temperature": config.temperature})
-    worker = serve.Worker(assistant, config.max_waiting)
-    name = config.name or (folder.parent if folder.name == "hf" else folder).resolve().name
-    keys = [*config.api_keys, *(word for word in os.environ.get("MPAR_API_KEY", "").split(",") if word)]
-    options = serve.ServeOptions(model=name, sampling=sampling, api_keys=keys)
-    settings = uvicorn.Config(
-        serve.make_app(worker, options), log_level="warning", timeout_graceful_shutdown=config.drain_s, lifespan="on"
-    )
-    with _listen(config.host, config.port) as listener:
+    lost: list[Callable[[str], None]] = []
+    with (
+        _listen(config.host, config.port) as listener,
+        answering(config, folder, lambda text: [tell(text) for tell in lost]) as (model, assistant),
+    ):
+        assistant.engine.runner.prepare()
+        sampling = chosen_sampling(model, folder, later("mpar.infer").Sampling(), {"temperature": config.temperature})
+        worker = serve.Worker(assistant, config.max_waiting)
+        lost.append(worker.fail)
+        name = config.name or (folder.parent if folder.name == "hf" else folder).resolve().name
+        keys = [*config.api_keys, *(word for word in os.environ.get("MPAR_API_KEY", "").split(",") if word)]
+        app = serve.make_app(worker, serve.ServeOptions(model=name, sampling=sampling, api_keys=keys))
+        settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=config.drain_s, lifespan="on")
         host, port = listener.getsockname()[:2]
         say_aside(f"{name}: http://{host}:{port}/ is the page, http://{host}:{port}/v1 the address for OpenAI's clients")
         server = uvicorn.Server(settings)
         worker.on_failure = lambda: setattr(server, "should_exit", True)
         server.run(sockets=[listener])
-    worker.join(timeout=10)
-    return 1 if worker.failure or not server.started else 0
+        worker.join(timeout=10)
+        if worker.failure:
+            raise ProgramError(f"the server has stopped: {worker.failure}")
+    return 0 if server.started else 1
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -56,7 +56,7 @@ def _configure(args: Sequence[str], world: int) -> tuple[TrainConfig, PlainConfi
     if arguments.multirun:
         raise ConfigError("a sweep cannot run under torchrun: leave out -m, or start `mpar train -m` without torchrun")
     config, resolved = compose_run(arguments.overrides, arguments.user_dir, run_problems)
-    mesh = make_mesh(config)
+    mesh = make_mesh(config.mesh)
     if mesh.size != world:
         raise MeshError(
             f"cannot run {mesh} of {mesh.size} ranks: torchrun started {world} processes.\n"

@@ -7,10 +7,10 @@ import torch
 
 from mpar.data import Tokenizer
 from mpar.errors import ConfigError
-from mpar.infer._choose import Chosen, with_logprobs
+from mpar.infer._choose import Chosen
 from mpar.infer._engine import Engine, Runner
 from mpar.infer._request import Request
-from mpar.infer._sampling import Sampling
+from mpar.infer._sampling import MAX_ALTERNATIVES, Sampling
 from mpar.infer._text import TextStream
 
 __all__ = ["Answer", "Assistant"]
@@ -110,9 +110,13 @@ class Assistant:
 
     def score(self, tokens: Sequence[int], num_alternatives: int = 0) -> list[Chosen]:
         """The tokens of a text with their log-probabilities behind those before them, which the first one does not have."""
-        logits_SV = self.engine.runner.logits(torch.tensor(tokens))[:-1].to(torch.float32)
-        rows = zip(tokens[1:], logits_SV, strict=True)
-        return [Chosen(tokens[0]), *(with_logprobs(token, logits_V, num_alternatives) for token, logits_V in rows)]
+        if len(tokens) < 2:
+            return [Chosen(token) for token in tokens]
+        (scores,) = self.engine.runner.scores([torch.tensor(tokens)], MAX_ALTERNATIVES if num_alternatives > 1 else 1)
+        likeliest = zip(scores.likeliest_SK.tolist(), scores.likeliest_logprobs_SK.tolist(), strict=True)
+        pairs = [tuple(zip(ids, values, strict=True))[:num_alternatives] for ids, values in likeliest]
+        chosen = zip(tokens[1:], scores.logprobs_S.tolist(), pairs, strict=True)
+        return [Chosen(tokens[0]), *(Chosen(token, logprob, alternatives) for token, logprob, alternatives in chosen)]
 
     def _push(self, request: Request) -> str | None:
         """Give the newest token to the text of its answer; returns the stop text that it completes."""

@@ -11,6 +11,7 @@ from mpar.infer._pages import SPARE_PAGE
 from mpar.infer._request import Request
 from mpar.infer._sampling import Sampling
 from mpar.infer._scheduler import Scheduler, Sizes, Turn
+from mpar.infer._scores import Scores
 
 __all__ = ["Engine", "Runner"]
 
@@ -32,8 +33,9 @@ class Runner(Protocol):
         All are int64. Tokens of a row stand in their order, and see those before them in the row.
         """
 
-    def logits(self, tokens_S: Tensor) -> Tensor:
-        """The logits (S, V) behind each token of a text, computed as a whole, without the cache."""
+    def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
+        """The scores of texts of at least two tokens each, computed as wholes, without the cache. Raises ConfigError for one that
+        is longer than rows may be."""
 
     def prepare(self) -> None:
         """Do now what the first steps would otherwise have to wait for."""
@@ -95,7 +97,8 @@ class Engine:
     def forget(self) -> None:
         """Find no prompt in the cache any more, because the parameters have changed. No request may be under way."""
         assert self.is_idle, "requests are under way, which have read their prompts with the parameters of before"
-        self.scheduler.pool.forget()
+        for pool in self.scheduler.pools:
+            pool.forget()
 
     def run(self) -> Iterator[Request]:
         """Run steps until all requests have ended; gives each request as often as its answer becomes longer."""

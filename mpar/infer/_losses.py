@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mpar.data import Documents
 from mpar.infer._engine import Runner
@@ -28,13 +29,20 @@ class SetLoss:
 
 def loss_of(runner: Runner, documents: Documents, progress: Callable[[int], None] = lambda done: None) -> SetLoss:
     """The loss on all documents. `progress` is called with the number of those that are done."""
-    total, count = 0.0, 0
-    for index in range(len(documents)):
-        start, length = int(documents.starts[index]), int(documents.lengths[index])
-        tokens = torch.tensor(documents.tokens[start : start + length + 1], dtype=torch.int64)
-        trained = torch.tensor(documents.trained[start + 1 : start + length + 1])
-        logprobs = runner.logits(tokens[:-1]).to(torch.float32).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-        total -= float(logprobs[trained].to(torch.float64).sum())
-        count += int(trained.sum())
-        progress(index + 1)
+    total, count, groups = 0.0, 0, runner.sizes.groups
+    for begin in range(0, len(documents), groups):
+        rows = [_document(documents, index) for index in range(begin, min(begin + groups, len(documents)))]
+        scores = runner.scores([tokens for tokens, _ in rows], 1)
+        for (_, trained), found in zip(rows, scores, strict=True):
+            total -= float(found.logprobs_S[trained].to(torch.float64).sum())
+            count += int(trained.sum())
+        progress(begin + len(rows))
     return SetLoss(total / count if count else math.nan, count, len(documents))
+
+
+def _document(documents: Documents, index: int) -> tuple[Tensor, Tensor]:
+    """The tokens of a document with the one behind it, and which of all but the first are trained."""
+    start, end = int(documents.starts[index]), int(documents.starts[index] + documents.lengths[index])
+    return torch.tensor(documents.tokens[start : end + 1], dtype=torch.int64), torch.tensor(
+        documents.trained[start + 1 : end + 1]
+    )

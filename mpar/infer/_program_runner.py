@@ -2,22 +2,25 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from mpar import tree
 from mpar.errors import ConfigError
 from mpar.infer._check_params import check_params
 from mpar.infer._compile_decode import compile_decode
 from mpar.infer._scheduler import Sizes
+from mpar.infer._scorer import Scorer
+from mpar.infer._scores import Scores
 from mpar.kernels import kernels_for
 from mpar.mesh import Mesh
-from mpar.models import CacheSizes, DecoderParams, Model
+from mpar.models import CacheSizes, DeclaredModel, DecoderParams, Model, ScoredDecoder
 from mpar.precision import Precision
-from mpar.program import Program, State
-from mpar.strategy import Strategy
+from mpar.program import Program, State, batch_rows
+from mpar.program.compile import compile_forward
+from mpar.strategy import Strategy, preset
 
 __all__ = ["ProgramRunner"]
 
@@ -31,7 +34,7 @@ class ProgramRunner:
     when a step first needs it, or by `prepare`.
 
     mesh: with several ranks, every process of torch.distributed has a runner, and all are given the same steps. The leaves of
-          `params` are global tensors, or DTensors placed as the program stores them.
+          `params` are global tensors, or DTensors placed as the program stores them. Ranks that share data have groups of rows.
     Raises ConfigError for a model without such a cache, and for rows that are longer than it has learned positions.
     """
 
@@ -52,30 +55,38 @@ class ProgramRunner:
             )
         self.model, self.sizes, self.vocab_size, self.device = model, sizes, model.vocab_size, torch.device(device)
         self.shares_pages = not model.sequential  # the state of a scan is in no page
-        self._compile = functools.partial(
-            compile_decode, model, mesh or Mesh(tp=1), strategy, precision=precision, kernels=kernels_for("auto", self.device)
-        )
+        mesh, table = mesh or Mesh(tp=1), preset(strategy) if isinstance(strategy, str) else strategy
+        kernels = kernels_for("auto", self.device)
+
+        def compile_scores(chain: ScoredDecoder) -> Program:
+            return compile_forward(chain, mesh, table, chain.batch_shape, precision=precision, kernels=kernels)
+
+        self._compile = functools.partial(compile_decode, model, mesh, table, precision=precision, kernels=kernels)
+        self._rank = torch.distributed.get_rank() if mesh.size > 1 else 0
         self.programs: dict[int, Program] = {}
         self._runs: dict[int, Callable[[State, Mapping[str, Tensor]], tuple[State, dict[str, Tensor]]]] = {}
-        self._prepare(sizes.rows)
-        self.state = self._first_state(self.programs[sizes.rows], dataclasses.replace(params, mtp=None))
+        share = mesh.axis_size(tuple(table.compute["seq"]))
+        self._counts = _counts(sizes, share)
+        self._prepare(self._counts[0])
+        assert isinstance(model, DeclaredModel)  # compile_decode refuses others
+        self._scorer = Scorer(model, sizes.length // share * share, sizes.groups, compile_scores, self.device)
+        program = self.programs[self._counts[0]]
+        state = program.init_state(dataclasses.replace(params, mtp=None), self._rank)
+        self.state = State({path: leaf.to(self.device) for path, leaf in state.leaves.items()})
 
     def prepare(self) -> None:
         """Compile all programs now, so that no step has to wait for one."""
-        for count in _counts(self.sizes):
+        for count in self._counts:
             self._prepare(count)
 
     def _prepare(self, count: int) -> None:
         """Compile the program for so many tokens, if that was not done yet."""
         if count not in self.programs:
             sizes = self.sizes
-            self.programs[count] = self._compile(CacheSizes(count, sizes.rows, sizes.row_pages, sizes.page_size, sizes.pages))
+            self.programs[count] = self._compile(
+                CacheSizes(count, sizes.group_rows, sizes.row_pages, sizes.page_size, sizes.pages, sizes.groups)
+            )
             self._runs[count] = self.programs[count].bind(device=self.device)
-
-    def _first_state(self, program: Program, params: DecoderParams[Tensor]) -> State:
-        rank = torch.distributed.get_rank() if program.mesh.size > 1 else 0
-        state = program.init_state(params, rank)
-        return State({path: leaf.to(self.device) for path, leaf in state.leaves.items()})
 
     def load(self, params: Mapping[str, Tensor]) -> None:
         """See `Runner`. On several ranks these are the shards of this rank, placed as the programs store them."""
@@ -86,30 +97,44 @@ class ProgramRunner:
 
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
         """See `Runner`."""
-        given = tokens_T.shape[0]
-        count = next(n for n in _counts(self.sizes) if n >= given)
+        sizes = self.sizes
+        places = [torch.arange(len(rows_T))] if sizes.groups == 1 else _by_group(rows_T, sizes)
+        given = max(len(places_N) for places_N in places)
+        count = next(n for n in self._counts if n >= given)
         self._prepare(count)
-        padded = {"tokens": (tokens_T, 0), "positions": (order_T, 0), "rows": (rows_T, -1)}
-        batch = {key: torch.nn.functional.pad(x, (0, count - given), value=fill) for key, (x, fill) in padded.items()}
-        batch |= {"pages": pages_RP.flatten(), "last": last_R}
-        on_device = {key: x[None].to(self.device) for key, x in batch.items()}
-        self.state, results = self._runs[count](self.state, on_device)
-        return results["logits"][0]
+        columns = {"tokens": (tokens_T, 0), "positions": (order_T, 0), "rows": (rows_T % sizes.group_rows, -1)}
+        batch = {
+            key: torch.stack([pad(column[places_N], (0, count - len(places_N)), value=fill) for places_N in places])
+            for key, (column, fill) in columns.items()
+        }
+        batch |= {"pages": pages_RP.reshape(sizes.groups, -1), "last": _last_in_group(last_R, places).view(sizes.groups, -1)}
+        program = self.programs[count]
+        mine = batch if program.mesh.size == 1 else batch_rows(program, batch, self._rank)
+        self.state, results = self._runs[count](self.state, {key: x.to(self.device) for key, x in mine.items()})
+        return results["logits"].flatten(0, 1)
 
-    def logits(self, tokens_S: Tensor) -> Tensor:
-        """See `Runner`. Raises ConfigError on several ranks, none of which has all parameters."""
-        if self.programs[self.sizes.rows].mesh.size > 1:
-            raise ConfigError("cannot compute the logits of a whole text on several ranks: evaluate on one.")
-        model = self.model.without_multi_token()
-        paths, structure = tree.paths(model.abstract_params), tree.flatten(model.abstract_params)[1]
-        params = tree.unflatten(structure, [self.state.leaves[f"params.{path}"] for path in paths])
-        with torch.no_grad():
-            return model.apply(params, tokens_S[None].to(self.device))[0].cpu()
+    def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
+        """See `Runner`."""
+        return self._scorer(self.state.leaves, texts, num_likeliest)
 
 
-def _counts(sizes: Sizes) -> list[int]:
-    """The numbers of tokens for which there are programs: one for each row, and more up to the most that a step may have."""
-    counts = [sizes.rows]
+def _counts(sizes: Sizes, share: int) -> list[int]:
+    """The numbers of tokens for which there are programs: one for each row, and more up to the most that a step may have, all
+    multiples of `share`, the number of ranks that divide the tokens."""
+    counts = [sizes.group_rows]
     while counts[-1] < sizes.tokens:
         counts.append(min(_GROWTH * counts[-1], sizes.tokens))
-    return counts
+    return [-(-count // share) * share for count in counts]
+
+
+def _by_group(rows_T: Tensor, sizes: Sizes) -> list[Tensor]:
+    """For each group, which of the tokens are of its rows."""
+    return [(rows_T // sizes.group_rows == group).nonzero()[:, 0] for group in range(sizes.groups)]
+
+
+def _last_in_group(last_R: Tensor, places: Sequence[Tensor]) -> Tensor:
+    """`last_R`, which counts all tokens of a step, by the places among the tokens of the row's group."""
+    if len(places) == 1:
+        return last_R
+    order_T = torch.cat([torch.arange(len(places_N)) for places_N in places])[torch.cat(list(places)).argsort()]
+    return torch.where(last_R < 0, -1, order_T[last_R.clamp(min=0)])

@@ -1,13 +1,15 @@
 """Row runner: computes each row of a step by itself, with the state that the model keeps, or by reading the whole row again."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mpar import tree
+from mpar.errors import ConfigError
 from mpar.infer._check_params import check_params
 from mpar.infer._scheduler import Sizes
+from mpar.infer._scores import Scores, scores_of_logits
 from mpar.models import Model
 from mpar.tree import Tree
 
@@ -40,10 +42,16 @@ class RowRunner:
         check_params(dict(named), params)
         self.params = tree.unflatten(structure, [params[path].detach() for path, _ in named])
 
-    def logits(self, tokens_S: Tensor) -> Tensor:
-        """The logits (S, V) behind each token of a text, computed as a whole, without the cache."""
-        with torch.no_grad():
-            return self.model.apply(self.params, tokens_S[None])[0]
+    def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
+        """See `Runner`."""
+        scores = []
+        for text in texts:
+            if len(text) > self.sizes.length + 1:
+                raise ConfigError(f"cannot score a text of {len(text)} tokens: at most {self.sizes.length + 1} fit here.")
+            with torch.no_grad():
+                logits_SV = self.model.apply(self.params, text[None, :-1])[0]
+            scores.append(scores_of_logits(logits_SV, text, num_likeliest))
+        return scores
 
     def _read(self, row: int, tokens_N: Tensor, *, first: bool) -> Tensor:
         """The logits (V,) behind these tokens, which follow those that the row has read; `first`: it has read none."""

@@ -5,6 +5,7 @@ token, the one chosen last. Room that is left goes to prompts, which may be read
 the request that came last gives its pages back, and is read again later. So the request that came first always goes on.
 """
 
+import bisect
 from collections import deque
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ class Sizes:
     rows:      the most requests of a step. tokens: the most tokens of a step, at least one for each row.
     pages:     the pages of the cache, of `page_size` tokens each; the first of them is spare.
     length:    the most tokens of a prompt and its answer.
+    groups:    into how many groups rows are divided, each with so many neighbouring ones, with a cache of its own of `pages`
+               pages, and with at most `tokens` tokens in a step.
     Raises ConfigError with all sizes that do not fit each other.
     """
 
@@ -30,15 +33,23 @@ class Sizes:
     pages: int = 513
     page_size: int = 16
     length: int = 4096
+    groups: int = 1
 
     def __post_init__(self) -> None:
         problems = [f"{name}={size} is not positive" for name, size in vars(self).items() if size < 1]
-        if self.tokens < self.rows:
-            problems.append(f"tokens={self.tokens} is less than one for each of rows={self.rows}")
+        if self.groups > 0 and self.rows % self.groups:
+            problems.append(f"rows={self.rows} cannot be divided into groups={self.groups}")
+        if self.groups > 0 and self.tokens < self.group_rows:
+            problems.append(f"tokens={self.tokens} is less than one for each of rows={self.group_rows}")
         if self.pages < 2:
             problems.append(f"pages={self.pages}: one page is spare, so at least 2 are needed")
         if problems:
             raise ConfigError("cannot schedule requests with\n  " + "\n  ".join(problems))
+
+    @property
+    def group_rows(self) -> int:
+        """The rows of a group."""
+        return self.rows // self.groups
 
     @property
     def row_pages(self) -> int:
@@ -65,11 +76,12 @@ class Scheduler:
 
     def __init__(self, sizes: Sizes, *, shares: bool = True) -> None:
         self.sizes, self.shares = sizes, shares
-        self.pool = PagePool(sizes.pages, sizes.page_size)
+        self.pools = [PagePool(sizes.pages, sizes.page_size) for _ in range(sizes.groups)]
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order in which they came
-        self.num_preempted = 0
-        self._free_rows = list(reversed(range(sizes.rows)))
+        self.num_added = self.num_preempted = 0
+        count = sizes.group_rows
+        self._free_rows = [list(reversed(range(group * count, (group + 1) * count))) for group in range(sizes.groups)]
 
     def room(self, request: Request) -> int:
         """How many more tokens a request may have, by the length of rows and the pages of the whole cache."""
@@ -80,6 +92,8 @@ class Scheduler:
         if not request.prompt or self.room(request) < 1:
             most = self.room(request) + len(request.tokens) - 1
             raise ConfigError(f"cannot answer a prompt of {len(request.prompt)} tokens: between 1 and {most} fit here.")
+        self.num_added += 1
+        request.number = self.num_added
         self.waiting.append(request)
 
     def finish(self, request: Request, why: Finish) -> None:
@@ -99,8 +113,8 @@ class Scheduler:
         by_need = sorted(self.running, key=lambda request: request.num_missing > 1)  # first those that only need one token
         for request in by_need:
             self._schedule(request, turns)
-        while self.waiting and self._free_rows and self.num_preempted == preempted:
-            if not self._admit(self.waiting[0], turns):
+        while self.waiting and self.num_preempted == preempted:
+            if not any(self._admit(self.waiting[0], group, turns) for group in self._groups(turns)):
                 break
         return list(turns.values())
 
@@ -113,60 +127,77 @@ class Scheduler:
             request.num_cached = turn.end
             while self.shares and (index := len(request.chain)) < turn.end // size:
                 parent = request.chain[-1] if request.chain else 0
-                request.chain.append(self.pool.remember(request.pages[index], parent, request.tokens, index))
+                pool = self.pools[self._group(request)]
+                request.chain.append(pool.remember(request.pages[index], parent, request.tokens, index))
+
+    def _group(self, request: Request) -> int:
+        return request.row // self.sizes.group_rows
+
+    def _groups(self, turns: dict[Request, Turn]) -> list[int]:
+        """The groups that have a free row, first the one of which the step reads the fewest tokens."""
+        free = [group for group, rows in enumerate(self._free_rows) if rows]
+        return sorted(free, key=lambda group: self._num_tokens(turns, group))
 
     def _schedule(self, request: Request, turns: dict[Request, Turn]) -> None:
         """Give a running request a turn, unless it lost its pages or the step is full."""
-        count = min(request.num_missing, self.sizes.tokens - _num_tokens(turns))
-        if request.row < 0 or count == 0:
+        if request.row < 0:
             return
-        end = request.num_cached + count
-        while (missing := self._pages_missing(request, end)) > self.pool.num_free:
-            victim = self.running[-1]
+        group = self._group(request)
+        count = min(request.num_missing, self.sizes.tokens - self._num_tokens(turns, group))
+        if count == 0:
+            return
+        end, pool = request.num_cached + count, self.pools[group]
+        while (missing := self._pages_missing(request, end)) > pool.num_free:
+            victim = next(other for other in reversed(self.running) if self._group(other) == group)
             turns.pop(victim, None)
             self._take_off(victim)
-            self.waiting.appendleft(victim)
+            bisect.insort(self.waiting, victim, key=_number)
             self.num_preempted += 1
             if victim is request:
                 return
-        request.pages += [self.pool.take() for _ in range(missing)]
+        request.pages += [pool.take() for _ in range(missing)]
         turns[request] = Turn(request, request.num_cached, end)
 
-    def _admit(self, request: Request, turns: dict[Request, Turn]) -> bool:
-        """Let the first request that waits run, if the step and the cache have room for it."""
-        budget = self.sizes.tokens - _num_tokens(turns)
+    def _admit(self, request: Request, group: int, turns: dict[Request, Turn]) -> bool:
+        """Let the first request that waits run in a group with a free row, if the step and the cache have room for it there."""
+        budget, pool = self.sizes.tokens - self._num_tokens(turns, group), self.pools[group]
         if budget == 0:
             return False
-        shared = self.pool.share(request.tokens, len(request.tokens) - 1) if self.shares else []
+        shared = pool.share(request.tokens, len(request.tokens) - 1) if self.shares else []
         start = len(shared) * self.sizes.page_size
         end = min(len(request.tokens), start + budget)
         request.pages = [page for page, _ in shared]
-        if self._pages_missing(request, end) > self.pool.num_free:
-            self.pool.release(request.pages)
+        if self._pages_missing(request, end) > pool.num_free:
+            pool.release(request.pages)
             request.pages = []
             return False
         self.waiting.popleft()
-        self.running.append(request)
-        request.row = self._free_rows.pop()
+        bisect.insort(self.running, request, key=_number)
+        request.row = self._free_rows[group].pop()
         request.chain = [number for _, number in shared]
         request.num_cached = start
         if request.num_shared is None:
             request.num_shared = start
-        request.pages += [self.pool.take() for _ in range(self._pages_missing(request, end))]
+        request.pages += [pool.take() for _ in range(self._pages_missing(request, end))]
         turns[request] = Turn(request, start, end)
         return True
 
     def _take_off(self, request: Request) -> None:
         """A request does not run any more; the cache has nothing of it."""
+        group = self._group(request)
         self.running.remove(request)
-        self.pool.release(request.pages)
-        self._free_rows.append(request.row)
+        self.pools[group].release(request.pages)
+        self._free_rows[group].append(request.row)
         request.pages, request.chain, request.row, request.num_cached = [], [], -1, 0
 
     def _pages_missing(self, request: Request, end: int) -> int:
         """How many more pages a request needs for its first `end` tokens."""
         return -(-end // self.sizes.page_size) - len(request.pages)
 
+    def _num_tokens(self, turns: dict[Request, Turn], group: int) -> int:
+        """How many tokens of a group the step reads so far."""
+        return sum(turn.end - turn.start for turn in turns.values() if self._group(turn.request) == group)
 
-def _num_tokens(turns: dict[Request, Turn]) -> int:
-    return sum(turn.end - turn.start for turn in turns.values())
+
+def _number(request: Request) -> int:
+    return request.number

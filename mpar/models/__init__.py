@@ -8,11 +8,15 @@ from mpar.models._build import build, from_config, from_hf, from_module
 from mpar.models._cached import CachedDecoder, with_cache
 from mpar.models._declared import DeclaredModel
 from mpar.models._flops import flops_per_token
+from mpar.models._freeze import FrozenModel, freeze, with_frozen
 from mpar.models._language_head import HiddenHead, LanguageHead
-from mpar.models._model import Model, Trainable
+from mpar.models._matrix import Matrix, MatrixLeaf
+from mpar.models._model import Model, Read, Trainable
 from mpar.models._options import ModelOptions
+from mpar.models._scored import ScoredDecoder
 from mpar.models._storage import storage_specs
 from mpar.models._validate import folder_problems
+from mpar.models._wrapped import WrappedModel
 from mpar.models.architectures import (
     ARCHITECTURES,
     DEEPSEEK_V2,
@@ -38,20 +42,26 @@ from mpar.models.decoder import DecoderConfig, DecoderParams, with_next_tokens
 from mpar.models.hf import (
     MAX_FILE_BYTES,
     HfReader,
+    StoredLeaf,
     compare_hf,
     hf_tensors,
     load_params,
+    map_leaves_to_stored,
+    open_weights,
+    read_json,
     shard_slices,
     stored_leaves,
     to_hf,
     write_hf,
 )
-from mpar.models.layers import CacheSizes, MoeConfig
+from mpar.models.layers import DRAW, DRAW_AXES, CacheSizes, MoeConfig, drop, segment_numbers, with_draws
 
 __all__ = [
     "ARCHITECTURES",
     "DEEPSEEK_V2",
     "DEEPSEEK_V3",
+    "DRAW",
+    "DRAW_AXES",
     "GEMMA2",
     "GEMMA3",
     "GPT2",
@@ -74,27 +84,42 @@ __all__ = [
     "DeclaredModel",
     "DecoderConfig",
     "DecoderParams",
+    "FrozenModel",
     "HfReader",
     "HiddenHead",
     "LanguageHead",
+    "Matrix",
+    "MatrixLeaf",
     "Model",
     "ModelOptions",
     "MoeConfig",
+    "Read",
+    "ScoredDecoder",
+    "StoredLeaf",
     "Trainable",
+    "WrappedModel",
     "build",
     "compare_hf",
+    "drop",
     "flops_per_token",
     "folder_problems",
+    "freeze",
     "from_config",
     "from_hf",
     "from_module",
     "hf_tensors",
     "load_params",
+    "map_leaves_to_stored",
+    "open_weights",
+    "read_json",
+    "segment_numbers",
     "shard_slices",
     "storage_specs",
     "stored_leaves",
     "to_hf",
     "with_cache",
+    "with_draws",
+    "with_frozen",
     "with_next_tokens",
     "write_hf",
 ]

@@ -150,7 +150,7 @@ def _traced(raw: Mapping[str, object], generation: Mapping[str, object] | None, 
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type in ARCHITECTURES or not traced.is_causal_type(model_type):
         return None
-    words = ("logits_chunk", "mlp_chunk", "router", "mtp_loss_weight")
+    words = ("logits_chunk", "mlp_chunk", "router", "mtp_loss_weight", "dropout")
     asked = [f"{word}={value!r}" for word in words if (value := getattr(options, word)) is not None]
     if asked:
         raise ConfigError(

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from mpar import tree
-from mpar.chain import Axes, Segment
+from mpar.chain import Axes, Segment, context_of
 from mpar.errors import ConfigError, DataError, ShapeError
 from mpar.models import decoder
 from mpar.models._batch import BATCH_KEYS, ORDER, Batch, batch_weight, check_batch
+from mpar.models._declared_matrices import declared_matrices
+from mpar.models._matrix import Matrix, joined_matrices
 from mpar.models._model import Model
 from mpar.models.architectures import Architecture
 from mpar.models.decoder import NEXT_KEYS, NEXT_WEIGHTS, BlockSegment, DecoderConfig, DecoderParams
-from mpar.models.layers import MoeConfig, State, Update, part_of, rope_tables, table_keys
+from mpar.models.layers import DRAW, MoeConfig, State, Update, part_of, rope_tables, segment_numbers, table_keys
 
 __all__ = ["DeclaredModel", "DecodeState"]
 
@@ -112,7 +114,8 @@ class DeclaredModel(Model):
 
     @property
     def _row_keys(self) -> tuple[str, ...]:
-        return BATCH_KEYS if self.config.multi_token is None else (*BATCH_KEYS, *NEXT_KEYS, NEXT_WEIGHTS)
+        keys = BATCH_KEYS if self.config.multi_token is None else (*BATCH_KEYS, *NEXT_KEYS, NEXT_WEIGHTS)
+        return (*keys, DRAW) if self.config.drops else keys
 
     def with_dtype(self, dtype: torch.dtype) -> "DeclaredModel":
         """The same model with parameters of another dtype."""
@@ -159,6 +162,8 @@ class DeclaredModel(Model):
             context["positions"] = positions
         if self.config.side_losses and "labels" in batch:
             context["weight"] = self.weight(batch)
+        if DRAW in batch:
+            context |= segment_numbers([segment.name for segment in self.segments], batch[DRAW])
         return context
 
     def weight(self, batch: Batch) -> Tensor:
@@ -261,6 +266,11 @@ class DeclaredModel(Model):
             weights += leaf.numel() * share
         return weights, float(sum(part_of(part).pairs(part) for layer in layers.values() for part in layer.parts))
 
+    @functools.cached_property
+    def matrices(self) -> tuple[Matrix, ...]:  # type: ignore[override]
+        """What tokens are multiplied with."""
+        return joined_matrices(declared_matrices(self))
+
     @property
     def hf_class(self) -> str:
         """The class in transformers that reads an export."""
@@ -306,7 +316,7 @@ def _fold(
     x: Any = None
     total: dict[str, Tensor] = {}
     for segment in segments:
-        x, losses, *_ = segment.fn(_subtrees(segment, params), x, context, training=training)
+        x, losses, *_ = segment.fn(_subtrees(segment, params), x, context_of(segment.name, context), training=training)
         for name, value in losses.items():
             total[name] = total[name] + value if name in total else value
     return x, total

@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +13,14 @@ from mpar import tree
 from mpar.chain import Axes, Chain
 from mpar.models._batch import Batch
 from mpar.models._init import normal
+from mpar.models._matrix import Matrix, MatrixLeaf
 from mpar.ops import fold_key
 from mpar.tree import Tree
 
-__all__ = ["Model", "Trainable"]
+__all__ = ["Model", "Read", "Trainable"]
+
+Read = Callable[[str, Sequence[slice] | None], Tensor]
+"""`fn(path, slices)` gives the elements within `slices` of a leaf; None: all of them."""
 
 
 class Trainable(Chain):
@@ -78,6 +82,12 @@ class Trainable(Chain):
         """The Hugging Face config that it was made from, which an export writes again; None: it cannot be exported."""
         return None
 
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """What tokens are multiplied with. By default each leaf of two dims, as `x @ leaf`, by its path."""
+        leaves = tree.leaves_with_path(self.abstract_params)
+        return tuple(Matrix(path, "linear", (MatrixLeaf(path, path, ("d", "f"), "d", "f"),)) for path, x in leaves if x.ndim == 2)
+
     def without_multi_token(self) -> "Trainable":
         """The same model without the layer that learns further tokens; its logits do not need that layer."""
         return self
@@ -101,10 +111,15 @@ class Trainable(Chain):
             return torch.ones(sizes, dtype=leaf.dtype)
         return normal(fold_key(seed, path), bounds, leaf.dtype).mul_(self.init_std(path))
 
-    def origin_of(self, path: str) -> "tuple[Trainable, str]":
-        """The model whose stored weights have the parameter at `path`, and its path there: this model, unless the parameter is a
-        copy of one of another model. Training may begin with these weights."""
-        return self, path
+    @property
+    def plain(self) -> "Trainable":
+        """The model whose weights a folder has: the model itself, or what it was made of by adapters and the like."""
+        return self
+
+    def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
+        """The elements within `slices` (None: all) of the leaf at `path` before training, where `read(path, slices)` gives leaves
+        of `plain`."""
+        return read(path, slices)
 
     def init(self, seed: int, dtype: torch.dtype | None = None) -> Tree:
         """Fresh parameters, of the dtype `dtype` or their own. Every element depends only on `seed`, its path and its index."""

@@ -8,7 +8,7 @@ import torch
 
 from mpar.errors import ConfigError
 from mpar.models.architectures import Architecture
-from mpar.models.decoder import DecoderConfig, MultiTokenConfig, with_mlp_chunk
+from mpar.models.decoder import DecoderConfig, MultiTokenConfig, with_dropout, with_mlp_chunk
 from mpar.models.layers import MoeConfig, with_router_options
 
 __all__ = ["ModelOptions", "OptionWords", "with_options"]
@@ -26,6 +26,8 @@ class ModelOptions:
     router:          options for all routers of experts, see `with_router_options`: {"kind": "sinkhorn", "z_loss": 1e-3}.
     mtp_loss_weight: if given, the model gets multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): one more layer
                      with the config of the last one, which learns the token after the next. Its loss is multiplied by this.
+    dropout:         with which probability training drops each feature of embeddings and of what attention and feed-forward
+                     layers add to the residual stream. None: nothing is dropped, whatever the config says.
     Raises ConfigError for a dtype that is not floating, and for paddings and chunks that are not positive.
     """
 
@@ -36,6 +38,7 @@ class ModelOptions:
     mlp_chunk: int | None = None
     router: Mapping[str, object] | None = None
     mtp_loss_weight: float | None = None
+    dropout: float | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -57,6 +60,7 @@ class OptionWords(TypedDict, total=False):
     mlp_chunk: int | None
     router: Mapping[str, object] | None
     mtp_loss_weight: float | None
+    dropout: float | None
 
 
 def with_options(
@@ -77,6 +81,8 @@ def with_options(
                 f"tokens, which {architecture.name} models do not have ({able} ones do). Leave mtp_loss_weight out (null)."
             )
         config = replace(config, multi_token=MultiTokenConfig(config.layers[-1], options.mtp_loss_weight))
+    if options.dropout is not None:
+        config = with_dropout(config, options.dropout)
     return config if options.mlp_chunk is None else with_mlp_chunk(config, options.mlp_chunk)
 
 

@@ -9,10 +9,12 @@ from mpar.ops._eigenbasis import eigenbasis
 from mpar.ops._einsum import einsum
 from mpar.ops._embedding import embedding
 from mpar.ops._geglu import geglu
+from mpar.ops._int8 import Int8, dequantise_int8, quantise_int8
 from mpar.ops._layer_norm import layer_norm
 from mpar.ops._linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from mpar.ops._mlp_tiled import Activation, mlp_tiled
 from mpar.ops._newton_schulz import newton_schulz
+from mpar.ops._nf4 import NF4_BLOCK, NF4_CODES, Nf4, dequantise_nf4, nf4_scale_codes, nf4_shapes, quantise_nf4
 from mpar.ops._overwrite import overwrite
 from mpar.ops._quantise_fp8 import (
     FP8_MAX,
@@ -28,8 +30,10 @@ from mpar.ops._random import Key, dropout, fold_in, fold_key, random_normal, ran
 from mpar.ops._rms_norm import rms_norm
 from mpar.ops._rope import rope, rope_many
 from mpar.ops._sgd import sgd, sgd_many
+from mpar.ops._stand_in import StandIn
 from mpar.ops._sum_squares import sum_squares
 from mpar.ops._swiglu import swiglu
+from mpar.ops._token_dropout import token_dropout
 from mpar.ops._widen import widen
 from mpar.ops.experts import (
     ROUTER_TINY,
@@ -81,19 +85,24 @@ __all__ = [
     "FP8_MAX",
     "FP8_SIDE",
     "FP8_SMALLEST_SCALE",
+    "NF4_BLOCK",
+    "NF4_CODES",
     "PRIMITIVES",
     "ROUTER_TINY",
     "Activation",
     "Cost",
     "Factors",
+    "Int8",
     "Key",
     "KeyPart",
     "Marks",
+    "Nf4",
     "Operand",
     "Primitive",
     "RouterOrder",
     "RouterScore",
     "ShardingRule",
+    "StandIn",
     "Static",
     "adamw",
     "adamw_many",
@@ -110,6 +119,8 @@ __all__ = [
     "declared_rule",
     "decode_axes",
     "dequantise_fp8",
+    "dequantise_int8",
+    "dequantise_nf4",
     "dispatch",
     "dropout",
     "eigenbasis",
@@ -136,6 +147,8 @@ __all__ = [
     "mlp_tiled",
     "name",
     "newton_schulz",
+    "nf4_scale_codes",
+    "nf4_shapes",
     "overwrite",
     "paged_attention",
     "parse_sharding",
@@ -143,6 +156,8 @@ __all__ = [
     "primitive_of",
     "quantise_fp8",
     "quantise_fp8_both",
+    "quantise_int8",
+    "quantise_nf4",
     "random_normal",
     "random_uniform",
     "rms_norm",
@@ -156,6 +171,7 @@ __all__ = [
     "sum_squares",
     "swiglu",
     "take_slots",
+    "token_dropout",
     "token_losses",
     "topk_router",
     "unpermute",

@@ -67,6 +67,11 @@ def _impl_bwd(
     return dx if dtotal is None else dx.add_(dtotal), dweight, dbias
 
 
+@add_layer_norm_bwd_p.def_vjp_by_ops("total, weight, bias, dy, ddx, ddweight, ddbias -> dtotal, dweight, dbias, ddy, ddtotal")
+def _vjp_bwd(total, weight, bias, dy, ddx, ddweight, ddbias, *, eps):
+    return *layer_norm_p.bwd.transforms.vjp.fn(total, weight, bias, dy, ddx, ddweight, ddbias, eps=eps), ddx
+
+
 add_layer_norm_p.def_sharding("... d, ... d, d, d -> ... d, ... d", need_replication="d")
 add_layer_norm_p.def_batching_leading()
 add_layer_norm_p.def_cost(lambda x, residual, weight, bias, **_: Cost(flops=9 * x.numel(), bytes=4 * x.nbytes))

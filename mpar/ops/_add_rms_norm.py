@@ -79,6 +79,11 @@ def _impl_bwd(total: Tensor, weight: Tensor | None, dy: Tensor, dtotal: Tensor |
     return dx if dtotal is None else dx.add_(dtotal), dweight
 
 
+@add_rms_norm_bwd_p.def_vjp_by_ops("total, weight, dy, ddx, ddweight -> dtotal, dweight, ddy, ddtotal")
+def _vjp_bwd(total, weight, dy, ddx, ddweight, *, eps):
+    return *rms_norm_p.bwd.transforms.vjp.fn(total, weight, dy, ddx, ddweight, eps=eps), ddx
+
+
 add_rms_norm_p.def_sharding("... d, ... d, d -> ... d, ... d", need_replication="d")
 add_rms_norm_p.def_batching_leading()
 add_rms_norm_p.def_cost(lambda x, residual, weight, **_: Cost(flops=6 * x.numel(), bytes=4 * x.nbytes))

@@ -19,6 +19,7 @@ __all__ = [
     "check_labels",
     "combine_shards",
     "cross_entropy",
+    "formula",
     "row_gradients",
     "row_losses",
     "row_statistics",
@@ -242,6 +243,19 @@ def _vjp(logits, labels, lse, dloss, dlse, **params):
         out=dlogits.view(-1, logits.shape[-1]),
     )
     return dlogits
+
+
+@cross_entropy_p.def_formula
+def formula(logits, labels, *, ignore_index, vocab_size, start, label_smoothing):
+    """`(loss, lse)` of every token, where all columns are there."""
+    assert start == 0, "gradients are differentiated before columns are divided"
+    wide = logits[..., :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
+    lse, ignored = wide.logsumexp(-1), labels == ignore_index
+    target = wide.gather(-1, labels.long().clamp(0, vocab_size - 1).unsqueeze(-1)).squeeze(-1)
+    if label_smoothing:
+        target = (1 - label_smoothing) * target + label_smoothing / vocab_size * wide.sum(-1)
+    target = target.masked_fill(((labels < 0) | (labels >= vocab_size)) & ~ignored, torch.nan)
+    return (lse - target).masked_fill(ignored, 0.0), lse
 
 
 def combine_shards(emit, statistics, labels, ignore_index):

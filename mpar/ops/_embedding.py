@@ -77,6 +77,11 @@ def _impl_bwd(ids: Tensor, dy: Tensor, *, start: int, num_rows: int) -> Tensor:
     return dtable.to(dy.dtype)
 
 
+@embedding_bwd_p.def_vjp_by_ops("ids, ddtable -> ddy")
+def _vjp_bwd(ids, ddtable, *, start, num_rows):
+    return embedding_p.bind(ids, ddtable, start=start)
+
+
 embedding_p.def_sharding("..., v d -> ... d", linear="table")
 embedding_p.def_batching_loop()
 embedding_bwd_p.def_sharding("..., ... d -> v d", linear="dy")

@@ -44,6 +44,7 @@ def _vjp(gate, up, dy, *, approximate):
     return dgate.contiguous(), F.gelu(gate, approximate=approximate).mul_(dy)
 
 
+geglu_p.def_formula(lambda gate, up, *, approximate: F.gelu(gate, approximate=approximate) * up)
 geglu_p.def_sharding("..., ... -> ...", linear="up")
 geglu_p.bwd.def_sharding("..., ..., ... -> ..., ...", linear="dy")
 geglu_p.def_batching_leading()

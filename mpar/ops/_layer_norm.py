@@ -59,6 +59,7 @@ def _one_dtype(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[T
     return x.to(wide), None if weight is None else weight.to(wide), None if bias is None else bias.to(wide)
 
 
+layer_norm_p.def_formula(_impl)
 layer_norm_p.def_sharding("... d, d, d -> ... d", need_replication="d")
 layer_norm_p.bwd.def_sharding("... d, d, d, ... d -> ... d, d, d", need_replication="d")
 layer_norm_p.def_batching_leading()

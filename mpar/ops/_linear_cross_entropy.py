@@ -12,6 +12,7 @@ from mpar.ops._cross_entropy import (
     add_z_loss,
     check_labels,
     combine_shards,
+    formula,
     row_gradients,
     row_losses,
     row_statistics,
@@ -160,6 +161,9 @@ def _impl_grad(x, head, labels, dloss, *, chunk, **params):
 
     dx_TD, dhead = _gradients(x_TD, head, labels_T, statistics, dloss.flatten().to(wide), None, params, chunk)
     return loss_T.view(labels.shape), lse_T.view(labels.shape), dx_TD.view(x.shape), dhead
+
+
+linear_cross_entropy_p.def_formula(lambda x, head, labels, *, chunk, **params: formula(x @ head, labels, **params))
 
 
 @linear_cross_entropy_p.def_sharded("v")

@@ -138,6 +138,13 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a.T @ b
 
 
+@mlp_tiled_p.def_formula
+def _formula(x, gate, up, down, *, activation, chunk):
+    acted = x @ (up if gate is None else gate)
+    hidden = F.silu(acted) if activation == "silu" else F.gelu(acted, approximate=_APPROXIMATE[activation])
+    return (hidden if gate is None else hidden * (x @ up)) @ down
+
+
 mlp_tiled_p.def_sharding("... d, d f, d f, f d -> ... d", need_replication="d")
 mlp_tiled_p.bwd.def_sharding("... d, d f, d f, f d, ... d -> ... d, d f, d f, f d", need_replication="d", linear="dy")
 mlp_tiled_p.def_batching_leading()

@@ -26,7 +26,7 @@ dropout_p = Primitive("dropout", "x, key -> y", rate="float", starts="int[]")
 fold_in_p = Primitive("fold_in", "key, data -> folded")
 
 _MAX_DIMS = 4  # a counter is four words of 32 bits, one for each dim
-_MASK = 0xFFFFFFFF
+KEY_MASK = 0xFFFFFFFF  # of a word of 32 bits
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
@@ -91,10 +91,10 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Te
     for _ in range(_ROUNDS):
         # the product of two words wraps around in 64 signed bits, but both of its halves are right after masking
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((second >> 32) & _MASK) ^ c1 ^ k0
-        c2 = ((first >> 32) & _MASK) ^ c3 ^ k1
-        c1, c3 = second & _MASK, first & _MASK
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
+        c0 = ((second >> 32) & KEY_MASK) ^ c1 ^ k0
+        c2 = ((first >> 32) & KEY_MASK) ^ c3 ^ k1
+        c1, c3 = second & KEY_MASK, first & KEY_MASK
+        k0, k1 = (k0 + _KEY_STEPS[0]) & KEY_MASK, (k1 + _KEY_STEPS[1]) & KEY_MASK
     return c0, c1, c2, c3
 
 
@@ -115,7 +115,7 @@ def _quads(key: Tensor, shape: Sequence[int], starts: Sequence[int]) -> tuple[li
     return list(torch.broadcast_tensors(*words)), skip
 
 
-def _lay_out(quads: Sequence[Tensor], skip: int, shape: Sequence[int]) -> Tensor:
+def lay_out(quads: Sequence[Tensor], skip: int, shape: Sequence[int]) -> Tensor:
     rows = torch.stack(list(quads), -1).flatten(-2)
     return rows[..., skip : skip + (shape[-1] if shape else 1)].reshape(list(shape)).contiguous()
 
@@ -129,7 +129,7 @@ def _abstract_uniform(key, *, shape, starts):
 @random_uniform_p.def_impl
 def _impl_uniform(key: Tensor, *, shape: Sequence[int], starts: Sequence[int]) -> Tensor:
     words, skip = _quads(key, shape, starts)
-    return _lay_out([(word >> 8).to(torch.float32) for word in words], skip, shape).mul_(2.0**-24)
+    return lay_out([(word >> 8).to(torch.float32) for word in words], skip, shape).mul_(2.0**-24)
 
 
 @random_normal_p.def_abstract
@@ -147,7 +147,7 @@ def _impl_normal(key: Tensor, *, shape: Sequence[int], starts: Sequence[int]) ->
         radius = ((size + 1).double() * 2.0**-32).log_().mul_(-2.0).sqrt_()
         angle = turn.double() * (2.0 * math.pi * 2.0**-32)
         values += [(radius * angle.cos()).float(), (radius * angle.sin()).float()]
-    return _lay_out(values, skip, shape)
+    return lay_out(values, skip, shape)
 
 
 @dropout_p.def_abstract
@@ -182,8 +182,8 @@ def _abstract_fold(key, data):
 @fold_in_p.def_impl
 def _impl_fold(key: Tensor, data: Tensor) -> Tensor:
     # the last word is all ones, which is the counter of no element of a tensor
-    last = torch.full_like(data, _MASK)
-    words = philox((data & _MASK, (data >> 32) & _MASK, torch.zeros_like(data), last), key.unbind())
+    last = torch.full_like(data, KEY_MASK)
+    words = philox((data & KEY_MASK, (data >> 32) & KEY_MASK, torch.zeros_like(data), last), key.unbind())
     return torch.stack(words[:2])
 
 

@@ -58,6 +58,13 @@ def _mean_square(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
 
 
+@rms_norm_p.def_formula
+def _formula(x, weight, *, eps):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return y if weight is None else (y * weight).to(x.dtype)
+
+
 rms_norm_p.def_sharding("... d, d -> ... d", need_replication="d")
 rms_norm_p.def_batching_leading()
 rms_norm_p.def_cost(lambda x, weight, **_: Cost(flops=5 * x.numel(), bytes=2 * x.nbytes))

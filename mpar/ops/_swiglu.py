@@ -41,11 +41,10 @@ def _vjp(gate, up, dy):
     return torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate), F.silu(gate).mul_(dy)
 
 
+swiglu_p.def_formula(lambda gate, up: gate * gate.sigmoid() * up)
 swiglu_p.def_sharding("..., ... -> ...", linear="up")
 swiglu_p.bwd.def_sharding("..., ..., ... -> ..., ...", linear="dy")
 swiglu_p.def_batching_leading()
 swiglu_p.bwd.def_batching_leading()
 swiglu_p.def_cost(lambda gate, up: Cost(flops=5 * gate.numel(), bytes=3 * gate.nbytes, transcendentals=gate.numel()))
-swiglu_p.bwd.def_cost(
-    lambda gate, up, dy: Cost(flops=12 * gate.numel(), bytes=5 * gate.nbytes, transcendentals=2 * gate.numel())
-)
+swiglu_p.bwd.def_cost(lambda gate, up, dy: Cost(flops=12 * gate.numel(), bytes=5 * gate.nbytes, transcendentals=2 * gate.numel()))

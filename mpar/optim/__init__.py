@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpar.optim._lion import Lion
     from mpar.optim._muon import Muon, MuonMatrix
     from mpar.optim._norm import clip_factor, global_norm
+    from mpar.optim._scaled_rates import ScaledRates
     from mpar.optim._settings import WeightDecayMask
     from mpar.optim._sgd import SGD
     from mpar.optim._soap import SOAP, SoapMatrix
@@ -34,6 +35,7 @@ _HOME = {
     "Optimizer": "mpar.optimizer",
     "SGD": "mpar.optim._sgd",
     "SOAP": "mpar.optim._soap",
+    "ScaledRates": "mpar.optim._scaled_rates",
     "SoapMatrix": "mpar.optim._soap",
     "WSD": "mpar.optim._learning_rate",
     "WeightDecayMask": "mpar.optim._settings",
@@ -59,6 +61,7 @@ __all__ = [
     "MuonMatrix",
     "OptState",
     "Optimizer",
+    "ScaledRates",
     "SoapMatrix",
     "WeightDecayMask",
     "check_optimizer",

@@ -4,9 +4,10 @@ from mpar.optim._adamw import AdamW
 from mpar.optim._learning_rate import WSD, Constant, Cosine, Linear
 from mpar.optim._lion import Lion
 from mpar.optim._muon import Muon
+from mpar.optim._scaled_rates import ScaledRates
 from mpar.optim._sgd import SGD
 from mpar.optim._soap import SOAP
 
 __all__ = ["CLASSES"]
 
-CLASSES = (AdamW, SGD, Lion, Muon, SOAP, Constant, Linear, Cosine, WSD)
+CLASSES = (AdamW, SGD, Lion, Muon, SOAP, ScaledRates, Constant, Linear, Cosine, WSD)

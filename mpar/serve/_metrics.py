@@ -8,7 +8,7 @@ __all__ = ["metrics_text"]
 def metrics_text(worker: Worker) -> str:
     """All counts and gauges."""
     counts, scheduler = worker.counts, worker.assistant.engine.scheduler
-    pool = scheduler.pool
+    pools = scheduler.pools
     values = [
         ("prompt_tokens_total", "counter", "tokens of prompts", counts.prompt_tokens),
         ("shared_tokens_total", "counter", "tokens of prompts that the cache had already", counts.shared_tokens),
@@ -19,8 +19,8 @@ def metrics_text(worker: Worker) -> str:
         ("preempted_total", "counter", "answers that gave their pages back to others", scheduler.num_preempted),
         ("running", "gauge", "answers that have a row", worker.num_running),
         ("waiting", "gauge", "answers that wait for a row", worker.num_waiting),
-        ("pages", "gauge", "pages of the cache", pool.num_pages - 1),
-        ("pages_free", "gauge", "pages that no answer uses", pool.num_free),
+        ("pages", "gauge", "pages of the cache", sum(pool.num_pages - 1 for pool in pools)),
+        ("pages_free", "gauge", "pages that no answer uses", sum(pool.num_free for pool in pools)),
     ]
     lines = []
     for name, kind, about, value in values:

@@ -131,12 +131,20 @@ class Worker(threading.Thread):
                 self.counts.steps += 1
                 self.counts.step_s += time.monotonic() - began
         except Exception as error:
-            with self._lock:
-                self.failure = f"{type(error).__name__}: {error}"
-            for job in self._jobs:
-                job.tell(Grown(0, error=f"the engine has stopped: {self.failure}"))
-            self.on_failure()
+            self.fail(f"{type(error).__name__}: {error}")
             raise
+
+    def fail(self, why: str) -> None:
+        """Tell all jobs that the engine has stopped, and refuse further ones; only the first time that this is called. Any thread
+        may call this: that of the engine may wait for a rank that is gone."""
+        with self._lock:
+            if self.failure:
+                return
+            self.failure = why
+            jobs = list(self._jobs)
+        for job in jobs:
+            job.tell(Grown(0, error=f"the engine has stopped: {why}"))
+        self.on_failure()
 
     def _take_commands(self) -> bool:
         """Do all commands; wait for one while there is nothing to answer. Returns False when the thread is to end."""

@@ -7,7 +7,7 @@ operands: the choice of specs decides how fast the rank graph is, never what it 
 
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from mpar import tree
 from mpar.errors import MparError, ShardingError
 from mpar.mesh import Mesh
 from mpar.ops import PRIMITIVES, Marks, decode_axes, primitive_of
-from mpar.sharding import _collectives as collectives
 from mpar.sharding import (  # noqa: F401  they fill tables
     _grouped,
     _local_attention,
@@ -32,25 +31,24 @@ from mpar.sharding import (  # noqa: F401  they fill tables
     _pools,
     _torch_ops,
 )
-from mpar.sharding._canonicalise import labels_of, shape_of
+from mpar.sharding._canonicalise import shape_of
+from mpar.sharding._choose_axes import AxisChoice, spec_of_axes
 from mpar.sharding._control import CONTROL
 from mpar.sharding._emit import Emit, Pending, Placed
-from mpar.sharding._factor_axes import axes_in_order, operand_specs, result_specs
+from mpar.sharding._factor_axes import operand_specs, result_specs
+from mpar.sharding._local_nodes import LocalNodes
 from mpar.sharding._lower_control import lower_control
-from mpar.sharding._redistribute import Move, plan, plan_bytes
 from mpar.sharding._rules import (
     NodeRule,
     fixed_program,
     has_rule,
-    is_float_cast,
-    may_gather,
     programs_of,
     rule_of,
     tensor_operands,
 )
 from mpar.sharding._trace import LogicalGraph, source_line
 from mpar.spec import P, check_spec, local_shape, normalise
-from mpar.strategy import AxisTable, spec_from_axes
+from mpar.strategy import AxisTable
 
 __all__ = ["RankGraph", "ReplicatedFallback", "lower"]
 
@@ -110,44 +108,25 @@ def lower(
     if problems:
         raise ShardingError("cannot place these tensors:\n  " + "\n  ".join(problems) + f"\nmesh: {mesh}")
     lowering = _Lowering(logical, mesh, table or {})
-    lowering.take_hints(hints)
+    lowering.choice.take_hints(hints)
     wanted = [None if spec is None else normalise(spec, mesh) for spec in out_specs or [None] * len(logical.results)]
     return lowering.run([normalise(spec, mesh) for spec in in_specs], wanted)
 
 
-class _Lowering:
-    """The lowering of one graph. `current` is the logical node that is being lowered: new local nodes get its source line."""
+class _Lowering(LocalNodes):
+    """The lowering of one graph."""
 
     def __init__(self, logical: LogicalGraph, mesh: Mesh, table: AxisTable) -> None:
-        self.logical, self.mesh, self.table = logical, mesh, table
-        self.graph = fx.Graph()
-        self.placed: dict[fx.Node, dict[P, fx.Node]] = {}  # logical node -> spec -> the local node that holds it at that spec
-        self.specs: dict[fx.Node, P] = {}  # logical node -> the spec that its op, or a mark on it, gave it
+        super().__init__(logical, mesh)
+        self.table = table
         self.tuples: dict[fx.Node, list[tuple[fx.Node, P]]] = {}  # op with several results -> the local node and spec of each
         self.marks: dict[int, P] = {}  # number of a `constrain` -> the spec that its operand had before
+        self.choice = AxisChoice(self, table, self.marks)
         self.fallbacks: list[str] = []
-        self.hints: dict[fx.Node, P] = {}  # logical node -> the spec that is preferred for it
-        self.may_stay_pending: set[fx.Node] = set()  # results whose spec the caller leaves open, and what they view
-        self.current: fx.Node | None = None
-
-    def take_hints(self, hints: Sequence[P | None]) -> None:
-        """Note each hint for the node that makes the result.
-
-        An element-wise op passes its hint on to operands of its shape; so does an op for which `_may_grow` holds.
-        """
-        todo = [(node, hint) for node, hint in zip(self.logical.results, hints, strict=False) if hint is not None]
-        while todo:
-            node, hint = todo.pop()
-            if node in self.hints or node.op != "call_function":
-                continue
-            self.hints[node] = normalise(hint, self.mesh)
-            if _may_grow(node) or torch.Tag.pointwise in getattr(node.target, "tags", ()):
-                todo.extend((used, hint) for used in node.all_input_nodes if shape_of(used) == shape_of(node))
 
     def run(self, in_specs: list[P], out_specs: list[P | None]) -> RankGraph:
         """Lower every node, in order."""
-        free = [node for node, spec in zip(self.logical.results, out_specs, strict=True) if spec is None]
-        self.may_stay_pending = {source for node in free for source in _seen_through_views(node)}
+        self.choice.take_free([node for node, spec in zip(self.logical.results, out_specs, strict=True) if spec is None])
         specs = iter(in_specs)
         for node in self.logical.graph.nodes:
             self.current = node
@@ -189,26 +168,6 @@ class _Lowering:
                 f"mesh: {self.mesh}. Use other ops for it, or place its operands otherwise (ops.constrain)."
             ) from error
 
-    def placeholder(self, node: fx.Node, spec: P) -> fx.Node:
-        """The local input that holds the shard of a global input."""
-        value = node.meta["val"]
-        local = self.graph.placeholder(node.name)
-        shape = local_shape(shape_of(node), spec, self.mesh)
-        local.meta = {
-            "val": torch.empty(shape, dtype=value.dtype, device="meta"),
-            "spec": spec,
-            "line": "",
-            "labels": labels_of(node),
-        }
-        return local
-
-    def constant(self, node: fx.Node) -> fx.Node:
-        """The local node of a constant, which is replicated."""
-        local = self.graph.create_node("get_attr", node.target)
-        value = self.logical.constants[node.target]
-        local.meta = {"val": torch.empty(value.shape, dtype=value.dtype, device="meta"), "spec": P(), "line": "", "labels": ()}
-        return local
-
     def output(self, node: fx.Node, spec: P | None) -> tuple[fx.Node, P]:
         """The local node of a result at `spec`, and that spec; None stands for the spec that the lowering gave, in mesh order."""
         self.current = node  # collectives that move the result get the source line of the op that made it
@@ -229,76 +188,11 @@ class _Lowering:
         dims = [next(d[:n] for n in range(len(d), -1, -1) if d[:n] == self.mesh.ordered(d[:n])) for d in spec.dims]
         return P(*dims, partial=spec.partial)
 
-    def define(self, node: fx.Node, local: fx.Node, spec: P) -> None:
-        """Note that `local` holds the value of the logical `node` at `spec`."""
-        expected = local_shape(shape_of(node), spec, self.mesh)
-        assert tuple(local.meta["val"].shape) == expected, (
-            f"{node.format_node()}: local {local.meta['val'].shape}, expected {expected}"
-        )
-        local.meta["spec"] = spec
-        local.meta["labels"] = labels_of(node)
-        self.placed[node] = {spec: local}
-        self.specs[node] = spec
-
-    def emit(self, target: Callable, args: Sequence[object], kwargs: Mapping[str, object], spec: P | None = None) -> fx.Node:
-        """Add a local node; the shape of its value is found by running the op without data."""
-        node = self.graph.call_function(target, tuple(args), dict(kwargs))
-        meta_args, meta_kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        if "device" in meta_kwargs:
-            meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
-        return self.describe(node, target(*meta_args, **meta_kwargs), spec)
-
-    def describe(self, node: fx.Node, value: object, spec: P | None = None) -> fx.Node:
-        """Note the value, the spec and the source line of a new local node."""
-        assert self.current is not None
-        node.meta = {"val": value, "spec": spec, "line": source_line(self.current), "labels": ()}
-        return node
-
-    def start(self, axes: tuple[str, ...], extent: int) -> fx.Node | int:
-        """The global index of this rank's first element of a factor that is sharded by `axes` and has `extent` elements here."""
-        if not axes:
-            return 0
-        kwargs = {"axes": axes, "extent": extent}
-        known = (node for node in self.graph.find_nodes(op="call_function", target=collectives.start) if node.kwargs == kwargs)
-        return next(known, None) or self.emit(collectives.start, (), kwargs)
-
     def redistribute(self, node: fx.Node, target: P) -> fx.Node:
-        """The local node that holds `node` at the spec `target`.
-
-        If there is none yet, the one that is cheapest to move there is moved; each spec on the way is noted as well.
-        """
-        local_nodes = self.placed[node]
-        if target in local_nodes:
-            return local_nodes[target]
-        if self.made_anywhere(node) and not target.partial:
+        """The local node that holds `node` at the spec `target`; see `LocalNodes`. What can be made anywhere is not moved."""
+        if target not in self.placed[node] and self.made_anywhere(node) and not target.partial:
             return self.make_shard(node, target)
-        _, spec, moves = self.cheapest(node, target)
-        local = local_nodes[spec]
-        for move in moves:
-            size = self.mesh.axis_size(move.axes)
-            kwargs: dict[str, Any] = {"axes": move.axes, "size": size}
-            if move.kind == "all_reduce":
-                kwargs["op"] = "sum"
-            elif move.kind == "all_to_all":
-                kwargs |= {"src": move.dim, "dst": move.dst}
-            else:
-                kwargs["dim"] = move.dim
-            local = self.emit(getattr(collectives, move.kind), (local,), kwargs, move.after)
-            local.meta["labels"] = labels_of(node)
-            local_nodes.setdefault(move.after, local)
-        return local
-
-    def cheapest(self, node: fx.Node, target: P) -> tuple[int, P, list[Move]]:
-        """The cheapest way to the spec `target`: the bytes that a rank receives, the spec where it begins, and the moves."""
-        shape, nbytes = shape_of(node), node.meta["val"].nbytes
-        ways = [
-            (plan_bytes(moves, nbytes, self.mesh), len(moves), index, spec, moves)
-            for index, spec in enumerate(self.placed[node])
-            if set(target.partial) <= set(spec.partial)
-            for moves in [plan(spec, target, len(shape), self.mesh)]
-        ]
-        received, _, _, spec, moves = min(ways, key=lambda way: way[:3])
-        return received, spec, moves
+        return super().redistribute(node, target)
 
     def made_anywhere(self, node: fx.Node) -> bool:
         """Whether each rank can make any shard of a value itself, as of random numbers: no operand has a factor of its dims."""
@@ -357,7 +251,7 @@ class _Lowering:
         A dim with `...` keeps the mesh axes that shard it now, up to the first one that another dim asks for. If there is any
         such dim, pending sums stay pending, except over mesh axes that a dim asks for.
         """
-        spec = self.spec_of_axes(axes)
+        spec = spec_of_axes(axes, self.table, self.mesh)
         if ... not in axes:
             return spec
         now = self.specs[source]
@@ -368,10 +262,6 @@ class _Lowering:
             num_staying = next((n for n, mesh_axis in enumerate(current) if mesh_axis in spec.axes), len(current))
             dims.append(current[:num_staying] if axis is ... else spec.dim(index))
         return P(*dims, partial=tuple(axis for axis in now.partial if axis not in spec.axes))
-
-    def spec_of_axes(self, axes: Marks) -> P:
-        """The spec that the strategy's table gives for logical axes; a dim with `...` is not sharded in it."""
-        return spec_from_axes([None if axis is ... else axis for axis in axes], self.table, self.mesh)
 
     def constrain_backward(self, node: fx.Node) -> None:
         """Move the cotangent of a constrained value towards the spec that the value had before it was constrained.
@@ -390,20 +280,14 @@ class _Lowering:
         local = self.redistribute(cotangent, spec)
         self.alias(node, cotangent, local, spec)
 
-    def alias(self, node: fx.Node, source: fx.Node, local: fx.Node, spec: P) -> None:
-        """Note that `node` has the value of `source`, which `local` holds at `spec`. Both then share their local nodes."""
-        self.placed[node] = self.placed[source]
-        self.specs[node] = spec
-        local.meta["labels"] = (*local.meta["labels"], *labels_of(node))
-
     def apply(self, node: fx.Node) -> None:
         """Lower an op: choose mesh axes for its factors, move its operands, and add it with local operands."""
         rule = rule_of(node)
         self.note_fallback(node, rule)
         specs = [self.specs[operand] for operand in rule.operands]
-        axes_of = self.choose(node, rule, specs)
-        self.follow_hints(node, rule, specs, axes_of)
-        passed = self.pass_partial(node, rule, specs, axes_of)
+        axes_of = self.choice.choose(node, rule, specs)
+        self.choice.follow_hints(node, rule, specs, axes_of)
+        passed = self.choice.pass_partial(node, rule, specs, axes_of)
         targets = operand_specs(self.mesh, rule, specs, axes_of, passed)
         locals_ = [self.redistribute(operand, target) for operand, target in zip(rule.operands, targets, strict=True)]
         self.finish(node, rule, locals_, axes_of, result_specs(self.mesh, rule, axes_of, passed))
@@ -463,92 +347,6 @@ class _Lowering:
         pending_axes = set(spec.partial) - set(axes) | (set(axes) if pending else set())
         return item.value if isinstance(item, Pending) else item, P(*spec.dims, partial=self.mesh.ordered(pending_axes))
 
-    def choose(self, node: fx.Node, rule: NodeRule, specs: list[P]) -> dict[str, tuple[str, ...]]:
-        """Choose the mesh axes that shard each factor: those that shard it in an operand, if no other factor uses them yet.
-
-        Operands have their say one after the other: first those that the op takes as they are, then those that lead by its rule,
-        then those with larger shards. So where two operands want one axis for different factors, the smaller one is moved, which
-        takes smaller messages. Another order is taken if the op as a whole then receives fewer bytes: the operands that move, and
-        the pending sums that are left. So is an order in which an op of torch gathers what it works across, unless every rank
-        would then do much work that is divided otherwise.
-        """
-        local_bytes = [
-            x.meta["val"].nbytes / self.mesh.axis_size(tuple(axis for dim in spec.dims for axis in dim))
-            for x, spec in zip(rule.operands, specs, strict=True)
-        ]
-        order = sorted(range(len(specs)), key=lambda i: (i not in rule.as_is, i not in rule.leads, -local_bytes[i], i))
-        ways = [axes_in_order(self.mesh, rule, specs, order, ())]
-        if not (rule.as_is or rule.leads or rule.follows or rule.ragged):
-            ways += [axes_in_order(self.mesh, rule, specs, [i, *(j for j in order if j != i)], ()) for i in order[1:]]
-        if may_gather(node) and (programs := programs_of(node)):
-            ways.append(axes_in_order(self.mesh, rule, specs, order, tuple(programs)))
-        distinct = [way for index, way in enumerate(ways) if way not in ways[:index]]
-        return min(distinct, key=lambda way: self.received(node, rule, specs, way)) if len(distinct) > 1 else distinct[0]
-
-    def received(self, node: fx.Node, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]]) -> int:
-        """The bytes that a rank receives for an op whose factors are sharded so, with the carrying out of the sums that it leaves
-        pending, or that its local program carries out."""
-        passed = self.pass_partial(node, rule, specs, axes_of)
-        targets = operand_specs(self.mesh, rule, specs, axes_of, passed)
-        total = sum(self.cheapest(operand, target)[0] for operand, target in zip(rule.operands, targets, strict=True))
-        values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-        for value, spec in zip(values, result_specs(self.mesh, rule, axes_of, passed), strict=True):
-            if isinstance(value, Tensor):
-                total += plan_bytes(plan(spec, spec.without_partial(), value.ndim, self.mesh), value.nbytes, self.mesh)
-        return total
-
-    def follow_hints(self, node: fx.Node, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]]) -> None:
-        """Shard factors that are in results but in no operand as the hints say, over axes that the op does not use otherwise."""
-        results = [node] if len(rule.results) == 1 else [None] * len(rule.results)
-        if len(rule.results) > 1:
-            for user in node.users:
-                results[user.args[1]] = user
-        in_operands = {name for dims in rule.factors for names in dims for name in names}
-        used = {axis for axes in axes_of.values() for axis in axes} | {axis for spec in specs for axis in spec.partial}
-        for result, dims in zip(results, rule.results, strict=True):
-            hint = self.hint_of(result) if result is not None else None
-            for dim, names in enumerate(dims if hint is not None else ()):
-                assert hint is not None
-                axes = hint.dim(dim)
-                taken = in_operands | set(axes_of) | set(rule.replicate)
-                free = len(names) == 1 and not set(names) & taken and not set(axes) & used
-                if axes and free and rule.sizes[names[0]] % self.mesh.axis_size(axes) == 0:
-                    axes_of[names[0]] = axes
-                    used |= set(axes)
-
-    def hint_of(self, node: fx.Node) -> P | None:
-        """The spec that is preferred for a result: its hint; without one, the spec to which a mark that reads it moves it."""
-        for user in node.users if node not in self.hints else ():
-            if user.target == constrain_p.op:
-                axes = decode_axes(user.kwargs["axes"])
-                return normalise(axes, self.mesh) if isinstance(axes, P) else self.spec_of_axes(axes)
-            if user.target == constrain_bwd_p.op:
-                return self.marks[user.kwargs["mark"]]
-        return self.hints.get(node)
-
-    def pass_partial(self, node: fx.Node, rule: NodeRule, specs: list[P], axes_of: dict[str, tuple[str, ...]]) -> set[str]:
-        """The mesh axes over which operands are pending sums, and the op leaves them pending: so are its results then.
-
-        An op that is linear in all operands together leaves those sums pending that all operands have. Any other op must be
-        linear in the one operand that is a pending sum over an axis. Its results must not have more bytes than that operand,
-        because to sum them later would then move more bytes than to sum the operand now.
-
-        A cast to a narrower dtype is linear but for rounding. It leaves sums pending only for a caller who adds them up later, as
-        a step adds up the gradients of its microbatches.
-        """
-        used = {axis for axes in axes_of.values() for axis in axes}
-        pending = [set(spec.partial) for spec in specs]
-        if rule.jointly:
-            return set.intersection(*pending) - used if pending else set()
-        out_bytes = sum(v.nbytes for v in _tensors(node.meta["val"]))
-        passed = set()
-        casts = {0} if node in self.may_stay_pending and is_float_cast(node) else set()
-        for i in rule.linear | casts:
-            only_here = pending[i] - used - set().union(*(p for j, p in enumerate(pending) if j != i))
-            if out_bytes <= rule.operands[i].meta["val"].nbytes or _may_grow(node):
-                passed |= only_here
-        return passed
-
     def note_fallback(self, node: fx.Node, rule: NodeRule) -> None:
         """Warn, once for each op of torch, if the op lets no dim be sharded, so that ranks must gather its sharded operands."""
         read = [self.specs[operand] for i, operand in enumerate(rule.operands) if i not in rule.as_is]
@@ -560,23 +358,5 @@ class _Lowering:
             warnings.warn(f"{node.target}{where} {why}: it is computed whole on every rank", ReplicatedFallback, 2)
 
 
-def _seen_through_views(node: fx.Node) -> list[fx.Node]:
-    """A node and, if it is a view, all that it views."""
-    nodes = [node]
-    while nodes[-1].target in (torch.ops.aten.reshape.default, torch.ops.aten.permute.default):
-        nodes.append(nodes[-1].args[0])
-    return nodes
-
-
-def _may_grow(node: fx.Node) -> bool:
-    """Whether a pending sum may pass through an op even if the result has more bytes."""
-    primitive = primitive_of(node.target)
-    return primitive is not None and primitive.placement.may_grow_pending
-
-
 def _without_data(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [v for v in tree.leaves(value) if isinstance(v, Tensor)]

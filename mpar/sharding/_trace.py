@@ -13,6 +13,7 @@ from mpar.sharding import _control_rules  # noqa: F401  it fills a table
 from mpar.sharding._canonical import canonicalise
 from mpar.sharding._control_op import tracing
 from mpar.sharding._control_settle import settle
+from mpar.sharding._early_functions import early_functions_called
 from mpar.sharding._pass import erase_dead_nodes
 from mpar.sharding._refuse import explain, impure
 from mpar.sharding._watch import Calls, Watch
@@ -147,6 +148,7 @@ def _trace_flat(name: str, flat: Callable, names: Sequence[str], fakes: list[Ten
             checkpoint_disabled(),
             flex_attention_called(),
             control_flow_called(),
+            early_functions_called(),
             quiet_errors(),
         ):
             module = make_fx(functional)(*fakes)

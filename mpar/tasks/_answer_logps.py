@@ -31,13 +31,13 @@ class _LogpsHead:
 
 @dataclass(frozen=True)
 class AnswerLogps(TaskChain):
-    """The model of a task as a chain for `compile_forward`. Its result `logps` (B, N) is what a task with `reference_logps` in its
-    batch compares with. Its batch is that of the task, without this entry."""
+    """The model of a task as a chain for `compile_forward`. Its result `logps` (B, N) is what a task with `reference_logps` in
+    its batch compares with. Its batch is that of the task, without this entry."""
 
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Those of the model, and the log-probabilities of answers."""
-        *body, last = self.model.segments
+        *body, last = self.base.segments
         fn = _LogpsHead(last.fn, getattr(self.task, "ld_alpha", None))  # type: ignore[arg-type]  # checked when made
         return (
             *(Segment(s.name, s.fn, s.paths, s.out_axes) for s in body),

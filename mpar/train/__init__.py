@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         PlainConfig,
         PlainValue,
         PlanConfig,
+        StrategyConfig,
         TrainConfig,
     )
     from mpar.train._duration import deadline_after, seconds
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         make_mesh,
         make_optimizer,
         make_setup,
+        make_strategy,
         num_threads,
     )
     from mpar.train._sizes import batch_size, num_microbatches, seq_len
@@ -61,6 +63,7 @@ _HOME = {
     "PlainConfig": "_config",
     "PlainValue": "_config",
     "PlanConfig": "_config",
+    "StrategyConfig": "_config",
     "TrainConfig": "_config",
     "deadline_after": "_duration",
     "seconds": "_duration",
@@ -110,6 +113,7 @@ _HOME = {
     "make_mesh": "_setup",
     "make_optimizer": "_setup",
     "make_setup": "_setup",
+    "make_strategy": "_setup",
     "batch_size": "_sizes",
     "num_microbatches": "_sizes",
     "seq_len": "_sizes",
@@ -154,6 +158,7 @@ __all__ = [
     "Saving",
     "StepRecord",
     "Stop",
+    "StrategyConfig",
     "TrainConfig",
     "Watch",
     "batch_size",
@@ -173,6 +178,7 @@ __all__ = [
     "make_mesh",
     "make_optimizer",
     "make_setup",
+    "make_strategy",
     "make_tokenizer",
     "mesh_by_name",
     "mesh_problem",

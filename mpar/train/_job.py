@@ -8,7 +8,7 @@ from mpar.program import Program
 from mpar.train._config import PlainConfig, TrainConfig
 from mpar.train._job_folder import JOB_FILE, read_private, read_run_dir, write_private, write_run_dir
 from mpar.train._place import Place
-from mpar.train._setup import make_optimizer
+from mpar.train._setup import run_optimizer
 
 __all__ = ["Job", "read_job", "write_job"]
 
@@ -51,7 +51,7 @@ def read_job(folder: Path) -> Job:
     """The job that this user's launcher wrote into `folder`. Raises ConfigError if another user could have written it, and
     PlainDataError if it is damaged. The optimizer is made of the configuration."""
     job, run_dir = plain.from_text(Job, read_private(folder / JOB_FILE)), read_run_dir(folder)
-    program = job.program.with_optimizer(make_optimizer(job.config.optimizer, job.optimizer_steps or job.config.steps))
+    program = job.program.with_optimizer(run_optimizer(job.config, job.optimizer_steps or job.config.steps))
     return replace(
         job, program=program, config=replace(job.config, run_dir=run_dir), resolved=job.resolved | {"run_dir": run_dir}
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mpar.data import Batches
-from mpar.models import with_next_tokens
+from mpar.models import DRAW, with_draws, with_next_tokens
 from mpar.program import Program, cut_rows, rows_of
 
 __all__ = ["LocalBatches"]
@@ -17,11 +17,23 @@ class LocalBatches:
 
     Nothing is remembered of what was read ahead: which batch comes next is known from the number of the step alone.
     next_tokens: the model also learns the tokens after the next, so batches have labels for them.
+    seed, start: of the numbers by which training drops: the seed of the run, and the step of the training that reads batch 0.
     """
 
-    def __init__(self, program: Program, batches: Batches, rank: int, device: torch.device, *, next_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        batches: Batches,
+        rank: int,
+        device: torch.device,
+        *,
+        next_tokens: bool = False,
+        seed: int = 0,
+        start: int = 0,
+    ) -> None:
         self._program, self._batches, self._device, self._next_tokens = program, batches, device, next_tokens
         self._rank, self._rows = rank, rows_of(program, rank)
+        self._seed, self._start = seed, start
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "next batch")
         self._ahead: dict[int, Future[dict[str, Tensor]]] = {}
@@ -58,6 +70,9 @@ class LocalBatches:
         rows = self._batches.rows(step, self._rows)
         if self._next_tokens:  # must come before positions are cut, because the following token may be on another rank
             rows = with_next_tokens(rows)
+        if DRAW in self._program.facts.batch:
+            count = self._batches.shape.batch_size
+            rows = with_draws(rows, seed=self._seed, step=self._start + step, rows=self._rows, num_rows=count)
         read = {key: value for key, value in rows.items() if key in self._program.facts.batch}
         part = cut_rows(self._program, read, self._rank)
         if self._stream is None:

@@ -16,7 +16,7 @@ from mpar.data import Batches
 from mpar.errors import RewardError
 from mpar.models import Trainable
 from mpar.program import NO_LIMITS, Program, RankRun, Replay, State
-from mpar.tasks import task_means
+from mpar.tasks import TaskChain, task_means
 from mpar.train._evaluation import EvalLosses, Evaluation
 from mpar.train._experts import expert_load, side_losses
 from mpar.train._first_tensor import first_not_finite
@@ -26,7 +26,7 @@ from mpar.train._metrics import StepRecord, flops_per_token, peak_memory_bytes
 from mpar.train._place import Phase
 from mpar.train._saving import Saving
 from mpar.train._setup import RunSetup
-from mpar.train._state import PARAMS, Progress, fresh_state, is_checkpoint, load_state, started_state
+from mpar.train._state import PARAMS, Progress, fresh_state, has_params, is_checkpoint, load_state
 from mpar.train._stop import Stop
 from mpar.train._watch import Watch
 
@@ -76,10 +76,11 @@ def first_state(setup: RunSetup, program: Program, rank: int, device: torch.devi
     that the configuration names; the optimizer's state is zero."""
     config = setup.config
     model = setup.chain if isinstance(setup.chain, Trainable) else setup.model
-    if init is not None and is_checkpoint(init):
-        return started_state(program, model, rank, init, seed=config.seed, device=device)
+    copies = isinstance(model, TaskChain) and model.copied is not None  # a copy begins as the model does, not as it was saved
+    if init is not None and is_checkpoint(init) and not copies and (model.plain is model or has_params(model, init)):
+        return load_state(program, init, rank, device, params_only=True)[0]
     path = str(init) if init is not None else None if config.model.random_init else config.model.path
-    return fresh_state(program, model, rank, seed=config.seed, hf_path=path, device=device)
+    return fresh_state(program, model, rank, seed=config.seed, source=path, device=device)
 
 
 def run_steps(rank: Rank, state: State, progress: Progress, on_step: Callable[[StepRecord], None]) -> tuple[State, Progress]:
@@ -89,8 +90,9 @@ def run_steps(rank: Rank, state: State, progress: Progress, on_step: Callable[[S
     Raises NumericsError if the numbers of a step say that the run must stop (see `judge`); no checkpoint is written then. Raises
     the failure of a save, which goes on while training does, after one of the next steps, or at the end.
     """
+    how = {"seed": rank.setup.config.seed, "start": progress.data_start}
     next_tokens = bool(rank.setup.model.next_keys)
-    local = LocalBatches(rank.program, rank.batches, rank.rank, rank.device, next_tokens=next_tokens)
+    local = LocalBatches(rank.program, rank.batches, rank.rank, rank.device, next_tokens=next_tokens, **how)
     with rank.saving, local:
         return _run_steps(rank, local, state, progress, on_step)
 
@@ -186,7 +188,6 @@ class _Yardstick:
             communication_bytes=communication_bytes,
             save_s=rank.saving.stalled_s(),
             side_losses=side_losses(metrics),
-            task_metrics=task_means(metrics),
             expert_load=expert_load(metrics),
             skipped=progress.health.skipped,
             data_use=progress.data_numbers(),
@@ -200,7 +201,7 @@ def _with_evaluation(record: StepRecord, found: EvalLosses | None) -> StepRecord
     of_set = dict(found.of_set) if len(found.of_set) > 1 else {}
     perplexity = None if found.task_means else math.exp(min(found.mean, _LARGEST_EXPONENT))  # the loss of a task is no entropy
     return replace(
-        record, eval_loss=found.mean, perplexity=perplexity, eval_losses=of_set, eval_task_metrics=dict(found.task_means)
+        record, eval_loss=found.mean, perplexity=perplexity, eval_losses=of_set, eval_task_means=dict(found.task_means)
     )
 
 

@@ -46,12 +46,12 @@ class StepRecord:
     save_s: for how many seconds training stood still before this step, in order to save; None: it did not.
     eval_loss, perplexity: mean loss on the data of `evaluation` after the step, and its exponential; None: not evaluated then.
     eval_losses:     of several sets to evaluate on, the mean loss on each.
-    task_metrics, eval_task_metrics: means that the task reports, of the step and of all data to evaluate on.
     side_losses: losses that were added to `loss`, which does not include them; each is summed over layers.
     expert_load: by layer with experts.
     data_s: for how many seconds the step waited for its batch.
     data_use: the rows and tokens that all steps have been given, by source; of a stream also rows that were left out, by reason.
     batch_numbers: what there is to see of a batch that depends on the parameters, such as the mean reward of its answers.
+    task_means, eval_task_means: means that the task reports, of the step and of all data to evaluate on.
     skipped: how many steps of the run so far were skipped, because loss or gradient norm were not finite or a spike.
     notes: what is wrong with the step, in words; nothing with most.
     """
@@ -74,13 +74,13 @@ class StepRecord:
     perplexity: float | None = None
     eval_losses: Mapping[str, float] = field(default_factory=dict)
     side_losses: Mapping[str, float] = field(default_factory=dict)
-    task_metrics: Mapping[str, float] = field(default_factory=dict)
-    eval_task_metrics: Mapping[str, float] = field(default_factory=dict)
     expert_load: Mapping[str, ExpertLoad] = field(default_factory=dict)
     skipped: int = 0
     data_s: float = 0.0
     data_use: Mapping[str, float] = field(default_factory=dict)
     batch_numbers: Mapping[str, float] = field(default_factory=dict)
+    task_means: Mapping[str, float] = field(default_factory=dict)
+    eval_task_means: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -98,11 +98,11 @@ class StepRecord:
         """All numbers that are not None, by name; those of one layer are named like `max_load/layers.3`, those of one of several
         sets to evaluate on like `eval_loss/NAME`.
         """
-        mappings = ("side_losses", "task_metrics", "eval_task_metrics", "eval_losses", "expert_load", "data_use", "batch_numbers")
+        mappings = ("side_losses", "eval_losses", "expert_load", "data_use", "batch_numbers", "task_means", "eval_task_means")
         names = [f.name for f in fields(self) if f.name not in (*mappings, "notes")]
         numbers = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        numbers |= {**self.side_losses, **self.task_metrics, **self.data_use, **self.batch_numbers}
-        numbers |= {f"eval_{name}": mean for name, mean in self.eval_task_metrics.items()}
+        numbers |= {**self.side_losses, **self.data_use, **self.batch_numbers, **self.task_means}
+        numbers |= {f"eval_{name}": mean for name, mean in self.eval_task_means.items()}
         numbers |= {f"eval_loss/{name}": loss for name, loss in self.eval_losses.items()}
         if self.expert_load:
             numbers |= {"max_load": self.max_load, "dropped": self.dropped}

@@ -30,8 +30,8 @@ _HEAD_BYTES = 2**20
 class Reference:
     """What a rank needs to find the log-probabilities of the reference model.
 
-    program: of `mpar.tasks.AnswerLogps`. resumes: whether the run goes on, so that its folder has them, and the present parameters
-    are no longer those of the reference model. init: see `first_state`. agree: see `Rank`.
+    program: of `mpar.tasks.AnswerLogps`. resumes: whether the run goes on, so that its folder has them, and the present
+    parameters are no longer those of the reference model. init: see `first_state`. agree: see `Rank`.
     """
 
     setup: RunSetup
@@ -57,7 +57,7 @@ class Reference:
         """What they depend on besides parameters and data."""
         chain = self.setup.chain
         assert isinstance(chain, TaskChain)
-        return repr((chain.model.settings, getattr(chain.task, "ld_alpha", None), self.setup.config.precision.name))
+        return repr((chain.base.settings, getattr(chain.task, "ld_alpha", None), self.setup.config.precision.name))
 
 
 def with_reference(reference: Reference, data: RunData) -> RunData:
@@ -80,8 +80,8 @@ def _with_logps(reference: Reference, batches: Batches) -> DocumentBatches:
     if reference.agree([float(found is None)])[0]:
         if reference.resumes and reference.setup.config.init_from is not None:
             raise CheckpointError(
-                f"cannot go on: {reference.folders[0] / name} is missing, which has the log-probabilities of the reference model.\n"
-                "Restore it, or begin a new run with init_from= and another run_dir."
+                f"cannot go on: {reference.folders[0] / name} is missing or damaged. It has the log-probabilities of the "
+                "reference model.\nRestore it, or begin a new run with init_from= and another run_dir."
             )
         found = _computed(reference, batches)
     assert found is not None
@@ -95,7 +95,7 @@ def _computed(reference: Reference, batches: DocumentBatches) -> NDArray[np.floa
     """(documents,): what the program gives, sequence by sequence."""
     program, setup, rank = reference.program, reference.setup, reference.rank
     assert isinstance(setup.chain, TaskChain)
-    chain = AnswerLogps(setup.chain.model, setup.chain.task)
+    chain = AnswerLogps(setup.chain.base, setup.chain.task)
     small = batches.in_order(batches.shape.batch_size // num_microbatches(setup.config))
     state: State = first_state(replace(setup, chain=chain), program, rank, reference.device, reference.init)
     run = program.bind(device=reference.device, counter=reference.watch, timeout_s=setup.config.timeout_s)

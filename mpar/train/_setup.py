@@ -14,13 +14,23 @@ from mpar.data import BatchShape, TokenWeights
 from mpar.errors import ConfigError, UnknownNameError
 from mpar.kernels import Kernels, kernels_for
 from mpar.mesh import Mesh
-from mpar.models import ModelOptions, Trainable
+from mpar.models import DRAW, ModelOptions, Trainable
 from mpar.optim import SGD, SOAP, AdamW, Lion, Muon, Optimizer, check_optimizer
 from mpar.program import Hardware
 from mpar.rollouts import RewardSpec, RolloutPlan
 from mpar.strategy import Strategy, preset
-from mpar.tasks import COLUMN, POSITIONS, TaskChain
-from mpar.train._config import HardwareConfig, ModelConfig, OptimizerConfig, TaskConfig, TrainConfig
+from mpar.tasks import COLUMN, TaskChain
+from mpar.train._adapters import adapted, adapted_part, with_rates
+from mpar.train._config import (
+    FreezeConfig,
+    HardwareConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    StrategyConfig,
+    TaskConfig,
+    TrainConfig,
+)
 from mpar.train._learning_rate import make_learning_rate
 from mpar.train._plug_ins import plug_in_of
 from mpar.train._sizes import batch_size, seq_len
@@ -35,8 +45,11 @@ __all__ = [
     "make_mesh",
     "make_optimizer",
     "make_setup",
+    "make_strategy",
     "model_of",
     "num_threads",
+    "run_optimizer",
+    "trained_model",
 ]
 
 BATCH_KEYS = ("tokens", "labels", "positions", "documents")
@@ -47,7 +60,7 @@ WEIGHT_KEYS = ("token_weights", "next_token_weights")  # of labels, and of those
 class RunSetup:
     """A configuration and the objects that it names. Every process makes this once and passes it to what needs it.
 
-    chain: what is trained, which is the model itself unless a task makes another chain of it.
+    chain: what is trained, which is the model itself unless some of it is frozen, or a task makes another chain of it.
     """
 
     config: TrainConfig
@@ -64,27 +77,28 @@ def make_setup(config: TrainConfig) -> RunSetup:
 
     Raises an MparError if mesh, strategy, model or kernels are impossible.
     """
-    mesh, strategy = make_mesh(config), _strategy(config)
-    model = _model(config.model, mesh, strategy)
-    return RunSetup(config, mesh, strategy, model, chain_of(config, model), make_hardware(config.hardware), _kernels(config))
+    mesh, strategy = make_mesh(config.mesh), make_strategy(config.strategy, config.mesh)
+    model = adapted(config.adapter, _model(config.model, mesh, strategy))
+    chain = chain_of(config, _frozen(config.freeze, model))
+    return RunSetup(config, mesh, strategy, model, chain, make_hardware(config.hardware), _kernels(config))
 
 
-def make_mesh(config: TrainConfig) -> Mesh:
+def make_mesh(config: MeshConfig) -> Mesh:
     """The mesh of the configuration, its axes outermost first."""
-    return Mesh(**asdict(config.mesh))
+    return Mesh(**asdict(config))
 
 
-def _strategy(config: TrainConfig) -> Strategy:
+def make_strategy(config: StrategyConfig, mesh: MeshConfig) -> Strategy:
     """The preset, changed as configured. Raises ConfigError or UnknownNameError for values that no mesh could use."""
-    asked = {name: value for name, value in asdict(config.strategy).items() if name != "name" and value is not None}
-    axes = [axis for axis in asdict(config.mesh) if axis != "pp"]
+    asked = {name: value for name, value in asdict(config).items() if name != "name" and value is not None}
+    axes = [axis for axis in asdict(mesh) if axis != "pp"]
     unknown = [axis for axis in asked.get("expert_axes", ()) if axis not in axes]
     if unknown:
         raise UnknownNameError(f"strategy.expert_axes={list(asked['expert_axes'])} has {unknown}: experts can be over {axes}")
     small = [f"strategy.{name}={asked[name]}" for name in ("expert_parallel", "ulysses_size") if asked.get(name, 1) < 1]
     if small:
         raise ConfigError(f"cannot use {', '.join(small)}: a number of ranks is at least 1")
-    return replace(preset(config.strategy.name), **asked)
+    return replace(preset(config.name), **asked)
 
 
 def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Trainable:
@@ -106,6 +120,11 @@ def _model(group: ModelConfig, mesh: Mesh, strategy: Strategy) -> Trainable:
     strategy, mesh = arrange(strategy, mesh, plain.abstract_params, plain.param_axes)
     groups = tuple(mesh.axis_size(strategy.compute[row]) for row in ("moe_batch", "moe_seq"))
     return plain if groups == (1, 1) else _model_of(group, {**router, "token_groups": groups})
+
+
+def trained_model(config: TrainConfig) -> Trainable:
+    """The model of a run with its adapters, on a mesh that does not divide the tokens of its routers."""
+    return adapted(config.adapter, model_of(config.model))
 
 
 def model_of(group: ModelConfig) -> Trainable:
@@ -140,20 +159,26 @@ def _model_of(group: ModelConfig, router: Mapping[str, object] | None) -> Traina
         mlp_chunk=group.mlp_chunk,
         router=router,
         mtp_loss_weight=group.mtp_loss_weight,
+        dropout=group.dropout,
     )
     return models.from_config(source, options)
 
 
+def _frozen(group: FreezeConfig, model: Trainable) -> Trainable:
+    """The model, of which training does not change what `group` says. Raises ConfigError or UnknownNameError."""
+    return models.freeze(model, names=group.names, segments=group.segments, ratio=group.ratio, trainable=group.trainable)
+
+
 def chain_of(config: TrainConfig, model: Trainable) -> Chain:
     """What is trained: `model`, or what a task makes of it. Raises ConfigError if options of the task are impossible, or if what
-    a task of the user's own makes is no chain with the parameters of the model.
+    a task of the user's own makes is no chain with the parameters of the model, or one that trains what is frozen in the model.
     """
     plug_in = plug_in_of(config.task)
     if plug_in is None:
         task = make_task(config.task)
         if task is None:
             return model
-        chain: Chain = TaskChain(model, task, model if task.compares else None)
+        chain: Chain = TaskChain(model, task, *(_reference(config.task, model) if task.compares else ()))
         check_chain(chain, trains=True)
         return chain
     made = plug_in.call(model)
@@ -171,7 +196,25 @@ def chain_of(config: TrainConfig, model: Trainable) -> Chain:
             f"{plug_in.label} returned a chain with other parameters than the model (model -> chain):\n  {lines}\n"
             "A task changes the loss. A chain with parameters of its own is a model: model=module:function."
         )
+    if unfrozen := sorted(model.frozen - chain.frozen):
+        raise ConfigError(
+            f"{plug_in.label} returned a chain that trains {len(unfrozen)} parameters which are frozen in the model: "
+            f"{', '.join(unfrozen[:4])}\nIts `frozen` must have those of the model that it is given."
+        )
     return chain
+
+
+def _reference(config: TaskConfig, model: Trainable) -> tuple[Trainable, bool]:
+    """The model that is compared with in the same program, and whether it reads the parameters of `model`. Raises ConfigError."""
+    adapted = adapted_part(model)
+    if config.reference == "adapter" and adapted is None:
+        raise ConfigError("cannot use task.reference=adapter: there is no adapter. Use task.reference=frozen or columns.")
+    if config.reference == "frozen" and adapted is not None:
+        raise ConfigError(
+            "cannot use task.reference=frozen with an adapter, without which the model is what it was: use "
+            "task.reference=adapter, or columns, if training begins with an adapter that was trained before."
+        )
+    return (model, False) if adapted is None else (adapted.base, True)
 
 
 def _shapes(chain: Chain) -> dict[str, tuple[int, ...]]:
@@ -189,17 +232,22 @@ def num_threads(config: TrainConfig, local_ranks: int) -> int:
     return config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
-def batch_shapes(config: TrainConfig, chain: Chain, model: Trainable) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
-    """The shape and dtype of every entry of a global batch that `chain`, made of `model`, reads.
+def batch_shapes(
+    config: TrainConfig, chain: Chain, model: Trainable, *, training: bool = True
+) -> Mapping[str, tuple[tuple[int, int], torch.dtype]]:
+    """The shape and dtype of every entry of a global batch that `chain`, made of `model`, reads, in training or in an evaluation.
 
     Raises ConfigError if tokens have weights and the chain reads none.
     """
-    keys = [key for key in (*BATCH_KEYS, *model.next_keys) if key in chain.batch_axes]
+    read = (*BATCH_KEYS, *model.next_keys, *(DRAW,) * training)
+    keys = [key for key in read if key in chain.batch_axes]
     shape = (batch_size(config), seq_len(config))
-    ints = dict.fromkeys(keys, (shape, torch.int64))
-    if isinstance(chain, TaskChain) and chain.task.entries:
-        sizes = {POSITIONS: shape, COLUMN: (shape[0], answers_per_row(config))}
-        return {**ints, **{name: (sizes[entry.axes], entry.dtype) for name, entry in chain.task.entries.items()}}
+    ints: dict[str, tuple[tuple[int, int], torch.dtype]] = dict.fromkeys(keys, (shape, torch.int64))
+    if isinstance(chain, TaskChain):
+        columns = (shape[0], answers_per_row(config))
+        own = {key: (columns if entry.axes == COLUMN else shape, entry.dtype) for key, entry in chain.task.entries.items()}
+        if own:
+            return {**ints, **own}
     if TokenWeights.parse(config.data.token_weights).binary:
         return ints
     if WEIGHT_KEYS[0] not in chain.batch_axes:
@@ -241,6 +289,11 @@ def reward_specs(task: TaskConfig) -> list[RewardSpec]:
     ]
 
 
+def run_optimizer(config: TrainConfig, steps: int) -> Optimizer:
+    """The optimizer of a run of `steps` updates, with the rates of its adapters. Raises ConfigError."""
+    return with_rates(config.adapter, make_optimizer(config.optimizer, steps))
+
+
 def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:
     """The optimizer, with its learning rate for a run of `steps` updates. Raises ConfigError."""
     rate = make_learning_rate(config, steps)
@@ -279,14 +332,14 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:
 
 def check_device(config: TrainConfig) -> None:
     """Raise ConfigError unless this node has the devices that the configuration asks for, and they can run `execution`."""
-    if config.execution == "cuda_graph" and (config.device != "cuda" or make_mesh(config).size > 1):
+    if config.execution == "cuda_graph" and (config.device != "cuda" or make_mesh(config.mesh).size > 1):
         raise ConfigError(
-            f"cannot train with execution=cuda_graph on device={config.device} and {make_mesh(config)}: a step is recorded on "
-            "one GPU. Use execution=eager or inductor, or device=cuda mesh=one."
+            f"cannot train with execution=cuda_graph on device={config.device} and {make_mesh(config.mesh)}: a step is recorded "
+            "on one GPU. Use execution=eager or inductor, or device=cuda mesh=one."
         )
     if config.device != "cuda":
         return
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", make_mesh(config).size))  # torchrun sets it on every node
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", make_mesh(config.mesh).size))  # torchrun sets it on every node
     if torch.cuda.device_count() < local:
         raise ConfigError(
             f"cannot train with device=cuda: {local} ranks run on this machine, and torch finds {torch.cuda.device_count()} CUDA "

@@ -1,7 +1,7 @@
 """Makes the shards of a rank's state: fresh ones, from Hugging Face weights, or from a checkpoint of any mesh."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -14,7 +14,7 @@ from mpar.checkpoint import Json
 from mpar.data import Batches, stream_report
 from mpar.errors import CheckpointError
 from mpar.mesh import Mesh
-from mpar.models import DecoderParams, HfReader, Model, Trainable, shard_slices
+from mpar.models import DecoderParams, HfReader, Model, Read, Trainable, shard_slices
 from mpar.program import Leaf, Program, State
 from mpar.spec import local_shape
 from mpar.tasks import BESIDE_MODEL
@@ -27,12 +27,13 @@ __all__ = [
     "Progress",
     "checkpoint_in",
     "fresh_state",
+    "has_params",
     "is_checkpoint",
     "load_params",
     "load_state",
+    "open_params",
     "read_params",
     "resume_from",
-    "started_state",
 ]
 
 PARAMS = "params."
@@ -134,26 +135,44 @@ class Progress:
         return reached if resume.state == "all" else replace(reached, optimizer_start=self.step, health=Health())
 
 
-def fresh_state(program: Program, model: Trainable, rank: int, *, seed: int, hf_path: str | None, device: torch.device) -> State:
-    """This rank's shards before the first step. Parameters are drawn from `seed`, or read from the weights in `hf_path` if these
-    have them (`Trainable.origin_of`); the optimizer's state is zero.
+def fresh_state(program: Program, model: Trainable, rank: int, *, seed: int, source: str | None, device: torch.device) -> State:
+    """This rank's shards before the first step; the optimizer's state is zero. Parameters are drawn from `seed`; those of the
+    model that others are made of, without adapters, are read from `source` if it is given, a Hugging Face folder or a checkpoint.
     """
     leaves: dict[str, Tensor] = {}
-    readers: dict[Trainable, HfReader] = {}
-    for leaf in program.part(rank).state_in:
-        kind, _, path = leaf.path.partition(".")
-        if kind != "params":
-            leaves[leaf.path] = _zeros(leaf, program.mesh, device)
-            continue
-        cut = shard_slices(leaf.shape, leaf.spec, program.mesh, rank)
-        owner, inner = model.origin_of(path)
-        if hf_path is None or (owner is model and path.startswith(BESIDE_MODEL)):
-            part = model.init_leaf(seed, path, cut)
-        else:
-            readers[owner] = readers.get(owner) or HfReader(_exportable(owner, hf_path), hf_path)
-            part = readers[owner].read_leaf(inner, cut)
-        leaves[leaf.path] = part.to(device=device, dtype=leaf.dtype).contiguous()
+    with _source(model, seed, source) as read:
+        for leaf in program.part(rank).state_in:
+            kind, _, path = leaf.path.partition(".")
+            if kind != "params":
+                leaves[leaf.path] = _zeros(leaf, program.mesh, device)
+                continue
+            part = model.first_leaf(seed, path, shard_slices(leaf.shape, leaf.spec, program.mesh, rank), read)
+            leaves[leaf.path] = part.to(device=device, dtype=leaf.dtype).contiguous()
     return State(leaves)
+
+
+@contextmanager
+def _source(model: Trainable, seed: int, source: str | None) -> Iterator[Read]:
+    """What gives the leaves of the model without adapters."""
+    plain = model.plain
+    if source is None:
+        yield lambda path, slices: plain.init_leaf(seed, path, slices)
+    elif is_checkpoint(Path(source)):
+        with checkpoint.Reader(source) as saved:
+            _check_params(plain, saved)
+            yield lambda path, slices: _part(saved.read(PARAMS + path), slices)
+    else:
+        with HfReader(_exportable(plain, source), source) as folder:
+            yield folder.read_leaf
+
+
+def _part(x: Tensor, slices: Sequence[slice] | None) -> Tensor:
+    return x if slices is None else x[tuple(slices)]
+
+
+def has_params(model: Trainable, path: Path) -> bool:
+    """Whether the checkpoint at `path` has parameters under all names of the model, those of its adapters as well."""
+    return {PARAMS + name for name in tree.paths(model.abstract_params)} <= set(checkpoint.names(path))
 
 
 def _exportable(model: Trainable, folder: str) -> Model:
@@ -165,54 +184,47 @@ def _exportable(model: Trainable, folder: str) -> Model:
     )
 
 
-def started_state(program: Program, model: Trainable, rank: int, path: Path, *, seed: int, device: torch.device) -> State:
-    """This rank's shards before the first step, with the parameters in the checkpoint at `path`. Parameters that are copies of
-    others begin as these, and what the checkpoint does not have besides the model's is fresh. The optimizer's state is zero.
-    """
-    present, mesh = set(checkpoint.names(path)), program.mesh
-    wanted, names = {}, {}
-    leaves: dict[str, Tensor] = {}
-    for leaf in program.part(rank).state_in:
-        kind, _, inner = leaf.path.partition(".")
-        if kind != "params":
-            leaves[leaf.path] = _zeros(leaf, mesh, device)
-        elif inner.startswith(BESIDE_MODEL) and model.origin_of(inner)[0] is model and leaf.path not in present:
-            part = model.init_leaf(seed, inner, shard_slices(leaf.shape, leaf.spec, mesh, rank))
-            leaves[leaf.path] = part.to(device=device, dtype=leaf.dtype).contiguous()
-        else:
-            names[leaf.path] = PARAMS + model.origin_of(inner)[1]
-            wanted[names[leaf.path]] = (leaf.shape, leaf.spec, leaf.dtype)
-    origins = {PARAMS + model.origin_of(leaf.path.removeprefix(PARAMS))[1] for leaf in program.state_in}
-    others = {name for name in present if not name.startswith(PARAMS) or name.removeprefix(PARAMS).startswith(BESIDE_MODEL)}
-    loaded = checkpoint.load(path, wanted, mesh, rank, elsewhere=(origins | others) - wanted.keys())
-    return State({**leaves, **{name: loaded[source].to(device).clone() for name, source in names.items()}})
-
-
 def load_state(
     program: Program, path: Path, rank: int, device: torch.device, *, params_only: bool = False
 ) -> tuple[State, Progress]:
     """This rank's shards and the progress of the run, from the checkpoint at `path`, which any mesh may have saved.
 
-    params_only: the optimizer's state is zero, whatever the checkpoint has of it.
+    params_only: the optimizer's state is zero, whatever the checkpoint has of it. Parameters are then cast to the dtypes in which
+        the program stores them, as those that it does not train may be saved in a narrower one.
     """
     leaves_in = [leaf for leaf in program.part(rank).state_in if not params_only or leaf.path.startswith(PARAMS)]
-    wanted = {leaf.path: (leaf.shape, leaf.spec, leaf.dtype) for leaf in leaves_in}
+    saved = _saved_dtypes(path) if params_only else {}
+    read_as = {leaf.path: _readable_as(leaf.dtype, saved.get(leaf.path, leaf.dtype)) for leaf in leaves_in}
+    wanted = {leaf.path: (leaf.shape, leaf.spec, read_as[leaf.path]) for leaf in leaves_in}
     others = {name for name in checkpoint.names(path) if not name.startswith(PARAMS)}
     if not others and any(not name.startswith(PARAMS) for name in wanted):
         raise CheckpointError(
             f"cannot go on from {path}: it has parameters only, since it was saved with checkpoint.optimizer_state=false.\n"
             "To go on with a fresh optimizer: resume=weights. To begin a new run with them: init_from= and a new run_dir."
         )
+    if params_only:
+        others |= {name for name in checkpoint.names(path) if name.removeprefix(PARAMS).startswith(BESIDE_MODEL)} - wanted.keys()
     elsewhere = {leaf.path for leaf in program.state_in} - wanted.keys() | (others if params_only else set())
     loaded = checkpoint.load(path, wanted, program.mesh, rank, elsewhere=elsewhere)
     progress = Progress.from_extras(checkpoint.read_extras(path), path)
     leaves = {
-        leaf.path: loaded[leaf.path].to(device) if leaf.path in loaded else _zeros(leaf, program.mesh, device)
+        leaf.path: loaded[leaf.path].to(device, leaf.dtype) if leaf.path in loaded else _zeros(leaf, program.mesh, device)
         for leaf in program.part(rank).state_in
     }
     if params_only:
         return State(leaves), progress
     return State(leaves, progress.step - progress.optimizer_start, progress.health.skipped), progress
+
+
+def _saved_dtypes(path: Path) -> dict[str, torch.dtype]:
+    """The dtype of every tensor in a checkpoint."""
+    with checkpoint.Reader(path) as reader:
+        return {name: x.dtype for name, x in reader.tensors.items()}
+
+
+def _readable_as(wanted: torch.dtype, saved: torch.dtype) -> torch.dtype:
+    """The dtype in which to read a parameter: that in which it is saved, if it can be cast to the one that is wanted."""
+    return saved if saved.is_floating_point and wanted.is_floating_point else wanted
 
 
 def _zeros(leaf: Leaf, mesh: Mesh, device: torch.device) -> Tensor:
@@ -228,31 +240,40 @@ def load_params(model: Trainable, path: Path) -> DecoderParams[Tensor]:
 
 
 def read_params(model: Trainable, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The global parameters of the model in a checkpoint with their paths, one after the other. Those of a task are left out.
+    """The global parameters in a checkpoint with their paths, one after the other, in the dtypes of the model.
 
     Raises CheckpointError, before the first, unless they are exactly those of the model, and if one that is read is damaged.
     """
+    with open_params(model, path) as read:
+        for name in tree.paths(model.abstract_params):
+            yield name, read(name)
+
+
+@contextmanager
+def open_params(model: Trainable, path: Path) -> Iterator[Callable[[str], Tensor]]:
+    """What gives the global parameters in a checkpoint by path. Raises CheckpointError unless they are those of the model."""
+    with checkpoint.Reader(path) as reader:
+        _check_params(model, reader)
+        dtypes = {name: leaf.dtype for name, leaf in tree.leaves_with_path(model.abstract_params)}
+        yield lambda name: reader.read(PARAMS + name).to(dtypes[name])
+
+
+def _check_params(model: Trainable, reader: checkpoint.Reader) -> None:
     leaves = tree.leaves_with_path(model.abstract_params)
     expected = {PARAMS + name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves}
-    with checkpoint.Reader(path) as reader:
-        beside = tuple(PARAMS + root for root in BESIDE_MODEL)
-        found = {
-            name: (x.shape, x.dtype)
-            for name, x in reader.tensors.items()
-            if name.startswith(PARAMS) and not name.startswith(beside)
-        }
-        problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
-        problems += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys())]
-        problems += [
-            f"different: {name} is {found[name]}, the model's is {wanted}"
-            for name, wanted in expected.items()
-            if found.get(name, wanted) != wanted
-        ]
-        if problems:
-            lines = "\n  ".join(problems)
-            raise CheckpointError(f"the parameters in {path} are not those of this {model.name} model:\n  {lines}")
-        for name, _ in leaves:
-            yield name, reader.read(PARAMS + name)
+    beside = tuple(PARAMS + root for root in BESIDE_MODEL)
+    tensors = {name: x for name, x in reader.tensors.items() if name.startswith(PARAMS) and not name.startswith(beside)}
+    found = {name: (x.shape, x.dtype) for name, x in tensors.items()}
+    problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
+    problems += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys())]
+    problems += [
+        f"different: {name} is {found[name]}, the model's is {wanted}"
+        for name, wanted in expected.items()
+        if name in found and found[name] != (wanted[0], _readable_as(wanted[1], found[name][1]))
+    ]
+    if problems:
+        lines = "\n  ".join(problems)
+        raise CheckpointError(f"the parameters in {reader.path} are not those of this {model.name} model:\n  {lines}")
 
 
 def resume_from(run_dir: Path, resume: str) -> Path | None:

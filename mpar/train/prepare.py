@@ -17,7 +17,7 @@ from mpar.train._job_folder import DATA_FOLDER, MALFORMED_FILE
 from mpar.train._origin import find_origin
 from mpar.train._program_cache import ProgramCache, program_key
 from mpar.train._run_data import RunData, load_data
-from mpar.train._setup import RunSetup, check_device, make_optimizer
+from mpar.train._setup import RunSetup, check_device, run_optimizer
 
 __all__ = ["Prepared", "prepare"]
 
@@ -60,7 +60,7 @@ def prepare(
         data.training.go_to(reached.data_cursor)
     program, compiled = _kept(kept_programs, setup, "training", lambda: _compiler().compile_program(setup))
     steps = config.steps - reached.optimizer_start
-    program = program.with_optimizer(make_optimizer(config.optimizer, steps))  # a kept program has none
+    program = program.with_optimizer(run_optimizer(config, steps))  # a kept program has none
     evaluation = None
     if data.evaluation:
         evaluation, _ = _kept(kept_programs, setup, "evaluation", lambda: _compiler().compile_evaluation(setup, program))

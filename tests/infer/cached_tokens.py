@@ -1,11 +1,13 @@
 """A runner without a model: its pages hold tokens, and what comes next is a hash of all tokens that a row can see there."""
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mpar.infer import SPARE_PAGE, Sizes
+from mpar.infer import SPARE_PAGE, Scores, Sizes
+from mpar.infer._scores import scores_of_logits
 
 __all__ = ["VOCABULARY", "CachedTokens", "next_token"]
 
@@ -24,26 +26,29 @@ class CachedTokens:
 
     def __init__(self, sizes: Sizes, *, shares_pages: bool = True) -> None:
         self.sizes, self.shares_pages = sizes, shares_pages
-        self.cache = torch.full((sizes.pages, sizes.page_size), -1)
+        self.cache = torch.full((sizes.groups, sizes.pages, sizes.page_size), -1)
 
     def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
         """See `Runner`."""
-        assert len(tokens_T) <= self.sizes.tokens
-        size = self.sizes.page_size
+        size, groups_T = self.sizes.page_size, rows_T // self.sizes.group_rows
+        assert groups_T.bincount().max() <= self.sizes.tokens
         pages_T = pages_RP[rows_T, order_T // size]
         assert (pages_T != SPARE_PAGE).all()
-        self.cache[pages_T, order_T % size] = tokens_T
+        self.cache[groups_T, pages_T, order_T % size] = tokens_T
         logits_RV = torch.zeros(self.sizes.rows, VOCABULARY)
         for row, last in enumerate(last_R.tolist()):
             if last >= 0:
-                seen = self.cache[pages_RP[row]].flatten()[: int(order_T[last]) + 1]
+                seen = self.cache[row // self.sizes.group_rows, pages_RP[row]].flatten()[: int(order_T[last]) + 1]
                 logits_RV[row, next_token(seen.tolist())] = 1.0
         return logits_RV
 
     def prepare(self) -> None:
         """See `Runner`."""
 
-    def logits(self, tokens_S: Tensor) -> Tensor:
+    def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
         """See `Runner`."""
-        seen = (tokens_S[: n + 1].tolist() for n in range(len(tokens_S)))
-        return torch.nn.functional.one_hot(torch.tensor([next_token(tokens) for tokens in seen]), VOCABULARY).float()
+        return [self._score(text, num_likeliest) for text in texts]
+
+    def _score(self, text: Tensor, num_likeliest: int) -> Scores:
+        expected = torch.tensor([next_token(text[: n + 1].tolist()) for n in range(len(text) - 1)])
+        return scores_of_logits(torch.nn.functional.one_hot(expected, VOCABULARY).float(), text, num_likeliest)

@@ -11,7 +11,8 @@ from mpar import models
 from mpar.errors import ConfigError
 from mpar.infer import Engine, Sampling, Sizes
 from mpar.infer.compile import ProgramRunner
-from tests.infer.runner_worker import MESHES, answers_on
+from mpar.testing import assert_close
+from tests.infer.runner_worker import MESHES, found_on
 from tests.models.variants import KINDS, VARIANTS
 from tests.processes import torchrun
 
@@ -84,10 +85,13 @@ def test_what_is_refused():
 
 @pytest.mark.gloo
 def test_two_processes_give_the_same_answers(tmp_path):
-    """Two ranks of tp and of pp, each with an engine of its own: both have the answers of one process."""
+    """Two ranks of tp, pp, fsdp and cp, each with an engine of its own: both have the answers and the scores of one process."""
     done = torchrun(pathlib.Path(__file__).with_name("runner_worker.py"), str(tmp_path), num_ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    expected = answers_on(None)
+    answers, logprobs = found_on()
     for name in MESHES:
         for rank in range(2):
-            assert json.loads((tmp_path / f"{name}{rank}.json").read_text()) == expected
+            found = json.loads((tmp_path / f"{name}{rank}.json").read_text())
+            assert found[0] == answers
+            for one, expected in zip(found[1], logprobs, strict=True):
+                assert_close(torch.tensor(one), torch.tensor(expected), name=f"{name}{rank}")

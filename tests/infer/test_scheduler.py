@@ -22,10 +22,11 @@ def alone(prompt: list[int], sampling: Sampling, length: int) -> list[int]:
 
 def check_pages(engine: Engine, sizes: Sizes) -> None:
     """Every page is free or has as many users as requests list it."""
-    pool, running = engine.scheduler.pool, engine.scheduler.running
-    used = [page for request in running for page in request.pages]
-    assert 0 not in used
-    assert pool.num_free + len(set(used)) == sizes.pages - 1
+    running = engine.scheduler.running
+    for group, pool in enumerate(engine.scheduler.pools):
+        used = [page for request in running if request.row // sizes.group_rows == group for page in request.pages]
+        assert 0 not in used
+        assert pool.num_free + len(set(used)) == sizes.pages - 1
     for request in engine.scheduler.waiting:
         assert not request.pages and request.row < 0
     assert len({request.row for request in running}) == len(running) <= sizes.rows
@@ -34,11 +35,17 @@ def check_pages(engine: Engine, sizes: Sizes) -> None:
 def attack(seed: int) -> Engine:
     """Random sizes, arrivals, lengths and cancellations."""
     draw = random.Random(seed)
-    rows, page_size = draw.randint(1, 6), draw.choice([1, 2, 4, 8])
+    groups, page_size = draw.choice([1, 1, 2, 3]), draw.choice([1, 2, 4, 8])
+    rows = groups * draw.randint(1, 6)
     length = draw.randint(8, 40)
     fewest = -(-length // page_size) + 1
     sizes = Sizes(
-        rows=rows, tokens=rows + draw.randint(0, 12), pages=draw.randint(fewest, 3 * fewest), page_size=page_size, length=length
+        rows=rows,
+        tokens=rows // groups + draw.randint(0, 12),
+        pages=draw.randint(fewest, 3 * fewest),
+        page_size=page_size,
+        length=length,
+        groups=groups,
     )
     engine = Engine(CachedTokens(sizes, shares_pages=draw.random() < 0.8), eos_ids=[0])
     starts = [[draw.randrange(50) for _ in range(length)] for _ in range(3)]  # prompts have beginnings in common
@@ -71,7 +78,7 @@ def attack(seed: int) -> Engine:
             assert request.answer == expected[: cancelled[request]] and request.finish == "cancelled"
         else:
             assert request.answer == expected and request.finish in ("stop", "length")
-    assert engine.scheduler.pool.num_free == sizes.pages - 1
+    assert {pool.num_free for pool in engine.scheduler.pools} == {sizes.pages - 1}
     return engine
 
 
@@ -91,7 +98,7 @@ def test_a_common_beginning_is_computed_once():
     same = engine.add(list(range(12)), Sampling(max_tokens=2))
     list(engine.run())
     assert (first.num_shared, second.num_shared, same.num_shared) == (0, 8, 8)
-    engine.scheduler.pool.forget()
+    engine.scheduler.pools[0].forget()
     third = engine.add([*range(12), 1], Sampling(max_tokens=2))
     list(engine.run())
     assert third.num_shared == 0

@@ -9,6 +9,7 @@ import torch
 from mpar.data import Documents, byte_tokenizer
 from mpar.errors import DataError
 from mpar.infer import Assistant, Question, Sampling, continuation_logprob, loss_of, read_task, score_task
+from mpar.infer._scores import scores_of_logits
 from tests.infer.test_assistant import SIZES, assistant_of, tiny
 
 __all__ = ["tiny"]
@@ -50,9 +51,10 @@ class Counting:
 
     sizes, shares_pages, vocab_size = SIZES, False, 259
 
-    def logits(self, tokens_S):
+    def scores(self, texts, num_likeliest):
         """See `Runner`."""
-        return torch.nn.functional.one_hot(tokens_S + 1, 259).float()
+        logits = [torch.nn.functional.one_hot(text[:-1] + 1, 259).float() for text in texts]
+        return [scores_of_logits(one, text, num_likeliest) for one, text in zip(logits, texts, strict=True)]
 
 
 def test_greedy_continuations_are_known_as_such():

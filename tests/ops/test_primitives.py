@@ -100,6 +100,9 @@ def _calls(x):
         ops.random_uniform((1, 2), (3, 5)),
         ops.random_normal((1, 2), (3, 5), starts=(1, 3)),
         ops.dropout(x(2, 3), 0.5, ops.fold_key(0)),
+        ops.dequantise_nf4(ops.quantise_nf4(x(2, 64).detach())),
+        ops.dequantise_int8(ops.quantise_int8(x(2, 3).detach())),
+        ops.token_dropout(x(2, 3), 0.5, torch.arange(2), torch.tensor(1), "a"),
         ops.fold_in((1, 2), 3),
         ops.sum_squares(x(2, 3)),
         ops.newton_schulz(x(3, 2, 3, 4).detach(), rows=2),
@@ -202,6 +205,7 @@ def test_sharding_rules_are_consistent(primitive):
     """Factors that are replicated, linear operands and factors with a program of their own exist in the rule."""
     params = {"einsum": {"equation": "ab,bc->ac"}, "dropout": {"rate": 0.5, "starts": [0] * 4}}
     params |= {name: {"shape": [1] * 4, "starts": [0] * 4} for name in ("random_uniform", "random_normal")}
+    params["token_dropout"] = {"rate": 0.5, "key": [1, 2], "token_dims": 2, "starts": [0] * 2}
     params |= {"quantise_fp8": {"block": "1x128"}, "dequantise_fp8": {"block": "row", "dtype": torch.float32}}
     params["fp8_matmul"] = {"a_block": "1x128", "b_block": "128x128", "dtype": torch.bfloat16}
     params |= {name: {"group": [1, 2]} for name in ("limit_capacity", "sinkhorn", "expert_slots")}

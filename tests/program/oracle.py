@@ -1,12 +1,15 @@
 """What a step must give: the model on one rank, differentiated by torch.autograd; and an optimizer that shows gradients."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpar import models, testing, tree
+from mpar.chain import context_of
+from mpar.models import Model
 from mpar.program import Program, State
 from tests.program.test_exactness import Recorder
 
@@ -46,7 +49,8 @@ GPT_OSS = {**BASE, "model_type": "gpt_oss", "num_local_experts": 8, "num_experts
 
 
 class Problem:
-    """A model, parameters and a batch, and loss, gradients and their norm on one rank. `router`: options of its routers."""
+    """A model, parameters and a batch, and loss, gradients and their norm on one rank. `router`: options of its routers. `adapt` makes
+    the model that is trained of the one of the config."""
 
     def __init__(
         self,
@@ -58,10 +62,12 @@ class Problem:
         num_microbatches: int = 1,
         seed: int = 5,
         mtp_loss_weight: float | None = None,
+        dropout: float | None = None,
+        adapt: Callable[[Model], Any] = lambda model: model,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        options = {"router": router, "mtp_loss_weight": mtp_loss_weight}
-        self.model = models.from_config(config, dtype=torch.float64, vocab_multiple=8, **options)
+        options = {"router": router, "mtp_loss_weight": mtp_loss_weight, "dropout": dropout}
+        self.model = adapt(models.from_config(config, dtype=torch.float64, vocab_multiple=8, **options))
         self.params = tree.map_leaves(
             lambda leaf: 0.3 * torch.randn(leaf.shape, generator=generator, dtype=torch.float64) + (leaf.ndim == 1),
             self.model.abstract_params,
@@ -69,8 +75,22 @@ class Problem:
         self.batch = random_batch(shape, generator, packed=packed)
         if mtp_loss_weight is not None:
             self.batch = models.with_next_tokens(self.batch)
+        if models.DRAW in self.model.batch_axes:
+            self.batch = models.with_draws(self.batch, seed=seed, step=3, rows=range(shape[0]), num_rows=shape[0])
         self.num_microbatches = num_microbatches
         self.differentiate()
+
+    @property
+    def trained(self) -> list[str]:
+        """The paths of the parameters that an optimizer updates."""
+        return [path for path in tree.paths(self.params) if path not in self.model.frozen and path not in self.model.updates]
+
+    def freeze(self, **how: Any) -> "Problem":
+        """The same problem with parameters frozen (`models.freeze`)."""
+        frozen = copy.copy(self)
+        frozen.model = models.freeze(self.model, **how)
+        frozen.differentiate()
+        return frozen
 
     def differentiate(self) -> None:
         """Compute what is expected, again after a change of the parameters."""
@@ -79,29 +99,32 @@ class Problem:
         self.norm = torch.sqrt(sum(grad.pow(2).sum() for grad in self.grads.values()))
 
     def _differentiate(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Mean losses by name, and the gradient of their sum by path; zero where nothing depends on a parameter."""
-        leaves, structure = tree.flatten(self.params)
-        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-        params = tree.unflatten(structure, leaves)
+        """Mean losses by name, and the gradient of their sum by path; zero where nothing depends on a parameter, and none for
+        what is frozen."""
+        named, structure = tree.leaves_with_path(self.params), tree.flatten(self.params)[1]
+        frozen = self.model.frozen
+        leaves = {path: leaf.clone().requires_grad_(path not in frozen) for path, leaf in named}
+        params = tree.unflatten(structure, list(leaves.values()))
+        leaves = {path: leaf for path, leaf in leaves.items() if path not in frozen}
         totals: dict[str, Tensor] = {}
         for m in range(self.num_microbatches):
             rows = {key: x.chunk(self.num_microbatches)[m] for key, x in self.batch.items()}
             x, context = None, self.model.context(rows)
             for segment in self.model.segments:
-                x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, context, training=True)
+                read = context_of(segment.name, context)
+                x, losses, *_ = segment.fn(tuple(tree.get(params, path) for path in segment.paths), x, read, training=True)
                 for name, value in losses.items():
                     totals[name] = totals.get(name, 0.0) + value
         weight = self.model.weight(self.batch)
-        grads = torch.autograd.grad(sum(totals.values()) / weight, leaves, allow_unused=True)
-        filled = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
+        grads = torch.autograd.grad(sum(totals.values()) / weight, list(leaves.values()), allow_unused=True)
+        pairs = zip(leaves.items(), grads, strict=True)
         means = {name: (value / weight).detach() for name, value in totals.items()}
-        return means, dict(zip(tree.paths(self.params), filled, strict=True))
+        return means, {path: torch.zeros_like(leaf) if grad is None else grad for (path, leaf), grad in pairs}
 
     def state(self) -> State:
         """Global, before the first step."""
         leaves = dict(tree.leaves_with_path(self.params))
-        trained = leaves.keys() - self.model.updates.keys()
-        zeros = {f"opt.g.{path}": torch.zeros_like(leaves[path]) for path in trained}
+        zeros = {f"opt.g.{path}": torch.zeros_like(leaves[path]) for path in self.trained}
         return State({f"params.{path}": x for path, x in leaves.items()} | zeros)
 
     @property
@@ -110,15 +133,17 @@ class Problem:
         return {key: (tuple(x.shape), x.dtype) for key, x in self.batch.items()}
 
     def check(self, program: Program) -> dict[str, Tensor]:
-        """Assert that a simulated step has these losses, gradients and norm; its metrics."""
+        """Assert that a simulated step has these losses, gradients and norm, and keeps what is frozen to the bit; its metrics."""
         assert program.facts.fallbacks == ()
         state, metrics = program.simulate(self.state(), self.batch)
         for name, loss in self.losses.items():
             testing.assert_close(metrics[name], loss, name=name)
         testing.assert_close(metrics["grad_norm"], self.norm, name="gradient norm")
-        for path, grad in self.grads.items():
-            if path not in self.model.updates:
-                testing.assert_close(state.leaves[f"opt.g.{path}"], grad, name=f"gradient of {path}")
+        for path in self.trained:
+            if path in self.grads:
+                testing.assert_close(state.leaves[f"opt.g.{path}"], self.grads[path], name=f"gradient of {path}")
+        for path, leaf in tree.leaves_with_path(self.params):
+            assert path not in self.model.frozen or torch.equal(state.leaves[f"params.{path}"], leaf), path
         return metrics
 
 

@@ -26,7 +26,7 @@ QUEUES = ("direction", "pair", "single")
 NUM_MUTANTS = 2300
 
 # positions along pp, other axes, strategy, layers, tied, schedule, microbatches, the queues that messages are ordered for,
-# slices, the hardware for which gathers are early, frees late, and instructions joined
+# slices, the hardware for which gathers are early, frees late, and instructions joined; a pattern of all that is trained
 BASES = (
     (1, {}, "ddp", 2, True, "one_f_one_b", 3, "direction"),
     (2, {}, "ddp", 2, True, "one_f_one_b", 3, "direction"),
@@ -42,6 +42,8 @@ BASES = (
     (1, {}, "ddp", 2, True, "one_f_one_b", 1, "direction", 4),
     (1, {"fsdp": 2}, "zero3", 2, False, "one_f_one_b", 2, "direction", 2),
     (2, {}, "ddp", 2, True, "zb_h1", 2, "direction", 4),
+    (2, {"fsdp": 2}, "zero3", 4, False, "zbv", 2, "direction", 1, None, "layers.[23].*_norm*"),
+    (2, {}, "ddp", 2, False, "one_f_one_b", 2, "direction", 2, None, "*o_NHD"),
     (1, {"fsdp": 2}, "zero3", 3, False, "one_f_one_b", 2, "direction", 1, "h100_dgx"),
     (2, {"fsdp": 2}, "zero3", 4, True, "one_f_one_b", 2, "direction", 1, "h100_dgx"),
     (1, {"dp": 2}, "ddp", 3, False, "one_f_one_b", 1, "direction", 1, "h100_dgx"),
@@ -50,7 +52,7 @@ BASES = (
 )
 
 
-def make_program(pp, axes, strategy, layers, tied, schedule, microbatches, queues, slices=1, box=None) -> Program:
+def make_program(pp, axes, strategy, layers, tied, schedule, microbatches, queues, slices=1, box=None, trained=None):
     """A training step of a tiny Llama."""
     config = {
         "model_type": "llama",
@@ -66,6 +68,7 @@ def make_program(pp, axes, strategy, layers, tied, schedule, microbatches, queue
         "tie_word_embeddings": tied,
     }
     model = models.from_config(config, vocab_multiple=1)
+    model = model if trained is None else models.freeze(model, names=["*"], trainable=[trained])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_pipeline, "lower", functools.partial(lower, queues=queues))
         return compile_step(

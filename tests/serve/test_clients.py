@@ -92,7 +92,7 @@ def test_many_clients_get_what_each_gets_alone(server):
         assert [future.result() for future in gone] == [None] * 4
     wait_until(lambda: worker.assistant.is_idle)
     assert worker.counts.ended["cancelled"] == 4
-    assert worker.assistant.engine.scheduler.pool.num_free == 128
+    assert worker.assistant.engine.scheduler.pools[0].num_free == 128
 
 
 def wait_until(holds) -> None:

@@ -17,12 +17,13 @@ X = torch.arange(64.0, dtype=torch.float64).reshape(8, 8)
 OUTSIDE = torch.zeros(8, dtype=torch.float64)
 
 
-class WithoutSetup(torch.autograd.Function):
-    """The older way to write one."""
+class Dirty(torch.autograd.Function):
+    """It writes into its operand."""
 
     @staticmethod
     def forward(ctx, x):
-        return x * 2
+        ctx.mark_dirty(x)
+        return x.mul_(2)
 
     @staticmethod
     def backward(ctx, dy):
@@ -62,10 +63,7 @@ BAD = {
     "another trace": (lambda x: torch.func.linearize(torch.sin, x)[1](x) * 2, "linearize"),
     "as_strided": (lambda x: x.as_strided((2, 2), (1, 1)), "as_strided"),
     "assignment to data": (lambda x: setattr(x, "data", x + 1) or x, "data"),
-    "autograd.Function without setup_context": (
-        lambda x: torch.func.grad(lambda x: WithoutSetup.apply(x).sum())(x),
-        "setup_context",
-    ),
+    "autograd.Function that writes": (lambda x: torch.func.grad(lambda x: Dirty.apply(x * 1).sum())(x), "marks 1 operands dirty"),
     "backward": (lambda x: x.sum().backward(), "backward"),
     "branch": (branch, "_local_scalar_dense"),
     "bincount": (lambda x: torch.bincount(x[0].long()), "bincount"),

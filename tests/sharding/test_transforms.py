@@ -55,6 +55,7 @@ FUNCTIONS = {
     "gradient of a gradient": lambda x, w: grad(lambda x: grad(lambda x: (x @ w).sin().sum())(x).square().sum())(x),
     "hessian": lambda x, w: hessian(lambda row: torch.tanh(row @ w).sum())(x[0]),
     "hessian of primitives": lambda x, w: hessian(lambda row: ops.einsum("d,df->f", row, w).pow(3).sum())(x[0]),
+    "hessian of a norm": lambda x, w: hessian(lambda row: ops.rms_norm(row).pow(3).sum())(x[0]),
     "hessian of dropout": lambda x, w: hessian(lambda row: ops.dropout(row**3, 0.5, (1, 2)).sum())(x[0]),
     "hessian-vector product": lambda x, w: jvp(grad(lambda x: (x @ w).sin().sum()), (x,), (w,))[1],
     "jacfwd": lambda x, w: jacfwd(lambda row: torch.tanh(row @ w))(x[0]),
@@ -109,8 +110,12 @@ def test_checkpoint_inside_a_gradient(reentrant):
 
 def test_a_second_derivative_that_a_primitive_lacks_is_refused():
     """With the primitive."""
-    with pytest.raises(DifferentiationError, match="cannot differentiate rms_norm_bwd: it has no gradient rule"):
-        simulate(lambda x, w: hessian(lambda row: ops.rms_norm(row).sum())(x[0]), operands(), None)
+
+    def mixed(x):
+        return ops.merge_attention(x, x[..., 0], x.sin(), x[..., 1])[0].square().sum()
+
+    with pytest.raises(DifferentiationError, match="cannot differentiate merge_attention_bwd: it has no gradient rule"):
+        simulate(lambda x, w: hessian(lambda row: mixed(row.view(1, 1, 2, 4)))(x[0]), operands(), None)
 
 
 def test_checkpoint_is_itself_outside_of_compiled_functions():

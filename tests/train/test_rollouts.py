@@ -114,10 +114,10 @@ def test_it_learns_to_add(arithmetic):
     assert sum(rewards[:5]) / 5 < 0.3
     assert sum(rewards[-10:]) / 10 > 0.75
     for record in records[::3]:  # the first of three updates meets the log-probabilities of the sampler
-        assert record.task_metrics["apart"] == 0
-        assert record.task_metrics["gap"] < 1e-5
-        assert record.task_metrics["ratio"] == pytest.approx(1, abs=1e-5)
-    assert any(record.task_metrics["gap"] > 1e-3 for record in records[1::3])
+        assert record.task_means["apart"] == 0
+        assert record.task_means["gap"] < 1e-5
+        assert record.task_means["ratio"] == pytest.approx(1, abs=1e-5)
+    assert any(record.task_means["gap"] > 1e-3 for record in records[1::3])
 
 
 def test_a_run_goes_on_between_two_updates_with_the_same_bits(arithmetic):
@@ -139,7 +139,7 @@ def test_it_is_held_to_the_model_of_the_beginning(arithmetic):
     """With beta, a frozen copy lies beside the model: the divergence is 0 at first, and then it is not."""
     short = ("task.rewards=[length]", "task.reward_options={length: {target: 1}}", "optimizer.lr_decay=constant")
     records = trained(arithmetic / "run", 3, *GRPO, *short, "task.beta=0.1", "task.rollout_rounds=3")
-    divergences = [record.task_metrics["kl"] for record in records]
+    divergences = [record.task_means["kl"] for record in records]
     assert divergences[0] < 1e-9 < divergences[1] < divergences[2]
 
 

@@ -3,7 +3,7 @@
 import functools
 
 from mpar import tree
-from mpar.chain import CONTEXT_OF_PAST
+from mpar.chain import CONTEXT_OF_PAST, context_of
 from mpar.compiler.build._blueprint import Blueprint
 from mpar.compiler.build._boundary import Boundary
 from mpar.compiler.build._placement import global_results
@@ -34,7 +34,8 @@ class Contexts:
 
     def read_by(self, segment: int, piece: Piece) -> list[int]:
         """The context that a segment reads for a piece: the piece's, then the entries CONTEXT_OF_PAST of past slices."""
-        read = list(self.of(piece))
+        entries = dict(zip(self._paths, self.of(piece), strict=True))
+        read = list(context_of(self.blueprint.segments[segment].name, entries).values())
         for earlier in self.blueprint.past(segment, piece):
             past = dict(zip(self._paths, self.of(earlier), strict=True))
             read += [past[key] for key in CONTEXT_OF_PAST if key in past]

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from mpar import tree
-from mpar.chain import CONTEXT_OF_PAST, Carry, Chain, Segment, is_axes, of_past
+from mpar.chain import CONTEXT_OF_PAST, Carry, Chain, Segment, context_of, is_axes, of_past
 from mpar.compiler.build._units import Unit
 from mpar.compiler.segment import SegmentCode, SegmentSpecs, Slices, Target, TracedSegment, compile_segment, trace_segment
 from mpar.errors import ConfigError
@@ -93,6 +93,12 @@ class _Entering:
     context_specs: list[P]
     active: tuple[int, ...] = ()
 
+    def of(self, segment: Segment) -> "_Entering":
+        """The same with those entries of the context that `segment` reads."""
+        specs = dict(zip(self.context, self.context_specs, strict=True))
+        context, specs = context_of(segment.name, self.context), context_of(segment.name, specs)
+        return replace(self, context=context, context_specs=list(specs.values()))
+
 
 @dataclass
 class SegmentCompiler:
@@ -117,9 +123,10 @@ class SegmentCompiler:
     def compile_all(self, context: Mapping[str, Tensor], context_specs: Sequence[P]) -> SegmentCodes:
         """Compile every segment, first to last; `context` holds global tensors without data."""
         codes = SegmentCodes([], [[]], [[()] * self.num_slices], [])
-        entering = _Entering(None, [], context, list(context_specs))
+        after = _Entering(None, [], context, list(context_specs))
         for segment in self.model.segments:
             slices: Slices
+            entering = after.of(segment)
             active = codes.active[-1]
             reach = reach_in_slices(segment, self.length) if self.num_slices > 1 else 0
             if segment.state:
@@ -136,12 +143,12 @@ class SegmentCompiler:
                 (x,) = cast(tuple, tree.unflatten(code.traced.x_structure, code.traced.x_out))
             num_leaves = len(code.traced.x_out) - code.traced.num_state
             specs = list(code.forward.out_specs[:num_leaves])
-            entering = replace(entering, x=x, x_specs=specs)
+            after = replace(after, x=x, x_specs=specs)
             codes.by_segment.append(slices)
             codes.entering.append(list(zip(code.forward.out_values[:num_leaves], specs, strict=True)))
             codes.active.append([tuple(i for i in of_slice.traced.active_out if i < num_leaves) for of_slice in slices])
             codes.reach.append(reach)
-        codes.leaving.extend(tree.paths(entering.x))
+        codes.leaving.extend(tree.paths(after.x))
         return codes
 
     def _compile_stateful(self, segment: Segment, entering: _Entering) -> SegmentCode:

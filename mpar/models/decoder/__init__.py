@@ -2,7 +2,7 @@
 
 from mpar.models.decoder._block import BlockSegment
 from mpar.models.decoder._chain import segments
-from mpar.models.decoder._config import DecoderConfig, LayerConfig, MultiTokenConfig, with_mlp_chunk
+from mpar.models.decoder._config import DecoderConfig, LayerConfig, MultiTokenConfig, with_dropout, with_mlp_chunk
 from mpar.models.decoder._head import HeadSegment, head_segment
 from mpar.models.decoder._init import init_leaf
 from mpar.models.decoder._next_tokens import NEXT_KEYS, NEXT_WEIGHTS, with_next_tokens
@@ -27,6 +27,7 @@ __all__ = [
     "meta_params",
     "segments",
     "shapes",
+    "with_dropout",
     "with_mlp_chunk",
     "with_next_tokens",
 ]

@@ -9,12 +9,14 @@ from mpar import ops
 from mpar.models.decoder._config import LayerConfig
 from mpar.models.decoder._params import Block, norm_leaves, part_params
 from mpar.models.decoder._places import BLOCK, RESIDUAL
-from mpar.models.layers import Cache, CacheSizes, Carried, PartConfig, PartParams, State, apply_part, normalise, part_of
+from mpar.models.layers import Cache, CacheSizes, Carried, PartConfig, PartParams, State, apply_part, drop, normalise, part_of
 
 __all__ = ["BlockSegment"]
 
 Apply = Callable[[PartParams[Tensor], PartConfig, Tensor], Tensor]
 """`fn(parameters, config, normed x)` gives what a part adds to the residual stream."""
+Added = Callable[[Tensor, str], Tensor]
+"""`fn(y, label)`: what is added to the residual stream of what the part with this label computed."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,10 @@ class BlockSegment:
             metrics.update(part_metrics)
             return y
 
-        x = self._residual(params[0], x, apply)
+        def added(y: Tensor, label: str) -> Tensor:
+            return drop(y, self.layer.dropout if training else 0.0, context, label)
+
+        x = self._residual(params[0], x, apply, added)
         return (x, carried, losses, metrics) if metrics else (x, carried, losses)
 
     def decode(
@@ -90,8 +95,8 @@ class BlockSegment:
 
         return self._residual(params[0], x, apply), (cache,), {}
 
-    def _residual(self, block: Block[Tensor], x: Tensor, apply: Apply) -> Tensor:
-        """`x` plus what the parts of the layer add to it; `apply` computes one part."""
+    def _residual(self, block: Block[Tensor], x: Tensor, apply: Apply, added: Added = lambda y, _: y) -> Tensor:
+        """`x` plus what the parts of the layer add to it; `apply` computes one part, `added` is what becomes of its result."""
         layer = self.layer
         for label, config in zip(("attn", "mlp"), layer.parts, strict=False):
             gain_D, bias_D = norm_leaves(block, label)
@@ -101,5 +106,5 @@ class BlockSegment:
             gain_D, bias_D = norm_leaves(block, f"{label}_post")
             if gain_D is not None:
                 y = ops.constrain(normalise(layer.norm, y, gain_D, bias_D, f"{label}_post_norm"), RESIDUAL)
-            x = x + y
+            x = x + added(y, label)
         return x

@@ -28,7 +28,7 @@ def segments(config: DecoderConfig) -> tuple[Segment, ...]:
         fn = MultiTokenSegment(BlockSegment(config.multi_token.layer), head_segment(config), config.multi_token.loss_weight)
         mtp = (Segment("mtp", fn, ("mtp", "embed", "head"), RESIDUAL, _carry(config.multi_token.layer, fn.slice)),)
     return (
-        Segment("embed", EmbedSegment(config.embed_scale), ("embed",), RESIDUAL),
+        Segment("embed", EmbedSegment(config.embed_scale, config.dropout), ("embed",), RESIDUAL),
         *(
             Segment(f"layers.{i}", blocks[layer], (f"layers.{i}",), RESIDUAL, _carry(layer, blocks[layer].slice))
             for i, layer in enumerate(config.layers)

@@ -13,11 +13,12 @@ from mpar.models.layers import (
     NormConfig,
     PartConfig,
     Rope,
+    check_rate,
     depends_on_length,
     part_of,
 )
 
-__all__ = ["DecoderConfig", "LayerConfig", "MultiTokenConfig", "with_mlp_chunk"]
+__all__ = ["DecoderConfig", "LayerConfig", "MultiTokenConfig", "with_dropout", "with_mlp_chunk"]
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,14 @@ class LayerConfig:
     """One layer: its mixer of tokens, its feed-forward layer (None: it has none), and its norms.
 
     norms: where norms stand: "pre", x + f(norm(x)); "post", x + norm(f(x)) (OLMo 2, arXiv:2501.00656, section 3.2); or "both".
+    dropout: with which probability training drops each feature of what a part adds to the residual stream.
     """
 
     mixer: Mixer
     mlp: Mlp | None
     norm: NormConfig = NormConfig()  # noqa: RUF009 (it is frozen)
     norms: Literal["pre", "post", "both"] = "pre"
+    dropout: float = 0.0
 
     @property
     def parts(self) -> tuple[PartConfig, ...]:
@@ -76,6 +79,7 @@ class DecoderConfig:
     multi_token:     the layer that learns the token after the next, None for none.
     logits_chunk:    None computes all logits at once. A number computes the loss for that many tokens at a time and does not keep
                      their logits.
+    dropout:         with which probability training drops each feature of an embedding.
     """
 
     vocab_size: int
@@ -91,6 +95,7 @@ class DecoderConfig:
     multi_token: MultiTokenConfig | None = None
     vocab_multiple: int = 128
     logits_chunk: int | None = None
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.logits_chunk is not None and self.logits_soft_cap is not None:
@@ -108,6 +113,11 @@ class DecoderConfig:
     def every_layer(self) -> tuple[LayerConfig, ...]:
         """The layers, followed by the layer for further tokens if there is one."""
         return self.layers if self.multi_token is None else (*self.layers, self.multi_token.layer)
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped in training, so that batches need numbers of tokens."""
+        return any((self.dropout, *(layer.dropout for layer in self.every_layer)))
 
     @property
     def side_losses(self) -> bool:
@@ -139,6 +149,19 @@ class DecoderConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: the size of the vocabulary, rounded up to a multiple of `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+def with_dropout(config: DecoderConfig, rate: float) -> DecoderConfig:
+    """The same config, but training drops features of embeddings, and of what parts add to the residual stream, at this rate.
+
+    Raises ConfigError unless it is in [0, 1).
+    """
+    check_rate("dropout", rate)
+    further = config.multi_token
+    if further is not None:
+        further = replace(further, layer=replace(further.layer, dropout=rate))
+    layers = tuple(replace(layer, dropout=rate) for layer in config.layers)
+    return replace(config, layers=layers, multi_token=further, dropout=rate)
 
 
 def with_mlp_chunk(config: DecoderConfig, chunk: int | None) -> DecoderConfig:

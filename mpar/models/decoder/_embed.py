@@ -10,15 +10,17 @@ from torch import Tensor
 from mpar import ops
 from mpar.models.decoder._params import Embed
 from mpar.models.decoder._places import RESIDUAL
+from mpar.models.layers import drop
 
 __all__ = ["EmbedSegment", "rounded"]
 
 
 @dataclass(frozen=True)
 class EmbedSegment:
-    """From tokens to the residual stream; embeddings are multiplied by `scale`."""
+    """From tokens to the residual stream; embeddings are multiplied by `scale`, and dropped in training."""
 
     scale: float | None = None
+    dropout: float = 0.0
 
     def __call__(
         self, params: tuple[Embed[Tensor]], x: None, context: Mapping[str, Tensor], *, training: bool
@@ -32,7 +34,7 @@ class EmbedSegment:
             positions = context["positions"]
             batch = None if positions.shape[0] == 1 else RESIDUAL[0]
             y_BSD = y_BSD + ops.constrain(ops.embedding(positions, embed.positions_SD), (batch, *RESIDUAL[1:]))
-        return y_BSD, {}
+        return drop(y_BSD, self.dropout if training else 0.0, context, "embed"), {}
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:

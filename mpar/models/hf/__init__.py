@@ -5,6 +5,7 @@ from mpar.models.hf._folder import DTYPES, INDEX, SINGLE, open_weights, read_jso
 from mpar.models.hf._load import load_params, shard_slices
 from mpar.models.hf._reader import HfReader
 from mpar.models.hf._stored import stored_leaves
+from mpar.models.hf._weight_map import StoredLeaf, map_leaves_to_stored
 
 __all__ = [
     "DTYPES",
@@ -12,9 +13,11 @@ __all__ = [
     "MAX_FILE_BYTES",
     "SINGLE",
     "HfReader",
+    "StoredLeaf",
     "compare_hf",
     "hf_tensors",
     "load_params",
+    "map_leaves_to_stored",
     "open_weights",
     "read_json",
     "shard_slices",

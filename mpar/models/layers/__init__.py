@@ -2,6 +2,7 @@
 
 from mpar.models.layers._attention import Attention, AttentionConfig
 from mpar.models.layers._cache import CacheSizes
+from mpar.models.layers._drop import DRAW, DRAW_AXES, check_rate, drop, segment_numbers, with_draws
 from mpar.models.layers._feed_forward import ACTIVATIONS, FeedForward, MlpConfig
 from mpar.models.layers._latent_attention import (
     LatentAttention,
@@ -44,6 +45,8 @@ from mpar.models.layers.moe import ROUTER_OPTIONS, Moe, MoeConfig, moe, with_rou
 
 __all__ = [
     "ACTIVATIONS",
+    "DRAW",
+    "DRAW_AXES",
     "MAIN",
     "PARTS",
     "ROUTER_OPTIONS",
@@ -76,8 +79,10 @@ __all__ = [
     "Update",
     "YarnRope",
     "apply_part",
+    "check_rate",
     "decode_latent_attention",
     "depends_on_length",
+    "drop",
     "is_sizes",
     "latent_attend",
     "latent_attention_shapes",
@@ -85,6 +90,8 @@ __all__ = [
     "normalise",
     "part_of",
     "rope_tables",
+    "segment_numbers",
     "table_keys",
+    "with_draws",
     "with_router_options",
 ]

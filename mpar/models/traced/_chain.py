@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from mpar import tree
-from mpar.chain import Axes, Carry, Segment
+from mpar.chain import Axes, Carry, Segment, context_of
 from mpar.errors import ConfigError, DataError
 from mpar.models._batch import BATCH_KEYS, ORDER, Batch, batch_weight, check_batch
+from mpar.models._matrix import Matrix, joined_matrices
 from mpar.models._model import Trainable
 from mpar.models.traced import _runs as runs
 from mpar.models.traced._attention import carried_axes
 from mpar.models.traced._imported import Imported, imported
 from mpar.models.traced._layout import Layout
+from mpar.models.traced._matrices import traced_matrices
 from mpar.models.traced._modules import ModuleSource
 from mpar.models.traced._reading import Keys
 from mpar.models.traced._segments import EmbedRun, HeadRun, LayerRun
@@ -65,6 +67,11 @@ class TracedChain(Trainable):
         matrices = {name: x.numel() for name, x in found.skeleton.parameters.items() if x.ndim > 1}
         read = {name for name in matrices if name not in found.embed} | (set(found.head) & set(matrices))
         return float(sum(matrices[name] for name in read)), float(sum(found.pairs))
+
+    @functools.cached_property
+    def matrices(self) -> tuple[Matrix, ...]:  # type: ignore[override]
+        """What tokens are multiplied with."""
+        return joined_matrices(traced_matrices(self.imported))
 
     @functools.cached_property
     def abstract_params(self) -> Tree:
@@ -199,7 +206,7 @@ class TracedChain(Trainable):
         context, x = self.context(batch), None
         losses: dict[str, Tensor] = {}
         for segment in self.segments:
-            x, losses = segment.fn(_subtrees(segment, params), x, context, training=True)
+            x, losses = segment.fn(_subtrees(segment, params), x, context_of(segment.name, context), training=True)
         return losses["loss"], self.weight(dict(batch))
 
 

@@ -67,7 +67,7 @@ class Imported:
         return {name: self._weight(self.layouts[stored], given[name]) for name, stored in names.items()}
 
     def _weight(self, layout: Layout, leaf: Tensor | Mapping[str, Tensor]) -> Weight:
-        given = [leaf] if isinstance(leaf, Tensor) else list(leaf.values())
+        given = list(leaf.values()) if isinstance(leaf, Mapping) else [leaf]
         parts = [x.reshape(like.stored_shape) for x, like in zip(given, layout.leaves, strict=True)]
         return Weight(parts, layout.axes, layout.joined)
 

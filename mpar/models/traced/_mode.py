@@ -14,6 +14,7 @@ from torch import Tensor
 from mpar import ops
 from mpar.chain import Axes
 from mpar.models.traced._attention import dot_product_attention
+from mpar.ops import StandIn
 from mpar.torch_private import TorchFunctionMode
 
 __all__ = ["Weight", "Weights"]
@@ -26,14 +27,16 @@ _BLOCK, _RESIDUAL = ("batch", "seq", "embed"), ("batch", "residual_seq", "embed"
 class Weight:
     """A parameter as the module reads it.
 
-    parts: the leaves that it is made of, shaped as they are stored, along its dim `joined`.
+    parts: the leaves that it is made of, shaped as they are stored, along its dim `joined`; of a frozen weight with an adapter,
+           objects that stand for them. whole: the tensor that they are.
     axes:  for each dim of the parameter a logical axis that is in it; of parts, that of the first.
     cuts:  filled by runs: along which dim, and into which sizes, what is computed with it is cut: (dim, sizes).
     """
 
     def __init__(self, parts: Sequence[Tensor], axes: Axes, joined: int | None = None) -> None:
         self.parts, self.axes, self.joined = tuple(parts), axes, joined
-        self.whole = self.parts[0] if joined is None else torch.cat(list(parts), joined)
+        parts = [part.tensor() if isinstance(part, StandIn) else part for part in self.parts]
+        self.whole = parts[0] if joined is None else torch.cat(parts, joined)
         self.cuts: set[tuple[int, tuple[int, ...]]] = set()
 
 
@@ -43,6 +46,7 @@ class Weights(TorchFunctionMode):
     def __init__(self, weights: Mapping[str, Weight]) -> None:
         super().__init__()
         self._of_tensor = {id(weight.whole): weight for weight in weights.values()}
+        self._stand_ins = {id(weight.whole): part for weight in weights.values() for part in _alone(weight)}
         self._keep = weights
         self._blocks: dict[int, tuple[Tensor, Tensor]] = {}  # by id of what products read: it, and it with all its positions
         self._gates: dict[int, tuple[Tensor, Tensor, Any]] = {}  # by id of a result: the result, what it is of, the fused op
@@ -64,6 +68,9 @@ class Weights(TorchFunctionMode):
             return self._gate(func, args, kwargs)
         if func in (torch.mul, Tensor.mul, Tensor.__mul__) and len(args) == 2 and not kwargs:
             return self._product(func, *args)
+        args = tuple(self._stand_ins.get(id(x), x) for x in args)
+        if any(isinstance(x, StandIn) for x in args):
+            return StandIn.__torch_function__(func, (), args, kwargs)
         return func(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -124,6 +131,11 @@ class Weights(TorchFunctionMode):
             if noted is not None and isinstance(other, Tensor) and (other.shape, other.dtype) == (gate.shape, gate.dtype):
                 return noted[2](noted[1], other)
         return func(a, b)
+
+
+def _alone(weight: Weight) -> list[StandIn]:
+    """What stands for all of a weight, if anything does."""
+    return [part for part in weight.parts if isinstance(part, StandIn)] if weight.joined is None else []
 
 
 def _norm(func: Any, x: Tensor, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float | None = None) -> Tensor:

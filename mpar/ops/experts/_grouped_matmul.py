@@ -88,6 +88,11 @@ def _impl_dw(x, dy, offsets):
     return dw
 
 
+@grouped_matmul_dw_p.def_vjp_by_ops("x, dy, offsets, ddw -> dx, ddy")
+def _vjp_dw(x, dy, offsets, ddw):
+    return grouped_matmul_p.bind(dy, ddw.transpose(1, 2), offsets), grouped_matmul_p.bind(x, ddw, offsets)
+
+
 # Sharded rows come from `dispatch`: a rank has the rows of its own experts, and its offsets are about these rows only.
 grouped_matmul_p.def_sharding("r d, e d f, e -> r f", follows="e:r", as_is="offsets", ragged="r:offsets", linear="x w")
 grouped_matmul_p.def_batching_loop()

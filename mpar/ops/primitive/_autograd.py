@@ -11,8 +11,18 @@ from torch.autograd.function import FunctionCtx
 from mpar.errors import DifferentiationError
 from mpar.ops.primitive._batching import Batched, BatchingRule, Results
 from mpar.ops.primitive._signature import Signature
+from mpar.torch_private import unwrap_if_dead
 
-__all__ = ["Operand", "Static", "Transforms", "Vjp", "gradients_like_operands", "make_function", "no_gradient"]
+__all__ = [
+    "Operand",
+    "Static",
+    "Transforms",
+    "Vjp",
+    "gradients_like_operands",
+    "make_function",
+    "no_gradient",
+    "second_vjp",
+]
 
 Static = bool | int | float | str | torch.dtype | Sequence[int] | Sequence[bool] | Sequence[float] | None
 """A static parameter of a primitive."""
@@ -25,7 +35,7 @@ class Vjp:
 
     reads: tuple[str, ...]
     gives: tuple[str, ...]
-    fn: Callable[..., Results]
+    fn: Callable[..., Results | tuple[Tensor | None, ...]]
 
 
 @dataclass
@@ -137,6 +147,40 @@ def _push_forward(vjp: Vjp, signature: Signature, ctx: _Kept, tangents: Sequence
     pulled, transpose, *_ = torch.func.vjp(pull_back, *(torch.zeros_like(like, device=device) for like in ctx.results))
     results = transpose({name: moved[name] for name in pulled})
     return results if len(results) > 1 else results[0]
+
+
+def second_vjp(vjp: Vjp, signature: Signature, gives: Sequence[str], formula: Callable[..., Results]) -> Vjp:
+    """The gradient rule of the gradient `vjp` of a primitive, which `formula` computes too, by differentiable ops.
+
+    The gradient is taken for that of `formula`, a function of the operands alone. So results that it reads, such as a logarithm,
+    have no gradient: operands get all of it.
+    """
+    reads = (*vjp.reads, *(f"d{name}" for name in gives))
+
+    def pull_back(*values: Tensor | None, **params: Static) -> tuple[Tensor | None, ...]:
+        living = [value if value is None else unwrap_if_dead(value) for value in values]
+        given = dict(zip(reads, living, strict=True))
+        operands = {name: given.get(name) for name in signature.operands}
+        moved = {name: x for name in operands if f"d{name}" in gives and (x := operands[name]) is not None}
+        cotangents = {name: dy for name in (f"d{result}" for result in signature.results) if (dy := given.get(name)) is not None}
+
+        def gradients(moved: dict[str, Tensor], cotangents: dict[str, Tensor]) -> dict[str, Tensor]:
+            results, back, *_ = torch.func.vjp(lambda moved: _tuple(formula(*(operands | moved).values(), **params)), moved)
+            named = zip(signature.results, results, strict=True)
+            return back(tuple(cotangents.get(f"d{name}", torch.zeros_like(result)) for name, result in named))[0]
+
+        _, back, *_ = torch.func.vjp(gradients, moved, cotangents)
+        d_operands, d_cotangents = back(
+            {name: torch.zeros_like(x) if (dd := given[f"dd{name}"]) is None else dd for name, x in moved.items()}
+        )
+        found = {f"d{name}": value for name, value in (d_operands | d_cotangents).items()}
+        return tuple(found.get(f"d{name}") for name in vjp.reads)
+
+    return Vjp(reads, tuple(f"d{name}" for name in vjp.reads), pull_back)
+
+
+def _tuple(results: Results) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
 
 
 def no_gradient(name: str) -> DifferentiationError:

@@ -11,11 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from mpar.errors import ConfigError, ShardingError
 from mpar.op_shape import AttentionShape, MatmulShape
-from mpar.ops.primitive._autograd import Operand, Static, Transforms, Vjp, gradients_like_operands, make_function, no_gradient
-from mpar.ops.primitive._batching import BatchingRule, batch_by_loop, batch_folded, batch_leading
+from mpar.ops.primitive._autograd import (
+    Operand,
+    Static,
+    Transforms,
+    Vjp,
+    gradients_like_operands,
+    make_function,
+    no_gradient,
+    second_vjp,
+)
+from mpar.ops.primitive._batching import BatchingRule, Results, batch_by_loop, batch_folded, batch_leading
 from mpar.ops.primitive._declaration import check_name, check_rule, check_rule_text
 from mpar.ops.primitive._sharding_rule import Placement, ShardingRule, parse_sharding
 from mpar.ops.primitive._signature import parse_signature
@@ -98,7 +108,12 @@ class Primitive:
         return self.signature.params
 
     def bind(self, *operands: Operand, **params: Static) -> Any:
-        """Apply the primitive; `params` must name every static parameter. Returns a tensor, or a tuple if it has many results."""
+        """Apply the primitive; `params` must name every static parameter. Returns a tensor, or a tuple if it has many results.
+
+        An operand that only stands for a tensor is given the call by `__torch_function__`, as torch's own functions do it.
+        """
+        if has_torch_function(operands):
+            return handle_torch_function(self.bind, operands, *operands, **params)
         if self.signature.takes_lists:
             tensors = [x for given in operands for x in ([given] if given is None or isinstance(given, Tensor) else given)]
             if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
@@ -154,6 +169,15 @@ class Primitive:
             return fn
 
         return register
+
+    def def_formula(self, fn: Callable[..., Results]) -> Callable[..., Results]:
+        """`fn` computes what the op means by torch's differentiable ops alone, from the same operands. After `def_vjp`.
+
+        It is there for second derivatives: the derivative of `<name>_bwd` is that of the gradient of `fn`.
+        """
+        assert self.transforms.vjp is not None and self.bwd is not None, f"{self} has no gradient rule yet"
+        self.bwd.transforms.vjp = second_vjp(self.transforms.vjp, self.signature, self.bwd.results, fn)
+        return fn
 
     def def_vjp_by_ops(self, signature: str) -> Callable[[Callable], Callable]:
         """Like `def_vjp`, but the function is made of differentiable ops: no new primitive, and higher derivatives exist."""

@@ -153,6 +153,28 @@ def _vjp(q, k, v, q_order, k_order, q_documents, k_documents, sinks, out, lse, d
     return *unpadded, dsinks
 
 
+@attention_p.def_formula
+def _formula(q, k, v, q_order, k_order, q_documents, k_documents, sinks, *, causal, window, scale, soft_cap):
+    """The scores of all pairs are in memory at once. A query that sees no key is given all keys for a while, so that no number is
+    NaN.
+    """
+    wide, heads = _wide(q), (k.shape[2], -1)
+    scores_BKGSM = torch.einsum("bskgh,bmkh->bkgsm", q.to(wide).unflatten(2, heads), k.to(wide)) * scale
+    if soft_cap is not None:
+        scores_BKGSM = soft_cap * torch.tanh(scores_BKGSM / soft_cap)
+    visible_B11SM = _visible(q, k, q_order, k_order, q_documents, k_documents, causal, window)[:, None, None]
+    if sinks is not None:
+        one_more = sinks.to(wide).unflatten(0, heads)[..., None, None].expand(*scores_BKGSM.shape[:-1], 1)
+        scores_BKGSM = torch.cat([scores_BKGSM, one_more], -1)
+        visible_B11SM = F.pad(visible_B11SM, (0, 1), value=True)
+    nothing = ~visible_B11SM.any(-1)
+    hidden = scores_BKGSM.masked_fill(~(visible_B11SM | nothing[..., None]), -torch.inf)
+    p_BKGSM = torch.softmax(hidden, -1).masked_fill(nothing[..., None], 0.0)[..., : k.shape[1]]
+    lse_BKGS = torch.logsumexp(hidden, -1).masked_fill(nothing, -torch.inf)
+    out_BSNH = torch.einsum("bkgsm,bmkh->bskgh", p_BKGSM, v.to(wide)).flatten(2, 3).to(q.dtype)
+    return out_BSNH, lse_BKGS.flatten(1, 2).transpose(1, 2)
+
+
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """The results with one more key, of zero value, in the softmax."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype))

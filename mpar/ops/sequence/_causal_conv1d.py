@@ -102,6 +102,7 @@ def _vjp(x, weight, bias, state, documents, dy):
     return dx.to(x.dtype).clone(memory_format=torch.contiguous_format), dweight, dbias, dstate
 
 
+causal_conv1d_p.def_formula(_impl)
 # the sequence (s) and the state before it (t) are not sharded, because a token sees the tokens before it
 causal_conv1d_p.def_sharding("b s ..., ... w, ..., b t ..., b s -> b s ...", need_replication="s t w")
 causal_conv1d_p.bwd.def_sharding(

@@ -1,0 +1,122 @@
+"""Lead and follow: the engine is in one process, rank 0, and its runner has a part in every rank. Rank 0 sends each call of its
+runner to the others, which make the same call. A step without a long prompt is one broadcast.
+"""
+
+import datetime
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpar.errors import ConfigError
+from mpar.infer._engine import Runner
+from mpar.infer._scheduler import Sizes
+from mpar.infer._scores import Scores
+
+__all__ = ["Leader", "follow"]
+
+_STEP, _SCORES, _PREPARE, _END = range(4)
+_PATIENCE = datetime.timedelta(days=365)  # for the next call: nobody may ask for anything for a long time
+
+
+class _Line:
+    """Broadcasts from rank 0, in a group of their own, which has more patience than those of a program.
+
+    A call begins with a message of fixed size: what is called, a count, and for a step its tables and as many tokens as there are
+    rows. What does not fit follows.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._head = torch.zeros(2 + sizes.rows * (4 + sizes.row_pages), dtype=torch.int32)
+
+    def send(self, call: int, count: int = 0) -> None:
+        """Begin a call that has no tables."""
+        self._head[:2] = torch.tensor([call, count])
+        dist.broadcast(self._head, 0, self._group)
+
+    def send_step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> None:
+        """Call `Runner.step` with these."""
+        rows, count = self.sizes.rows, len(tokens_T)
+        table_3T = torch.stack([tokens_T, order_T, rows_T])
+        self._head[2 : 2 + rows] = last_R
+        self._head[2 + rows : -3 * rows] = pages_RP.flatten()
+        if count <= rows:
+            self._head[-3 * rows :].view(3, rows)[:, :count] = table_3T
+        self.send(_STEP, count)
+        if count > rows:
+            self.send_rest(table_3T)
+
+    def send_rest(self, numbers: Tensor) -> None:
+        """What follows: whole numbers whose count the other ranks know."""
+        dist.broadcast(numbers.contiguous(), 0, self._group)
+
+    def receive(self) -> tuple[int, int]:
+        """What rank 0 calls, and a count."""
+        dist.broadcast(self._head, 0, self._group)
+        call, count = self._head[:2].tolist()
+        return call, count
+
+    def receive_step(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The arguments of a step with so many tokens."""
+        rows = self.sizes.rows
+        last_R, pages = self._head[2 : 2 + rows], self._head[2 + rows : -3 * rows]
+        first_3R = self._head[-3 * rows :].view(3, rows)
+        table = self.receive_rest(3 * count).view(3, count) if count > rows else first_3R[:, :count].long()
+        return table[0], table[1], table[2], pages.view(rows, -1).long(), last_R.long()
+
+    def receive_rest(self, count: int) -> Tensor:
+        """So many whole numbers."""
+        numbers = torch.empty(count, dtype=torch.int64)
+        dist.broadcast(numbers, 0, self._group)
+        return numbers
+
+
+class Leader:
+    """The runner of rank 0: all ranks make the calls that are made here. The other ranks are in `follow`."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self._line = runner, _Line(runner.sizes)
+        self.sizes, self.shares_pages, self.vocab_size = runner.sizes, runner.shares_pages, runner.vocab_size
+
+    def step(self, tokens_T: Tensor, order_T: Tensor, rows_T: Tensor, pages_RP: Tensor, last_R: Tensor) -> Tensor:
+        """See `Runner`."""
+        self._line.send_step(tokens_T, order_T, rows_T, pages_RP, last_R)
+        return self.runner.step(tokens_T, order_T, rows_T, pages_RP, last_R)
+
+    def scores(self, texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
+        """See `Runner`."""
+        longest = max(len(text) for text in texts)
+        if longest > self.sizes.length + 1:  # the others would end with the error
+            raise ConfigError(f"cannot score a text of {longest} tokens: at most {self.sizes.length + 1} fit here.")
+        self._line.send(_SCORES, len(texts))
+        self._line.send_rest(torch.tensor([num_likeliest, *(len(text) for text in texts)]))
+        self._line.send_rest(torch.cat(list(texts)))
+        return self.runner.scores(texts, num_likeliest)
+
+    def prepare(self) -> None:
+        """See `Runner`."""
+        self._line.send(_PREPARE)
+        self.runner.prepare()
+
+    def dismiss(self) -> None:
+        """The other ranks return from `follow`."""
+        self._line.send(_END)
+
+
+def follow(runner: Runner) -> None:
+    """Make the calls that rank 0 makes, until it dismisses this rank."""
+    line = _Line(runner.sizes)
+    while True:
+        call, count = line.receive()
+        if call == _END:
+            return
+        if call == _STEP:
+            runner.step(*line.receive_step(count))
+        elif call == _SCORES:
+            num_likeliest, *lengths = line.receive_rest(1 + count).tolist()
+            runner.scores(line.receive_rest(sum(lengths)).split(lengths), num_likeliest)
+        else:
+            runner.prepare()

@@ -1,0 +1,67 @@
+"""Scorer: the log-probabilities of the tokens of texts by compiled programs, on one rank or on all ranks of a mesh."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mpar.errors import ConfigError
+from mpar.infer._scores import Scores
+from mpar.models import DeclaredModel, ScoredDecoder
+from mpar.program import Program, RankRun, Replay, State, batch_rows
+
+__all__ = ["Scorer"]
+
+_SHORTEST, _GROWTH = 64, 4
+"""The length of the shortest program, and how much longer the next one is: less padding, but more to compile."""
+
+
+class Scorer:
+    """Scores texts by compiled programs, each for one length of texts and one number of likeliest tokens. A text is computed as a
+    whole, without a cache. With several ranks all must call it with the same arguments.
+
+    length:  the most tokens of a text that are read. groups: how many texts are computed at the same time.
+    compile: makes the program of a chain.
+    """
+
+    def __init__(
+        self, model: DeclaredModel, length: int, groups: int, compile: Callable[[ScoredDecoder], Program], device: torch.device
+    ) -> None:
+        self.model, self.length, self.groups, self.device = model.without_multi_token(), length, groups, device
+        self._compile = compile
+        self._runs: dict[ScoredDecoder, tuple[Program, RankRun | Replay]] = {}
+
+    def __call__(self, leaves: Mapping[str, Tensor], texts: Sequence[Tensor], num_likeliest: int) -> list[Scores]:
+        """The scores of texts of at least two tokens each, with the parameters among the leaves of this rank's state.
+
+        Raises ConfigError for a text that is too long.
+        """
+        longest = max(len(text) for text in texts) - 1
+        if longest > self.length:
+            raise ConfigError(f"cannot score a text of {longest + 1} tokens: at most {self.length + 1} fit here.")
+        count = min(num_likeliest, self.model.vocab_size)
+        chain = ScoredDecoder(self.model, self._length_for(longest), self.groups, count)
+        parts = [texts[begin : begin + self.groups] for begin in range(0, len(texts), self.groups)]
+        return [scores for part in parts for scores in self._score(chain, leaves, part)]
+
+    def _length_for(self, count: int) -> int:
+        length = _SHORTEST
+        while length < count:
+            length *= _GROWTH
+        return min(length, self.length)
+
+    def _score(self, chain: ScoredDecoder, leaves: Mapping[str, Tensor], texts: Sequence[Tensor]) -> Iterator[Scores]:
+        """The scores of at most `groups` texts, which are the rows of a batch."""
+        if chain not in self._runs:
+            program = self._compile(chain)
+            self._runs[chain] = program, program.bind(device=self.device)
+        program, run = self._runs[chain]
+        rank = torch.distributed.get_rank() if program.mesh.size > 1 else 0
+        batch = {key: torch.zeros(self.groups, chain.length, dtype=torch.int64) for key in chain.batch_axes}
+        for row, text in enumerate(texts):
+            batch["tokens"][row, : len(text) - 1], batch["labels"][row, : len(text) - 1] = text[:-1], text[1:]
+        mine = {key: x.to(self.device) for key, x in batch_rows(program, batch, rank).items()}
+        _, results = run(State({leaf.path: leaves[leaf.path] for leaf in program.part(rank).state_in}), mine)
+        for row, text in enumerate(texts):
+            found = [results[key][row, : len(text) - 1].cpu() for key in ("logprobs", "likeliest", "likeliest_logprobs")]
+            yield Scores(*found)

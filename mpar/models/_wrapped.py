@@ -1,0 +1,124 @@
+"""WrappedModel: a model that is made of another one, and is like it in all that a subclass does not change."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from mpar.chain import Axes, Segment, Update
+from mpar.models._matrix import Matrix
+from mpar.models._model import Read, Trainable
+from mpar.tree import Tree
+
+__all__ = ["WrappedModel"]
+
+
+class WrappedModel(Trainable):
+    """Every member is that of `base`, unless a subclass has one of its own."""
+
+    base: Trainable
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """As `base`."""
+        return self.base.segments
+
+    @property
+    def abstract_params(self) -> Tree:
+        """As `base`."""
+        return self.base.abstract_params
+
+    @property
+    def param_axes(self) -> Tree:
+        """As `base`."""
+        return self.base.param_axes
+
+    @property
+    def batch_axes(self) -> dict[str, Axes]:
+        """As `base`."""
+        return self.base.batch_axes
+
+    def context(self, batch: dict[str, Tensor], row_length: int | None = None) -> Mapping[str, Tensor]:
+        """As `base`."""
+        return self.base.context(batch, row_length)
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """As `base`."""
+        return self.base.weight(batch)
+
+    @property
+    def updates(self) -> Mapping[str, Update]:
+        """As `base`."""
+        return self.base.updates
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """As `base`."""
+        return self.base.frozen
+
+    @property
+    def vocab_size(self) -> int:
+        """As `base`."""
+        return self.base.vocab_size
+
+    @property
+    def name(self) -> str:
+        """As `base`."""
+        return self.base.name
+
+    @property
+    def settings(self) -> object:
+        """As `base`."""
+        return self.base.settings
+
+    @property
+    def multiplications(self) -> tuple[float, float]:
+        """As `base`."""
+        return self.base.multiplications
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """As `base`."""
+        return self.base.matrices
+
+    @property
+    def sequential(self) -> bool:
+        """As `base`."""
+        return self.base.sequential
+
+    @property
+    def max_positions(self) -> int | None:
+        """As `base`."""
+        return self.base.max_positions
+
+    @property
+    def next_keys(self) -> tuple[str, ...]:
+        """As `base`."""
+        return self.base.next_keys
+
+    @property
+    def hf_config(self) -> dict[str, object] | None:
+        """As `base`."""
+        return self.base.hf_config
+
+    @property
+    def plain(self) -> Trainable:
+        """As `base`."""
+        return self.base.plain
+
+    def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
+        """As `base`."""
+        return self.base.first_leaf(seed, path, slices, read)
+
+    @property
+    def forbids_microbatches(self) -> str | None:
+        """As `base`."""
+        return self.base.forbids_microbatches
+
+    @property
+    def forbids_slices(self) -> str | None:
+        """As `base`."""
+        return self.base.forbids_slices
+
+    def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
+        """As `base`."""
+        return self.base.init_leaf(seed, path, slices)

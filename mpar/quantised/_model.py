@@ -1,0 +1,175 @@
+"""QuantisedModel: a model some of whose weights are codes of few bits. In its tree each of them is a small tree of parts."""
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mpar import tree
+from mpar.chain import Segment
+from mpar.errors import ConfigError
+from mpar.models import Matrix, Read, Trainable, WrappedModel
+from mpar.ops import NF4_BLOCK
+from mpar.quantised._layout import Kind, Layout, Parts, check_kind, layout_of
+from mpar.quantised._segment import QuantisedSegment
+from mpar.tree import Tree
+
+__all__ = ["ALL_LINEAR", "QuantisedModel", "quantise"]
+
+ALL_LINEAR = "all-linear"
+
+
+def quantise(
+    model: Trainable, kind: Kind = "nf4", *, targets: str | Sequence[str] = ALL_LINEAR, exclude: Sequence[str] = ()
+) -> "QuantisedModel":
+    """`model` with quantised weights, which are frozen and are dequantised where a segment uses them.
+
+    kind:    "nf4" or "int8"; see `mpar.ops.quantise_nf4` and `quantise_int8`.
+    targets: ends of names of matrices as Hugging Face has them, or "all-linear": all linear layers but the head, and experts, but
+             no routers. exclude: ends of names of matrices that stay as they are.
+
+    If `model` freezes some of its weights, only frozen ones are quantised; so adapters are added before. Raises ConfigError, with
+    everything that is wrong: names that match nothing, rows that are no whole blocks.
+    """
+    check_kind(kind)
+    if isinstance(model, QuantisedModel):
+        raise ConfigError(f"cannot quantise this {model.name} model: it is quantised to {model.kind}")
+    wanted = targets if isinstance(targets, str) else tuple(targets)
+    made = QuantisedModel(model, kind, wanted, tuple(exclude))
+    names = [matrix.name for matrix in model.matrices]
+    asked = [*([] if wanted == ALL_LINEAR else [wanted] if isinstance(wanted, str) else wanted), *exclude]
+    problems = [f"no matrix is called {end!r}" for end in asked if not any(_ends(name, (end,)) for name in names)]
+    layouts = made.layouts
+    problems += ["none of its matrices is both a target and frozen"] * (not layouts and not problems)
+    problems += [
+        f"{path} has rows of {layout.matrix_shape[-1]}, which are no whole blocks of {NF4_BLOCK}; exclude it, or use int8"
+        for path, layout in layouts.items()
+        if kind == "nf4" and layout.matrix_shape[-1] % NF4_BLOCK
+    ]
+    if problems:
+        ends = sorted({name.rpartition(".")[2] for name in names})
+        lines = "\n  ".join(dict.fromkeys(re.sub(r"layers\.\d+", "layers.*", problem) for problem in problems))
+        raise ConfigError(f"cannot quantise this {model.name} model:\n  {lines}\nits matrices end with {', '.join(ends)}")
+    return made
+
+
+@dataclass(frozen=True)
+class QuantisedModel(WrappedModel):
+    """`base` with quantised weights; made by `quantise`, which says what the fields are."""
+
+    base: Trainable
+    kind: Kind
+    targets: str | tuple[str, ...]
+    exclude: tuple[str, ...]
+
+    @functools.cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """The layouts of the quantised leaves, by their path in `base`."""
+        shapes = {path: tuple(leaf.shape) for path, leaf in tree.leaves_with_path(self.base.abstract_params)}
+        frozen = self.base.frozen
+        return {
+            leaf.path: layout_of(self.kind, leaf, shapes)
+            for matrix in self.base.matrices
+            if self._is_target(matrix)
+            for leaf in matrix.leaves
+            if not frozen or leaf.path in frozen
+        }
+
+    def _is_target(self, matrix: Matrix) -> bool:
+        if matrix.kind == "embedding" or _ends(matrix.name, self.exclude):
+            return False
+        if self.targets == ALL_LINEAR:
+            of_experts = all(leaf.expert is not None for leaf in matrix.leaves)
+            return matrix.kind == "linear" or (matrix.kind == "parameter" and of_experts)
+        tied = matrix.segments is not None  # the embedding reads rows of it, which have no product to be dequantised for
+        return not tied and _ends(matrix.name, (self.targets,) if isinstance(self.targets, str) else self.targets)
+
+    @functools.cached_property
+    def abstract_params(self) -> Tree:  # type: ignore[override]
+        """The tree of `base` with the parts of quantised weights in their places; meta tensors."""
+        made = self.base.abstract_params
+        for path, layout in self.layouts.items():
+            made = tree.replace(made, path, layout.meta())
+        return made
+
+    @functools.cached_property
+    def param_axes(self) -> Tree:  # type: ignore[override]
+        """The same tree with the logical axes of each leaf."""
+        made = self.base.param_axes
+        for path, layout in self.layouts.items():
+            made = tree.replace(made, path, layout.axes(tree.get(made, path)))
+        return made
+
+    @functools.cached_property
+    def frozen(self) -> frozenset[str]:  # type: ignore[override]
+        """What `base` freezes, and all parts of quantised weights."""
+        parts = {f"{path}.{part}" for path in self.layouts for part in tree.paths(tree.get(self.abstract_params, path))}
+        return (self.base.frozen - set(self.layouts)) | parts
+
+    @functools.cached_property
+    def segments(self) -> tuple[Segment, ...]:  # type: ignore[override]
+        """The segments of `base`, which dequantise what they use."""
+        return tuple(map(self._segment, self.base.segments))
+
+    def _segment(self, segment: Segment) -> Segment:
+        weights = tuple(
+            (index, path.removeprefix(root).removeprefix("."), layout)
+            for index, root in enumerate(segment.paths)
+            for path, layout in self.layouts.items()
+            if f"{path}.".startswith(f"{root}.")
+        )
+        if not weights:
+            return segment
+        carry = segment.carry
+        if carry is not None:
+            carry = replace(carry, fn=QuantisedSegment(carry.fn, weights))
+        return replace(segment, fn=QuantisedSegment(segment.fn, weights), carry=carry)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Those of `base`, and how it is quantised."""
+        return {"base": self.base.settings, "quantised": self.kind, "targets": self.targets, "exclude": self.exclude}
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Those of `base` that are not quantised."""
+        return tuple(matrix for matrix in self.base.matrices if not any(leaf.path in self.layouts for leaf in matrix.leaves))
+
+    def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
+        """The elements within `slices` of the first value of a leaf; of a part, that of the whole weight is quantised."""
+        return self.leaf_of(path, slices, lambda base_path, cut: self.base.init_leaf(seed, base_path, cut))
+
+    def first_leaf(self, seed: int, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
+        """The elements within `slices` (None: all) of a leaf, quantised, where `read(path, slices)` gives leaves of `plain`."""
+        return self.leaf_of(path, slices, lambda base_path, cut: self.base.first_leaf(seed, base_path, cut, read))
+
+    def leaf_of(self, path: str, slices: Sequence[slice] | None, read: Read) -> Tensor:
+        """The elements within `slices` (None: all) of the leaf at `path`, where `read(path, slices)` gives leaves of `base`.
+
+        A weight is quantised as a whole, because its parts share a mean magnitude.
+        """
+        root, _, part = path.rpartition(".")
+        if root not in self.layouts:
+            return read(path, slices)
+        made: Tensor = getattr(self.layouts[root].quantise(read(root, None)), part)
+        return made if slices is None else made[tuple(slices)].contiguous()
+
+    def quantise_params(self, params: Tree) -> Tree:
+        """The parameters of this model, from those of `base`."""
+        for path, layout in self.layouts.items():
+            params = tree.replace(params, path, layout.quantise(tree.get(params, path)))
+        return params
+
+    def dequantise_params(self, params: Tree, dtype: torch.dtype) -> Tree:
+        """The parameters of `base`, in which quantised weights are of `dtype`."""
+        for path, layout in self.layouts.items():
+            parts: Parts = tree.get(params, path)
+            params = tree.replace(params, path, layout.dequantise(parts, dtype).contiguous())
+        return params
+
+
+def _ends(name: str, ends: Sequence[str]) -> bool:
+    return any(f".{name}".endswith(f".{end}") for end in ends)
