@@ -100,7 +100,7 @@ _NOT_THERE = {  # what people ask for: why there is no key of that kind
     "lora": "adapters (LoRA, QLoRA, DoRA, PEFT) are not there yet: mpar trains all parameters",
     "quantization": "quantised weights (4 and 8 bits) are not there yet: there are precision=fp32 and precision=bf16",
     "fp8": "FP8 is not there yet: there are precision=fp32 and precision=bf16",
-    "dpo": "preferences and rewards (DPO, PPO, GRPO, RLHF) are not there yet: there are task=pt and task=sft",
+    "dpo": "preferences and rewards are tasks: task=dpo, kto, orpo, cpo, simpo, reward and grpo, with keys such as task.beta",
     "dropout": "dropout is not there yet: a step is the same each time that it is computed",
 }
 _SHORT = 7

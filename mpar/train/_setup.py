@@ -214,6 +214,11 @@ def _reference(config: TaskConfig, model: Trainable) -> tuple[Trainable, bool]:
             "cannot use task.reference=frozen with an adapter, without which the model is what it was: use "
             "task.reference=adapter, or columns, if training begins with an adapter that was trained before."
         )
+    if adapted is not None and any(lora.init in ("pissa", "olora") for _, lora in adapted.adapters):
+        raise ConfigError(
+            "cannot compare with the model without its adapter: adapter.init=pissa and olora take the adapter out of the "
+            "weights, which are then no longer those of the model.\nUse task.reference=columns, or another init."
+        )
     return (model, False) if adapted is None else (adapted.base, True)
 
 
