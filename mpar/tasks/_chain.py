@@ -213,7 +213,7 @@ class TaskChain(WrappedModel):
     @property
     def parts(self) -> Mapping[str, Trainable]:
         """The model, and the reference model, which begins as the model does."""
-        return {"": self.base} if self.copied is None else {"": self.model, f"{REFERENCE}.": self.copied}
+        return {"": self.base} if self.copied is None else {"": self.base, f"{REFERENCE}.": self.copied}
 
     def init_leaf(self, seed: int, path: str, slices: Sequence[slice] | None = None) -> Tensor:
         """The reference model begins as the same model; parameters of the task are zero."""

@@ -149,8 +149,8 @@ class TaskConfig(RolloutKeys):
 
     kind: Literal["sft", "pt", "preference", "kto", "prompt"] = key(
         "rows of the data: sft: conversations, with labels on answers; pt: plain text, with labels on every token; preference: "
-        "pairs of a chosen and a rejected answer; kto: answers with a label; prompt: questions, which the model "
-        "answers as it is trained"
+        "pairs of a chosen and a rejected answer; kto: answers with a label; prompt: questions that the model answers as it is "
+        "trained"
     )
     learn: Literal["next_token", "dpo", "kto", "orpo", "cpo", "reward", "prm", "dft", "grpo"] = key(
         "what is learned from them; the keys from `loss` to `centre` are its options, null: its default",
