@@ -97,6 +97,10 @@ def _calls(x):
         *_linear_cross_entropy.linear_cross_entropy_grad_p.bind(
             hidden.detach(), head.detach(), LABELS, torch.ones(2, 3), **params, chunk=4
         ),
+        ops.linear_cross_entropy(hidden, head.detach(), LABELS)[0],
+        *_linear_cross_entropy.linear_cross_entropy_x_grad_p.bind(
+            hidden.detach(), head.detach(), LABELS, torch.ones(2, 3), **params, chunk=4
+        ),
         ops.random_uniform((1, 2), (3, 5)),
         ops.random_normal((1, 2), (3, 5), starts=(1, 3)),
         ops.dropout(x(2, 3), 0.5, ops.fold_key(0)),

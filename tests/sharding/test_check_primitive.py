@@ -85,6 +85,8 @@ def losses():
         ops.linear_cross_entropy(hidden, head, labels),
         _linear_cross_entropy.linear_cross_entropy_stats_p.bind(*chunked, **PARAMS, chunk=4),
         _linear_cross_entropy.linear_cross_entropy_grad_p.bind(*chunked, weights, **PARAMS, chunk=4),
+        ops.linear_cross_entropy(hidden, head.detach(), labels),
+        _linear_cross_entropy.linear_cross_entropy_x_grad_p.bind(*chunked, weights, **PARAMS, chunk=4),
     ]
 
 
