@@ -1,5 +1,6 @@
 """OpenAI's own client: every call gives what its types say, streams give the same text, mistakes raise its exceptions."""
 
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,32 @@ def test_stops_and_biases(client):
     assert set(free.text) == {"a"} and free.finish_reason == "length"
     stopped = client.completions.create(model="tiny", prompt="abc", max_tokens=20, logit_bias={"97": 100}, stop="aaa").choices[0]
     assert (stopped.text, stopped.finish_reason) == ("", "stop")
+
+
+def test_answers_by_a_schema(client):
+    """Chat and completions give JSON as the schema says, streamed too; a schema that cannot be used is refused with the field."""
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"], "additionalProperties": False}
+    how = {"model": "tiny", "max_tokens": 60, "temperature": 1.0}
+    by_schema = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": schema}}
+    for seed in range(3):
+        asked = {**how, "messages": ASKED, "seed": seed, "response_format": by_schema}
+        whole = client.chat.completions.create(**asked).choices[0]
+        assert json.loads(whole.message.content)["n"] in (1, 22) and whole.finish_reason == "stop"
+        streamed = client.chat.completions.create(**asked, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == whole.message.content
+    text = client.completions.create(**how, prompt="x", extra_body={"response_format": by_schema}).choices[0].text
+    assert json.loads(text)["n"] in (1, 22)
+    bias = {str(ord("}")): 100}  # else this model would go on until the tokens are used up
+    some = client.chat.completions.create(**how, messages=ASKED, response_format={"type": "json_object"}, logit_bias=bias)
+    assert isinstance(json.loads(some.choices[0].message.content), dict)
+    for wrong, message in (
+        ({"type": "xml"}, "json_schema"),
+        ({"type": "json_schema"}, "must be an object with a schema"),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "strange"}}}, "Invalid type"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message) as raised:
+            client.chat.completions.create(**how, messages=ASKED, response_format=wrong)
+        assert raised.value.param.startswith("response_format")
 
 
 def test_many_clients_get_what_each_gets_alone(server):
