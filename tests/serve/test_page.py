@@ -40,7 +40,7 @@ def test_a_conversation_in_a_browser(browser):
     """The text grows with each token; after Stop the engine has nothing to do; the next question has the first and its answer
     before it, and none of them after a new conversation has begun."""
     runner = Slow()
-    with serving(runner) as (address, worker):
+    with serving(runner) as (address, worker), runner.unhindered():
         wait = WebDriverWait(browser, 20)
         browser.get(address)
         wait.until(lambda _: browser.title == "tiny")
